@@ -1,0 +1,175 @@
+"""How one role's engine computes: device, precision, microbatches, recompute, mixture-of-experts training terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mcore_rl.errors import Violation
+
+
+class Device(Enum):
+    """``auto`` takes the accelerator that is here, else the CPU."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+    rocm = "rocm"
+
+
+class Precision(Enum):
+    """Dtype of weights and activations; bfloat16 always keeps float32 main weights, gradients and Adam moments."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class LayerSpec(Enum):
+    """``auto`` takes Transformer Engine when it can be imported on an accelerator, else the local layers."""
+
+    auto = "auto"
+    local = "local"
+    transformer_engine = "transformer_engine"
+
+
+class Recompute(Enum):
+    """Activation recompute (arXiv:2205.05198): ``selective`` core attention only, ``full`` every layer."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class Dispatcher(Enum):
+    """How tokens travel to experts; names are Megatron's ``moe_token_dispatcher_type``."""
+
+    allgather = "allgather"
+    alltoall = "alltoall"
+
+
+class AuxLoss(Enum):
+    """Over which tokens the load of the experts is balanced.
+
+    ``sequence``: each sequence by itself (arXiv:2412.19437, eq. 17).  ``batch``: the whole global batch
+    (arXiv:2101.03961, eq. 4, with the expert counts of the full batch from a forward-only pass).  Both mean the same
+    under every layout; the microbatch-wise loss that Megatron offers does not, and is therefore not here.
+    """
+
+    none = "none"
+    sequence = "sequence"
+    batch = "batch"
+
+
+@dataclass(kw_only=True)
+class MoeTrainConfig:
+    """Terms that only matter while training a mixture of experts."""
+
+    dispatcher: Dispatcher = Dispatcher.alltoall
+    aux_loss: AuxLoss = AuxLoss.none
+    aux_loss_coeff: float = 0.0
+    z_loss_coeff: float = 0.0
+
+
+class Schedule(Enum):
+    """Learning rate after warm-up: held, or decayed to ``lr * min_lr_ratio`` at ``total_steps``."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay on matrices only (biases and norms are exempt).
+
+    lr_warmup_steps: steps of linear warm-up from 0.  clip_grad: maximum global gradient L2 norm; 0 leaves gradients alone.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+    lr_schedule: Schedule = Schedule.constant
+    lr_warmup_steps: int = 0
+    total_steps: int = 0
+    min_lr_ratio: float = 0.0
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """One role's engine.
+
+    microbatch_tokens: pack whole sequences into microbatches of at most this many tokens per context-parallel group.
+    microbatch_sequences: instead, exactly this many sequences per microbatch.  One of the two is required.
+    max_nonfinite_steps: skipped steps in a row after which the run stops.
+    seed: initial weights where none are loaded.
+    """
+
+    device: Device = Device.auto
+    precision: Precision = Precision.bfloat16
+    layer_spec: LayerSpec = LayerSpec.auto
+    recompute: Recompute = Recompute.none
+    microbatch_tokens: int | None = None
+    microbatch_sequences: int | None = None
+    max_nonfinite_steps: int = 3
+    seed: int = 1234
+    moe: MoeTrainConfig = field(default_factory=MoeTrainConfig)
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+def optimizer_violations(optim: OptimizerConfig, key: str = "optim") -> list[Violation]:
+    """Everything wrong in ``optim`` by itself; ``key`` is the dotted prefix the user writes."""
+    found = []
+    if optim.lr < 0:
+        found.append(Violation(f"{key}.lr", optim.lr, "must not be negative", "Write 0 or more"))
+    for name, beta in zip(("betas[0]", "betas[1]"), optim.betas, strict=True):
+        if not 0 <= beta < 1:
+            found.append(Violation(f"{key}.{name}", beta, "must lie in [0, 1)", "Write for example 0.9"))
+    if optim.clip_grad < 0:
+        found.append(Violation(f"{key}.clip_grad", optim.clip_grad, "must not be negative", "Write 0 to switch it off"))
+    if not 0 <= optim.min_lr_ratio <= 1:
+        found.append(Violation(f"{key}.min_lr_ratio", optim.min_lr_ratio, "must lie in [0, 1]", "Write for example 0.1"))
+    if optim.lr_warmup_steps < 0:
+        found.append(Violation(f"{key}.lr_warmup_steps", optim.lr_warmup_steps, "must not be negative", "Write 0 or more"))
+    if optim.lr_schedule is not Schedule.constant and optim.total_steps <= optim.lr_warmup_steps:
+        found.append(
+            Violation(
+                f"{key}.total_steps",
+                optim.total_steps,
+                f"a {optim.lr_schedule.value} schedule must end after its {optim.lr_warmup_steps} steps of warm-up",
+                f"Write more than {optim.lr_warmup_steps}, or {key}.lr_schedule=constant",
+            )
+        )
+    return found
+
+
+def engine_violations(engine: EngineConfig) -> list[Violation]:
+    """Everything wrong in ``engine`` by itself, without a model, a layout or data."""
+    found = optimizer_violations(engine.optim)
+    if (engine.microbatch_tokens is None) == (engine.microbatch_sequences is None):
+        found.append(
+            Violation(
+                "microbatch_tokens",
+                engine.microbatch_tokens,
+                f"exactly one of microbatch_tokens and microbatch_sequences (={engine.microbatch_sequences}) sets the size",
+                "Write microbatch_tokens=16384 for packed microbatches, or microbatch_sequences=1",
+            )
+        )
+    for name in ("microbatch_tokens", "microbatch_sequences", "max_nonfinite_steps"):
+        value = getattr(engine, name)
+        if value is not None and value < 1:
+            found.append(Violation(name, value, "must be positive", "Write 1 or more"))
+    for name in ("aux_loss_coeff", "z_loss_coeff"):
+        if getattr(engine.moe, name) < 0:
+            found.append(Violation(f"moe.{name}", getattr(engine.moe, name), "must not be negative", "Write 0 or more"))
+    if (engine.moe.aux_loss is AuxLoss.none) != (engine.moe.aux_loss_coeff == 0):
+        found.append(
+            Violation(
+                "moe.aux_loss_coeff",
+                engine.moe.aux_loss_coeff,
+                f"contradicts moe.aux_loss={engine.moe.aux_loss.value}",
+                "Write moe.aux_loss=sequence with a positive coefficient, or moe.aux_loss=none with 0",
+            )
+        )
+    return found

@@ -1,0 +1,56 @@
+"""The parallel layout as a user writes it: ``tp=2,pp=2,vpp=1,cp=1,ep=2,etp=1``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from mcore_rl.errors import Violation, refuse_if_any
+
+AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """Sizes of the parallel axes; the data-parallel size is what remains of the world.
+
+    tp: tensor parallel (always with sequence parallelism).  pp: pipeline stages.  vpp: model chunks per stage
+    (interleaved schedule).  cp: context parallel.  ep: expert parallel, over the tp*cp*dp ranks of a stage.
+    etp: tensor parallel inside an expert.
+    pipeline_layers: layers of each of the pp*vpp chunks in the order of the forward pass; only needed, and then
+    required, where the layers do not divide evenly.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    pipeline_layers: list[int] | None = None
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
+
+
+assert AXES == tuple(field.name for field in fields(ParallelConfig))[: len(AXES)]
+
+
+def parse_layout(text: str) -> ParallelConfig:
+    """``"tp=2,ep=2"`` to a ``ParallelConfig``; axes left out are 1.
+
+    Raises ConfigError naming every malformed, unknown, repeated or non-positive part at once.
+    """
+    sizes: dict[str, int] = {}
+    found = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        axis, _, size = (piece.strip() for piece in part.partition("="))
+        if axis not in AXES:
+            found.append(Violation("layout", part, "no such axis", f"Write some of {', '.join(AXES)}"))
+        elif axis in sizes:
+            found.append(Violation("layout", part, f"{axis} is given twice", "Write it once"))
+        elif not size.isdecimal() or int(size) < 1:
+            found.append(Violation("layout", part, "a size is a positive integer", f"Write {axis}=1 or more"))
+        else:
+            sizes[axis] = int(size)
+    refuse_if_any(found)
+    return ParallelConfig(**sizes)

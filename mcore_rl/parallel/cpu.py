@@ -1,0 +1,299 @@
+"""What lets unmodified megatron-core 0.16.1 run on the CPU over gloo.
+
+Megatron assumes a CUDA device in about a hundred places.  Every answer to such a place is one ``Patch`` in ``PATCHES``; it
+names the Megatron lines it answers, and ``tests/parallel/test_cpu.py`` fails when a line has moved or when Megatron no longer
+needs the answer.  Nothing here runs on an accelerator, and nothing changes what is computed: the patches only say
+where.  This is the one module of the package that changes other people's modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from mcore_rl.errors import DeviceError
+
+MEGATRON_VERSION = "0.16.1"
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of megatron-core that cannot run on the CPU.  path: below ``megatron/core``.  code: what stands there."""
+
+    path: str
+    number: int
+    code: str
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One answer.  why: what goes wrong without it.  answers: one or more of the lines it answers."""
+
+    name: str
+    why: str
+    answers: tuple[Line, ...]
+    apply: Callable[[], None]
+
+
+class _Stream:
+    """A stream of a device that runs everything in order: waiting is never needed."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = CPU
+
+    def wait_stream(self, _: object) -> None: ...
+    def wait_event(self, _: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, _: object = None) -> None: ...
+    def wait(self, _: object = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+class _DefaultGenerators:
+    """``torch.cuda.default_generators[i]``: every index is the CPU's one generator."""
+
+    def __getitem__(self, _: object) -> torch.Generator:
+        return torch.default_generator
+
+
+def _patch_device_queries() -> None:
+    stream = _Stream()
+    answers: dict[str, Any] = {
+        "current_device": lambda: CPU,
+        "set_device": lambda _: None,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "ipc_collect": lambda: None,
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": lambda _: contextlib.nullcontext(),
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+
+
+def _patch_random_state() -> None:
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch.cuda.manual_seed = torch.cuda.random.manual_seed = lambda seed: torch.manual_seed(seed)
+    torch.cuda.default_generators = _DefaultGenerators()  # type: ignore[assignment]
+
+
+def _patch_lazy_call() -> None:
+    from megatron.core.tensor_parallel import random
+
+    random._lazy_call = lambda callback, **_: callback()
+
+
+def _patch_random_warning() -> None:
+    # The CPU's generator is also the "CUDA" one, so a forked CUDA state always changes it; that is what fork restores.
+    class _NotAboutTheSharedGenerator(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            return "CPU RNG state changed" not in record.getMessage()
+
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_NotAboutTheSharedGenerator())
+
+
+def _patch_to_cuda() -> None:
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+
+
+def _is_cuda(device: object) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def _patch_factories() -> None:
+    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(factory)
+        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+                kwargs.pop("pin_memory", None)
+            return factory(*args, **kwargs)
+
+        return make
+
+    for name in ("zeros", "ones", "tensor", "empty", "empty_like"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+@contextlib.contextmanager
+def _cuda_type_names() -> Iterator[None]:
+    """Within: ``tensor.type()`` of a CPU tensor gives the name that its CUDA twin would have."""
+    real = torch.Tensor.type
+
+    def cuda_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return real(self, dtype, *args, **kwargs)
+        return real(self).replace("torch.", "torch.cuda.")
+
+    torch.Tensor.type = cuda_type  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = real  # type: ignore[method-assign]
+
+
+def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _cuda_type_names():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _patch_optimizer_type_names() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    for name in ("_build_model_and_main_param_groups", "_get_model_param_range_map"):
+        if name in vars(DistributedOptimizer):
+            method = vars(DistributedOptimizer)[name]
+            function = method.__func__ if isinstance(method, classmethod) else method
+            wrapped = _with_cuda_type_names(function)
+            setattr(DistributedOptimizer, name, classmethod(wrapped) if isinstance(method, classmethod) else wrapped)
+
+
+def _patch_clip_type_names() -> None:
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    clip_grads.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
+    optimizer.clip_grad_by_total_norm_fp32 = clip_grads.clip_grad_by_total_norm_fp32
+
+
+def _patch_split_sizes() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _patch_jit_fuser() -> None:
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+
+
+PATCHES = (
+    Patch(
+        "device queries",
+        "there is no current CUDA device, stream or event",
+        (
+            Line("tensor_parallel/mappings.py", 91, "device=torch.cuda.current_device()"),
+            Line("pipeline_parallel/p2p_communication.py", 398, "torch.cuda.synchronize()"),
+            Line("transformer/moe/token_dispatcher.py", 445, "torch.cuda.Stream()"),
+            Line("transformer/moe/token_dispatcher.py", 874, "torch.cuda.stream(self.cuda_dtoh_stream)"),
+        ),
+        _patch_device_queries,
+    ),
+    Patch(
+        "random state",
+        "there is no CUDA generator; the CPU's takes its place",
+        (
+            Line("tensor_parallel/random.py", 103, "torch.cuda.default_generators[idx]"),
+            Line("tensor_parallel/random.py", 235, "torch.cuda.get_rng_state()"),
+            Line("tensor_parallel/random.py", 422, "torch.cuda.manual_seed(data_parallel_seed)"),
+        ),
+        _patch_random_state,
+    ),
+    Patch(
+        "lazy call",
+        "torch queues the callback until CUDA is initialised, that is for ever, and a forked state is never set",
+        (Line("tensor_parallel/random.py", 112, "_lazy_call(cb)"),),
+        _patch_lazy_call,
+    ),
+    Patch(
+        "random warning",
+        "warns at every fork that the CPU's generator moved, which here is the point",
+        (Line("tensor_parallel/random.py", 265, "CPU RNG state changed within GPU RNG context"),),
+        _patch_random_warning,
+    ),
+    Patch(
+        "to cuda",
+        "moves tensors to a device that is not there",
+        (Line("models/common/language_module/language_module.py", 244, "weight.data.cuda()"),),
+        _patch_to_cuda,
+    ),
+    Patch(
+        "factories",
+        "creates tensors on a device that is not there",
+        (
+            Line("pipeline_parallel/schedules.py", 596, 'device="cuda"'),
+            Line("optimizer/optimizer.py", 485, "device='cuda'"),
+            Line("optimizer/clip_grads.py", 103, "device='cuda'"),
+        ),
+        _patch_factories,
+    ),
+    Patch(
+        "optimizer type names",
+        "knows parameters only as torch.cuda.FloatTensor and kin",
+        (Line("optimizer/distrib_optimizer.py", 420, "model_param.type() == 'torch.cuda.FloatTensor'"),),
+        _patch_optimizer_type_names,
+    ),
+    Patch(
+        "clip type names",
+        "asserts that gradients are torch.cuda.FloatTensor",
+        (Line("optimizer/clip_grads.py", 167, "param.grad.type() == 'torch.cuda.FloatTensor'"),),
+        _patch_clip_type_names,
+    ),
+    Patch(
+        "split sizes",
+        "converts all-to-all split sizes to numpy only when they come from a GPU",
+        (Line("transformer/moe/moe_utils.py", 1095, "torch.is_tensor(tensor) and tensor.is_cuda"),),
+        _patch_split_sizes,
+    ),
+    Patch(
+        "jit fuser",
+        "compiles small functions with a C++ compiler at first use: half a minute a process, for nothing",
+        (Line("jit.py", 21, "jit_fuser = torch.compile"),),
+        _patch_jit_fuser,
+    ),
+)
+
+_applied = False
+
+
+def make_megatron_run_on_cpu(without: str | None = None) -> None:
+    """Apply every patch, once; only the CPU rung calls this.  without: leave out one, for the test that it is needed.
+
+    Raises DeviceError where another megatron-core is installed: the patches are answers to one version.
+    """
+    global _applied
+    if _applied:
+        return
+    installed = version("megatron-core")
+    if installed != MEGATRON_VERSION:
+        raise DeviceError(
+            f"megatron-core {installed} on the CPU: only {MEGATRON_VERSION} is known to run. "
+            f"Install megatron-core=={MEGATRON_VERSION}, or use an accelerator."
+        )
+    for patch in PATCHES:
+        if patch.name != without:
+            patch.apply()
+    _applied = True

@@ -1,0 +1,374 @@
+"""The platform: which processor, which collectives, how much memory, which devices a process may see.
+
+This module and ``parallel/cpu.py`` are the only places that name a vendor's runtime or ask ``torch.cuda`` anything;
+everything else asks a ``Platform``.  It does not choose a precision, a layer spec or a layout, and it never changes the
+environment of its own process: ``consistent_environment`` says what a new process should be started with.
+
+The invariant: all processes of a run that were started with ``consistent_environment`` agree, with torch, with the
+vendor's runtime and with Ray, on which devices they see.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform as machine
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from mcore_rl.config.engine import Device
+from mcore_rl.errors import DeviceError
+
+CUDA_MASK, HIP_MASK = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+ROCR_MASK, ORDINAL_MASK = "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"
+MASKS = (CUDA_MASK, HIP_MASK, ROCR_MASK, ORDINAL_MASK)
+RAY_NOSET = tuple(f"RAY_EXPERIMENTAL_NOSET_{mask}" for mask in (CUDA_MASK, HIP_MASK, ROCR_MASK))
+
+# Data-centre GPUs by the instruction set in their gcnArchName: bfloat16 matrix cores since MI100, fp8 since MI300.
+ROCM_BF16 = ("gfx908", "gfx90a", "gfx942", "gfx950")
+ROCM_FP8 = ("gfx942", "gfx950")
+
+PROC_STATUS = Path("/proc/self/status")
+PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
+PROC_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    """What this process computes on.
+
+    kind: cpu, cuda or rocm, never auto.  device_type: torch's name of it; ROCm answers to "cuda".  backend: what
+    ``torch.distributed`` is asked for; RCCL answers to "nccl".  backend_name: the same for people.
+    num_devices: accelerators visible to this process; 1 on CPU, shared by all local ranks.
+    device_name: distinct names, comma-separated.  memory_total_bytes: of the smallest device; of the machine on CPU.
+    visible_devices_vars: environment variables that must agree for this platform's masks to mean one thing.
+    """
+
+    kind: Device
+    device_type: str
+    backend: str
+    backend_name: str
+    supports_bf16: bool
+    supports_fp8: bool
+    num_devices: int
+    device_name: str
+    memory_total_bytes: int
+    visible_devices_vars: tuple[str, ...]
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether tensors live in a memory of their own, apart from the host's."""
+        return self.kind is not Device.cpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes.  On an accelerator: torch's allocator, and the device's free and total memory.
+
+    On CPU: allocated and reserved are both the resident set of this process, peak its highest; free and total are the
+    machine's.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_bytes: int
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisibleDevices:
+    """The devices left by the masks of an environment.
+
+    ids: as the machine numbers them (an index, or a ``GPU-``/``MIG-`` UUID), in the order of the local ranks; None
+    where nothing is masked.  masks: the variables that were set.
+    """
+
+    ids: tuple[str, ...] | None
+    masks: dict[str, str]
+
+
+def detect(device: Device, environ: Mapping[str, str] = os.environ) -> Platform:
+    """The platform for ``device``; ``auto`` is the accelerator that is here, else the CPU.
+
+    Raises DeviceError where the accelerator asked for is not here, or where masks in ``environ`` contradict each other.
+    """
+    built_for = Device.rocm if torch.version.hip else Device.cuda if torch.version.cuda else Device.cpu
+    if device is Device.cpu or (device is Device.auto and built_for is Device.cpu):
+        return _cpu()
+    wanted = built_for if device is Device.auto else device
+    if wanted is not built_for:
+        raise DeviceError(_wrong_build(wanted, built_for))
+    visible = visible_devices(wanted, environ)
+    if torch.cuda.is_available():
+        return _accelerator(wanted)
+    if device is Device.auto:
+        return _cpu()
+    masks = " ".join(f"{name}={value}" for name, value in visible.masks.items()) or "no device mask set"
+    tool = "nvidia-smi" if wanted is Device.cuda else "rocm-smi"
+    raise DeviceError(
+        f"device={wanted.value}: torch {torch.__version__} is built for it but sees no GPU ({masks}). "
+        f"Check the driver with {tool} and the masks, or write device=cpu"
+    )
+
+
+def _wrong_build(wanted: Device, built_for: Device) -> str:
+    found = f"device={wanted.value}: torch {torch.__version__} is built for {built_for.value}"
+    other = "device=cpu" if built_for is Device.cpu else f"device={built_for.value} or device=cpu"
+    return f"{found}. Reinstall with the extra {wanted.value} (pip install -e '.[{wanted.value}]'), or write {other}"
+
+
+def _cpu() -> Platform:
+    return Platform(
+        kind=Device.cpu,
+        device_type="cpu",
+        backend="gloo",
+        backend_name="gloo",
+        supports_bf16=True,
+        supports_fp8=False,
+        num_devices=1,
+        device_name=_processor_name(),
+        memory_total_bytes=psutil.virtual_memory().total,
+        visible_devices_vars=(),
+    )
+
+
+def _processor_name() -> str:
+    if PROC_CPUINFO.exists():
+        for line in PROC_CPUINFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return machine.processor() or machine.machine()
+
+
+def _accelerator(kind: Device) -> Platform:
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    if kind is Device.rocm:
+        archs = [str(device.gcnArchName).partition(":")[0] for device in devices]
+        bf16, fp8 = (all(arch in able for arch in archs) for able in (ROCM_BF16, ROCM_FP8))
+    else:
+        bf16, fp8 = (all((device.major, device.minor) >= least for device in devices) for least in ((8, 0), (8, 9)))
+    return Platform(
+        kind=kind,
+        device_type="cuda",
+        backend="nccl",
+        backend_name="NCCL" if kind is Device.cuda else "RCCL",
+        supports_bf16=bf16,
+        supports_fp8=fp8,
+        num_devices=len(devices),
+        device_name=", ".join(dict.fromkeys(str(device.name) for device in devices)),
+        memory_total_bytes=min(int(device.total_memory) for device in devices),
+        visible_devices_vars=(CUDA_MASK,) if kind is Device.cuda else (HIP_MASK, CUDA_MASK),
+    )
+
+
+def device_of(platform: Platform, local_rank: int) -> torch.device:
+    """The device of the ``local_rank``-th process of this machine; raises DeviceError where it has none."""
+    if not platform.is_accelerator:
+        return torch.device("cpu")
+    if local_rank >= platform.num_devices:
+        masks = " and ".join(platform.visible_devices_vars)
+        raise DeviceError(
+            f"local rank {local_rank} has no device of its own: this process sees {platform.num_devices}. "
+            f"Start at most {platform.num_devices} processes on this machine, or widen {masks}"
+        )
+    return torch.device(platform.device_type, local_rank)
+
+
+def set_device(platform: Platform, local_rank: int) -> torch.device:
+    """Make ``device_of`` this process's current device, and return it."""
+    device = device_of(platform, local_rank)
+    if platform.is_accelerator:
+        torch.cuda.set_device(device)
+    return device
+
+
+def synchronize(platform: Platform) -> None:
+    """Wait for all work queued on the current device; the CPU queues none."""
+    if platform.is_accelerator:
+        torch.cuda.synchronize()
+
+
+def memory(platform: Platform) -> Memory:
+    """Memory of the current device and what this process uses of it."""
+    if platform.is_accelerator:
+        free, total = torch.cuda.mem_get_info()
+        return Memory(
+            allocated_bytes=torch.cuda.memory_allocated(),
+            reserved_bytes=torch.cuda.memory_reserved(),
+            peak_bytes=torch.cuda.max_memory_allocated(),
+            free_bytes=free,
+            total_bytes=total,
+        )
+    resident, host = psutil.Process().memory_info().rss, psutil.virtual_memory()
+    return Memory(
+        allocated_bytes=resident,
+        reserved_bytes=resident,
+        peak_bytes=max(resident, _peak_resident_bytes()),
+        free_bytes=host.available,
+        total_bytes=host.total,
+    )
+
+
+def _peak_resident_bytes() -> int:
+    """VmHWM where there is a /proc: getrusage also counts the process that forked this one, and never falls."""
+    if PROC_STATUS.exists():
+        for line in PROC_STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
+
+
+def reset_peak_memory(platform: Platform) -> None:
+    """Let ``peak_bytes`` start again from now.  On CPU only Linux can; elsewhere it stays that of the whole process."""
+    if platform.is_accelerator:
+        torch.cuda.reset_peak_memory_stats()
+    elif PROC_CLEAR_REFS.exists():
+        PROC_CLEAR_REFS.write_text("5")  # proc(5): resets the peak resident set size
+
+
+def empty_cache(platform: Platform) -> None:
+    """Give memory that torch's allocator holds but nobody uses back to the device; the CPU allocator holds none."""
+    if platform.is_accelerator:
+        torch.cuda.empty_cache()
+
+
+def pinned_empty_like(platform: Platform, tensor: Tensor) -> Tensor:
+    """An empty host tensor of ``tensor``'s shape and dtype: page-locked where copies from a device gain by it."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=platform.is_accelerator)
+
+
+def have_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed.  A broken installation fails loudly when it is imported."""
+    return find_spec("transformer_engine") is not None
+
+
+def have_apex() -> bool:
+    """Whether NVIDIA Apex is installed with its compiled kernels.
+
+    The PyPI project ``apex`` is something else, so neither is imported: NVIDIA's has ``apex/optimizers`` and ``amp_C``.
+    """
+    package = find_spec("apex")
+    if package is None or package.submodule_search_locations is None or find_spec("amp_C") is None:
+        return False
+    return PathFinder.find_spec("apex.optimizers", list(package.submodule_search_locations)) is not None
+
+
+def visible_devices(kind: Device, environ: Mapping[str, str]) -> VisibleDevices:
+    """What the device masks in ``environ`` leave visible on a machine of ``kind``.
+
+    On CUDA only CUDA_VISIBLE_DEVICES counts (Slurm sets ROCR_VISIBLE_DEVICES on NVIDIA machines too).  On ROCm,
+    ROCR_VISIBLE_DEVICES masks first; HIP_VISIBLE_DEVICES, else CUDA_VISIBLE_DEVICES, then index what it left
+    (rocclr/device/rocm/rocdevice.cpp), and must be equal where both are set, because Ray, vLLM and torch each prefer
+    another one.  GPU_DEVICE_ORDINAL is one more spelling of the same mask and must agree too.
+
+    Raises DeviceError naming every malformed or contradictory mask, with what to export instead.
+    """
+    if kind is Device.cpu:
+        return VisibleDevices(ids=None, masks={})
+    names = (CUDA_MASK,) if kind is Device.cuda else MASKS
+    masks = {name: environ[name] for name in names if name in environ}
+    problems: list[str] = []
+    parsed = {name: _parse_mask(name, value, problems) for name, value in masks.items()}
+    second = [name for name in (HIP_MASK, CUDA_MASK, ORDINAL_MASK) if name in masks]
+    for name in second[1:]:
+        if parsed[name] != parsed[second[0]]:
+            problems.append(
+                f"{second[0]}={masks[second[0]]} and {name}={masks[name]} disagree; both index the same devices"
+            )
+    first = parsed.get(ROCR_MASK)
+    ids = parsed[second[0]] if second else first
+    if first is not None and second:
+        beyond = [index for index in parsed[second[0]] if index.isdecimal() and int(index) >= len(first)]
+        if beyond:
+            problems.append(
+                f"{second[0]}={masks[second[0]]} indexes the {len(first)} devices that {ROCR_MASK}={masks[ROCR_MASK]} "
+                f"leaves, and there is no {', '.join(beyond)} among them"
+            )
+        else:
+            ids = tuple(first[int(index)] if index.isdecimal() else index for index in parsed[second[0]])
+    if problems:
+        raise DeviceError(
+            "\n".join(
+                [
+                    "The device masks contradict each other or cannot be read:",
+                    *(f"  - {p}" for p in problems),
+                    _how_to_export(kind, ids),
+                ]
+            )
+        )
+    return VisibleDevices(ids=ids, masks=masks)
+
+
+def _parse_mask(name: str, value: str, problems: list[str]) -> tuple[str, ...]:
+    """The ids in one mask; a negative index or ``NoDevFiles`` ends the list, as it does for the runtimes.
+
+    The runtimes drop everything from a malformed entry on, and everything on a repeated one, without a word: here both
+    are problems.
+    """
+    ids: list[str] = []
+    for entry in (part.strip() for part in value.split(",") if value.strip()):
+        if entry == "NoDevFiles" or entry.startswith("-"):
+            break
+        if entry in ids:
+            problems.append(f"{name}={value} names device {entry} twice")
+        elif entry.isdecimal() or entry.startswith(("GPU-", "MIG-")):
+            ids.append(entry)
+        else:
+            problems.append(f"{name}={value} has {entry!r}, which is neither an index nor a UUID")
+    return tuple(ids)
+
+
+def _how_to_export(kind: Device, ids: Sequence[str] | None) -> str:
+    wanted = consistent_environment(kind, ids or ("0",))
+    exports = " ".join(f"{name}={value}" for name, value in wanted.items() if value is not None and name in MASKS)
+    return f"Write for example: export {exports}; unset {' '.join(name for name in MASKS if wanted[name] is None)}"
+
+
+def consistent_environment(kind: Device, ids: Sequence[int | str]) -> dict[str, str | None]:
+    """Variables a new process is started with so that it sees exactly ``ids``; None means unset.
+
+    ids: as the machine numbers them (``VisibleDevices.ids``), in the order of the local ranks.  Ray is told to leave
+    the masks alone; since 2.45 it refuses ROCR_VISIBLE_DEVICES, so ROCm processes get the other two, set alike.
+    On CPU the masks hide every device: "-1" does so for both runtimes, "" is no mask to ROCm's.
+    """
+    assert kind is not Device.auto and (kind is not Device.cpu or not ids), f"{kind.value} has no devices {ids}"
+    mask = ",".join(str(device_id) for device_id in ids) or "-1"
+    environment: dict[str, str | None] = dict.fromkeys(MASKS)
+    environment[CUDA_MASK] = mask
+    if kind is not Device.cuda:
+        environment[HIP_MASK] = mask
+    return environment | dict.fromkeys(RAY_NOSET, "1")
+
+
+def banner(platform: Platform) -> str:
+    """One line for the top of a log: processor, memory, collectives, versions, abilities."""
+    unit = "" if not platform.is_accelerator else " each"
+    parts = [
+        f"{platform.kind.value}: {platform.num_devices} x {platform.device_name}",
+        f"{platform.memory_total_bytes / 2**30:.0f} GiB{unit}",
+        platform.backend_name,
+        f"torch {torch.__version__}",
+        f"megatron-core {importlib.metadata.version('megatron-core')}",
+        f"Transformer Engine {'yes' if have_transformer_engine() else 'no'}",
+        f"Apex {'yes' if have_apex() else 'no'}",
+        f"bf16 {'yes' if platform.supports_bf16 else 'no'}",
+        f"fp8 {'yes' if platform.supports_fp8 else 'no'}",
+        f"{num_cores()} cores, {torch.get_num_threads()} threads",
+    ]
+    return " | ".join(parts)
+
+
+def num_cores() -> int:
+    """Cores that this process may use, which inside a container or a Slurm job are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

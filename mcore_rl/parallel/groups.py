@@ -1,0 +1,105 @@
+"""Megatron's process groups for a layout, and the few of them that we use ourselves.
+
+``init_groups`` hands the layout to ``megatron.core.parallel_state``, which keeps the groups for all Megatron modules of
+this process; we keep the same objects in a ``Groups`` record and never ask the global state again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from mcore_rl.parallel.cpu import make_megatron_run_on_cpu
+from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.layout import Coords, Layout
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of this rank.
+
+    dp_cp: all ranks that hold the same dense weights.  moe_tokens: the tensor and context peers among which the tokens of
+    one sequence are split where a router sees them.
+    """
+
+    layout: Layout
+    rank: int
+    coords: Coords
+    device: torch.device
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
+    ep: dist.ProcessGroup
+    moe_tokens: dist.ProcessGroup
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage, where log-probs, values and losses are made."""
+        return self.coords.pp == self.layout.pp - 1
+
+
+def init_groups(layout: Layout, platform: Platform, device: torch.device, seed: int) -> Groups:
+    """Make Megatron's groups over the default process group, and seed its random-state tracker.
+
+    Collective over the world.  May be called again with another layout once ``destroy_groups`` was called.
+    """
+    if not platform.is_accelerator:
+        make_megatron_run_on_cpu()
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    rank = dist.get_rank()
+    return Groups(
+        layout=layout,
+        rank=rank,
+        coords=layout.coords(rank),
+        device=device,
+        tp=mpu.get_tensor_model_parallel_group(),
+        pp=mpu.get_pipeline_model_parallel_group(),
+        cp=mpu.get_context_parallel_group(),
+        dp=mpu.get_data_parallel_group(),
+        dp_cp=mpu.get_data_parallel_group(with_context_parallel=True),
+        ep=mpu.get_expert_model_parallel_group(),
+        moe_tokens=mpu.get_tensor_and_context_parallel_group(),
+    )
+
+
+def destroy_groups() -> None:
+    """Forget Megatron's groups so that another layout can follow in the same processes."""
+    mpu.destroy_model_parallel()
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """Sum over a group whose members each use the result in a loss of their own; the true loss is the sum of those."""
+
+    @staticmethod
+    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Differentiable sum of ``x`` over ``group``; the gradient is summed too, as every member's loss depends on it."""
+    return x if group.size() == 1 else _SumOverGroup.apply(x, group)

@@ -1,0 +1,264 @@
+"""Start a function on several processes of this machine, and bring them all down, with one message, when one fails.
+
+For the local rungs: tests, a laptop, one machine.  On a cluster Ray starts the processes.  It restarts nothing and it
+does not redirect what the processes print.
+
+The invariant: when ``run_ranks`` returns or raises, none of its processes is alive and nothing they shared is left.
+Should the parent be killed, its processes end themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
+
+from mcore_rl.errors import WorkerError
+from mcore_rl.parallel.device import Platform, num_cores, set_device
+from mcore_rl.parallel.failure import Cause, Failure, failure_message, first_cause
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.phase import SLOT_BYTES, mirror_phase, phase, read_slot
+
+HOST = "127.0.0.1"
+SETTLE_S = 0.2  # once a rank has failed by itself: for reports that are already on their way
+STOP_S = 1.0  # between the signal that asks and the one that cannot be refused
+EXIT_S = 30.0  # for a rank that has returned its result to end: to flush logs, to leave its process groups
+
+_num_groups = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What a target is told about itself.  store_port: where the parent's key-value store listens, on ``HOST``."""
+
+    rank: int
+    world_size: int
+    store_port: int
+    layout: Layout | None
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" if self.layout is None else f"rank {self.rank} ({self.layout.coords(self.rank)})"
+
+    def init_process_group(self, platform: Platform, timeout_s: float = 600.0) -> None:
+        """Join the default process group of ``torch.distributed`` on this rank's device.  Every rank must call it.
+
+        timeout_s: after which a collective gives up on a rank that does not come.
+        """
+        set_device(platform, self.rank)
+        timeout = timedelta(seconds=timeout_s)
+        shared = TCPStore(HOST, self.store_port, is_master=False, timeout=timeout)
+        # A prefix of its own for each time: a second group must not read the addresses of the first.
+        store = PrefixStore(f"group_{next(_num_groups)}", shared)
+        dist.init_process_group(
+            platform.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+        )
+
+
+def run_ranks(
+    target: Callable[..., Any],
+    world_size: int,
+    args: Sequence[object] = (),
+    *,
+    layout: Layout | None = None,
+    timeout_s: float | None = None,
+    grace_s: float = 2.0,
+    threads_per_rank: int | None = None,
+) -> list[Any]:
+    """The results, in order of the ranks, of ``target(rank, *args)`` in ``world_size`` fresh processes.
+
+    ``rank`` is a ``Rank``.  ``target``, ``args`` and the results travel by pickle, so ``target`` is a function of a
+    module.  Each process has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS in its
+    environment before it imports anything; ``Rank.init_process_group`` and ``init_method="env://"`` both meet at a store
+    that the parent holds open, so no port is guessed.
+
+    layout: names the ranks' coordinates in messages.  timeout_s: limit of the whole run; None is none.  grace_s: how
+    long to wait, after a rank failed because its peers were gone, for the report of the one that caused it.
+    threads_per_rank: None shares the cores evenly.
+
+    Raises, after all processes are stopped: the McoreRLError that the first failing rank raised; WorkerError naming
+    rank, coordinates, phase and first cause for any other failure or death, and for ``timeout_s``.
+    """
+    assert layout is None or layout.world_size == world_size, "the layout is of another world"
+    context = multiprocessing.get_context("spawn")
+    slots = context.RawArray(ctypes.c_char, SLOT_BYTES * world_size)  # unlinked from the start: it cannot leak
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    threads = threads_per_rank or max(1, num_cores() // world_size)
+    children: list[_Child] = []
+    try:
+        for index in range(world_size):
+            rank = Rank(rank=index, world_size=world_size, store_port=store.port, layout=layout)
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=_main, args=(target, rank, args, writer, slots), name=str(rank))
+            children.append(_Child(rank, process, reader, _slot(slots, index)))
+            with _environment(rank, threads):
+                process.start()
+            writer.close()  # so that the pipe ends when the child does
+        timed_out = _watch(children, timeout_s, grace_s)
+        _raise_first_cause(children, timeout_s if timed_out else None)
+        return [child.result for child in children]
+    finally:
+        _stop(children)
+
+
+class _Child:
+    """The parent's side of one rank."""
+
+    def __init__(self, rank: Rank, process: SpawnProcess, reader: Connection, slot: memoryview) -> None:
+        self.rank = rank
+        self.process = process
+        self.reader = reader
+        self.slot = slot
+        self.reported = False
+        self.result: Any = None
+        self.failure: Failure | None = None
+
+    def listen(self) -> None:
+        """Take the report, or the death, that ``wait`` said is there."""
+        self.reported = True
+        try:
+            report = pickle.loads(self.reader.recv_bytes()) if self.reader.poll() else None
+        except (EOFError, OSError):  # it ended before or while it wrote
+            report = None
+        if report is None:
+            self.process.join(STOP_S)  # the pipe may end a moment before the process
+            self.failure = Failure.of_death(self.rank.rank, self.process.exitcode, read_slot(self.slot))
+        elif isinstance(report, Failure):
+            self.failure = report
+        else:
+            (self.result,) = report
+
+    def words(self) -> str:
+        """What became of this rank, for a message about another one."""
+        if self.failure is None:
+            return "had finished" if self.reported else f"stopped in {read_slot(self.slot) or 'no phase'}"
+        where = self.failure.phase or "no phase"
+        if self.failure.cause is Cause.peer:
+            return f"stopped in {where}, its peers gone"
+        return f"failed in {where}: {self.failure.what.splitlines()[0]}"
+
+
+def _watch(children: Sequence[_Child], timeout_s: float | None, grace_s: float) -> bool:
+    """Wait until all have reported, or enough to tell the first cause; True where ``timeout_s`` ran out."""
+    started = time.monotonic()
+    deadline = float("inf") if timeout_s is None else started + timeout_s
+    failed_at: float | None = None
+    while waiting := [child for child in children if not child.reported]:
+        failures = [child.failure for child in children if child.failure is not None]
+        until = deadline
+        if failures:
+            failed_at = failed_at or time.monotonic()
+            until = failed_at + (SETTLE_S if first_cause(failures).cause is Cause.own else grace_s)
+        remaining = until - time.monotonic()
+        if remaining <= 0:
+            return not failures
+        handles: dict[Any, _Child] = {child.reader: child for child in waiting}
+        handles |= {child.process.sentinel: child for child in waiting}
+        for child in {
+            handles[handle] for handle in wait(list(handles), None if remaining == float("inf") else remaining)
+        }:
+            child.listen()
+    return False
+
+
+def _raise_first_cause(children: Sequence[_Child], timeout_s: float | None) -> None:
+    failures = [child.failure for child in children if child.failure is not None]
+    host = socket.gethostname()
+    if failures:
+        first = first_cause(failures)
+        others = {child.rank.rank: child.words() for child in children if child.rank.rank != first.rank}
+        if first.error is not None:
+            error = pickle.loads(first.error)
+            error.add_note(
+                f"Raised by {children[first.rank].rank} on {host}" + (f" in {first.phase}" * bool(first.phase))
+            )
+            raise error
+        raise WorkerError(failure_message(first, host, [str(child.rank) for child in children], others))
+    if timeout_s is not None:
+        lines = [f"  {child.rank}: {child.words()}" for child in children]
+        raise WorkerError("\n".join([f"The ranks on {host} did not finish within {timeout_s:g} s:", *lines]))
+
+
+def _stop(children: Sequence[_Child]) -> None:
+    """End all processes: by themselves where every one returned its result, else by signals."""
+    finished = all(child.reported and child.failure is None for child in children)
+    started = [child.process for child in children if child.process.pid is not None]
+    if not finished:
+        for process in started:
+            process.terminate()
+    until = time.monotonic() + (EXIT_S if finished else STOP_S)
+    for process in started:
+        process.join(max(0.0, until - time.monotonic()))
+    for process in started:
+        process.kill()
+    for process in started:
+        process.join()
+        process.close()
+    for child in children:
+        child.reader.close()
+
+
+@contextmanager
+def _environment(rank: Rank, threads: int) -> Iterator[None]:
+    """What a process started inside inherits, from its first import on."""
+    wanted = {
+        "RANK": str(rank.rank),
+        "LOCAL_RANK": str(rank.rank),
+        "WORLD_SIZE": str(rank.world_size),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(rank.store_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # to torch's env://: the store is already there, rank 0 opens none
+        "OMP_NUM_THREADS": str(threads),
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _slot(slots: Any, index: int) -> memoryview:
+    return memoryview(slots).cast("B")[index * SLOT_BYTES : (index + 1) * SLOT_BYTES]
+
+
+def _main(target: Callable[..., Any], rank: Rank, args: Sequence[object], writer: Connection, slots: Any) -> None:
+    """The whole life of a child: its one report is a 1-tuple with the result, or a ``Failure``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, and the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    faulthandler.enable()
+    mirror_phase(_slot(slots, rank.rank))
+    try:
+        result = target(rank, *args)
+        with phase("returning the result"):
+            writer.send_bytes(pickle.dumps((result,)))
+    except BaseException as error:  # also SystemExit: to leave early is to fail the others
+        writer.send_bytes(pickle.dumps(Failure.of_error(rank.rank, error)))
+    writer.close()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,65 @@
+"""What this process is doing right now, in words, so that an error or a death can say where it happened.
+
+One current phase per process, not per thread: the engine's thread is the one that is asked about.  A phase costs one or
+two microseconds, so it marks microbatches and stages, not operators.  It measures no time and prints nothing.
+
+The invariant: the mirror, where there is one, always holds the current phase, so that it can be read after this process
+was killed.
+"""
+
+from __future__ import annotations
+
+SLOT_BYTES = 256
+
+_current = ""
+_mirror: memoryview | None = None
+
+
+class phase:
+    """``with phase("forward", microbatch=3):`` reads "forward, microbatch 3", after the phases around it."""
+
+    __slots__ = ("_outer", "_text")
+
+    def __init__(self, name: str, **details: object) -> None:
+        self._text = name if not details else ", ".join([name, *(f"{key} {value}" for key, value in details.items())])
+
+    def __enter__(self) -> None:
+        self._outer = _current
+        _enter(f"{self._outer} > {self._text}" if self._outer else self._text)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            error.__dict__.setdefault(
+                "_phase", _current
+            )  # the innermost phase it passes through is where it was raised
+        _enter(self._outer)
+
+
+def current_phase() -> str:
+    """All phases around the caller, outermost first: "train_step > forward, microbatch 3"; "" outside any."""
+    return _current
+
+
+def phase_of(error: BaseException) -> str:
+    """The phase in which ``error`` was raised, also after it has left it."""
+    return str(error.__dict__.get("_phase", _current))
+
+
+def mirror_phase(slot: memoryview) -> None:
+    """Copy every change of the phase into ``slot``, ``SLOT_BYTES`` of memory shared with another process."""
+    global _mirror
+    assert slot.nbytes == SLOT_BYTES
+    _mirror = slot
+    _enter(_current)
+
+
+def read_slot(slot: memoryview) -> str:
+    """The phase that another process mirrors into ``slot``."""
+    return bytes(slot).rstrip(b"\0").decode(errors="replace")
+
+
+def _enter(text: str) -> None:
+    global _current
+    _current = text
+    if _mirror is not None:
+        _mirror[:] = text.encode()[-SLOT_BYTES:].ljust(SLOT_BYTES, b"\0")

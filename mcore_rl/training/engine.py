@@ -1,0 +1,320 @@
+"""One role's model on this rank: scores tokens, trains on losses, keeps snapshots, goes to host memory and comes back.
+
+Every public method is collective over the world: all ranks call it in the same order.  A batch holds the sequences of one
+data-parallel coordinate; its tensor, pipeline and context peers pass the same batch.  The engine knows no algorithm and
+reads no file.  Its invariant: no result depends on layout, microbatches, recompute or dispatcher (tests/invariance).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from torch import Tensor
+
+from mcore_rl.config.engine import AuxLoss, Dispatcher, EngineConfig, LayerSpec, engine_violations
+from mcore_rl.config.model import ModelConfig, model_violations
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any
+from mcore_rl.parallel.device import Platform, have_transformer_engine
+from mcore_rl.parallel.groups import Groups, sum_over
+from mcore_rl.parallel.layout import describe_placement, layout_violations
+from mcore_rl.parallel.phase import phase
+from mcore_rl.training.logprobs import token_logprobs
+from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches
+from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
+from mcore_rl.training.nonfinite import FiniteWatch
+from mcore_rl.training.offload import Offload
+from mcore_rl.training.optimizer import Optimizer
+from mcore_rl.training.router import Purpose
+from mcore_rl.training.routing import Routing
+from mcore_rl.training.schedule import run_schedule
+from mcore_rl.training.snapshots import Snapshots
+from mcore_rl.types import Denominators, LossInputs, LossSums, StepResult, TokenScores, TrainBatch
+
+logger = logging.getLogger(__name__)
+
+Loss = Callable[[LossInputs], LossSums]
+
+
+def resolve_layer_spec(wanted: LayerSpec, platform: Platform) -> tuple[LayerSpec, list[Violation]]:
+    """``auto`` to what this machine has; a Violation where Transformer Engine was asked for and cannot be had."""
+    available = platform.is_accelerator and have_transformer_engine()
+    if wanted is LayerSpec.transformer_engine and not available:
+        problem = "it cannot be imported" if platform.is_accelerator else "it runs on accelerators only"
+        remedy = "Write layer_spec=auto or layer_spec=local, or install the cuda or rocm extra on a machine with a GPU"
+        return LayerSpec.local, [Violation("layer_spec", wanted.value, problem, remedy)]
+    if wanted is LayerSpec.auto:
+        return (LayerSpec.transformer_engine if available else LayerSpec.local), []
+    return wanted, []
+
+
+def _chunk_bytes(platform: Platform) -> int:
+    """Size of the log-probs' scratch buffers: what fits the cache of a core, or keeps an accelerator busy."""
+    return 32 << 20 if platform.is_accelerator else (512 << 10) * torch.get_num_threads()
+
+
+class Engine:
+    """The model of one role (``actor``, ``critic``, ...) on this rank.
+
+    critic: values instead of log-probs.  trainable: with gradients and an optimizer; without, it only scores.
+    Raises ConfigError with every violation of model, layout, engine and optimizer settings at once.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        config: EngineConfig,
+        groups: Groups,
+        platform: Platform,
+        *,
+        critic: bool = False,
+        trainable: bool = True,
+    ) -> None:
+        layer_spec, spec_violations = resolve_layer_spec(config.layer_spec, platform)
+        found = [*model_violations(model), *engine_violations(config), *spec_violations]
+        refuse_if_any([*found, *layout_violations(model, parallel, groups.layout.world_size)])
+        self.role, self.model, self.config, self.groups, self.platform = role, model, config, groups, platform
+        self.critic, self.layer_spec = critic, layer_spec
+        self.dtype = DTYPES[config.precision]
+        with phase("build", role=role):
+            settings = transformer_config(model, parallel, config, layer_spec)
+            self.models = build_chunks(model, settings, parallel, layer_spec, groups, critic=critic)
+            self.chunks: Sequence[torch.nn.Module] = self.models
+            self.optimizer: Optimizer | None = None
+            wrapped: list[DistributedDataParallel] = []
+            if trainable:
+                wrapped = self._wrap(settings)
+                self.chunks, self.optimizer = wrapped, Optimizer(config.optim, wrapped, self.dtype)
+        self.snapshots = Snapshots(self.models, platform)
+        self.memory = Offload(self.models, wrapped, self.optimizer, platform)
+        self.routing: Routing | None = None
+        if model.moe is not None:
+            self.routing = Routing(self.models, model.num_layers, model.moe, config.moe, groups)
+        self._watch = FiniteWatch(groups, self.models, parallel.pp * parallel.vpp)
+        self.num_skipped = 0
+        self._skipped_in_a_row: list[str] = []
+        if groups.rank == 0 and parallel.pp > 1:
+            logger.info("%s\n%s", role, describe_placement(model.num_layers, parallel))
+
+    def _wrap(self, settings: object) -> list[DistributedDataParallel]:
+        # Gradients are summed in float32 and scattered to the optimizer's shards once, after the last microbatch.
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        wrapped = [DistributedDataParallel(settings, ddp, chunk) for chunk in self.models]
+        # Megatron passes a token count to divide by; our losses are divided already.
+        settings.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(chunks, **kwargs)
+        return wrapped
+
+    def load_weights(self, load: Callable[[Sequence[torch.nn.Module]], None]) -> None:
+        """Let ``load`` write this rank's weights in place, and bring the optimizer's main weights in line."""
+        with phase("load_weights", role=self.role), torch.no_grad():
+            load(self.models)
+            if self.optimizer is not None:
+                self.optimizer.megatron.reload_model_params()
+
+    def score(
+        self,
+        batch: TrainBatch,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = True,
+        record_routing: bool = False,
+        snapshot: str | None = None,
+    ) -> TokenScores:
+        """Log-probs and entropy of every token (values, for a critic), without gradient; the same on every peer.
+
+        temperature: of the distribution the tokens were sampled from.  record_routing: also return the experts chosen.
+        snapshot: score with these weights instead of the live ones.  A ``batch.routing_TLK`` is replayed.
+        """
+        names = ["values_T"] if self.critic else ["logprobs_T", "entropy_T"][: 1 + with_entropy]
+        out = torch.zeros(len(names), batch.tokens_T.numel(), device=self.groups.device)
+
+        def keep(microbatch: Microbatch, output: Tensor) -> Tensor:
+            if self.critic:
+                values = [output.float().view(-1)]
+            else:
+                scores = self._logprobs(microbatch, output, temperature, with_entropy)
+                values = [score_N for score_N in scores if score_N is not None]
+            for row, value_N in zip(out, values, strict=True):
+                microbatch.scatter_to_targets(value_N, row)
+            return out.new_zeros(())
+
+        with phase("score", role=self.role), torch.no_grad(), self._weights(snapshot):
+            for model in self.models:
+                model.eval()
+            microbatches = self._microbatches(batch)
+            if self.routing is not None:
+                self.routing.begin(Purpose.score, batch, record=record_routing)
+            run_schedule(self.models, microbatches, self._announce, keep, forward_only=True)
+            dist.all_reduce(out, group=self.groups.cp)
+            dist.all_reduce(out, group=self.groups.pp)
+            routing_TLK = None
+            if record_routing and self.routing is not None:
+                routing_TLK = self.routing.choices(microbatches, batch.tokens_T.numel())
+        return TokenScores(**dict(zip(names, out.cpu(), strict=True)), routing_TLK=routing_TLK)
+
+    def train_step(
+        self,
+        batch: TrainBatch,
+        loss: Loss,
+        denominators: Denominators,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> StepResult:
+        """One optimizer step on one minibatch.  ``loss`` returns sums; ``denominators`` count the global minibatch.
+
+        with_entropy: let the loss see entropies (they cost time where they are not wanted).
+        A non-finite loss or gradient skips the step; ``max_nonfinite_steps`` in a row raise NonFiniteError on all ranks.
+        """
+        assert self.optimizer is not None, f"the {self.role} was built to score only"
+        assert self.snapshots.swapped_in is None, "a step on swapped-in weights would train the wrong model"
+        sums = _RunningSums(self.groups)
+
+        def differentiate(microbatch: Microbatch, output: Tensor) -> Tensor:
+            found = loss(self._loss_inputs(batch, microbatch, output, temperature, with_entropy))
+            total = found.total / denominators.loss
+            self._watch.loss(total, microbatch.index)
+            sums.add(total, found.metrics)
+            return total
+
+        with phase("train_step", role=self.role):
+            for chunk in self.chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            self.optimizer.megatron.zero_grad()
+            microbatches = self._microbatches(batch)
+            if self.routing is not None:
+                if self.config.moe.aux_loss is AuxLoss.batch:
+                    self._count_choices(batch, microbatches)
+                self.routing.begin(Purpose.train, batch, denominators=denominators)
+            self._watch.begin()
+            run_schedule(self.chunks, microbatches, self._announce, differentiate, forward_only=False)
+            self._watch.end()
+            with phase("optimizer"):
+                lr = self.optimizer.lr
+                stepped = self.optimizer.step()
+            loss_value, metrics = sums.over_ranks()
+            if self.routing is not None:
+                metrics |= self.routing.metrics(denominators)
+            skipped = self._note_outcome(stepped.grad_norm, stepped.finite)
+        return StepResult(loss=loss_value, grad_norm=stepped.grad_norm, lr=lr, skipped=skipped, metrics=metrics)
+
+    def _count_choices(self, batch: TrainBatch, microbatches: list[Microbatch]) -> None:
+        """A forward-only pass that tells the routers how the whole global batch is spread over the experts."""
+        assert self.routing is not None
+        self.routing.begin(Purpose.count, batch)
+        with phase("count_choices"), torch.no_grad():
+            zero = torch.zeros((), device=self.groups.device)
+            run_schedule(self.models, microbatches, self._announce, lambda *_: zero, forward_only=True)
+        self.routing.keep_batch_counts()
+
+    def _note_outcome(self, grad_norm: float, finite: bool) -> str | None:
+        if finite:
+            self._skipped_in_a_row.clear()
+            return None
+        reason = f"{self.role}: non-finite {self._watch.explain()}; the gradient norm is {grad_norm}"
+        self.num_skipped += 1
+        self._skipped_in_a_row.append(reason)
+        if self.groups.rank == 0:
+            logger.warning("step skipped, weights unchanged (%d so far): %s", self.num_skipped, reason)
+        if len(self._skipped_in_a_row) >= self.config.max_nonfinite_steps:
+            history = "\n".join(f"  - {reason}" for reason in self._skipped_in_a_row)
+            raise NonFiniteError(
+                f"{len(self._skipped_in_a_row)} steps in a row were skipped:\n{history}\n"
+                "The weights are those of the last good step. Lower the learning rate or the clip range, or look at the data "
+                "of the microbatches named above; max_nonfinite_steps sets how many in a row are accepted."
+            )
+        return reason
+
+    def _weights(self, snapshot: str | None) -> AbstractContextManager[None]:
+        return nullcontext() if snapshot is None else self.snapshots.swapped(snapshot)
+
+    def _microbatches(self, batch: TrainBatch) -> list[Microbatch]:
+        with phase("microbatches"):
+            return build_microbatches(
+                batch,
+                self.groups,
+                tokens=self.config.microbatch_tokens,
+                sequences=self.config.microbatch_sequences,
+                equal_over_experts=self.config.moe.dispatcher is Dispatcher.allgather and self.groups.layout.ep > 1,
+            )
+
+    def _announce(self, microbatch: Microbatch) -> None:
+        self._watch.microbatch = microbatch.index
+        if self.routing is not None:
+            self.routing.announce(microbatch)
+
+    def _logprobs(
+        self, microbatch: Microbatch, output: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropy [N]; rows that predict nothing hold numbers without meaning."""
+        return token_logprobs(
+            output.view(-1, output.shape[-1]),
+            microbatch.labels_N,
+            vocab_size=self.model.vocab_size,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            group=self.groups.tp,
+            chunk_bytes=_chunk_bytes(self.platform),
+        )
+
+    def _loss_inputs(
+        self, batch: TrainBatch, microbatch: Microbatch, output: Tensor, temperature: float, with_entropy: bool
+    ) -> LossInputs:
+        nothing_N = microbatch.targets_N == NOWHERE
+        logprobs_N = entropy_N = values_N = None
+        if self.critic:
+            values_N = output.float().view(-1).masked_fill(nothing_N, 0)
+        else:
+            logprobs_N, entropy_N = self._logprobs(microbatch, output, temperature, with_entropy)
+            logprobs_N = logprobs_N.masked_fill(nothing_N, 0)
+            entropy_N = None if entropy_N is None else entropy_N.masked_fill(nothing_N, 0)
+        mask_N = microbatch.at_targets(batch.mask_T)
+        assert mask_N is not None
+        return LossInputs(
+            mask_N=mask_N,
+            sequence_N=microbatch.sequence_N,
+            num_sequences=len(microbatch.lengths),
+            sum_over_context=lambda x: sum_over(x, self.groups.cp),
+            logprobs_N=logprobs_N,
+            entropy_N=entropy_N,
+            values_N=values_N,
+            old_logprobs_N=microbatch.at_targets(batch.old_logprobs_T),
+            ref_logprobs_N=microbatch.at_targets(batch.ref_logprobs_T),
+            rollout_logprobs_N=microbatch.at_targets(batch.rollout_logprobs_T),
+            advantages_N=microbatch.at_targets(batch.advantages_T),
+            returns_N=microbatch.at_targets(batch.returns_T),
+            old_values_N=microbatch.at_targets(batch.old_values_T),
+        )
+
+
+class _RunningSums:
+    """Adds up the loss and the metrics of a step's microbatches, then over the ranks."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, total: Tensor, metrics: dict[str, Tensor]) -> None:
+        for name, value in {"": total, **metrics}.items():
+            value = value.detach().float()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def over_ranks(self) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of the global minibatch, on every rank.  Collective over the world."""
+        sums: list[dict[str, float]] = [{}]
+        if self.groups.is_last_stage:
+            stacked = torch.stack(list(self._sums.values()))
+            dist.all_reduce(stacked, group=self.groups.dp_cp)
+            sums = [dict(zip(self._sums, stacked.tolist(), strict=True))]
+        if self.groups.layout.pp > 1:
+            last = dist.get_global_rank(self.groups.pp, self.groups.layout.pp - 1)
+            dist.broadcast_object_list(sums, src=last, group=self.groups.pp)
+        return sums[0].pop(""), sums[0]

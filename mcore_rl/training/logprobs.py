@@ -1,0 +1,239 @@
+"""Log-probabilities and entropies of tokens from vocabulary-parallel logits, without a float32 copy of the logits.
+
+The plain path, ``log_softmax(logits.float(), -1)`` under autograd, keeps several float32 [T, V] tensors alive: at
+V=152,064 each 4,096 tokens cost 2.5 GB apiece.  Here forward reads the logits once, a few tokens at a time, into a
+scratch buffer that stays in the cache, and backward does so again and leaves the gradient where the logits were:
+
+    z = logits / temperature - max          S = sum exp(z)          E = sum z exp(z) / S
+    log p(target) = z[target] - log S       H = log S - E
+    d log p / dz = onehot - p               dH / dz = -p (log p + H) = -p (z - E)
+
+Tensor parallelism (the vocabulary-parallel cross entropy of arXiv:1909.08053, section 3, with the entropy added): each
+rank sums over its own columns and two all-reduces of [T]-vectors join the sums.  Backward communicates nothing.
+
+What it does not do: shift targets against logits (the caller aligns them), mask, or reduce over tokens.
+
+Invariant: no temporary holds more than ``chunk_bytes`` rounded to whole tokens, or more than a few [T]-vectors.
+
+Why backward may overwrite the logits (Megatron-core 0.16.1 does so to its float32 softmax,
+tensor_parallel/cross_entropy.py): a Linear's backward needs its input and its weight, never its output, so nobody reads
+the logits again.  Where somebody would (a soft-cap keeps its tanh, a second loss keeps the same logits), autograd's
+version counter sees it: the write goes through ``detach()``, which shares the counter with the logits and with every
+view of them, and whoever saved them and comes later stops with "modified by an inplace operation" instead of using
+wrong values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_UNDERFLOW = -128.0  # exp of it is exactly 0 in float32, and 0 * -128 is 0 where 0 * -inf would be no number
+_FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+def token_logprobs(
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    *,
+    vocab_size: int,
+    chunk_bytes: int,
+    temperature: float = 1.0,
+    with_entropy: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``log softmax(logits / temperature)[target]`` and the entropy of that softmax, per token, in nats.
+
+    logits_TV: [T, V_local], any float dtype, contiguous, the output of an operation such as a Linear; rank r of
+    ``group`` holds columns [r * V_local, (r + 1) * V_local).  **Backward writes the gradient into its storage**: do not
+    read the logits after it.  Pass all rows of the projection: the backward of a slice of rows copies [T, V].
+    targets_T: [T] int64 in [0, vocab_size), the same on every rank.
+    vocab_size: the true vocabulary; columns at or past it are padding, outside the softmax, with zero gradient.
+    chunk_bytes: size of each of the two float32 scratch buffers, in whole tokens, at least one.  Both should fit the
+    cache: about 512 KiB per thread on a CPU (its L2); on a GPU some 32 MiB, as small ones cost kernel launches.
+    temperature: positive; divides the logits.  with_entropy: False saves work and returns None for the entropy.
+    group: the tensor-parallel group, None for whole logits.  Its ranks must pass the same T.
+
+    Returns float32 [T] log-probabilities and float32 [T] entropies or None, the same on every rank, differentiable in
+    ``logits_TV`` once.  Chunks without an upstream gradient (prompts) cost backward no exponentials, and an entropy
+    that the loss leaves out costs it nothing.  T = 0 gives empty tensors that are connected to the graph.
+
+    Wrong shapes, targets or a second backward through the same graph are bugs of the caller: AssertionError.
+    """
+    assert logits_TV.dim() == 2, f"logits are [T, V_local], not {tuple(logits_TV.shape)}"
+    assert logits_TV.is_contiguous(), "logits are contiguous: a copy would cost what this module saves"
+    assert targets_T.shape == logits_TV.shape[:1], f"{tuple(targets_T.shape)} targets for {logits_TV.shape[0]} tokens"
+    assert targets_T.dtype == torch.int64, f"targets are int64, not {targets_T.dtype}"
+    assert temperature > 0, f"temperature={temperature} must be positive"
+    assert chunk_bytes > 0, f"chunk_bytes={chunk_bytes} must be positive"
+    in_vocabulary = bool(((targets_T >= 0) & (targets_T < vocab_size)).all())
+    assert in_vocabulary, f"targets must lie in [0, {vocab_size})"
+    if torch.is_grad_enabled() and logits_TV.requires_grad:
+        assert not logits_TV.is_leaf, "backward would overwrite the values of a leaf; pass the output of an operation"
+    rows = max(1, round(chunk_bytes / (4 * logits_TV.shape[1])))
+    outputs: tuple[Tensor, Tensor | None] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's own
+        logits_TV, targets_T, vocab_size, 1.0 / temperature, with_entropy, group, rows
+    )
+    return outputs
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Per-token columns are [T, 1] inside, so that they broadcast along the vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        vocab_size: int,
+        inverse_temperature: float,
+        with_entropy: bool,
+        group: dist.ProcessGroup | None,
+        rows: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        num_columns = logits_TV.shape[1]
+        first_column = 0 if group is None else dist.get_rank(group) * num_columns
+        num_valid = min(max(vocab_size - first_column, 0), num_columns)
+        local_T1 = targets_T.unsqueeze(1) - first_column
+        owned_T1 = (local_T1 >= 0) & (local_T1 < num_valid)
+        local_T1 = local_T1.masked_fill(~owned_T1, 0)
+
+        max_T1, sum_T1, weighted_T1 = _local_sums(logits_TV[:, :num_valid], inverse_temperature, with_entropy, rows)
+        global_max_T1 = _all_reduce(max_T1.clone(), dist.ReduceOp.MAX, group)
+        target_z_T1 = torch.add(-global_max_T1, logits_TV.gather(1, local_T1).float(), alpha=inverse_temperature)
+        target_z_T1 = target_z_T1.masked_fill(~owned_T1, 0.0)
+        # exp(z - M) = exp(z - m) exp(m - M), and the z inside E moves by m - M too
+        moved_T1 = (max_T1 - global_max_T1).clamp_(min=_UNDERFLOW)
+        scale_T1 = moved_T1.exp()
+        parts = [sum_T1 * scale_T1, target_z_T1]
+        if with_entropy:
+            parts.append((weighted_T1 + moved_T1 * sum_T1) * scale_T1)
+        sums = _all_reduce(torch.stack(parts), dist.ReduceOp.SUM, group)
+        sum_T1, target_z_T1 = sums[0], sums[1]
+        mean_T1 = sums[2] / sum_T1 if with_entropy else None
+        log_sum_T1 = sum_T1.log()
+
+        ctx.set_materialize_grads(False)  # an output that the loss left out must arrive as None, not as zeros
+        ctx.save_for_backward(logits_TV, local_T1, owned_T1, global_max_T1, sum_T1, mean_T1, target_z_T1)
+        ctx.num_valid, ctx.inverse_temperature, ctx.rows = num_valid, inverse_temperature, rows
+        ctx.overwritten = False
+        entropy_T = None if mean_T1 is None else (log_sum_T1 - mean_T1).squeeze(1)
+        return (target_z_T1 - log_sum_T1).squeeze(1), entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        assert not ctx.overwritten, (
+            "second backward through token_logprobs: the first one overwrote the logits with their gradient; "
+            "call token_logprobs again on fresh logits instead of retain_graph=True"
+        )
+        ctx.overwritten = True
+        saved_TV, local_T1, owned_T1, max_T1, sum_T1, mean_T1, target_z_T1 = ctx.saved_tensors
+        grad_TV = saved_TV.detach()  # shares storage and version counter; see the docstring of the module
+        # dlogits = exp(z) (offset + slope z) + g_lp onehot, all of it already divided by the temperature
+        chosen_T1 = _column(grad_logprobs_T, sum_T1) * ctx.inverse_temperature
+        if grad_entropy_T is None:
+            slope_T1, offset_T1 = None, -chosen_T1 / sum_T1
+        else:
+            slope_T1 = _column(grad_entropy_T, sum_T1) * (-ctx.inverse_temperature) / sum_T1
+            offset_T1 = -chosen_T1 / sum_T1 - slope_T1 * mean_T1
+
+        # The target's own column in closed form, for all tokens at once: adding it chunk by chunk costs many small
+        # operations and would round twice in bfloat16.  A rank that does not own it puts back what it finds.
+        finite_z_T1 = target_z_T1.clamp(min=_UNDERFLOW)
+        target_grad_T1 = offset_T1 if slope_T1 is None else offset_T1 + slope_T1 * finite_z_T1
+        target_grad_T1 = chosen_T1 + finite_z_T1.exp() * target_grad_T1
+        _overwrite_with_gradient(
+            grad_TV[:, : ctx.num_valid], max_T1, offset_T1, slope_T1, ctx.inverse_temperature, ctx.rows
+        )
+        grad_TV[:, ctx.num_valid :].zero_()
+        found_T1 = grad_TV.gather(1, local_T1)
+        grad_TV.scatter_(1, local_T1, torch.where(owned_T1, target_grad_T1.to(grad_TV.dtype), found_T1))
+        return grad_TV, None, None, None, None, None, None
+
+
+def _local_sums(
+    logits_TV: Tensor, inverse_temperature: float, with_entropy: bool, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of this rank's valid columns, each [T, 1]: the maximum m of z = logits / temperature, the sum of exp(z - m), and
+    the sum of (z - m) exp(z - m) (zeros without entropy)."""
+    num_tokens, num_columns = logits_TV.shape
+    shift_T1 = logits_TV.new_full((num_tokens, 1), _FLOAT_MAX, dtype=torch.float32)  # -m; no columns: m = -max
+    sum_T1, weighted_T1 = torch.zeros_like(shift_T1), torch.zeros_like(shift_T1)
+    if num_columns == 0:  # all of this rank's columns are padding
+        return -shift_T1, sum_T1, weighted_T1
+    scratch_CV = logits_TV.new_empty((2, min(rows, num_tokens), num_columns), dtype=torch.float32)
+    for span in _spans(num_tokens, rows):
+        chunk_CV, shift_C1 = logits_TV[span], shift_T1[span]
+        z_CV, exp_CV = scratch_CV[:, : chunk_CV.shape[0]]
+        source_CV = _as_float32(chunk_CV, z_CV)
+        torch.amax(source_CV, dim=1, keepdim=True, out=shift_C1)
+        shift_C1.mul_(-inverse_temperature).clamp_(max=_FLOAT_MAX)  # a row of -inf alone must not give inf - inf
+        torch.add(shift_C1, source_CV, alpha=inverse_temperature, out=z_CV)
+        if not with_entropy:
+            torch.sum(z_CV.exp_(), dim=1, keepdim=True, out=sum_T1[span])
+            continue
+        torch.exp(z_CV.clamp_(min=_UNDERFLOW), out=exp_CV)
+        torch.sum(exp_CV, dim=1, keepdim=True, out=sum_T1[span])
+        torch.sum(z_CV.mul_(exp_CV), dim=1, keepdim=True, out=weighted_T1[span])
+    return -shift_T1, sum_T1, weighted_T1
+
+
+def _overwrite_with_gradient(
+    logits_TV: Tensor,
+    max_T1: Tensor,
+    offset_T1: Tensor,
+    slope_T1: Tensor | None,
+    inverse_temperature: float,
+    rows: int,
+) -> None:
+    """Replace logits by ``exp(z) (offset + slope z)``, z = logits / temperature - max; ``slope_T1`` None means zero."""
+    num_tokens, num_columns = logits_TV.shape
+    if num_columns == 0:
+        return
+    scratch_CV = logits_TV.new_empty((2, min(rows, num_tokens), num_columns), dtype=torch.float32)
+    shift_T1 = -max_T1
+    # Prompts and padding are not trained: one small transfer tells the host which tokens have a gradient at all.
+    live_T = (offset_T1 != 0 if slope_T1 is None else (offset_T1 != 0) | (slope_T1 != 0)).squeeze(1).tolist()
+    for span in _spans(num_tokens, rows):
+        chunk_CV = logits_TV[span]
+        if not any(live_T[span]):
+            chunk_CV.zero_()
+            continue
+        z_CV, exp_CV = scratch_CV[:, : chunk_CV.shape[0]]
+        torch.add(shift_T1[span], _as_float32(chunk_CV, z_CV), alpha=inverse_temperature, out=z_CV)
+        target_CV = chunk_CV if chunk_CV.dtype == torch.float32 else z_CV
+        if slope_T1 is None:
+            torch.mul(z_CV.exp_(), offset_T1[span], out=target_CV)
+        else:
+            torch.exp(z_CV.clamp_(min=_UNDERFLOW), out=exp_CV)
+            torch.mul(z_CV.mul_(slope_T1[span]).add_(offset_T1[span]), exp_CV, out=target_CV)
+        if target_CV is not chunk_CV:
+            chunk_CV.copy_(target_CV)
+
+
+def _spans(num_tokens: int, rows: int) -> Iterator[slice]:
+    return (slice(start, start + rows) for start in range(0, num_tokens, rows))
+
+
+def _as_float32(chunk_CV: Tensor, scratch_CV: Tensor) -> Tensor:
+    """The chunk itself where it is float32, else its copy in ``scratch_CV``.
+
+    Never leave the conversion to type promotion: on a CPU that allocates a temporary for every operation.
+    """
+    return chunk_CV if chunk_CV.dtype == torch.float32 else scratch_CV.copy_(chunk_CV)
+
+
+def _column(grad_T: Tensor | None, like_T1: Tensor) -> Tensor:
+    return torch.zeros_like(like_T1) if grad_T is None else grad_T.unsqueeze(1)
+
+
+def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None and tensor.numel() > 0:
+        dist.all_reduce(tensor, op=op, group=group)
+    return tensor

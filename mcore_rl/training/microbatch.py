@@ -1,0 +1,179 @@
+"""From ragged sequences to the tensors that one rank feeds to its model, and back.
+
+A microbatch is either packed (``thd``: sequences end to end, no padding but the few tokens that context and sequence
+parallelism need to split evenly) or unpacked (``sbhd``: one row a sequence, padded to the longest).  Everything of one rank
+is in *predictor* order: a row holds the position whose output predicts a token, and beside it that token's own label,
+mask and log-probs.  ``targets_N`` says where in the batch that token stands, so results find their way home.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_rl.data.packing import budget_violations, chunk_fixed, pack, pack_into, padded_length
+from mcore_rl.errors import refuse_if_any
+from mcore_rl.parallel.context import split_indices
+from mcore_rl.parallel.groups import Groups
+from mcore_rl.training.attention import PackedSequences
+from mcore_rl.types import TrainBatch
+
+NOWHERE = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """What one rank needs for one forward pass.  N: local rows, the padded tokens of the microbatch / cp.
+
+    tokens, position_ids: [B, N/B]; B is 1 when packed.  labels_N: the token that each row predicts, 0 where none.
+    sources_N, targets_N: where in the batch the token that a row reads, and the one that it predicts, stand; ``NOWHERE``
+    for padding, and as the target of a sequence's last token.
+    sequence_N: index in this microbatch of the sequence that a row belongs to, ``NOWHERE`` for padding.
+    router_rows_M: rows that this tensor rank's routers see (sequence parallelism), in their order.
+    """
+
+    index: int
+    tokens: Tensor
+    position_ids: Tensor
+    labels_N: Tensor
+    sources_N: Tensor
+    targets_N: Tensor
+    sequence_N: Tensor
+    router_rows_M: Tensor
+    lengths: tuple[int, ...]
+    packed: PackedSequences | None
+
+    def at_targets(self, field_T: Tensor | None) -> Tensor | None:
+        """A per-token field of the batch, beside the row that predicts its token; zero (False) where there is none."""
+        if field_T is None:
+            return None
+        picked = field_T.to(self.targets_N.device)[self.targets_N.clamp(min=0)]
+        return picked.masked_fill(self.targets_N == NOWHERE, 0)
+
+    def scatter_to_targets(self, values_N: Tensor, out_T: Tensor) -> None:
+        """Put per-row results where the predicted tokens stand in the batch."""
+        has_target = self.targets_N != NOWHERE
+        out_T[self.targets_N[has_target]] = values_N[has_target].to(out_T.dtype)
+
+
+def split_multiple(groups: Groups) -> int:
+    """Rows of a microbatch must be a multiple of this to split over context (zig-zag) and sequence parallelism."""
+    cp, tp = groups.layout.cp, groups.layout.tp
+    return math.lcm(2 * cp if cp > 1 else 1, cp * tp)
+
+
+def sequence_multiple(groups: Groups) -> int:
+    """A packed sequence is padded to a multiple of this, so that each context rank gets two equal chunks of it."""
+    return 2 * groups.layout.cp if groups.layout.cp > 1 else 1
+
+
+def build_microbatches(
+    batch: TrainBatch, groups: Groups, *, tokens: int | None, sequences: int | None, equal_over_experts: bool
+) -> list[Microbatch]:
+    """Cut this data-parallel rank's batch into microbatches.
+
+    tokens: pack up to this many tokens into each; sequences: or put exactly so many unpacked sequences into each.
+    equal_over_experts: give all expert-parallel peers equally many rows (the all-gather dispatcher needs that).
+    Raises ConfigError when a sequence is longer than ``tokens``.  Collective over the data-parallel ranks.
+    """
+    budget = None if tokens is None else tokens // split_multiple(groups) * split_multiple(groups)
+    plan = _plan(batch.lengths_S, groups, budget, sequences)
+    shapes = [
+        _padded_shape([batch.lengths_S[i] for i in members], groups, packed=tokens is not None) for members in plan
+    ]
+    if equal_over_experts:
+        agreed = torch.tensor(shapes, device=groups.device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=groups.ep)
+        shapes = [(rows, width) for rows, width in agreed.tolist()]
+    return [
+        _build(index, batch, members, groups, shape, packed=tokens is not None)
+        for index, (members, shape) in enumerate(zip(plan, shapes, strict=True))
+    ]
+
+
+def _plan(lengths: Sequence[int], groups: Groups, budget: int | None, sequences: int | None) -> list[list[int]]:
+    """Which sequences go into which microbatch; some may be empty.
+
+    All data-parallel ranks run equally many, because experts and gradient reduction are collective over them; with an
+    interleaved pipeline, a multiple of pp.
+    """
+    costs = [padded_length(length, sequence_multiple(groups)) for length in lengths]
+    if budget is not None:
+        refuse_if_any(budget_violations(costs, budget))
+        plan = pack(costs, budget)
+    else:
+        assert sequences is not None, "either a token budget or a number of sequences"
+        plan = chunk_fixed(len(lengths), sequences)
+    count = torch.tensor(len(plan), device=groups.device)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=groups.dp)
+    num_microbatches = int(count)
+    if groups.layout.vpp > 1:
+        num_microbatches = padded_length(num_microbatches, groups.layout.pp)
+    if budget is not None:
+        return pack_into(costs, num_microbatches, budget)
+    return plan + [[] for _ in range(num_microbatches - len(plan))]
+
+
+def _padded_shape(lengths: Sequence[int], groups: Groups, *, packed: bool) -> tuple[int, int]:
+    """(rows, width) of the padded microbatch, over all context ranks."""
+    if packed:
+        total = sum(padded_length(length, sequence_multiple(groups)) for length in lengths)
+        return 1, padded_length(max(total, 1), split_multiple(groups))
+    return max(len(lengths), 1), padded_length(max(lengths, default=1), split_multiple(groups))
+
+
+def _build(
+    index: int, batch: TrainBatch, members: Sequence[int], groups: Groups, shape: tuple[int, int], *, packed: bool
+) -> Microbatch:
+    """The microbatch of sequences ``members`` for this rank.  No members: padding alone, that trains nothing."""
+    rows, width = shape
+    lengths = tuple(batch.lengths_S[i] for i in members)
+    if packed:
+        padded = [padded_length(length, sequence_multiple(groups)) for length in lengths] or [0]
+        # The last sequence takes the padding that makes the whole divide; causal attention never looks at it.
+        padded[-1] += width - sum(padded)
+    else:
+        padded = [width] * rows
+
+    starts = batch.offsets_S
+    sources, targets, slots, positions = [], [], [], []
+    for slot, padded_size in enumerate(padded):
+        length, start = (lengths[slot], starts[members[slot]]) if slot < len(lengths) else (0, 0)
+        position = torch.arange(padded_size)
+        sources.append(torch.where(position < length, start + position, NOWHERE))
+        targets.append(torch.where(position < length - 1, start + position + 1, NOWHERE))
+        slots.append(torch.where(position < length, slot, NOWHERE))
+        positions.append(position)
+    layout, coords, device = groups.layout, groups.coords, groups.device
+    mine = split_indices(tuple(padded), layout.cp, coords.cp)
+    sources_N, targets_N, sequence_N, positions_N = (
+        torch.cat(parts)[mine].to(device) for parts in (sources, targets, slots, positions)
+    )
+    tokens_T = batch.tokens_T.to(device)
+    packing = None
+    if packed:
+        real = lengths or (1,)
+        packing = PackedSequences.of(real, tuple(padded), cp=layout.cp, cp_rank=coords.cp, device=device)
+    return Microbatch(
+        index=index,
+        tokens=torch.where(sources_N == NOWHERE, 0, tokens_T[sources_N.clamp(min=0)]).view(rows, -1),
+        position_ids=positions_N.view(rows, -1),
+        labels_N=torch.where(targets_N == NOWHERE, 0, tokens_T[targets_N.clamp(min=0)]),
+        sources_N=sources_N,
+        targets_N=targets_N,
+        sequence_N=sequence_N,
+        router_rows_M=_router_rows(rows, sources_N.numel() // rows, layout.tp, coords.tp).to(device),
+        lengths=lengths,
+        packed=packing,
+    )
+
+
+def _router_rows(rows: int, width: int, tp: int, tp_rank: int) -> Tensor:
+    """Hidden states are [width / tp, rows, H] where a router sees them: position-major, and cut along positions."""
+    order = torch.arange(rows * width).view(rows, width).t()
+    return order.chunk(tp)[tp_rank].reshape(-1)

@@ -1,0 +1,87 @@
+"""Finds out where a non-finite loss or gradient came from, at next to no cost for a step that has none.
+
+Each forward pass leaves a few one-element flags on the device; nobody looks at them, and nothing synchronises, unless
+the global gradient norm turns out non-finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from mcore_rl.parallel.groups import Groups
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One non-finite tensor.  Sorts by cause: losses first, then the gradient that the backward pass met first."""
+
+    is_gradient: bool
+    backward_order: int
+    microbatch: int
+    rank: int
+    where: str
+    coords: str
+
+    def __str__(self) -> str:
+        return f"{self.where} of microbatch {self.microbatch} on rank {self.rank} ({self.coords})"
+
+
+class FiniteWatch:
+    """Watches the losses of a step and the gradients that pass between the stages of ``models`` while it is on."""
+
+    def __init__(self, groups: Groups, models: Sequence[GPTModel], num_chunks: int) -> None:
+        self.groups = groups
+        self.microbatch = 0
+        self._is_on = False
+        self._flags: list[tuple[bool, int, int, str, Tensor]] = []
+        for stage, model in enumerate(models):
+            order = num_chunks - 1 - (stage * groups.layout.pp + groups.coords.pp)
+            self._watch_output(model, f"the gradient at the output of pipeline chunk {num_chunks - 1 - order}", order)
+            if model.pre_process:
+                self._watch_output(model.embedding, "the gradient at the embedding", num_chunks)
+
+    def _watch_output(self, module: torch.nn.Module, where: str, order: int) -> None:
+        def watch(_module: torch.nn.Module, _inputs: object, output: Tensor) -> None:
+            if self._is_on and output.requires_grad:
+                microbatch = self.microbatch
+                output.register_hook(lambda grad: self._note(grad, True, order, microbatch, where))
+
+        module.register_forward_hook(watch)
+
+    def begin(self) -> None:
+        """Start watching one step."""
+        self._is_on = True
+        self._flags.clear()
+
+    def end(self) -> None:
+        """Stop watching; what was seen stays until the next ``begin``."""
+        self._is_on = False
+
+    def loss(self, total: Tensor, microbatch: int) -> None:
+        """Watch a microbatch's loss."""
+        self._note(total, False, 0, microbatch, "the loss")
+
+    def _note(self, tensor: Tensor, is_gradient: bool, order: int, microbatch: int, where: str) -> None:
+        self._flags.append((is_gradient, order, microbatch, where, tensor.detach().isfinite().all()))
+
+    def explain(self) -> str:
+        """The first cause over all ranks, in words.  Collective over the world."""
+        rank, coords = self.groups.rank, str(self.groups.coords)
+        mine = [
+            Finding(is_gradient, order, microbatch, rank, where, coords)
+            for is_gradient, order, microbatch, where, is_finite in self._flags
+            if not bool(is_finite)
+        ]
+        everyone: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, mine)
+        findings = sorted(finding for rank_findings in everyone for finding in rank_findings)
+        if not findings:
+            return "a weight gradient, though every loss and every gradient between the stages was finite"
+        others = len(findings) - 1
+        return str(findings[0]) + (f" (and {others} that follow from it or stand beside it)" if others else "")

@@ -1,0 +1,120 @@
+"""Moves an engine's weights, gradients and optimizer state to host memory and back, to leave the device to the rollout.
+
+Works on storages, not tensors: a storage is copied out and resized to nothing while every view of it stays valid, so neither
+Megatron's buffers nor the optimizer need to know.  Gradients are dropped and come back as zeros, since a step clears them
+first.  The same bytes move on every platform; on the CPU, where "device" and host are one memory, it only proves that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from mcore_rl.parallel.device import Platform, empty_cache, pinned_empty_like, synchronize
+from mcore_rl.training.optimizer import Optimizer
+
+
+class Part(Enum):
+    """What can be moved by itself."""
+
+    weights = "weights"
+    gradients = "gradients"
+    optimizer = "optimizer"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one ``offload`` or ``onload`` did: bytes by part, and the seconds it took."""
+
+    num_bytes: dict[Part, int]
+    seconds: float
+
+
+@dataclass
+class _Away:
+    storage: torch.UntypedStorage
+    num_bytes: int
+    kept: Tensor | None
+
+
+class Offload:
+    """Moves the state of one engine.  Moving a part that is already where it should be does nothing."""
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        wrapped: Sequence[DistributedDataParallel],
+        optimizer: Optimizer | None,
+        platform: Platform,
+    ) -> None:
+        self._models = models
+        self._wrapped = wrapped
+        self._optimizer = optimizer
+        self._platform = platform
+        self._away: dict[Part, list[_Away]] = {}
+
+    def is_away(self, part: Part) -> bool:
+        """Whether ``part`` is in host memory now."""
+        return part in self._away
+
+    def offload(self, parts: Iterable[Part] = tuple(Part)) -> Moved:
+        """Copy ``parts`` to pinned host memory and free their device memory.  Gradients are freed without a copy."""
+        begin, moved = time.perf_counter(), {}
+        for part in parts:
+            if part in self._away:
+                continue
+            self._away[part] = [self._send_away(storage, part) for storage in self._storages(part)]
+            moved[part] = sum(away.num_bytes for away in self._away[part])
+        synchronize(self._platform)
+        empty_cache(self._platform)
+        return Moved(moved, time.perf_counter() - begin)
+
+    def onload(self, parts: Iterable[Part] = tuple(Part)) -> Moved:
+        """Bring ``parts`` back, bit for bit (gradients as zeros)."""
+        begin, moved = time.perf_counter(), {}
+        for part in parts:
+            moved[part] = sum(self._bring_back(away) for away in self._away.pop(part, []))
+        synchronize(self._platform)
+        return Moved(moved, time.perf_counter() - begin)
+
+    def _storages(self, part: Part) -> list[torch.UntypedStorage]:
+        storages = [tensor.untyped_storage() for tensor in self._tensors(part)]
+        unique = {storage.data_ptr(): storage for storage in storages if storage.nbytes() > 0}
+        if part is Part.optimizer:
+            # A float32 model's main weights are views of its weights, and move as weights.
+            for tensor in self._tensors(Part.weights):
+                unique.pop(tensor.untyped_storage().data_ptr(), None)
+        return list(unique.values())
+
+    def _tensors(self, part: Part) -> list[Tensor]:
+        if part is Part.weights:
+            return [tensor for model in self._models for tensor in (*model.parameters(), *model.buffers())]
+        if part is Part.gradients:
+            buffers = [buffer for chunk in self._wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+            return [buffer.grad_data for buffer in buffers]
+        return [] if self._optimizer is None else self._optimizer.state_tensors()
+
+    def _send_away(self, storage: torch.UntypedStorage, part: Part) -> _Away:
+        num_bytes, kept = storage.nbytes(), None
+        if part is not Part.gradients:
+            view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            kept = pinned_empty_like(self._platform, view)
+            kept.copy_(view, non_blocking=True)
+            synchronize(self._platform)
+        storage.resize_(0)
+        return _Away(storage, num_bytes, kept)
+
+    def _bring_back(self, away: _Away) -> int:
+        away.storage.resize_(away.num_bytes)
+        view = torch.empty(0, dtype=torch.uint8, device=away.storage.device).set_(away.storage)  # type: ignore[call-overload]
+        if away.kept is None:
+            view.zero_()
+        else:
+            view.copy_(away.kept, non_blocking=True)
+        return away.num_bytes

@@ -1,0 +1,107 @@
+"""AdamW over Megatron's distributed optimizer, its learning-rate schedule, and a step that refuses non-finite gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    clip_grads,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+
+from torch import Tensor
+
+from mcore_rl.config.engine import OptimizerConfig, Schedule
+
+
+def learning_rate(optim: OptimizerConfig, step: int) -> float:
+    """The rate of optimizer step ``step``, counted from 0.
+
+    Warm-up: ``lr * (step + 1) / lr_warmup_steps``, so that the first step already moves.  After it the rate is held, or falls from
+    ``lr`` to ``lr * min_lr_ratio`` along a line or half a cosine (arXiv:1608.03983), reached at ``total_steps`` and then held.
+    """
+    if step < optim.lr_warmup_steps:
+        return optim.lr * (step + 1) / optim.lr_warmup_steps
+    if optim.lr_schedule is Schedule.constant:
+        return optim.lr
+    progress = min((step - optim.lr_warmup_steps) / (optim.total_steps - optim.lr_warmup_steps), 1.0)
+    fall = progress if optim.lr_schedule is Schedule.linear else (1 - math.cos(math.pi * progress)) / 2
+    return optim.lr * (1 - (1 - optim.min_lr_ratio) * fall)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """grad_norm: global L2 norm before clipping.  finite: whether it was, and so whether the weights moved."""
+
+    grad_norm: float
+    finite: bool
+
+
+class Optimizer:
+    """One role's optimizer.  ``megatron`` is the distributed optimizer; ``num_steps`` counts the steps that moved weights."""
+
+    def __init__(self, config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype) -> None:
+        self.config = config
+        self.num_steps = 0
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=0.0,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        )
+        self.megatron: MegatronOptimizer = get_megatron_optimizer(
+            settings, chunks, get_standard_config_overrides(settings), use_gloo_process_groups=False
+        )
+
+    @property
+    def lr(self) -> float:
+        """The rate that the next step will use."""
+        return learning_rate(self.config, self.num_steps)
+
+    def step(self) -> Stepped:
+        """Clip and apply the reduced gradients.  Non-finite gradients leave weights, moments and schedule untouched.
+
+        Collective over the world: every rank gets the same norm and takes the same branch.
+        """
+        parts = self.megatron.chained_optimizers
+        found_inf = self.megatron.prepare_grads()
+        grad_norm = float(self.megatron.get_grad_norm())
+        if found_inf or not math.isfinite(grad_norm):
+            return Stepped(grad_norm, finite=False)
+        for group in self.megatron.param_groups:
+            group["lr"] = self.lr
+            # Megatron marks biases and norms with wd_mult 0 and leaves it to its scheduler, which we do not use, to obey.
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+        for part in parts:
+            if self.config.clip_grad > 0 and part.get_parameters():
+                clip_grads.clip_grad_by_total_norm_fp32(part.get_parameters(), self.config.clip_grad, grad_norm)
+        self.megatron.step_with_ready_grads()
+        self.num_steps += 1
+        return Stepped(grad_norm, finite=True)
+
+    def state_tensors(self) -> list[Tensor]:
+        """Main weights and Adam moments of this rank's shard, as they lie in memory."""
+        found: list[Tensor] = []
+        for part in self.megatron.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                found += group["params"]
+                found += [
+                    tensor
+                    for parameter in group["params"]
+                    for tensor in part.optimizer.state.get(parameter, {}).values()
+                    if isinstance(tensor, Tensor) and tensor.dim() > 0
+                ]
+        return found

@@ -1,0 +1,213 @@
+"""The router of a mixture-of-experts layer: Megatron's, with losses, statistics and replay that no layout can change.
+
+Megatron's own auxiliary losses are taken over one microbatch of one rank, so their gradients move with the microbatch
+size, DP and CP.  Here every loss is a sum over this rank's tokens divided by counts of the whole global batch, which are
+known before the first forward (``RouterState``).  Deliberately absent: token dropping, capacity factors, Sinkhorn, jitter.
+
+A router must know which microbatch it sees, also when the backward pass recomputes it.  ``RouterState.microbatch`` is set
+before every forward; a forward that will be recomputed queues it, and the recomputation takes it from the queue: a
+pipeline schedule runs the backward passes of a model chunk in the order of its forward passes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mcore_rl.config.engine import AuxLoss, MoeTrainConfig
+
+
+class Purpose(Enum):
+    """What the current forward passes are for; only ``train`` attaches losses, only ``count`` fills batch counts."""
+
+    score = "score"
+    count = "count"
+    train = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedMicrobatch:
+    """What routers need to know of a microbatch.  M: the rows that this rank's routers see.
+
+    sequence_M: index in the microbatch of a row's sequence, -1 for padding.  lengths: tokens of each sequence.
+    replay_MLK: expert choices to repeat, for this rank's layers with experts; None to choose freely.
+    """
+
+    index: int
+    sequence_M: Tensor
+    lengths: tuple[int, ...]
+    replay_MLK: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class RouterState:
+    """What the routers of one engine share.  L: layers with experts on this rank, in the order of the forward pass.
+
+    terms: coefficients.  split: the ranks among which a sequence's tokens are divided where a router sees them.
+    tokens, sequences: of the whole global batch.  batch_counts_LE: (token, choice) pairs that each expert gets in the whole
+    global batch; only for ``AuxLoss.batch``.
+    counts_LE, aux_L, z_L: sums over this rank's real tokens since ``reset``; aux and z include their coefficients.
+    recorded_MLK: the choices of each microbatch by its index, while ``record`` is set.
+    """
+
+    terms: MoeTrainConfig
+    num_layers: int
+    num_experts: int
+    top_k: int
+    split: dist.ProcessGroup
+    device: torch.device
+    purpose: Purpose = Purpose.score
+    tokens: int = 1
+    sequences: int = 1
+    record: bool = False
+    microbatch: RoutedMicrobatch | None = None
+    batch_counts_LE: Tensor | None = None
+    counts_LE: Tensor = field(init=False)
+    aux_L: Tensor = field(init=False)
+    z_L: Tensor = field(init=False)
+    recorded_MLK: dict[int, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sums and records of earlier passes."""
+        self.counts_LE = torch.zeros(self.num_layers, self.num_experts, device=self.device)
+        self.aux_L = torch.zeros(self.num_layers, device=self.device)
+        self.z_L = torch.zeros(self.num_layers, device=self.device)
+        self.recorded_MLK = {}
+
+    def record_choices(self, layer: int, microbatch: RoutedMicrobatch, choices_MK: Tensor) -> None:
+        """Keep one layer's choices of one microbatch."""
+        if microbatch.index not in self.recorded_MLK:
+            shape = (choices_MK.shape[0], self.num_layers, self.top_k)
+            self.recorded_MLK[microbatch.index] = torch.zeros(shape, dtype=torch.int16, device=self.device)
+        self.recorded_MLK[microbatch.index][:, layer] = choices_MK.to(torch.int16)
+
+
+class Router(TopKRouter):
+    """Top-k router; ``connect`` gives it the engine's ``RouterState`` and its place in it before the first forward."""
+
+    state: RouterState
+    layer: int
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.router_replay = RouterReplay()
+        # Megatron keeps every instance in a class-wide list for its own set-all calls; ours are driven one by one, and the
+        # list would keep discarded engines alive.
+        RouterReplay.global_router_replay_instances.remove(self.router_replay)
+        self._awaiting_recompute: deque[RoutedMicrobatch] = deque()
+
+    def connect(self, state: RouterState, layer: int) -> None:
+        """Join ``state`` as its layer number ``layer``."""
+        self.state, self.layer = state, layer
+
+    def forget_recompute(self) -> None:
+        """Drop what a failed step left in the queue."""
+        self._awaiting_recompute.clear()
+
+    def gating(self, input: Tensor) -> Tensor:
+        # In the dtype of the weights, as transformers and vLLM do; Megatron's own function is a NameError without
+        # Transformer Engine (transformer/moe/moe_utils.py:1192, te_general_gemm).
+        return torch.nn.functional.linear(input, self.weight)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose experts.  logits: [s / tp, b, E].  Returns (probabilities [M, E], routing map [M, E] bool)."""
+        recomputing = torch._C._current_graph_task_id() != -1  # autograd is running: this forward is a recomputation
+        microbatch = self._current_microbatch(recomputing)
+        logits_ME = logits.view(-1, self.config.num_moe_experts)
+        is_real_M = microbatch.sequence_M >= 0
+        attach = self.state.purpose is Purpose.train and torch.is_grad_enabled()
+
+        self._arm_replay(microbatch)
+        probs_ME, map_ME = topk_routing_with_score_function(
+            logits_ME,
+            self.topk,
+            use_pre_softmax=self.config.moe_router_pre_softmax,
+            score_function=self.score_function,
+            router_replay=self.router_replay,
+        )
+        if not recomputing:
+            self.state.counts_LE[self.layer] += (map_ME & is_real_M[:, None]).sum(0)
+            if self.state.record:
+                self.state.record_choices(self.layer, microbatch, self._choices(microbatch))
+        if attach:
+            logits_ME = logits_ME.float()
+            probs_ME = self._attach_aux_loss(probs_ME, logits_ME, map_ME, is_real_M, microbatch)
+            probs_ME = self._attach_z_loss(probs_ME, logits_ME, is_real_M)
+        return probs_ME, map_ME
+
+    def _current_microbatch(self, recomputing: bool) -> RoutedMicrobatch:
+        if recomputing:
+            return self._awaiting_recompute.popleft()
+        assert self.state.microbatch is not None, "no microbatch was announced to the routers"
+        if self.state.purpose is Purpose.train and not torch.is_grad_enabled():
+            self._awaiting_recompute.append(self.state.microbatch)
+        return self.state.microbatch
+
+    def _arm_replay(self, microbatch: RoutedMicrobatch) -> None:
+        if microbatch.replay_MLK is not None:
+            self.router_replay.target_topk_idx = microbatch.replay_MLK[:, self.layer].long()
+            self.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        else:
+            self.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
+
+    def _choices(self, microbatch: RoutedMicrobatch) -> Tensor:
+        if microbatch.replay_MLK is not None:
+            return microbatch.replay_MLK[:, self.layer]
+        return self.router_replay.get_recorded_indices()
+
+    def _attach_aux_loss(
+        self, probs_ME: Tensor, logits_ME: Tensor, map_ME: Tensor, is_real_M: Tensor, microbatch: RoutedMicrobatch
+    ) -> Tensor:
+        """Load balance: ``coeff * E/K * sum_e f_e P_e``; f: share of choices, P: mean router probability.
+
+        f has no gradient, so this rank's part of the loss is linear in its own tokens' probabilities.
+        """
+        state = self.state
+        if state.terms.aux_loss is AuxLoss.none:
+            return probs_ME
+        scores_ME = torch.softmax(logits_ME, dim=-1) * is_real_M[:, None]
+        scale = state.terms.aux_loss_coeff * state.num_experts / state.top_k
+        if state.terms.aux_loss is AuxLoss.batch:
+            assert state.batch_counts_LE is not None, "the batch-wide loss needs a counting pass first"
+            weights_E = state.batch_counts_LE[self.layer] / state.tokens
+            loss = scale * (scores_ME @ weights_E).sum() / state.tokens
+        else:
+            num_sequences = max(len(microbatch.lengths), 1)
+            member_M = microbatch.sequence_M.clamp(min=0)
+            counts_SE = torch.zeros(num_sequences, state.num_experts, device=probs_ME.device)
+            counts_SE.index_add_(0, member_M, (map_ME & is_real_M[:, None]).float())
+            dist.all_reduce(counts_SE, group=state.split)
+            lengths_S1 = torch.tensor(microbatch.lengths or (1,), device=probs_ME.device)[:, None]
+            weights_ME = (counts_SE / lengths_S1**2)[member_M]
+            loss = scale * (scores_ME * weights_ME).sum() / state.sequences
+        self.state.aux_L[self.layer] += loss.detach()
+        return MoEAuxLossAutoScaler.apply(probs_ME, loss)
+
+    def _attach_z_loss(self, probs_ME: Tensor, logits_ME: Tensor, is_real_M: Tensor) -> Tensor:
+        """Router z-loss, the mean over tokens of ``logsumexp(logits)^2`` (ST-MoE, arXiv:2202.08906, eq. 5)."""
+        coeff = self.state.terms.z_loss_coeff
+        if coeff == 0:
+            return probs_ME
+        loss = coeff * (torch.logsumexp(logits_ME, dim=-1).square() * is_real_M).sum() / self.state.tokens
+        self.state.z_L[self.layer] += loss.detach()
+        return MoEAuxLossAutoScaler.apply(probs_ME, loss)
+
+
+def routers_of(chunks: Iterable[torch.nn.Module]) -> list[Router]:
+    """The routers of a rank's model chunks in the order of the forward pass."""
+    found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+    return sorted(found, key=lambda router: router.layer_number)

@@ -1,0 +1,70 @@
+"""Named copies of the model's weights in host memory, swapped in for a pass and out again.
+
+The reference policy is such a snapshot of the actor, not a second model.  Only the weights that the forward pass reads are
+kept; main weights, moments and gradients of the optimizer never notice a swap, so no step may run inside one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mcore_rl.parallel.device import Platform, pinned_empty_like, synchronize
+
+
+class Snapshots:
+    """The snapshots of one engine's model chunks on this rank."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], platform: Platform) -> None:
+        self._live = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+        self._platform = platform
+        self._kept: dict[str, list[Tensor]] = {}
+        self._swapped_in: str | None = None
+
+    @property
+    def swapped_in(self) -> str | None:
+        """Name of the snapshot that is in place of the live weights now, if one is."""
+        return self._swapped_in
+
+    def names(self) -> list[str]:
+        """Names of the snapshots that are kept."""
+        return sorted(self._kept)
+
+    def num_bytes(self) -> int:
+        """Host memory that this rank's snapshots take."""
+        return sum(tensor.nbytes for kept in self._kept.values() for tensor in kept)
+
+    @torch.no_grad()
+    def take(self, name: str) -> None:
+        """Keep the live weights as ``name``, replacing an earlier snapshot of that name."""
+        assert self._swapped_in is None, f"the weights in place are those of snapshot {self._swapped_in!r}"
+        kept = self._kept.setdefault(name, [pinned_empty_like(self._platform, tensor) for tensor in self._live])
+        self._copy(self._live, kept)
+
+    def drop(self, name: str) -> None:
+        """Forget a snapshot and free its memory."""
+        del self._kept[name]
+
+    @contextmanager
+    def swapped(self, name: str) -> Iterator[None]:
+        """Within: the model computes with the weights of ``name``.  After: the live weights are back, bit for bit."""
+        assert name in self._kept, f"no snapshot {name!r}; there are {self.names()}"
+        assert self._swapped_in is None, f"snapshot {self._swapped_in!r} is in place already"
+        live = [pinned_empty_like(self._platform, tensor) for tensor in self._live]
+        self._copy(self._live, live)
+        self._copy(self._kept[name], self._live)
+        self._swapped_in = name
+        try:
+            yield
+        finally:
+            self._copy(live, self._live)
+            self._swapped_in = None
+
+    @torch.no_grad()
+    def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source, non_blocking=True)
+        synchronize(self._platform)

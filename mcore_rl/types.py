@@ -1,0 +1,154 @@
+"""Records that travel between the parts, with their shapes.
+
+Shape legend: S sequences, T packed tokens of all sequences one after another, V vocabulary, H hidden, E experts,
+K experts per token, L layers with experts.  Masks are bool, True means trained.
+
+Alignment: everything with a ``_T`` suffix belongs to the token at its position.  ``logprobs_T[t]`` is
+``log p(token_t | tokens before it)``; ``values_T[t]`` is the value of the state in which token ``t`` was chosen.  The first
+token of a sequence was chosen by nobody: its log-prob, entropy and value are 0 and its mask is False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """Ragged sequences, laid end to end, no padding.
+
+    lengths_S: tokens of each sequence, all positive.  tokens_T: int64.  mask_T: bool, tokens that are trained; the first
+    of a sequence never is.  The rest is optional and float32: what the losses need.  routing_TLK: int16 expert choices to
+    replay, one row per token and layer with experts.
+    """
+
+    lengths_S: tuple[int, ...]
+    tokens_T: Tensor
+    mask_T: Tensor
+    old_logprobs_T: Tensor | None = None
+    ref_logprobs_T: Tensor | None = None
+    rollout_logprobs_T: Tensor | None = None
+    advantages_T: Tensor | None = None
+    returns_T: Tensor | None = None
+    old_values_T: Tensor | None = None
+    routing_TLK: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        num_tokens = sum(self.lengths_S)
+        assert self.lengths_S and min(self.lengths_S) >= 1, "a batch holds at least one sequence and none is empty"
+        for name, tensor in self.token_fields():
+            assert tensor.shape[0] == num_tokens, f"{name} has {tensor.shape[0]} rows for {num_tokens} tokens"
+        assert self.mask_T.dtype == torch.bool, "masks are bool"
+        assert not self.mask_T[list(self.offsets_S)].any(), "the first token of a sequence is never trained"
+
+    @property
+    def offsets_S(self) -> tuple[int, ...]:
+        """Where each sequence starts in T."""
+        offsets = [0]
+        for length in self.lengths_S[:-1]:
+            offsets.append(offsets[-1] + length)
+        return tuple(offsets)
+
+    def token_fields(self) -> list[tuple[str, Tensor]]:
+        """(name, tensor) of every per-token field that is present."""
+        named = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "lengths_S"]
+        return [(name, tensor) for name, tensor in named if tensor is not None]
+
+    def select(self, indices: Sequence[int]) -> TrainBatch:
+        """The sequences ``indices``, in that order, as a batch of their own."""
+        offsets = self.offsets_S
+        rows = torch.cat([torch.arange(offsets[i], offsets[i] + self.lengths_S[i]) for i in indices])
+        selected = {name: tensor[rows.to(tensor.device)] for name, tensor in self.token_fields()}
+        return TrainBatch(lengths_S=tuple(self.lengths_S[i] for i in indices), **selected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denominators:
+    """What sums over the whole global minibatch are divided by; fixed by the caller before the first forward.
+
+    loss: what the loss sum is divided by (trained tokens for token-mean).  tokens and sequences: of all data-parallel
+    ranks together; the mixture-of-experts losses are means over these.
+    """
+
+    loss: float
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """What a loss sees of one microbatch on one rank: N rows, each a token that was predicted there.
+
+    logprobs_N, entropy_N, values_N: float32 from this forward pass, with gradient; a critic has only values, an actor never
+    has them.  mask_N: rows that are trained; all other rows hold zeros.  sequence_N: a row's sequence in this microbatch,
+    -1 for padding; num_sequences: how many there are.  With context parallelism a rank sees only a part of each sequence, so
+    whole-sequence quantities are made with ``sequence_sums``.
+    """
+
+    mask_N: Tensor
+    sequence_N: Tensor
+    num_sequences: int
+    sum_over_context: Callable[[Tensor], Tensor]
+    logprobs_N: Tensor | None = None
+    entropy_N: Tensor | None = None
+    values_N: Tensor | None = None
+    old_logprobs_N: Tensor | None = None
+    ref_logprobs_N: Tensor | None = None
+    rollout_logprobs_N: Tensor | None = None
+    advantages_N: Tensor | None = None
+    returns_N: Tensor | None = None
+    old_values_N: Tensor | None = None
+
+    def sequence_sums(self, x_N: Tensor) -> Tensor:
+        """Sum of ``x_N`` over each whole sequence, [num_sequences] on every context rank; differentiable."""
+        member_N = self.sequence_N.clamp(min=0)
+        sums_S = torch.zeros(max(self.num_sequences, 1), dtype=x_N.dtype, device=x_N.device)
+        return self.sum_over_context(sums_S.index_add(0, member_N, x_N * (self.sequence_N >= 0)))
+
+    def expand(self, x_S: Tensor) -> Tensor:
+        """A per-sequence value at each row of its sequence; padding rows get some sequence's value."""
+        return x_S[self.sequence_N.clamp(min=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSums:
+    """What a loss returns: sums over the rows of this rank, never means so that no layout can change the result.
+
+    total: scalar with gradient, connected to the graph even where no row is trained.  metrics: sums without gradient.
+    """
+
+    total: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenScores:
+    """What one forward pass says of each token, in the order of the batch that was given; float32, on the CPU.
+
+    routing_TLK: int16, the experts chosen, in the order of their scores; only where recording was asked for.
+    """
+
+    logprobs_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+    values_T: Tensor | None = None
+    routing_TLK: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One optimizer step, the same on every rank.
+
+    loss: global loss, its sum over all ranks divided by the caller's denominator.  grad_norm: global L2 norm before
+    clipping.  lr: the rate this step used.  skipped: the reason why the weights were left alone, or None.
+    metrics: the loss function's own sums and the router statistics, reduced over all ranks.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: str | None
+    metrics: dict[str, float]

@@ -1,0 +1,126 @@
+"""What the gate runs: every axis by itself, their products, and what must not matter inside each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
+from mcore_rl.config.model import ModelConfig
+from tests.support import models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is computed; its single-process result is the reference of all its cases.
+
+    model: a name in ``MODELS``.  aux, z: mixture-of-experts losses.  critic: values instead of log-probs.
+    replay: experts are dictated, at random.
+    """
+
+    model: str
+    aux: AuxLoss = AuxLoss.none
+    z: float = 0.0
+    temperature: float = 1.0
+    critic: bool = False
+    replay: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How it is computed.  microbatch_tokens: packed up to so many tokens; microbatch_sequences: or unpacked, so many."""
+
+    problem: Problem
+    layout: str = ""
+    world_size: int = 1
+    microbatch_tokens: int | None = 64
+    microbatch_sequences: int | None = None
+    recompute: Recompute = Recompute.none
+    dispatcher: Dispatcher = Dispatcher.alltoall
+    pipeline_layers: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        problem, parts = self.problem, [self.problem.model, self.layout.replace(",", "-") or "single"]
+        parts.append(f"dp{self.world_size}" if "=" not in self.layout and self.world_size > 1 else f"w{self.world_size}")
+        parts.append("whole" if self.microbatch_tokens == WHOLE else f"packed{self.microbatch_tokens}")
+        if self.microbatch_sequences is not None:
+            parts[-1] = f"unpacked{self.microbatch_sequences}"
+        parts += [self.recompute.value] if self.recompute is not Recompute.none else []
+        parts += ["allgather"] if self.dispatcher is Dispatcher.allgather else []
+        parts += [f"aux-{problem.aux.value}"] if problem.aux is not AuxLoss.none else []
+        parts += ["z"] if problem.z else []
+        parts += ["critic"] if problem.critic else []
+        parts += ["replay"] if problem.replay else []
+        parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []
+        parts += [f"t{problem.temperature}"] if problem.temperature != 1.0 else []
+        return "-".join(parts)
+
+
+WHOLE = 4096  # a budget that takes the whole batch in one microbatch
+
+MODELS: dict[str, ModelConfig] = {
+    "dense": models.dense(),
+    "tied": models.dense(tie_output=True, qkv_bias=True),
+    "qk_norm": models.dense(qk_norm=True),
+    "moe": models.moe(),
+    "qwen_moe": models.moe(norm_topk_prob=False, qk_norm=True),
+}
+
+DENSE, MOE = Problem(model="dense", temperature=0.7), Problem(model="moe")
+SEQUENCE_AUX = Problem(model="moe", aux=AuxLoss.sequence, z=1e-2)
+BATCH_AUX = Problem(model="moe", aux=AuxLoss.batch)
+REPLAY = Problem(model="moe", replay=True)
+CRITIC = Problem(model="tied", critic=True)
+
+
+def _variations(case: Case) -> list[Case]:
+    """A layout with many microbatches, with one, unpacked, and recomputed."""
+    return [
+        case,
+        replace(case, microbatch_tokens=WHOLE),
+        replace(case, microbatch_tokens=None, microbatch_sequences=1),
+        replace(case, microbatch_tokens=None, microbatch_sequences=4, recompute=Recompute.full),
+        replace(case, recompute=Recompute.full),
+    ]
+
+
+def all_cases() -> list[Case]:
+    """Every case of the gate, without duplicates."""
+    found: list[Case] = []
+    for problem in (DENSE, MOE):
+        found += _variations(Case(problem=problem))[1:]
+        axes = ["", "tp=2", "pp=2", "pp=2,vpp=2", "cp=2"]
+        axes += ["ep=2", "ep=2,cp=2", "ep=2,etp=1,tp=2", "etp=2,tp=2"] if problem is MOE else []
+        for layout in axes:
+            found += _variations(Case(problem=problem, layout=layout, world_size=2))
+    moe_products = ["ep=2,tp=2,etp=1", "ep=2,tp=2,etp=2", "cp=2,ep=2", "pp=2,ep=2", "ep=4", "ep=2"]
+    dense_products = ["tp=2,pp=2", "tp=2,cp=2", "tp=2", "cp=2", "pp=2", "pp=2,cp=2", "pp=2,vpp=2,tp=2", "cp=4", "tp=4"]
+    for layout in moe_products + ["tp=2,pp=2,ep=2,etp=1"]:
+        case = Case(problem=MOE, layout=layout, world_size=4)
+        found += [case, replace(case, microbatch_tokens=WHOLE, recompute=Recompute.full)]
+    for layout in dense_products:
+        case = Case(problem=DENSE, layout=layout, world_size=4)
+        found += [case, replace(case, microbatch_tokens=None, microbatch_sequences=2, recompute=Recompute.selective)]
+    for layout in ("tp=2,pp=2,cp=2", "tp=2,cp=2", "pp=4,vpp=1,tp=2"):
+        found.append(Case(problem=DENSE, layout=layout, world_size=8))
+    for layout in ("tp=2,pp=2,ep=2,etp=1", "cp=2,pp=2,ep=4", "tp=2,cp=2,ep=4,etp=1"):
+        found.append(Case(problem=MOE, layout=layout, world_size=8))
+    for problem in (SEQUENCE_AUX, BATCH_AUX):
+        for layout, world_size in (("", 2), ("tp=2,etp=1", 2), ("pp=2", 2), ("cp=2", 2), ("ep=2", 2), ("cp=2,ep=2", 4)):
+            case = Case(problem=problem, layout=layout, world_size=world_size)
+            found += [case, replace(case, microbatch_tokens=WHOLE, recompute=Recompute.full)]
+    for layout in ("ep=2", "tp=2,ep=2,etp=1"):
+        case = Case(problem=MOE, layout=layout, world_size=2, dispatcher=Dispatcher.allgather)
+        found += [case, replace(case, microbatch_tokens=None, microbatch_sequences=3)]
+    found.append(Case(problem=MOE, layout="cp=2,ep=2", world_size=4, dispatcher=Dispatcher.allgather))
+    for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
+        found.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
+        found.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
+    for layout in ("tp=2", "cp=2"):
+        found.append(Case(problem=Problem(model="qk_norm"), layout=layout, world_size=2))
+        found.append(Case(problem=Problem(model="qwen_moe"), layout=layout, world_size=2))
+    found.append(Case(problem=DENSE, layout="pp=2", world_size=2, pipeline_layers=(3, 1)))
+    found.append(Case(problem=MOE, layout="pp=2,vpp=2", world_size=2, pipeline_layers=(1, 1, 1, 1)))
+    for layout in ("tp=2,etp=1", "pp=2", "cp=2", "ep=2"):
+        found.append(Case(problem=REPLAY, layout=layout, world_size=2))
+        found.append(Case(problem=REPLAY, layout=layout, world_size=2, recompute=Recompute.full))
+    return list(dict.fromkeys(found))

@@ -1,0 +1,57 @@
+"""One seeded batch of ragged sequences with everything that the losses read."""
+
+from __future__ import annotations
+
+import torch
+
+from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
+
+LENGTHS = (13, 2, 29, 7, 1, 18, 23, 5, 11, 16)
+
+
+def ragged(vocab_size: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -> TrainBatch:
+    """Tokens, a mask with holes, old log-probs and advantages; one sequence has a single token, one is all masked."""
+    random = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+    mask_T = torch.rand(num_tokens, generator=random) < 0.7
+    start = 0
+    for index, length in enumerate(lengths):
+        mask_T[start] = False
+        if index == 3:
+            mask_T[start : start + length] = False
+        start += length
+    return TrainBatch(
+        lengths_S=lengths,
+        tokens_T=torch.randint(0, vocab_size, (num_tokens,), generator=random),
+        mask_T=mask_T,
+        old_logprobs_T=-4.5 + 0.3 * torch.randn(num_tokens, generator=random),
+        advantages_T=torch.randn(num_tokens, generator=random),
+        returns_T=torch.randn(num_tokens, generator=random),
+    )
+
+
+def denominators(batch: TrainBatch) -> Denominators:
+    """Counts of a whole global batch."""
+    return Denominators(
+        loss=float(batch.mask_T.sum()), tokens=batch.tokens_T.numel(), sequences=len(batch.lengths_S)
+    )
+
+
+def policy_loss(inputs: LossInputs) -> LossSums:
+    """A policy gradient that uses all an algorithm may: token ratios, whole-sequence ratios (GSPO's) and entropy."""
+    assert inputs.logprobs_N is not None and inputs.entropy_N is not None
+    assert inputs.old_logprobs_N is not None and inputs.advantages_N is not None
+    change_N = (inputs.logprobs_N - inputs.old_logprobs_N) * inputs.mask_N
+    size_S = inputs.sequence_sums(inputs.mask_N.float()).clamp(min=1)
+    sequence_ratio_S = torch.exp(inputs.sequence_sums(change_N) / size_S)
+    weight_N = torch.exp(change_N).clamp(max=3.0) * inputs.expand(sequence_ratio_S)
+    per_token_N = -inputs.advantages_N * weight_N - 0.05 * inputs.entropy_N
+    total = (per_token_N * inputs.mask_N).sum()
+    return LossSums(total=total, metrics={"entropy": (inputs.entropy_N.detach() * inputs.mask_N).sum()})
+
+
+def value_loss(inputs: LossInputs) -> LossSums:
+    """Half the squared error of the values."""
+    assert inputs.values_N is not None and inputs.returns_N is not None
+    error_N = (inputs.values_N - inputs.returns_N) * inputs.mask_N
+    return LossSums(total=0.5 * error_N.square().sum(), metrics={})

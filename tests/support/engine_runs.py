@@ -1,0 +1,146 @@
+"""Runs one case of the gate on the ranks of a process group, and gathers what every layout must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
+from mcore_rl.config.parallel import parse_layout
+from mcore_rl.parallel.device import Platform, detect, device_of
+from mcore_rl.parallel.groups import Groups, destroy_groups, init_groups
+from mcore_rl.parallel.launch import Rank
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.training.engine import Engine
+from mcore_rl.types import TokenScores, TrainBatch
+from tests.invariance.cases import MODELS, Case, Problem
+from tests.support import batches, full_weights
+from tests.support.full_weights import Weights
+
+STEPS = 2
+
+
+@dataclass
+class Result:
+    """What one case computed, in the order of the global batch; the same on every rank."""
+
+    scores: dict[str, torch.Tensor]
+    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    gradients: Weights = field(default_factory=dict)
+    weights: Weights = field(default_factory=dict)
+
+
+def engine_config(case: Case, device: Device = Device.cpu) -> EngineConfig:
+    """Settings of a case.  A large rate and little epsilon, so that wrong gradients show in the weights at once."""
+    problem = case.problem
+    return EngineConfig(
+        device=device,
+        precision=Precision.float32,
+        layer_spec=LayerSpec.local,
+        recompute=case.recompute,
+        microbatch_tokens=case.microbatch_tokens,
+        microbatch_sequences=case.microbatch_sequences,
+        moe=MoeTrainConfig(
+            dispatcher=case.dispatcher,
+            aux_loss=problem.aux,
+            aux_loss_coeff=0.1 if problem.aux.value != "none" else 0.0,
+            z_loss_coeff=problem.z,
+        ),
+        optim=OptimizerConfig(
+            lr=1e-2, eps=1e-5, weight_decay=0.1, clip_grad=0.5,
+            lr_schedule=Schedule.cosine, lr_warmup_steps=1, total_steps=5, min_lr_ratio=0.1,
+        ),
+    )  # fmt: skip
+
+
+def global_batch(problem: Problem) -> TrainBatch:
+    """The one batch of all cases; with replay, experts at random for every token."""
+    model = MODELS[problem.model]
+    batch = batches.ragged(model.vocab_size)
+    if not problem.replay:
+        return batch
+    assert model.moe is not None
+    shape = (batch.tokens_T.numel(), model.num_layers, model.moe.num_experts)
+    choices = torch.rand(shape, generator=torch.Generator().manual_seed(9)).topk(model.moe.top_k, dim=-1).indices
+    return TrainBatch(
+        lengths_S=batch.lengths_S,
+        **dict(batch.token_fields()),
+        routing_TLK=choices.to(torch.int16),
+    )
+
+
+def members_of(batch: TrainBatch, groups: Groups) -> list[int]:
+    """Sequences of this rank's data-parallel coordinate."""
+    return list(range(groups.coords.dp, len(batch.lengths_S), groups.layout.dp))
+
+
+def gather_scores(scores: TokenScores, batch: TrainBatch, groups: Groups) -> dict[str, torch.Tensor]:
+    """Every rank's scores in the order of the global batch; peers must agree bit for bit."""
+    named = {"logprobs": scores.logprobs_T, "entropy": scores.entropy_T, "values": scores.values_T}
+    mine = {name: tensor for name, tensor in named.items() if tensor is not None}
+    everyone: list[tuple[list[int], dict[str, torch.Tensor]]] = [([], {}) for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, (members_of(batch, groups), mine))
+    whole = {name: torch.full((batch.tokens_T.numel(),), float("nan")) for name in mine}
+    starts = batch.offsets_S
+    for members, parts in everyone:
+        for name, part in parts.items():
+            at = 0
+            for member in members:
+                length = batch.lengths_S[member]
+                place = whole[name][starts[member] : starts[member] + length]
+                value = part[at : at + length]
+                assert place.isnan().all() or torch.equal(place, value), f"peers disagree on {name}"
+                place.copy_(value)
+                at += length
+    return whole
+
+
+def run_case(case: Case, platform: Platform, start: Weights, rank: int) -> Result:
+    """Score, then two optimizer steps; groups are made and destroyed."""
+    parallel = parse_layout(case.layout)
+    parallel.pipeline_layers = list(case.pipeline_layers) if case.pipeline_layers else None
+    groups = init_groups(
+        Layout.of(parallel, dist.get_world_size()), platform, device_of(platform, rank), seed=1
+    )
+    try:
+        model, problem = MODELS[case.problem.model], case.problem
+        engine = Engine(
+            "critic" if problem.critic else "actor", model, parallel, engine_config(case, platform.kind), groups,
+            platform, critic=problem.critic,
+        )  # fmt: skip
+        engine.load_weights(lambda models: full_weights.load_full(models, start))
+        batch = global_batch(problem)
+        mine = batch.select(members_of(batch, groups))
+        scores = engine.score(mine, temperature=problem.temperature)
+        result = Result(scores=gather_scores(scores, batch, groups))
+        loss = batches.value_loss if problem.critic else batches.policy_loss
+        for _ in range(STEPS):
+            step = engine.train_step(
+                mine, loss, batches.denominators(batch), temperature=problem.temperature,
+                with_entropy=not problem.critic,
+            )  # fmt: skip
+            assert step.skipped is None
+            result.loss.append(step.loss)
+            result.grad_norm.append(step.grad_norm)
+            result.metrics.append(step.metrics)
+        result.weights = full_weights.gather_full(engine.models, start)
+        return result
+    finally:
+        destroy_groups()
+
+
+def run_cases(rank: Rank, cases: list[Case], starts: dict[Problem, Weights]) -> list[Result | str]:
+    """Every case on this rank, one after another in one process group.  An error is returned as its text."""
+    platform = detect(Device.cpu)
+    torch.set_num_threads(1)
+    rank.init_process_group(platform)
+    found: list[Result | str] = []
+    for case in cases:
+        result = run_case(case, platform, starts[case.problem], rank.rank)
+        found.append(result if rank.rank == 0 else "")
+    dist.destroy_process_group()
+    return found

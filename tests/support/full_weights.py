@@ -1,0 +1,88 @@
+"""Whole-model weights to and from the shards of a rank, through Megatron's own checkpoint description.
+
+``sharded_state_dict`` says for each local tensor which slice of which global tensor it is.  That makes it a reference for
+layouts which is independent of any table of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+
+def shards(models: Sequence[torch.nn.Module]) -> Iterator[ShardedTensor]:
+    """Every parameter shard of this rank; their ``data`` are views of the live parameters."""
+    metadata = {
+        "non_homogeneous_layers": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    for model in models:
+        state = model.sharded_state_dict(metadata=metadata)
+        apply_factories(state)
+        yield from _tensors(state)
+
+
+def _tensors(state: object) -> Iterator[ShardedTensor]:
+    if isinstance(state, ShardedTensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _tensors(value)
+
+
+def _where(shard: ShardedTensor, whole: Tensor) -> tuple[slice | int, ...]:
+    """The part of the true (unpadded) global tensor that a shard holds; the padded rest of it is cut off."""
+    index: list[slice | int] = list(shard.global_offset[: shard.prepend_axis_num])
+    for offset, size, limit in zip(
+        shard.global_offset[shard.prepend_axis_num :], shard.local_shape, whole.shape[shard.prepend_axis_num :], strict=True
+    ):
+        index.append(slice(min(offset, limit), min(offset + size, limit)))
+    return tuple(index)
+
+
+def _real(shard: ShardedTensor, whole: Tensor) -> tuple[tuple[slice | int, ...], Tensor]:
+    where = _where(shard, whole)
+    inside = tuple(slice(0, part.stop - part.start) for part in where if isinstance(part, slice))
+    return where, shard.data[inside]
+
+
+def load_full(models: Sequence[torch.nn.Module], weights: Weights) -> None:
+    """Copy this rank's slices of ``weights`` into its parameters; padding rows are filled with a value that would show."""
+    seen = set()
+    for shard in shards(models):
+        where, target = _real(shard, weights[shard.key])
+        shard.data.fill_(7.0)
+        target.copy_(weights[shard.key][where])
+        seen.add(shard.key)
+    parameters = sum(1 for model in models for _ in model.parameters())
+    assert parameters <= sum(1 for _ in shards(models)), "a parameter is missing from Megatron's own description"
+
+
+def gather_full(models: Sequence[torch.nn.Module], like: Weights) -> Weights:
+    """The whole weights on every rank, put together from all ranks; replicas must agree bit for bit."""
+    mine = []
+    for shard in shards(models):
+        where, real = _real(shard, like[shard.key])
+        mine.append((shard.key, where, real.detach().clone()))
+    everyone: list[list[tuple[str, tuple[slice | int, ...], Tensor]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    whole = {key: torch.full_like(tensor, float("nan")) for key, tensor in like.items()}
+    for rank, parts in enumerate(everyone):
+        for key, where, part in parts:
+            present = whole[key][where]
+            replica = ~present.isnan()
+            assert torch.equal(present[replica], part[replica]), f"rank {rank} holds other values of {key} than its replica"
+            whole[key][where] = part
+    missing = [key for key, tensor in whole.items() if tensor.isnan().any()]
+    assert not missing, f"no rank holds all of {missing}"
+    return whole

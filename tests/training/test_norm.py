@@ -1,0 +1,92 @@
+"""RMSNorm: transformers' numbers bit for bit, and the gradient sums that Megatron makes of its marks."""
+
+from __future__ import annotations
+
+from multiprocessing import set_forkserver_preload
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_rl.training.norm import RMSNorm
+
+
+def config(**options: object) -> TransformerConfig:
+    return TransformerConfig(
+        **{"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "normalization": "RMSNorm", **options}
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(33, 64), (7, 2, 3, 16)])  # hidden states, and heads under query and key norms
+def test_equals_transformers_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    torch.manual_seed(0)
+    x, grad = 3 * torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    found = []
+    theirs = LlamaRMSNorm(shape[-1], eps=1e-3).to(dtype)
+    ours = RMSNorm(config=config(params_dtype=dtype), hidden_size=shape[-1], eps=1e-3)
+    theirs.weight.data.normal_(1.0, 0.2)
+    ours.weight.data.copy_(theirs.weight.data)
+    for norm in (theirs, ours):
+        leaf = x.clone().requires_grad_()
+        out = norm(leaf)
+        found.append([out, *torch.autograd.grad(out, (leaf, norm.weight), grad)])
+    for name, a, b in zip(("output", "input grad", "weight grad"), *found, strict=True):
+        assert a.dtype == b.dtype == dtype
+        assert torch.equal(a, b), name
+
+
+def test_epsilon_keeps_zeros_finite() -> None:
+    norm = RMSNorm(config=config(), hidden_size=8, eps=1e-5)
+    x = torch.zeros(2, 8, requires_grad=True)
+    norm(x).sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+def test_weight_follows_the_config() -> None:
+    norm = RMSNorm(config=config(params_dtype=torch.bfloat16), hidden_size=8, eps=1e-5)
+    assert norm.weight.dtype == torch.bfloat16
+    assert norm.weight.tolist() == [1.0] * 8
+    assert norm.weight.sequence_parallel is False
+    parallel = config(sequence_parallel=True, tensor_model_parallel_size=2)
+    assert RMSNorm(config=parallel, hidden_size=8, eps=1e-5).weight.sequence_parallel is True
+
+
+@pytest.mark.parametrize("options", [{"normalization": "LayerNorm"}, {"layernorm_zero_centered_gamma": True}])
+def test_other_norms_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(AssertionError, match="not RMSNorm|zero-centred"):
+        RMSNorm(config=config(**options), hidden_size=8, eps=1e-5)
+
+
+def _gradient_sum_worker(rank: int, store: str) -> None:
+    from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for sequence_parallel, summed in ((True, {"input_layernorm", "q_layernorm"}), (False, {"q_layernorm"})):
+        parallel = config(
+            sequence_parallel=sequence_parallel, tensor_model_parallel_size=2, qk_layernorm=True, kv_channels=16
+        )
+        chunk = torch.nn.ModuleDict(
+            {name: RMSNorm(config=parallel, hidden_size=16, eps=1e-5) for name in ("input_layernorm", "q_layernorm")}
+        )
+        chunk.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+        for norm in chunk.values():
+            norm.weight.grad = torch.full_like(norm.weight, rank + 1.0)
+        _allreduce_non_tensor_model_parallel_grads([chunk], parallel, dist.group.WORLD)
+        for name, norm in chunk.items():
+            expected = 3.0 if name in summed else rank + 1.0
+            assert norm.weight.grad.unique().tolist() == [expected], (name, sequence_parallel)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_megatron_sums_gradients_over_tensor_ranks(tmp_path: Path) -> None:
+    """Under sequence parallelism those of every norm; without it those of query and key norms alone."""
+    set_forkserver_preload(["megatron.core.distributed.finalize_model_grads"])  # imported once, not once a process
+    mp.start_processes(_gradient_sum_worker, args=(str(tmp_path / "store"),), nprocs=2, start_method="forkserver")
