@@ -130,9 +130,9 @@ def _patch_factories() -> None:
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+            kwargs.pop("pin_memory", None)
             if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = CPU
-                kwargs.pop("pin_memory", None)
             return factory(*args, **kwargs)
 
         return make
@@ -200,6 +200,25 @@ def _patch_jit_fuser() -> None:
     torch._dynamo.config.disable = True
 
 
+def _patch_create_group() -> None:
+    from megatron.core import parallel_state
+
+    create = parallel_state.create_group
+    shared: dict[tuple[int, ...], Any] = {}
+    world: list[Any] = [None]
+
+    @functools.wraps(create)
+    def create_once(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        if world[0] is not torch.distributed.group.WORLD:  # a new default group: those made over the old one are dead
+            world[0] = torch.distributed.group.WORLD
+            shared.clear()
+        if tuple(ranks) not in shared:
+            shared[tuple(ranks)] = create(ranks, *args, **kwargs)
+        return shared[tuple(ranks)]
+
+    parallel_state.create_group = create_once
+
+
 PATCHES = (
     Patch(
         "device queries",
@@ -242,11 +261,12 @@ PATCHES = (
     ),
     Patch(
         "factories",
-        "creates tensors on a device that is not there",
+        "creates tensors on a device, or in pinned memory, that is not there",
         (
             Line("pipeline_parallel/schedules.py", 596, 'device="cuda"'),
             Line("optimizer/optimizer.py", 485, "device='cuda'"),
             Line("optimizer/clip_grads.py", 103, "device='cuda'"),
+            Line("models/common/embeddings/rope_utils.py", 63, "pin_memory=True"),
         ),
         _patch_factories,
     ),
@@ -267,6 +287,12 @@ PATCHES = (
         "converts all-to-all split sizes to numpy only when they come from a GPU",
         (Line("transformer/moe/moe_utils.py", 1095, "torch.is_tensor(tensor) and tensor.is_cuda"),),
         _patch_split_sizes,
+    ),
+    Patch(
+        "create group",
+        "makes 16 or more groups a rank, most of the same ranks; each gloo group keeps three polling threads for ever",
+        (Line("parallel_state.py", 241, "torch.distributed.new_group(**kwargs)"),),
+        _patch_create_group,
     ),
     Patch(
         "jit fuser",

@@ -84,6 +84,13 @@ class Failure:
         cause = Cause.aborted if exit_code == -signal.SIGABRT else Cause.own
         return cls(rank=rank, cause=cause, phase=phase, what=_death(exit_code), time_s=time.monotonic())
 
+    def aftermath(self) -> str:
+        """How this rank ended, for a message about the first cause, which was another rank."""
+        where = self.phase or "no phase"
+        if self.cause is Cause.peer:
+            return f"stopped in {where}, its peers gone"
+        return f"failed in {where}: {self.what.splitlines()[0]}"
+
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
     """The failure that the others follow from, as far as can be told."""
@@ -120,7 +127,7 @@ def _pickled(error: BaseException) -> bytes | None:
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
-    except Exception:  # whatever a subclass with its own constructor may raise
+    except Exception:  # noqa: BLE001  # whatever a subclass with its own constructor may raise
         return None
     return pickled
 

@@ -1,7 +1,7 @@
 """Start a function on several processes of this machine, and bring them all down, with one message, when one fails.
 
-For the local rungs: tests, a laptop, one machine.  On a cluster Ray starts the processes.  It restarts nothing and it
-does not redirect what the processes print.
+For the local rungs: tests, a laptop, one machine.  On a cluster Ray starts the processes.  It restarts nothing, it does
+not redirect what the processes print, and it does not know of processes that they start in turn.
 
 The invariant: when ``run_ranks`` returns or raises, none of its processes is alive and nothing they shared is left.
 Should the parent be killed, its processes end themselves.
@@ -34,7 +34,7 @@ from mcore_rl.errors import WorkerError
 from mcore_rl.parallel.device import Platform, num_cores, set_device
 from mcore_rl.parallel.failure import Cause, Failure, failure_message, first_cause
 from mcore_rl.parallel.layout import Layout
-from mcore_rl.parallel.phase import SLOT_BYTES, mirror_phase, phase, read_slot
+from mcore_rl.parallel.phase import SLOT_BYTES, mirror_phase, phase, read_slot, write_slot
 
 HOST = "127.0.0.1"
 SETTLE_S = 0.2  # once a rank has failed by itself: for reports that are already on their way
@@ -85,8 +85,8 @@ def run_ranks(
 
     ``rank`` is a ``Rank``.  ``target``, ``args`` and the results travel by pickle, so ``target`` is a function of a
     module.  Each process has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS in its
-    environment before it imports anything; ``Rank.init_process_group`` and ``init_method="env://"`` both meet at a store
-    that the parent holds open, so no port is guessed.
+    environment before it imports anything; ``Rank.init_process_group`` and ``init_method="env://"`` both meet at a
+    store that the parent holds open, so no port is guessed.
 
     layout: names the ranks' coordinates in messages.  timeout_s: limit of the whole run; None is none.  grace_s: how
     long to wait, after a rank failed because its peers were gone, for the report of the one that caused it.
@@ -128,6 +128,7 @@ class _Child:
         self.reported = False
         self.result: Any = None
         self.failure: Failure | None = None
+        write_slot(slot, "starting up")
 
     def listen(self) -> None:
         """Take the report, or the death, that ``wait`` said is there."""
@@ -146,12 +147,9 @@ class _Child:
 
     def words(self) -> str:
         """What became of this rank, for a message about another one."""
-        if self.failure is None:
-            return "had finished" if self.reported else f"stopped in {read_slot(self.slot) or 'no phase'}"
-        where = self.failure.phase or "no phase"
-        if self.failure.cause is Cause.peer:
-            return f"stopped in {where}, its peers gone"
-        return f"failed in {where}: {self.failure.what.splitlines()[0]}"
+        if self.failure is not None:
+            return self.failure.aftermath()
+        return "had finished" if self.reported else f"stopped in {read_slot(self.slot) or 'no phase'}"
 
 
 def _watch(children: Sequence[_Child], timeout_s: float | None, grace_s: float) -> bool:
@@ -170,9 +168,8 @@ def _watch(children: Sequence[_Child], timeout_s: float | None, grace_s: float) 
             return not failures
         handles: dict[Any, _Child] = {child.reader: child for child in waiting}
         handles |= {child.process.sentinel: child for child in waiting}
-        for child in {
-            handles[handle] for handle in wait(list(handles), None if remaining == float("inf") else remaining)
-        }:
+        ready = wait(list(handles), None if remaining == float("inf") else remaining)
+        for child in {handles[handle] for handle in ready}:  # often both handles of one child
             child.listen()
     return False
 
@@ -185,9 +182,7 @@ def _raise_first_cause(children: Sequence[_Child], timeout_s: float | None) -> N
         others = {child.rank.rank: child.words() for child in children if child.rank.rank != first.rank}
         if first.error is not None:
             error = pickle.loads(first.error)
-            error.add_note(
-                f"Raised by {children[first.rank].rank} on {host}" + (f" in {first.phase}" * bool(first.phase))
-            )
+            error.add_note(f"Raised by {children[first.rank].rank} on {host} in {first.phase or 'no phase'}")
             raise error
         raise WorkerError(failure_message(first, host, [str(child.rank) for child in children], others))
     if timeout_s is not None:
@@ -199,19 +194,21 @@ def _stop(children: Sequence[_Child]) -> None:
     """End all processes: by themselves where every one returned its result, else by signals."""
     finished = all(child.reported and child.failure is None for child in children)
     started = [child.process for child in children if child.process.pid is not None]
-    if not finished:
+    try:
+        if not finished:
+            for process in started:
+                process.terminate()
+        until = time.monotonic() + (EXIT_S if finished else STOP_S)
         for process in started:
-            process.terminate()
-    until = time.monotonic() + (EXIT_S if finished else STOP_S)
-    for process in started:
-        process.join(max(0.0, until - time.monotonic()))
-    for process in started:
-        process.kill()
-    for process in started:
-        process.join()
-        process.close()
-    for child in children:
-        child.reader.close()
+            process.join(max(0.0, until - time.monotonic()))
+    finally:  # also where the user is in a hurry and interrupts again
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join()
+            process.close()
+        for child in children:
+            child.reader.close()
 
 
 @contextmanager
@@ -252,7 +249,7 @@ def _main(target: Callable[..., Any], rank: Rank, args: Sequence[object], writer
         result = target(rank, *args)
         with phase("returning the result"):
             writer.send_bytes(pickle.dumps((result,)))
-    except BaseException as error:  # also SystemExit: to leave early is to fail the others
+    except BaseException as error:  # noqa: BLE001  # all is reported; also SystemExit: to leave early fails the others
         writer.send_bytes(pickle.dumps(Failure.of_error(rank.rank, error)))
     writer.close()
 

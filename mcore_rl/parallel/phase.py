@@ -28,10 +28,8 @@ class phase:
         _enter(f"{self._outer} > {self._text}" if self._outer else self._text)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            error.__dict__.setdefault(
-                "_phase", _current
-            )  # the innermost phase it passes through is where it was raised
+        if error is not None:  # the innermost phase that it leaves is where it was raised
+            error.__dict__.setdefault("_phase", _current)
         _enter(self._outer)
 
 
@@ -53,6 +51,11 @@ def mirror_phase(slot: memoryview) -> None:
     _enter(_current)
 
 
+def write_slot(slot: memoryview, text: str) -> None:
+    """Put ``text`` into ``slot``; of a text that is too long, the outermost phases are lost."""
+    slot[:] = text.encode()[-SLOT_BYTES:].ljust(SLOT_BYTES, b"\0")
+
+
 def read_slot(slot: memoryview) -> str:
     """The phase that another process mirrors into ``slot``."""
     return bytes(slot).rstrip(b"\0").decode(errors="replace")
@@ -62,4 +65,4 @@ def _enter(text: str) -> None:
     global _current
     _current = text
     if _mirror is not None:
-        _mirror[:] = text.encode()[-SLOT_BYTES:].ljust(SLOT_BYTES, b"\0")
+        write_slot(_mirror, text)

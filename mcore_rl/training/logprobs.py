@@ -33,6 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mcore_rl.parallel.device import Platform
+
 _UNDERFLOW = -128.0  # exp of it is exactly 0 in float32, and 0 * -128 is 0 where 0 * -inf would be no number
 _FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -54,8 +56,8 @@ def token_logprobs(
     read the logits after it.  Pass all rows of the projection: the backward of a slice of rows copies [T, V].
     targets_T: [T] int64 in [0, vocab_size), the same on every rank.
     vocab_size: the true vocabulary; columns at or past it are padding, outside the softmax, with zero gradient.
-    chunk_bytes: size of each of the two float32 scratch buffers, in whole tokens, at least one.  Both should fit the
-    cache: about 512 KiB per thread on a CPU (its L2); on a GPU some 32 MiB, as small ones cost kernel launches.
+    chunk_bytes: size of each of the two float32 scratch buffers, rounded to whole tokens, at least one; speed only.
+    Write ``cache_sized_chunk_bytes(platform)``.
     temperature: positive; divides the logits.  with_entropy: False saves work and returns None for the entropy.
     group: the tensor-parallel group, None for whole logits.  Its ranks must pass the same T.
 
@@ -80,6 +82,15 @@ def token_logprobs(
         logits_TV, targets_T, vocab_size, 1.0 / temperature, with_entropy, group, rows
     )
     return outputs
+
+
+def cache_sized_chunk_bytes(platform: Platform) -> int:
+    """The ``chunk_bytes`` for which the passes over a chunk stay in the cache (benchmarks/logprobs.py --sweep).
+
+    CPU: the two buffers in the L2 of each thread's core; 16 MiB were 2 times slower, 150 MiB (256 tokens of V=152,064)
+    5 times.  GPU: a share of an L2 of 50 MiB, where smaller chunks would be bound by kernel launches.
+    """
+    return 32 * 2**20 if platform.is_accelerator else 512 * 2**10 * torch.get_num_threads()
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -152,16 +163,19 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_TV[:, : ctx.num_valid], max_T1, offset_T1, slope_T1, ctx.inverse_temperature, ctx.rows
         )
         grad_TV[:, ctx.num_valid :].zero_()
-        found_T1 = grad_TV.gather(1, local_T1)
-        grad_TV.scatter_(1, local_T1, torch.where(owned_T1, target_grad_T1.to(grad_TV.dtype), found_T1))
+        # not scatter_: for bfloat16 on a CPU it works on a float32 copy of the whole tensor (torch 2.13)
+        places = (torch.arange(grad_TV.shape[0], device=grad_TV.device).unsqueeze(1), local_T1)
+        grad_TV[places] = torch.where(owned_T1, target_grad_T1.to(grad_TV.dtype), grad_TV[places])
         return grad_TV, None, None, None, None, None, None
 
 
 def _local_sums(
     logits_TV: Tensor, inverse_temperature: float, with_entropy: bool, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this rank's valid columns, each [T, 1]: the maximum m of z = logits / temperature, the sum of exp(z - m), and
-    the sum of (z - m) exp(z - m) (zeros without entropy)."""
+    """(m, sum of exp(z - m), sum of (z - m) exp(z - m)) of this rank's valid columns, each [T, 1] float32.
+
+    z = logits / temperature and m is its maximum; the third is zeros without entropy.
+    """
     num_tokens, num_columns = logits_TV.shape
     shift_T1 = logits_TV.new_full((num_tokens, 1), _FLOAT_MAX, dtype=torch.float32)  # -m; no columns: m = -max
     sum_T1, weighted_T1 = torch.zeros_like(shift_T1), torch.zeros_like(shift_T1)

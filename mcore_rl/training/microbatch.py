@@ -30,7 +30,7 @@ NOWHERE = -1
 class Microbatch:
     """What one rank needs for one forward pass.  N: local rows, the padded tokens of the microbatch / cp.
 
-    tokens, position_ids: [B, N/B]; B is 1 when packed.  labels_N: the token that each row predicts, 0 where none.
+    tokens, position_ids: [B, N/B]; B is 1 when packed.  width: padded tokens of a row over all context ranks.  labels_N: the token that each row predicts, 0 where none.
     sources_N, targets_N: where in the batch the token that a row reads, and the one that it predicts, stand; ``NOWHERE``
     for padding, and as the target of a sequence's last token.
     sequence_N: index in this microbatch of the sequence that a row belongs to, ``NOWHERE`` for padding.
@@ -38,6 +38,7 @@ class Microbatch:
     """
 
     index: int
+    width: int
     tokens: Tensor
     position_ids: Tensor
     labels_N: Tensor
@@ -86,6 +87,10 @@ def build_microbatches(
     shapes = [
         _padded_shape([batch.lengths_S[i] for i in members], groups, packed=tokens is not None) for members in plan
     ]
+    if groups.layout.pp > 1:
+        # With one shape for all, stages never ask each other what is coming, which would make the host wait at each
+        # transfer (pipeline_parallel/p2p_communication.py, _communicate_shapes) and mixes up two directions at pp=2.
+        shapes = [(max(rows for rows, _ in shapes), max(width for _, width in shapes))] * len(shapes)
     if equal_over_experts:
         agreed = torch.tensor(shapes, device=groups.device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=groups.ep)
@@ -161,6 +166,7 @@ def _build(
         packing = PackedSequences.of(real, tuple(padded), cp=layout.cp, cp_rank=coords.cp, device=device)
     return Microbatch(
         index=index,
+        width=width,
         tokens=torch.where(sources_N == NOWHERE, 0, tokens_T[sources_N.clamp(min=0)]).view(rows, -1),
         position_ids=positions_N.view(rows, -1),
         labels_N=torch.where(targets_N == NOWHERE, 0, tokens_T[targets_N.clamp(min=0)]),

@@ -68,7 +68,7 @@ def transformer_config(
             "moe_router_load_balancing_type": "none",
             "moe_grouped_gemm": layer_spec is LayerSpec.transformer_engine,
         }
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -97,6 +97,9 @@ def transformer_config(
         sequence_parallel=parallel.tp > 1,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        # Two stages exchange both directions at once; only the overlapping calls keep them apart (p2p_communication.py:54).
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
         pipeline_model_parallel_layout=stages if parallel.pp > 1 else None,
         context_parallel_size=parallel.cp,
         moe_token_dispatcher_type=engine.moe.dispatcher.value,
@@ -105,10 +108,6 @@ def transformer_config(
         **recompute,
         **experts,
     )
-    # Set afterwards: transformer_config.py:1829 refuses it beside the all-gather dispatcher, which needs equally many tokens
-    # on all expert-parallel ranks; ``build_microbatches`` sees to that.
-    config.variable_seq_lengths = True
-    return config
 
 
 def _local_layer(config: TransformerConfig) -> ModuleSpec:
@@ -191,7 +190,17 @@ def build_chunks(
             rotary_base=model.rotary_base,  # type: ignore[arg-type]
             vp_stage=vp_stage if parallel.vpp > 1 else None,
         )
+        _reduce_experts_over_their_own_group(chunk)
         if is_last and critic:
             chunk.output_layer = ValueHead(config, groups.tp, groups.device)
         chunks.append(chunk)
     return chunks
+
+
+def _reduce_experts_over_their_own_group(chunk: GPTModel) -> None:
+    # Megatron does this only where ep > 1 (tensor_parallel/layers.py:829), and so, with ep=1 and etp < tp, reduces the
+    # gradients of experts that are replicated over tensor ranks over none of them.
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            for parameter in module.experts.parameters():
+                parameter.allreduce = False

@@ -58,8 +58,7 @@ def run_schedule(
         data_iterator=[iter(microbatches) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(microbatches),
-        # Stages send the shape of each tensor before it (variable_seq_lengths), so these two are never read.
-        seq_length=1,
-        micro_batch_size=1,
+        seq_length=microbatches[0].width,  # with several stages, all microbatches have the shape of the first
+        micro_batch_size=microbatches[0].tokens.shape[0],
         forward_only=forward_only,
     )

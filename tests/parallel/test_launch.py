@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -31,24 +32,19 @@ from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import SLOT_BYTES, current_phase, mirror_phase, phase, phase_of, read_slot
 
-HANG_S = 60.0
+HANG_S = 120.0
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """No child process, no shared memory and no variable outlives any test here."""
-    shared, environ, started = shared_memory(), dict(os.environ), time.monotonic()
+    environ, started = dict(os.environ), time.monotonic()
     yield
     assert multiprocessing.active_children() == []
     assert [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())] == []
-    assert shared_memory() <= shared
+    assert [path for path in Path("/dev/shm").glob("*") if str(os.getpid()) in path.name] == []
     assert dict(os.environ) | {"PYTEST_CURRENT_TEST": ""} == environ | {"PYTEST_CURRENT_TEST": ""}
     assert time.monotonic() - started < HANG_S
-
-
-def shared_memory() -> set[str]:
-    """What multiprocessing would leave: its names start so."""
-    return {path.name for path in Path("/dev/shm").glob("*") if path.name.startswith(("pym", "psm", "torch"))}
 
 
 def join(rank: Rank) -> None:
@@ -69,10 +65,11 @@ def work(rank: Rank, offset: int) -> tuple[int, float, float, torch.Tensor]:
     join(rank)
     first = all_reduce()
     dist.destroy_process_group()
+    time.sleep(0.3 * rank.rank)  # long enough for rank 0 to find what the first group left in the store, if it could
     join(rank)
     second = all_reduce()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method="env://")
+    dist.init_process_group(detect(Device.cpu).backend, init_method="env://")
     third = all_reduce()
     dist.destroy_process_group()
     assert first == second == third
@@ -83,7 +80,7 @@ def work(rank: Rank, offset: int) -> tuple[int, float, float, torch.Tensor]:
 
 
 def fail_on_one(rank: Rank, how: str) -> None:
-    """Rank 1 fails by itself a moment after the others have begun to wait for it."""
+    """Rank 1 fails by itself a moment after the others have begun to wait for it; "late": it is heard after them."""
     join(rank)
     with phase("train_step"):
         with phase("forward", microbatch=2):
@@ -92,7 +89,10 @@ def fail_on_one(rank: Rank, how: str) -> None:
             if rank.rank != 1:
                 all_reduce()
             time.sleep(0.3)
-            if how == "raise":
+            if how == "late":
+                dist.destroy_process_group()
+                time.sleep(2.0)
+            if how in ("raise", "late"):
                 raise ValueError("the loss is\nnot a number")
             if how == "exit":
                 os._exit(7)
@@ -117,6 +117,16 @@ def leave_early(rank: Rank) -> None:
     sys.exit("nothing to do")
 
 
+class DiesOnArrival:
+    """A target that cannot be unpickled in the process that should run it."""
+
+    def __reduce__(self) -> tuple[object, tuple[int]]:
+        return sys.exit, (1,)
+
+    def __call__(self, rank: Rank) -> None:
+        raise AssertionError("unreachable")
+
+
 def notify_and_sleep(rank: Rank, port: int) -> None:
     """Tell a listener this process's id, then do nothing."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -137,6 +147,7 @@ def test_results_come_back_in_the_order_of_the_ranks() -> None:
     ("how", "what"),
     [
         ("raise", "ValueError: the loss is\nnot a number"),
+        ("late", "ValueError: the loss is\nnot a number"),
         ("SIGKILL", "killed by SIGKILL (out of memory?)"),
         ("exit", "exited with code 7 before it reported anything"),
     ],
@@ -144,16 +155,17 @@ def test_results_come_back_in_the_order_of_the_ranks() -> None:
 def test_the_first_cause_is_named_though_the_others_fail_first(how: str, what: str) -> None:
     layout = Layout.of(parse_layout("pp=2"), 2)
     with pytest.raises(WorkerError) as failed:
-        run_ranks(fail_on_one, 2, (how,), layout=layout, timeout_s=HANG_S)
+        run_ranks(fail_on_one, 2, (how,), layout=layout, timeout_s=HANG_S, grace_s=HANG_S)
     message = str(failed.value)
     where = f"on {socket.gethostname()} in train_step > backward, microbatch 3"
     assert message.startswith(f"rank 1 (dp0 pp1 tp0 cp0 ep0) failed {where}: {what}")
     assert (
         "\nThe other ranks:\n  rank 0 (dp0 pp0 tp0 cp0 ep0): stopped in train_step > backward, microbatch 3" in message
     )
-    assert "its peers gone" in message or how == "raise"  # the peer of a rank that raised may still be waiting
-    assert ("Traceback of rank 1:" in message) == (how == "raise")
-    assert ("in fail_on_one" in message) == (how == "raise")
+    assert ("Traceback of rank 1:" in message) == (how in ("raise", "late"))
+    assert ("in fail_on_one" in message) == (how in ("raise", "late"))
+    if how == "late":  # rank 0 was heard first
+        assert "microbatch 3, its peers gone\n" in message
 
 
 def test_an_error_meant_for_the_user_is_raised_as_itself() -> None:
@@ -170,16 +182,23 @@ def test_a_result_that_cannot_travel_is_a_failure_of_its_rank() -> None:
 
 
 def test_leaving_early_is_a_failure() -> None:
-    with pytest.raises(WorkerError, match="rank 0 failed on .*: SystemExit: nothing to do"):
+    with pytest.raises(WorkerError, match=r"rank 0 failed on \S+: SystemExit: nothing to do"):
         run_ranks(leave_early, 1)
 
 
 def test_a_run_over_its_time_says_where_each_rank_stands() -> None:
     with pytest.raises(WorkerError) as failed:
-        run_ranks(sleep_long, 2, timeout_s=8.0)
+        run_ranks(sleep_long, 2, timeout_s=4.0)
     lines = str(failed.value).splitlines()
-    assert lines[0] == f"The ranks on {socket.gethostname()} did not finish within 8 s:"
-    assert lines[1:] == ["  rank 0: stopped in rollout, step 0", "  rank 1: stopped in rollout, step 1"]
+    assert lines[0] == f"The ranks on {socket.gethostname()} did not finish within 4 s:"
+    # A rank on a busy machine may not have come further than its imports by then.
+    assert re.fullmatch("  rank 0: stopped in (rollout, step 0|starting up)", lines[1])
+    assert re.fullmatch("  rank 1: stopped in (rollout, step 1|starting up)", lines[2])
+
+
+def test_a_death_before_the_target_is_reached_is_told_from_one_inside_it() -> None:
+    with pytest.raises(WorkerError, match=r"rank 0 failed on \S+ in starting up: exited with code 1 before"):
+        run_ranks(DiesOnArrival(), 1)
 
 
 def listener() -> socket.socket:
@@ -228,7 +247,8 @@ def test_ranks_end_themselves_when_the_parent_is_killed() -> None:
             "from tests.parallel.test_launch import notify_and_sleep\n"
             f"run_ranks(notify_and_sleep, 1, ({server.getsockname()[1]},))\n"
         )
-        with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as parent:
+        root = Path(__file__).parents[2]
+        with subprocess.Popen([sys.executable, "-c", code], cwd=root, stderr=subprocess.DEVNULL) as parent:
             pids = pids_of(server, 1)
             parent.kill()
             parent.wait()
@@ -261,7 +281,7 @@ def test_an_own_error_outranks_those_that_follow_from_it(failures: list[Failure]
     [
         (ValueError("Connection closed by peer"), Cause.own),  # no collective raises this type
         (RuntimeError("shapes do not match"), Cause.own),
-        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5001"), Cause.peer),
+        (RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:5001"), Cause.peer),
         (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), Cause.peer),
         (dist.DistNetworkError("the client socket has failed"), Cause.peer),
         (ConnectionResetError(), Cause.peer),
@@ -299,6 +319,12 @@ def test_an_error_that_does_not_survive_pickling_is_told_by_its_text() -> None:
     assert (found.error, found.what) == (None, "Stubborn: no room")
     survived = Failure.of_error(0, McoreRLError("no room")).error
     assert survived is not None and str(pickle.loads(survived)) == "no room"
+
+
+def test_the_aftermath_on_other_ranks_is_one_line() -> None:
+    assert Failure.of_error(0, RuntimeError("Broken pipe")).aftermath() == "stopped in no phase, its peers gone"
+    assert Failure.of_death(0, 3, "forward").aftermath().startswith("failed in forward: exited with code 3 before")
+    assert Failure.of_error(0, ValueError("one\ntwo")).aftermath() == "failed in no phase: ValueError: one"
 
 
 def test_where_no_rank_gave_a_cause_the_message_says_so() -> None:

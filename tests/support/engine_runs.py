@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
-from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import Groups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.phase import phase
 from mcore_rl.training.engine import Engine
 from mcore_rl.types import TokenScores, TrainBatch
 from tests.invariance.cases import MODELS, Case, Problem
@@ -105,32 +106,38 @@ def run_case(case: Case, platform: Platform, start: Weights, rank: int) -> Resul
     parallel.pipeline_layers = list(case.pipeline_layers) if case.pipeline_layers else None
     groups = init_groups(
         Layout.of(parallel, dist.get_world_size()), platform, device_of(platform, rank), seed=1
-    )
+    )  # fmt: skip
     try:
-        model, problem = MODELS[case.problem.model], case.problem
-        engine = Engine(
-            "critic" if problem.critic else "actor", model, parallel, engine_config(case, platform.kind), groups,
-            platform, critic=problem.critic,
-        )  # fmt: skip
-        engine.load_weights(lambda models: full_weights.load_full(models, start))
-        batch = global_batch(problem)
-        mine = batch.select(members_of(batch, groups))
-        scores = engine.score(mine, temperature=problem.temperature)
-        result = Result(scores=gather_scores(scores, batch, groups))
-        loss = batches.value_loss if problem.critic else batches.policy_loss
-        for _ in range(STEPS):
-            step = engine.train_step(
-                mine, loss, batches.denominators(batch), temperature=problem.temperature,
-                with_entropy=not problem.critic,
-            )  # fmt: skip
-            assert step.skipped is None
-            result.loss.append(step.loss)
-            result.grad_norm.append(step.grad_norm)
-            result.metrics.append(step.metrics)
-        result.weights = full_weights.gather_full(engine.models, start)
-        return result
+        return _run_in_groups(case, parallel, groups, platform, start)
     finally:
+        del groups
         destroy_groups()
+
+
+def _run_in_groups(
+    case: Case, parallel: ParallelConfig, groups: Groups, platform: Platform, start: Weights
+) -> Result:
+    model, problem = MODELS[case.problem.model], case.problem
+    engine = Engine(
+        "critic" if problem.critic else "actor", model, parallel, engine_config(case, platform.kind), groups, platform,
+        critic=problem.critic,
+    )  # fmt: skip
+    engine.load_weights(lambda models: full_weights.load_full(models, start))
+    batch = global_batch(problem)
+    mine = batch.select(members_of(batch, groups))
+    scores = engine.score(mine, temperature=problem.temperature)
+    result = Result(scores=gather_scores(scores, batch, groups))
+    loss = batches.value_loss if problem.critic else batches.policy_loss
+    for _ in range(STEPS):
+        step = engine.train_step(
+            mine, loss, batches.denominators(batch), temperature=problem.temperature, with_entropy=not problem.critic
+        )
+        assert step.skipped is None
+        result.loss.append(step.loss)
+        result.grad_norm.append(step.grad_norm)
+        result.metrics.append(step.metrics)
+    result.weights = full_weights.gather_full(engine.models, start)
+    return result
 
 
 def run_cases(rank: Rank, cases: list[Case], starts: dict[Problem, Weights]) -> list[Result | str]:
@@ -140,7 +147,10 @@ def run_cases(rank: Rank, cases: list[Case], starts: dict[Problem, Weights]) -> 
     rank.init_process_group(platform)
     found: list[Result | str] = []
     for case in cases:
-        result = run_case(case, platform, starts[case.problem], rank.rank)
+        import time as _t; _b = _t.time()
+        with phase(str(case)):
+            result = run_case(case, platform, starts[case.problem], rank.rank)
         found.append(result if rank.rank == 0 else "")
+        if rank.rank == 0: print(f"{_t.time() - _b:.2f}s {case}", len(__import__("os").listdir("/proc/self/task")), flush=True)
     dist.destroy_process_group()
     return found

@@ -1,0 +1,67 @@
+# Every target sets up what it needs: .venv with one rung of the ladder of machines, installed once.
+#
+#   RUNG             cpu (the default), cuda or rocm: which extra is installed, and which build of torch is insisted on
+#   TORCH_INDEX_URL  the wheel index that torch comes from; empty: wherever pip finds it
+#   PYTHON3          the Python that .venv is made from; empty: the first python3 that is 3.11 or newer
+#   PYTEST_ARGS      given to pytest: make test PYTEST_ARGS="tests/parallel -k layout"
+
+RUNG ?= cpu
+TORCH_INDEX_URL ?=
+PYTHON3 ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.ready-$(RUNG)
+CHECKED := mcore_rl tests benchmarks tools
+
+LINT = $(BIN)/ruff check --quiet $(CHECKED)
+FORMAT = $(BIN)/ruff format --quiet --check $(CHECKED)
+TYPES = $(BIN)/mypy
+LEVELS = $(BIN)/lint-imports --no-logo
+TESTS = $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint format types bench lock dist clean
+export PYTHON3
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+train: $(STAMP) ## Fit a tiny mixture of experts through the engine
+	@$(BIN)/python tools/fit_tiny.py
+
+test: $(STAMP) ## Lint, format, types, import levels and tests: what CI runs
+	@failed=; try() { name=$$1; shift; echo "== $$name"; "$$@" || failed="$$failed $$name"; }; \
+	try lint $(LINT); try format $(FORMAT); try types $(TYPES); try levels $(LEVELS); try tests $(TESTS); \
+	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
+
+lint: $(STAMP) ## ruff's rules and format, and who imports whom
+	@$(LINT)
+	@$(FORMAT)
+	@$(LEVELS)
+
+format: $(STAMP) ## Rewrite every file in the house's format
+	@$(BIN)/ruff check --quiet --select I --fix $(CHECKED)
+	@$(BIN)/ruff format $(CHECKED)
+
+types: $(STAMP) ## mypy, strict
+	@$(TYPES)
+
+bench: $(STAMP) ## Every benchmark, one after the other; each prints its targets
+	@failed=; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || failed="$$failed $$file"; done; \
+	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
+
+lock: $(STAMP) ## Write what is installed to constraints.txt, once it has passed the tests on the CPU rung
+	@{ sed -n '/^#/p' constraints.txt; \
+	  $(BIN)/pip freeze --exclude-editable | sed '/^setuptools=/d; s/+cpu$$//' | LC_ALL=C sort -f; } > constraints.new
+	@mv constraints.new constraints.txt
+
+dist: $(STAMP) ## The source distribution and the wheel, in dist/
+	@$(BIN)/python -m build --no-isolation
+
+clean: ## Remove caches and builds; .venv and runs/ stay
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@tools/set_up.sh $(RUNG) $@ $(TORCH_INDEX_URL)

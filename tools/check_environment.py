@@ -1,0 +1,95 @@
+"""Refuses an environment, or pip's plan of one, that is not of the rung that was asked for: cpu, cuda or rocm.
+
+    python tools/check_environment.py planned RUNG REPORT     # REPORT: what `pip install --dry-run --report` wrote
+    python tools/check_environment.py installed RUNG
+
+The CPU rung holds no CUDA package at all: a CUDA build of torch runs there too, but it is gigabytes larger, and the
+tests would no longer prove that nothing needs one.  This installs and repairs nothing, and imports nothing of mcore_rl,
+which is not there yet when a plan is judged.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+CUDA_PREFIXES = ("nvidia-", "cuda-", "triton", "pytorch-triton")
+
+
+def normalised(name: str) -> str:
+    """A distribution's name as PyPI compares it."""
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def cuda_packages(names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that only a CUDA or ROCm build of torch brings along."""
+    return sorted(name for name in map(normalised, names) if name.startswith(CUDA_PREFIXES))
+
+
+def built_for(label: str, foreign: list[str]) -> str:
+    """The rung that a build of torch is for, as far as its version and its companions tell.
+
+    label: what follows ``+`` in the version.  Only PyTorch's own index labels builds; one without a label is judged by
+    the company it keeps.
+    """
+    for prefix, rung in (("cpu", "cpu"), ("cu", "cuda"), ("rocm", "rocm")):
+        if label.startswith(prefix):
+            return rung
+    return "cuda" if foreign else "cpu"
+
+
+def planned_problem(rung: str, versions: dict[str, str]) -> str | None:
+    """What is wrong with installing ``versions`` (by normalised name) on ``rung``, or None."""
+    if "torch" not in versions:  # an earlier try has installed it; it is judged when all is there
+        return None
+    foreign = cuda_packages(versions)
+    planned = built_for(versions["torch"].partition("+")[2], foreign)
+    if planned == rung:
+        return None
+    company = f", with {', '.join(foreign[:3])} and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+    return f"pip would install torch {versions['torch']}, built for {planned}{company}"
+
+
+def installed_problem(rung: str, names: Iterable[str], cuda: str | None, hip: str | None) -> str | None:
+    """What is wrong with an environment of ``names`` for ``rung``, or None.  cuda, hip: ``torch.version``'s."""
+    installed = "rocm" if hip else "cuda" if cuda else "cpu"
+    if installed != rung:
+        return f"the torch in .venv is built for {installed}"
+    foreign = cuda_packages(names)
+    if rung == "rocm":  # triton has a ROCm build, the rest does not
+        foreign = [name for name in foreign if "triton" not in name]
+    if rung != "cuda" and foreign:
+        return f"CUDA packages were installed: {', '.join(foreign)}"
+    return None
+
+
+def remedy(rung: str) -> str:
+    """What to do about it."""
+    return (
+        f"The {rung} rung runs on torch's {rung} build and on nothing made for another. "
+        "pytorch.org/get-started names the index that serves it. Then:\n"
+        f"  rm -rf .venv && make test RUNG={rung} TORCH_INDEX_URL=<that index>"
+    )
+
+
+def main(arguments: list[str]) -> str | None:
+    """The message to fail with, or None where all is well."""
+    what, rung = arguments[:2]
+    if what == "planned":
+        report = json.loads(Path(arguments[2]).read_text())["install"]
+        found = planned_problem(
+            rung, {normalised(item["metadata"]["name"]): item["metadata"]["version"] for item in report}
+        )
+    else:
+        import torch  # here, because a plan is judged before torch is there
+
+        names = [dist.name for dist in importlib.metadata.distributions()]
+        found = installed_problem(rung, names, torch.version.cuda, torch.version.hip)
+    return f"\nset-up failed: {found}.\n{remedy(rung)}" if found else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

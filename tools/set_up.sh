@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Creates .venv and installs one rung of the ladder into it; `make` calls this when the stamp is out of date.
+#
+#   tools/set_up.sh RUNG STAMP [TORCH_INDEX_URL]
+#
+# torch comes first and alone, because which build of it is installed decides everything after it: pip says what it
+# would install, and a build of another rung is refused before it is downloaded.  Nothing later may replace it, and the
+# result is checked again.  It installs nothing outside .venv and compiles nothing on the CPU rung.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+rung=$1 stamp=$2 torch_index_url=${3:-}
+python=.venv/bin/python
+
+say() { printf 'set-up %s: %s\n' "$rung" "$*" >&2; }
+fail() { printf '\nset-up failed: %s\n' "$*" >&2; exit 1; }
+pip() { "$python" -m pip --disable-pip-version-check "$@"; }
+
+case $rung in cpu | cuda | rocm) ;; *) fail "RUNG=$rung: no such rung. Write RUNG=cpu, RUNG=cuda or RUNG=rocm." ;; esac
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON3:-} python3.11 python3.12 python3.13 python3; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.11 or newer was found. Install it (Debian, Ubuntu: apt install python3.11 python3.11-venv;" \
+        "RHEL, Rocky: dnf install python3.11), or name one: make test PYTHON3=/path/to/python3"
+}
+
+# One set-up at a time: two makes started together would both write .venv.  Whoever waited finds the work done.
+exec 9<tools/set_up.sh
+command -v flock >/dev/null && flock 9
+if [[ -e $stamp && $stamp -nt pyproject.toml && $stamp -nt constraints.txt ]]; then exit 0; fi
+
+if ! "$python" -m pip --version >/dev/null 2>&1; then
+    found=$(find_python)
+    say "1/4 .venv from $("$found" --version)"
+    "$found" -m venv .venv >/dev/null ||
+        fail "$found cannot create a virtual environment. Debian, Ubuntu: apt install python3-venv;" \
+            "elsewhere the package that brings Python's ensurepip. Then: rm -rf .venv, and again."
+fi
+pip install --quiet --upgrade 'pip>=25'  # older ones download gigabytes only to say what they would install
+
+index=()
+if [[ -n $torch_index_url ]]; then index=(--index-url "$torch_index_url"); fi
+plan=.venv/torch_plan.json
+pip install --quiet --dry-run --report "$plan" "${index[@]}" --constraint constraints.txt torch
+"$python" tools/check_environment.py planned "$rung" "$plan"
+say "2/4 torch, $rung build"
+pip install --quiet "${index[@]}" --constraint constraints.txt torch
+
+say "3/4 mcore_rl[$rung,dev] and what it needs"
+pip install --quiet --no-build-isolation --constraint constraints.txt --editable ".[$rung,dev]"
+
+say "4/4 check"
+"$python" tools/check_environment.py installed "$rung"
+touch "$stamp"
+say "ready in ${SECONDS} s"
