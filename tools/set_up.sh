@@ -38,21 +38,21 @@ if ! "$python" -m pip --version >/dev/null 2>&1; then
     found=$(find_python)
     say "1/4 .venv from $("$found" --version)"
     "$found" -m venv .venv >/dev/null ||
-        fail "$found cannot create a virtual environment. Debian, Ubuntu: apt install python3-venv;" \
+        fail "$found cannot create a virtual environment. Debian, Ubuntu: apt install python3-venv (or python3.11-venv);" \
             "elsewhere the package that brings Python's ensurepip. Then: rm -rf .venv, and again."
 fi
-pip install --quiet --upgrade 'pip>=25'  # older ones download gigabytes only to say what they would install
+pip install -qq --upgrade 'pip>=25'  # older ones download gigabytes only to say what they would install
 
 index=()
 if [[ -n $torch_index_url ]]; then index=(--index-url "$torch_index_url"); fi
 plan=.venv/torch_plan.json
-pip install --quiet --dry-run --report "$plan" "${index[@]}" --constraint constraints.txt torch
+pip install -qq --dry-run --report "$plan" "${index[@]}" --constraint constraints.txt torch
 "$python" tools/check_environment.py planned "$rung" "$plan"
 say "2/4 torch, $rung build"
-pip install --quiet "${index[@]}" --constraint constraints.txt torch
+pip install -qq "${index[@]}" --constraint constraints.txt torch
 
 say "3/4 mcore_rl[$rung,dev] and what it needs"
-pip install --quiet --no-build-isolation --constraint constraints.txt --editable ".[$rung,dev]"
+pip install -qq --no-build-isolation --constraint constraints.txt --editable ".[$rung,dev]"
 
 say "4/4 check"
 "$python" tools/check_environment.py installed "$rung"

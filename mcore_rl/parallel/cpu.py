@@ -200,6 +200,34 @@ def _patch_jit_fuser() -> None:
     torch._dynamo.config.disable = True
 
 
+def _patch_uneven_splits() -> None:
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    @functools.wraps(gather)
+    def gather_uneven(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: input_.shape[0]] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    @functools.wraps(reduce_scatter)
+    def reduce_uneven(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()]
+
+    mappings._gather_along_first_dim = gather_uneven
+    mappings._reduce_scatter_along_first_dim = reduce_uneven
+
+
 def _patch_create_group() -> None:
     from megatron.core import parallel_state
 
@@ -287,6 +315,15 @@ PATCHES = (
         "converts all-to-all split sizes to numpy only when they come from a GPU",
         (Line("transformer/moe/moe_utils.py", 1095, "torch.is_tensor(tensor) and tensor.is_cuda"),),
         _patch_split_sizes,
+    ),
+    Patch(
+        "uneven splits",
+        "gathers and reduces parts of different sizes, which NCCL and RCCL can and gloo cannot",
+        (
+            Line("tensor_parallel/mappings.py", 150, "torch.distributed.all_gather(output_tensor_list"),
+            Line("tensor_parallel/mappings.py", 193, "torch.distributed.reduce_scatter(output, input_tensor_list"),
+        ),
+        _patch_uneven_splits,
     ),
     Patch(
         "create group",

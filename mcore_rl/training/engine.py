@@ -24,7 +24,7 @@ from mcore_rl.parallel.device import Platform, have_transformer_engine
 from mcore_rl.parallel.groups import Groups, sum_over
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
-from mcore_rl.training.logprobs import token_logprobs
+from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches
 from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
 from mcore_rl.training.nonfinite import FiniteWatch
@@ -51,11 +51,6 @@ def resolve_layer_spec(wanted: LayerSpec, platform: Platform) -> tuple[LayerSpec
     if wanted is LayerSpec.auto:
         return (LayerSpec.transformer_engine if available else LayerSpec.local), []
     return wanted, []
-
-
-def _chunk_bytes(platform: Platform) -> int:
-    """Size of the log-probs' scratch buffers: what fits the cache of a core, or keeps an accelerator busy."""
-    return 32 << 20 if platform.is_accelerator else (512 << 10) * torch.get_num_threads()
 
 
 class Engine:
@@ -262,7 +257,7 @@ class Engine:
             temperature=temperature,
             with_entropy=with_entropy,
             group=self.groups.tp,
-            chunk_bytes=_chunk_bytes(self.platform),
+            chunk_bytes=cache_sized_chunk_bytes(self.platform),
         )
 
     def _loss_inputs(

@@ -87,8 +87,8 @@ def token_logprobs(
 def cache_sized_chunk_bytes(platform: Platform) -> int:
     """The ``chunk_bytes`` for which the passes over a chunk stay in the cache (benchmarks/logprobs.py --sweep).
 
-    CPU: the two buffers in the L2 of each thread's core; 16 MiB were 2 times slower, 150 MiB (256 tokens of V=152,064)
-    5 times.  GPU: a share of an L2 of 50 MiB, where smaller chunks would be bound by kernel launches.
+    CPU: both buffers in the L2 of each thread's core; 10 MiB were 1.5 times slower, 37 MiB 3 times.  GPU: not measured;
+    both in an L2 of 50 MiB or nearly, with kernels still longer than their launch.
     """
     return 32 * 2**20 if platform.is_accelerator else 512 * 2**10 * torch.get_num_threads()
 

@@ -27,7 +27,10 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """How it is computed.  microbatch_tokens: packed up to so many tokens; microbatch_sequences: or unpacked, so many."""
+    """How it is computed.  microbatch_tokens: packed up to so many tokens; microbatch_sequences: or unpacked, so many.
+
+    sabotage: a deliberate mistake (tests/support/sabotage.py), to see that the gate sees it.
+    """
 
     problem: Problem
     layout: str = ""
@@ -37,10 +40,11 @@ class Case:
     recompute: Recompute = Recompute.none
     dispatcher: Dispatcher = Dispatcher.alltoall
     pipeline_layers: tuple[int, ...] | None = None
+    sabotage: str | None = None
 
     def __str__(self) -> str:
-        problem, parts = self.problem, [self.problem.model, self.layout.replace(",", "-") or "single"]
-        parts.append(f"dp{self.world_size}" if "=" not in self.layout and self.world_size > 1 else f"w{self.world_size}")
+        problem, parts = self.problem, [self.problem.model, f"w{self.world_size}"]
+        parts += [self.layout.replace(",", "-")] if self.layout else []
         parts.append("whole" if self.microbatch_tokens == WHOLE else f"packed{self.microbatch_tokens}")
         if self.microbatch_sequences is not None:
             parts[-1] = f"unpacked{self.microbatch_sequences}"
@@ -52,7 +56,7 @@ class Case:
         parts += ["replay"] if problem.replay else []
         parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []
         parts += [f"t{problem.temperature}"] if problem.temperature != 1.0 else []
-        return "-".join(parts)
+        return "-".join(parts).replace("=", "")
 
 
 WHOLE = 4096  # a budget that takes the whole batch in one microbatch
@@ -93,7 +97,7 @@ def all_cases() -> list[Case]:
         for layout in axes:
             found += _variations(Case(problem=problem, layout=layout, world_size=2))
     moe_products = ["ep=2,tp=2,etp=1", "ep=2,tp=2,etp=2", "cp=2,ep=2", "pp=2,ep=2", "ep=4", "ep=2"]
-    dense_products = ["tp=2,pp=2", "tp=2,cp=2", "tp=2", "cp=2", "pp=2", "pp=2,cp=2", "pp=2,vpp=2,tp=2", "cp=4", "tp=4"]
+    dense_products = ["tp=2,pp=2", "tp=2,cp=2", "tp=2", "cp=2", "pp=2", "pp=2,cp=2", "pp=2,vpp=2,tp=2", "cp=4"]
     for layout in moe_products + ["tp=2,pp=2,ep=2,etp=1"]:
         case = Case(problem=MOE, layout=layout, world_size=4)
         found += [case, replace(case, microbatch_tokens=WHOLE, recompute=Recompute.full)]
@@ -124,3 +128,18 @@ def all_cases() -> list[Case]:
         found.append(Case(problem=REPLAY, layout=layout, world_size=2))
         found.append(Case(problem=REPLAY, layout=layout, world_size=2, recompute=Recompute.full))
     return list(dict.fromkeys(found))
+
+
+def single_process(problem: Problem) -> Case:
+    """The reference: one process, one sequence at a time, no packing, no padding, no recompute."""
+    return Case(problem=problem, microbatch_tokens=None, microbatch_sequences=1)
+
+
+SABOTAGED = [
+    Case(problem=DENSE, layout="tp=2", world_size=2, sabotage="unsummed_norms"),
+    Case(problem=DENSE, layout="", world_size=2, sabotage="averaged_over_data_ranks"),
+    Case(problem=DENSE, layout="", world_size=2, sabotage="mean_of_microbatches"),
+    Case(problem=DENSE, layout="cp=2", world_size=2, sabotage="attention_across_borders"),
+    Case(problem=MOE, layout="ep=2", world_size=2, sabotage="shifted_expert"),
+    Case(problem=MOE, layout="tp=2,etp=1", world_size=2, sabotage="experts_reduced_as_dense"),
+]

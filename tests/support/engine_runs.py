@@ -17,7 +17,8 @@ from mcore_rl.parallel.phase import phase
 from mcore_rl.training.engine import Engine
 from mcore_rl.types import TokenScores, TrainBatch
 from tests.invariance.cases import MODELS, Case, Problem
-from tests.support import batches, full_weights
+from tests.support import batches, full_weights, hf_reference
+from tests.support.sabotage import SABOTAGE
 from tests.support.full_weights import Weights
 
 STEPS = 2
@@ -31,8 +32,16 @@ class Result:
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
-    gradients: Weights = field(default_factory=dict)
     weights: Weights = field(default_factory=dict)
+
+
+def starting_weights(problem: Problem) -> Weights:
+    """The seeded weights from which all cases of a problem start."""
+    model = MODELS[problem.model]
+    weights = hf_reference.full_weights(hf_reference.build(model), model)
+    if problem.critic:
+        weights["output_layer.weight"] = 0.1 * torch.randn(1, model.hidden_size, generator=torch.Generator().manual_seed(3))
+    return weights
 
 
 def engine_config(case: Case, device: Device = Device.cpu) -> EngineConfig:
@@ -123,6 +132,8 @@ def _run_in_groups(
         critic=problem.critic,
     )  # fmt: skip
     engine.load_weights(lambda models: full_weights.load_full(models, start))
+    if case.sabotage is not None:
+        SABOTAGE[case.sabotage](engine)
     batch = global_batch(problem)
     mine = batch.select(members_of(batch, groups))
     scores = engine.score(mine, temperature=problem.temperature)
@@ -140,17 +151,22 @@ def _run_in_groups(
     return result
 
 
-def run_cases(rank: Rank, cases: list[Case], starts: dict[Problem, Weights]) -> list[Result | str]:
-    """Every case on this rank, one after another in one process group.  An error is returned as its text."""
+def run_cases(rank: Rank, cases: list[Case], starts: dict[Problem, Weights]) -> list[Result | str | None]:
+    """Every case, one after another, in one process group; results from rank 0.
+
+    Ranks that should agree and do not fail the run; of a sabotaged case the message is its result.
+    """
     platform = detect(Device.cpu)
     torch.set_num_threads(1)
     rank.init_process_group(platform)
-    found: list[Result | str] = []
+    found: list[Result | str | None] = []
     for case in cases:
-        import time as _t; _b = _t.time()
         with phase(str(case)):
-            result = run_case(case, platform, starts[case.problem], rank.rank)
-        found.append(result if rank.rank == 0 else "")
-        if rank.rank == 0: print(f"{_t.time() - _b:.2f}s {case}", len(__import__("os").listdir("/proc/self/task")), flush=True)
-    dist.destroy_process_group()
+            try:
+                result: Result | str = run_case(case, platform, starts[case.problem], rank.rank)
+            except AssertionError as error:
+                if case.sabotage is None:
+                    raise
+                result = str(error)
+        found.append(result if rank.rank == 0 else None)
     return found

@@ -1,0 +1,159 @@
+"""The form of the code: sizes, names, and the few things that no module does.  What ruff can say is left to ruff."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.house.source import Rule, is_bare_string, python_files, refuse
+
+MAX_FILE_LINES = 400
+MAX_TEST_FILE_LINES = 500  # a table of cases is long without being deep
+MAX_FUNCTION_LINES = 60  # its docstring not counted: explaining more is never the mistake
+JUNK_DRAWERS = {"utils", "util", "misc", "helpers", "helper", "common", "manager", "base"}
+
+# The environment is read where a process is described or started, and nowhere else: settings are configuration.
+READS_ENVIRONMENT = ("mcore_rl/parallel/device.py", "mcore_rl/parallel/launch.py")
+PATCHES_MODULES = ("mcore_rl/parallel/cpu.py",)
+
+
+def long_file(path: str, text: str) -> list[str]:
+    limit = MAX_TEST_FILE_LINES if path.startswith("tests/") else MAX_FILE_LINES
+    count = len(text.splitlines())
+    return [f"{path}:{count}: {count} lines, {limit} are allowed. Split it by idea"] if count > limit else []
+
+
+def long_function(path: str, text: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            count = node.end_lineno - node.lineno + 1
+            if is_bare_string(node.body[0]):
+                count -= node.body[0].end_lineno - node.body[0].lineno + 1
+            if count > MAX_FUNCTION_LINES:
+                found.append(f"{path}:{node.lineno}: {node.name} has {count} lines, {MAX_FUNCTION_LINES} are allowed")
+    return found
+
+
+def junk_drawer(path: str, _: str) -> list[str]:
+    parts = path.removesuffix(".py").split("/")
+    return [f"{path}:1: {part} says nothing of what is in it. Name the idea" for part in parts if part in JUNK_DRAWERS]
+
+
+def getattr_with_default(path: str, text: str) -> list[str]:
+    return [
+        f"{path}:{node.lineno}: getattr with a default hides a misspelt or missing field. Declare it"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and _name(node.func) == "getattr" and len(node.args) + len(node.keywords) > 2
+    ]
+
+
+def environment_use(path: str, text: str) -> list[str]:
+    if path in READS_ENVIRONMENT:
+        return []
+    return [
+        f"{path}:{node.lineno}: the environment configures nothing here. Take a configuration field or an argument"
+        for node in ast.walk(ast.parse(text))
+        if (isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv", "putenv", "unsetenv"})
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {a.name for a in node.names} & {"environ", "getenv"}
+        )
+    ]
+
+
+def patched_module(path: str, text: str) -> list[str]:
+    if path in PATCHES_MODULES:
+        return []
+    tree = ast.parse(text)
+    imported = set(_imported_names(tree))
+    return [
+        f"{path}:{line}: changes {name}, which is another module's. Only mcore_rl/parallel/cpu.py may"
+        for line, name in _attribute_writes(tree)
+        if name in imported
+    ]
+
+
+def _name(node: ast.expr) -> str:
+    """The leftmost name of ``a.b.c``; empty where there is none."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _imported_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+
+
+def _attribute_writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, leftmost name) of every ``name.attribute = ...`` and ``setattr(name, ...)``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((node.lineno, _name(target)) for target in targets if isinstance(target, ast.Attribute))
+        elif isinstance(node, ast.Call) and _name(node.func) == "setattr":
+            yield node.lineno, _name(node.args[0])
+
+
+PACKAGE = ("mcore_rl",)
+CODE = ("mcore_rl", "tools", "benchmarks")
+EVERYTHING = (*CODE, "tests")
+FUNCTION_OF_61_LINES = "def f():\n    '''Two\n    lines.'''\n" + "    x = 1\n" * 60
+
+
+@pytest.mark.parametrize(
+    ("rule", "folders"),
+    [
+        (long_file, EVERYTHING),
+        (long_function, EVERYTHING),
+        (junk_drawer, EVERYTHING),
+        (getattr_with_default, CODE),
+        (environment_use, CODE),
+        (patched_module, PACKAGE),
+    ],
+)
+def test_the_house_keeps_the_rule(rule: Rule, folders: tuple[str, ...]) -> None:
+    refuse(rule, python_files(*folders))
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "bad"),
+    [
+        (long_file, "mcore_rl/x.py", "x = 1\n" * 401),
+        (long_file, "tests/test_x.py", "x = 1\n" * 501),
+        (long_function, "mcore_rl/x.py", FUNCTION_OF_61_LINES),
+        (long_function, "mcore_rl/x.py", "class C:\n    async def f(self):\n" + "        x = 1\n" * 60),
+        (junk_drawer, "mcore_rl/weights/utils.py", ""),
+        (junk_drawer, "mcore_rl/common/names.py", ""),
+        (getattr_with_default, "mcore_rl/x.py", "y = getattr(cfg, 'lr', 1e-6)"),
+        (environment_use, "mcore_rl/x.py", "import os\ny = os.environ['DEBUG']"),
+        (environment_use, "mcore_rl/x.py", "import os\ny = os.getenv('DEBUG')"),
+        (environment_use, "mcore_rl/x.py", "from os import environ"),
+        (patched_module, "mcore_rl/x.py", "import torch\ntorch.Tensor.cpu = None"),
+        (patched_module, "mcore_rl/x.py", "from megatron.core import parallel_state as mpu\nsetattr(mpu, 'x', 1)"),
+    ],
+)
+def test_the_rule_refuses(rule: Rule, path: str, bad: str) -> None:
+    assert len(rule(path, bad)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "good"),
+    [
+        (long_file, "mcore_rl/x.py", "x = 1\n" * 400),
+        (long_function, "mcore_rl/x.py", FUNCTION_OF_61_LINES.removesuffix("    x = 1\n")),
+        (junk_drawer, "mcore_rl/weights/names.py", ""),
+        (getattr_with_default, "mcore_rl/x.py", "y = getattr(cfg, name)"),
+        (environment_use, "mcore_rl/parallel/device.py", "import os\ny = os.environ['RANK']"),
+        (environment_use, "mcore_rl/x.py", "def f(environ): return environ['RANK']"),
+        (patched_module, "mcore_rl/x.py", "import torch\nx = torch.nn.Linear(1, 1)\nx.weight.tag = 1\nself.y = torch"),
+        (patched_module, "mcore_rl/parallel/cpu.py", "import torch\ntorch.Tensor.cpu = None"),
+    ],
+)
+def test_the_rule_allows(rule: Rule, path: str, good: str) -> None:
+    assert rule(path, good) == []

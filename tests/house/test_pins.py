@@ -1,0 +1,61 @@
+"""The dependencies are one set: pyproject.toml, constraints.txt and the versions that the code answers to agree."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.house.source import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["optional-dependencies"].items()}
+BASE = [Requirement(line) for line in PROJECT["dependencies"]]
+
+
+def locked() -> dict[str, Version]:
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
+    pairs = (line.split("==") for line in lines if line)
+    return {canonicalize_name(name): Version(version) for name, version in pairs}
+
+
+def unlocked(requirements: list[Requirement], versions: dict[str, Version]) -> list[str]:
+    """The requirements that the lock has no version for, or one that they do not allow."""
+    return [
+        f"{requirement}: constraints.txt has {versions.get(canonicalize_name(requirement.name))}"
+        for requirement in requirements
+        if versions.get(canonicalize_name(requirement.name)) not in requirement.specifier
+    ]
+
+
+def test_the_lock_meets_every_requirement_of_the_cpu_rung() -> None:
+    assert unlocked([*BASE, *EXTRAS["cpu"], *EXTRAS["dev"]], locked()) == []
+
+
+def test_a_version_that_is_missing_or_not_allowed_is_seen() -> None:
+    requirements = [Requirement("torch==2.13.0"), Requirement("huggingface_hub>=2")]
+    assert unlocked(requirements, {"torch": Version("2.13.0"), "huggingface-hub": Version("2.1")}) == []
+    assert len(unlocked(requirements, {"torch": Version("2.12.0")})) == 2
+
+
+def test_every_requirement_has_an_upper_end() -> None:
+    for requirement in [*BASE, *(requirement for extra in EXTRAS.values() for requirement in extra)]:
+        assert {clause.operator for clause in requirement.specifier} & {"==", "<", "<="}, f"{requirement} is open"
+
+
+def test_megatron_is_the_version_that_the_cpu_patches_answer_to() -> None:
+    pin = next(requirement for requirement in BASE if requirement.name == "megatron-core")
+    tree = ast.parse((ROOT / "mcore_rl/parallel/cpu.py").read_text())
+    constants = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+    assert str(pin.specifier) == f"=={ast.literal_eval(constants['MEGATRON_VERSION'])}"
+
+
+def test_no_extra_names_the_wrong_apex_and_none_but_cuda_brings_cuda() -> None:
+    names = {extra: {requirement.name for requirement in requirements} for extra, requirements in EXTRAS.items()}
+    names["base"] = {requirement.name for requirement in BASE}
+    assert not any("apex" in found for found in names.values())
+    for extra in set(names) - {"cuda"}:
+        assert not names[extra] & {"vllm", "transformer-engine", "triton", "torchvision", "torchaudio"}, extra

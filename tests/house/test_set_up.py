@@ -1,0 +1,93 @@
+"""The set-up refuses a torch of another rung, before it is downloaded and after it is installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import ROOT
+from tools.check_environment import cuda_packages, installed_problem, planned_problem
+
+CUDA_PLAN = {
+    "torch": "2.13.0",
+    "nvidia-nccl-cu13": "2.29.7",
+    "cuda-bindings": "13.5.0",
+    "triton": "3.7.1",
+    "sympy": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("rung", "versions"),
+    [
+        ("cpu", {"torch": "2.13.0+cpu", "sympy": "1.14.0"}),
+        ("cpu", {"torch": "2.13.0"}),  # unlabelled and alone: a CPU build, as on macOS
+        ("cpu", {}),  # there already
+        ("cuda", CUDA_PLAN),
+        ("cuda", {"torch": "2.13.0+cu130"}),
+        ("rocm", {"torch": "2.13.0+rocm7.1", "triton-rocm": "3.7.1"}),
+    ],
+)
+def test_a_plan_of_the_rung_passes(rung: str, versions: dict[str, str]) -> None:
+    assert planned_problem(rung, versions) is None
+
+
+@pytest.mark.parametrize(
+    ("rung", "versions", "built_for"),
+    [
+        ("cpu", CUDA_PLAN, "cuda"),
+        ("cpu", {"torch": "2.13.0+cu130"}, "cuda"),
+        ("cpu", {"torch": "2.13.0+rocm7.1"}, "rocm"),
+        ("cuda", {"torch": "2.13.0+cpu"}, "cpu"),
+        ("rocm", CUDA_PLAN, "cuda"),
+    ],
+)
+def test_a_plan_of_another_rung_is_refused(rung: str, versions: dict[str, str], built_for: str) -> None:
+    found = planned_problem(rung, versions)
+    assert found is not None
+    assert f"torch {versions['torch']}, built for {built_for}" in found
+
+
+@pytest.mark.parametrize(
+    ("rung", "names", "cuda", "hip", "complaint"),
+    [
+        ("cpu", ["torch", "numpy"], None, None, None),
+        ("cpu", ["torch", "numpy"], "13.0", None, "built for cuda"),
+        ("cpu", ["torch", "numpy"], None, "7.1", "built for rocm"),
+        ("cpu", ["torch", "nvidia_nccl_cu13"], None, None, "nvidia-nccl-cu13"),  # brought by something else, later
+        ("cuda", ["torch", "nvidia-nccl-cu13", "triton"], "13.0", None, None),
+        ("cuda", ["torch"], None, None, "built for cpu"),
+        ("rocm", ["torch", "triton-rocm"], None, "7.1", None),
+        ("rocm", ["torch", "triton", "nvidia-nccl-cu13"], None, "7.1", "nvidia-nccl-cu13"),
+    ],
+)
+def test_what_is_installed_is_judged(
+    rung: str, names: list[str], cuda: str | None, hip: str | None, complaint: str | None
+) -> None:
+    found = installed_problem(rung, names, cuda, hip)
+    assert found is None if complaint is None else complaint in (found or "")
+
+
+def test_names_are_compared_as_registries_do() -> None:
+    assert cuda_packages(["NVIDIA_cublas", "Triton", "numpy", "barracuda"]) == ["nvidia-cublas", "triton"]
+
+
+def test_the_command_fails_with_the_remedy(tmp_path: Path) -> None:
+    report = tmp_path / "plan.json"
+    items = [{"metadata": {"name": name, "version": version}} for name, version in CUDA_PLAN.items()]
+    report.write_text(json.dumps({"install": items}))
+    command = [sys.executable, "tools/check_environment.py", "planned", "cpu", str(report)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "rm -rf .venv && make test RUNG=cpu TORCH_INDEX_URL=" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_an_unknown_rung_is_named() -> None:
+    run = subprocess.run(["tools/set_up.sh", "tpu", "x"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "RUNG=tpu: no such rung" in run.stderr

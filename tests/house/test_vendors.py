@@ -1,0 +1,76 @@
+"""No file but the device layer names a vendor's runtime: everything else asks a ``Platform``."""
+
+from __future__ import annotations
+
+import re
+
+from tests.house.source import code_words, complaints, python_files, refuse
+
+VENDOR = re.compile(r"cuda|nccl|rccl|(?<![a-z])hip(?![a-z])", re.IGNORECASE)
+DEVICE_LAYER = ("mcore_rl/parallel/device.py", "mcore_rl/parallel/cpu.py")
+
+# Names that others chose.  Each must still be in use, or it goes.
+ALLOWED = {
+    "mcore_rl/config/engine.py": {"cuda"},  # what a user writes: device=cuda
+    "mcore_rl/parallel/groups.py": {"model_parallel_cuda_manual_seed"},  # Megatron's name; it seeds the CPU as well
+}
+# Judges environments before the package is there.
+ALLOWED_FILES = (*DEVICE_LAYER, "tools/check_environment.py")
+
+
+def vendor_words(path: str, text: str) -> list[str]:
+    allowed = ALLOWED.get(path, set())
+    return [
+        f"{path}:{line}: {word!r} names a vendor's runtime. Ask mcore_rl.parallel.device instead"
+        for line, word in code_words(text)
+        if VENDOR.search(word) and word not in allowed
+    ]
+
+
+def test_only_the_device_layer_names_a_vendor() -> None:
+    paths = [path for path in python_files("mcore_rl", "tools", "benchmarks") if path not in ALLOWED_FILES]
+    refuse(vendor_words, paths)
+
+
+def test_every_exception_is_still_in_use() -> None:
+    for path, words in ALLOWED.items():
+        used = complaints(lambda _, text: [word for _, word in code_words(text)], [path])
+        assert words <= set(used), f"{path} no longer says {words - set(used)}: drop the exception"
+
+
+def test_the_rule_sees_names_attributes_strings_imports_and_keywords() -> None:
+    bad = """
+import torch.cuda
+from torch.distributed import is_nccl_available
+def use_hip(x): return x.is_cuda
+backend = "rccl"
+message = f"moved to {backend} on cuda"
+f(cuda_graph=True)
+"""
+    found = [complaint.split(": ")[:2] for complaint in vendor_words("mcore_rl/x.py", bad)]
+    words = [(place.rpartition(":")[2], text.split("'")[1]) for place, text in found]
+    assert sorted(words) == [
+        ("2", "torch.cuda"),
+        ("3", "is_nccl_available"),
+        ("4", "is_cuda"),
+        ("4", "use_hip"),
+        ("5", "rccl"),
+        ("6", " on cuda"),
+        ("7", "cuda_graph"),
+    ]
+
+
+def test_the_rule_leaves_words_for_people_and_words_like_them_alone() -> None:
+    good = '''
+"""Runs on CUDA and on HIP."""
+def relationship(chip):  # as NCCL does
+    "RCCL does too."
+    return chip.ship
+'''
+    assert vendor_words("mcore_rl/x.py", good) == []
+
+
+def test_an_exception_holds_for_its_file_and_its_word_alone() -> None:
+    assert vendor_words("mcore_rl/config/engine.py", 'cuda = "cuda"') == []
+    assert vendor_words("mcore_rl/config/model.py", 'cuda = "cuda"') != []
+    assert vendor_words("mcore_rl/config/engine.py", "x.is_cuda") != []

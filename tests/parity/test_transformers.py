@@ -1,0 +1,98 @@
+"""The single-process engine against transformers: log-probs, entropies, loss and every parameter's gradient.
+
+Float32 on both sides.  Both round each product once, so what differs is the order of sums: about 1e-6 of the size of the result for
+these widths.  The bound is 1e-5.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mcore_rl.config.engine import Device, OptimizerConfig
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.parallel.device import detect, device_of
+from mcore_rl.parallel.groups import destroy_groups, init_groups
+from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.training.engine import Engine
+from tests.invariance.cases import MODELS, Case, Problem
+from tests.support import batches, full_weights, hf_reference
+from tests.support.engine_runs import engine_config
+from tests.support.full_weights import Weights
+
+TOLERANCE = 1e-5
+NAMES = tuple(MODELS)
+
+
+def _engine_side(rank: Rank, names: tuple[str, ...]) -> dict[str, tuple[torch.Tensor, torch.Tensor, float, Weights]]:
+    platform = detect(Device.cpu)
+    rank.init_process_group(platform)
+    groups = init_groups(Layout.of(ParallelConfig(), 1), platform, device_of(platform, 0), seed=1)
+    found = {}
+    for name in names:
+        model, case = MODELS[name], Case(problem=Problem(model=name))
+        config = engine_config(case)
+        # Rate 0: the gradients stay in place after the step, unclipped, and the weights do not move.
+        config.optim = OptimizerConfig(lr=0.0, weight_decay=0.0, clip_grad=0.0)
+        engine = Engine("actor", model, ParallelConfig(), config, groups, platform)
+        start = hf_reference.full_weights(hf_reference.build(model), model)
+        engine.load_weights(lambda models, start=start: full_weights.load_full(models, start))
+        batch = batches.ragged(model.vocab_size)
+        scores = engine.score(batch)
+        step = engine.train_step(batch, batches.policy_loss, batches.denominators(batch), with_entropy=True)
+        for parameter in engine.models[0].parameters():
+            parameter.data.copy_(parameter.main_grad)
+        gradients = full_weights.gather_full(engine.models, start)
+        assert scores.logprobs_T is not None and scores.entropy_T is not None
+        found[name] = (scores.logprobs_T, scores.entropy_T, step.loss, gradients)
+    destroy_groups()
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine_side() -> dict[str, tuple[torch.Tensor, torch.Tensor, float, Weights]]:
+    return run_ranks(_engine_side, 1, (NAMES,))[0]
+
+
+def _reference(name: str) -> tuple[torch.Tensor, torch.Tensor, float, Weights]:
+    """The same with transformers, one sequence at a time, no packing and no padding, and autograd all the way."""
+    model = MODELS[name]
+    reference = hf_reference.build(model)
+    batch = batches.ragged(model.vocab_size)
+    logprobs, entropies = [], []
+    for start, length in zip(batch.offsets_S, batch.lengths_S, strict=True):
+        tokens = batch.tokens_T[start : start + length]
+        logits = torch.log_softmax(reference(tokens[None]).logits[0].float(), dim=-1)
+        zero = torch.zeros(1)
+        logprobs.append(torch.cat([zero, logits[:-1].gather(1, tokens[1:, None])[:, 0]]))
+        entropies.append(torch.cat([zero, -(logits.exp() * logits).sum(-1)[:-1]]))
+    logprobs_T, entropy_T = torch.cat(logprobs), torch.cat(entropies)
+    assert batch.old_logprobs_T is not None and batch.advantages_T is not None
+    change_T = (logprobs_T - batch.old_logprobs_T) * batch.mask_T
+    total = torch.zeros(())
+    for start, length in zip(batch.offsets_S, batch.lengths_S, strict=True):
+        part = slice(start, start + length)
+        size = batch.mask_T[part].sum().clamp(min=1)
+        ratio = torch.exp(change_T[part]).clamp(max=3.0) * torch.exp(change_T[part].sum() / size)
+        total = total + ((-batch.advantages_T[part] * ratio - 0.05 * entropy_T[part]) * batch.mask_T[part]).sum()
+    loss = total / batch.mask_T.sum()
+    loss.backward()
+    gradients = hf_reference.full_weights(reference, model, gradients=True)
+    return logprobs_T.detach(), entropy_T.detach(), float(loss), gradients
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_loss_and_gradients_agree(
+    name: str, engine_side: dict[str, tuple[torch.Tensor, torch.Tensor, float, Weights]]
+) -> None:
+    logprobs_T, entropy_T, loss, gradients = engine_side[name]
+    their_logprobs_T, their_entropy_T, their_loss, their_gradients = _reference(name)
+    torch.testing.assert_close(logprobs_T, their_logprobs_T, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(entropy_T, their_entropy_T, rtol=TOLERANCE, atol=TOLERANCE)
+    assert loss == pytest.approx(their_loss, rel=TOLERANCE)
+    assert gradients.keys() == their_gradients.keys()
+    for key, gradient in gradients.items():
+        error = (gradient - their_gradients[key]).norm() / their_gradients[key].norm()
+        assert error < TOLERANCE, f"{key}: relative error {error:.1e}"
+        assert their_gradients[key].norm() > 0, f"{key}: nothing was compared"

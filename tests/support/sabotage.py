@@ -1,0 +1,84 @@
+"""Deliberate mistakes of the kind that users of this field have met, to see that the gate sees each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from mcore_rl.training.engine import Engine
+from mcore_rl.types import LossInputs
+
+
+def _unsummed_norms(engine: Engine) -> None:
+    """Norm gradients of sequence-parallel ranks are not summed."""
+    for parameter in engine.models[0].parameters():
+        parameter.sequence_parallel = False  # type: ignore[attr-defined]
+
+
+def _averaged_over_data_ranks(engine: Engine) -> None:
+    """Gradients are averaged over data-parallel ranks, though the loss is divided by the global count already."""
+    for chunk in engine.chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[union-attr, misc]
+            for bucket in group.buckets:
+                bucket.gradient_scaling_factor = 1.0 / engine.groups.dp_cp.size()
+
+
+def _mean_of_microbatches(engine: Engine) -> None:
+    """Each microbatch's loss is a mean over its own tokens."""
+    make = engine._loss_inputs
+
+    def rescaled(*args: object, **kwargs: object) -> LossInputs:
+        inputs = make(*args, **kwargs)  # type: ignore[arg-type]
+        scale = 16.0 / inputs.mask_N.sum().clamp(min=1)
+        assert inputs.logprobs_N is not None
+        inputs.logprobs_N.register_hook(lambda grad: grad * scale)
+        return inputs
+
+    engine._loss_inputs = rescaled  # type: ignore[method-assign]
+
+
+def _experts_reduced_as_dense(engine: Engine) -> None:
+    """Gradients of replicated experts are not summed over the ranks that hold them."""
+    for chunk in engine.chunks:
+        for group in chunk.expert_parallel_bucket_groups:  # type: ignore[union-attr]
+            group.start_grad_sync = lambda *args, **kwargs: None
+            group.finish_grad_sync = lambda *args, **kwargs: None
+
+
+def _attention_across_borders(engine: Engine) -> None:
+    """Packed sequences see their neighbours."""
+    for module in engine.models[0].modules():
+        if type(module).__name__ == "PackedAttention":
+            forward = module.forward
+
+            def leak(query: torch.Tensor, *args: object, forward: Callable = forward, **kwargs: object) -> torch.Tensor:
+                output = forward(query, *args, **kwargs)
+                return output + 1e-3 * output.roll(1, dims=0)
+
+            module.forward = leak  # type: ignore[method-assign]
+
+
+def _shifted_expert(engine: Engine) -> None:
+    """Experts of a rank are stored in another order than the router believes."""
+    for module in engine.models[0].modules():
+        if isinstance(module, MoELayer) and dist.get_rank() == 1:
+            experts = list(module.experts.local_experts)
+            first, second = experts[0].linear_fc1.weight, experts[1].linear_fc1.weight
+            with torch.no_grad():
+                kept = first.clone()
+                first.copy_(second)
+                second.copy_(kept)
+
+
+SABOTAGE: dict[str, Callable[[Engine], None]] = {
+    "unsummed_norms": _unsummed_norms,
+    "averaged_over_data_ranks": _averaged_over_data_ranks,
+    "mean_of_microbatches": _mean_of_microbatches,
+    "experts_reduced_as_dense": _experts_reduced_as_dense,
+    "attention_across_borders": _attention_across_borders,
+    "shifted_expert": _shifted_expert,
+}
+

@@ -1,0 +1,223 @@
+"""Fit a tiny mixture of experts to two-digit sums, through the whole training engine, on the processors of this machine.
+
+A check that everything works, and a first look at what a layout is: the same numbers come out of every one.
+
+    python tools/fit_tiny.py                          # two processes, experts split over them
+    python tools/fit_tiny.py --layout tp=2,ep=1       # tensor parallel instead
+    python tools/fit_tiny.py --layout pp=2,ep=2 --processes 4 --steps 40
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from mcore_rl.config.engine import (
+    AuxLoss, Device, EngineConfig, MoeTrainConfig, OptimizerConfig, Precision, Recompute, Schedule,
+)  # fmt: skip
+from mcore_rl.config.model import ModelConfig, MoeConfig
+from mcore_rl.config.parallel import ParallelConfig, parse_layout
+from mcore_rl.errors import McoreRLError, refuse_if_any
+from mcore_rl.parallel.device import banner, detect, device_of
+from mcore_rl.parallel.groups import init_groups
+from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.layout import Layout, describe_placement, layout_violations
+from mcore_rl.training.engine import Engine
+from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
+
+ALPHABET = "0123456789+=;"
+MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=128,
+    ffn_hidden_size=256,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=32,
+    vocab_size=len(ALPHABET),
+    max_position_embeddings=32,
+    moe=MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=192),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line chose."""
+
+    processes: int
+    parallel: ParallelConfig
+    device: Device
+    steps: int
+    batch_size: int
+    lr: float
+    recompute: Recompute
+    seed: int
+    out: Path
+
+
+def engine_config(settings: Settings) -> EngineConfig:
+    """Engine settings of the fit."""
+    return EngineConfig(
+        device=settings.device,
+        precision=Precision.float32,
+        recompute=settings.recompute,
+        microbatch_tokens=1024,
+        seed=settings.seed,
+        moe=MoeTrainConfig(aux_loss=AuxLoss.sequence, aux_loss_coeff=1e-2),
+        optim=OptimizerConfig(
+            lr=settings.lr,
+            betas=(0.9, 0.95),
+            lr_schedule=Schedule.cosine,
+            lr_warmup_steps=10,
+            total_steps=settings.steps,
+            min_lr_ratio=0.1,
+        ),
+    )
+
+
+def sums(count: int, seed: int) -> TrainBatch:
+    """``count`` problems such as ``37+85=122;``; only the answer is trained."""
+    draw = random.Random(seed)
+    tokens: list[int] = []
+    mask: list[bool] = []
+    lengths: list[int] = []
+    for _ in range(count):
+        left, right = draw.randrange(100), draw.randrange(100)
+        question, answer = f"{left}+{right}=", f"{left + right};"
+        tokens += [ALPHABET.index(letter) for letter in question + answer]
+        mask += [False] * len(question) + [True] * len(answer)
+        lengths.append(len(question) + len(answer))
+    return TrainBatch(lengths_S=tuple(lengths), tokens_T=torch.tensor(tokens), mask_T=torch.tensor(mask))
+
+
+def cross_entropy(inputs: LossInputs) -> LossSums:
+    """Minus the log-probability of the trained tokens."""
+    assert inputs.logprobs_N is not None
+    return LossSums(total=-(inputs.logprobs_N * inputs.mask_N).sum(), metrics={})
+
+
+def share(batch: TrainBatch, rank: int, count: int) -> TrainBatch:
+    """Every ``count``-th sequence: one data-parallel rank's share of a global batch."""
+    return batch.select(range(rank, len(batch.lengths_S), count))
+
+
+def held_out_loss(engine: Engine, batch: TrainBatch) -> tuple[float, float]:
+    """(loss per answer token, mean probability of the whole right answer) on problems that were never trained."""
+    logprobs_T = engine.score(batch, with_entropy=False).logprobs_T
+    assert logprobs_T is not None
+    trained_T = logprobs_T * batch.mask_T
+    per_problem = torch.stack([part.sum() for part in trained_T.split(batch.lengths_S)])
+    return float(-trained_T.sum() / batch.mask_T.sum()), float(per_problem.exp().mean())
+
+
+def fit(rank: Rank, settings: Settings) -> dict[str, object]:
+    """One process of the fit."""
+    platform = detect(settings.device)
+    rank.init_process_group(platform)
+    layout = Layout.of(settings.parallel, settings.processes)
+    groups = init_groups(layout, platform, device_of(platform, rank.rank), settings.seed)
+    engine = Engine("fit", MODEL, settings.parallel, engine_config(settings), groups, platform)
+    coords, held_out = groups.coords, sums(256, seed=10**6)
+    before = held_out_loss(engine, held_out)
+
+    console = Console(quiet=rank.rank != 0)
+    columns = (TextColumn("fit"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"), TimeRemainingColumn())
+    records, begin, num_tokens = [], time.perf_counter(), 0
+    with Progress(*columns, console=console, disable=rank.rank != 0 or not console.is_terminal) as progress:
+        task = progress.add_task("fit", total=settings.steps, now="")
+        for step in range(settings.steps):
+            batch = sums(settings.batch_size, seed=settings.seed + step)
+            counts = Denominators(
+                loss=float(batch.mask_T.sum()), tokens=batch.tokens_T.numel(), sequences=len(batch.lengths_S)
+            )
+            result = engine.train_step(share(batch, coords.dp, layout.dp), cross_entropy, counts)
+            num_tokens += counts.tokens
+            records.append({"step": step + 1, **asdict(result)})
+            progress.update(task, advance=1, now=f"loss {result.loss:.3f}  |g| {result.grad_norm:.2f}")
+    seconds = time.perf_counter() - begin
+    return {"before": before, "after": held_out_loss(engine, held_out), "records": records, "tokens_s": num_tokens / seconds}
+
+
+def sparkline(values: list[float], width: int = 60) -> str:
+    """The course of ``values`` in one line."""
+    if len(values) > width:
+        values = [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
+    low, high = min(values), max(values)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / (high - low or 1))] for value in values)
+
+
+def report(console: Console, found: dict, settings: Settings) -> bool:
+    """Print what was learned, keep the metrics; whether anything was."""
+    settings.out.mkdir(parents=True, exist_ok=True)
+    metrics = settings.out / "metrics.jsonl"
+    partial = metrics.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(record) + "\n" for record in found["records"]))
+    partial.replace(metrics)
+    losses = [record["loss"] for record in found["records"]]
+    console.print(f"\nloss {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f}")
+    table = Table("256 problems that were never trained", "before", "after", box=None, pad_edge=False)
+    table.add_row("loss per answer token", f"{found['before'][0]:.3f}", f"{found['after'][0]:.3f}")
+    table.add_row("probability of the right answer", f"{found['before'][1]:.1%}", f"{found['after'][1]:.1%}")
+    console.print(table)
+    console.print(f"{found['tokens_s']:.0f} tokens/s; metrics in {metrics}")
+    learned = found["after"][0] < 0.5 * found["before"][0]
+    console.print("[green]It learned.[/]" if learned else "[red]It did not learn: the held-out loss should have halved.[/]")
+    return learned
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", default="ep=2", help="sizes of tp, pp, vpp, cp, ep, etp (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="how many, on this machine (default: %(default)s)")
+    parser.add_argument("--device", default="auto", choices=[device.value for device in Device])
+    parser.add_argument("--recompute", default="none", choices=[recompute.value for recompute in Recompute])
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch-size", type=int, default=128, help="problems a step, over all processes")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/fit_tiny"))
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the fit; 0 when it learned, 1 when it did not, 2 on a user error."""
+    arguments, console = parse_arguments(), Console()
+    try:
+        settings = Settings(
+            processes=arguments.processes,
+            parallel=parse_layout(arguments.layout),
+            device=Device(arguments.device),
+            steps=arguments.steps,
+            batch_size=arguments.batch_size,
+            lr=arguments.lr,
+            recompute=Recompute(arguments.recompute),
+            seed=arguments.seed,
+            out=arguments.out,
+        )
+        refuse_if_any(layout_violations(MODEL, settings.parallel, settings.processes))
+        layout = Layout.of(settings.parallel, settings.processes)
+        console.print(banner(detect(settings.device)), soft_wrap=True)
+        console.print(f"{settings.processes} processes: dp={layout.dp},{settings.parallel}")
+        if settings.parallel.pp > 1:
+            console.print(describe_placement(MODEL.num_layers, settings.parallel))
+        return 0 if report(console, run_ranks(fit, layout.world_size, (settings,), layout=layout)[0], settings) else 1
+    except McoreRLError as error:
+        if arguments.debug:
+            raise
+        console.print(f"[red]error:[/] {error}", highlight=False)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
