@@ -4,8 +4,8 @@ Shape legend: S sequences, T packed tokens of all sequences one after another, V
 K experts per token, L layers with experts.  Masks are bool, True means trained.
 
 Alignment: everything with a ``_T`` suffix belongs to the token at its position.  ``logprobs_T[t]`` is
-``log p(token_t | tokens before it)``; ``values_T[t]`` is the value of the state in which token ``t`` was chosen.  The first
-token of a sequence was chosen by nobody: its log-prob, entropy and value are 0 and its mask is False.
+``log p(token_t | tokens before it)``; ``values_T[t]`` is the value of the state in which token ``t`` was chosen.
+The first token of a sequence was chosen by nobody: its log-prob, entropy and value are 0 and its mask is False.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 class TrainBatch:
     """Ragged sequences, laid end to end, no padding.
 
-    lengths_S: tokens of each sequence, all positive.  tokens_T: int64.  mask_T: bool, tokens that are trained; the first
-    of a sequence never is.  The rest is optional and float32: what the losses need.  routing_TLK: int16 expert choices to
-    replay, one row per token and layer with experts.
+    lengths_S: tokens of each sequence, all positive.  tokens_T: int64.  mask_T: bool, tokens that are trained; the
+    first of a sequence never is.  The rest is optional and float32: what the losses need.  routing_TLK: int16 expert
+    choices to replay, one row per token and layer with experts.
     """
 
     lengths_S: tuple[int, ...]
@@ -83,10 +83,10 @@ class Denominators:
 class LossInputs:
     """What a loss sees of one microbatch on one rank: N rows, each a token that was predicted there.
 
-    logprobs_N, entropy_N, values_N: float32 from this forward pass, with gradient; a critic has only values, an actor never
-    has them.  mask_N: rows that are trained; all other rows hold zeros.  sequence_N: a row's sequence in this microbatch,
-    -1 for padding; num_sequences: how many there are.  With context parallelism a rank sees only a part of each sequence, so
-    whole-sequence quantities are made with ``sequence_sums``.
+    logprobs_N, entropy_N, values_N: float32 from this forward pass, with gradient; a critic has only values, an
+    actor never has them.  mask_N: rows that are trained; all other rows hold zeros.  sequence_N: a row's sequence in
+    this microbatch, -1 for padding; num_sequences: how many there are.  With context parallelism a rank sees only a
+    part of each sequence, so whole-sequence quantities are made with ``sequence_sums``.
     """
 
     mask_N: Tensor

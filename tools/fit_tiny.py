@@ -1,4 +1,4 @@
-"""Fit a tiny mixture of experts to two-digit sums, through the whole training engine, on the processors of this machine.
+"""Fit a tiny mixture of experts to two-digit sums, through the whole training engine, on this machine.
 
 A check that everything works, and a first look at what a layout is: the same numbers come out of every one.
 
@@ -23,8 +23,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mcore_rl.config.engine import (
-    AuxLoss, Device, EngineConfig, MoeTrainConfig, OptimizerConfig, Precision, Recompute, Schedule,
-)  # fmt: skip
+    AuxLoss,
+    Device,
+    EngineConfig,
+    MoeTrainConfig,
+    OptimizerConfig,
+    Precision,
+    Recompute,
+    Schedule,
+)
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.errors import McoreRLError, refuse_if_any
@@ -77,7 +84,7 @@ def engine_config(settings: Settings) -> EngineConfig:
             lr=settings.lr,
             betas=(0.9, 0.95),
             lr_schedule=Schedule.cosine,
-            lr_warmup_steps=10,
+            lr_warmup_steps=min(10, settings.steps - 1),
             total_steps=settings.steps,
             min_lr_ratio=0.1,
         ),
@@ -130,7 +137,8 @@ def fit(rank: Rank, settings: Settings) -> dict[str, object]:
     before = held_out_loss(engine, held_out)
 
     console = Console(quiet=rank.rank != 0)
-    columns = (TextColumn("fit"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"), TimeRemainingColumn())
+    now = TextColumn("{task.fields[now]}")
+    columns = (TextColumn("fit"), BarColumn(), MofNCompleteColumn(), now, TimeRemainingColumn())
     records, begin, num_tokens = [], time.perf_counter(), 0
     with Progress(*columns, console=console, disable=rank.rank != 0 or not console.is_terminal) as progress:
         task = progress.add_task("fit", total=settings.steps, now="")
@@ -144,7 +152,8 @@ def fit(rank: Rank, settings: Settings) -> dict[str, object]:
             records.append({"step": step + 1, **asdict(result)})
             progress.update(task, advance=1, now=f"loss {result.loss:.3f}  |g| {result.grad_norm:.2f}")
     seconds = time.perf_counter() - begin
-    return {"before": before, "after": held_out_loss(engine, held_out), "records": records, "tokens_s": num_tokens / seconds}
+    after = held_out_loss(engine, held_out)
+    return {"before": before, "after": after, "records": records, "tokens_s": num_tokens / seconds}
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
@@ -170,7 +179,7 @@ def report(console: Console, found: dict, settings: Settings) -> bool:
     console.print(table)
     console.print(f"{found['tokens_s']:.0f} tokens/s; metrics in {metrics}")
     learned = found["after"][0] < 0.5 * found["before"][0]
-    console.print("[green]It learned.[/]" if learned else "[red]It did not learn: the held-out loss should have halved.[/]")
+    console.print("[green]It learned.[/]" if learned else "[red]Too little: the held-out loss should have halved.[/]")
     return learned
 
 

@@ -82,7 +82,8 @@ class Schedule(Enum):
 class OptimizerConfig:
     """AdamW with decoupled weight decay on matrices only (biases and norms are exempt).
 
-    lr_warmup_steps: steps of linear warm-up from 0.  clip_grad: maximum global gradient L2 norm; 0 leaves gradients alone.
+    lr_warmup_steps: steps of linear warm-up from 0.  clip_grad: maximum global gradient L2 norm; 0 leaves gradients
+    alone.
     """
 
     lr: float = 1e-6
@@ -127,11 +128,12 @@ def optimizer_violations(optim: OptimizerConfig, key: str = "optim") -> list[Vio
         if not 0 <= beta < 1:
             found.append(Violation(f"{key}.{name}", beta, "must lie in [0, 1)", "Write for example 0.9"))
     if optim.clip_grad < 0:
-        found.append(Violation(f"{key}.clip_grad", optim.clip_grad, "must not be negative", "Write 0 to switch it off"))
+        found.append(Violation(f"{key}.clip_grad", optim.clip_grad, "must not be negative", "Write 0 for no clipping"))
     if not 0 <= optim.min_lr_ratio <= 1:
-        found.append(Violation(f"{key}.min_lr_ratio", optim.min_lr_ratio, "must lie in [0, 1]", "Write for example 0.1"))
+        found.append(Violation(f"{key}.min_lr_ratio", optim.min_lr_ratio, "must lie in [0, 1]", "Write 0.1, say"))
     if optim.lr_warmup_steps < 0:
-        found.append(Violation(f"{key}.lr_warmup_steps", optim.lr_warmup_steps, "must not be negative", "Write 0 or more"))
+        steps = optim.lr_warmup_steps
+        found.append(Violation(f"{key}.lr_warmup_steps", steps, "must not be negative", "Write 0 or more"))
     if optim.lr_schedule is not Schedule.constant and optim.total_steps <= optim.lr_warmup_steps:
         found.append(
             Violation(
@@ -152,7 +154,7 @@ def engine_violations(engine: EngineConfig) -> list[Violation]:
             Violation(
                 "microbatch_tokens",
                 engine.microbatch_tokens,
-                f"exactly one of microbatch_tokens and microbatch_sequences (={engine.microbatch_sequences}) sets the size",
+                f"either this or microbatch_sequences (={engine.microbatch_sequences}) sets the size, and not both",
                 "Write microbatch_tokens=16384 for packed microbatches, or microbatch_sequences=1",
             )
         )

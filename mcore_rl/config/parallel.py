@@ -53,4 +53,7 @@ def parse_layout(text: str) -> ParallelConfig:
         else:
             sizes[axis] = int(size)
     refuse_if_any(found)
-    return ParallelConfig(**sizes)
+    parallel = ParallelConfig()
+    for axis, size_of_axis in sizes.items():
+        setattr(parallel, axis, size_of_axis)
+    return parallel

@@ -1,0 +1,12 @@
+"""Where every process stands, what it runs on, and how the parts talk: layout, groups, device, launch.  No model."""
+
+import warnings
+
+# What Megatron 0.16.1 makes every process print and no user can act on.  The banner says once what is installed.
+for _message, _category in (
+    ("(Transformer Engine and )?Apex (is|are) not installed", UserWarning),
+    ("full scope is deprecated", UserWarning),  # of a setting's own default
+    ("`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning),
+    ("The .grad attribute of a Tensor that is not a leaf Tensor is being accessed", UserWarning),  # zero_grad
+):
+    warnings.filterwarnings("ignore", _message, _category)

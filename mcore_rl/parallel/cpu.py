@@ -1,9 +1,13 @@
 """What lets unmodified megatron-core 0.16.1 run on the CPU over gloo.
 
-Megatron assumes a CUDA device in about a hundred places.  Every answer to such a place is one ``Patch`` in ``PATCHES``; it
-names the Megatron lines it answers, and ``tests/parallel/test_cpu.py`` fails when a line has moved or when Megatron no longer
-needs the answer.  Nothing here runs on an accelerator, and nothing changes what is computed: the patches only say
-where.  This is the one module of the package that changes other people's modules.
+Megatron assumes a CUDA device in about a hundred places.  Each thing that it asks for there is answered by one
+``Patch`` in ``PATCHES``, which names lines of Megatron that need it; ``tests/parallel/test_cpu.py`` fails when such a
+line has moved, and when it no longer needs the answer.  Nothing here runs on an accelerator, and nothing changes what
+is computed: the patches only say where.  What this package never lets Megatron ask of a GPU (overlapped reductions,
+CUDA graphs) has no answer here and fails as it would without us.
+
+This is the one module of the package that changes other people's modules; what it changes in torch, it changes for the
+whole process.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Line:
-    """A line of megatron-core that cannot run on the CPU.  path: below ``megatron/core``.  code: what stands there."""
+    """A line of megatron-core that goes wrong on the CPU.  path: below ``megatron/core``.  code: what stands there."""
 
     path: str
     number: int
@@ -35,7 +39,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Patch:
-    """One answer.  why: what goes wrong without it.  answers: one or more of the lines it answers."""
+    """One answer.  why: what goes wrong without it.  answers: some of the lines that need it, one of every kind."""
 
     name: str
     why: str
@@ -43,29 +47,45 @@ class Patch:
     apply: Callable[[], None]
 
 
-class _Stream:
-    """A stream of a device that runs everything in order: waiting is never needed."""
+def _replace(owner: Any, name: str, answer: Any) -> None:
+    assert hasattr(owner, name), f"there is no {name} to replace"
+    setattr(owner, name, answer)
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = CPU
 
-    def wait_stream(self, _: object) -> None: ...
-    def wait_event(self, _: object) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
+def _patch_current_device() -> None:
+    _replace(torch.cuda, "current_device", lambda: CPU)
 
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
+
+def _patch_synchronize() -> None:
+    _replace(torch.cuda, "synchronize", lambda device=None: None)
 
 
 class _Event:
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record(self, _: object = None) -> None: ...
-    def wait(self, _: object = None) -> None: ...
+    """Something that has happened already."""
+
     def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
+
+
+class _Stream:
+    """A stream of a device that runs everything in order."""
+
+    def wait_stream(self, stream: _Stream) -> None: ...
+
+    def record_event(self) -> _Event:
+        return _Event()
+
+
+def _patch_new_stream() -> None:
+    _replace(torch.cuda, "Stream", _Stream)
+
+
+def _patch_current_stream() -> None:
+    stream = _Stream()
+    _replace(torch.cuda, "current_stream", lambda device=None: stream)
+
+
+def _patch_stream_context() -> None:
+    _replace(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
 
 class _DefaultGenerators:
@@ -75,35 +95,17 @@ class _DefaultGenerators:
         return torch.default_generator
 
 
-def _patch_device_queries() -> None:
-    stream = _Stream()
-    answers: dict[str, Any] = {
-        "current_device": lambda: CPU,
-        "set_device": lambda _: None,
-        "synchronize": lambda device=None: None,
-        "empty_cache": lambda: None,
-        "ipc_collect": lambda: None,
-        "Stream": _Stream,
-        "Event": _Event,
-        "stream": lambda _: contextlib.nullcontext(),
-        "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream,
-    }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
-
-
 def _patch_random_state() -> None:
-    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
-    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-    torch.cuda.manual_seed = torch.cuda.random.manual_seed = lambda seed: torch.manual_seed(seed)
-    torch.cuda.default_generators = _DefaultGenerators()  # type: ignore[assignment]
+    for owner in (torch.cuda, torch.cuda.random):
+        _replace(owner, "get_rng_state", lambda device=None: torch.get_rng_state())
+    _replace(torch.cuda, "default_generators", _DefaultGenerators())
 
 
-def _patch_lazy_call() -> None:
+def _patch_queued_calls() -> None:
     from megatron.core.tensor_parallel import random
 
-    random._lazy_call = lambda callback, **_: callback()
+    _replace(random, "_lazy_call", lambda callback: callback())
+    _replace(torch.cuda, "manual_seed", lambda seed: torch.default_generator.manual_seed(seed))
 
 
 def _patch_random_warning() -> None:
@@ -116,29 +118,24 @@ def _patch_random_warning() -> None:
 
 
 def _patch_to_cuda() -> None:
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
-    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
-
-
-def _is_cuda(device: object) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
+    _replace(torch.Tensor, "cuda", lambda self, device=None, non_blocking=False: self)
 
 
 def _patch_factories() -> None:
+    # Only the two that are asked for it, and only a look at the keywords: everybody's tensors pass through here.
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-            kwargs.pop("pin_memory", None)
-            if _is_cuda(kwargs.get("device")):
-                kwargs["device"] = CPU
+            if "device" in kwargs:
+                if kwargs["device"] == "cuda":
+                    kwargs["device"] = CPU
+                kwargs.pop("pin_memory", None)  # Megatron never pins without naming the device too
             return factory(*args, **kwargs)
 
         return make
 
-    for name in ("zeros", "ones", "tensor", "empty", "empty_like"):
-        setattr(torch, name, on_cpu(getattr(torch, name)))
+    _replace(torch, "tensor", on_cpu(torch.tensor))
+    _replace(torch, "zeros", on_cpu(torch.zeros))
 
 
 @contextlib.contextmanager
@@ -170,19 +167,15 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
 def _patch_optimizer_type_names() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    for name in ("_build_model_and_main_param_groups", "_get_model_param_range_map"):
-        if name in vars(DistributedOptimizer):
-            method = vars(DistributedOptimizer)[name]
-            function = method.__func__ if isinstance(method, classmethod) else method
-            wrapped = _with_cuda_type_names(function)
-            setattr(DistributedOptimizer, name, classmethod(wrapped) if isinstance(method, classmethod) else wrapped)
+    _replace(DistributedOptimizer, "__init__", _with_cuda_type_names(DistributedOptimizer.__init__))
 
 
 def _patch_clip_type_names() -> None:
     from megatron.core.optimizer import clip_grads, optimizer
 
-    clip_grads.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
-    optimizer.clip_grad_by_total_norm_fp32 = clip_grads.clip_grad_by_total_norm_fp32
+    clip = _with_cuda_type_names(clip_grads.clip_grad_by_total_norm_fp32)
+    for module in (clip_grads, optimizer):
+        _replace(module, "clip_grad_by_total_norm_fp32", clip)
 
 
 def _patch_split_sizes() -> None:
@@ -191,13 +184,14 @@ def _patch_split_sizes() -> None:
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    for module in (moe_utils, token_dispatcher):
+        _replace(module, "maybe_move_tensor_to_cpu", to_host)
 
 
 def _patch_jit_fuser() -> None:
     import torch._dynamo
 
-    torch._dynamo.config.disable = True
+    _replace(torch._dynamo.config, "disable", True)
 
 
 def _patch_uneven_splits() -> None:
@@ -224,8 +218,8 @@ def _patch_uneven_splits() -> None:
         torch.distributed.all_reduce(total, group=group)
         return total.split([int(size) for size in input_split_sizes])[group.rank()]
 
-    mappings._gather_along_first_dim = gather_uneven
-    mappings._reduce_scatter_along_first_dim = reduce_uneven
+    _replace(mappings, "_gather_along_first_dim", gather_uneven)
+    _replace(mappings, "_reduce_scatter_along_first_dim", reduce_uneven)
 
 
 def _patch_create_group() -> None:
@@ -244,36 +238,64 @@ def _patch_create_group() -> None:
             shared[tuple(ranks)] = create(ranks, *args, **kwargs)
         return shared[tuple(ranks)]
 
-    parallel_state.create_group = create_once
+    _replace(parallel_state, "create_group", create_once)
 
 
 PATCHES = (
     Patch(
-        "device queries",
-        "there is no current CUDA device, stream or event",
+        "current device",
+        "there is no CUDA device to put tensors on",
         (
-            Line("tensor_parallel/mappings.py", 91, "device=torch.cuda.current_device()"),
-            Line("pipeline_parallel/p2p_communication.py", 398, "torch.cuda.synchronize()"),
-            Line("transformer/moe/token_dispatcher.py", 445, "torch.cuda.Stream()"),
-            Line("transformer/moe/token_dispatcher.py", 874, "torch.cuda.stream(self.cuda_dtoh_stream)"),
+            Line("tensor_parallel/layers.py", 873, "device=torch.cuda.current_device()"),
+            Line("tensor_parallel/mappings.py", 141, "device=torch.cuda.current_device()"),
+            Line("tensor_parallel/random.py", 102, "idx = torch.cuda.current_device()"),
+            Line("models/common/embeddings/rotary_pos_embedding.py", 78, "torch.cuda.current_device()"),
+            Line("distributed/param_and_grad_buffer.py", 800, "device=torch.cuda.current_device()"),
         ),
-        _patch_device_queries,
+        _patch_current_device,
+    ),
+    Patch(
+        "synchronize",
+        "there is no CUDA device to wait for",
+        (Line("pipeline_parallel/p2p_communication.py", 398, "torch.cuda.synchronize()"),),
+        _patch_synchronize,
+    ),
+    Patch(
+        "new stream",
+        "there is no CUDA device to make a stream of",
+        (Line("transformer/moe/token_dispatcher.py", 445, "torch.cuda.Stream()"),),
+        _patch_new_stream,
+    ),
+    Patch(
+        "current stream",
+        "there is no CUDA device that has a stream",
+        (Line("transformer/moe/token_dispatcher.py", 871, "torch.cuda.current_stream()"),),
+        _patch_current_stream,
+    ),
+    Patch(
+        "stream context",
+        "does nothing where torch sees no GPU; but where it sees one, the CPU's stream is none of its streams",
+        (Line("transformer/moe/token_dispatcher.py", 874, "torch.cuda.stream(self.cuda_dtoh_stream)"),),
+        _patch_stream_context,
     ),
     Patch(
         "random state",
         "there is no CUDA generator; the CPU's takes its place",
         (
+            Line("tensor_parallel/random.py", 55, "torch.cuda.random.get_rng_state(device=device)"),
             Line("tensor_parallel/random.py", 103, "torch.cuda.default_generators[idx]"),
             Line("tensor_parallel/random.py", 235, "torch.cuda.get_rng_state()"),
-            Line("tensor_parallel/random.py", 422, "torch.cuda.manual_seed(data_parallel_seed)"),
         ),
         _patch_random_state,
     ),
     Patch(
-        "lazy call",
-        "torch queues the callback until CUDA is initialised, that is for ever, and a forked state is never set",
-        (Line("tensor_parallel/random.py", 112, "_lazy_call(cb)"),),
-        _patch_lazy_call,
+        "queued calls",
+        "torch queues them until CUDA is initialised, that is for ever: no seed and no forked state is ever set",
+        (
+            Line("tensor_parallel/random.py", 111, "_lazy_call(cb)"),
+            Line("tensor_parallel/random.py", 422, "torch.cuda.manual_seed(data_parallel_seed)"),
+        ),
+        _patch_queued_calls,
     ),
     Patch(
         "random warning",
@@ -284,24 +306,30 @@ PATCHES = (
     Patch(
         "to cuda",
         "moves tensors to a device that is not there",
-        (Line("models/common/language_module/language_module.py", 244, "weight.data.cuda()"),),
+        (
+            Line("models/common/language_module/language_module.py", 244, "weight.data.cuda()"),
+            Line("models/common/embeddings/rope_utils.py", 64, ".cuda(non_blocking=True)"),
+        ),
         _patch_to_cuda,
     ),
     Patch(
         "factories",
         "creates tensors on a device, or in pinned memory, that is not there",
         (
-            Line("pipeline_parallel/schedules.py", 596, 'device="cuda"'),
-            Line("optimizer/optimizer.py", 485, "device='cuda'"),
-            Line("optimizer/clip_grads.py", 103, "device='cuda'"),
-            Line("models/common/embeddings/rope_utils.py", 63, "pin_memory=True"),
+            Line("pipeline_parallel/schedules.py", 596, 'torch.zeros([], dtype=torch.int, device="cuda")'),
+            Line("optimizer/optimizer.py", 485, "torch.tensor([1.0], dtype=torch.float, device='cuda')"),
+            Line("models/common/embeddings/rope_utils.py", 63, 'device="cpu", pin_memory=True'),
         ),
         _patch_factories,
     ),
     Patch(
         "optimizer type names",
         "knows parameters only as torch.cuda.FloatTensor and kin",
-        (Line("optimizer/distrib_optimizer.py", 420, "model_param.type() == 'torch.cuda.FloatTensor'"),),
+        (
+            Line("optimizer/distrib_optimizer.py", 361, "model_param.type() in ['torch.cuda.HalfTensor',"),
+            Line("optimizer/distrib_optimizer.py", 420, "model_param.type() == 'torch.cuda.FloatTensor'"),
+            Line("optimizer/distrib_optimizer.py", 582, "param.type() in ['torch.cuda.HalfTensor',"),
+        ),
         _patch_optimizer_type_names,
     ),
     Patch(
@@ -313,7 +341,10 @@ PATCHES = (
     Patch(
         "split sizes",
         "converts all-to-all split sizes to numpy only when they come from a GPU",
-        (Line("transformer/moe/moe_utils.py", 1095, "torch.is_tensor(tensor) and tensor.is_cuda"),),
+        (
+            Line("transformer/moe/moe_utils.py", 1095, "torch.is_tensor(tensor) and tensor.is_cuda"),
+            Line("tensor_parallel/mappings.py", 444, "torch.distributed.all_to_all_single("),
+        ),
         _patch_split_sizes,
     ),
     Patch(

@@ -23,8 +23,9 @@ from mcore_rl.parallel.layout import Coords, Layout
 class Groups:
     """Process groups of this rank.
 
-    dp_cp: all ranks that hold the same dense weights.  moe_tokens: the tensor and context peers among which the tokens of
-    one sequence are split where a router sees them.
+    dp_cp: all ranks that hold the same dense weights.  experts: all ranks that one set of experts is spread over, by
+    ep and by etp.  moe_tokens: the tensor and context peers among which the tokens of one sequence are split where a
+    router sees them.
     """
 
     layout: Layout
@@ -36,7 +37,7 @@ class Groups:
     cp: dist.ProcessGroup
     dp: dist.ProcessGroup
     dp_cp: dist.ProcessGroup
-    ep: dist.ProcessGroup
+    experts: dist.ProcessGroup
     moe_tokens: dist.ProcessGroup
 
     @property
@@ -73,7 +74,7 @@ def init_groups(layout: Layout, platform: Platform, device: torch.device, seed: 
         cp=mpu.get_context_parallel_group(),
         dp=mpu.get_data_parallel_group(),
         dp_cp=mpu.get_data_parallel_group(with_context_parallel=True),
-        ep=mpu.get_expert_model_parallel_group(),
+        experts=mpu.get_expert_tensor_and_model_parallel_group(),
         moe_tokens=mpu.get_tensor_and_context_parallel_group(),
     )
 

@@ -1,8 +1,9 @@
 """One role's model on this rank: scores tokens, trains on losses, keeps snapshots, goes to host memory and comes back.
 
-Every public method is collective over the world: all ranks call it in the same order.  A batch holds the sequences of one
-data-parallel coordinate; its tensor, pipeline and context peers pass the same batch.  The engine knows no algorithm and
-reads no file.  Its invariant: no result depends on layout, microbatches, recompute or dispatcher (tests/invariance).
+Every public method is collective over the world: all ranks call it in the same order.  A batch holds the sequences
+of one data-parallel coordinate; its tensor, pipeline and context peers pass the same batch.  The engine knows no
+algorithm and reads no file.  Its invariant: no result depends on layout, microbatches, recompute or dispatcher
+(tests/invariance).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.config.engine import AuxLoss, Dispatcher, EngineConfig, LayerSpec, engine_violations
@@ -46,7 +48,7 @@ def resolve_layer_spec(wanted: LayerSpec, platform: Platform) -> tuple[LayerSpec
     available = platform.is_accelerator and have_transformer_engine()
     if wanted is LayerSpec.transformer_engine and not available:
         problem = "it cannot be imported" if platform.is_accelerator else "it runs on accelerators only"
-        remedy = "Write layer_spec=auto or layer_spec=local, or install the cuda or rocm extra on a machine with a GPU"
+        remedy = "Write layer_spec=auto or layer_spec=local, or install it on a machine with a GPU (see the README)"
         return LayerSpec.local, [Violation("layer_spec", wanted.value, problem, remedy)]
     if wanted is LayerSpec.auto:
         return (LayerSpec.transformer_engine if available else LayerSpec.local), []
@@ -81,14 +83,13 @@ class Engine:
         with phase("build", role=role):
             settings = transformer_config(model, parallel, config, layer_spec)
             self.models = build_chunks(model, settings, parallel, layer_spec, groups, critic=critic)
-            self.chunks: Sequence[torch.nn.Module] = self.models
+            self.chunks: list[DistributedDataParallel] = []
             self.optimizer: Optimizer | None = None
-            wrapped: list[DistributedDataParallel] = []
             if trainable:
-                wrapped = self._wrap(settings)
-                self.chunks, self.optimizer = wrapped, Optimizer(config.optim, wrapped, self.dtype)
+                self.chunks = self._wrap(settings)
+                self.optimizer = Optimizer(config.optim, self.chunks, self.dtype)
         self.snapshots = Snapshots(self.models, platform)
-        self.memory = Offload(self.models, wrapped, self.optimizer, platform)
+        self.memory = Offload(self.models, self.chunks, self.optimizer, platform)
         self.routing: Routing | None = None
         if model.moe is not None:
             self.routing = Routing(self.models, model.num_layers, model.moe, config.moe, groups)
@@ -98,7 +99,7 @@ class Engine:
         if groups.rank == 0 and parallel.pp > 1:
             logger.info("%s\n%s", role, describe_placement(model.num_layers, parallel))
 
-    def _wrap(self, settings: object) -> list[DistributedDataParallel]:
+    def _wrap(self, settings: TransformerConfig) -> list[DistributedDataParallel]:
         # Gradients are summed in float32 and scattered to the optimizer's shards once, after the last microbatch.
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         wrapped = [DistributedDataParallel(settings, ddp, chunk) for chunk in self.models]
@@ -166,7 +167,8 @@ class Engine:
         """One optimizer step on one minibatch.  ``loss`` returns sums; ``denominators`` count the global minibatch.
 
         with_entropy: let the loss see entropies (they cost time where they are not wanted).
-        A non-finite loss or gradient skips the step; ``max_nonfinite_steps`` in a row raise NonFiniteError on all ranks.
+        A non-finite loss or gradient skips the step; ``max_nonfinite_steps`` in a row raise NonFiniteError on all
+        ranks.
         """
         assert self.optimizer is not None, f"the {self.role} was built to score only"
         assert self.snapshots.swapped_in is None, "a step on swapped-in weights would train the wrong model"
@@ -223,8 +225,8 @@ class Engine:
             history = "\n".join(f"  - {reason}" for reason in self._skipped_in_a_row)
             raise NonFiniteError(
                 f"{len(self._skipped_in_a_row)} steps in a row were skipped:\n{history}\n"
-                "The weights are those of the last good step. Lower the learning rate or the clip range, or look at the data "
-                "of the microbatches named above; max_nonfinite_steps sets how many in a row are accepted."
+                "The weights are those of the last good step. Lower the learning rate or the clip range, or look at "
+                "the data of the microbatches named above; max_nonfinite_steps sets how many in a row are accepted."
             )
         return reason
 
@@ -238,7 +240,8 @@ class Engine:
                 self.groups,
                 tokens=self.config.microbatch_tokens,
                 sequences=self.config.microbatch_sequences,
-                equal_over_experts=self.config.moe.dispatcher is Dispatcher.allgather and self.groups.layout.ep > 1,
+                equal_over_experts=self.config.moe.dispatcher is Dispatcher.allgather
+                and self.groups.experts.size() > 1,
             )
 
     def _announce(self, microbatch: Microbatch) -> None:

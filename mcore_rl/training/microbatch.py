@@ -1,9 +1,9 @@
 """From ragged sequences to the tensors that one rank feeds to its model, and back.
 
 A microbatch is either packed (``thd``: sequences end to end, no padding but the few tokens that context and sequence
-parallelism need to split evenly) or unpacked (``sbhd``: one row a sequence, padded to the longest).  Everything of one rank
-is in *predictor* order: a row holds the position whose output predicts a token, and beside it that token's own label,
-mask and log-probs.  ``targets_N`` says where in the batch that token stands, so results find their way home.
+parallelism need to split evenly) or unpacked (``sbhd``: one row a sequence, padded to the longest).  Everything of one
+rank is in *predictor* order: a row holds the position whose output predicts a token, and beside it that token's own
+label, mask and log-probs.  ``targets_N`` says where in the batch that token stands, so results find their way home.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ NOWHERE = -1
 class Microbatch:
     """What one rank needs for one forward pass.  N: local rows, the padded tokens of the microbatch / cp.
 
-    tokens, position_ids: [B, N/B]; B is 1 when packed.  width: padded tokens of a row over all context ranks.  labels_N: the token that each row predicts, 0 where none.
-    sources_N, targets_N: where in the batch the token that a row reads, and the one that it predicts, stand; ``NOWHERE``
-    for padding, and as the target of a sequence's last token.
+    tokens, position_ids: [B, N/B]; B is 1 when packed.  width: padded tokens of a row over all context ranks.
+    labels_N: the token that each row predicts, 0 where none.
+    sources_N, targets_N: where in the batch the token that a row reads, and the one that it predicts, stand;
+    ``NOWHERE`` for padding, and as the target of a sequence's last token.
     sequence_N: index in this microbatch of the sequence that a row belongs to, ``NOWHERE`` for padding.
     router_rows_M: rows that this tensor rank's routers see (sequence parallelism), in their order.
     """
@@ -79,10 +80,14 @@ def build_microbatches(
     """Cut this data-parallel rank's batch into microbatches.
 
     tokens: pack up to this many tokens into each; sequences: or put exactly so many unpacked sequences into each.
-    equal_over_experts: give all expert-parallel peers equally many rows (the all-gather dispatcher needs that).
+    equal_over_experts: give all ranks that share experts equally many rows (the all-gather dispatcher needs that).
     Raises ConfigError when a sequence is longer than ``tokens``.  Collective over the data-parallel ranks.
     """
-    budget = None if tokens is None else tokens // split_multiple(groups) * split_multiple(groups)
+    budget = None
+    if tokens is not None:
+        whole = [padded_length(length, split_multiple(groups)) for length in batch.lengths_S]  # of a sequence by itself
+        refuse_if_any(budget_violations(whole, tokens))
+        budget = tokens // split_multiple(groups) * split_multiple(groups)
     plan = _plan(batch.lengths_S, groups, budget, sequences)
     shapes = [
         _padded_shape([batch.lengths_S[i] for i in members], groups, packed=tokens is not None) for members in plan
@@ -93,7 +98,7 @@ def build_microbatches(
         shapes = [(max(rows for rows, _ in shapes), max(width for _, width in shapes))] * len(shapes)
     if equal_over_experts:
         agreed = torch.tensor(shapes, device=groups.device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=groups.ep)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=groups.experts)
         shapes = [(rows, width) for rows, width in agreed.tolist()]
     return [
         _build(index, batch, members, groups, shape, packed=tokens is not None)
@@ -109,7 +114,6 @@ def _plan(lengths: Sequence[int], groups: Groups, budget: int | None, sequences:
     """
     costs = [padded_length(length, sequence_multiple(groups)) for length in lengths]
     if budget is not None:
-        refuse_if_any(budget_violations(costs, budget))
         plan = pack(costs, budget)
     else:
         assert sequences is not None, "either a token budget or a number of sequences"

@@ -1,10 +1,13 @@
 """From our configuration to the Megatron modules of this rank.
 
-Builds ``GPTModel`` chunks for a decoder family under any layout, from Transformer Engine's layers or from the local ones.  Loads no
-weights and decides nothing about training.  Every layer is placed by ``place_layers``, so none can be lost.
+Builds ``GPTModel`` chunks for a decoder family under any layout, from Transformer Engine's layers or from the local
+ones.  Loads no weights and decides nothing about training.  Every layer is placed by ``place_layers``, so none can
+be lost.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +37,13 @@ from mcore_rl.training.value_head import ValueHead
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
 
 
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
+    Recompute.none: {},
+    Recompute.selective: {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    Recompute.full: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
     """Rows of the embedding: the vocabulary, padded to divide over the tensor ranks.  The padding is never scored."""
     return -(-vocab_size // tp) * tp
@@ -49,25 +59,6 @@ def transformer_config(
     stages = [["decoder"] * len(layers) for layers in placement]
     stages[0] = ["embedding", *stages[0]]
     stages[-1] = [*stages[-1], "loss"]
-    recompute = {
-        Recompute.none: {},
-        Recompute.selective: {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        Recompute.full: {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        },
-    }[engine.recompute]
-    experts = {}
-    if model.moe is not None:
-        experts = {
-            "num_moe_experts": model.moe.num_experts,
-            "moe_router_topk": model.moe.top_k,
-            "moe_ffn_hidden_size": model.moe.ffn_hidden_size,
-            "moe_router_pre_softmax": not model.moe.norm_topk_prob,
-            "moe_router_load_balancing_type": "none",
-            "moe_grouped_gemm": layer_spec is LayerSpec.transformer_engine,
-        }
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -97,7 +88,8 @@ def transformer_config(
         sequence_parallel=parallel.tp > 1,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        # Two stages exchange both directions at once; only the overlapping calls keep them apart (p2p_communication.py:54).
+        # Two stages exchange both directions at once; only the overlapping calls keep them apart
+        # (p2p_communication.py:54).
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
         pipeline_model_parallel_layout=stages if parallel.pp > 1 else None,
@@ -105,9 +97,22 @@ def transformer_config(
         moe_token_dispatcher_type=engine.moe.dispatcher.value,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
-        **recompute,
-        **experts,
+        **_RECOMPUTE[engine.recompute],
+        **_experts(model, layer_spec),
     )
+
+
+def _experts(model: ModelConfig, layer_spec: LayerSpec) -> dict[str, Any]:
+    if model.moe is None:
+        return {}
+    return {
+        "num_moe_experts": model.moe.num_experts,
+        "moe_router_topk": model.moe.top_k,
+        "moe_ffn_hidden_size": model.moe.ffn_hidden_size,
+        "moe_router_pre_softmax": not model.moe.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",  # our router has losses of its own
+        "moe_grouped_gemm": layer_spec is LayerSpec.transformer_engine,
+    }
 
 
 def _local_layer(config: TransformerConfig) -> ModuleSpec:
@@ -193,6 +198,9 @@ def build_chunks(
         _reduce_experts_over_their_own_group(chunk)
         if is_last and critic:
             chunk.output_layer = ValueHead(config, groups.tp, groups.device)
+        # Megatron makes weights on the current device, but for those of routers (transformer/moe/router.py:53), which
+        # its own gating moves at the first forward and ours does not, and of norms made by torch.
+        chunk.to(groups.device)
         chunks.append(chunk)
     return chunks
 

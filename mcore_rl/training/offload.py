@@ -1,8 +1,9 @@
 """Moves an engine's weights, gradients and optimizer state to host memory and back, to leave the device to the rollout.
 
-Works on storages, not tensors: a storage is copied out and resized to nothing while every view of it stays valid, so neither
-Megatron's buffers nor the optimizer need to know.  Gradients are dropped and come back as zeros, since a step clears them
-first.  The same bytes move on every platform; on the CPU, where "device" and host are one memory, it only proves that.
+Works on storages, not tensors: a storage is copied out and resized to nothing while every view of it stays valid, so
+neither Megatron's buffers nor the optimizer need to know.  Gradients are dropped and come back as zeros, since a
+step clears them first.  The same bytes move on every platform; on the CPU, where "device" and host are one memory,
+it only proves that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AdamW over Megatron's distributed optimizer, its learning-rate schedule, and a step that refuses non-finite gradients."""
+"""AdamW over Megatron's distributed optimizer, its learning rates, and a step that refuses non-finite gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-
 from torch import Tensor
 
 from mcore_rl.config.engine import OptimizerConfig, Schedule
@@ -23,8 +22,9 @@ from mcore_rl.config.engine import OptimizerConfig, Schedule
 def learning_rate(optim: OptimizerConfig, step: int) -> float:
     """The rate of optimizer step ``step``, counted from 0.
 
-    Warm-up: ``lr * (step + 1) / lr_warmup_steps``, so that the first step already moves.  After it the rate is held, or falls from
-    ``lr`` to ``lr * min_lr_ratio`` along a line or half a cosine (arXiv:1608.03983), reached at ``total_steps`` and then held.
+    Warm-up: ``lr * (step + 1) / lr_warmup_steps``, so that the first step already moves.  After it the rate is held,
+    or falls from ``lr`` to ``lr * min_lr_ratio`` along a line or half a cosine (arXiv:1608.03983), reached at
+    ``total_steps`` and then held.
     """
     if step < optim.lr_warmup_steps:
         return optim.lr * (step + 1) / optim.lr_warmup_steps
@@ -44,7 +44,10 @@ class Stepped:
 
 
 class Optimizer:
-    """One role's optimizer.  ``megatron`` is the distributed optimizer; ``num_steps`` counts the steps that moved weights."""
+    """One role's optimizer.
+
+    megatron: the distributed optimizer.  num_steps: how many steps moved the weights.
+    """
 
     def __init__(self, config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype) -> None:
         self.config = config
@@ -83,7 +86,8 @@ class Optimizer:
             return Stepped(grad_norm, finite=False)
         for group in self.megatron.param_groups:
             group["lr"] = self.lr
-            # Megatron marks biases and norms with wd_mult 0 and leaves it to its scheduler, which we do not use, to obey.
+            # Megatron marks biases and norms with wd_mult 0 and leaves it to its scheduler, which we do not use, to
+            # obey.
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         for part in parts:
             if self.config.clip_grad > 0 and part.get_parameters():

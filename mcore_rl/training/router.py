@@ -1,12 +1,13 @@
 """The router of a mixture-of-experts layer: Megatron's, with losses, statistics and replay that no layout can change.
 
 Megatron's own auxiliary losses are taken over one microbatch of one rank, so their gradients move with the microbatch
-size, DP and CP.  Here every loss is a sum over this rank's tokens divided by counts of the whole global batch, which are
-known before the first forward (``RouterState``).  Deliberately absent: token dropping, capacity factors, Sinkhorn, jitter.
+size, DP and CP.  Here every loss is a sum over this rank's tokens divided by counts of the whole global batch, which
+are known before the first forward (``RouterState``).  Deliberately absent: token dropping, capacity factors, Sinkhorn,
+jitter.
 
-A router must know which microbatch it sees, also when the backward pass recomputes it.  ``RouterState.microbatch`` is set
-before every forward; a forward that will be recomputed queues it, and the recomputation takes it from the queue: a
-pipeline schedule runs the backward passes of a model chunk in the order of its forward passes.
+A router must know which microbatch it sees, also when the backward pass recomputes it.  ``RouterState.microbatch``
+is set before every forward; a forward that will be recomputed queues it, and the recomputation takes it from the
+queue: a pipeline schedule runs the backward passes of a model chunk in the order of its forward passes.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class RouterState:
     """What the routers of one engine share.  L: layers with experts on this rank, in the order of the forward pass.
 
     terms: coefficients.  split: the ranks among which a sequence's tokens are divided where a router sees them.
-    tokens, sequences: of the whole global batch.  batch_counts_LE: (token, choice) pairs that each expert gets in the whole
-    global batch; only for ``AuxLoss.batch``.
+    tokens, sequences: of the whole global batch.  batch_counts_LE: (token, choice) pairs that each expert gets in
+    the whole global batch; only for ``AuxLoss.batch``.
     counts_LE, aux_L, z_L: sums over this rank's real tokens since ``reset``; aux and z include their coefficients.
     recorded_MLK: the choices of each microbatch by its index, while ``record`` is set.
     """
@@ -105,8 +106,8 @@ class Router(TopKRouter):
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.router_replay = RouterReplay()
-        # Megatron keeps every instance in a class-wide list for its own set-all calls; ours are driven one by one, and the
-        # list would keep discarded engines alive.
+        # Megatron keeps every instance in a class-wide list for its own set-all calls; ours are driven one by one,
+        # and the list would keep discarded engines alive.
         RouterReplay.global_router_replay_instances.remove(self.router_replay)
         self._awaiting_recompute: deque[RoutedMicrobatch] = deque()
 
@@ -119,6 +120,7 @@ class Router(TopKRouter):
         self._awaiting_recompute.clear()
 
     def gating(self, input: Tensor) -> Tensor:
+        """Router logits [s / tp, b, E]."""
         # In the dtype of the weights, as transformers and vLLM do; Megatron's own function is a NameError without
         # Transformer Engine (transformer/moe/moe_utils.py:1192, te_general_gemm).
         return torch.nn.functional.linear(input, self.weight)

@@ -1,7 +1,7 @@
-"""Drives the routers of one engine: announces microbatches, counts choices, records and replays them, reports statistics.
+"""Drives the routers of an engine: announces microbatches, counts, records and replays choices, reports statistics.
 
-Every sum here is over rows that exist once in the world: a router sees its own slice of a sequence (sequence and context
-parallelism), of its own data-parallel sequences, in its own stage.  So a plain sum over the world is exact.
+Every sum here is over rows that exist once in the world: a router sees its own slice of a sequence (sequence and
+context parallelism), of its own data-parallel sequences, in its own stage.  So a plain sum over the world is exact.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class Routing:
         return torch.where((sources_M == NOWHERE)[:, None, None], padding_K, chosen_MLK)
 
     def keep_batch_counts(self) -> None:
-        """After a ``count`` pass: give the routers the choices of the whole global batch.  Collective over the world."""
+        """After a ``count`` pass: give the routers the counts of the whole global batch.  Collective over the world."""
         self.state.batch_counts_LE = self._over_world(self.state.counts_LE)[self.layers]
 
     def choices(self, microbatches: Sequence[Microbatch], num_tokens: int) -> Tensor:
-        """The recorded choices as [T, L, K] int16 on the CPU, the same on every peer.  Collective over the replica."""
+        """The recorded choices, [T, L, K] int16 on the CPU, the same on every peer.  Collective over the replica."""
         choices_TLK = torch.zeros(num_tokens, self.num_layers, self.top_k, dtype=torch.int32, device=self.groups.device)
         for microbatch in microbatches:
             sources_M = microbatch.sources_N[microbatch.router_rows_M]
@@ -93,7 +93,8 @@ class Routing:
         """Router statistics of the last pass over the whole global batch.  Collective over the world.
 
         load_max, load_min: the busiest and the idlest expert of any layer, as multiples of a fair share.
-        load_entropy: of the experts' shares, mean over layers, 1 when all are equal.  aux_loss, z_loss: sums over layers.
+        load_entropy: of the experts' shares, mean over layers, 1 when all are equal.  aux_loss, z_loss: sums over
+        layers.
         """
         counts_LE = self._over_world(self.state.counts_LE)
         losses_L2 = self._over_world(torch.stack([self.state.aux_L, self.state.z_L], dim=1))

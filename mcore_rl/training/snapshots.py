@@ -1,7 +1,7 @@
 """Named copies of the model's weights in host memory, swapped in for a pass and out again.
 
-The reference policy is such a snapshot of the actor, not a second model.  Only the weights that the forward pass reads are
-kept; main weights, moments and gradients of the optimizer never notice a swap, so no step may run inside one.
+The reference policy is such a snapshot of the actor, not a second model.  Only the weights that the forward pass
+reads are kept; main weights, moments and gradients of the optimizer never notice a swap, so no step may run inside one.
 """
 
 from __future__ import annotations

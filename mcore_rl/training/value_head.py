@@ -5,6 +5,8 @@ It lives in the last pipeline stage only, is never tied to the embedding, and is
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -34,6 +36,7 @@ class ValueHead(MegatronModule):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
+        """Values of all positions of this context rank."""
         assert weight is None, "a critic's head is never tied to the embedding"
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.config.sequence_parallel:
@@ -43,6 +46,9 @@ class ValueHead(MegatronModule):
             )
         return values, None
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The head's weight is whole on every tensor rank."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)

@@ -1,14 +1,17 @@
 """The gate: no result depends on the layout, the microbatches, recompute or the dispatcher.
 
-One seeded batch of ragged sequences and one seeded set of weights per problem.  Every case computes log-probs, entropies (or
-values), then takes two optimizer steps, and must agree with the single-process, one-sequence-at-a-time result.
+One seeded batch of ragged sequences and one seeded set of weights per problem.  Every case computes log-probs,
+entropies (or values), then takes two optimizer steps, and must agree with the single-process, one-sequence-at-a-time
+result.
 
 Tolerances, all float32 with rounding unit 6e-8:
 - scores, loss, gradient norm: 1e-5 relative.  A layout changes the order of sums of about a hundred products a layer;
   4 layers, forward and backward, were seen to differ by up to 1.5e-6.
 - weights: 1e-5 of each tensor's norm after two steps; seen up to 2.5e-6.
-- updates (weights minus start): 1e-3 of each tensor's update.  Adam divides every gradient by its own size, so an element whose
-  gradient is nearly 0 turns rounding of 1e-7 into a visible share of its tiny step.  A wrong gradient shows as 1e-1 or more.
+- updates (weights minus start): 1e-3 of each tensor's update.  Adam divides every gradient by its own size, so an
+element whose
+  gradient is nearly 0 turns rounding of 1e-7 into a visible share of its tiny step.  A wrong gradient shows as 1e-1
+  or more.
 Experts are chosen by comparing scores: the seeds are such that no two of a token are within rounding of each other.
 """
 
@@ -41,7 +44,9 @@ def differences(result: Result, reference: Result, start: dict[str, torch.Tensor
         compare(f"loss of step {step}", abs(result.loss[step] - loss) / abs(loss), RELATIVE)
         compare(f"gradient norm of step {step}", abs(result.grad_norm[step] - norm) / norm, RELATIVE)
         for name, expected in reference.metrics[step].items():
-            compare(f"{name} of step {step}", abs(result.metrics[step][name] - expected) / max(abs(expected), 1e-6), 1e-4)
+            compare(
+                f"{name} of step {step}", abs(result.metrics[step][name] - expected) / max(abs(expected), 1e-6), 1e-4
+            )
     for key, expected in reference.weights.items():
         error = float((result.weights[key] - expected).norm())
         compare(key, error / float(expected.norm()), RELATIVE)
@@ -83,7 +88,7 @@ class Gate:
 @pytest.fixture(scope="module")
 def gate(request: pytest.FixtureRequest) -> Gate:
     selected = [item.callspec.params["case"] for item in request.session.items if item.fspath == request.node.fspath]
-    return Gate([case for case in dict.fromkeys(selected)])
+    return Gate(list(dict.fromkeys(selected)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,7 +1,7 @@
 """The single-process engine against transformers: log-probs, entropies, loss and every parameter's gradient.
 
-Float32 on both sides.  Both round each product once, so what differs is the order of sums: about 1e-6 of the size of the result for
-these widths.  The bound is 1e-5.
+Float32 on both sides.  Both round each product once, so what differs is the order of sums: about 1e-6 of the size of
+the result for these widths.  The bound is 1e-5.
 """
 
 from __future__ import annotations

@@ -32,9 +32,7 @@ def ragged(vocab_size: int, lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -
 
 def denominators(batch: TrainBatch) -> Denominators:
     """Counts of a whole global batch."""
-    return Denominators(
-        loss=float(batch.mask_T.sum()), tokens=batch.tokens_T.numel(), sequences=len(batch.lengths_S)
-    )
+    return Denominators(loss=float(batch.mask_T.sum()), tokens=batch.tokens_T.numel(), sequences=len(batch.lengths_S))
 
 
 def policy_loss(inputs: LossInputs) -> LossSums:

@@ -18,8 +18,8 @@ from mcore_rl.training.engine import Engine
 from mcore_rl.types import TokenScores, TrainBatch
 from tests.invariance.cases import MODELS, Case, Problem
 from tests.support import batches, full_weights, hf_reference
-from tests.support.sabotage import SABOTAGE
 from tests.support.full_weights import Weights
+from tests.support.sabotage import SABOTAGE
 
 STEPS = 2
 
@@ -40,7 +40,9 @@ def starting_weights(problem: Problem) -> Weights:
     model = MODELS[problem.model]
     weights = hf_reference.full_weights(hf_reference.build(model), model)
     if problem.critic:
-        weights["output_layer.weight"] = 0.1 * torch.randn(1, model.hidden_size, generator=torch.Generator().manual_seed(3))
+        weights["output_layer.weight"] = 0.1 * torch.randn(
+            1, model.hidden_size, generator=torch.Generator().manual_seed(3)
+        )
     return weights
 
 
@@ -123,9 +125,7 @@ def run_case(case: Case, platform: Platform, start: Weights, rank: int) -> Resul
         destroy_groups()
 
 
-def _run_in_groups(
-    case: Case, parallel: ParallelConfig, groups: Groups, platform: Platform, start: Weights
-) -> Result:
+def _run_in_groups(case: Case, parallel: ParallelConfig, groups: Groups, platform: Platform, start: Weights) -> Result:
     model, problem = MODELS[case.problem.model], case.problem
     engine = Engine(
         "critic" if problem.critic else "actor", model, parallel, engine_config(case, platform.kind), groups, platform,

@@ -108,7 +108,11 @@ def same_bits(ours: object, theirs: object) -> bool:
     """Whether two nests of dicts, sequences and tensors agree bit for bit (where NaN equals NaN)."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         both = (ours.contiguous().flatten(), theirs.contiguous().flatten())
-        return ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.equal(*(x.view(torch.uint8) for x in both))
+        return (
+            ours.shape == theirs.shape
+            and ours.dtype == theirs.dtype
+            and torch.equal(*(x.view(torch.uint8) for x in both))
+        )
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return ours.keys() == theirs.keys() and all(same_bits(ours[key], theirs[key]) for key in ours)
     if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):

@@ -1,7 +1,7 @@
 """Whole-model weights to and from the shards of a rank, through Megatron's own checkpoint description.
 
-``sharded_state_dict`` says for each local tensor which slice of which global tensor it is.  That makes it a reference for
-layouts which is independent of any table of ours.
+``sharded_state_dict`` says for each local tensor which slice of which global tensor it is.  That makes it a reference
+for layouts which is independent of any table of ours.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ def _tensors(state: object) -> Iterator[ShardedTensor]:
 def _where(shard: ShardedTensor, whole: Tensor) -> tuple[slice | int, ...]:
     """The part of the true (unpadded) global tensor that a shard holds; the padded rest of it is cut off."""
     index: list[slice | int] = list(shard.global_offset[: shard.prepend_axis_num])
-    for offset, size, limit in zip(
-        shard.global_offset[shard.prepend_axis_num :], shard.local_shape, whole.shape[shard.prepend_axis_num :], strict=True
-    ):
+    first = shard.prepend_axis_num
+    for offset, size, limit in zip(shard.global_offset[first:], shard.local_shape, whole.shape[first:], strict=True):
         index.append(slice(min(offset, limit), min(offset + size, limit)))
     return tuple(index)
 
@@ -57,13 +56,11 @@ def _real(shard: ShardedTensor, whole: Tensor) -> tuple[tuple[slice | int, ...],
 
 
 def load_full(models: Sequence[torch.nn.Module], weights: Weights) -> None:
-    """Copy this rank's slices of ``weights`` into its parameters; padding rows are filled with a value that would show."""
-    seen = set()
+    """Copy this rank's slices of ``weights`` into its parameters; padding rows get a value that would show."""
     for shard in shards(models):
         where, target = _real(shard, weights[shard.key])
         shard.data.fill_(7.0)
         target.copy_(weights[shard.key][where])
-        seen.add(shard.key)
     parameters = sum(1 for model in models for _ in model.parameters())
     assert parameters <= sum(1 for _ in shards(models)), "a parameter is missing from Megatron's own description"
 
@@ -81,7 +78,8 @@ def gather_full(models: Sequence[torch.nn.Module], like: Weights) -> Weights:
         for key, where, part in parts:
             present = whole[key][where]
             replica = ~present.isnan()
-            assert torch.equal(present[replica], part[replica]), f"rank {rank} holds other values of {key} than its replica"
+            agree = torch.equal(present[replica], part[replica])
+            assert agree, f"rank {rank} holds other values of {key} than its replica"
             whole[key][where] = part
     missing = [key for key, tensor in whole.items() if tensor.isnan().any()]
     assert not missing, f"no rank holds all of {missing}"

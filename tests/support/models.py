@@ -1,4 +1,5 @@
-"""Tiny models of every kind that the engine builds, small enough for the whole invariance gate, odd enough to catch mistakes.
+"""Tiny models of every kind that the engine builds, small enough for the whole invariance gate, odd enough to catch
+mistakes.
 
 The vocabulary does not divide by anything (padding), ``head_dim * heads`` is not the hidden size, and there are fewer
 key/value heads than heads.

@@ -81,4 +81,3 @@ SABOTAGE: dict[str, Callable[[Engine], None]] = {
     "attention_across_borders": _attention_across_borders,
     "shifted_expert": _shifted_expert,
 }
-
