@@ -194,10 +194,10 @@ def _patch_jit_fuser() -> None:
     _replace(torch._dynamo.config, "disable", True)
 
 
-def _patch_uneven_splits() -> None:
+def _patch_uneven_gather() -> None:
     from megatron.core.tensor_parallel import mappings
 
-    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    gather = mappings._gather_along_first_dim
 
     @functools.wraps(gather)
     def gather_uneven(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
@@ -210,16 +210,7 @@ def _patch_uneven_splits() -> None:
         torch.distributed.all_gather(parts, padded, group=group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
-    @functools.wraps(reduce_scatter)
-    def reduce_uneven(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
-        if input_split_sizes is None or group.size() == 1:
-            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
-        total = input_.clone()
-        torch.distributed.all_reduce(total, group=group)
-        return total.split([int(size) for size in input_split_sizes])[group.rank()]
-
     _replace(mappings, "_gather_along_first_dim", gather_uneven)
-    _replace(mappings, "_reduce_scatter_along_first_dim", reduce_uneven)
 
 
 def _patch_create_group() -> None:
@@ -231,6 +222,8 @@ def _patch_create_group() -> None:
 
     @functools.wraps(create)
     def create_once(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("backend") is not None:  # its second set of groups, over gloo: it destroys those itself
+            return create(ranks, *args, **kwargs)
         if world[0] is not torch.distributed.group.WORLD:  # a new default group: those made over the old one are dead
             world[0] = torch.distributed.group.WORLD
             shared.clear()
@@ -328,7 +321,7 @@ PATCHES = (
         (
             Line("optimizer/distrib_optimizer.py", 361, "model_param.type() in ['torch.cuda.HalfTensor',"),
             Line("optimizer/distrib_optimizer.py", 420, "model_param.type() == 'torch.cuda.FloatTensor'"),
-            Line("optimizer/distrib_optimizer.py", 582, "param.type() in ['torch.cuda.HalfTensor',"),
+            Line("optimizer/distrib_optimizer.py", 582, "if param.type() in ['torch.cuda.HalfTensor',"),
         ),
         _patch_optimizer_type_names,
     ),
@@ -348,13 +341,10 @@ PATCHES = (
         _patch_split_sizes,
     ),
     Patch(
-        "uneven splits",
-        "gathers and reduces parts of different sizes, which NCCL and RCCL can and gloo cannot",
-        (
-            Line("tensor_parallel/mappings.py", 150, "torch.distributed.all_gather(output_tensor_list"),
-            Line("tensor_parallel/mappings.py", 193, "torch.distributed.reduce_scatter(output, input_tensor_list"),
-        ),
-        _patch_uneven_splits,
+        "uneven gather",
+        "gathers parts of different sizes, which NCCL and RCCL can and gloo cannot",
+        (Line("tensor_parallel/mappings.py", 150, "torch.distributed.all_gather(output_tensor_list"),),
+        _patch_uneven_gather,
     ),
     Patch(
         "create group",

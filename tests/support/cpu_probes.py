@@ -1,4 +1,4 @@
-"""Small pieces of real Megatron code, each of which fails on the CPU where one patch of ``parallel/cpu.py`` is left out.
+"""Small pieces of real Megatron code, each of which goes wrong on the CPU without one patch of ``parallel/cpu.py``.
 
 A patched process cannot be unpatched, so every set of patches gets processes of its own: one process imports Megatron,
 untouched, and forks two ranks for each set.  Their probes run one after another in one gloo group.
@@ -10,9 +10,8 @@ import logging
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,13 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_swiglu import swiglu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import clip_grads, optimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import mappings, random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
@@ -46,7 +46,9 @@ from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
 from tests.support import batches, models
+from tests.support.replaced import replaced_and_held
 
+FORK = multiprocessing.get_context("fork")
 WORLD_SIZE = 2
 COLLECTIVE_S = 30.0  # limit of one collective, for a rank that waits for one that failed
 PROBES_S = 120.0  # limit of one set of patches
@@ -54,7 +56,7 @@ PROBES_S = 120.0  # limit of one set of patches
 
 @dataclass(frozen=True)
 class Probe:
-    """``run`` needs ``patch``: without it, it goes wrong in the function that ``line`` stands in, or by its own word."""
+    """``run`` needs ``patch``: without it, it fails in the function that ``line`` stands in, or by its own word."""
 
     patch: str
     line: Line
@@ -63,11 +65,33 @@ class Probe:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a probe failed.  passed: (path below megatron/core, first line, last line) of the functions it came through."""
+    """Why a probe failed.
+
+    by_its_own_word: it saw a wrong result.  passed: the functions of Megatron that the error came through, each as
+    (path below ``megatron/core``, first line, last line).
+    """
 
     error: str
     by_its_own_word: bool
     passed: tuple[tuple[str, int, int], ...]
+
+    def came_through(self, line: Line) -> bool:
+        """Whether ``line`` stands in a function that the error came through."""
+        return any(path == line.path and first <= line.number <= last for path, first, last in self.passed)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the untouched process and its children found.
+
+    failures: for each patch that was left out, and for None, per rank: by the probe's place in ``PROBES``.
+    replaced, held: as in ``replaced_and_held``.  replaced_again: what patching a second time changes.
+    """
+
+    failures: dict[str | None, list[dict[int, Failure]]]
+    replaced: list[str]
+    held: list[str]
+    replaced_again: list[str]
 
 
 PROBES: list[Probe] = []
@@ -88,11 +112,10 @@ def probe(patch: str, path: str, code: str) -> Callable[[Callable[[], None]], Ca
 # ---- the probes; all run on both ranks ----
 
 
-def init_megatron(layout: str = "") -> None:
-    """Groups of Megatron alone; no seed."""
-    parallel = parse_layout(layout)
+def init_megatron(*, tp: int = 1, ep: int = 1, create_gloo_process_groups: bool = True) -> None:
+    """Groups by Megatron's own defaults; no seed."""
     parallel_state.initialize_model_parallel(
-        parallel.tp, parallel.pp, context_parallel_size=parallel.cp, expert_model_parallel_size=parallel.ep
+        tp, expert_model_parallel_size=ep, create_gloo_process_groups=create_gloo_process_groups
     )
 
 
@@ -108,7 +131,7 @@ def rows(*numbers: float) -> Tensor:
 
 @probe("current device", "tensor_parallel/layers.py", "current_device")
 def make_a_weight() -> None:
-    init_megatron("tp=2")
+    init_megatron(tp=2)
     layer = ColumnParallelLinear(4, 6, config=settings(perform_initialization=False), init_method=torch.nn.init.zeros_)
     assert layer.weight.shape == (3, 4)
 
@@ -148,10 +171,11 @@ def send_to_the_next_stage() -> None:
 
 def dispatch() -> None:
     """Tokens 0 and 1 of both ranks to experts 1 and 0 (one on each rank), and back; rank 1 sends both to expert 0."""
-    init_megatron("ep=2")
-    config = settings(num_moe_experts=2, moe_router_topk=1, expert_model_parallel_size=2, moe_router_load_balancing_type="none")  # fmt: skip  # noqa: E501
+    init_megatron(ep=2)
+    experts = dict(num_moe_experts=2, moe_router_topk=1, moe_router_pre_softmax=True, expert_model_parallel_size=2)
+    config = settings(moe_router_load_balancing_type="none", **experts)
     rank = dist.get_rank()
-    dispatcher = MoEAlltoAllTokenDispatcher(1, [rank], config, token_dispatcher_groups())
+    dispatcher = MoEAlltoAllTokenDispatcher(1, [rank], config, ProcessGroupCollection.use_mpu_process_groups())
     goes_to_0 = torch.tensor([rank == 1, True])
     routing = torch.stack([goes_to_0, ~goes_to_0], dim=1)
     tokens = rows(10 * rank, 10 * rank + 1)
@@ -162,12 +186,6 @@ def dispatch() -> None:
     assert counts.tolist() == [len(arrived)]
     back = dispatcher.token_combine(dispatcher.combine_preprocess(arrived))
     assert torch.equal(dispatcher.combine_postprocess(back), tokens)
-
-
-def token_dispatcher_groups() -> Any:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    return ProcessGroupCollection.use_mpu_process_groups()
 
 
 @probe("new stream", "transformer/moe/token_dispatcher.py", "Stream()")
@@ -221,7 +239,7 @@ def repeat_random_numbers() -> None:
 
 @probe("queued calls", "tensor_parallel/random.py", "manual_seed")
 def seed_the_default_state() -> None:
-    init_megatron("tp=2")
+    init_megatron(tp=2)
     random.model_parallel_cuda_manual_seed(5)
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5))), "not seeded"
 
@@ -281,7 +299,7 @@ def build_an_optimizer_with_main_weights() -> None:
     assert dtypes == {torch.float32}
 
 
-@probe("optimizer type names", "optimizer/distrib_optimizer.py", " param.type() in")
+@probe("optimizer type names", "optimizer/distrib_optimizer.py", "if param.type() in")
 def mark_weights_whose_main_weights_are_elsewhere() -> None:
     built = engine(models.dense(num_layers=1), trainable=True, precision=Precision.bfloat16)
     parameters = [parameter for chunk in built.models for parameter in chunk.parameters()]
@@ -300,7 +318,7 @@ def clip_a_gradient() -> None:
     assert parameter.grad.type() == "torch.FloatTensor", "the names are changed for good"
 
 
-@probe("uneven splits", "tensor_parallel/mappings.py", "all_gather(")
+@probe("uneven gather", "tensor_parallel/mappings.py", "all_gather(")
 def gather_uneven_parts() -> None:
     """Forward and backward, against numbers worked out by hand; then with a rank, and with all, without rows."""
     rank = dist.get_rank()
@@ -309,31 +327,14 @@ def gather_uneven_parts() -> None:
     assert torch.equal(gathered, rows(1, 2, 3))
     gathered.backward(rows(10, 20, 30) if rank == 0 else rows(100, 200, 300))
     assert mine.grad is not None and torch.equal(mine.grad, rows(110) if rank == 0 else rows(220, 330))
-    for sizes, whole in (([2, 0], rows(1, 2)), ([0, 0], rows())):
+    for sizes, whole in (([2, 0], rows(1, 2)), ([0, 3], rows(1, 2, 3)), ([0, 0], rows())):
         part = whole[: sizes[0]] if rank == 0 else whole[sizes[0] :]
         assert torch.equal(mappings._gather_along_first_dim(part, dist.group.WORLD, sizes), whole)
 
 
-@probe("uneven splits", "tensor_parallel/mappings.py", "reduce_scatter(")
-def reduce_uneven_parts() -> None:
-    rank = dist.get_rank()
-    mine = (rows(1, 2, 3) if rank == 0 else rows(10, 20, 30)).requires_grad_()
-    reduced = mappings.reduce_scatter_to_sequence_parallel_region(
-        mine, group=dist.group.WORLD, input_split_sizes=[1, 2]
-    )
-    assert torch.equal(reduced, rows(11) if rank == 0 else rows(22, 33))
-    reduced.backward(rows(5) if rank == 0 else rows(6, 7))
-    assert mine.grad is not None and torch.equal(mine.grad, rows(5, 6, 7))
-    for sizes in ([3, 0], [0, 3]):
-        whole = mine.detach()
-        reduced = mappings._reduce_scatter_along_first_dim(whole, dist.group.WORLD, sizes)
-        assert torch.equal(reduced, rows(11, 22, 33) if sizes[rank] else rows())
-        assert torch.equal(whole, mine), "the input was overwritten"
-
-
 @probe("create group", "parallel_state.py", "new_group")
 def make_groups() -> None:
-    init_megatron()
+    init_megatron(create_gloo_process_groups=False)
     members = [tuple(sorted(ranks)) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()]
     members.remove(tuple(range(WORLD_SIZE)))  # the default group, which is not Megatron's
     assert len(set(members)) == len(members), f"several groups of the same ranks: {members}"
@@ -351,21 +352,32 @@ def run_a_fused_activation() -> None:
 # ---- running them ----
 
 
-def run_all(_: Rank) -> dict[str | None, list[dict[int, Failure]]]:
-    """For each patch that is left out, and for None, per rank: the failures by the probe's place in ``PROBES``."""
+def run_all(_: Rank) -> Report:
+    """Every probe with all patches, and without its own; and what all patches together replace."""
     assert not cpu._applied, "this process must fork others that are untouched"
-    return {without: run_set(without) for without in (None, *(patch.name for patch in PATCHES))}
+    failures = {without: run_set(without) for without in (None, *(patch.name for patch in PATCHES))}
+    reader, writer = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_compare, args=(writer,))
+    process.start()
+    writer.close()
+    report = Report(failures, *reader.recv())
+    process.join()
+    return report
+
+
+def _compare(writer: Connection) -> None:
+    replaced, held = replaced_and_held(make_megatron_run_on_cpu)
+    writer.send((replaced, held, replaced_and_held(make_megatron_run_on_cpu)[0]))
 
 
 def run_set(without: str | None) -> list[dict[int, Failure]]:
     """The failures of each rank with all patches but ``without``; all probes run where none is left out."""
-    context = multiprocessing.get_context("fork")
     chosen = [index for index, probe in enumerate(PROBES) if without in (None, probe.patch)]
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(WORLD_SIZE)]
+        pipes = [FORK.Pipe(duplex=False) for _ in range(WORLD_SIZE)]
         processes = [
-            context.Process(target=_run_rank, args=(rank, folder, without, chosen, writer))
+            FORK.Process(target=_run_rank, args=(rank, folder, without, chosen, writer))
             for rank, (_, writer) in enumerate(pipes)
         ]
         for process in processes:

@@ -7,8 +7,6 @@ are about 1e-7 of each term, and the bound is 1e-5 of the result.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -66,7 +64,6 @@ class Observed:
     by_recompute: dict[Recompute, dict[str, Tensor]] = field(default_factory=dict)
     unused: dict[str, float] = field(default_factory=dict)
     num_registered: int = -1
-    is_freed: bool = False
 
 
 def at_rest(**changes: object) -> EngineConfig:
@@ -116,10 +113,6 @@ def _observe(rank: Rank) -> Observed:
                 name: parameter.main_grad.clone() for name, parameter in engine.models[0].named_parameters()
             }
         found.num_registered = len(RouterReplay.global_router_replay_instances)
-        alive = weakref.ref(routers_of(engine.models)[0])
-        del engine
-        gc.collect()
-        found.is_freed = alive() is None
     return found
 
 
@@ -202,9 +195,8 @@ def test_the_recomputation_repeats_what_was_dictated(recompute: Recompute, obser
     assert all(gradient.any() for gradient in observed.by_recompute[Recompute.none].values())
 
 
-def test_no_discarded_engine_stays_alive(observed: Observed) -> None:
+def test_megatrons_own_list_holds_no_router(observed: Observed) -> None:
     assert observed.num_registered == 0
-    assert observed.is_freed
 
 
 def test_routers_come_in_the_order_of_the_layers() -> None:

@@ -1,0 +1,164 @@
+"""Each patch of ``parallel/cpu.py`` fits the Megatron that is installed, is needed there, and reaches all it should."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.config.engine import Device
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.errors import DeviceError
+from mcore_rl.parallel import cpu, groups
+from mcore_rl.parallel.cpu import PATCHES, Line, Patch, make_megatron_run_on_cpu
+from mcore_rl.parallel.device import Platform, detect
+from mcore_rl.parallel.launch import run_ranks
+from mcore_rl.parallel.layout import Layout
+from tests.support import cpu_probes
+from tests.support.cpu_probes import PROBES, Report
+
+LINES = [line for patch in PATCHES for line in patch.answers]
+NAMES = [patch.name for patch in PATCHES]
+
+# Where torch finds a GPU, or was built for one, Megatron gets what it asks for and needs no answer.
+without_gpu = pytest.mark.skipif(
+    torch.version.cuda is not None or torch.version.hip is not None, reason="not a CPU build"
+)
+
+
+def misplaced(line: Line) -> str | None:
+    """None where ``line`` stands in the installed Megatron; else where it is now."""
+    spec = find_spec("megatron.core")
+    assert spec is not None and spec.submodule_search_locations is not None
+    path = Path(spec.submodule_search_locations[0], line.path)
+    if not path.exists():
+        return f"{line.path} is gone"
+    text = path.read_text().splitlines()
+    if line.number <= len(text) and line.code in text[line.number - 1]:
+        return None
+    found = [str(number) for number, other in enumerate(text, 1) if line.code in other]
+    where = f"it is on line {', '.join(found)} now" if found else "it is nowhere in the file"
+    return f"{line.path}:{line.number} is not {line.code!r}: {where}"
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line.path}:{line.number}")
+def test_every_line_stands_where_it_is_said_to(line: Line) -> None:
+    assert misplaced(line) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"number": 20}, "it is on line 21 now"),
+        ({"number": 10**6}, "it is on line 21 now"),
+        ({"code": "jit_fuser = torch.deleted"}, "it is nowhere in the file"),
+        ({"path": "no_such_file.py"}, "no_such_file.py is gone"),
+    ],
+)
+def test_a_moved_line_is_found(change: dict[str, object], says: str) -> None:
+    line = Line("jit.py", 21, "jit_fuser = torch.compile")
+    assert misplaced(line) is None
+    assert says in str(misplaced(replace(line, **change)))  # type: ignore[arg-type]
+
+
+def test_names_are_distinct() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+
+
+def test_every_line_has_a_probe() -> None:
+    probed = {(probe.patch, probe.line) for probe in PROBES}
+    assert probed == {(patch.name, line) for patch in PATCHES for line in patch.answers}
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    (report,) = run_ranks(cpu_probes.run_all, 1, threads_per_rank=1, timeout_s=600)
+    assert isinstance(report, Report)
+    return report
+
+
+def test_all_that_needs_a_patch_runs_with_all_of_them(report: Report) -> None:
+    for rank, failures in enumerate(report.failures[None]):
+        errors = {PROBES[index].run.__name__: failure.error for index, failure in failures.items()}
+        assert errors == {}, f"rank {rank}"
+
+
+@without_gpu
+@pytest.mark.parametrize("patch", PATCHES, ids=NAMES)
+def test_every_line_goes_wrong_without_its_patch(patch: Patch, report: Report) -> None:
+    for failures in report.failures[patch.name]:
+        for index, probe in enumerate(PROBES):
+            if probe.patch != patch.name:
+                continue
+            name = f"{probe.run.__name__} without {patch.name!r}"
+            assert index in failures, f"{name} runs well: {probe.line} needs no answer any more"
+            failure = failures[index]
+            fits = failure.by_its_own_word or failure.came_through(probe.line)
+            assert fits, f"{name} did not fail at {probe.line} but with {failure.error}"
+
+
+def test_every_user_of_a_replaced_function_gets_the_new_one(report: Report) -> None:
+    assert report.held == [
+        # Megatron's own FSDP, which this package does not offer.
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.utils._lazy_call is still the original "
+        "megatron.core.tensor_parallel.random._lazy_call"
+    ]
+
+
+def test_the_comparison_sees_functions_of_torch_of_megatron_and_of_classes(report: Report) -> None:
+    seen = {
+        "torch.zeros",
+        "torch.cuda.random.get_rng_state",
+        "torch.Tensor.cuda",
+        "megatron.core.parallel_state.create_group",
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.__init__",
+    }
+    assert seen <= set(report.replaced)
+
+
+def test_patches_are_applied_once(report: Report) -> None:
+    assert report.replaced_again == []
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As in a process that nobody has patched, but patching only says so."""
+    said: list[str] = []
+    patches = [replace(patch, apply=lambda name=patch.name: said.append(name)) for patch in PATCHES]
+    monkeypatch.setattr(cpu, "_applied", False)
+    monkeypatch.setattr(cpu, "PATCHES", patches)
+    return said
+
+
+def test_all_are_applied_but_the_one_left_out(untouched: list[str]) -> None:
+    make_megatron_run_on_cpu(without="to cuda")
+    assert untouched == [name for name in NAMES if name != "to cuda"]
+
+
+def test_another_megatron_is_refused_before_anything_is_changed(
+    monkeypatch: pytest.MonkeyPatch, untouched: list[str]
+) -> None:
+    monkeypatch.setattr(cpu, "version", lambda _: "0.17.0")
+    with pytest.raises(DeviceError, match=r"megatron-core 0\.17\.0 on the CPU.*Install megatron-core==0\.16\.1"):
+        make_megatron_run_on_cpu()
+    assert untouched == []
+
+
+@pytest.mark.parametrize(("kind", "patched"), [(Device.cpu, True), (Device.cuda, False), (Device.rocm, False)])
+def test_accelerators_are_left_alone(
+    kind: Device, patched: bool, untouched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FirstCallOfMegatron(Exception):
+        pass
+
+    def stop(**_: object) -> None:
+        raise FirstCallOfMegatron
+
+    monkeypatch.setattr(groups.mpu, "initialize_model_parallel", stop)
+    platform: Platform = replace(detect(Device.cpu), kind=kind)
+    with pytest.raises(FirstCallOfMegatron):
+        groups.init_groups(Layout.of(ParallelConfig(), 1), platform, torch.device("cpu"), seed=1)
+    assert untouched == (NAMES if patched else [])
