@@ -138,7 +138,7 @@ def offload_rows(engine: Engine, platform: Platform, repetitions: int) -> list[R
 
 
 def snapshot_rows(engine: Engine, platform: Platform, repetitions: int) -> list[Row]:
-    """The first take makes the memory that later ones write into; a swap keeps the live weights and brings them back."""
+    """The first take makes the memory that later ones write into; a swap in keeps the live weights before it copies."""
     snapshots = engine.snapshots
     first = best(lambda: snapshots.take("first"), platform, 1)
     num_bytes = snapshots.num_bytes()

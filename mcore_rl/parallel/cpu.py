@@ -335,7 +335,7 @@ PATCHES = (
         "split sizes",
         "converts all-to-all split sizes to numpy only when they come from a GPU",
         (
-            Line("transformer/moe/moe_utils.py", 1095, "torch.is_tensor(tensor) and tensor.is_cuda"),
+            Line("transformer/moe/moe_utils.py", 1093, "torch.is_tensor(tensor) and tensor.is_cuda"),
             Line("tensor_parallel/mappings.py", 444, "torch.distributed.all_to_all_single("),
         ),
         _patch_split_sizes,

@@ -9,6 +9,7 @@ algorithm and reads no file.  Its invariant: no result depends on layout, microb
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -30,7 +31,7 @@ from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches
 from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
 from mcore_rl.training.nonfinite import FiniteWatch
-from mcore_rl.training.offload import Offload
+from mcore_rl.training.offload import Offload, Part
 from mcore_rl.training.optimizer import Optimizer
 from mcore_rl.training.router import Purpose
 from mcore_rl.training.routing import Routing
@@ -109,6 +110,7 @@ class Engine:
 
     def load_weights(self, load: Callable[[Sequence[torch.nn.Module]], None]) -> None:
         """Let ``load`` write this rank's weights in place, and bring the optimizer's main weights in line."""
+        self.memory.require(Part.weights, Part.optimizer)
         with phase("load_weights", role=self.role), torch.no_grad():
             load(self.models)
             if self.optimizer is not None:
@@ -128,6 +130,7 @@ class Engine:
         temperature: of the distribution the tokens were sampled from.  record_routing: also return the experts chosen.
         snapshot: score with these weights instead of the live ones.  A ``batch.routing_TLK`` is replayed.
         """
+        self.memory.require(Part.weights)
         names = ["values_T"] if self.critic else ["logprobs_T", "entropy_T"][: 1 + with_entropy]
         out = torch.zeros(len(names), batch.tokens_T.numel(), device=self.groups.device)
 
@@ -172,6 +175,7 @@ class Engine:
         """
         assert self.optimizer is not None, f"the {self.role} was built to score only"
         assert self.snapshots.swapped_in is None, "a step on swapped-in weights would train the wrong model"
+        self.memory.require(*Part)
         sums = _RunningSums(self.groups)
 
         def differentiate(microbatch: Microbatch, output: Tensor) -> Tensor:
@@ -194,10 +198,10 @@ class Engine:
             self._watch.begin()
             run_schedule(self.chunks, microbatches, self._announce, differentiate, forward_only=False)
             self._watch.end()
+            loss_value, metrics = sums.over_ranks()
             with phase("optimizer"):
                 lr = self.optimizer.lr
-                stepped = self.optimizer.step()
-            loss_value, metrics = sums.over_ranks()
+                stepped = self.optimizer.step(loss_is_finite=math.isfinite(loss_value))
             if self.routing is not None:
                 metrics |= self.routing.metrics(denominators)
             skipped = self._note_outcome(stepped.grad_norm, stepped.finite)

@@ -64,6 +64,11 @@ class Offload:
         """Whether ``part`` is in host memory now."""
         return part in self._away
 
+    def require(self, *parts: Part) -> None:
+        """AssertionError where one of ``parts`` is away: a kernel that read it would take the process down."""
+        away = [part.value for part in parts if part in self._away]
+        assert not away, f"in host memory: {', '.join(away)}; onload first"
+
     def offload(self, parts: Iterable[Part] = tuple(Part)) -> Moved:
         """Copy ``parts`` to pinned host memory and free their device memory.  Gradients are freed without a copy."""
         begin, moved = time.perf_counter(), {}

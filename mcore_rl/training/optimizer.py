@@ -37,7 +37,7 @@ def learning_rate(optim: OptimizerConfig, step: int) -> float:
 
 @dataclass(frozen=True)
 class Stepped:
-    """grad_norm: global L2 norm before clipping.  finite: whether it was, and so whether the weights moved."""
+    """grad_norm: global L2 norm before clipping.  finite: whether it and the loss were, and so whether weights moved."""
 
     grad_norm: float
     finite: bool
@@ -74,15 +74,16 @@ class Optimizer:
         """The rate that the next step will use."""
         return learning_rate(self.config, self.num_steps)
 
-    def step(self) -> Stepped:
-        """Clip and apply the reduced gradients.  Non-finite gradients leave weights, moments and schedule untouched.
+    def step(self, *, loss_is_finite: bool) -> Stepped:
+        """Clip and apply the reduced gradients.  Where they or the loss are not finite, weights, moments and schedule stay.
 
-        Collective over the world: every rank gets the same norm and takes the same branch.
+        A loss can be infinite and its gradient not: a clamped ratio has none.  Collective over the world: every rank
+        brings the same global loss, gets the same norm and takes the same branch.
         """
         parts = self.megatron.chained_optimizers
         found_inf = self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
-        if found_inf or not math.isfinite(grad_norm):
+        if found_inf or not loss_is_finite or not math.isfinite(grad_norm):
             return Stepped(grad_norm, finite=False)
         for group in self.megatron.param_groups:
             group["lr"] = self.lr

@@ -41,8 +41,10 @@ class Snapshots:
     def take(self, name: str) -> None:
         """Keep the live weights as ``name``, replacing an earlier snapshot of that name."""
         assert self._swapped_in is None, f"the weights in place are those of snapshot {self._swapped_in!r}"
-        kept = self._kept.setdefault(name, [pinned_empty_like(self._platform, tensor) for tensor in self._live])
-        self._copy(self._live, kept)
+        self._require_live()
+        if name not in self._kept:
+            self._kept[name] = self._empty()
+        self._copy(self._live, self._kept[name])
 
     def drop(self, name: str) -> None:
         """Forget a snapshot and free its memory."""
@@ -53,7 +55,8 @@ class Snapshots:
         """Within: the model computes with the weights of ``name``.  After: the live weights are back, bit for bit."""
         assert name in self._kept, f"no snapshot {name!r}; there are {self.names()}"
         assert self._swapped_in is None, f"snapshot {self._swapped_in!r} is in place already"
-        live = [pinned_empty_like(self._platform, tensor) for tensor in self._live]
+        self._require_live()
+        live = self._empty()
         self._copy(self._live, live)
         self._copy(self._kept[name], self._live)
         self._swapped_in = name
@@ -62,6 +65,14 @@ class Snapshots:
         finally:
             self._copy(live, self._live)
             self._swapped_in = None
+
+    def _require_live(self) -> None:
+        # Offloaded tensors have storages of no bytes; a copy from or to one would take the process down.
+        is_here = all(tensor.untyped_storage().nbytes() for tensor in self._live)
+        assert is_here, "the weights are in host memory; onload them first"
+
+    def _empty(self) -> list[Tensor]:
+        return [pinned_empty_like(self._platform, tensor) for tensor in self._live]
 
     @torch.no_grad()
     def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:

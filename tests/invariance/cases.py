@@ -96,8 +96,28 @@ def all_cases() -> list[Case]:
         axes += ["ep=2", "ep=2,cp=2", "ep=2,etp=1,tp=2", "etp=2,tp=2"] if problem is MOE else []
         for layout in axes:
             found += _variations(Case(problem=problem, layout=layout, world_size=2))
-    moe_products = ["ep=2,tp=2,etp=1", "ep=2,tp=2,etp=2", "cp=2,ep=2", "pp=2,ep=2", "ep=4", "ep=2"]
-    dense_products = ["tp=2,pp=2", "tp=2,cp=2", "tp=2", "cp=2", "pp=2", "pp=2,cp=2", "pp=2,vpp=2,tp=2", "cp=4"]
+    moe_products = [
+        "ep=2,tp=2,etp=1",
+        "ep=2,tp=2,etp=2",
+        "cp=2,ep=2",
+        "pp=2,ep=2",
+        "ep=4",
+        "ep=2",
+        "pp=2,vpp=2,ep=2",
+        "pp=2,tp=2,etp=2",
+    ]
+    dense_products = [
+        "tp=2,pp=2",
+        "tp=2,cp=2",
+        "tp=2",
+        "cp=2",
+        "pp=2",
+        "pp=2,cp=2",
+        "pp=2,vpp=2,tp=2",
+        "cp=4",
+        "pp=4",
+        "pp=2,vpp=2,cp=2",
+    ]
     for layout in [*moe_products, "tp=2,pp=2,ep=2,etp=1"]:
         case = Case(problem=MOE, layout=layout, world_size=4)
         found += [case, replace(case, microbatch_tokens=WHOLE, recompute=Recompute.full)]

@@ -1,0 +1,259 @@
+"""Training steps of models of about 1B parameters in bfloat16: the loss falls, memory is left when it should be.
+
+Prints the time of a step, the MFU and the peak memory; asserts no time.  On the CPU the same steps run on tiny models.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, OptimizerConfig, Precision, Recompute
+from mcore_rl.config.model import ModelConfig, MoeConfig
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.parallel.device import (
+    Platform,
+    detect,
+    device_of,
+    have_transformer_engine,
+    memory,
+    reset_peak_memory,
+    synchronize,
+)
+from mcore_rl.parallel.groups import destroy_groups, init_groups
+from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.training.engine import Engine
+from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
+from tests.gpu.model_flops import num_matmul_parameters, num_parameters, peak_bf16, train_step_flops
+from tests.support import models
+
+WARM_UP, STEPS = 2, 6
+GIB = 2**30
+NAMES = ("dense", "moe")
+Case = tuple[str, LayerSpec, Recompute]
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is trained.  lengths: of all sequences, tokens.  lr: at which a few steps on one batch show."""
+
+    model: ModelConfig
+    lengths: tuple[int, ...]
+    microbatch_tokens: int
+    lr: float
+
+
+def between(low: int, high: int, count: int) -> tuple[int, ...]:
+    draw = random.Random(0)
+    return tuple(draw.randint(low, high) for _ in range(count))
+
+
+def large(**changes: object) -> ModelConfig:
+    """The shape of Llama 3.2 1B, unless changed."""
+    settings = dict(
+        num_layers=16,
+        hidden_size=2_048,
+        ffn_hidden_size=8_192,
+        num_attention_heads=32,
+        num_query_groups=8,
+        head_dim=64,
+        vocab_size=128_256,
+        max_position_embeddings=4_096,
+        rotary_base=500_000.0,
+        tie_output=True,
+    )
+    return ModelConfig(**(settings | changes))  # type: ignore[arg-type]
+
+
+ONE_BILLION_MOE = large(
+    hidden_size=1_024,
+    num_attention_heads=16,
+    num_query_groups=4,
+    vocab_size=64_000,
+    tie_output=False,
+    moe=MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=2_048),
+)
+SIZES = {
+    True: {
+        "dense": Size(large(), between(512, 2_048, 24), microbatch_tokens=8_192, lr=1e-4),
+        "moe": Size(ONE_BILLION_MOE, between(512, 2_048, 24), microbatch_tokens=8_192, lr=1e-4),
+    },
+    False: {
+        "dense": Size(models.dense(), between(8, 40, 8), microbatch_tokens=64, lr=1e-2),
+        "moe": Size(models.moe(), between(8, 40, 8), microbatch_tokens=64, lr=1e-2),
+    },
+}
+# Weights, gradients, main weights and moments take 18 bytes a parameter, 22 GB; what else a step needs is activations.
+LEAST_MEMORY = {Recompute.full: 40 * GIB, Recompute.none: 75 * GIB}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the steps and an offload in the middle of them did.  used_bytes: before, while away and after it."""
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    step_s: float
+    peak_bytes: int
+    used_bytes: tuple[int, int, int]
+    moved_bytes: int
+
+
+def negative_log_likelihood(inputs: LossInputs) -> LossSums:
+    assert inputs.logprobs_N is not None
+    return LossSums(total=-(inputs.logprobs_N * inputs.mask_N).sum(), metrics={})
+
+
+def batch_of(size: Size) -> tuple[TrainBatch, Denominators]:
+    """Random tokens; every one but the first of each sequence is trained."""
+    num_tokens = sum(size.lengths)
+    tokens_T = torch.randint(size.model.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    mask_T = torch.cat([torch.arange(length) > 0 for length in size.lengths])
+    counts = Denominators(loss=float(mask_T.sum()), tokens=num_tokens, sequences=len(size.lengths))
+    return TrainBatch(lengths_S=size.lengths, tokens_T=tokens_T, mask_T=mask_T), counts
+
+
+def build(size: Size, platform: Platform, layer_spec: LayerSpec, recompute: Recompute) -> Engine:
+    groups = init_groups(Layout.of(ParallelConfig(), 1), platform, device_of(platform, 0), seed=1)
+    config = EngineConfig(
+        device=platform.kind,
+        precision=Precision.bfloat16,
+        layer_spec=layer_spec,
+        recompute=recompute,
+        microbatch_tokens=size.microbatch_tokens,
+        optim=OptimizerConfig(lr=size.lr),
+    )
+    return Engine("actor", size.model, ParallelConfig(), config, groups, platform)
+
+
+def train_all(rank: Rank, kind: Device, cases: Sequence[Case]) -> dict[Case, Trained]:
+    """One process: every case, one after another."""
+    platform = detect(kind)
+    rank.init_process_group(platform)
+    return {case: train(platform, *case) for case in cases}
+
+
+def train(platform: Platform, name: str, layer_spec: LayerSpec, recompute: Recompute) -> Trained:
+    """Steps on one batch; after the first half of them, everything goes to host memory and comes back."""
+    size = SIZES[platform.is_accelerator][name]
+    engine = build(size, platform, layer_spec, recompute)
+    batch, counts = batch_of(size)
+    losses, norms, times = [], [], []
+    used, moved_bytes = (0, 0, 0), 0
+    reset_peak_memory(platform)
+    for step in range(WARM_UP + STEPS):
+        if step == (WARM_UP + STEPS) // 2:
+            before = memory(platform).allocated_bytes
+            moved_bytes = sum(engine.memory.offload().num_bytes.values())
+            away = memory(platform).allocated_bytes
+            engine.memory.onload()
+            used = (before, away, memory(platform).allocated_bytes)
+        synchronize(platform)
+        start = time.perf_counter()
+        result = engine.train_step(batch, negative_log_likelihood, counts)
+        synchronize(platform)
+        times.append(time.perf_counter() - start)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        assert result.skipped is None
+    destroy_groups()
+    step_s = statistics.median(times[WARM_UP:])
+    return Trained(tuple(losses), tuple(norms), step_s, memory(platform).peak_bytes, used, moved_bytes)
+
+
+@lru_cache
+def trained(kind: Device, cases: tuple[Case, ...]) -> dict[Case, Trained]:
+    return run_ranks(train_all, 1, (kind, cases), timeout_s=600)[0]
+
+
+def together(platform: Platform, case: Case) -> tuple[Case, ...]:
+    """A large case has a process, and a device, of its own; the tiny ones of the CPU share one."""
+    if platform.is_accelerator:
+        return (case,)
+    return tuple((name, LayerSpec.local, recompute) for name in NAMES for recompute in LEAST_MEMORY)
+
+
+def describe(platform: Platform, size: Size, found: Trained) -> str:
+    flops, peak = train_step_flops(size.model, size.lengths), peak_bf16(platform.device_name)
+    rate = flops / found.step_s
+    mfu = "no peak is known for it" if peak is None else f"MFU {rate / peak:.1%}"
+    active = num_matmul_parameters(size.model) / 1e6
+    return (
+        f"{num_parameters(size.model) / 1e6:.1f}M parameters ({active:.1f}M a token), {sum(size.lengths)} tokens: "
+        f"{found.step_s:.3f} s a step, {rate / 1e12:.3f} TFLOP/s on {platform.device_name}, {mfu}, "
+        f"peak {found.peak_bytes / GIB:.1f} GiB; loss {found.losses[0]:.3f} to {found.losses[-1]:.3f}"
+    )
+
+
+@pytest.mark.parametrize("recompute", LEAST_MEMORY, ids=lambda recompute: recompute.value)
+@pytest.mark.parametrize("layer_spec", [LayerSpec.local, LayerSpec.transformer_engine], ids=lambda spec: spec.value)
+@pytest.mark.parametrize("name", NAMES)
+def test_training_lowers_the_loss_and_offload_frees_memory(
+    platform: Platform, name: str, layer_spec: LayerSpec, recompute: Recompute, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if layer_spec is LayerSpec.transformer_engine and not (platform.is_accelerator and have_transformer_engine()):
+        pytest.skip("needs an accelerator and Transformer Engine")
+    if platform.is_accelerator and memory(platform).total_bytes < LEAST_MEMORY[recompute]:
+        pytest.skip(f"recompute={recompute.value} needs {LEAST_MEMORY[recompute] / GIB:.0f} GiB of device memory")
+    case = (name, layer_spec, recompute)
+    found = trained(platform.kind, together(platform, case))[case]
+    size = SIZES[platform.is_accelerator][name]
+    with capsys.disabled():
+        print(f"\n{name}, {layer_spec.value}, recompute {recompute.value}: {describe(platform, size, found)}")
+
+    expected = torch.tensor(float(size.model.vocab_size)).log()  # of a model that knows nothing
+    assert found.losses[0] == pytest.approx(float(expected), rel=0.1)
+    assert all(norm > 0 for norm in found.grad_norms)
+    assert max(found.losses[1:]) < found.losses[0], f"the loss rose on the batch that is trained: {found.losses}"
+    assert found.losses[-1] < 0.98 * found.losses[0], (
+        f"the loss hardly fell on the batch that is trained: {found.losses}"
+    )
+
+    num_bytes = 2 + 4 + 12  # a parameter: bfloat16 weight, float32 gradient, main weight and two moments
+    assert found.moved_bytes == pytest.approx(num_bytes * num_parameters(size.model), rel=0.05)
+    before, away, after = found.used_bytes
+    if platform.is_accelerator:
+        assert before - away > 0.95 * found.moved_bytes
+        assert away < 0.1 * before, "what is left on the device is more than a few buffers"
+        assert after == pytest.approx(before, rel=0.01)
+
+
+def counted_matmul_flops(rank: Rank) -> dict[str, int]:
+    """What torch counts in the forward and backward passes of a step, without attention."""
+    platform = detect(Device.cpu)
+    rank.init_process_group(platform)
+    found = {}
+    for name in NAMES:
+        size = SIZES[False][name]
+        engine = build(size, platform, LayerSpec.local, Recompute.none)
+        batch, counts = batch_of(size)
+        with FlopCounterMode(display=False) as counter:
+            engine.train_step(batch, negative_log_likelihood, counts)
+        by_operation = counter.get_flop_counts()["Global"]
+        found[name] = sum(flops for operation, flops in by_operation.items() if "attention" not in str(operation))
+        destroy_groups()
+    return found
+
+
+def test_flops_of_matrices_are_those_that_torch_counts() -> None:
+    for name, counted in run_ranks(counted_matmul_flops, 1, timeout_s=120)[0].items():
+        model, lengths = SIZES[False][name].model, SIZES[False][name].lengths
+        assert counted == 6 * num_matmul_parameters(model) * sum(lengths), name
+
+
+def test_flops_of_attention_are_half_of_all_pairs() -> None:
+    """By hand: 2 layers of 4 heads of 16; one sequence of 10 tokens, another of 30."""
+    model = models.dense(num_layers=2)
+    matrices = 6 * num_matmul_parameters(model) * 40
+    pairs = (10 * 10 + 30 * 30) / 2
+    forward = 2 * 4 * (2 * 16 + 2 * 16) * pairs  # layers, heads, a product with a key and with a value
+    assert train_step_flops(model, (10, 30)) - matrices == pytest.approx(3 * forward)
