@@ -175,6 +175,7 @@ class Engine:
         """
         assert self.optimizer is not None, f"the {self.role} was built to score only"
         assert self.snapshots.swapped_in is None, "a step on swapped-in weights would train the wrong model"
+        assert denominators.loss > 0, "nothing is trained: the loss would be divided by 0"
         self.memory.require(*Part)
         sums = _RunningSums(self.groups)
 

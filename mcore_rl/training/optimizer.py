@@ -37,7 +37,7 @@ def learning_rate(optim: OptimizerConfig, step: int) -> float:
 
 @dataclass(frozen=True)
 class Stepped:
-    """grad_norm: global L2 norm before clipping.  finite: whether it and the loss were, and so whether weights moved."""
+    """grad_norm: global L2 norm before clipping.  finite: whether it and the loss were, so that weights moved."""
 
     grad_norm: float
     finite: bool
@@ -75,10 +75,10 @@ class Optimizer:
         return learning_rate(self.config, self.num_steps)
 
     def step(self, *, loss_is_finite: bool) -> Stepped:
-        """Clip and apply the reduced gradients.  Where they or the loss are not finite, weights, moments and schedule stay.
+        """Clip and apply the reduced gradients.  Non-finite ones, or loss, leave weights, moments and schedule alone.
 
-        A loss can be infinite and its gradient not: a clamped ratio has none.  Collective over the world: every rank
-        brings the same global loss, gets the same norm and takes the same branch.
+        A loss can be infinite where its gradient is not: a clamped ratio has none.  Collective over the world: every
+        rank brings the same global loss, gets the same norm and takes the same branch.
         """
         parts = self.megatron.chained_optimizers
         found_inf = self.megatron.prepare_grads()

@@ -43,11 +43,14 @@ class Snapshots:
         assert self._swapped_in is None, f"the weights in place are those of snapshot {self._swapped_in!r}"
         self._require_live()
         if name not in self._kept:
-            self._kept[name] = self._empty()
-        self._copy(self._live, self._kept[name])
+            self._kept[name] = [pinned_empty_like(self._platform, tensor) for tensor in self._live]
+        for live, kept in zip(self._live, self._kept[name], strict=True):
+            kept.copy_(live, non_blocking=True)
+        synchronize(self._platform)
 
     def drop(self, name: str) -> None:
         """Forget a snapshot and free its memory."""
+        assert name != self._swapped_in, f"snapshot {name!r} is in place; its memory holds the live weights"
         del self._kept[name]
 
     @contextmanager
@@ -56,26 +59,24 @@ class Snapshots:
         assert name in self._kept, f"no snapshot {name!r}; there are {self.names()}"
         assert self._swapped_in is None, f"snapshot {self._swapped_in!r} is in place already"
         self._require_live()
-        live = self._empty()
-        self._copy(self._live, live)
-        self._copy(self._kept[name], self._live)
+        self._exchange(name)
         self._swapped_in = name
         try:
             yield
         finally:
-            self._copy(live, self._live)
             self._swapped_in = None
+            self._exchange(name)
+
+    @torch.no_grad()
+    def _exchange(self, name: str) -> None:
+        # The snapshot's own memory holds the live weights meanwhile: no second copy of the model is ever needed.
+        for live, kept in zip(self._live, self._kept[name], strict=True):
+            held = live.clone()
+            live.copy_(kept, non_blocking=True)
+            kept.copy_(held, non_blocking=True)
+        synchronize(self._platform)
 
     def _require_live(self) -> None:
         # Offloaded tensors have storages of no bytes; a copy from or to one would take the process down.
         is_here = all(tensor.untyped_storage().nbytes() for tensor in self._live)
         assert is_here, "the weights are in host memory; onload them first"
-
-    def _empty(self) -> list[Tensor]:
-        return [pinned_empty_like(self._platform, tensor) for tensor in self._live]
-
-    @torch.no_grad()
-    def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source, non_blocking=True)
-        synchronize(self._platform)

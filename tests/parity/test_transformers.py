@@ -79,7 +79,7 @@ def _reference(name: str) -> tuple[torch.Tensor, torch.Tensor, float, Weights]:
     loss = total / batch.mask_T.sum()
     loss.backward()
     gradients = hf_reference.full_weights(reference, model, gradients=True)
-    return logprobs_T.detach(), entropy_T.detach(), float(loss), gradients
+    return logprobs_T.detach(), entropy_T.detach(), float(loss.detach()), gradients
 
 
 @pytest.mark.parametrize("name", NAMES)

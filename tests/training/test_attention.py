@@ -229,7 +229,7 @@ def test_a_kernel_that_aligns_the_first_query_is_recognised(monkeypatch: pytest.
     [{"attention_dropout": 0.1}, {"attn_mask_type": AttnMaskType.padding}, {"attention_type": "cross"}],
 )
 def test_what_is_not_supported_is_refused_when_built(options: dict[str, object]) -> None:
-    with pytest.raises(AssertionError, match="dropout|causal attention only|self-attention only"):
+    with pytest.raises(AssertionError, match=r"dropout|causal attention only|self-attention only"):
         alone(4, 2, **options)
 
 

@@ -304,7 +304,9 @@ def test_data_parallel_ranks_run_equally_many_microbatches(agreed: list[Agreed])
 def test_experts_that_gather_get_equal_shapes(agreed: list[Agreed]) -> None:
     first, second = (found.equal_over_experts for found in agreed)
     assert [lengths for lengths, _ in first] == [(30,), (20,), (10,), (), ()]
-    assert [shape for _, shape in first] == [shape for _, shape in second] == [(1, 30), (1, 25), (1, 10), (1, 2), (1, 1)]
+    assert (
+        [shape for _, shape in first] == [shape for _, shape in second] == [(1, 30), (1, 25), (1, 10), (1, 2), (1, 1)]
+    )
 
 
 @pytest.mark.parametrize("layout", GATHERED)

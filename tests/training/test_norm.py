@@ -60,7 +60,7 @@ def test_weight_follows_the_config() -> None:
 
 @pytest.mark.parametrize("options", [{"normalization": "LayerNorm"}, {"layernorm_zero_centered_gamma": True}])
 def test_other_norms_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(AssertionError, match="not RMSNorm|zero-centred"):
+    with pytest.raises(AssertionError, match=r"not RMSNorm|zero-centred"):
         RMSNorm(config=config(**options), hidden_size=8, eps=1e-5)
 
 

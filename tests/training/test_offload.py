@@ -1,8 +1,8 @@
 """What leaves, to the byte; that it comes back bit for bit; that memory is really freed; what is refused meanwhile.
 
-All sizes of the tiny models are multiples of 128 elements, to which Megatron rounds its buffers up, so the expected bytes
-are exact: 4 for a float32 gradient; 2 or 4 for a weight; two float32 moments; and, for a bfloat16 weight, a float32 main
-weight (a float32 weight is its own).
+All sizes of the tiny models are multiples of 128 elements, to which Megatron rounds its buffers up, so the expected
+bytes are exact: 4 for a float32 gradient; 2 or 4 for a weight; two float32 moments; and, for a bfloat16 weight, a
+float32 main weight (a float32 weight is its own).
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ BYTES = {
     Precision.bfloat16: {Part.weights: 2, Part.gradients: 4, Part.optimizer: 12},
 }
 # (what leaves, what comes back), in these orders; a step follows each.
-JOURNEYS = [(out, back) for out in permutations(Part) for back in (out, out[::-1])] + [((part,), (part,)) for part in Part]
+JOURNEYS = [(out, back) for out in permutations(Part) for back in (out, out[::-1])] + [
+    ((part,), (part,)) for part in Part
+]
 
 # 51 million parameters, nearly all in matrices whose float32 state is larger than 32 MiB.
 BIG = models.dense(
@@ -235,10 +237,10 @@ def test_an_engine_that_only_scores_has_weights_alone(
 def test_memory_is_really_freed(
     everything: tuple[dict[tuple[str, Precision], Observed], Resident, dict[Part, int]],
 ) -> None:
-    """On the CPU the host copy stays in the same memory, so only gradients, which are dropped, make the process smaller;
-    weights and optimizer state leave it as large as it was, where a copy that did not free would add 2 and 12 bytes a
-    parameter.  The C allocator may keep freed blocks of less than 32 MiB, in which 0.6 bytes a parameter of the optimizer
-    state lie, and as much of its copy.  The bound is 1.5 bytes a parameter."""
+    """On the CPU the host copy stays in the same memory, so only gradients, which are dropped, make the process
+    smaller; weights and optimizer state leave it as large as it was, where a copy that did not free would add 2 and 12
+    bytes a parameter.  The C allocator may keep freed blocks of less than 32 MiB, in which 0.6 bytes a parameter of the
+    optimizer state lie, and as much of its copy.  The bound is 1.5 bytes a parameter."""
     resident = everything[1]
     per_parameter = {
         part: (after - before) / resident.num_parameters

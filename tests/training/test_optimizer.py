@@ -207,7 +207,7 @@ def test_the_norm_is_that_before_clipping(clip: str, observed: Observed) -> None
 
 
 def test_clipping_changes_the_step(observed: Observed) -> None:
-    """Adam divides most of a factor out again; it is the large epsilon that lets the tests above see clipping at all."""
+    """Adam divides most of a factor out again; only the large epsilon lets the tests above see clipping at all."""
     clipped, off = observed.steps["clipped"][0].after, observed.steps["off"][0].after
     assert all((clipped[name] - off[name]).norm() > 100 * TOLERANCE * off[name].norm() for name in off)
 
@@ -238,8 +238,8 @@ def test_bf16_weights_are_the_main_weights_rounded(observed: Observed) -> None:
 
 
 def test_steps_too_small_for_bf16_accumulate(observed: Observed) -> None:
-    """Of weights in [0.5, 2) half a unit in the last place is 2^-9 = 0.002 or more; Adam's first step is at most the rate,
-    0.001.  Eight of them in one direction are not lost."""
+    """Of weights in [0.5, 2) half a unit in the last place is 2^-9 = 0.002 or more; Adam's first step is at most the
+    rate, 0.001.  Eight of them in one direction are not lost."""
     assert observed.bf16 is not None
     norms = [name for name in observed.bf16.weights[0] if "norm" in name]
     start, once, often = (torch.cat([observed.bf16.weights[step][name] for name in norms]) for step in (0, 1, MANY))

@@ -1,8 +1,8 @@
-"""The router's losses against a float64 calculation by hand, however the batch is cut; recomputation; what it leaves behind.
+"""The router's losses against a float64 calculation by hand, however the batch is cut; and their recomputation.
 
 The hand calculation starts from the hidden states that enter each router, caught one whole sequence at a time, so it
-knows nothing of packing, padding or microbatches.  The engine is float32 and its sums run over 125 tokens at most; errors
-are about 1e-7 of each term, and the bound is 1e-5 of the result.
+knows nothing of packing, padding or microbatches.  The engine is float32 and its sums run over 125 tokens at most;
+errors are about 1e-7 of each term, and the bound is 1e-5 of the result.
 """
 
 from __future__ import annotations

@@ -121,8 +121,9 @@ def shares(observed: list[dict[str, Observed]], layout: str) -> list[tuple[Train
 
 def choices_of(whole_TLK: Tensor, layout: str, rank: int) -> Tensor:
     """A rank's share of the choices for the whole batch."""
-    shape, batch = Layout.of(parse_layout(layout), 2), replace(
-        batches.ragged(MODEL.vocab_size), routing_TLK=whole_TLK.to(torch.int16)
+    shape, batch = (
+        Layout.of(parse_layout(layout), 2),
+        replace(batches.ragged(MODEL.vocab_size), routing_TLK=whole_TLK.to(torch.int16)),
     )
     mine = batch.select(range(shape.coords(rank).dp, len(batch.lengths_S), shape.dp)).routing_TLK
     assert mine is not None
@@ -149,9 +150,7 @@ def test_replaying_what_was_recorded_changes_no_bit(layout: str, observed: list[
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_replaying_what_was_recorded_changes_rounding_at_most(
-    layout: str, observed: list[dict[str, Observed]]
-) -> None:
+def test_replaying_what_was_recorded_changes_rounding_at_most(layout: str, observed: list[dict[str, Observed]]) -> None:
     """Padding chooses other experts than it did, so an expert's matrix product has other rows beside the real ones and
     the library may sum in another order: 1e-7 of each term, bounded by 1e-5."""
     for seen in (ranks[layout] for ranks in observed):

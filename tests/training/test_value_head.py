@@ -30,7 +30,7 @@ CASES = [(layout, precision) for layout in LAYOUTS[:3] for precision in Precisio
 
 @dataclass
 class Observed:
-    """One rank under one layout.  hidden: what enters the head, [s / tp, H] of each sequence; none where there is none."""
+    """One rank under one layout.  hidden: what enters the head, [s / tp, H] of each sequence; empty without a head."""
 
     scores: TokenScores
     hidden: list[Tensor] = field(default_factory=list)
@@ -53,7 +53,9 @@ def _observe_layout(groups: Groups, layout: str, precision: Precision) -> Observ
     model = models.dense(tie_output=True) if "vpp" in layout else MODEL
     engine = engines.build(groups, model, settings, layout=layout, role="critic", critic=True)
     whole, hidden, seen = batches.ragged(MODEL.vocab_size), [], []
-    hooks = [head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0][:, 0])) for head in _heads(engine)]
+    hooks = [
+        head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0][:, 0])) for head in _heads(engine)
+    ]
     found = Observed(engine.score(engines.share_of(whole, groups)))
     for hook in hooks:
         hook.remove()
@@ -97,7 +99,9 @@ def replicas(observed: Ranks, layout: str, precision: Precision) -> list[tuple[T
     shape, whole = Layout.of(parse_layout(layout), 2), batches.ragged(MODEL.vocab_size)
     found = []
     for dp in range(shape.dp):
-        peers = [observed[shape.rank_of(tp=tp, cp=0, dp=dp, pp=shape.pp - 1)][layout, precision] for tp in range(shape.tp)]
+        peers = [
+            observed[shape.rank_of(tp=tp, cp=0, dp=dp, pp=shape.pp - 1)][layout, precision] for tp in range(shape.tp)
+        ]
         batch = whole.select(range(dp, len(whole.lengths_S), shape.dp))
         hidden = [torch.cat(parts) for parts in zip(*(peer.hidden for peer in peers), strict=True)]
         found.append((batch, hidden, peers[0]))

@@ -1,0 +1,106 @@
+"""Every tensor of the engine lives where an accelerator needs it: seen without one, in a pretended second memory."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from mcore_rl.config.engine import AuxLoss, Device, Recompute
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.parallel import cpu
+from mcore_rl.parallel.device import Platform, detect
+from mcore_rl.parallel.groups import Groups, destroy_groups, init_groups
+from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.training.engine import Engine
+from tests.gpu.two_memories import HOST, THERE, TwoMemories
+from tests.invariance.cases import MODELS, Case, Problem
+from tests.support import batches, full_weights
+from tests.support.engine_runs import engine_config, global_batch, starting_weights
+
+CASES = {
+    "dense": Case(problem=Problem(model="tied")),
+    "unpacked": Case(problem=Problem(model="qk_norm"), microbatch_tokens=None, microbatch_sequences=3),
+    "critic": Case(problem=Problem(model="tied", critic=True)),
+    "experts": Case(problem=Problem(model="moe", aux=AuxLoss.sequence, z=0.01), recompute=Recompute.full),
+    "experts of a whole batch": Case(problem=Problem(model="moe", aux=AuxLoss.batch)),
+    "dictated experts": Case(problem=Problem(model="moe", replay=True)),
+}
+# Patches that answer for the accelerator: the pretended memory does so itself.
+LEFT_OUT = ("to cuda", "factories", "optimizer type names", "clip type names")
+
+
+def look(case: Case, memories: TwoMemories, groups: Groups, platform: Platform, *, trainable: bool) -> list[str]:
+    """Build, score, train, swap a snapshot; what a real accelerator would have refused."""
+    model, critic = MODELS[case.problem.model], case.problem.critic
+    config = engine_config(case, Device.cuda)
+    engine = Engine(
+        "actor", model, ParallelConfig(), config, groups, platform, critic=critic, trainable=trainable
+    )  # fmt: skip
+    found = [
+        f"{name} is on the host"
+        for name, parameter in engine.models[0].named_parameters()
+        if not memories.is_there(parameter)
+    ]
+    start, batch = starting_weights(case.problem), global_batch(case.problem)
+    engine.load_weights(lambda models: full_weights.load_full(models, start))
+    scores = engine.score(batch, record_routing=model.moe is not None)
+    found += [
+        f"{field.name} of the scores is not on the host"
+        for field in fields(scores)
+        if getattr(scores, field.name) is not None and getattr(scores, field.name).device != HOST
+    ]
+    if trainable:
+        loss = batches.value_loss if critic else batches.policy_loss
+        engine.train_step(batch, loss, batches.denominators(batch), with_entropy=not critic)
+    engine.snapshots.take("reference")
+    engine.score(batch, snapshot="reference")
+    return found
+
+
+def look_at_all(rank: Rank) -> dict[str, list[str]]:
+    """One process: every case, trained and not."""
+    for patch in cpu.PATCHES:
+        if patch.name not in LEFT_OUT:
+            patch.apply()
+    torch.cuda.current_device = lambda: THERE  # type: ignore[assignment, return-value]
+    platform = detect(Device.cpu)
+    rank.init_process_group(platform)
+    pretended = replace(platform, kind=Device.cuda, device_type=THERE.type)
+    found = {}
+    for name, case in CASES.items():
+        for trainable in (False, True):
+            memories = TwoMemories()
+            with memories:
+                groups = init_groups(Layout.of(ParallelConfig(), 1), pretended, THERE, seed=1)
+                problems = look(case, memories, groups, pretended, trainable=trainable)
+                destroy_groups()
+            found[f"{name}, {'trained' if trainable else 'scored'}"] = [*problems, *memories.mixed]
+    return found
+
+
+@pytest.mark.skipif(detect(Device.auto).is_accelerator, reason="there is a real one")
+def test_nothing_that_meets_on_the_accelerator_is_left_on_the_host() -> None:
+    found = run_ranks(look_at_all, 1, threads_per_rank=1, timeout_s=300)[0]
+    assert len(found) == 2 * len(CASES)
+    problems = [f"{name}: {problem}" for name, all_of_it in found.items() for problem in all_of_it]
+    assert not problems, "\n".join(problems)
+
+
+def test_the_pretended_memory_sees_what_is_left_behind() -> None:
+    memories = TwoMemories()
+    with memories:
+        there, here = torch.ones(3, device=THERE), torch.ones(3)
+        assert there.device == THERE and here.device == HOST
+        assert (there * 2 + torch.tensor(1.0)).device == THERE
+        assert there.cpu().device == there.to("cpu").device == HOST
+        assert here.to(THERE).device == torch.zeros_like(there).device == there.new_zeros(2).device == THERE
+        assert there[torch.tensor([0, 1])].device == THERE  # torch moves an index itself
+        here.copy_(there)
+        assert not memories.mixed
+        there + here
+        here[torch.zeros(1, dtype=torch.int64, device=THERE)]
+        torch.where(there > 0, here, there)
+    assert [line.partition(" at ")[0] for line in memories.mixed] == ["add", "__getitem__", "where"]
