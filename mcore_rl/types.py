@@ -58,6 +58,11 @@ class TrainBatch:
         named = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "lengths_S"]
         return [(name, tensor) for name, tensor in named if tensor is not None]
 
+    def to(self, device: torch.device) -> TrainBatch:
+        """The same batch with its tensors on ``device``."""
+        moved = {name: tensor.to(device) for name, tensor in self.token_fields()}
+        return TrainBatch(lengths_S=self.lengths_S, **moved)
+
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """The sequences ``indices``, in that order, as a batch of their own."""
         offsets = self.offsets_S

@@ -62,6 +62,7 @@ def init_groups(layout: Layout, platform: Platform, device: torch.device, seed: 
         expert_tensor_parallel_size=layout.etp,
         create_gloo_process_groups=False,
     )
+    torch.manual_seed(seed)  # routers are initialised by the host's generator
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     rank = dist.get_rank()
     return Groups(

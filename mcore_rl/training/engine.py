@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from mcore_rl.config.engine import AuxLoss, Dispatcher, EngineConfig, LayerSpec, engine_violations
+from mcore_rl.config.engine import AuxLoss, Dispatcher, EngineConfig, LayerSpec, Precision, engine_violations
 from mcore_rl.config.model import ModelConfig, model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any
@@ -44,15 +44,22 @@ logger = logging.getLogger(__name__)
 Loss = Callable[[LossInputs], LossSums]
 
 
-def resolve_layer_spec(wanted: LayerSpec, platform: Platform) -> tuple[LayerSpec, list[Violation]]:
-    """``auto`` to what this machine has; a Violation where Transformer Engine was asked for and cannot be had."""
-    available = platform.is_accelerator and have_transformer_engine()
-    if wanted is LayerSpec.transformer_engine and not available:
-        problem = "it cannot be imported" if platform.is_accelerator else "it runs on accelerators only"
-        remedy = "Write layer_spec=auto or layer_spec=local, or install it on a machine with a GPU (see the README)"
-        return LayerSpec.local, [Violation("layer_spec", wanted.value, problem, remedy)]
+def resolve_layer_spec(
+    wanted: LayerSpec, precision: Precision, platform: Platform
+) -> tuple[LayerSpec, list[Violation]]:
+    """``auto`` to what this machine can do; a Violation where Transformer Engine was asked for and cannot be had."""
+    problem = None
+    if not platform.is_accelerator:
+        problem = "it runs on accelerators only"
+    elif not have_transformer_engine():
+        problem = "it cannot be imported"
+    elif precision is Precision.float32:
+        problem = "its packed attention has no float32 kernel"
     if wanted is LayerSpec.auto:
-        return (LayerSpec.transformer_engine if available else LayerSpec.local), []
+        return (LayerSpec.local if problem else LayerSpec.transformer_engine), []
+    if wanted is LayerSpec.transformer_engine and problem:
+        remedy = "Write layer_spec=auto or layer_spec=local, or use it on a GPU, installed, with precision=bfloat16"
+        return LayerSpec.local, [Violation("layer_spec", wanted.value, problem, remedy)]
     return wanted, []
 
 
@@ -75,7 +82,7 @@ class Engine:
         critic: bool = False,
         trainable: bool = True,
     ) -> None:
-        layer_spec, spec_violations = resolve_layer_spec(config.layer_spec, platform)
+        layer_spec, spec_violations = resolve_layer_spec(config.layer_spec, config.precision, platform)
         found = [*model_violations(model), *engine_violations(config), *spec_violations]
         refuse_if_any([*found, *layout_violations(model, parallel, groups.layout.world_size)])
         self.role, self.model, self.config, self.groups, self.platform = role, model, config, groups, platform
@@ -131,6 +138,7 @@ class Engine:
         snapshot: score with these weights instead of the live ones.  A ``batch.routing_TLK`` is replayed.
         """
         self.memory.require(Part.weights)
+        batch = batch.to(self.groups.device)
         names = ["values_T"] if self.critic else ["logprobs_T", "entropy_T"][: 1 + with_entropy]
         out = torch.zeros(len(names), batch.tokens_T.numel(), device=self.groups.device)
 
@@ -177,6 +185,7 @@ class Engine:
         assert self.snapshots.swapped_in is None, "a step on swapped-in weights would train the wrong model"
         assert denominators.loss > 0, "nothing is trained: the loss would be divided by 0"
         self.memory.require(*Part)
+        batch = batch.to(self.groups.device)
         sums = _RunningSums(self.groups)
 
         def differentiate(microbatch: Microbatch, output: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Microbatch:
         """A per-token field of the batch, beside the row that predicts its token; zero (False) where there is none."""
         if field_T is None:
             return None
-        picked = field_T.to(self.targets_N.device)[self.targets_N.clamp(min=0)]
+        picked = field_T[self.targets_N.clamp(min=0)]
         return picked.masked_fill(self.targets_N == NOWHERE, 0)
 
     def scatter_to_targets(self, values_N: Tensor, out_T: Tensor) -> None:
@@ -163,7 +163,7 @@ def _build(
     sources_N, targets_N, sequence_N, positions_N = (
         torch.cat(parts)[mine].to(device) for parts in (sources, targets, slots, positions)
     )
-    tokens_T = batch.tokens_T.to(device)
+    tokens_T = batch.tokens_T
     packing = None
     if packed:
         real = lengths or (1,)

@@ -78,7 +78,8 @@ def transformer_config(
         bias_activation_fusion=True,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
+        # The unfused one reads the boundaries of packed sequences back in every layer; only Transformer Engine fuses.
+        apply_rope_fusion=layer_spec is LayerSpec.transformer_engine,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

@@ -59,6 +59,7 @@ class Offload:
         self._optimizer = optimizer
         self._platform = platform
         self._away: dict[Part, list[_Away]] = {}
+        self._host: dict[tuple[Part, int], Tensor] = {}  # pinning is slow: kept for the next trip
 
     def is_away(self, part: Part) -> bool:
         """Whether ``part`` is in host memory now."""
@@ -75,7 +76,9 @@ class Offload:
         for part in parts:
             if part in self._away:
                 continue
-            self._away[part] = [self._send_away(storage, part) for storage in self._storages(part)]
+            self._away[part] = [
+                self._send_away(storage, part, index) for index, storage in enumerate(self._storages(part))
+            ]
             moved[part] = sum(away.num_bytes for away in self._away[part])
         synchronize(self._platform)
         empty_cache(self._platform)
@@ -106,13 +109,17 @@ class Offload:
             return [buffer.grad_data for buffer in buffers]
         return [] if self._optimizer is None else self._optimizer.state_tensors()
 
-    def _send_away(self, storage: torch.UntypedStorage, part: Part) -> _Away:
+    def _send_away(self, storage: torch.UntypedStorage, part: Part, index: int) -> _Away:
         num_bytes, kept = storage.nbytes(), None
         if part is not Part.gradients:
             view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-            kept = pinned_empty_like(self._platform, view)
+            kept = self._host.get((part, index))
+            if kept is None or kept.numel() != num_bytes:  # Adam's moments come with the first step
+                kept = pinned_empty_like(self._platform, view)
+                if self._platform.is_accelerator:
+                    self._host[part, index] = kept
             kept.copy_(view, non_blocking=True)
-            synchronize(self._platform)
+            synchronize(self._platform)  # before the storage is freed
         storage.resize_(0)
         return _Away(storage, num_bytes, kept)
 

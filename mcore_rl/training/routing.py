@@ -68,7 +68,7 @@ class Routing:
         routing_TLK = self._batch.routing_TLK
         if routing_TLK is None:
             return None
-        chosen_MLK = routing_TLK.to(self.groups.device)[sources_M.clamp(min=0)][:, self.layers]
+        chosen_MLK = routing_TLK[sources_M.clamp(min=0)][:, self.layers]
         # Padding chooses the first experts: any K different ones do, nothing reads the result.
         padding_K = torch.arange(self.top_k, dtype=chosen_MLK.dtype, device=chosen_MLK.device)
         return torch.where((sources_M == NOWHERE)[:, None, None], padding_K, chosen_MLK)

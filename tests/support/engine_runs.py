@@ -131,6 +131,7 @@ def _run_in_groups(case: Case, parallel: ParallelConfig, groups: Groups, platfor
         "critic" if problem.critic else "actor", model, parallel, engine_config(case, platform.kind), groups, platform,
         critic=problem.critic,
     )  # fmt: skip
+    full_weights.gather_full(engine.models, start)  # fails where ranks start from different weights
     engine.load_weights(lambda models: full_weights.load_full(models, start))
     if case.sabotage is not None:
         SABOTAGE[case.sabotage](engine)

@@ -92,15 +92,19 @@ def test_one_thing_wrong(changes: dict[str, Any], expected: str) -> None:
 def test_transformer_engine_is_asked_for_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = replace(engines.CPU, kind=Device.cuda, device_type="cuda")
     auto, local, wanted = LayerSpec.auto, LayerSpec.local, LayerSpec.transformer_engine
+    bf16, fp32 = Precision.bfloat16, Precision.float32
     for installed in (False, True):
         monkeypatch.setattr(engine_module, "have_transformer_engine", lambda installed=installed: installed)
-        assert resolve_layer_spec(auto, engines.CPU) == (local, [])
-        assert resolve_layer_spec(auto, gpu) == (wanted if installed else local, [])
-        assert resolve_layer_spec(local, gpu) == (local, [])
-        (violation,) = resolve_layer_spec(wanted, engines.CPU)[1]
+        assert resolve_layer_spec(auto, bf16, engines.CPU) == (local, [])
+        assert resolve_layer_spec(auto, bf16, gpu) == (wanted if installed else local, [])
+        assert resolve_layer_spec(auto, fp32, gpu) == (local, []), "its packed attention has no float32 kernel"
+        assert resolve_layer_spec(local, bf16, gpu) == (local, [])
+        (violation,) = resolve_layer_spec(wanted, bf16, engines.CPU)[1]
         assert "accelerators only" in violation.problem and "layer_spec=local" in violation.remedy
-        problems = [str(violation) for violation in resolve_layer_spec(wanted, gpu)[1]]
+        problems = [str(violation) for violation in resolve_layer_spec(wanted, bf16, gpu)[1]]
         assert bool(problems) != installed and all("cannot be imported" in problem for problem in problems)
+        (violation,) = resolve_layer_spec(wanted, fp32, gpu)[1]
+        assert ("float32" in violation.problem) == installed
 
 
 # ---- scores and steps, on two ranks ----

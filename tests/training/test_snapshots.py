@@ -106,6 +106,7 @@ def _refusals(engine: Engine) -> dict[str, str]:
     misuses: dict[str, Callable[[], object]] = {
         "step": lambda: inside(lambda: _step(engine)),
         "take inside": lambda: inside(lambda: snapshots.take("other")),
+        "drop inside": lambda: inside(lambda: snapshots.drop("reference")),
         "nested": lambda: inside(lambda: engine.score(_batch(), snapshot="old")),
         "own error": lambda: inside(fail),
         "failing score": lambda: engine.score(_batch(), temperature=-1.0, snapshot="reference"),
@@ -181,6 +182,7 @@ def test_bytes_and_names(observed: Observed) -> None:
     [
         ("step", "AssertionError: a step on swapped-in weights would train the wrong model"),
         ("take inside", "AssertionError: the weights in place are those of snapshot 'reference'"),
+        ("drop inside", "AssertionError: snapshot 'reference' is in place; its memory holds the live weights"),
         ("nested", "AssertionError: snapshot 'reference' is in place already"),
         ("own error", "ValueError: of the caller's own"),
         ("failing score", "AssertionError: temperature=-1.0 must be positive"),
