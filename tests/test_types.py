@@ -68,6 +68,14 @@ def test_selecting_all_changes_nothing() -> None:
         assert name == other and torch.equal(ours, theirs)
 
 
+def test_to_a_device_takes_all_and_changes_nothing() -> None:
+    whole = batches.ragged(101)
+    moved = whole.to(torch.device("cpu"))
+    assert moved.lengths_S == whole.lengths_S
+    for (name, ours), (other, theirs) in zip(whole.token_fields(), moved.token_fields(), strict=True):
+        assert name == other and torch.equal(ours, theirs)
+
+
 def inputs(sum_over_context: object = lambda x: x, **changes: object) -> LossInputs:
     settings = dict(
         mask_N=torch.tensor([True, True, False, True, False]),

@@ -84,6 +84,9 @@ class Engine:
     ) -> None:
         layer_spec, spec_violations = resolve_layer_spec(config.layer_spec, config.precision, platform)
         found = [*model_violations(model), *engine_violations(config), *spec_violations]
+        if config.precision is Precision.bfloat16 and not platform.supports_bf16:
+            problem = f"{platform.device_name} cannot compute in it"
+            found.append(Violation("precision", config.precision.value, problem, "Write precision=float32"))
         refuse_if_any([*found, *layout_violations(model, parallel, groups.layout.world_size)])
         self.role, self.model, self.config, self.groups, self.platform = role, model, config, groups, platform
         self.critic, self.layer_spec = critic, layer_spec
@@ -118,6 +121,7 @@ class Engine:
     def load_weights(self, load: Callable[[Sequence[torch.nn.Module]], None]) -> None:
         """Let ``load`` write this rank's weights in place, and bring the optimizer's main weights in line."""
         self.memory.require(Part.weights, Part.optimizer)
+        assert self.snapshots.swapped_in is None, "weights loaded over a snapshot in place would be lost with it"
         with phase("load_weights", role=self.role), torch.no_grad():
             load(self.models)
             if self.optimizer is not None:
@@ -323,9 +327,10 @@ class _RunningSums:
         """Loss and metrics of the global minibatch, on every rank.  Collective over the world."""
         sums: list[dict[str, float]] = [{}]
         if self.groups.is_last_stage:
-            stacked = torch.stack(list(self._sums.values()))
+            names = sorted(self._sums)
+            stacked = torch.stack([self._sums[name] for name in names])
             dist.all_reduce(stacked, group=self.groups.dp_cp)
-            sums = [dict(zip(self._sums, stacked.tolist(), strict=True))]
+            sums = [dict(zip(names, stacked.tolist(), strict=True))]
         if self.groups.layout.pp > 1:
             last = dist.get_global_rank(self.groups.pp, self.groups.layout.pp - 1)
             dist.broadcast_object_list(sums, src=last, group=self.groups.pp)

@@ -6,7 +6,6 @@ the global gradient norm turns out non-finite.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,16 +70,17 @@ class FiniteWatch:
         self._note(total, False, 0, microbatch, "the loss")
 
     def _note(self, tensor: Tensor, is_gradient: bool, order: int, microbatch: int, where: str) -> None:
-        # The sum is finite if every element is (and not beyond 1e38), in one pass and without a temporary.
-        self._flags.append((is_gradient, order, microbatch, where, tensor.detach().sum(dtype=torch.float32)))
+        # Extremes are one pass without a temporary, in any dtype, and NaN if any element is.
+        extremes = torch.stack(torch.aminmax(tensor.detach()))
+        self._flags.append((is_gradient, order, microbatch, where, extremes))
 
     def explain(self) -> str:
         """The first cause over all ranks, in words.  Collective over the world."""
         rank, coords = self.groups.rank, str(self.groups.coords)
         mine = [
             Finding(is_gradient, order, microbatch, rank, where, coords)
-            for is_gradient, order, microbatch, where, total in self._flags
-            if not math.isfinite(total.item())
+            for is_gradient, order, microbatch, where, extremes in self._flags
+            if not bool(extremes.isfinite().all())
         ]
         everyone: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)

@@ -135,6 +135,8 @@ def all_cases() -> list[Case]:
     for layout in ("ep=2", "tp=2,ep=2,etp=1"):
         case = Case(problem=MOE, layout=layout, world_size=2, dispatcher=Dispatcher.allgather)
         found += [case, replace(case, microbatch_tokens=None, microbatch_sequences=3)]
+    for dispatcher in Dispatcher:  # experts split where the rest is not
+        found.append(Case(problem=MOE, layout="etp=2", world_size=2, dispatcher=dispatcher))
     found.append(Case(problem=MOE, layout="cp=2,ep=2", world_size=4, dispatcher=Dispatcher.allgather))
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         found.append(Case(problem=CRITIC, layout=layout, world_size=world_size))

@@ -40,8 +40,9 @@ def refusal(**changes: Any) -> str:
     shape = Layout.of(parse_layout(""), changes.pop("world_size", 4))
     groups: Any = SimpleNamespace(layout=shape)
     model = changes.pop("model", MODEL)
+    platform = changes.pop("platform", engines.CPU)
     with pytest.raises(ConfigError) as refused:
-        Engine("actor", model, parse_layout(layout), engines.config(**changes), groups, engines.CPU)
+        Engine("actor", model, parse_layout(layout), engines.config(**changes), groups, platform)
     return str(refused.value)
 
 
@@ -82,6 +83,10 @@ def test_everything_wrong_is_said_at_once() -> None:
         ),
         ({"microbatch_sequences": 2}, "microbatch_tokens=64: either this or microbatch_sequences (=2) sets the size"),
         ({"microbatch_tokens": 0}, "microbatch_tokens=0: must be positive"),
+        (
+            {"precision": Precision.bfloat16, "platform": replace(engines.CPU, supports_bf16=False)},
+            "precision=bfloat16: ",
+        ),
         ({"max_nonfinite_steps": 0}, "max_nonfinite_steps=0: must be positive"),
     ],
 )

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from mcore_rl.config.engine import OptimizerConfig, Schedule
 from mcore_rl.errors import NonFiniteError
+from mcore_rl.parallel.device import memory, reset_peak_memory
 from mcore_rl.parallel.groups import Groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.training.engine import Engine, Loss
-from mcore_rl.training.nonfinite import Finding
+from mcore_rl.training.nonfinite import Finding, FiniteWatch
 from mcore_rl.types import LossInputs, LossSums, StepResult
 from tests.support import batches, engines, models
 
@@ -222,6 +223,18 @@ def _fail(rank: Rank) -> None:
 def test_the_error_reaches_the_parent_as_itself() -> None:
     with pytest.raises(NonFiniteError, match=r"the loss of microbatch 0 on rank 1 \(dp1 "):
         run_ranks(_fail, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_watching_costs_no_memory(dtype: torch.dtype) -> None:
+    """The gradient of the logits is the largest tensor of a step; ``isfinite`` would copy it nearly twice."""
+    nobody: Any = None
+    watch, gradient = FiniteWatch(nobody, [], num_chunks=1), torch.zeros(32 * 2**20, dtype=dtype)
+    watch.loss(gradient, 0)  # whatever a first call allocates
+    reset_peak_memory(engines.CPU)
+    before = memory(engines.CPU).allocated_bytes
+    watch.loss(gradient, 0)
+    assert memory(engines.CPU).peak_bytes - before < gradient.nbytes / 8
 
 
 def test_findings_sort_by_cause() -> None:
