@@ -87,6 +87,22 @@ def _variations(case: Case) -> list[Case]:
     ]
 
 
+def _expert_cases() -> list[Case]:
+    """Balance losses, dispatchers, and experts split in other ways than the rest."""
+    found: list[Case] = []
+    for problem in (SEQUENCE_AUX, BATCH_AUX):
+        for layout, world_size in (("", 2), ("tp=2,etp=1", 2), ("pp=2", 2), ("cp=2", 2), ("ep=2", 2), ("cp=2,ep=2", 4)):
+            case = Case(problem=problem, layout=layout, world_size=world_size)
+            found += [case, replace(case, microbatch_tokens=WHOLE, recompute=Recompute.full)]
+    for layout in ("ep=2", "tp=2,ep=2,etp=1"):
+        case = Case(problem=MOE, layout=layout, world_size=2, dispatcher=Dispatcher.allgather)
+        found += [case, replace(case, microbatch_tokens=None, microbatch_sequences=3)]
+    for dispatcher in Dispatcher:  # experts split where the rest is not
+        found.append(Case(problem=MOE, layout="etp=2", world_size=2, dispatcher=dispatcher))
+    found.append(Case(problem=MOE, layout="cp=2,ep=2", world_size=4, dispatcher=Dispatcher.allgather))
+    return found
+
+
 def all_cases() -> list[Case]:
     """Every case of the gate, without duplicates."""
     found: list[Case] = []
@@ -128,16 +144,7 @@ def all_cases() -> list[Case]:
         found.append(Case(problem=DENSE, layout=layout, world_size=8))
     for layout in ("tp=2,pp=2,ep=2,etp=1", "cp=2,pp=2,ep=4", "tp=2,cp=2,ep=4,etp=1"):
         found.append(Case(problem=MOE, layout=layout, world_size=8))
-    for problem in (SEQUENCE_AUX, BATCH_AUX):
-        for layout, world_size in (("", 2), ("tp=2,etp=1", 2), ("pp=2", 2), ("cp=2", 2), ("ep=2", 2), ("cp=2,ep=2", 4)):
-            case = Case(problem=problem, layout=layout, world_size=world_size)
-            found += [case, replace(case, microbatch_tokens=WHOLE, recompute=Recompute.full)]
-    for layout in ("ep=2", "tp=2,ep=2,etp=1"):
-        case = Case(problem=MOE, layout=layout, world_size=2, dispatcher=Dispatcher.allgather)
-        found += [case, replace(case, microbatch_tokens=None, microbatch_sequences=3)]
-    for dispatcher in Dispatcher:  # experts split where the rest is not
-        found.append(Case(problem=MOE, layout="etp=2", world_size=2, dispatcher=dispatcher))
-    found.append(Case(problem=MOE, layout="cp=2,ep=2", world_size=4, dispatcher=Dispatcher.allgather))
+    found += _expert_cases()
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         found.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
         found.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
