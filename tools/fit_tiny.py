@@ -1,6 +1,7 @@
 """Fit a tiny mixture of experts to two-digit sums, through the whole training engine, on this machine.
 
-A check that everything works, and a first look at what a layout is: the same numbers come out of every one.
+A check that everything works, and a first look at what a layout is.  The weights are drawn anew under each layout, so
+the curves differ a little; from the same weights they would not (tests/invariance).
 
     python tools/fit_tiny.py                          # two processes, experts split over them
     python tools/fit_tiny.py --layout tp=2,ep=1       # tensor parallel instead
@@ -224,7 +225,8 @@ def main() -> int:
     except McoreRLError as error:
         if arguments.debug:
             raise
-        console.print(f"[red]error:[/] {error}", highlight=False)
+        # As plain text: a remedy such as pipeline_layers=[3,1] must not be read as markup.
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
 
 
