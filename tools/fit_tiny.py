@@ -189,6 +189,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", default="ep=2", help="sizes of tp, pp, vpp, cp, ep, etp (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="how many, on this machine (default: %(default)s)")
+    parser.add_argument("--pipeline-layers", help="layers of each pipeline chunk where they do not divide, as 3,1")
     parser.add_argument("--device", default="auto", choices=[device.value for device in Device])
     parser.add_argument("--recompute", default="none", choices=[recompute.value for recompute in Recompute])
     parser.add_argument("--steps", type=int, default=150)
@@ -204,9 +205,12 @@ def main() -> int:
     """Run the fit; 0 when it learned, 1 when it did not, 2 on a user error."""
     arguments, console = parse_arguments(), Console()
     try:
+        parallel = parse_layout(arguments.layout)
+        if arguments.pipeline_layers is not None:
+            parallel.pipeline_layers = [int(count) for count in arguments.pipeline_layers.split(",")]
         settings = Settings(
             processes=arguments.processes,
-            parallel=parse_layout(arguments.layout),
+            parallel=parallel,
             device=Device(arguments.device),
             steps=arguments.steps,
             batch_size=arguments.batch_size,
