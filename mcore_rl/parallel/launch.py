@@ -249,6 +249,10 @@ def _main(target: Callable[..., Any], rank: Rank, args: Sequence[object], writer
         result = target(rank, *args)
         with phase("returning the result"):
             writer.send_bytes(pickle.dumps((result,)))
+        with phase("leaving the process groups"):
+            # Their threads must not outlive the interpreter, or now and then one brings it down at its very end.
+            if dist.is_initialized():
+                dist.destroy_process_group()
     except BaseException as error:  # noqa: BLE001  # all is reported; also SystemExit: to leave early fails the others
         writer.send_bytes(pickle.dumps(Failure.of_error(rank.rank, error)))
     writer.close()
