@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mcore_rl.data.packing import budget_violations, chunk_fixed, pack, pack_into, padded_length
 from mcore_rl.errors import refuse_if_any
-from mcore_rl.parallel.context import split_indices
+from mcore_rl.parallel.context import padded_lengths, split_indices
 from mcore_rl.parallel.groups import Groups
 from mcore_rl.training.attention import PackedSequences
 from mcore_rl.types import TrainBatch
@@ -69,11 +69,6 @@ def split_multiple(groups: Groups) -> int:
     return math.lcm(2 * cp if cp > 1 else 1, cp * tp)
 
 
-def sequence_multiple(groups: Groups) -> int:
-    """A packed sequence is padded to a multiple of this, so that each context rank gets two equal chunks of it."""
-    return 2 * groups.layout.cp if groups.layout.cp > 1 else 1
-
-
 def build_microbatches(
     batch: TrainBatch, groups: Groups, *, tokens: int | None, sequences: int | None, equal_over_experts: bool
 ) -> list[Microbatch]:
@@ -112,7 +107,7 @@ def _plan(lengths: Sequence[int], groups: Groups, budget: int | None, sequences:
     All data-parallel ranks run equally many, because experts and gradient reduction are collective over them; with an
     interleaved pipeline, a multiple of pp.
     """
-    costs = [padded_length(length, sequence_multiple(groups)) for length in lengths]
+    costs = padded_lengths(lengths, groups.layout.cp)
     if budget is not None:
         plan = pack(costs, budget)
     else:
@@ -131,7 +126,7 @@ def _plan(lengths: Sequence[int], groups: Groups, budget: int | None, sequences:
 def _padded_shape(lengths: Sequence[int], groups: Groups, *, packed: bool) -> tuple[int, int]:
     """(rows, width) of the padded microbatch, over all context ranks."""
     if packed:
-        total = sum(padded_length(length, sequence_multiple(groups)) for length in lengths)
+        total = sum(padded_lengths(lengths, groups.layout.cp))
         return 1, padded_length(max(total, 1), split_multiple(groups))
     return max(len(lengths), 1), padded_length(max(lengths, default=1), split_multiple(groups))
 
@@ -143,7 +138,7 @@ def _build(
     rows, width = shape
     lengths = tuple(batch.lengths_S[i] for i in members)
     if packed:
-        padded = [padded_length(length, sequence_multiple(groups)) for length in lengths] or [0]
+        padded = list(padded_lengths(lengths, groups.layout.cp)) or [0]
         # The last sequence takes the padding that makes the whole divide; causal attention never looks at it.
         padded[-1] += width - sum(padded)
     else:
