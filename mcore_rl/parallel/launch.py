@@ -251,7 +251,9 @@ def _main(target: Callable[..., Any], rank: Rank, args: Sequence[object], writer
             writer.send_bytes(pickle.dumps((result,)))
         with phase("leaving the process groups"):
             # Their threads must not outlive the interpreter, or now and then one brings it down at its very end.
+            # And none may leave while another still connects a group: that one would see a closed connection.
             if dist.is_initialized():
+                dist.barrier()
                 dist.destroy_process_group()
     except BaseException as error:  # noqa: BLE001  # all is reported; also SystemExit: to leave early fails the others
         writer.send_bytes(pickle.dumps(Failure.of_error(rank.rank, error)))

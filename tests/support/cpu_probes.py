@@ -401,11 +401,21 @@ def _run_rank(rank: int, folder: str, without: str | None, chosen: list[int], wr
             PROBES[index].run()
         except Exception as error:  # noqa: BLE001  # what it is, is the result
             failures[index] = _failure(error)
+        _meet(store, f"after probe {index}", rank)
         parallel_state.destroy_model_parallel()
     writer.send(failures)
     writer.close()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _meet(store: dist.Store, name: str, rank: int) -> None:
+    """Wait for the other rank by the store, as a collective of the probe may have failed.
+
+    A gloo group that one rank leaves while the other still connects it fails there with "Connection closed by peer".
+    """
+    store.set(f"{name}: {rank}", "")
+    store.wait([f"{name}: {rank}" for rank in range(WORLD_SIZE)])
 
 
 def _failure(error: Exception) -> Failure:
