@@ -1,0 +1,244 @@
+"""The vocabulary that weight tables are written in: which ranges of which Hugging Face tensors a local tensor holds.
+
+One ``Rule`` speaks of one kind of local tensor.  Along one dimension a local tensor is ranges of Hugging Face tensors,
+one after another; every other dimension is whole.  That is all that fused projections, gated linears, tensor
+parallelism, replicated key/value heads and vocabulary padding are, so a table is data, any size of any axis follows
+from it, and loading, exporting and resharding are three readers of it.  The same vocabulary describes Megatron's
+tensors and vLLM's.  Integers only: no torch, no communication, and no meaning is read from pieces of names.
+
+Invariant: over the shards of one rule, every element of its Hugging Face tensors is held, by one shard or by copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from mcore_rl.config.model import MlaConfig, ModelConfig, MoeConfig
+
+
+def _moe(model: ModelConfig) -> MoeConfig:
+    assert model.moe is not None, "a size of experts in a model without them"
+    return model.moe
+
+
+def _mla(model: ModelConfig) -> MlaConfig:
+    assert model.mla is not None, "a size of latent attention in a model without it"
+    return model.mla
+
+
+# What a dimension of a Hugging Face tensor is called in the tables.
+SIZES: dict[str, Callable[[ModelConfig], int]] = {
+    "one": lambda model: 1,
+    "vocab": lambda model: model.vocab_size,
+    "hidden": lambda model: model.hidden_size,
+    "head": lambda model: model.head_dim,
+    "query": lambda model: model.num_attention_heads * model.head_dim,
+    "key": lambda model: model.num_query_groups * model.head_dim,
+    "ffn": lambda model: model.ffn_hidden_size,
+    "experts": lambda model: _moe(model).num_experts,
+    "expert_ffn": lambda model: _moe(model).ffn_hidden_size,
+    "shared_ffn": lambda model: _moe(model).shared_ffn_hidden_size,
+    "query_latent": lambda model: _mla(model).q_lora_rank or 0,
+    "latent": lambda model: _mla(model).kv_lora_rank,
+    "latent_and_rope": lambda model: _mla(model).kv_lora_rank + _mla(model).qk_rope_head_dim,
+    "key_and_value": lambda model: model.num_attention_heads * (_mla(model).qk_nope_head_dim + _mla(model).v_head_dim),
+    "value": lambda model: model.num_attention_heads * _mla(model).v_head_dim,
+}
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """A tensor of a Hugging Face checkpoint.  name: with ``{l}`` layer and ``{e}`` expert.  dims: keys of ``SIZES``."""
+
+    name: str
+    dims: tuple[str, ...]
+
+    def shape(self, model: ModelConfig) -> tuple[int, ...]:
+        """Its shape in a checkpoint of ``model``."""
+        return tuple(SIZES[dim](model) for dim in self.dims)
+
+
+def hf(name: str, *dims: str) -> HfTensor:
+    """``HfTensor``, short enough for a table."""
+    assert all(dim in SIZES for dim in dims), f"{name}: unknown size among {dims}"
+    return HfTensor(name, dims)
+
+
+class Axis(Enum):
+    """The parallel axis that splits a tensor; none: every rank of the tensor's stage (and expert) holds it whole.
+
+    shared_expert: vLLM's for some shared experts: tensor, but none where the experts of one layer are spread over
+    several data-parallel replicas (``ParallelConfig.use_sequence_parallel_moe`` in vllm/config/parallel.py, 0.32).
+    """
+
+    none = auto()
+    tensor = auto()
+    expert_tensor = auto()
+    shared_expert = auto()
+
+
+class Stage(Enum):
+    """Where in the pipeline a tensor lives: with its layer, or in the first or last stage.
+
+    last_copy: in the last stage, unless that is the first too, a copy of what the first stage holds.
+    """
+
+    layer = auto()
+    first = auto()
+    last = auto()
+    last_copy = auto()
+
+
+class Layers(Enum):
+    """The layers that have a tensor."""
+
+    all = auto()
+    dense = auto()
+    experts = auto()
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements ``begin`` to ``end`` (exclusive) of Hugging Face tensor ``source`` (place in ``Rule.hf``)."""
+
+    source: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The split dimension of one shard: ``ranges`` one after another, then zeros up to ``size``."""
+
+    ranges: tuple[Range, ...]
+    size: int
+
+    @classmethod
+    def of(cls, ranges: Sequence[Range], size: int | None = None) -> Shard:
+        """Ranges that hold nothing are left out; without ``size`` there is no padding."""
+        held = tuple(range_ for range_ in ranges if range_.end > range_.begin)
+        total = sum(range_.end - range_.begin for range_ in held)
+        return cls(held, total if size is None else size)
+
+
+Sizes = Sequence[int]  # of the Hugging Face tensors of a rule along its split dimension
+Layout = Callable[[ModelConfig, Sizes, int, int], Shard]  # (model, sizes, number of shards, which) -> Shard
+
+
+def whole(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shard:
+    """Every shard holds all of every tensor, one after another."""
+    return Shard.of([Range(source, 0, size) for source, size in enumerate(sizes)])
+
+
+def split(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shard:
+    """Every tensor is cut evenly; a shard holds its part of each, one after another (gate, then up)."""
+    assert all(size % num_shards == 0 for size in sizes), f"{sizes} over {num_shards} shards"
+    parts = [size // num_shards for size in sizes]
+    return Shard.of([Range(source, index * part, (index + 1) * part) for source, part in enumerate(parts)])
+
+
+def grouped_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shard:
+    """Megatron's ``linear_qkv``: for each key/value head its query heads, the key head, the value head.
+
+    ``get_query_key_value_tensors`` in megatron/core/transformer/attention.py, 0.16.1.
+    """
+    groups = model.num_query_groups
+    assert groups % num_shards == 0, f"{groups} key/value heads over {num_shards} shards"
+    mine = range(index * groups // num_shards, (index + 1) * groups // num_shards)
+    heads = [size // groups for size in sizes]
+    return Shard.of(
+        [Range(source, group * head, (group + 1) * head) for group in mine for source, head in enumerate(heads)]
+    )
+
+
+def replicated_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shard:
+    """vLLM's ``qkv_proj``: query heads, key heads, value heads; more shards than key/value heads share them.
+
+    ``QKVParallelLinear`` in vllm/model_executor/layers/linear.py, 0.32.
+    """
+    groups = model.num_query_groups
+    sharing = max(1, num_shards // groups)
+    query = sizes[0] // num_shards
+    ranges = [Range(0, index * query, (index + 1) * query)]
+    for source in (1, 2):
+        part = sizes[source] * sharing // num_shards
+        ranges.append(Range(source, index // sharing * part, (index // sharing + 1) * part))
+    return Shard.of(ranges)
+
+
+def padded_vocab(multiple: int) -> Layout:
+    """Rows of the vocabulary, padded with zeros to a multiple of ``multiple`` and of the shards, cut evenly."""
+
+    def layout(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shard:
+        (rows,) = sizes
+        padded = -(-rows // multiple) * multiple
+        size = -(-padded // num_shards)
+        begin = min(rows, index * size)
+        return Shard.of([Range(0, begin, min(rows, begin + size))], size)
+
+    return layout
+
+
+megatron_vocab = padded_vocab(1)
+
+
+def always(model: ModelConfig) -> bool:
+    """A rule for every model of its family."""
+    return True
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of local tensor.
+
+    name: with ``{l}`` the layer and ``{e}`` the expert, both counted from 0 in the whole model (a rank's own counting
+    is its reader's business).  hf: what it holds, in order.  layout: which ranges of those, along ``dim``, a shard of
+    ``axis`` holds.  layers, stage: where it lives.  stacked: the experts of a rank are the first dimension of one
+    local tensor, not tensors of their own.  only: for some models of the family.  checkpoint: its key in a Megatron
+    checkpoint, where that is not ``name``.  dtype: torch's name of the dtype that it has whatever that of the model.
+    absent_ok: the checkpoint may lack it, and the local tensor then keeps its initial value.
+    """
+
+    name: str
+    hf: tuple[HfTensor, ...]
+    layout: Layout = whole
+    dim: int = 0
+    axis: Axis = Axis.none
+    layers: Layers = Layers.all
+    stage: Stage = Stage.layer
+    stacked: bool = False
+    only: Callable[[ModelConfig], bool] = always
+    checkpoint: str | None = None
+    dtype: str | None = None
+    absent_ok: bool = False
+    per_expert: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "per_expert", any("{e}" in tensor.name for tensor in self.hf))
+        assert self.stage is not Stage.layer or "{l}" in self.name, f"{self.name} lives in a layer and names none"
+        assert len({len(tensor.dims) for tensor in self.hf}) == 1, f"{self.name}: tensors of different ranks"
+
+    def applies_to(self, model: ModelConfig, layer: int | None) -> bool:
+        """Whether ``layer`` of ``model`` (None where the tensor lives in no layer) has this tensor."""
+        if not self.only(model):
+            return False
+        if layer is None or self.layers is Layers.all:
+            return True
+        return model.has_experts(layer) == (self.layers is Layers.experts)
+
+    def hf_shapes(self, model: ModelConfig) -> list[tuple[int, ...]]:
+        """Shapes of ``hf`` in a checkpoint of ``model``."""
+        return [tensor.shape(model) for tensor in self.hf]
+
+    def shard(self, model: ModelConfig, num_shards: int, index: int) -> Shard:
+        """What shard ``index`` of ``num_shards`` holds along ``dim``."""
+        assert 0 <= index < num_shards, f"shard {index} of {num_shards}"
+        return self.layout(model, [shape[self.dim] for shape in self.hf_shapes(model)], num_shards, index)
+
+    def local_shape(self, model: ModelConfig, num_shards: int) -> tuple[int, ...]:
+        """Shape of one shard (of one expert, where ``stacked``)."""
+        shape = list(self.hf_shapes(model)[0])
+        shape[self.dim] = self.shard(model, num_shards, 0).size
+        return tuple(shape)

@@ -1,0 +1,201 @@
+"""A family's table, opened for one model and one parallel layout: what each rank holds, and where it comes from.
+
+Integers and names only; nothing is read, sent or built.  Loading, exporting, checkpoints and the proofs all ask it.
+
+Invariant: ``tensors(rank)`` names every tensor that the Megatron modules of ``rank`` have, once; over the ranks of one
+replica every element of every name in ``hf_tensors`` is held.  ``weights/verify.py`` proves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.families.blocks import VALUE_HEAD
+from mcore_rl.families.family import Family
+from mcore_rl.families.rules import Axis, Rule, Shard, Stage
+from mcore_rl.parallel.layout import Coords, Layout, place_layers
+
+Box = tuple[tuple[int, int], ...]  # per dimension (start, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An equal-shaped part of a Hugging Face tensor and of a local one.
+
+    hf: the tensor's name.  hf_start, local_start: first index per dimension.  shape: of the part.
+    """
+
+    hf: str
+    hf_start: tuple[int, ...]
+    local_start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def hf_box(self) -> Box:
+        """The part of the Hugging Face tensor."""
+        return tuple(zip(self.hf_start, self.shape, strict=True))
+
+    @property
+    def local_box(self) -> Box:
+        """The part of the local tensor."""
+        return tuple(zip(self.local_start, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor of one rank.
+
+    name: canonical (``weights/names.py``), within its model chunk.  chunk: which of the rank's model chunks.  layer,
+    expert: in the whole model, None where it is of none.  num_shards, index: its place along the rule's axis.
+    """
+
+    name: str
+    chunk: int
+    rule: Rule
+    layer: int | None
+    expert: int | None
+    num_shards: int
+    index: int
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """The Hugging Face tensors that it holds parts of."""
+        return tuple(tensor.name.format(l=self.layer, e=self.expert) for tensor in self.rule.hf)
+
+
+@dataclass(frozen=True, slots=True)
+class HfInfo:
+    """What a checkpoint must say of one tensor.
+
+    dtype: torch's name of it, where it is not the model's.  absent_ok: whether the checkpoint may lack it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str | None
+    absent_ok: bool
+
+
+def pieces(shard: Shard, dim: int, hf_names: tuple[str, ...], hf_shapes: list[tuple[int, ...]]) -> list[Piece]:
+    """The parts of a local tensor whose dimension ``dim`` is ``shard``, in order; what they leave is padding."""
+    found, offset = [], 0
+    for held in shard.ranges:
+        shape = list(hf_shapes[held.source])
+        hf_start, local_start = [0] * len(shape), [0] * len(shape)
+        hf_start[dim], local_start[dim], shape[dim] = held.begin, offset, held.end - held.begin
+        offset += shape[dim]
+        found.append(Piece(hf_names[held.source], tuple(hf_start), tuple(local_start), tuple(shape)))
+    return found
+
+
+class Table:
+    """The tensors of every rank of ``parallel`` over ``world_size`` processes (None: one replica).
+
+    critic: a value head in place of the output projection.  Raises ConfigError where the layout is none of the world.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        model: ModelConfig,
+        parallel: ParallelConfig | None = None,
+        world_size: int | None = None,
+        *,
+        critic: bool = False,
+    ) -> None:
+        self.family = family
+        self.model = model
+        self.parallel = parallel or ParallelConfig()
+        replica = self.parallel.tp * self.parallel.pp * self.parallel.cp
+        self.layout = Layout.of(self.parallel, replica if world_size is None else world_size)
+        self.critic = critic
+        self.placement = place_layers(model.num_layers, self.parallel)
+        rules = family.weights
+        if critic:
+            rules = (*(rule for rule in rules if rule.name != VALUE_HEAD.name), VALUE_HEAD)
+        self.rules = tuple(rule for rule in rules if rule.only(model))
+        self._shards: dict[tuple[Rule, int, int], Shard] = {}
+
+    def tensors(self, rank: int) -> list[LocalTensor]:
+        """Every tensor of ``rank``, in the order of its chunks and layers."""
+        coords, found = self.layout.coords(rank), []
+        for chunk in range(self.parallel.vpp):
+            place = chunk * self.parallel.pp + coords.pp
+            layers = self.placement[place]
+            first, last = place == 0, place == len(self.placement) - 1
+            here = {Stage.first: first, Stage.last: last, Stage.last_copy: last and not first, Stage.layer: False}
+            found += [self._local(rule, chunk, coords) for rule in self.rules if here[rule.stage]]
+            for layer in layers:
+                for rule in self.rules:
+                    if rule.stage is Stage.layer and rule.applies_to(self.model, layer):
+                        found += self._of_layer(rule, chunk, layer, layers[0], coords)
+        return found
+
+    def _of_layer(self, rule: Rule, chunk: int, layer: int, first_layer: int, coords: Coords) -> list[LocalTensor]:
+        local = self._local(rule, chunk, coords)
+        if not rule.per_expert:
+            return [replace(local, name=rule.name.format(l=layer - first_layer, e=None), layer=layer)]
+        first = coords.ep * self.experts_per_rank
+        return [
+            replace(local, name=rule.name.format(l=layer - first_layer, e=e), layer=layer, expert=first + e)
+            for e in range(self.experts_per_rank)
+        ]
+
+    def _local(self, rule: Rule, chunk: int, coords: Coords) -> LocalTensor:
+        num_shards, index = {
+            Axis.none: (1, 0),
+            Axis.tensor: (self.layout.tp, coords.tp),
+            Axis.expert_tensor: (self.layout.etp, coords.etp),
+        }[rule.axis]
+        return LocalTensor(rule.name, chunk, rule, None, None, num_shards, index)
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts of a layer that one rank holds (whole, or shards of)."""
+        assert self.model.moe is not None
+        return self.model.moe.num_experts // self.layout.ep
+
+    def shard(self, local: LocalTensor) -> Shard:
+        """The split dimension of ``local``."""
+        key = (local.rule, local.num_shards, local.index)
+        if key not in self._shards:
+            self._shards[key] = local.rule.shard(self.model, local.num_shards, local.index)
+        return self._shards[key]
+
+    def shape(self, local: LocalTensor) -> tuple[int, ...]:
+        """The shape of ``local``."""
+        shape = list(local.rule.hf[0].shape(self.model))
+        shape[local.rule.dim] = self.shard(local).size
+        return tuple(shape)
+
+    def pieces(self, local: LocalTensor) -> list[Piece]:
+        """The parts of Hugging Face tensors that ``local`` is made of; what they leave is padding, and zero."""
+        return pieces(self.shard(local), local.rule.dim, local.hf_names, local.rule.hf_shapes(self.model))
+
+    @cached_property
+    def hf_tensors(self) -> dict[str, HfInfo]:
+        """Every Hugging Face tensor of the model, in the order of the layers."""
+        found: dict[str, HfInfo] = {}
+        for rule, layer, expert in self._places():
+            for tensor in rule.hf:
+                info = HfInfo(tensor.shape(self.model), rule.dtype, rule.absent_ok)
+                found[tensor.name.format(l=layer, e=expert)] = info
+        return found
+
+    def _places(self) -> Iterator[tuple[Rule, int | None, int | None]]:
+        """(rule, layer, expert) of the whole model: the first stage, the layers, the last stage."""
+        yield from ((rule, None, None) for rule in self.rules if rule.stage is Stage.first)
+        for layer in range(self.model.num_layers):
+            for rule in self.rules:
+                if rule.stage is Stage.layer and rule.applies_to(self.model, layer):
+                    yield from ((rule, layer, expert) for expert in self._experts_of(rule))
+        yield from ((rule, None, None) for rule in self.rules if rule.stage is Stage.last)
+
+    def _experts_of(self, rule: Rule) -> list[int | None]:
+        if not rule.per_expert:
+            return [None]
+        assert self.model.moe is not None
+        return list(range(self.model.moe.num_experts))
