@@ -23,7 +23,7 @@ class TrainBatch:
 
     lengths_S: tokens of each sequence, all positive.  tokens_T: int64.  mask_T: bool, tokens that are trained; the
     first of a sequence never is.  The rest is optional and float32: what the losses need.  routing_TLK: int16 expert
-    choices to replay, one row per token and layer with experts.
+    choices to replay, one row per token and layer of the model; those of dense layers are not read.
     """
 
     lengths_S: tuple[int, ...]

@@ -174,15 +174,106 @@ def model_violations(model: ModelConfig) -> list[Violation]:
                 f"Write one of {divisors}",
             )
         )
-    if model.head_dim % 2:
+    if model.mla is None and model.head_dim % 2:
         found.append(Violation("model.head_dim", model.head_dim, "RoPE rotates pairs", "Write an even number"))
-    if model.moe is not None and not 1 <= model.moe.top_k <= model.moe.num_experts:
-        found.append(
-            Violation(
-                "model.moe.top_k",
-                model.moe.top_k,
-                f"a token needs between 1 and model.moe.num_experts={model.moe.num_experts} experts",
-                f"Write 1 to {model.moe.num_experts}",
-            )
-        )
+    if model.sliding_layers and not (model.sliding_window or 0) > 0:
+        problem = f"model.sliding_layers={model.sliding_layers} have a window"
+        found.append(Violation("model.sliding_window", model.sliding_window, problem, "Write its tokens, 1 or more"))
+    found += _layer_violations("model.sliding_layers", model.sliding_layers, model.num_layers)
+    for name in ("softmax_scale", "attention_soft_cap", "output_soft_cap"):
+        value = getattr(model, name)
+        if value is not None and not value > 0:
+            found.append(Violation(f"model.{name}", value, "must be positive", "Write a positive number, or null"))
+    if model.sandwich_norm and model.moe is not None:
+        problem = "no norm can stand behind experts, whose outputs are summed later"
+        found.append(Violation("model.sandwich_norm", True, problem, "Write model.sandwich_norm=false"))
+    if model.mla is not None:
+        found += _mla_violations(model, model.mla)
+    if model.moe is not None:
+        found += _moe_violations(model, model.moe)
+    return found
+
+
+def _layer_violations(key: str, layers: list[int], num_layers: int) -> list[Violation]:
+    unknown = [layer for layer in layers if not 0 <= layer < num_layers]
+    problem = f"{unknown} are none of the model's layers, 0 to {num_layers - 1}"
+    return [Violation(key, layers, problem, "Leave them out")] if unknown else []
+
+
+def _mla_violations(model: ModelConfig, mla: MlaConfig) -> list[Violation]:
+    width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    positive = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+    found = [
+        Violation(f"model.mla.{name}", getattr(mla, name), "must be positive", "Write 1 or more")
+        for name in positive
+        if getattr(mla, name) is not None and getattr(mla, name) < 1
+    ]
+    rope = mla.qk_rope_head_dim
+    parts = f"model.mla.qk_nope_head_dim={mla.qk_nope_head_dim} and qk_rope_head_dim={rope} add up to {width}"
+    heads = model.num_attention_heads
+    for key, value, is_right, problem, remedy in (
+        ("model.mla.qk_rope_head_dim", rope, rope % 2 == 0, "RoPE rotates pairs", "Write an even number"),
+        ("model.head_dim", model.head_dim, model.head_dim == width, parts, f"Write {width}"),
+        (
+            "model.num_query_groups", model.num_query_groups, model.num_query_groups == heads,
+            f"latent attention has a key for each of model.num_attention_heads={heads}", f"Write {heads}",
+        ),
+        ("model.qkv_bias", model.qkv_bias, not model.qkv_bias, "latent attention has no biases", "Write false"),
+        ("model.qk_norm", model.qk_norm, not model.qk_norm, "latent attention has norms of its own", "Write false"),
+    ):  # fmt: skip
+        if not is_right:
+            found.append(Violation(key, value, problem, remedy))
+    return found
+
+
+def _moe_violations(model: ModelConfig, moe: MoeConfig) -> list[Violation]:
+    found = _layer_violations("model.moe.dense_layers", moe.dense_layers, model.num_layers)
+    if moe.num_experts < 1 or moe.num_groups < 1:
+        for name in ("num_experts", "num_groups"):
+            if getattr(moe, name) < 1:
+                found.append(Violation(f"model.moe.{name}", getattr(moe, name), "must be positive", "Write 1 or more"))
+        return found  # the rules below divide by these
+    experts, groups = f"model.moe.num_experts={moe.num_experts}", f"model.moe.num_groups={moe.num_groups}"
+    num_kept = moe.num_experts // moe.num_groups * moe.top_k_groups
+    limited = moe.top_k_groups < moe.num_groups
+    choice = f"{experts}" if not limited else f"the {num_kept} experts of model.moe.top_k_groups={moe.top_k_groups}"
+    for name, is_right, problem, remedy in (
+        ("ffn_hidden_size", moe.ffn_hidden_size >= 1, "must be positive", "Write 1 or more"),
+        ("shared_ffn_hidden_size", moe.shared_ffn_hidden_size >= 0, "must not be negative", "Write 0 for none"),
+        (
+            "dense_layers", len(set(moe.dense_layers)) < model.num_layers,
+            "leave no layer with experts", "Write model.moe=null, or name fewer layers",
+        ),
+        (
+            "shared_gate", moe.shared_ffn_hidden_size > 0 or not moe.shared_gate,
+            "there is no shared expert", "Write false, or the width model.moe.shared_ffn_hidden_size",
+        ),
+        (
+            "expert_bias", moe.score is RouterScore.sigmoid or not moe.expert_bias,
+            f"Megatron has it for sigmoid scores only, not {moe.score.value}", "Write false, or score=sigmoid",
+        ),
+        (
+            "num_groups", moe.num_experts % moe.num_groups == 0,
+            f"does not divide {experts}", "Write a divisor of it",
+        ),
+        (
+            "top_k_groups", 1 <= moe.top_k_groups <= moe.num_groups,
+            f"a token chooses from between 1 and {groups}", f"Write 1 to {moe.num_groups}",
+        ),
+        (
+            "num_groups", not limited or moe.num_experts >= 2 * moe.num_groups,
+            f"groups of {experts} are ranked by their two best experts", f"Write {moe.num_experts // 2} or less",
+        ),
+        (
+            "top_k", 1 <= moe.top_k <= min(num_kept, moe.num_experts) or moe.top_k_groups < 1,
+            f"a token needs between 1 and all of {choice}", f"Write 1 to {min(num_kept, moe.num_experts)}",
+        ),
+        (
+            "norm_topk_prob", not (moe.norm_topk_prob and moe.top_k == 1 and moe.score is RouterScore.softmax),
+            "the probability of the one expert would be 1 whatever its router says, which could not learn",
+            "Write false, or model.moe.top_k=2 or more",
+        ),
+    ):  # fmt: skip
+        if not is_right:
+            found.append(Violation(f"model.moe.{name}", getattr(moe, name), problem, remedy))
     return found

@@ -243,12 +243,12 @@ def _divisor_limits(model: ModelConfig) -> dict[str, dict[str, int]]:
     fused projection; that is refused here because a rank would then hold a part of a head.
     """
     tp = {"model.num_attention_heads": model.num_attention_heads, "model.num_query_groups": model.num_query_groups}
+    if not all(model.has_experts(layer) for layer in range(model.num_layers)):
+        tp["model.ffn_hidden_size"] = model.ffn_hidden_size
     if model.moe is None:
-        return {
-            "tp": tp | {"model.ffn_hidden_size": model.ffn_hidden_size},
-            "ep": {"experts": 1},
-            "etp": {"experts": 1},
-        }
+        return {"tp": tp, "ep": {"experts": 1}, "etp": {"experts": 1}}
+    if model.moe.shared_ffn_hidden_size:
+        tp["model.moe.shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
     ep = {"model.moe.num_experts": model.moe.num_experts}
     return {"tp": tp, "ep": ep, "etp": {"model.moe.ffn_hidden_size": model.moe.ffn_hidden_size}}
 

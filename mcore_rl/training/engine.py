@@ -27,6 +27,7 @@ from mcore_rl.parallel.device import Platform, have_transformer_engine
 from mcore_rl.parallel.groups import Groups, sum_over
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
+from mcore_rl.training.layers import transformer_engine_lacks
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches
 from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
@@ -44,21 +45,25 @@ logger = logging.getLogger(__name__)
 Loss = Callable[[LossInputs], LossSums]
 
 
-def resolve_layer_spec(
-    wanted: LayerSpec, precision: Precision, platform: Platform
-) -> tuple[LayerSpec, list[Violation]]:
-    """``auto`` to what this machine can do; a Violation where Transformer Engine was asked for and cannot be had."""
-    problem = None
+def transformer_engine_problem(
+    model: ModelConfig, parallel: ParallelConfig, precision: Precision, platform: Platform
+) -> str | None:
+    """Why Transformer Engine's layers cannot be used here, or None."""
     if not platform.is_accelerator:
-        problem = "it runs on accelerators only"
-    elif not have_transformer_engine():
-        problem = "it cannot be imported"
-    elif precision is Precision.float32:
-        problem = "its packed attention has no float32 kernel"
+        return "it runs on accelerators only"
+    if not have_transformer_engine():
+        return "it cannot be imported"
+    if precision is Precision.float32:
+        return "its packed attention has no float32 kernel"
+    return transformer_engine_lacks(model, parallel)
+
+
+def resolve_layer_spec(wanted: LayerSpec, problem: str | None) -> tuple[LayerSpec, list[Violation]]:
+    """``auto`` to what can be had; a Violation where Transformer Engine was asked for and there is a ``problem``."""
     if wanted is LayerSpec.auto:
         return (LayerSpec.local if problem else LayerSpec.transformer_engine), []
     if wanted is LayerSpec.transformer_engine and problem:
-        remedy = "Write layer_spec=auto or layer_spec=local, or use it on a GPU, installed, with precision=bfloat16"
+        remedy = "Write layer_spec=auto or layer_spec=local; it needs a GPU, to be installed, and precision=bfloat16"
         return LayerSpec.local, [Violation("layer_spec", wanted.value, problem, remedy)]
     return wanted, []
 
@@ -82,7 +87,8 @@ class Engine:
         critic: bool = False,
         trainable: bool = True,
     ) -> None:
-        layer_spec, spec_violations = resolve_layer_spec(config.layer_spec, config.precision, platform)
+        why_local = transformer_engine_problem(model, parallel, config.precision, platform)
+        layer_spec, spec_violations = resolve_layer_spec(config.layer_spec, why_local)
         found = [*model_violations(model), *engine_violations(config), *spec_violations]
         if config.precision is Precision.bfloat16 and not platform.supports_bf16:
             problem = f"{platform.device_name} cannot compute in it"
@@ -107,6 +113,8 @@ class Engine:
         self._watch = FiniteWatch(groups, self.models, parallel.pp * parallel.vpp)
         self.num_skipped = 0
         self._skipped_in_a_row: list[str] = []
+        if groups.rank == 0 and platform.is_accelerator and config.layer_spec is LayerSpec.auto and why_local:
+            logger.info("%s: local layers instead of Transformer Engine's: %s", role, why_local)
         if groups.rank == 0 and parallel.pp > 1:
             logger.info("%s\n%s", role, describe_placement(model.num_layers, parallel))
 
@@ -276,6 +284,7 @@ class Engine:
             microbatch.labels_N,
             vocab_size=self.model.vocab_size,
             temperature=temperature,
+            soft_cap=self.model.output_soft_cap,
             with_entropy=with_entropy,
             group=self.groups.tp,
             chunk_bytes=cache_sized_chunk_bytes(self.platform),

@@ -8,6 +8,9 @@ scratch buffer that stays in the cache, and backward does so again and leaves th
     log p(target) = z[target] - log S       H = log S - E
     d log p / dz = onehot - p               dH / dz = -p (log p + H) = -p (z - E)
 
+With a soft cap (Gemma 2), c = cap tanh(x / cap) takes the place of the logits x above, before the temperature.  It is
+never stored: both passes compute it, and backward multiplies by dc / dx = 1 - (c / cap)^2.
+
 Tensor parallelism (the vocabulary-parallel cross entropy of arXiv:1909.08053, section 3, with the entropy added): each
 rank sums over its own columns and two all-reduces of [T]-vectors join the sums.  Backward communicates nothing.
 
@@ -17,7 +20,7 @@ Invariant: no temporary holds more than ``chunk_bytes`` rounded to whole tokens,
 
 Why backward may overwrite the logits (Megatron-core 0.16.1 does so to its float32 softmax,
 tensor_parallel/cross_entropy.py): a Linear's backward needs its input and its weight, never its output, so nobody reads
-the logits again.  Where somebody would (a soft-cap keeps its tanh, a second loss keeps the same logits), autograd's
+the logits again.  Where somebody would (a tanh keeps its output, a second loss keeps the same logits), autograd's
 version counter sees it: the write goes through ``detach()``, which shares the counter with the logits and with every
 view of them, and whoever saved them and comes later stops with "modified by an inplace operation" instead of using
 wrong values.
@@ -46,6 +49,7 @@ def token_logprobs(
     vocab_size: int,
     chunk_bytes: int,
     temperature: float = 1.0,
+    soft_cap: float | None = None,
     with_entropy: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -56,9 +60,11 @@ def token_logprobs(
     read the logits after it.  Pass all rows of the projection: the backward of a slice of rows copies [T, V].
     targets_T: [T] int64 in [0, vocab_size), the same on every rank.
     vocab_size: the true vocabulary; columns at or past it are padding, outside the softmax, with zero gradient.
-    chunk_bytes: size of each of the two float32 scratch buffers, rounded to whole tokens, at least one; speed only.
-    Write ``cache_sized_chunk_bytes(platform)``.
-    temperature: positive; divides the logits.  with_entropy: False saves work and returns None for the entropy.
+    chunk_bytes: size of each of the two float32 scratch buffers (three with a soft cap), rounded to whole tokens, at
+    least one; speed only.  Write ``cache_sized_chunk_bytes(platform)``.
+    temperature: positive; divides the logits.  soft_cap: positive; ``soft_cap * tanh(logits / soft_cap)`` takes the
+    place of the logits before that, as in transformers and vLLM.
+    with_entropy: False saves work and returns None for the entropy.
     group: the tensor-parallel group, None for whole logits.  Its ranks must pass the same T.
 
     Returns float32 [T] log-probabilities and float32 [T] entropies or None, the same on every rank, differentiable in
@@ -72,6 +78,7 @@ def token_logprobs(
     assert targets_T.shape == logits_TV.shape[:1], f"{tuple(targets_T.shape)} targets for {logits_TV.shape[0]} tokens"
     assert targets_T.dtype == torch.int64, f"targets are int64, not {targets_T.dtype}"
     assert temperature > 0, f"temperature={temperature} must be positive"
+    assert soft_cap is None or soft_cap > 0, f"soft_cap={soft_cap} must be positive"
     assert chunk_bytes > 0, f"chunk_bytes={chunk_bytes} must be positive"
     in_vocabulary = bool(((targets_T >= 0) & (targets_T < vocab_size)).all())
     assert in_vocabulary, f"targets must lie in [0, {vocab_size})"
@@ -79,7 +86,7 @@ def token_logprobs(
         assert not logits_TV.is_leaf, "backward would overwrite the values of a leaf; pass the output of an operation"
     rows = max(1, round(chunk_bytes / (4 * logits_TV.shape[1])))
     outputs: tuple[Tensor, Tensor | None] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's own
-        logits_TV, targets_T, vocab_size, 1.0 / temperature, with_entropy, group, rows
+        logits_TV, targets_T, vocab_size, 1.0 / temperature, soft_cap, with_entropy, group, rows
     )
     return outputs
 
@@ -103,6 +110,7 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_T: Tensor,
         vocab_size: int,
         inverse_temperature: float,
+        soft_cap: float | None,
         with_entropy: bool,
         group: dist.ProcessGroup | None,
         rows: int,
@@ -114,9 +122,14 @@ class _TokenLogprobs(torch.autograd.Function):
         owned_T1 = (local_T1 >= 0) & (local_T1 < num_valid)
         local_T1 = local_T1.masked_fill(~owned_T1, 0)
 
-        max_T1, sum_T1, weighted_T1 = _local_sums(logits_TV[:, :num_valid], inverse_temperature, with_entropy, rows)
+        max_T1, sum_T1, weighted_T1 = _local_sums(
+            logits_TV[:, :num_valid], inverse_temperature, soft_cap, with_entropy, rows
+        )
         global_max_T1 = _all_reduce(max_T1.clone(), dist.ReduceOp.MAX, group)
-        target_z_T1 = torch.add(-global_max_T1, logits_TV.gather(1, local_T1).float(), alpha=inverse_temperature)
+        target_T1 = logits_TV.gather(1, local_T1).float()
+        if soft_cap is not None:
+            _cap(target_T1, soft_cap, out=target_T1)
+        target_z_T1 = torch.add(-global_max_T1, target_T1, alpha=inverse_temperature)
         target_z_T1 = target_z_T1.masked_fill(~owned_T1, 0.0)
         # exp(z - M) = exp(z - m) exp(m - M), and the z inside E moves by m - M too
         moved_T1 = (max_T1 - global_max_T1).clamp_(min=_UNDERFLOW)
@@ -131,7 +144,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
         ctx.set_materialize_grads(False)  # an output that the loss left out must arrive as None, not as zeros
         ctx.save_for_backward(logits_TV, local_T1, owned_T1, global_max_T1, sum_T1, mean_T1, target_z_T1)
-        ctx.num_valid, ctx.inverse_temperature, ctx.rows = num_valid, inverse_temperature, rows
+        ctx.num_valid, ctx.inverse_temperature, ctx.soft_cap, ctx.rows = num_valid, inverse_temperature, soft_cap, rows
         ctx.overwritten = False
         entropy_T = None if mean_T1 is None else (log_sum_T1 - mean_T1).squeeze(1)
         return (target_z_T1 - log_sum_T1).squeeze(1), entropy_T
@@ -159,22 +172,24 @@ class _TokenLogprobs(torch.autograd.Function):
         finite_z_T1 = target_z_T1.clamp(min=_UNDERFLOW)
         target_grad_T1 = offset_T1 if slope_T1 is None else offset_T1 + slope_T1 * finite_z_T1
         target_grad_T1 = chosen_T1 + finite_z_T1.exp() * target_grad_T1
+        if ctx.soft_cap is not None:
+            target_grad_T1 *= _cap_slope(saved_TV.gather(1, local_T1).float(), ctx.soft_cap)
         _overwrite_with_gradient(
-            grad_TV[:, : ctx.num_valid], max_T1, offset_T1, slope_T1, ctx.inverse_temperature, ctx.rows
+            grad_TV[:, : ctx.num_valid], max_T1, offset_T1, slope_T1, ctx.inverse_temperature, ctx.soft_cap, ctx.rows
         )
         grad_TV[:, ctx.num_valid :].zero_()
         # not scatter_: for bfloat16 on a CPU it works on a float32 copy of the whole tensor (torch 2.13)
         places = (torch.arange(grad_TV.shape[0], device=grad_TV.device).unsqueeze(1), local_T1)
         grad_TV[places] = torch.where(owned_T1, target_grad_T1.to(grad_TV.dtype), grad_TV[places])
-        return grad_TV, None, None, None, None, None, None
+        return grad_TV, None, None, None, None, None, None, None
 
 
 def _local_sums(
-    logits_TV: Tensor, inverse_temperature: float, with_entropy: bool, rows: int
+    logits_TV: Tensor, inverse_temperature: float, soft_cap: float | None, with_entropy: bool, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(m, sum of exp(z - m), sum of (z - m) exp(z - m)) of this rank's valid columns, each [T, 1] float32.
 
-    z = logits / temperature and m is its maximum; the third is zeros without entropy.
+    z = logits (capped, with a soft cap) / temperature and m is its maximum; the third is zeros without entropy.
     """
     num_tokens, num_columns = logits_TV.shape
     shift_T1 = logits_TV.new_full((num_tokens, 1), _FLOAT_MAX, dtype=torch.float32)  # -m; no columns: m = -max
@@ -185,7 +200,7 @@ def _local_sums(
     for span in _spans(num_tokens, rows):
         chunk_CV, shift_C1 = logits_TV[span], shift_T1[span]
         z_CV, exp_CV = scratch_CV[:, : chunk_CV.shape[0]]
-        source_CV = _as_float32(chunk_CV, z_CV)
+        source_CV = _as_float32(chunk_CV, z_CV) if soft_cap is None else _cap(chunk_CV, soft_cap, out=z_CV)
         torch.amax(source_CV, dim=1, keepdim=True, out=shift_C1)
         shift_C1.mul_(-inverse_temperature).clamp_(max=_FLOAT_MAX)  # a row of -inf alone must not give inf - inf
         torch.add(shift_C1, source_CV, alpha=inverse_temperature, out=z_CV)
@@ -204,13 +219,18 @@ def _overwrite_with_gradient(
     offset_T1: Tensor,
     slope_T1: Tensor | None,
     inverse_temperature: float,
+    soft_cap: float | None,
     rows: int,
 ) -> None:
-    """Replace logits by ``exp(z) (offset + slope z)``, z = logits / temperature - max; ``slope_T1`` None means zero."""
+    """Replace logits by ``exp(z) (offset + slope z)``, z = logits / temperature - max; ``slope_T1`` None means zero.
+
+    With a soft cap z is of capped logits, and the result is multiplied by the cap's slope.
+    """
     num_tokens, num_columns = logits_TV.shape
     if num_columns == 0:
         return
-    scratch_CV = logits_TV.new_empty((2, min(rows, num_tokens), num_columns), dtype=torch.float32)
+    num_buffers = 2 if soft_cap is None else 3
+    scratch_CV = logits_TV.new_empty((num_buffers, min(rows, num_tokens), num_columns), dtype=torch.float32)
     shift_T1 = -max_T1
     # Prompts and padding are not trained: one small transfer tells the host which tokens have a gradient at all.
     live_T = (offset_T1 != 0 if slope_T1 is None else (offset_T1 != 0) | (slope_T1 != 0)).squeeze(1).tolist()
@@ -219,14 +239,17 @@ def _overwrite_with_gradient(
         if not any(live_T[span]):
             chunk_CV.zero_()
             continue
-        z_CV, exp_CV = scratch_CV[:, : chunk_CV.shape[0]]
-        torch.add(shift_T1[span], _as_float32(chunk_CV, z_CV), alpha=inverse_temperature, out=z_CV)
+        z_CV, exp_CV, *cap_CV = scratch_CV[:, : chunk_CV.shape[0]]
+        source_CV = _as_float32(chunk_CV, z_CV) if soft_cap is None else _cap(chunk_CV, soft_cap, out=cap_CV[0])
+        torch.add(shift_T1[span], source_CV, alpha=inverse_temperature, out=z_CV)
         target_CV = chunk_CV if chunk_CV.dtype == torch.float32 else z_CV
         if slope_T1 is None:
             torch.mul(z_CV.exp_(), offset_T1[span], out=target_CV)
         else:
             torch.exp(z_CV.clamp_(min=_UNDERFLOW), out=exp_CV)
             torch.mul(z_CV.mul_(slope_T1[span]).add_(offset_T1[span]), exp_CV, out=target_CV)
+        if soft_cap is not None:
+            target_CV.mul_(cap_CV[0].div_(soft_cap).square_().neg_().add_(1.0))
         if target_CV is not chunk_CV:
             chunk_CV.copy_(target_CV)
 
@@ -241,6 +264,16 @@ def _as_float32(chunk_CV: Tensor, scratch_CV: Tensor) -> Tensor:
     Never leave the conversion to type promotion: on a CPU that allocates a temporary for every operation.
     """
     return chunk_CV if chunk_CV.dtype == torch.float32 else scratch_CV.copy_(chunk_CV)
+
+
+def _cap(logits: Tensor, soft_cap: float, out: Tensor) -> Tensor:
+    """``soft_cap * tanh(logits / soft_cap)`` into ``out``, which is float32 and may be ``logits`` itself."""
+    return out.copy_(logits).div_(soft_cap).tanh_().mul_(soft_cap)
+
+
+def _cap_slope(logits: Tensor, soft_cap: float) -> Tensor:
+    """The derivative of ``_cap``."""
+    return 1.0 - (logits / soft_cap).tanh_().square_()
 
 
 def _column(grad_T: Tensor | None, like_T1: Tensor) -> Tensor:

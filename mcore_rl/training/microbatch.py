@@ -20,7 +20,7 @@ from mcore_rl.data.packing import budget_violations, chunk_fixed, pack, pack_int
 from mcore_rl.errors import refuse_if_any
 from mcore_rl.parallel.context import padded_lengths, split_indices
 from mcore_rl.parallel.groups import Groups
-from mcore_rl.training.attention import PackedSequences
+from mcore_rl.training.sequences import PackedSequences
 from mcore_rl.types import TrainBatch
 
 NOWHERE = -1

@@ -7,35 +7,30 @@ be lost.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import Activation, ModelConfig, RouterScore
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.parallel.groups import Groups
 from mcore_rl.parallel.layout import place_layers
-from mcore_rl.training.attention import PackedAttention
-from mcore_rl.training.norm import RMSNorm
-from mcore_rl.training.router import Router
+from mcore_rl.training.layers import block_spec
+from mcore_rl.training.rope import inverse_frequencies, score_scale, set_frequencies
 from mcore_rl.training.value_head import ValueHead
 
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
 
+
+# Megatron fuses silu and the gate (bias_activation_fusion); its fused tanh gelu rounds other constants than PyTorch's
+# (fusions/fused_bias_geglu.py).
+_ACTIVATIONS = {Activation.silu: F.silu, Activation.gelu_tanh: partial(F.gelu, approximate="tanh")}
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     Recompute.none: {},
@@ -65,21 +60,21 @@ def transformer_config(
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
-        kv_channels=model.head_dim,
         layernorm_epsilon=model.norm_epsilon,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
         normalization="RMSNorm",
-        activation_func=F.silu,
+        activation_func=_ACTIVATIONS[model.activation],
         gated_linear_unit=True,
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        bias_activation_fusion=True,
+        bias_activation_fusion=model.activation is Activation.silu,
+        layernorm_zero_centered_gamma=model.zero_centered_norm,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         # The unfused one reads the boundaries of packed sequences back in every layer; only Transformer Engine fuses.
-        apply_rope_fusion=layer_spec is LayerSpec.transformer_engine,
+        apply_rope_fusion=layer_spec is LayerSpec.transformer_engine and model.mla is None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -99,76 +94,51 @@ def transformer_config(
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
         **_RECOMPUTE[engine.recompute],
+        **_attention(model),
         **_experts(model, layer_spec),
     )
 
 
+def _attention(model: ModelConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if model.mla is None:
+        found |= {"kv_channels": model.head_dim, "softmax_scale": score_scale(model)}
+    else:
+        scale = model.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
+        # Of a value: what the output projection takes.  The rest is ``LatentAttention``'s own.
+        found |= {"multi_latent_attention": True, "kv_channels": model.mla.v_head_dim, "softmax_scale": scale}
+    if model.sliding_layers:
+        assert model.sliding_window is not None, "model_violations lets no sliding layers without a window through"
+        found["window_size"] = (model.sliding_window - 1, 0)  # keys to the left of a query's own, and to the right
+        found["window_attn_skip_freq"] = [int(layer in model.sliding_layers) for layer in range(model.num_layers)]
+    return found
+
+
 def _experts(model: ModelConfig, layer_spec: LayerSpec) -> dict[str, Any]:
-    if model.moe is None:
+    moe = model.moe
+    if moe is None:
         return {}
+    limited = moe.top_k_groups < moe.num_groups
     return {
-        "num_moe_experts": model.moe.num_experts,
-        "moe_router_topk": model.moe.top_k,
-        "moe_ffn_hidden_size": model.moe.ffn_hidden_size,
-        "moe_router_pre_softmax": not model.moe.norm_topk_prob,
+        "num_moe_experts": moe.num_experts,
+        # Specs decide; parts of Megatron look here (its checkpoints: transformer/transformer_block.py:833).
+        "moe_layer_freq": [int(model.has_experts(layer)) for layer in range(model.num_layers)],
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
+        "moe_router_pre_softmax": not moe.norm_topk_prob,
+        "moe_router_score_function": moe.score.value,
+        # Sigmoids in float32, as in transformers (models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3TopkRouter).
+        "moe_router_dtype": "fp32" if moe.score is RouterScore.sigmoid else None,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_bias_update_rate": 0.0,  # it stays fixed
+        "moe_router_num_groups": moe.num_groups if limited else None,
+        "moe_router_group_topk": moe.top_k_groups if limited else None,
+        "moe_router_topk_scaling_factor": moe.routed_scaling_factor,
         "moe_router_load_balancing_type": "none",  # our router has losses of its own
         "moe_grouped_gemm": layer_spec is LayerSpec.transformer_engine,
     }
-
-
-def _local_layer(config: TransformerConfig) -> ModuleSpec:
-    """One decoder layer out of Megatron's own parallel linears and our norm, attention and router."""
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    mlp = ModuleSpec(module=MLP, submodules=linears)
-    if config.num_moe_experts is not None:
-        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=PackedAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
-        k_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
-    )
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-            # Checkpoint keys are Transformer Engine's, so that either spec loads what the other saved.
-            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-            | ({} if config.num_moe_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
-        ),
-    )
-
-
-def _transformer_engine_layer(config: TransformerConfig) -> ModuleSpec:
-    """Megatron's Transformer Engine layer with our router."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-    spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-    )
-    if config.num_moe_experts is not None:
-        spec.submodules.mlp.submodules.router = Router
-    return spec
-
-
-def block_spec(config: TransformerConfig, layer_spec: LayerSpec, num_layers: int) -> TransformerBlockSubmodules:
-    """The layers of one model chunk and the norm after the last of all."""
-    if layer_spec is LayerSpec.local:
-        return TransformerBlockSubmodules(layer_specs=[_local_layer(config)] * num_layers, layer_norm=RMSNorm)
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TransformerBlockSubmodules(layer_specs=[_transformer_engine_layer(config)] * num_layers, layer_norm=TENorm)
 
 
 def build_chunks(
@@ -186,7 +156,7 @@ def build_chunks(
         is_last = chunk_index == len(placement) - 1
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, layer_spec, len(placement[chunk_index])),
+            transformer_layer_spec=block_spec(model, config, layer_spec, placement[chunk_index]),
             vocab_size=padded_vocab_size(model.vocab_size, parallel.tp),
             max_sequence_length=model.max_position_embeddings,
             pre_process=chunk_index == 0,
@@ -196,6 +166,11 @@ def build_chunks(
             rotary_base=model.rotary_base,  # type: ignore[arg-type]
             vp_stage=vp_stage if parallel.vpp > 1 else None,
         )
+        if model.mla is None:
+            frequencies = inverse_frequencies(model.rope, model.rotary_base, model.head_dim)
+            set_frequencies(chunk.rotary_pos_emb, frequencies)
+        if chunk_index == 0 and model.embedding_scale != 1.0:
+            _scale_embeddings(chunk, model.embedding_scale, config.params_dtype)
         _reduce_experts_over_their_own_group(chunk)
         if is_last and critic:
             chunk.output_layer = ValueHead(config, groups.tp, groups.device)
@@ -204,6 +179,12 @@ def build_chunks(
         chunk.to(groups.device)
         chunks.append(chunk)
     return chunks
+
+
+def _scale_embeddings(chunk: GPTModel, scale: float, dtype: torch.dtype) -> None:
+    # transformers rounds the factor to the weights' dtype (Gemma2TextScaledWordEmbedding), and Gemma was trained so.
+    factor = torch.tensor(scale, dtype=dtype, device="cpu").item()
+    chunk.embedding.register_forward_hook(lambda module, arguments, embeddings: embeddings * factor)
 
 
 def _reduce_experts_over_their_own_group(chunk: GPTModel) -> None:

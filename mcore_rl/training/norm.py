@@ -1,9 +1,10 @@
 """RMSNorm of the local layer spec: the numbers of Hugging Face's models, the marks that Megatron's reductions look for.
 
 Takes the place of ``WrappedTorchNorm``, which refuses sequence parallelism (megatron-core 0.16.1,
-transformer/torch_norm.py:37).  LayerNorm, zero-centred weights and biases are deliberately not here.
+transformer/torch_norm.py:37).  LayerNorm and biases are deliberately not here.
 
-Invariant: equal to transformers' ``LlamaRMSNorm`` (also Qwen2, Qwen3, Mixtral) bit for bit on the CPU, gradients too.
+Invariant: equal to transformers' ``LlamaRMSNorm`` (also Qwen2, Qwen3, Mixtral) bit for bit on the CPU, gradients too;
+with ``config.layernorm_zero_centered_gamma``, to its ``Gemma2RMSNorm``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ class RMSNorm(torch.nn.Module):
     The quotient is computed in float32 and cast back to the dtype of ``x`` *before* it is multiplied by ``weight``;
     ``F.rms_norm`` with the weight inside would multiply first, which differs in bf16 (by 3e-3 relative).
 
+    Zero-centred (``config.layernorm_zero_centered_gamma``): ``(1 + weight) * x / sqrt(mean(x^2) + eps)``, all of it in
+    float32 and cast at the end; the weight starts at zeros.
+
     hidden_size: elements of the last dimension; of one head for query and key norms.  The weight [hidden_size] has
     dtype ``config.params_dtype`` and is made on the default device, as that of Megatron's own PyTorch norm is.
 
@@ -32,16 +36,20 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         assert config.normalization == "RMSNorm", f"normalization is {config.normalization}, not RMSNorm"
-        assert not config.layernorm_zero_centered_gamma, "zero-centred weights are not supported"
         self.hidden_size = hidden_size
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        start = 0.0 if self.zero_centered else 1.0
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), start, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden_size]; the result has its shape and dtype."""
+        if self.zero_centered:
+            normalised = F.rms_norm(x.float(), (self.hidden_size,), eps=self.eps)
+            return (normalised * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * F.rms_norm(x, (self.hidden_size,), eps=self.eps)
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
-        return f"{self.hidden_size}, eps={self.eps}"
+        return f"{self.hidden_size}, eps={self.eps}" + (", zero-centred" if self.zero_centered else "")

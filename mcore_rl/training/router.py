@@ -1,5 +1,9 @@
 """The router of a mixture-of-experts layer: Megatron's, with losses, statistics and replay that no layout can change.
 
+Experts are chosen as transformers does (qwen2_moe, mixtral, deepseek_v3).  Megatron's own choice is not used: where
+experts come in groups it ranks a group by the sum of its best ``top_k // top_k_groups`` (transformer/moe/
+moe_utils.py:554), and DeepSeek-V3 by that of its best two; and it always renormalises sigmoids.
+
 Megatron's own auxiliary losses are taken over one microbatch of one rank, so their gradients move with the microbatch
 size, DP and CP.  Here every loss is a sum over this rank's tokens divided by counts of the whole global batch, which
 are known before the first forward (``RouterState``).  Deliberately absent: token dropping, capacity factors, Sinkhorn,
@@ -20,13 +24,14 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.config.engine import AuxLoss, MoeTrainConfig
+
+TINY = 1e-20  # keeps a sum of scores that all vanish from dividing by 0; transformers' and Megatron's
 
 
 class Purpose(Enum):
@@ -98,17 +103,17 @@ class RouterState:
 
 
 class Router(TopKRouter):
-    """Top-k router; ``connect`` gives it the engine's ``RouterState`` and its place in it before the first forward."""
+    """Top-k router; ``connect`` gives it the engine's ``RouterState`` and its place in it before the first forward.
+
+    expert_bias: where the model has one, Megatron's buffer, float32 [E].  It takes part in the choice of experts and
+    not in their weights, comes from the checkpoint and goes back to it, and stays fixed in training.
+    """
 
     state: RouterState
     layer: int
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self.router_replay = RouterReplay()
-        # Megatron keeps every instance in a class-wide list for its own set-all calls; ours are driven one by one,
-        # and the list would keep discarded engines alive.
-        RouterReplay.global_router_replay_instances.remove(self.router_replay)
         self._awaiting_recompute: deque[RoutedMicrobatch] = deque()
 
     def connect(self, state: RouterState, layer: int) -> None:
@@ -121,8 +126,10 @@ class Router(TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """Router logits [s / tp, b, E]."""
-        # In the dtype of the weights, as transformers and vLLM do; Megatron's own function is a NameError without
-        # Transformer Engine (transformer/moe/moe_utils.py:1192, te_general_gemm).
+        # Sigmoids in float32, all else in the dtype of the weights, as transformers does; Megatron's own function is a
+        # NameError without Transformer Engine (transformer/moe/moe_utils.py:1192, te_general_gemm).
+        if self.config.moe_router_dtype == "fp32":
+            return torch.nn.functional.linear(input.float(), self.weight.float())
         return torch.nn.functional.linear(input, self.weight)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -133,18 +140,14 @@ class Router(TopKRouter):
         is_real_M = microbatch.sequence_M >= 0
         attach = self.state.purpose is Purpose.train and torch.is_grad_enabled()
 
-        self._arm_replay(microbatch)
-        probs_ME, map_ME = topk_routing_with_score_function(
-            logits_ME,
-            self.topk,
-            use_pre_softmax=self.config.moe_router_pre_softmax,
-            score_function=self.score_function,
-            router_replay=self.router_replay,
-        )
+        replay_MK = None if microbatch.replay_MLK is None else microbatch.replay_MLK[:, self.layer].long()
+        weights_MK, choices_MK = self._choose(logits_ME, replay_MK)
+        probs_ME = torch.zeros_like(logits_ME).scatter(1, choices_MK, weights_MK.to(logits_ME.dtype))
+        map_ME = torch.zeros_like(logits_ME, dtype=torch.bool).scatter(1, choices_MK, True)
         if not recomputing:
             self.state.counts_LE[self.layer] += (map_ME & is_real_M[:, None]).sum(0)
             if self.state.record:
-                self.state.record_choices(self.layer, microbatch, self._choices(microbatch))
+                self.state.record_choices(self.layer, microbatch, choices_MK)
         if attach:
             logits_ME = logits_ME.float()
             probs_ME = self._attach_aux_loss(probs_ME, logits_ME, map_ME, is_real_M, microbatch)
@@ -159,29 +162,44 @@ class Router(TopKRouter):
             self._awaiting_recompute.append(self.state.microbatch)
         return self.state.microbatch
 
-    def _arm_replay(self, microbatch: RoutedMicrobatch) -> None:
-        if microbatch.replay_MLK is not None:
-            self.router_replay.target_topk_idx = microbatch.replay_MLK[:, self.layer].long()
-            self.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        else:
-            self.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
+    def _scores(self, logits_ME: Tensor) -> Tensor:
+        """Of each expert, float32, by itself (sigmoid) or among all (softmax)."""
+        logits_ME = logits_ME.float()
+        return torch.sigmoid(logits_ME) if self.score_function == "sigmoid" else torch.softmax(logits_ME, dim=-1)
 
-    def _choices(self, microbatch: RoutedMicrobatch) -> Tensor:
-        if microbatch.replay_MLK is not None:
-            return microbatch.replay_MLK[:, self.layer]
-        return self.router_replay.get_recorded_indices()
+    def _choose(self, logits_ME: Tensor, replay_MK: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Weights [M, K] float32 and experts [M, K] int64: ``replay_MK``, or the best by score, in that order."""
+        config = self.config
+        scores_ME = self._scores(logits_ME)
+        choices_MK = replay_MK
+        if choices_MK is None:
+            ranked_ME = scores_ME.detach()
+            if self.expert_bias is not None:
+                ranked_ME = ranked_ME + self.expert_bias
+            if config.moe_router_group_topk is not None:
+                ranked_ME = within_best_groups(ranked_ME, config.moe_router_num_groups, config.moe_router_group_topk)
+            choices_MK = ranked_ME.topk(self.topk).indices
+        weights_MK = scores_ME.gather(1, choices_MK)
+        if not config.moe_router_pre_softmax:
+            weights_MK = weights_MK / (weights_MK.sum(dim=-1, keepdim=True) + TINY)
+        return weights_MK * config.moe_router_topk_scaling_factor, choices_MK
 
     def _attach_aux_loss(
         self, probs_ME: Tensor, logits_ME: Tensor, map_ME: Tensor, is_real_M: Tensor, microbatch: RoutedMicrobatch
     ) -> Tensor:
         """Load balance: ``coeff * E/K * sum_e f_e P_e``; f: share of choices, P: mean router probability.
 
+        Sigmoids s_e are made probabilities by ``s_e / (sum_e s_e + 1e-20)``, as Megatron (moe_utils.py:784) and
+        DeepSeek (arXiv:2412.19437, eq. 19) do.
         f has no gradient, so this rank's part of the loss is linear in its own tokens' probabilities.
         """
         state = self.state
         if state.terms.aux_loss is AuxLoss.none:
             return probs_ME
-        scores_ME = torch.softmax(logits_ME, dim=-1) * is_real_M[:, None]
+        scores_ME = self._scores(logits_ME)
+        if self.score_function == "sigmoid":
+            scores_ME = scores_ME / (scores_ME.sum(dim=-1, keepdim=True) + TINY)
+        scores_ME = scores_ME * is_real_M[:, None]
         scale = state.terms.aux_loss_coeff * state.num_experts / state.top_k
         if state.terms.aux_loss is AuxLoss.batch:
             assert state.batch_counts_LE is not None, "the batch-wide loss needs a counting pass first"
@@ -207,6 +225,17 @@ class Router(TopKRouter):
         loss = coeff * (torch.logsumexp(logits_ME, dim=-1).square() * is_real_M).sum() / self.state.tokens
         self.state.z_L[self.layer] += loss.detach()
         return MoEAuxLossAutoScaler.apply(probs_ME, loss)
+
+
+def within_best_groups(ranked_ME: Tensor, num_groups: int, num_kept: int) -> Tensor:
+    """``ranked_ME`` with -inf outside of each token's ``num_kept`` best groups of neighbouring experts.
+
+    A group is as good as the sum of its two best (arXiv:2412.19437, section 2.1.2).
+    """
+    grouped_MGE = ranked_ME.unflatten(1, (num_groups, -1))
+    kept_MK = grouped_MGE.topk(2).values.sum(-1).topk(num_kept).indices
+    is_out_MG = torch.ones_like(grouped_MGE[..., 0], dtype=torch.bool).scatter(1, kept_MK, False)
+    return grouped_MGE.masked_fill(is_out_MG[..., None], float("-inf")).flatten(1)
 
 
 def routers_of(chunks: Iterable[torch.nn.Module]) -> list[Router]:

@@ -21,14 +21,19 @@ from mcore_rl.types import Denominators, TrainBatch
 
 
 class Routing:
-    """The routers of one engine on this rank.  L: layers of the whole model; those of other stages stay zero here."""
+    """The routers of one engine on this rank.
+
+    L: layers of the whole model; those of other stages stay zero here, and dense ones everywhere.
+    """
 
     def __init__(
         self, models: Sequence[torch.nn.Module], num_layers: int, moe: MoeConfig, terms: MoeTrainConfig, groups: Groups
     ) -> None:
         self.groups, self.num_layers, self.top_k = groups, num_layers, moe.top_k
         self.routers = routers_of(models)
-        self.layers = torch.tensor([router.layer_number - 1 for router in self.routers], device=groups.device)
+        layers = [router.layer_number - 1 for router in self.routers]  # none in a stage of dense layers
+        self.layers = torch.tensor(layers, dtype=torch.int64, device=groups.device)
+        self.expert_layers = [layer for layer in range(num_layers) if layer not in moe.dense_layers]
         self.state = RouterState(
             terms=terms,
             num_layers=len(self.routers),
@@ -94,9 +99,9 @@ class Routing:
 
         load_max, load_min: the busiest and the idlest expert of any layer, as multiples of a fair share.
         load_entropy: of the experts' shares, mean over layers, 1 when all are equal.  aux_loss, z_loss: sums over
-        layers.
+        layers.  Dense layers do not count.
         """
-        counts_LE = self._over_world(self.state.counts_LE)
+        counts_LE = self._over_world(self.state.counts_LE)[self.expert_layers]
         losses_L2 = self._over_world(torch.stack([self.state.aux_L, self.state.z_L], dim=1))
         share_LE = counts_LE / (denominators.tokens * self.top_k)
         num_experts = counts_LE.shape[1]

@@ -26,10 +26,12 @@ from mcore_rl.parallel.device import Platform, detect, device_of, have_transform
 from mcore_rl.parallel.groups import destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
-from mcore_rl.training import attention
-from mcore_rl.training.attention import PackedSequences
+from mcore_rl.training.attention_kernels import attend_one_by_one, attend_varlen, varlen_can_run
+from mcore_rl.training.capped_attention import attend_capped
 from mcore_rl.training.engine import Engine
+from mcore_rl.training.layers import transformer_engine_lacks
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
+from mcore_rl.training.sequences import PackedSequences
 from mcore_rl.types import LossInputs, TrainBatch
 from tests.invariance.cases import MODELS, Case, Problem
 from tests.support import batches, full_weights, hf_reference
@@ -158,9 +160,13 @@ def loss_inputs(batch: TrainBatch, logprobs_T: Tensor, entropy_T: Tensor) -> Los
     )
 
 
-def models_for(platform: Platform) -> tuple[str, ...]:
-    """All on an accelerator.  On the CPU, where tests/parity has them all in float32, one of each kind."""
-    return tuple(MODELS) if platform.is_accelerator else ("dense", "moe")
+def models_for(platform: Platform, setting: Setting) -> tuple[str, ...]:
+    """All on an accelerator that the layers can be.  On the CPU, where tests/parity has them all, one of each kind."""
+    if not platform.is_accelerator:
+        return ("dense", "moe", "gemma2")
+    if setting.layer_spec is LayerSpec.local:
+        return tuple(MODELS)
+    return tuple(name for name, model in MODELS.items() if not transformer_engine_lacks(model, ParallelConfig()))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -170,9 +176,11 @@ def test_engine_agrees_with_transformers(platform: Platform, setting: Setting, n
         platform.is_accelerator and have_transformer_engine()
     ):
         pytest.skip("needs an accelerator and Transformer Engine")
-    if name not in models_for(platform):
+    if setting.layer_spec is LayerSpec.transformer_engine and transformer_engine_lacks(MODELS[name], ParallelConfig()):
+        pytest.skip("refused: Transformer Engine has not all that this model needs")
+    if name not in models_for(platform, setting):
         pytest.skip("one model of each kind is enough on the CPU")
-    ours = engine_found(platform.kind, setting, models_for(platform))[name]
+    ours = engine_found(platform.kind, setting, models_for(platform, setting))[name]
     theirs = reference_found(name, setting.precision)
     for what in ("logprobs_T", "entropy_T"):
         error_T = (getattr(ours, what) - getattr(theirs, what)).abs()
@@ -198,17 +206,22 @@ def attention_inputs(packed: PackedSequences, dtype: torch.dtype) -> list[Tensor
 
 
 def attend(
-    kernel: Callable[..., Tensor], inputs: Sequence[Tensor], packed: PackedSequences, device: torch.device
+    kernel: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    packed: PackedSequences,
+    device: torch.device,
+    *others: float | None,
 ) -> list[Tensor]:
     """The output and the gradients of query, key and value, in float64 on the CPU."""
     query, key, value = (x.detach().to(device).requires_grad_() for x in inputs[:3])
-    out = kernel(query, key, value, packed, 64**-0.5)
+    out = kernel(query, key, value, packed, 64**-0.5, *others)
     gradients = torch.autograd.grad(out, (query, key, value), inputs[3].to(out))
     return [x.detach().double().cpu() for x in (out, *gradients)]
 
 
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(("cp", "cp_rank"), [(1, 0), (2, 0), (2, 1)])
-def test_attention_kernels_agree(platform: Platform, cp: int, cp_rank: int) -> None:
+def test_attention_kernels_agree(platform: Platform, cp: int, cp_rank: int, window: int | None) -> None:
     """Both kernels of ``PackedAttention`` in bfloat16 against its SDPA loop in float64.
 
     Bounds: outputs and the probabilities inside are rounded to 8 bits, 2e-3 on average; gradients go through three
@@ -217,17 +230,24 @@ def test_attention_kernels_agree(platform: Platform, cp: int, cp_rank: int) -> N
     device, cpu = set_device(platform, 0), torch.device("cpu")
     packed = PackedSequences.of(LENGTHS, LENGTHS, cp, cp_rank, device)
     inputs = attention_inputs(packed, torch.bfloat16)
-    expected = attend(attention._attend_one_by_one, [x.double() for x in inputs], packed, cpu)
-    kernels = {"SDPA": attention._attend_one_by_one}
-    if attention._varlen_can_run(inputs[0].to(device), inputs[2].to(device), packed.segments):
-        kernels["varlen"] = attention._attend_varlen
-    assert "varlen" in kernels or not platform.is_accelerator or cp > 1, "whole sequences in bfloat16 are its case"
+    expected = attend(attend_one_by_one, [x.double() for x in inputs], packed, cpu, window)
+    kernels = {"SDPA": attend_one_by_one}
+    if varlen_can_run(inputs[0].to(device), inputs[2].to(device), packed, window):
+        kernels["varlen"] = attend_varlen
+    is_its_case = platform.is_accelerator and cp == 1 and window is None
+    assert "varlen" in kernels or not is_its_case, "whole sequences in bfloat16 are its case"
     for name, kernel in kernels.items():
-        found = attend(kernel, inputs, packed, device)
-        for what, ours, theirs in zip(("out", "query", "key", "value"), found, expected, strict=True):
-            error = ((ours - theirs).norm() / theirs.norm()).item()
-            print(f"{name}, {what}: relative error {error:.1e}")
-            assert error < (5e-3 if what == "out" else 1e-2), f"{name}: {what}"
+        agree(name, attend(kernel, inputs, packed, device, window), expected)
+    expected = attend(attend_capped, [x.double() for x in inputs], packed, cpu, 1.5, window)
+    agree("capped", attend(attend_capped, inputs, packed, device, 1.5, window), expected)
+
+
+def agree(name: str, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Output and gradients of one kernel, within the bounds of ``test_attention_kernels_agree``."""
+    for what, ours, theirs in zip(("out", "query", "key", "value"), found, expected, strict=True):
+        error = ((ours - theirs).norm() / theirs.norm()).item()
+        print(f"{name}, {what}: relative error {error:.1e}")
+        assert error < (5e-3 if what == "out" else 1e-2), f"{name}: {what}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

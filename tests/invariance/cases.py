@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
 from tests.support import models
 
 
@@ -67,12 +67,39 @@ MODELS: dict[str, ModelConfig] = {
     "qk_norm": models.dense(qk_norm=True),
     "moe": models.moe(),
     "qwen_moe": models.moe(norm_topk_prob=False, qk_norm=True),
+    "qwen2_moe": models.qwen2_moe(),
+    "qwen2_moe_norm": models.qwen2_moe((1,), norm_topk_prob=True),
+    "deepseek_v3": models.deepseek_v3(),
+    "deepseek_v3_yarn": models.deepseek_v3(q_lora_rank=None, yarn=True),
+    "deepseek_v3_halves": models.deepseek_v3(interleaved=False, yarn=True),
+    "windowed": models.windowed(),
+    "gemma2": models.gemma2(),
+    # Sixty-four tokens of pre-training: the ramps of llama3 and yarn then lie within the 8 frequencies of a head.
+    "rope_linear": models.with_rope(RopeConfig(type=RopeType.linear, factor=3.0)),
+    "rope_llama3": models.with_rope(RopeConfig(type=RopeType.llama3, factor=8.0, original_max_position_embeddings=64)),
+    "rope_yarn": models.with_rope(
+        RopeConfig(type=RopeType.yarn, factor=4.0, original_max_position_embeddings=64, attention_factor=1.1386)
+    ),
+    "qwen2_yarn": models.with_rope(
+        RopeConfig(
+            type=RopeType.yarn,
+            factor=2.5,
+            original_max_position_embeddings=64,
+            beta_fast=4.0,
+            truncate=False,
+            attention_factor=0.9,
+        ),
+        qkv_bias=True,
+    ),
 }
 
 DENSE, MOE = Problem(model="dense", temperature=0.7), Problem(model="moe")
 SEQUENCE_AUX = Problem(model="moe", aux=AuxLoss.sequence, z=1e-2)
 BATCH_AUX = Problem(model="moe", aux=AuxLoss.batch)
 REPLAY = Problem(model="moe", replay=True)
+GEMMA2 = Problem(model="gemma2", temperature=0.7)
+QWEN2_MOE = Problem(model="qwen2_moe")
+DEEPSEEK = Problem(model="deepseek_v3", aux=AuxLoss.sequence, z=1e-2)
 CRITIC = Problem(model="tied", critic=True)
 
 
@@ -100,6 +127,52 @@ def _expert_cases() -> list[Case]:
     for dispatcher in Dispatcher:  # experts split where the rest is not
         found.append(Case(problem=MOE, layout="etp=2", world_size=2, dispatcher=dispatcher))
     found.append(Case(problem=MOE, layout="cp=2,ep=2", world_size=4, dispatcher=Dispatcher.allgather))
+    return found
+
+
+def _attention_cases() -> list[Case]:
+    """Windows, soft caps, norms behind the blocks and rotary frequencies, where a layout could lose them."""
+    found: list[Case] = []
+    for layout, world_size in (("", 1), ("tp=2", 2), ("cp=2", 2), ("pp=2,vpp=2", 2)):
+        case = Case(problem=GEMMA2, layout=layout, world_size=world_size)
+        found += [case, replace(case, microbatch_tokens=None, microbatch_sequences=4, recompute=Recompute.full)]
+    found.append(Case(problem=GEMMA2, layout="pp=2", world_size=2, pipeline_layers=(3, 1)))
+    found.append(Case(problem=GEMMA2, layout="tp=2,cp=2", world_size=4))
+    found.append(Case(problem=GEMMA2, layout="tp=2,pp=2", world_size=4, recompute=Recompute.selective))
+    windowed = Case(problem=Problem(model="windowed"))
+    found += [replace(windowed, layout="cp=4", world_size=4), replace(windowed, layout="cp=2", world_size=2)]
+    found.append(replace(windowed, microbatch_tokens=None, microbatch_sequences=3))
+    found.append(Case(problem=Problem(model="rope_yarn"), layout="cp=2", world_size=2))
+    return found
+
+
+def _mixed_layer_cases() -> list[Case]:
+    """Dense layers beside layers with experts, shared experts and latent attention.
+
+    Of the four layers of DEEPSEEK the first two are dense: with pp=2 the first stage has no router and no expert.
+    """
+    found: list[Case] = []
+    for layout, world_size in (
+        ("tp=2,etp=1", 2),
+        ("pp=2", 2),
+        ("cp=2", 2),
+        ("ep=2", 2),
+        ("tp=2,cp=2,ep=2,etp=2", 4),
+        ("pp=2,vpp=2,tp=2,ep=2,etp=1", 4),
+    ):
+        found.append(Case(problem=DEEPSEEK, layout=layout, world_size=world_size))
+    for layout in ("tp=2,etp=1", "cp=2"):
+        case = Case(problem=DEEPSEEK, layout=layout, world_size=2, recompute=Recompute.full)
+        found.append(replace(case, microbatch_tokens=None, microbatch_sequences=3))
+    for counts in ((3, 1), (1, 3)):
+        found.append(Case(problem=DEEPSEEK, layout="pp=2", world_size=2, pipeline_layers=counts))
+    yarn = Problem(model="deepseek_v3_yarn", replay=True)
+    found.append(Case(problem=yarn, layout="tp=2,etp=2", world_size=2, recompute=Recompute.selective))
+    found.append(Case(problem=yarn, layout="pp=2,cp=2", world_size=4, recompute=Recompute.full))
+    for layout, world_size in (("tp=2,etp=1", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2,etp=2", 4), ("ep=4", 4)):
+        found.append(Case(problem=QWEN2_MOE, layout=layout, world_size=world_size))
+    for problem, layout in ((DEEPSEEK, "ep=2"), (QWEN2_MOE, "tp=2,ep=2,etp=1")):
+        found.append(Case(problem=problem, layout=layout, world_size=2, dispatcher=Dispatcher.allgather))
     return found
 
 
@@ -145,6 +218,8 @@ def all_cases() -> list[Case]:
     for layout in ("tp=2,pp=2,ep=2,etp=1", "cp=2,pp=2,ep=4", "tp=2,cp=2,ep=4,etp=1"):
         found.append(Case(problem=MOE, layout=layout, world_size=8))
     found += _expert_cases()
+    found += _mixed_layer_cases()
+    found += _attention_cases()
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         found.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
         found.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
@@ -171,4 +246,5 @@ SABOTAGED = [
     Case(problem=DENSE, layout="cp=2", world_size=2, sabotage="attention_across_borders"),
     Case(problem=MOE, layout="ep=2", world_size=2, sabotage="shifted_expert"),
     Case(problem=MOE, layout="tp=2,etp=1", world_size=2, sabotage="experts_reduced_as_dense"),
+    Case(problem=DEEPSEEK, layout="tp=2,etp=1", world_size=2, sabotage="unsummed_replicas"),
 ]

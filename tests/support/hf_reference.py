@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import Activation, ModelConfig, RopeType, RouterScore
+from tests.support import models
 from tests.support.full_weights import Weights
 
 
@@ -34,12 +45,16 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
         head_dim=model.head_dim,
         max_position_embeddings=model.max_position_embeddings,
         rms_norm_eps=model.norm_epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rotary_base},
+        rope_parameters=rope_parameters(model),
         tie_word_embeddings=model.tie_output,
         initializer_range=0.1,
         attn_implementation="eager",
     )
-    if model.moe is not None:
+    if model.mla is not None:
+        cls, config = DeepseekV3ForCausalLM, _deepseek_v3(model, shared)
+    elif model.moe is not None and model.moe.shared_gate:
+        cls, config = Qwen2MoeForCausalLM, _qwen2_moe(model, shared)
+    elif model.moe is not None:
         experts = dict(num_experts_per_tok=model.moe.top_k)
         if model.moe.norm_topk_prob and not model.qk_norm:
             cls, config = MixtralForCausalLM, MixtralConfig(
@@ -51,6 +66,11 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
                 **shared, moe_intermediate_size=model.moe.ffn_hidden_size, num_experts=model.moe.num_experts,
                 norm_topk_prob=model.moe.norm_topk_prob, **experts,
             )  # fmt: skip
+    elif model.sandwich_norm:
+        cls, config = Gemma2ForCausalLM, _gemma2(model, shared)
+    elif model.sliding_window is not None:
+        assert model.sliding_layers == list(range(model.num_layers)), "Mistral has the window in every layer"
+        cls, config = MistralForCausalLM, MistralConfig(**shared, sliding_window=model.sliding_window)
     elif model.qk_norm:
         cls, config = Qwen3ForCausalLM, Qwen3Config(**shared)
     elif model.qkv_bias:
@@ -65,13 +85,90 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
                 parameter.add_(0.2 * torch.randn_like(parameter))
             if name.endswith("bias"):
                 parameter.copy_(0.2 * torch.randn_like(parameter))
+        for name, buffer in reference.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn_like(buffer))
     return reference.eval()
+
+
+def rope_parameters(model: ModelConfig) -> dict[str, object]:
+    """The field of that name in a config of transformers."""
+    rope = model.rope
+    found: dict[str, object] = {"rope_type": rope.type.value, "rope_theta": model.rotary_base}
+    if rope.type is not RopeType.default:
+        found["factor"] = rope.factor
+    if rope.type in (RopeType.llama3, RopeType.yarn):
+        found["original_max_position_embeddings"] = rope.original_max_position_embeddings
+    if rope.type is RopeType.llama3:
+        found |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.type is RopeType.yarn:
+        found |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        found |= models.DEEPSEEK_MSCALE if model.mla is not None else {"attention_factor": rope.attention_factor}
+    return found
+
+
+def _gemma2(model: ModelConfig, shared: dict[str, object]) -> Gemma2Config:
+    assert model.zero_centered_norm and model.activation is Activation.gelu_tanh and model.softmax_scale is not None
+    assert model.embedding_scale == model.hidden_size**0.5
+    sliding = ["sliding_attention" if n in model.sliding_layers else "full_attention" for n in range(model.num_layers)]
+    return Gemma2Config(
+        **shared,
+        query_pre_attn_scalar=round(model.softmax_scale**-2),
+        sliding_window=model.sliding_window,
+        layer_types=sliding,
+        final_logit_softcapping=model.output_soft_cap,
+        attn_logit_softcapping=model.attention_soft_cap,
+        pad_token_id=None,  # else that token's embedding would get no gradient
+    )
+
+
+def _qwen2_moe(model: ModelConfig, shared: dict[str, object]) -> Qwen2MoeConfig:
+    moe = model.moe
+    assert moe is not None and model.qkv_bias
+    every_other = moe.dense_layers == list(range(0, model.num_layers, 2))
+    return Qwen2MoeConfig(
+        **shared,
+        num_experts=moe.num_experts,
+        num_experts_per_tok=moe.top_k,
+        moe_intermediate_size=moe.ffn_hidden_size,
+        shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
+        norm_topk_prob=moe.norm_topk_prob,
+        decoder_sparse_step=2 if every_other else 1,
+        mlp_only_layers=[] if every_other else moe.dense_layers,
+    )
+
+
+def _deepseek_v3(model: ModelConfig, shared: dict[str, object]) -> DeepseekV3Config:
+    mla, moe = model.mla, model.moe
+    assert mla is not None and moe is not None and moe.score is RouterScore.sigmoid and moe.expert_bias
+    assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
+    assert model.norm_epsilon == 1e-6, "transformers has it written in for the norms of latents"
+    return DeepseekV3Config(
+        **{name: value for name, value in shared.items() if name != "head_dim"},
+        q_lora_rank=mla.q_lora_rank,
+        kv_lora_rank=mla.kv_lora_rank,
+        qk_nope_head_dim=mla.qk_nope_head_dim,
+        qk_rope_head_dim=mla.qk_rope_head_dim,
+        v_head_dim=mla.v_head_dim,
+        rope_interleave=mla.interleaved,
+        n_routed_experts=moe.num_experts,
+        num_experts_per_tok=moe.top_k,
+        moe_intermediate_size=moe.ffn_hidden_size,
+        n_shared_experts=moe.shared_ffn_hidden_size // moe.ffn_hidden_size,
+        first_k_dense_replace=len(moe.dense_layers),
+        norm_topk_prob=moe.norm_topk_prob,
+        n_group=moe.num_groups,
+        topk_group=moe.top_k_groups,
+        routed_scaling_factor=moe.routed_scaling_factor,
+    )
 
 
 def full_weights(reference: PreTrainedModel, model: ModelConfig, *, gradients: bool = False) -> Weights:
     """The reference's weights (or their gradients) under Megatron's checkpoint keys, written out by hand."""
 
     def value(name: str) -> Tensor:
+        if name.endswith("e_score_correction_bias"):
+            return reference.get_buffer(name).clone()  # a buffer: the same among the gradients
         parameter = reference.get_parameter(name)
         chosen = parameter.grad if gradients else parameter
         assert chosen is not None, f"{name} has no gradient"
@@ -85,26 +182,75 @@ def full_weights(reference: PreTrainedModel, model: ModelConfig, *, gradients: b
         full["output_layer.weight"] = value("lm_head.weight")
     for layer in range(model.num_layers):
         ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        attention = theirs + "self_attn."
-        full[ours + "self_attention.linear_qkv.layer_norm_weight"] = value(theirs + "input_layernorm.weight")
-        full[ours + "self_attention.linear_proj.weight"] = value(attention + "o_proj.weight")
-        for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
-            parts = [value(f"{attention}{part}_proj.{kind}") for part in "qkv"]
-            # Megatron keeps each key/value head behind the query heads that share it.
-            grouped = [part.view(model.num_query_groups, -1, *part.shape[1:]) for part in parts]
-            full[f"{ours}self_attention.linear_qkv.{kind}"] = torch.cat(grouped, dim=1).flatten(0, 1)
-        if model.qk_norm:
-            full[ours + "self_attention.q_layernorm.weight"] = value(attention + "q_norm.weight")
-            full[ours + "self_attention.k_layernorm.weight"] = value(attention + "k_norm.weight")
+        attention = _attention if model.mla is None else _latent_attention
+        full |= attention(value, model, ours, theirs)
         norm = value(theirs + "post_attention_layernorm.weight")
-        if model.moe is None:
-            gate, up = value(theirs + "mlp.gate_proj.weight"), value(theirs + "mlp.up_proj.weight")
+        if model.sandwich_norm:
+            full[ours + "self_attention.linear_proj.post_layernorm.weight"] = norm
+            full[ours + "mlp.linear_fc2.post_layernorm.weight"] = value(theirs + "post_feedforward_layernorm.weight")
+            norm = value(theirs + "pre_feedforward_layernorm.weight")
+        mlp = theirs + "mlp."
+        if not model.has_experts(layer):
             full[ours + "mlp.linear_fc1.layer_norm_weight"] = norm
-            full[ours + "mlp.linear_fc1.weight"] = torch.cat([gate, up])
-            full[ours + "mlp.linear_fc2.weight"] = value(theirs + "mlp.down_proj.weight")
+            full |= _gated_mlp(value, ours + "mlp.", mlp)
         else:
             full[ours + "pre_mlp_layernorm.weight"] = norm
-            full[ours + "mlp.router.weight"] = value(theirs + "mlp.gate.weight")
-            full[ours + "mlp.experts.experts.linear_fc1.weight"] = value(theirs + "mlp.experts.gate_up_proj")
-            full[ours + "mlp.experts.experts.linear_fc2.weight"] = value(theirs + "mlp.experts.down_proj")
+            full |= _experts(value, model, ours + "mlp.", mlp)
+    return full
+
+
+def _attention(value: Callable[[str], Tensor], model: ModelConfig, ours: str, theirs: str) -> Weights:
+    full, attention = {}, theirs + "self_attn."
+    full[ours + "self_attention.linear_qkv.layer_norm_weight"] = value(theirs + "input_layernorm.weight")
+    full[ours + "self_attention.linear_proj.weight"] = value(attention + "o_proj.weight")
+    for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
+        parts = [value(f"{attention}{part}_proj.{kind}") for part in "qkv"]
+        # Megatron keeps each key/value head behind the query heads that share it.
+        grouped = [part.view(model.num_query_groups, -1, *part.shape[1:]) for part in parts]
+        full[f"{ours}self_attention.linear_qkv.{kind}"] = torch.cat(grouped, dim=1).flatten(0, 1)
+    if model.qk_norm:
+        full[ours + "self_attention.q_layernorm.weight"] = value(attention + "q_norm.weight")
+        full[ours + "self_attention.k_layernorm.weight"] = value(attention + "k_norm.weight")
+    return full
+
+
+def _latent_attention(value: Callable[[str], Tensor], model: ModelConfig, ours: str, theirs: str) -> Weights:
+    assert model.mla is not None
+    attention, latent = theirs + "self_attn.", ours + "self_attention."
+    full = {
+        ours + "input_layernorm.weight": value(theirs + "input_layernorm.weight"),
+        latent + "linear_proj.weight": value(attention + "o_proj.weight"),
+        latent + "linear_kv_down_proj.weight": value(attention + "kv_a_proj_with_mqa.weight"),
+        latent + "linear_kv_up_proj.weight": value(attention + "kv_b_proj.weight"),
+        latent + "linear_kv_up_proj.layer_norm_weight": value(attention + "kv_a_layernorm.weight"),
+    }
+    if model.mla.q_lora_rank is None:
+        return full | {latent + "linear_q_proj.weight": value(attention + "q_proj.weight")}
+    return full | {
+        latent + "linear_q_down_proj.weight": value(attention + "q_a_proj.weight"),
+        latent + "linear_q_up_proj.weight": value(attention + "q_b_proj.weight"),
+        latent + "linear_q_up_proj.layer_norm_weight": value(attention + "q_a_layernorm.weight"),
+    }
+
+
+def _gated_mlp(value: Callable[[str], Tensor], ours: str, theirs: str) -> Weights:
+    gate, up = value(theirs + "gate_proj.weight"), value(theirs + "up_proj.weight")
+    down = value(theirs + "down_proj.weight")
+    return {ours + "linear_fc1.weight": torch.cat([gate, up]), ours + "linear_fc2.weight": down}
+
+
+def _experts(value: Callable[[str], Tensor], model: ModelConfig, ours: str, theirs: str) -> Weights:
+    assert model.moe is not None
+    full = {
+        ours + "router.weight": value(theirs + "gate.weight"),
+        ours + "experts.experts.linear_fc1.weight": value(theirs + "experts.gate_up_proj"),
+        ours + "experts.experts.linear_fc2.weight": value(theirs + "experts.down_proj"),
+    }
+    if model.moe.expert_bias:
+        full[ours + "router.expert_bias"] = value(theirs + "gate.e_score_correction_bias")
+    if model.moe.shared_ffn_hidden_size:
+        name = "shared_experts" if model.mla is not None else "shared_expert"
+        full |= _gated_mlp(value, ours + "shared_experts.", f"{theirs}{name}.")
+    if model.moe.shared_gate:
+        full[ours + "shared_experts.gate_weight"] = value(theirs + "shared_expert_gate.weight")
     return full

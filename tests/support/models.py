@@ -7,7 +7,9 @@ key/value heads than heads.
 
 from __future__ import annotations
 
-from mcore_rl.config.model import ModelConfig, MoeConfig
+import math
+
+from mcore_rl.config.model import Activation, MlaConfig, ModelConfig, MoeConfig, RopeConfig, RopeType, RouterScore
 
 
 def dense(**changes: object) -> ModelConfig:
@@ -30,3 +32,87 @@ def moe(*, norm_topk_prob: bool = True, **changes: object) -> ModelConfig:
     """Mixtral-style: 4 experts, 2 a token."""
     experts = MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=64, norm_topk_prob=norm_topk_prob)
     return dense(**({"moe": experts} | changes))
+
+
+def windowed(**changes: object) -> ModelConfig:
+    """Mistral-style: a sliding window in every layer, shorter than most sequences of the tests."""
+    return dense(**({"sliding_window": 5, "sliding_layers": [0, 1, 2, 3]} | changes))
+
+
+def gemma2(**changes: object) -> ModelConfig:
+    """Gemma-2-style; the caps are so low that tanh bends what these weights make."""
+    settings = dict(
+        activation=Activation.gelu_tanh,
+        tie_output=True,
+        sliding_window=6,
+        sliding_layers=[0, 2],
+        softmax_scale=8**-0.5,
+        attention_soft_cap=2.0,
+        output_soft_cap=1.5,
+        zero_centered_norm=True,
+        sandwich_norm=True,
+        embedding_scale=48**0.5,
+    )
+    return dense(**(settings | changes))
+
+
+def with_rope(rope: RopeConfig, **changes: object) -> ModelConfig:
+    """Llama-style with other rotary frequencies."""
+    return dense(**({"rope": rope} | changes))
+
+
+def qwen2_moe(dense_layers: tuple[int, ...] = (0, 2), *, norm_topk_prob: bool = False) -> ModelConfig:
+    """Qwen2-MoE-style: a gated shared expert, biases on q, k and v, some layers dense."""
+    experts = MoeConfig(
+        num_experts=8,
+        top_k=3,
+        ffn_hidden_size=32,
+        norm_topk_prob=norm_topk_prob,
+        dense_layers=list(dense_layers),
+        shared_ffn_hidden_size=56,
+        shared_gate=True,
+    )
+    return dense(moe=experts, qkv_bias=True)
+
+
+# In the terms of a DeepSeek checkpoint.
+DEEPSEEK_MSCALE = {"mscale": 0.7, "mscale_all_dim": 1.3}
+
+
+def deepseek_v3(
+    *, q_lora_rank: int | None = 24, interleaved: bool = True, yarn: bool = False, **changes: object
+) -> ModelConfig:
+    """DeepSeek-V3-style: latent attention, two dense layers, shared experts, biased sigmoids, groups of experts.
+
+    Three groups of four experts: a group is ranked by two of its four, and not by the one that Megatron would take.
+    Values are narrower than keys, and no width is another's.
+    """
+    mla = MlaConfig(
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=20,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        interleaved=interleaved,
+    )
+    experts = MoeConfig(
+        num_experts=12,
+        top_k=3,
+        ffn_hidden_size=32,
+        dense_layers=[0, 1],
+        shared_ffn_hidden_size=64,
+        score=RouterScore.sigmoid,
+        expert_bias=True,
+        num_groups=3,
+        top_k_groups=2,
+        routed_scaling_factor=1.7,
+    )
+    settings = dict(mla=mla, moe=experts, head_dim=20, num_query_groups=4, norm_epsilon=1e-6)
+    if yarn:
+        # arXiv:2309.00071, section 3.4, as DeepSeek divides it between the rotated parts and all of a head.
+        partly, wholly = (1 + 0.1 * mscale * math.log(4.0) for mscale in DEEPSEEK_MSCALE.values())
+        settings["softmax_scale"] = wholly**2 / math.sqrt(20)
+        settings["rope"] = RopeConfig(
+            type=RopeType.yarn, factor=4.0, original_max_position_embeddings=64, attention_factor=partly / wholly
+        )
+    return dense(**(settings | changes))

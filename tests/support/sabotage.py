@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mcore_rl.training.engine import Engine
+from mcore_rl.training.latent_attention import ReplicatedLinear
 from mcore_rl.types import LossInputs
 
 
@@ -16,6 +17,13 @@ def _unsummed_norms(engine: Engine) -> None:
     """Norm gradients of sequence-parallel ranks are not summed."""
     for parameter in engine.models[0].parameters():
         parameter.sequence_parallel = False  # type: ignore[attr-defined]
+
+
+def _unsummed_replicas(engine: Engine) -> None:
+    """Gradients of projections that every tensor rank holds whole are not summed."""
+    for module in engine.models[0].modules():
+        if isinstance(module, ReplicatedLinear):
+            module.weight.sequence_parallel = False  # type: ignore[assignment]
 
 
 def _averaged_over_data_ranks(engine: Engine) -> None:
@@ -75,6 +83,7 @@ def _shifted_expert(engine: Engine) -> None:
 
 SABOTAGE: dict[str, Callable[[Engine], None]] = {
     "unsummed_norms": _unsummed_norms,
+    "unsummed_replicas": _unsummed_replicas,
     "averaged_over_data_ranks": _averaged_over_data_ranks,
     "mean_of_microbatches": _mean_of_microbatches,
     "experts_reduced_as_dense": _experts_reduced_as_dense,

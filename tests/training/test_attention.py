@@ -1,7 +1,7 @@
 """The local core attention against a naive float64 one, unpacked, packed, and split over context-parallel processes.
 
-Tolerance: 1e-5 relative to the largest entry.  Float32 rounds at 6e-8; attention over 40 keys accumulates a few tens of
-such errors, and measures 5e-7 here.
+Windows and soft caps are here where the layer or the context ranks matter; their arithmetic is in
+test_attention_kernels.py and test_capped_attention.py.
 """
 
 from __future__ import annotations
@@ -21,17 +21,23 @@ from torch import Tensor
 
 from mcore_rl.parallel.context import padded_lengths, split
 from mcore_rl.training import attention
-from mcore_rl.training.attention import PackedAttention, PackedSequences
+from mcore_rl.training.attention import PackedAttention
+from mcore_rl.training.sequences import PackedSequences
+from tests.support.naive_attention import HEAD_DIM, assert_close, random_qkv, real_rows, reference
 
-TOLERANCE = 1e-5
 CPU = torch.device("cpu")
-HEAD_DIM = 16
 LENGTHS = (1, 13, 40, 7, 16)
 
 
-def core_attention(heads: int, groups: int, cp_group: dist.ProcessGroup, **options: object) -> PackedAttention:
+def core_attention(
+    heads: int, groups: int, cp_group: dist.ProcessGroup, *, layer_number: int = 1, window: int | None = None,
+    **options: object,
+) -> PackedAttention:  # fmt: skip
+    """window: of the second of two layers."""
     config = TransformerConfig(
-        num_layers=1,
+        window_size=None if window is None else (window - 1, 0),
+        window_attn_skip_freq=None if window is None else [0, 1],
+        num_layers=2,
         hidden_size=heads * HEAD_DIM,
         num_attention_heads=heads,
         num_query_groups=groups,
@@ -41,54 +47,14 @@ def core_attention(heads: int, groups: int, cp_group: dist.ProcessGroup, **optio
     pg_collection = ProcessGroupCollection()
     pg_collection.tp, pg_collection.cp = dist.ProcessGroup(0, 1), cp_group
     arguments = {"attn_mask_type": AttnMaskType.causal, "attention_type": "self", **options}
-    return PackedAttention(config, layer_number=1, pg_collection=pg_collection, cp_comm_type="p2p", **arguments)
+    return PackedAttention(
+        config, layer_number=layer_number, pg_collection=pg_collection, cp_comm_type="p2p", **arguments
+    )
 
 
 def alone(heads: int, groups: int, **options: object) -> PackedAttention:
     """Without context parallelism; its group of one never communicates."""
     return core_attention(heads, groups, dist.ProcessGroup(0, 1), **options)
-
-
-def random_qkv(rows: int, heads: int, groups: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value and the gradient of the output, all leaves."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(rows, n, HEAD_DIM) for n in (heads, groups, groups)] + [(rows, heads * HEAD_DIM)]
-    query, key, value, grad = (torch.randn(*shape, generator=generator) for shape in shapes)
-    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad
-
-
-def naive(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], padded: tuple[int, ...], scale: float):
-    """softmax(q k^T * scale) v with a causal mask, one sequence and one head at a time; rows of padding are zero."""
-    group_size = query.shape[1] // key.shape[1]
-    out = query.new_zeros(query.shape)
-    start = 0
-    for length, width in zip(lengths, padded, strict=True):
-        rows = slice(start, start + length)
-        future = torch.ones(length, length, dtype=torch.bool).triu(1)
-        for head in range(query.shape[1]):
-            scores = query[rows, head] @ key[rows, head // group_size].T * scale
-            out[rows, head] = scores.masked_fill(future, -torch.inf).softmax(-1) @ value[rows, head // group_size]
-        start += width
-    return out.flatten(1)
-
-
-def reference(qkv, grad, lengths, padded, scale=HEAD_DIM**-0.5) -> list[Tensor]:
-    """Output and gradients of q, k and v, in float64."""
-    leaves = [x.detach().double().requires_grad_() for x in qkv]
-    out = naive(*leaves, lengths, padded, scale)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]
-
-
-def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
-    for name, a, b in zip(("output", "query grad", "key grad", "value grad"), found, expected, strict=True):
-        assert a.shape == b.shape, name
-        error = (a.double() - b.double()).abs().max() / b.abs().max()
-        assert error < TOLERANCE, f"{name} differs by {error:.1e}"
-
-
-def real_rows(lengths: tuple[int, ...], padded: tuple[int, ...]) -> Tensor:
-    """Which rows are tokens and not padding."""
-    return torch.cat([torch.arange(width) < length for length, width in zip(lengths, padded, strict=True)])
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
@@ -167,6 +133,19 @@ def test_softmax_scale_is_honoured() -> None:
     assert_close([out, *grads], reference((query, key, value), grad, LENGTHS, LENGTHS, scale=0.7))
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("layer_number", [1, 2])
+def test_window_of_its_layer_and_soft_cap_are_honoured(layer_number: int, cap: float | None) -> None:
+    query, key, value, grad = random_qkv(sum(LENGTHS), 4, 2)
+    packed = PackedSequences.of(LENGTHS, LENGTHS, 1, 0, CPU)
+    module = alone(4, 2, layer_number=layer_number, window=6, soft_cap=cap)
+    out = module(query, key, value, None, packed_seq_params=packed)
+    grads = torch.autograd.grad(out, (query, key, value), grad)
+    window = {1: None, 2: 6}[layer_number]
+    expected = reference((query, key, value), grad, LENGTHS, LENGTHS, window=window, cap=cap)
+    assert_close([out, *grads], expected)
+
+
 def test_bfloat16_stays_near_float64() -> None:
     # bf16 rounds at 4e-3; outputs are averages of values, so 2e-2 of the largest entry leaves room for a few roundings.
     query, key, value, grad = random_qkv(sum(LENGTHS), 4, 2)
@@ -176,52 +155,6 @@ def test_bfloat16_stays_near_float64() -> None:
     expected = reference(halves, grad, LENGTHS, LENGTHS)[0]
     assert out.dtype == torch.bfloat16
     assert (out.double() - expected).abs().max() < 2e-2 * expected.abs().max()
-
-
-def test_record_is_what_transformer_engine_and_the_rotary_embedding_read() -> None:
-    packed = PackedSequences.of((3, 5), (4, 8), 2, 1, CPU)
-    assert packed.qkv_format == "thd"
-    assert packed.cu_seqlens_q.tolist() == [0, 4, 12]
-    assert packed.cu_seqlens_q.dtype == torch.int32
-    assert packed.cu_seqlens_q is packed.cu_seqlens_kv
-    assert packed.cu_seqlens_q is packed.cu_seqlens_q_padded
-    assert packed.cu_seqlens_q is packed.cu_seqlens_kv_padded
-    assert (packed.max_seqlen_q, packed.max_seqlen_kv) == (8, 8)
-
-
-def varlen_in_float32(query, key, value, query_boundaries, key_boundaries, max_q, max_k, *, scale, **options):
-    """What ``varlen_attn`` promises, written with Python slices, so that the CPU can check what we feed it."""
-    assert options == {"window_size": (-1, 0), "enable_gqa": query.shape[1] != key.shape[1]}
-    q, k = query_boundaries.tolist(), key_boundaries.tolist()
-    assert (max_q, max_k) == (max(torch.tensor(q).diff()), max(torch.tensor(k).diff()))
-    assert (q[-1], k[-1]) == (query.shape[0], key.shape[0])
-    return torch.cat(
-        [
-            attention._causal(query[a:b], key[c:d], value[c:d], scale)
-            for a, b, c, d in zip(q[:-1], q[1:], k[:-1], k[1:], strict=True)
-        ]
-    )
-
-
-@pytest.mark.parametrize(("cp", "cp_rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
-def test_varlen_kernel_is_fed_the_same_segments(monkeypatch: pytest.MonkeyPatch, cp: int, cp_rank: int) -> None:
-    monkeypatch.setattr(attention, "varlen_attn", varlen_in_float32)
-    padded = padded_lengths(LENGTHS, cp)
-    packed = PackedSequences.of(LENGTHS, padded, cp, cp_rank, CPU)
-    query_T, key_T, value_T, _ = random_qkv(sum(padded), 4, 2)
-    local_T = split(query_T, padded, cp, cp_rank)
-    one_by_one = attention._attend_one_by_one(local_T, key_T, value_T, packed, 0.25)
-    assert torch.equal(attention._attend_varlen(local_T, key_T, value_T, packed, 0.25), one_by_one)
-    assert attention._aligns_last_query.__wrapped__(CPU, torch.float32)
-
-
-def test_a_kernel_that_aligns_the_first_query_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_aligned(query, key, value, *_: object, **__: object) -> Tensor:
-        heads_first = [x.transpose(0, 1) for x in (query, key, value)]
-        return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(0, 1)
-
-    monkeypatch.setattr(attention, "varlen_attn", first_aligned)
-    assert not attention._aligns_last_query.__wrapped__(CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -247,16 +180,20 @@ def test_what_does_not_fit_is_refused_when_called() -> None:
         module(query, key, value, torch.ones(8, 8, dtype=torch.bool), packed_seq_params=packed)
 
 
-def _check_packed(group: dist.ProcessGroup, heads: int, groups: int) -> None:
+def _check_packed(
+    group: dist.ProcessGroup, heads: int, groups: int, window: int | None = None, cap: float | None = None
+) -> None:
     cp, cp_rank = group.size(), group.rank()
     padded = padded_lengths(LENGTHS, cp)
     real_T = real_rows(LENGTHS, padded)
     query_T, key_T, value_T, grad_T = random_qkv(sum(padded), heads, groups)
     grad_T = grad_T * real_T[:, None]
-    expected = [split(x, padded, cp, cp_rank) for x in reference((query_T, key_T, value_T), grad_T, LENGTHS, padded)]
+    whole = reference((query_T, key_T, value_T), grad_T, LENGTHS, padded, window=window, cap=cap)
+    expected = [split(x, padded, cp, cp_rank) for x in whole]
     local = [split(x, padded, cp, cp_rank).detach().requires_grad_() for x in (query_T, key_T, value_T)]
     packed = PackedSequences.of(LENGTHS, padded, cp, cp_rank, CPU)
-    out = core_attention(heads, groups, group)(*local, None, packed_seq_params=packed)
+    module = core_attention(heads, groups, group, layer_number=2, window=window, soft_cap=cap)
+    out = module(*local, None, packed_seq_params=packed)
     grads = torch.autograd.grad(out, local, split(grad_T, padded, cp, cp_rank))
     assert_close([out * split(real_T, padded, cp, cp_rank)[:, None], *grads], expected)
 
@@ -299,6 +236,8 @@ def _context_parallel_worker(rank: int, store: str) -> None:
     for group in (pairs[rank // 2], dist.group.WORLD):
         for heads, groups in ((4, 4), (4, 2), (4, 1)):
             _check_packed(group, heads, groups)
+        for cap in (None, 1.5):
+            _check_packed(group, 4, 2, window=6, cap=cap)
         _check_unpacked(group)
         _check_bfloat16(group)
     dist.barrier()

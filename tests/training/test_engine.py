@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.engine import AuxLoss, Device, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.errors import ConfigError, WorkerError
+from mcore_rl.errors import ConfigError, Violation, WorkerError
+from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.groups import Groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training import engine as engine_module
-from mcore_rl.training.engine import Engine, resolve_layer_spec
+from mcore_rl.training.engine import Engine, resolve_layer_spec, transformer_engine_problem
 from mcore_rl.types import LossInputs, LossSums, StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
 
@@ -88,6 +90,9 @@ def test_everything_wrong_is_said_at_once() -> None:
             "precision=bfloat16: ",
         ),
         ({"max_nonfinite_steps": 0}, "max_nonfinite_steps=0: must be positive"),
+        ({"model": models.gemma2(attention_soft_cap=0.0)}, "model.attention_soft_cap=0.0: must be positive"),
+        ({"model": models.gemma2(output_soft_cap=-1.0)}, "model.output_soft_cap=-1.0: must be positive"),
+        ({"model": models.moe(sandwich_norm=True)}, "model.sandwich_norm=True: no norm can stand behind experts"),
     ],
 )
 def test_one_thing_wrong(changes: dict[str, Any], expected: str) -> None:
@@ -98,18 +103,33 @@ def test_transformer_engine_is_asked_for_where_it_cannot_be_had(monkeypatch: pyt
     gpu = replace(engines.CPU, kind=Device.cuda, device_type="cuda")
     auto, local, wanted = LayerSpec.auto, LayerSpec.local, LayerSpec.transformer_engine
     bf16, fp32 = Precision.bfloat16, Precision.float32
+
+    def resolve(
+        spec: LayerSpec, precision: Precision, platform: Platform, model: ModelConfig = MODEL, layout: str = ""
+    ) -> tuple[LayerSpec, list[Violation]]:
+        return resolve_layer_spec(spec, transformer_engine_problem(model, parse_layout(layout), precision, platform))
+
     for installed in (False, True):
         monkeypatch.setattr(engine_module, "have_transformer_engine", lambda installed=installed: installed)
-        assert resolve_layer_spec(auto, bf16, engines.CPU) == (local, [])
-        assert resolve_layer_spec(auto, bf16, gpu) == (wanted if installed else local, [])
-        assert resolve_layer_spec(auto, fp32, gpu) == (local, []), "its packed attention has no float32 kernel"
-        assert resolve_layer_spec(local, bf16, gpu) == (local, [])
-        (violation,) = resolve_layer_spec(wanted, bf16, engines.CPU)[1]
+        assert resolve(auto, bf16, engines.CPU) == (local, [])
+        assert resolve(auto, bf16, gpu) == (wanted if installed else local, [])
+        assert resolve(auto, fp32, gpu) == (local, []), "its packed attention has no float32 kernel"
+        assert resolve(local, bf16, gpu) == (local, [])
+        (violation,) = resolve(wanted, bf16, engines.CPU)[1]
         assert "accelerators only" in violation.problem and "layer_spec=local" in violation.remedy
-        problems = [str(violation) for violation in resolve_layer_spec(wanted, bf16, gpu)[1]]
+        problems = [str(violation) for violation in resolve(wanted, bf16, gpu)[1]]
         assert bool(problems) != installed and all("cannot be imported" in problem for problem in problems)
-        (violation,) = resolve_layer_spec(wanted, fp32, gpu)[1]
+        (violation,) = resolve(wanted, fp32, gpu)[1]
         assert ("float32" in violation.problem) == installed
+    # installed: what the model needs decides
+    assert resolve(wanted, bf16, gpu, models.windowed()) == (wanted, [])
+    no_cap = models.gemma2(attention_soft_cap=None)
+    for model, layout, what in (
+        (models.gemma2(), "", "soft cap"), (no_cap, "", "norm behind"), (models.windowed(), "cp=2", "sliding window")
+    ):  # fmt: skip
+        assert resolve(auto, bf16, gpu, model, layout) == (local, [])
+        (violation,) = resolve(wanted, bf16, gpu, model, layout)[1]
+        assert what in violation.problem and "layer_spec=auto" in violation.remedy
 
 
 # ---- scores and steps, on two ranks ----

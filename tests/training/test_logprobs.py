@@ -37,6 +37,7 @@ class Case:
     grad_entropy_T: Tensor
     vocab_size: int
     temperature: float = 1.0
+    soft_cap: float | None = None
 
 
 def make_case(
@@ -45,6 +46,7 @@ def make_case(
     padded_size: int = 128,
     dtype: torch.dtype = torch.float32,
     temperature: float = 1.0,
+    soft_cap: float | None = None,
     seed: int = 0,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
@@ -54,7 +56,7 @@ def make_case(
     targets_T[:1], targets_T[1:2] = 0, vocab_size - 1
     grad_logprobs_T = torch.randn(num_tokens, generator=generator)
     grad_entropy_T = torch.randn(num_tokens, generator=generator)
-    return Case(logits_TV, targets_T, grad_logprobs_T, grad_entropy_T, vocab_size, temperature)
+    return Case(logits_TV, targets_T, grad_logprobs_T, grad_entropy_T, vocab_size, temperature, soft_cap)
 
 
 def run(
@@ -68,6 +70,7 @@ def run(
         vocab_size=case.vocab_size,
         chunk_bytes=chunk_tokens * 4 * leaf_TV.shape[1],
         temperature=case.temperature,
+        soft_cap=case.soft_cap,
         with_entropy=with_entropy,
         group=group,
     )
@@ -82,7 +85,8 @@ def run(
 def reference(case: Case, *, with_entropy: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """The same in float64 by log_softmax and autograd."""
     leaf_TV = case.logits_TV.detach().double().requires_grad_()
-    log_p_TV = torch.log_softmax(leaf_TV[:, : case.vocab_size] / case.temperature, dim=-1)
+    capped_TV = leaf_TV if case.soft_cap is None else case.soft_cap * torch.tanh(leaf_TV / case.soft_cap)
+    log_p_TV = torch.log_softmax(capped_TV[:, : case.vocab_size] / case.temperature, dim=-1)
     logprobs_T = log_p_TV.gather(1, case.targets_T.unsqueeze(1)).squeeze(1)
     entropy_T = -(log_p_TV.exp() * log_p_TV).sum(-1)
     loss = (logprobs_T * case.grad_logprobs_T).sum()
@@ -105,8 +109,9 @@ def assert_gradient_near(actual_TV: Tensor, expected_TV: Tensor) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_values_and_gradients_equal_log_softmax(dtype: torch.dtype, temperature: float) -> None:
-    case = make_case(dtype=dtype, temperature=temperature)
+@pytest.mark.parametrize("soft_cap", [None, 4.0, 30.0])  # of logits up to about 10
+def test_values_and_gradients_equal_log_softmax(dtype: torch.dtype, temperature: float, soft_cap: float | None) -> None:
+    case = make_case(dtype=dtype, temperature=temperature, soft_cap=soft_cap)
     logprobs_T, entropy_T, grad_TV = run(case)
     expected_logprobs_T, expected_entropy_T, expected_grad_TV = reference(case)
     assert entropy_T is not None
@@ -119,8 +124,9 @@ def test_values_and_gradients_equal_log_softmax(dtype: torch.dtype, temperature:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_entropy(dtype: torch.dtype) -> None:
-    case = make_case(dtype=dtype, temperature=0.7)
+@pytest.mark.parametrize("soft_cap", [None, 4.0])
+def test_without_entropy(dtype: torch.dtype, soft_cap: float | None) -> None:
+    case = make_case(dtype=dtype, temperature=0.7, soft_cap=soft_cap)
     logprobs_T, entropy_T, grad_TV = run(case, with_entropy=False)
     expected_logprobs_T, _, expected_grad_TV = reference(case, with_entropy=False)
     assert entropy_T is None
@@ -346,19 +352,24 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_no_copy_of_the_logits_ever_exists(dtype: torch.dtype, with_entropy: bool) -> None:
-    """Not in float32, and not in the logits' dtype either: two chunks in float32 and some vectors are all there is."""
+@pytest.mark.parametrize("soft_cap", [None, 4.0])
+def test_no_copy_of_the_logits_ever_exists(dtype: torch.dtype, with_entropy: bool, soft_cap: float | None) -> None:
+    """Not in float32, and not in the logits' dtype either: two chunks in float32 and some vectors are all there is.
+
+    With a soft cap, three.
+    """
     case = make_case(num_tokens=256, vocab_size=1000, padded_size=1024, dtype=dtype, temperature=0.7)
     chunk_bytes = 4 * 4 * 1024  # four tokens
     vectors_bytes = 40 * 256 * 8  # 8 % of the float32 logits
     logits_TV = case.logits_TV.clone().requires_grad_() * 1
     shared: dict[str, Any] = {"vocab_size": 1000, "chunk_bytes": chunk_bytes, "temperature": case.temperature}
+    shared["soft_cap"] = soft_cap
 
     def fused() -> None:
         outputs = token_logprobs(logits_TV, case.targets_T, with_entropy=with_entropy, **shared)
         torch.autograd.grad(sum(output.sum() for output in outputs if output is not None), logits_TV)
 
-    assert peak_bytes(fused) <= 2 * chunk_bytes + vectors_bytes
+    assert peak_bytes(fused) <= (2 if soft_cap is None else 3) * chunk_bytes + vectors_bytes
     assert peak_bytes(lambda: case.logits_TV.float() + 1) >= case.logits_TV.numel() * 4, "the probe sees nothing"
 
 
@@ -407,6 +418,7 @@ def parallel_cases() -> dict[str, Case]:
         "ranks of padding only": make_case(vocab_size=60),  # of 4 ranks the last two, of 2 ranks none
         "no padding": make_case(vocab_size=128, temperature=0.6),
         "bfloat16": make_case(dtype=torch.bfloat16, temperature=0.6),
+        "soft cap": make_case(temperature=0.6, soft_cap=4.0),
         "far apart": make_case(num_tokens=6, vocab_size=128),
         "no tokens": make_case(num_tokens=0),
     }

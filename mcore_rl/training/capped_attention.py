@@ -1,0 +1,147 @@
+"""Causal attention with soft-capped scores, ``cap * tanh(scale * q k / cap)`` (Gemma 2, arXiv:2408.00118, section 2).
+
+Neither SDPA nor PyTorch's flash kernels have a cap.  Here blocks of queries meet their keys in plain PyTorch, on any
+device, and backward computes the scores again from the saved sums (as arXiv:2205.14135 does), so that no more than one
+block of scores is ever kept.  Scores are float32 whatever the inputs are, and products of probabilities have the dtype
+of the inputs, as in flash kernels:
+
+    s = cap tanh(scale q k / cap)     p = exp(s - log sum exp s)     out = p v
+    dv = p' dout      ds = p (dout v' - dout . out)      dq = ds (1 - (s / cap)^2) scale k
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mcore_rl.training.attention_kernels import blocks, visible
+from mcore_rl.training.sequences import PackedSequences, Segments
+
+# Bytes of one block of scores, of which a few are alive at once.  CPU: the last-level cache; accelerators: products
+# long enough to hide their launches.
+_BLOCK_BYTES_CPU = 4 * 2**20
+_BLOCK_BYTES = 128 * 2**20
+
+
+def attend_capped(
+    query_T: Tensor, key_T: Tensor, value_T: Tensor, packed: PackedSequences, scale: float, cap: float,
+    window: int | None = None, *, block_bytes: int | None = None,
+) -> Tensor:  # fmt: skip
+    """[t, heads, value head_dim]; arguments as in ``attention_kernels``.  cap: positive.
+
+    block_bytes: of one block of scores, rounded to whole queries; None is what suits the device; speed only.
+    Differentiable once.
+    """
+    assert cap > 0, f"a cap of {cap} would turn every score into its opposite or nothing"
+    if block_bytes is None:
+        block_bytes = _BLOCK_BYTES_CPU if query_T.device.type == "cpu" else _BLOCK_BYTES
+    plan = tuple(_plan(packed.segments, packed.padded_lengths, query_T.shape[1], window, block_bytes))
+    out: Tensor = _CappedAttention.apply(query_T, key_T, value_T, plan, scale, cap, window)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _plan(
+    segments: Segments, padded_lengths: tuple[int, ...], heads: int, window: int | None, block_bytes: int
+) -> Iterator[tuple[slice, slice]]:
+    """Blocks of all segments: rows of ``query_T``, and the rows of ``key_T`` that they see."""
+    starts = [0]
+    for length in padded_lengths:
+        starts.append(starts[-1] + length)
+    first_query = 0
+    runs = zip(segments.sequences, segments.query_lengths, segments.key_lengths, strict=True)
+    for sequence, num_queries, num_keys in runs:
+        width = num_keys if window is None else min(num_keys, 2 * window)
+        rows = max(1, block_bytes // (4 * heads * width))
+        if window is not None:
+            rows = min(rows, window)  # more would see keys that most of the block does not
+        for queries, keys in blocks(num_queries, num_keys, window, rows):
+            yield (
+                slice(first_query + queries.start, first_query + queries.stop),
+                slice(starts[sequence] + keys.start, starts[sequence] + keys.stop),
+            )
+        first_query += num_queries
+
+
+class _CappedAttention(torch.autograd.Function):
+    """Inside, a block is [G, n, ...]: groups of heads that share keys, and n = heads per group * queries."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_T: Tensor, key_T: Tensor, value_T: Tensor, plan: tuple[tuple[slice, slice], ...],
+        scale: float, cap: float, window: int | None,
+    ) -> Tensor:  # fmt: skip
+        out_T = query_T.new_empty(*query_T.shape[:2], value_T.shape[-1])
+        precise = torch.promote_types(query_T.dtype, torch.float32)
+        log_sum_T = query_T.new_empty(*query_T.shape[:2], 1, dtype=precise)
+        groups = key_T.shape[1]
+        for queries, keys in plan:
+            scores = _scores(_grouped(query_T[queries], groups), _grouped(key_T[keys], groups), scale, cap)
+            _hide(scores, queries, keys, window)
+            log_sum = scores.logsumexp(-1, keepdim=True)
+            probabilities = scores.sub_(log_sum).exp_().to(value_T.dtype)
+            _put(out_T[queries], torch.bmm(probabilities, _grouped(value_T[keys], groups)))
+            _put(log_sum_T[queries], log_sum)
+        ctx.save_for_backward(query_T, key_T, value_T, out_T, log_sum_T)
+        ctx.plan, ctx.scale, ctx.cap, ctx.window = plan, scale, cap, window
+        return out_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out_T: Tensor) -> tuple[Tensor | None, ...]:
+        query_T, key_T, value_T, out_T, log_sum_T = ctx.saved_tensors
+        grad_query_T = torch.empty_like(query_T)
+        # Many blocks add to one key.
+        grad_key_T, grad_value_T = (torch.zeros_like(x, dtype=log_sum_T.dtype) for x in (key_T, value_T))
+        groups = key_T.shape[1]
+        mean_T = (grad_out_T.to(log_sum_T.dtype) * out_T).sum(-1, keepdim=True)
+        for queries, keys in ctx.plan:
+            query, key, value = (
+                _grouped(x, groups) for x in (query_T[queries], key_T[keys], value_T[keys])
+            )  # fmt: skip
+            grad_out, log_sum, mean = (_grouped(x[queries], groups) for x in (grad_out_T, log_sum_T, mean_T))
+            scores = _scores(query, key, ctx.scale, ctx.cap)
+            slope = (scores / ctx.cap).square_().neg_().add_(1.0).mul_(ctx.scale)
+            _hide(scores, queries, keys, ctx.window)
+            probabilities = scores.sub_(log_sum).exp_()
+            grad_scores = _product(grad_out, value.transpose(1, 2)).sub_(mean).mul_(probabilities).mul_(slope)
+            grad_scores, probabilities = grad_scores.to(query.dtype), probabilities.to(query.dtype)
+            _put(grad_query_T[queries], torch.bmm(grad_scores, key))
+            grad_key_T[keys] += _product(grad_scores.transpose(1, 2), query).transpose(0, 1)
+            grad_value_T[keys] += _product(probabilities.transpose(1, 2), grad_out).transpose(0, 1)
+        return grad_query_T, grad_key_T.to(key_T.dtype), grad_value_T.to(value_T.dtype), None, None, None, None
+
+
+def _grouped(rows: Tensor, groups: int) -> Tensor:
+    """[q, heads, d] to [G, heads per group * q, d]: Megatron keeps heads that share keys side by side."""
+    return rows.unflatten(1, (groups, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def _put(rows: Tensor, block: Tensor) -> None:
+    """The inverse of ``_grouped``, into ``rows``."""
+    num_rows, heads, width = rows.shape
+    groups = block.shape[0]
+    rows.unflatten(1, (groups, heads // groups)).copy_(block.view(groups, -1, num_rows, width).permute(2, 0, 1, 3))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of [G, m, k] and [G, k, n], summed up and returned in float32 (float64 of float64)."""
+    if a.dtype in (torch.float32, torch.float64):
+        return torch.bmm(a, b)
+    if a.device.type == "cpu":
+        return torch.bmm(a.float(), b.float())
+    return torch.bmm(a, b, out_dtype=torch.float32)  # accelerators only (torch 2.13)
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, cap: float) -> Tensor:
+    return _product(query, key.transpose(1, 2)).mul_(scale / cap).tanh_().mul_(cap)
+
+
+def _hide(scores: Tensor, queries: slice, keys: slice, window: int | None) -> None:
+    """-inf where a query does not see a key; in place."""
+    num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
+    seen = visible(num_queries, num_keys, window, scores.device)
+    scores.unflatten(1, (-1, num_queries)).masked_fill_(~seen, -torch.inf)

@@ -1,0 +1,135 @@
+"""The decoder layers of a model chunk: out of Megatron's own parallel linears and our parts, or Transformer Engine's.
+
+Layers of one model may differ.  Builds specs only: ``training/model.py`` makes modules of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from mcore_rl.config.engine import LayerSpec
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.training.attention import PackedAttention
+from mcore_rl.training.latent_attention import LatentAttention, ReplicatedLinear
+from mcore_rl.training.norm import RMSNorm
+from mcore_rl.training.router import Router
+from mcore_rl.training.sandwich import NormedRowParallelLinear
+
+_ATTENTION_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_LATENT_ATTENTION_KEYS = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+
+
+def _local_layer(model: ModelConfig, config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
+    """One decoder layer out of Megatron's own parallel linears and our norm, attention and router."""
+    output_linear = NormedRowParallelLinear if model.sandwich_norm else RowParallelLinear
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=output_linear)
+    mlp = ModuleSpec(module=MLP, submodules=linears)
+    if has_experts:
+        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+        shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)  # built where the configuration gives a width
+        parts = MoESubmodules(experts=experts, shared_experts=shared, router=Router)
+        mlp = ModuleSpec(module=MoELayer, submodules=parts)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=_local_attention(model, output_linear),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            # Checkpoint keys are Transformer Engine's, so that either spec loads what the other saved.
+            sharded_state_dict_keys_map=(_ATTENTION_KEYS if model.mla is None else _LATENT_ATTENTION_KEYS)
+            | ({} if has_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
+        ),
+    )
+
+
+def _local_attention(model: ModelConfig, output_linear: type) -> ModuleSpec:
+    """Grouped-query or latent self-attention."""
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+    core = ModuleSpec(module=PackedAttention, params={"soft_cap": model.attention_soft_cap})
+    if model.mla is None:
+        attention = SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=core,
+            linear_proj=output_linear,
+            q_layernorm=RMSNorm if model.qk_norm else IdentityOp,
+            k_layernorm=RMSNorm if model.qk_norm else IdentityOp,
+        )
+        return ModuleSpec(module=SelfAttention, params=params, submodules=attention)
+    latent_attention = MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear,
+        linear_q_down_proj=ReplicatedLinear,
+        linear_q_up_proj=ColumnParallelLinear,
+        linear_kv_down_proj=ReplicatedLinear,
+        linear_kv_up_proj=ColumnParallelLinear,
+        core_attention=core,
+        linear_proj=output_linear,
+        q_layernorm=RMSNorm,
+        kv_layernorm=RMSNorm,
+    )
+    return ModuleSpec(module=LatentAttention, params=params | {"model": model}, submodules=latent_attention)
+
+
+def transformer_engine_lacks(model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """What ``model`` needs under ``parallel`` and Transformer Engine's layers do not have, or None."""
+    if model.attention_soft_cap is not None:
+        return f"its attention has no soft cap, and the model's is {model.attention_soft_cap:g}"
+    if model.sandwich_norm:
+        return "its output linears have no norm behind them, and the model does"
+    if model.sliding_layers and parallel.cp > 1:
+        return f"its ring attention (cp={parallel.cp}) has no sliding window, and the model has one"
+    return None
+
+
+def _transformer_engine_layer(model: ModelConfig, config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
+    """Megatron's Transformer Engine layer with our router and our latent attention."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=model.qk_norm or model.mla is not None,  # of latents: fused into the up projections
+        multi_latent_attention=model.mla is not None,
+    )
+    if model.mla is not None:
+        attention = spec.submodules.self_attention
+        attention.module, attention.params = LatentAttention, attention.params | {"model": model}
+        widths = {"k_channels": model.head_dim, "v_channels": model.mla.v_head_dim}
+        attention.submodules.core_attention = ModuleSpec(module=attention.submodules.core_attention, params=widths)
+    if has_experts:
+        spec.submodules.mlp.submodules.router = Router
+    return spec
+
+
+def block_spec(
+    model: ModelConfig, config: TransformerConfig, layer_spec: LayerSpec, layers: Sequence[int]
+) -> TransformerBlockSubmodules:
+    """The layers of one model chunk, global numbers from 0, and the norm after the last of all."""
+    if layer_spec is LayerSpec.local:
+        specs = [_local_layer(model, config, has_experts=model.has_experts(layer)) for layer in layers]
+        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    specs = [_transformer_engine_layer(model, config, has_experts=model.has_experts(layer)) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)

@@ -1,0 +1,88 @@
+"""Rotary position embedding: the frequencies that transformers uses, in float32 and bit for bit.
+
+Megatron computes its own (models/common/embeddings/rotary_pos_embedding.py), with Llama 3.1's constants written in and
+in another order of operations; ``set_frequencies`` replaces them.  Positions, packing and context parallelism stay
+Megatron's.  Frequencies that change with the length of the input (dynamic NTK, longrope) are deliberately not here.
+
+The attention factor of yarn multiplies cosine and sine, so that scores of queries and keys which are rotated whole
+carry its square.  There it goes, into the softmax scale (``score_scale``): Transformer Engine's fused rotation of
+packed sequences drops the factor in silence (rope_utils.py, ``apply_rotary_pos_emb``).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor
+
+from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
+
+
+def inverse_frequencies(rope: RopeConfig, base: float, dim: int) -> Tensor:
+    """Radians per position of each rotated pair: float32 [dim / 2] on the CPU, the fastest first.
+
+    base: ``rotary_base``.  dim: rotated width of a head, even.  Without the attention factor, which is not a frequency.
+    The order of operations is that of transformers 5 (modeling_rope_utils.py), so that no bit differs.
+    """
+    assert dim % 2 == 0, f"RoPE rotates pairs, and {dim} is odd"
+    with torch.device("cpu"):
+        powers = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        frequencies: Tensor = 1.0 / powers
+        if rope.type is RopeType.linear:
+            return frequencies / rope.factor
+        if rope.type is RopeType.llama3:
+            return _llama3(rope, frequencies)
+        if rope.type is RopeType.yarn:
+            return _yarn(rope, powers, base, dim)
+        assert rope.type is RopeType.default, f"rope type {rope.type} has no frequencies"
+        return frequencies
+
+
+def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Waves longer than the pre-training over ``low_freq_factor`` are slowed by ``factor``, short ones are kept."""
+    trained = rope.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    slow = wavelengths > trained / rope.low_freq_factor
+    fast = wavelengths < trained / rope.high_freq_factor
+    kept = (trained / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between = (1 - kept) * frequencies / rope.factor + kept * frequencies
+    return torch.where(slow, frequencies / rope.factor, torch.where(fast, frequencies, between))
+
+
+def _yarn(rope: RopeConfig, powers: Tensor, base: float, dim: int) -> Tensor:
+    """arXiv:2309.00071, section 3.2: a ramp over dimensions from kept frequencies to those divided by ``factor``."""
+
+    def dimension(rotations: float) -> float:
+        # the dimension that turns so often within the pre-training's length
+        waves = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return (dim * math.log(waves)) / (2 * math.log(base))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # a step, not a division by 0
+    kept = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def set_frequencies(embedding: RotaryEmbedding, frequencies: Tensor) -> None:
+    """Make Megatron's ``embedding`` rotate by ``frequencies``, on the device where it keeps its own."""
+    assert frequencies.shape == embedding.inv_freq.shape, (
+        f"{tuple(frequencies.shape)} frequencies for {tuple(embedding.inv_freq.shape)}"
+    )
+    assert embedding.seq_len_interpolation_factor is None, "positions would be divided a second time"
+    embedding.inv_freq = frequencies.to(embedding.inv_freq.device)
+
+
+def score_scale(model: ModelConfig) -> float:
+    """The factor on query-key products: ``model.softmax_scale``, and the square of the rope's attention factor.
+
+    For grouped-query attention, which rotates whole heads.
+    """
+    assert model.mla is None, "latent attention rotates a part of each head"
+    scale = model.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
+    return scale * model.rope.attention_factor**2

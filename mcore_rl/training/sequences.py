@@ -1,0 +1,131 @@
+"""Packed sequences as every attention layer of a microbatch needs them, derived once and with lengths kept on the host.
+
+Arithmetic of boundaries only; no attention is computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from mcore_rl.parallel.context import concatenated_ranges, gather_indices, split_indices
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The queries of one rank as runs of neighbours, each of which attends to the start of its sequence.
+
+    Run n holds ``query_lengths[n]`` queries of sequence ``sequences[n]``.  The last of them sees the first
+    ``key_lengths[n]`` keys of that sequence, the one before it one key less, and so on.
+    """
+
+    sequences: tuple[int, ...]
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+
+    @property
+    def square(self) -> bool:
+        """Whether every run is a whole sequence that attends to itself, which is so without context parallelism."""
+        return self.query_lengths == self.key_lengths
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """Megatron's ``PackedSeqParams`` with the lengths kept as Python numbers, and what all layers derive from them.
+
+    Reading ``cu_seqlens`` back would make the host wait for the device in every layer; everything here is derived at
+    most once per microbatch.  Build it with ``of``.
+
+    lengths: tokens of each sequence.  padded_lengths: those plus the padding at its end, over all context-parallel
+    ranks; the sum is T.  cp, cp_rank: this rank's place in the context-parallel group.
+    """
+
+    lengths: tuple[int, ...]
+    padded_lengths: tuple[int, ...]
+    cp: int
+    cp_rank: int
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], padded_lengths: Sequence[int], cp: int, cp_rank: int, device: torch.device
+    ) -> PackedSequences:
+        """The record of rank ``cp_rank`` for sequences of ``lengths`` tokens that stand ``padded_lengths`` apart."""
+        assert len(lengths) == len(padded_lengths), "one padded length per sequence"
+        assert all(0 < real <= padded for real, padded in zip(lengths, padded_lengths, strict=True)), (
+            f"lengths {tuple(lengths)} do not fit padded lengths {tuple(padded_lengths)}"
+        )
+        assert cp == 1 or all(padded % (2 * cp) == 0 for padded in padded_lengths), f"{padded_lengths} with cp={cp}"
+        starts = boundaries(padded_lengths, device)
+        longest = max(padded_lengths)
+        return cls(
+            qkv_format="thd",
+            # Padding counts as the end of its sequence.  That is harmless because attention is causal: no token sees
+            # what follows it, so padding changes no real token, and its own output is trained by nobody.  It is also
+            # what Transformer Engine is fastest with: it compares padded and real boundaries (the host waits unless
+            # they are one tensor) and rules flash attention out where they differ.
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            cu_seqlens_q_padded=starts,
+            cu_seqlens_kv_padded=starts,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            lengths=tuple(lengths),
+            padded_lengths=tuple(padded_lengths),
+            cp=cp,
+            cp_rank=cp_rank,
+            device=device,
+        )
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The whole sequences without context parallelism, else the early and the late chunk of each."""
+        if self.cp == 1:
+            return Segments(tuple(range(len(self.padded_lengths))), self.padded_lengths, self.padded_lengths)
+        sequences, queries, keys = [], [], []
+        for index, length in enumerate(self.padded_lengths):
+            chunk = length // (2 * self.cp)
+            for position in (self.cp_rank, 2 * self.cp - 1 - self.cp_rank):
+                sequences.append(index)
+                queries.append(chunk)
+                keys.append(chunk * (position + 1))
+        return Segments(tuple(sequences), tuple(queries), tuple(keys))
+
+    @cached_property
+    def gather_T(self) -> Tensor:
+        """Puts the concatenation of all ranks' rows in sequence order; int64 [T] on the device."""
+        return gather_indices(self.padded_lengths, self.cp).to(self.device)
+
+    @cached_property
+    def scatter_T(self) -> Tensor:
+        """The inverse of ``gather_T``: rank 0's rows, then rank 1's, and so on."""
+        parts = [split_indices(self.padded_lengths, self.cp, rank) for rank in range(self.cp)]
+        return torch.cat(parts).to(self.device)
+
+    @cached_property
+    def query_boundaries(self) -> Tensor:
+        """Where each segment's queries start, and the end; int32 [segments + 1] on the device."""
+        return boundaries(self.segments.query_lengths, self.device)
+
+    @cached_property
+    def key_boundaries(self) -> Tensor:
+        """Where each segment's keys start in ``key_rows``, and the end; int32 [segments + 1] on the device."""
+        return boundaries(self.segments.key_lengths, self.device)
+
+    @cached_property
+    def key_rows(self) -> Tensor:
+        """Rows, in sequence order, of the keys that each segment sees, one segment after another; int64."""
+        starts_S = boundaries(self.padded_lengths, torch.device("cpu")).long()
+        starts = starts_S[torch.tensor(self.segments.sequences)]
+        return concatenated_ranges(starts, torch.tensor(self.segments.key_lengths)).to(self.device)
+
+
+def boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """``[0, lengths[0], lengths[0] + lengths[1], ...]``, int32: what flash kernels call cu_seqlens."""
+    return F.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(device)

@@ -1,0 +1,118 @@
+"""SDPA and varlen attention: which keys they are given, windows against a naive attention in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.parallel.context import padded_lengths, split
+from mcore_rl.training import attention_kernels
+from mcore_rl.training.attention_kernels import (
+    aligns_last_query,
+    attend_causal,
+    attend_one_by_one,
+    attend_varlen,
+    blocks,
+    honours_window,
+    visible,
+)
+from mcore_rl.training.sequences import PackedSequences
+from tests.support.naive_attention import HEAD_DIM, assert_close, random_qkv, reference
+
+CPU = torch.device("cpu")
+SCALE = HEAD_DIM**-0.5
+LENGTHS = (1, 13, 40, 7, 16)
+LONG = (300, 3, 131)  # longer than one block of queries
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (7, 7), (5, 9), (20, 50)])
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
+@pytest.mark.parametrize("rows", [1, 2, 4, 100])
+def test_blocks_and_masks_show_each_query_just_its_keys(
+    num_queries: int, num_keys: int, window: int | None, rows: int
+) -> None:
+    expected = visible(num_queries, num_keys, None, CPU)
+    for query in range(num_queries):
+        last = num_keys - num_queries + query
+        assert expected[query].nonzero().flatten().tolist() == list(range(last + 1))
+        if window is not None:
+            expected[query, : max(0, last - window + 1)] = False
+    found = torch.zeros_like(expected)
+    for queries, keys in blocks(num_queries, num_keys, window, rows):
+        width = queries.stop - queries.start
+        assert width <= rows
+        assert keys.stop - keys.start <= (width + window - 1 if window is not None else num_keys), "hidden keys"
+        found[queries, keys] = visible(width, keys.stop - keys.start, window, CPU)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("window", [1, 5, 100, 129, 200, 300, 1000])
+@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 2)])
+def test_window_equals_naive_attention(window: int, heads: int, groups: int) -> None:
+    query, key, value, grad = random_qkv(sum(LONG), heads, groups)
+    packed = PackedSequences.of(LONG, LONG, 1, 0, CPU)
+    out = attend_one_by_one(query, key, value, packed, SCALE, window).flatten(1)
+    grads = torch.autograd.grad(out, (query, key, value), grad)
+    assert_close([out, *grads], reference((query, key, value), grad, LONG, LONG, window=window))
+
+
+def test_keys_outside_the_window_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def count(query: Tensor, key: Tensor, *_: object) -> Tensor:
+        asked.append((query.shape[0], key.shape[0]))
+        return query
+
+    monkeypatch.setattr(attention_kernels, "attend_causal", count)
+    query, key, value, _ = random_qkv(600, 2, 2)
+    attend_one_by_one(query, key, value, PackedSequences.of((600,), (600,), 1, 0, CPU), SCALE, 50)
+    assert asked == [(128, 128), (128, 177), (128, 177), (128, 177), (88, 137)]
+
+
+def varlen_in_float32(
+    query: Tensor, key: Tensor, value: Tensor, query_boundaries: Tensor, key_boundaries: Tensor, max_q: int, max_k: int,
+    *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """What ``varlen_attn`` promises, written with Python slices, so that the CPU can check what we feed it."""
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert window_size[1] == 0
+    q, k = query_boundaries.tolist(), key_boundaries.tolist()
+    assert (max_q, max_k) == (max(torch.tensor(q).diff()), max(torch.tensor(k).diff()))
+    assert (q[-1], k[-1]) == (query.shape[0], key.shape[0])
+    window = None if window_size[0] == -1 else window_size[0] + 1
+    return torch.cat(
+        [
+            attend_causal(query[a:b], key[c:d], value[c:d], scale, window)
+            for a, b, c, d in zip(q[:-1], q[1:], k[:-1], k[1:], strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 40])
+@pytest.mark.parametrize(("cp", "cp_rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
+def test_varlen_kernel_is_fed_the_same_segments(
+    monkeypatch: pytest.MonkeyPatch, cp: int, cp_rank: int, window: int | None
+) -> None:
+    monkeypatch.setattr(attention_kernels, "varlen_attn", varlen_in_float32)
+    padded = padded_lengths(LENGTHS, cp)
+    packed = PackedSequences.of(LENGTHS, padded, cp, cp_rank, CPU)
+    query_T, key_T, value_T, _ = random_qkv(sum(padded), 4, 2)
+    local_T = split(query_T, padded, cp, cp_rank)
+    one_by_one = attend_one_by_one(local_T, key_T, value_T, packed, 0.25, window)
+    varlen = attend_varlen(local_T, key_T, value_T, packed, 0.25, window)
+    if window is None:
+        assert torch.equal(varlen, one_by_one)
+    torch.testing.assert_close(varlen, one_by_one, rtol=0, atol=1e-6)  # sums over hidden keys too: other tiles
+    assert aligns_last_query.__wrapped__(CPU, torch.float32)
+    assert honours_window.__wrapped__(CPU, torch.float32)
+
+
+def test_kernels_that_align_the_first_query_or_know_no_window_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_aligned(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+        heads_first = [x.transpose(0, 1) for x in (query, key, value)]
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(0, 1)
+
+    monkeypatch.setattr(attention_kernels, "varlen_attn", first_aligned)
+    assert not aligns_last_query.__wrapped__(CPU, torch.float32)
+    assert not honours_window.__wrapped__(CPU, torch.float32)
