@@ -51,6 +51,45 @@ def refuse_if_any(violations: Sequence[Violation]) -> None:
         raise ConfigError(violations)
 
 
+class _Problems(McoreRLError):
+    """Several problems of one place, each a sentence or more; the message shows the first ``MAX_SHOWN`` of them."""
+
+    MAX_SHOWN = 20
+
+    def __init__(self, place: str, problems: Sequence[str]) -> None:
+        assert problems, f"a {type(self).__name__} needs at least one problem"
+        self.place = place
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        lines = [f"{place}: 1 problem:" if count == 1 else f"{place}: {count} problems:"]
+        lines += [f"  - {problem}" for problem in self.problems[: self.MAX_SHOWN]]
+        if count > self.MAX_SHOWN:
+            lines.append(f"  - and {count - self.MAX_SHOWN} more")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[_Problems], tuple[str, tuple[str, ...]]]:
+        return type(self), (self.place, self.problems)  # as ConfigError
+
+
+class CheckpointError(_Problems):
+    """A checkpoint cannot be read or written as asked; holds every problem found, not only the first.
+
+    place: the directory it is about.  problems: each names the file or tensor, what was expected and found, and the
+    remedy.
+    """
+
+
+class WeightMapError(_Problems):
+    """A family's weight table and the modules of a rank do not agree; holds every disagreement, not only the first.
+
+    place: the family and the rank.  problems: each names the tensor, what was expected and found, and the remedy.
+    """
+
+
+class RolloutError(McoreRLError):
+    """vLLM cannot hold the model as asked; the message says where, and what vLLM said."""
+
+
 class DeviceError(McoreRLError):
     """The accelerator that was asked for is not here, or is masked by a contradictory environment."""
 
