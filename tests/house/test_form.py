@@ -16,7 +16,10 @@ JUNK_DRAWERS = {"utils", "util", "misc", "helpers", "helper", "common", "manager
 
 # The environment is read where a process is described or started, and nowhere else: settings are configuration.
 READS_ENVIRONMENT = ("mcore_rl/parallel/device.py", "mcore_rl/parallel/launch.py")
-PATCHES_MODULES = ("mcore_rl/parallel/cpu.py",)
+PATCHES_MODULES = (
+    "mcore_rl/parallel/cpu.py",
+    "mcore_rl/rollout/parameters.py",  # vLLM's groups, in a process of its own that runs nothing else
+)
 
 
 def long_file(path: str, text: str) -> list[str]:

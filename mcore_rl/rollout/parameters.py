@@ -1,0 +1,322 @@
+"""What vLLM stores of a model: the parameters of any rank of any rollout layout, without an engine, peers or GPUs.
+
+``VllmProcess`` builds vLLM's own model classes in a process of its own, which stands as one rank after the other.
+``rollout_parameters`` says names, shapes and dtypes, at full model size in seconds, because the tensors are on the
+meta device; ``load_directly`` has vLLM load a (small) Hugging Face directory by its own ``load_weights``.  Both answer
+for the parameters as they are loaded and updated, before ``process_weights_after_loading`` packs them for a kernel.
+Together they are the independent reference of the reshard plan, which shares no code with them.
+
+It runs no forward pass, and it does not know what only a certain GPU does: FlashInfer's TRT-LLM and AITER's experts
+round their intermediate size up before they are allocated (vllm/model_executor/layers/fused_moe/oracle/unquantized.py,
+0.32), and AITER may fuse shared experts into the routed ones.
+
+Invariant: vLLM, which resets seeds and threads, and which keeps the ranks of its process in module globals, is imported
+in the other process only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from mcore_rl.errors import RolloutError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter of a rank.
+
+    dtype: torch's name of it.  experts: which of the model's experts dimension 0 holds, in order; empty unless that is
+    what it holds.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    experts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """As vLLM's arguments say it; global rank = data-parallel rank * tp + tensor-parallel rank."""
+
+    tp: int
+    dp: int
+    expert_parallel: bool
+    latent_attention: bool
+    ranks: tuple[int, ...]
+
+
+class VllmProcess:
+    """A process in which vLLM builds models; a context manager.  The first call takes vLLM's import, 5 to 8 s, longer.
+
+    Arguments of both methods: tp: ``tensor_parallel_size``.  dp: ``data_parallel_size``.  expert_parallel:
+    ``enable_expert_parallel``: whole experts over all tp * dp ranks, instead of a slice of each expert.  ranks: which
+    ones to answer for, of tp * dp (data-parallel rank * tp + tensor-parallel rank); None: all.  latent_attention: MLA
+    runs as such, as vLLM has it unless VLLM_MLA_DISABLE is set; no other model cares.
+
+    Raises ``RolloutError`` where vLLM refuses: an unknown architecture, a tp that does not divide the heads, tensors
+    that are missing or misshapen, no vLLM.
+    """
+
+    def __enter__(self) -> Self:
+        # Spawned: vLLM must not find this process's process groups, Megatron or patches of torch.
+        context = multiprocessing.get_context("spawn")
+        self._process = ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_be_quiet)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.shutdown()
+
+    def rollout_parameters(
+        self,
+        hf_config: Path | Mapping[str, Any],
+        *,
+        tp: int = 1,
+        dp: int = 1,
+        expert_parallel: bool = False,
+        ranks: Sequence[int] | None = None,
+        latent_attention: bool = True,
+        dtype: str = "bfloat16",
+    ) -> list[dict[str, Parameter]]:
+        """Every parameter of each of ``ranks``, by vLLM's name; a tied output layer is the embedding and has no entry.
+
+        hf_config: a Hugging Face directory, of which only config.json is read, or what would stand in that file.
+        dtype: of the model, as ``ModelConfig.dtype``.
+        """
+        layout = _layout(tp, dp, expert_parallel, ranks, latent_attention)
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) if isinstance(hf_config, Mapping) else hf_config
+            if isinstance(hf_config, Mapping):
+                (source / "config.json").write_text(json.dumps(dict(hf_config)))
+            return self._run(_describe, source, layout, dtype)
+
+    def load_directly(
+        self,
+        hf_dir: Path,
+        *,
+        tp: int = 1,
+        dp: int = 1,
+        expert_parallel: bool = False,
+        ranks: Sequence[int] | None = None,
+        latent_attention: bool = True,
+    ) -> list[dict[str, NDArray[np.float32]]]:
+        """What each of ``ranks`` holds once vLLM has loaded ``hf_dir``, in float32 (integers to 2**24 are exact)."""
+        layout = _layout(tp, dp, expert_parallel, ranks, latent_attention)
+        return self._run(_load, hf_dir, layout, "float32")
+
+    def _run(self, function: Callable[[Path, _Layout, str], T | str], source: Path, layout: _Layout, dtype: str) -> T:
+        if not (source / "config.json").is_file():
+            raise RolloutError(f"{source} has no config.json. Name a Hugging Face model directory.")
+        try:
+            result = self._process.submit(function, source, layout, dtype).result()
+        except BrokenProcessPool as error:
+            raise RolloutError(f"{source}: the process that vLLM ran in died: out of memory, or killed.") from error
+        if isinstance(result, str):
+            raise RolloutError(f"vLLM refuses {source} at tp={layout.tp}, dp={layout.dp}: {result}")
+        return result
+
+
+def _layout(tp: int, dp: int, expert_parallel: bool, ranks: Sequence[int] | None, latent_attention: bool) -> _Layout:
+    wanted = tuple(range(tp * dp) if ranks is None else ranks)
+    assert all(0 <= rank < tp * dp for rank in wanted), f"ranks {wanted} of tp={tp}, dp={dp}"
+    return _Layout(tp=tp, dp=dp, expert_parallel=expert_parallel, latent_attention=latent_attention, ranks=wanted)
+
+
+# What follows runs in the other process.
+
+
+def _be_quiet() -> None:
+    logging.disable(logging.ERROR)  # vLLM's remarks on an engine that there will not be
+
+
+def _describe(source: Path, layout: _Layout, dtype: str) -> list[dict[str, Parameter]] | str:
+    found = []
+    try:
+        for rank in layout.ranks:
+            with _standing_as(rank, layout):
+                found.append(_described(_model(source, layout, rank, dtype, _ParametersOnMeta())[0]))
+    except Exception as error:  # noqa: BLE001  vLLM raises what pickle cannot carry
+        return _reason(error)
+    return found
+
+
+def _load(source: Path, layout: _Layout, dtype: str) -> list[dict[str, NDArray[np.float32]]] | str:
+    found = []
+    try:
+        for rank in layout.ranks:
+            with _standing_as(rank, layout):  # while it loads, too: some loaders ask again
+                found.append(_loaded(*_model(source, layout, rank, dtype, nullcontext())))
+    except Exception as error:  # noqa: BLE001  as above
+        return _reason(error)
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """Never empty.  vLLM checks its configuration in pydantic, which would repeat all of it."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ImportError):
+        return f"{error}. The set-up installs vLLM: rm -rf .venv, and make test"
+    if isinstance(error, ValidationError):
+        return "; ".join(found["msg"] for found in error.errors())
+    return f"{type(error).__name__}: {error}"
+
+
+def _described(model: nn.Module) -> dict[str, Parameter]:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    experts = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            held = _held_experts(module)
+            experts.update({f"{prefix}.{name}": held for name, _ in module.named_parameters()})
+    return {
+        name: Parameter(
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            experts=experts.get(name, ()),
+        )
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _held_experts(module: Any) -> tuple[int, ...]:
+    """Global ids of the experts that ``module`` (RoutedExperts) holds, by local index."""
+    manager = module.expert_map_manager
+    if manager.expert_map is None:
+        return tuple(range(manager.global_num_experts))
+    places = {local: expert for expert, local in enumerate(manager.expert_map.tolist()) if local >= 0}
+    return tuple(places[local] for local in range(len(places)))
+
+
+def _loaded(model: nn.Module, config: Any) -> dict[str, NDArray[np.float32]]:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)  # whatever vLLM does not write must not look like a weight
+    with set_current_vllm_config(config):
+        DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
+    arrays = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    unset = [name for name, array in arrays.items() if np.isnan(array).any()]
+    if unset:
+        raise ValueError(f"the checkpoint has nothing for {', '.join(unset)}")
+    return arrays
+
+
+class _ParametersOnMeta(TorchFunctionMode):
+    """vLLM makes its large parameters by ``torch.empty``: those go to the meta device, in no memory.
+
+    Not all that is made: the maps of expert parallelism must have values to be built from.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _model(
+    source: Path, layout: _Layout, rank: int, dtype: str, memory: AbstractContextManager[Any]
+) -> tuple[nn.Module, Any]:
+    """vLLM's model as ``rank`` builds it, its parameters in ``memory`` and not set, and its ``VllmConfig``."""
+    from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    _import_architecture(source)
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(source), skip_tokenizer_init=True, generation_config="vllm", dtype=dtype, enforce_eager=True
+        ),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=layout.tp,
+            data_parallel_size=layout.dp,
+            data_parallel_rank=rank // layout.tp,
+            enable_expert_parallel=layout.expert_parallel,
+            distributed_executor_backend="mp",
+        ),
+        load_config=LoadConfig(use_tqdm_on_load=False),
+        device_config=DeviceConfig("cpu"),
+    )
+    with set_default_torch_dtype(config.model_config.dtype), memory:
+        return initialize_model(config), config
+
+
+def _import_architecture(source: Path) -> None:
+    """Give vLLM's registry the classes themselves: to ask one not imported yet it starts a process, for seconds."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    names = json.loads((source / "config.json").read_text()).get("architectures") or []
+    unknown = [name for name in names if name not in ModelRegistry.models]
+    if unknown or not names:
+        raise ValueError(f"config.json's architectures are {names}, of which vLLM has no model")
+    for name in names:
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+class _Peers:
+    """What models ask of a process group while they are built.  In vLLM that is a ProcessGroup."""
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self.ranks, self.index = list(ranks), list(ranks).index(rank)
+
+    def rank(self) -> int:
+        return self.index
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@contextmanager
+def _standing_as(rank: int, layout: _Layout) -> Iterator[None]:
+    """vLLM's groups, with nobody behind them, as ``initialize_model_parallel`` would make them on ``rank``.
+
+    vllm/distributed/parallel_state.py, 0.32: all ranks are laid out as data parallel x tensor parallel, and expert
+    parallelism spans both.  Building and loading a model only asks groups for sizes and ranks.
+    """
+    from vllm import envs
+    from vllm.distributed import parallel_state
+
+    def group(ranks: Sequence[int]) -> Any:
+        coordinator = object.__new__(parallel_state.GroupCoordinator)  # its own __init__ meets the peers
+        coordinator.rank, coordinator.ranks, coordinator.world_size = rank, list(ranks), len(ranks)
+        coordinator.rank_in_group = coordinator.ranks.index(rank)
+        coordinator.device_group = coordinator.cpu_group = _Peers(ranks, rank)
+        coordinator.device = torch.device("cpu")
+        return coordinator
+
+    everyone = range(layout.tp * layout.dp)
+    first = rank // layout.tp * layout.tp
+    groups = dict.fromkeys(("_PP", "_PCP", "_DCP"), group([rank]))
+    groups |= dict.fromkeys(("_TP", "_ETP"), group(range(first, first + layout.tp)))
+    groups |= dict.fromkeys(("_WORLD", "_EP"), group(everyone))
+    groups["_DP"] = group(everyone[rank % layout.tp :: layout.tp])
+    wanted = [(parallel_state, name, value) for name, value in groups.items()]
+    wanted.append((envs, "VLLM_MLA_DISABLE", not layout.latent_attention))
+    before = [(module, name, getattr(module, name)) for module, name, _ in wanted]
+    try:
+        for module, name, value in wanted:
+            setattr(module, name, value)
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
