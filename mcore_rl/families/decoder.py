@@ -1,0 +1,115 @@
+"""The fields of ``config.json`` that the families share, as transformers names and reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.config.model import Activation, ModelConfig
+from mcore_rl.families.fields import Fields
+from mcore_rl.families.rope import read_rope
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What transformers' configuration class (5.19) has where ``config.json`` says nothing; names are its own.
+
+    num_key_value_heads: None is as many as there are heads.  head_dim: None is hidden_size / num_attention_heads.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+
+
+def read_decoder(fields: Fields, defaults: Defaults) -> ModelConfig:
+    """A decoder of SiLU-gated MLPs without windows, biases or experts: what every family starts from."""
+    model = read_sizes(fields, defaults)
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    head_dim = fields.optional("head_dim", int, defaults.head_dim)
+    if head_dim is None and heads >= 1:
+        if hidden % heads:
+            remedy = "Write head_dim, or a multiple of num_attention_heads"
+            fields.refuse("hidden_size", f"num_attention_heads={heads} does not divide hidden_size={hidden}", remedy)
+        head_dim = hidden // heads
+    model.head_dim = head_dim or 0
+    fields.demand("hidden_act", "silu", because="gates the MLP by another function")
+    model.rotary_base, model.rope, _ = read_rope(fields, defaults.rope_theta, model.max_position_embeddings)
+    return model
+
+
+def read_sizes(fields: Fields, defaults: Defaults) -> ModelConfig:
+    """The sizes alone; head_dim, activation and rope are left to the family."""
+    heads = fields.take("num_attention_heads", int, defaults.num_attention_heads)
+    return ModelConfig(
+        num_layers=fields.take("num_hidden_layers", int, defaults.num_hidden_layers),
+        hidden_size=fields.take("hidden_size", int, defaults.hidden_size),
+        ffn_hidden_size=fields.take("intermediate_size", int, defaults.intermediate_size),
+        num_attention_heads=heads,
+        num_query_groups=_or(fields.optional("num_key_value_heads", int, defaults.num_key_value_heads), heads),
+        head_dim=0,
+        vocab_size=fields.take("vocab_size", int, defaults.vocab_size),
+        max_position_embeddings=fields.take("max_position_embeddings", int, defaults.max_position_embeddings),
+        norm_epsilon=fields.take("rms_norm_eps", float, defaults.rms_norm_eps),
+        activation=Activation.silu,
+        tie_output=fields.take("tie_word_embeddings", bool, defaults.tie_word_embeddings),
+    )
+
+
+def _or(value: int | None, other: int) -> int:
+    return other if value is None else value
+
+
+def window_every_layer(fields: Fields, model: ModelConfig, default: int | None) -> None:
+    """``sliding_window`` holds for every layer, unless null (Mistral, Mixtral).  default: where it is left out."""
+    set_window(model, fields.optional("sliding_window", int, default), list(range(model.num_layers)))
+
+
+def window_some_layers(fields: Fields, model: ModelConfig, sliding: list[int]) -> None:
+    """``use_sliding_window`` switches ``sliding_window`` on, in the layers of ``layer_types`` or ``sliding`` (Qwen)."""
+    wanted = fields.take("use_sliding_window", bool, False)
+    window = fields.optional("sliding_window", int, 4096)
+    layers = read_layer_types(fields, model, sliding if wanted and window is not None else [])
+    set_window(model, window if wanted else None, layers)
+    if layers and (not wanted or window is None):
+        fields.refuse("layer_types", f"names {SLIDING}, and no window is on", "Write use_sliding_window and its size")
+    elif layers and len(layers) < model.num_layers:
+        problem = f"puts a window into layers {layers} only, and vLLM 0.32 has it in every layer of this family or none"
+        fields.refuse("use_sliding_window", problem, "Choose a checkpoint with windows in all layers, or in none")
+
+
+def read_layer_types(fields: Fields, model: ModelConfig, default: list[int]) -> list[int]:
+    """The layers (from 0) with a window by ``layer_types``; ``default`` where that is left out."""
+    types = fields.listed("layer_types", str)
+    if types is None:
+        return default
+    if len(types) != model.num_layers or not set(types) <= {SLIDING, FULL}:
+        problem = f"must name one of {SLIDING} and {FULL} for each of the {model.num_layers} layers"
+        fields.refuse("layer_types", problem, "Choose a checkpoint with these kinds of attention")
+        return default
+    return [layer for layer, kind in enumerate(types) if kind == SLIDING]
+
+
+def set_window(model: ModelConfig, window: int | None, layers: list[int]) -> None:
+    """A window of ``window`` tokens in ``layers``; None or no layers: none."""
+    if window is not None and layers:
+        model.sliding_window, model.sliding_layers = window, layers
+
+
+def read_dense_layers(fields: Fields, num_layers: int) -> list[int]:
+    """The layers that ``decoder_sparse_step`` and ``mlp_only_layers`` leave without experts (Qwen)."""
+    step = fields.take("decoder_sparse_step", int, 1)
+    named = fields.listed("mlp_only_layers", int) or []
+    if step < 1:
+        fields.refuse("decoder_sparse_step", "experts are in every so many layers", "Write 1 or more")
+        return []
+    return [layer for layer in range(num_layers) if layer in named or (layer + 1) % step]

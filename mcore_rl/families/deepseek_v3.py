@@ -1,0 +1,182 @@
+"""DeepSeek-V3 and R1: latent attention, dense first layers, many small experts chosen by biased sigmoid scores.
+
+The multi-token prediction layers behind the last are left out: they are no part of the policy.
+"""
+
+from __future__ import annotations
+
+from mcore_rl.config.model import MlaConfig, ModelConfig, MoeConfig, RouterScore
+from mcore_rl.families import rollout_blocks as rollout
+from mcore_rl.families.blocks import (
+    ATTENTION,
+    DENSE_MLP,
+    ENDS,
+    HF_ATTENTION,
+    HF_MLP,
+    LAYER,
+    UNFUSED_NORMS,
+    experts,
+    gated_mlp,
+)
+from mcore_rl.families.decoder import Defaults, read_sizes
+from mcore_rl.families.family import Family
+from mcore_rl.families.fields import Fields
+from mcore_rl.families.rope import read_rope
+from mcore_rl.families.rules import Axis, Layers, Rule, hf, split
+
+
+def _query_latent(model: ModelConfig) -> bool:
+    return model.mla is not None and model.mla.q_lora_rank is not None
+
+
+def _query_at_once(model: ModelConfig) -> bool:
+    return not _query_latent(model)
+
+
+QUERY = hf(HF_ATTENTION + "q_proj.weight", "query", "hidden")
+QUERY_DOWN = hf(HF_ATTENTION + "q_a_proj.weight", "query_latent", "hidden")
+QUERY_NORM = hf(HF_ATTENTION + "q_a_layernorm.weight", "query_latent")
+QUERY_UP = hf(HF_ATTENTION + "q_b_proj.weight", "query", "query_latent")
+LATENT_DOWN = hf(HF_ATTENTION + "kv_a_proj_with_mqa.weight", "latent_and_rope", "hidden")
+LATENT_NORM = hf(HF_ATTENTION + "kv_a_layernorm.weight", "latent")
+LATENT_UP = hf(HF_ATTENTION + "kv_b_proj.weight", "key_and_value", "latent")
+OUTPUT = hf(HF_ATTENTION + "o_proj.weight", "hidden", "value")
+BIAS = hf(HF_MLP + "gate.e_score_correction_bias", "experts")
+
+LATENT_ATTENTION = (
+    Rule(ATTENTION + "linear_q_proj.weight", (QUERY,), split, axis=Axis.tensor, only=_query_at_once),
+    Rule(ATTENTION + "linear_q_down_proj.weight", (QUERY_DOWN,), only=_query_latent),
+    Rule(
+        ATTENTION + "q_layernorm.weight",
+        (QUERY_NORM,),
+        only=_query_latent,
+        checkpoint=ATTENTION + "linear_q_up_proj.layer_norm_weight",
+    ),
+    Rule(ATTENTION + "linear_q_up_proj.weight", (QUERY_UP,), split, axis=Axis.tensor, only=_query_latent),
+    Rule(ATTENTION + "linear_kv_down_proj.weight", (LATENT_DOWN,)),
+    Rule(
+        ATTENTION + "kv_layernorm.weight",
+        (LATENT_NORM,),
+        checkpoint=ATTENTION + "linear_kv_up_proj.layer_norm_weight",
+    ),
+    Rule(ATTENTION + "linear_kv_up_proj.weight", (LATENT_UP,), split, axis=Axis.tensor),
+    Rule(ATTENTION + "linear_proj.weight", (OUTPUT,), split, dim=1, axis=Axis.tensor),
+)
+ROUTER_BIAS = Rule(LAYER + "mlp.router.expert_bias", (BIAS,), layers=Layers.experts, dtype="float32")
+
+DEFAULTS = Defaults(
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    num_hidden_layers=61,
+    num_attention_heads=128,
+    num_key_value_heads=128,
+    max_position_embeddings=4096,
+)
+
+
+def read(fields: Fields) -> ModelConfig:
+    """``DeepseekV3Config``, and the fields that only the checkpoint's own code has."""
+    model = read_sizes(fields, DEFAULTS)
+    fields.demand("hidden_act", "silu", because="gates the MLP by another function")
+    # transformers' norms of the latents keep their own default whatever the configuration says; vLLM's do not
+    fields.demand("rms_norm_eps", 1e-6, because="means different norms of the latents to different readers")
+    if model.num_query_groups != model.num_attention_heads:
+        problem = f"is {model.num_query_groups}, and each of num_attention_heads={model.num_attention_heads} has a key"
+        fields.refuse("num_key_value_heads", problem, f"Write {model.num_attention_heads}")
+        model.num_query_groups = model.num_attention_heads
+    fields.demand("rope_interleave", True, because="pairs rotated dimensions in a way that vLLM 0.32 does not")
+    model.mla = _read_latents(fields)
+    width, rotated = model.mla.qk_nope_head_dim, model.mla.qk_rope_head_dim
+    model.head_dim = width + rotated
+    fields.demand("head_dim", rotated, None, because="contradicts qk_rope_head_dim")
+    fields.demand("qk_head_dim", model.head_dim, because="contradicts qk_nope_head_dim and qk_rope_head_dim")
+    longest = model.max_position_embeddings
+    model.rotary_base, model.rope, scale = read_rope(fields, DEFAULTS.rope_theta, longest, latent=True)
+    if scale != 1:
+        model.softmax_scale = model.head_dim**-0.5 * scale  # ``yarn_apply_mscale`` in modeling_deepseek_v3.py
+    model.moe = _read_experts(fields, model.num_layers)
+    fields.ignore("num_nextn_predict_layers", "num_mtp_layers")  # see above
+    return model
+
+
+def _read_latents(fields: Fields) -> MlaConfig:
+    return MlaConfig(
+        q_lora_rank=fields.optional("q_lora_rank", int, 1536),
+        kv_lora_rank=fields.take("kv_lora_rank", int, 512),
+        qk_nope_head_dim=fields.take("qk_nope_head_dim", int, 128),
+        qk_rope_head_dim=fields.take("qk_rope_head_dim", int, 64),
+        v_head_dim=fields.take("v_head_dim", int, 128),
+    )
+
+
+def _read_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    fields.demand("scoring_func", "sigmoid", because="scores experts by another function")
+    fields.demand("topk_method", "noaux_tc", because="chooses experts in another way")
+    fields.demand("moe_layer_freq", 1, because="leaves later layers without experts")
+    experts = "num_local_experts" if "num_local_experts" in fields.values else "n_routed_experts"
+    width = fields.take("moe_intermediate_size", int, 2048)
+    moe = MoeConfig(
+        num_experts=fields.take(experts, int, 256),
+        top_k=fields.take("num_experts_per_tok", int, 8),
+        ffn_hidden_size=width,
+        norm_topk_prob=fields.take("norm_topk_prob", bool, True),
+        dense_layers=list(range(min(fields.take("first_k_dense_replace", int, 3), num_layers))),
+        shared_ffn_hidden_size=width * fields.take("n_shared_experts", int, 1),
+        score=RouterScore.sigmoid,
+        expert_bias=True,
+        num_groups=fields.take("n_group", int, 8),
+        top_k_groups=fields.take("topk_group", int, 4),
+        routed_scaling_factor=fields.take("routed_scaling_factor", float, 2.5),
+    )
+    if moe.shared_ffn_hidden_size < 1:
+        fields.refuse("n_shared_experts", "this family has shared experts", "Write 1 or more")
+    return moe
+
+
+WEIGHTS = (
+    *ENDS,
+    *UNFUSED_NORMS,
+    *LATENT_ATTENTION,
+    *DENSE_MLP,
+    *experts(HF_MLP),
+    ROUTER_BIAS,
+    *gated_mlp(LAYER + "mlp.shared_experts.", HF_MLP + "shared_experts.", "shared_ffn", Layers.experts),
+)
+_ROLLOUT_ATTENTION = (
+    Rule(QUERY_NORM.name, (QUERY_NORM,), only=_query_latent),
+    Rule(QUERY_UP.name, (QUERY_UP,), split, axis=Axis.tensor, only=_query_latent),
+    Rule(QUERY.name, (QUERY,), split, axis=Axis.tensor, only=_query_at_once),
+    rollout.same(LATENT_NORM),
+    Rule(LATENT_UP.name, (LATENT_UP,), split, axis=Axis.tensor),
+    Rule(OUTPUT.name, (OUTPUT,), split, dim=1, axis=Axis.tensor),
+)
+# vLLM's latent attention fuses the two down projections, whole on every rank (DeepSeekV2FusedQkvAProjLinear).
+_FUSED = (
+    Rule(HF_ATTENTION + "fused_qkv_a_proj.weight", (QUERY_DOWN, LATENT_DOWN), only=_query_latent),
+    Rule(LATENT_DOWN.name, (LATENT_DOWN,), only=_query_at_once),
+)
+_APART = (Rule(QUERY_DOWN.name, (QUERY_DOWN,), only=_query_latent), rollout.same(LATENT_DOWN))
+_ROLLOUT = (
+    *rollout.ENDS,
+    *rollout.NORMS,
+    *_ROLLOUT_ATTENTION,
+    *rollout.DENSE_MLP,
+    *rollout.experts(HF_MLP),
+    Rule(BIAS.name, (BIAS,), layers=Layers.experts, dtype="float32"),
+    *rollout.gated_mlp(HF_MLP + "shared_experts.", "shared_ffn", Layers.experts, Axis.shared_expert),
+)
+ROLLOUT = (*_ROLLOUT, *_FUSED)
+ROLLOUT_WITHOUT_LATENT = (*_ROLLOUT, *_APART)
+
+FAMILY = Family(
+    name="deepseek_v3",
+    architectures=("DeepseekV3ForCausalLM",),
+    model_type="deepseek_v3",
+    read=read,
+    weights=WEIGHTS,
+    rollout=ROLLOUT,
+    rollout_without_latent=ROLLOUT_WITHOUT_LATENT,
+    extra_layers=True,
+    block_fp8=True,
+)

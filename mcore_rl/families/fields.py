@@ -1,0 +1,166 @@
+"""A Hugging Face ``config.json``, read so that no field of it goes unnoticed.
+
+Every field is taken, demanded to have one value, or on the list of those that cannot change a number; what is left over
+is refused by name, because a field that nobody read may change the numbers.  What a checkpoint leaves out has the
+default of transformers' configuration class, and the caller says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from mcore_rl.errors import Violation
+
+T = TypeVar("T")
+
+_IGNORED = """
+_attn_implementation_autoset _commit_hash _name_or_path architectures attn_implementation auto_map cache_implementation
+chunk_size_feed_forward custom_pipelines dtype experts_implementation finetuning_task initializer_range
+keys_to_ignore_at_inference model_type name_or_path output_attentions output_hidden_states return_dict
+task_specific_params tf_legacy_loss tokenizer_class torch_dtype torchscript transformers.js_config transformers_version
+use_bfloat16 use_cache
+
+bos_token_id decoder_start_token_id eos_token_id pad_token_id prefix sep_token_id unk_token_id
+
+id2label label2id num_labels problem_type
+
+aux_loss_alpha ep_size output_router_logits router_aux_loss_coef seq_aux
+
+assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty do_sample
+early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length
+max_new_tokens min_length no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups
+num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
+suppress_tokens target_lookbehind temperature top_k top_p typical_p
+"""
+# Fields that cannot change the numbers of the forward pass, paragraph by paragraph: how the file was made and the model
+# is run; ids of tokens, which are the tokenizer's business; labels of classifiers; terms of training, which have
+# settings of their own here; generation, which transformers keeps in generation_config.json now.
+IGNORED = frozenset(_IGNORED.split())
+
+# Field -> (values that change nothing, what another would do).
+NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
+    "add_cross_attention": ((False,), "adds attention to an encoder"),
+    "attention_bias": ((False, None), "adds biases to the attention's projections"),
+    "attention_dropout": ((0, None), "makes training drop attention weights at random"),
+    "cross_attention_hidden_size": ((None,), "adds attention to an encoder"),
+    "hidden_dropout": ((0, None), "makes training drop activations at random"),
+    "is_decoder": ((False, True), "is no switch of a decoder"),
+    "is_encoder_decoder": ((False,), "adds an encoder"),
+    "mlp_bias": ((False, None), "adds biases to the MLP"),
+    "partial_rotary_factor": ((1, None), "rotates a part of each head only"),
+    "pretraining_tp": ((0, 1, None), "computes the projections in slices, with other rounding"),
+    "pruned_heads": (({}, None), "removes attention heads"),
+    "sliding_window": ((None,), "limits attention to a window"),
+    "tie_encoder_decoder": ((False,), "ties an encoder's weights"),
+    "use_mrope": ((False, None), "rotates by positions of three axes"),
+}
+
+
+def same(value: object, other: object) -> bool:
+    """Equality that does not take ``True`` for 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+class Fields:
+    """The fields of one configuration, and what was said about each.
+
+    ``take`` and its kin never raise on a user's mistake: they note a violation and go on with a value of the right
+    kind, so that all are reported at once.  sound: whether every value taken so far was the configuration's own.
+    """
+
+    def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
+        self.values = dict(values)
+        self.violations: list[Violation] = []
+        self.sound = True
+        self._prefix = prefix
+        self._read: set[str] = set()
+
+    def take(self, name: str, kind: type[T], default: T) -> T:
+        """The value of ``name``; ``default`` where it is left out.  An integer passes for a float."""
+        value = self.optional(name, kind, default)
+        if value is None:
+            self._unsound(name, f"is null, and a model needs {_KIND[kind]} here", "Write the value of the checkpoint")
+            return default
+        return value
+
+    def optional(self, name: str, kind: type[T], default: T | None = None) -> T | None:
+        """As ``take``, and None where the configuration says null."""
+        self._read.add(name)
+        value = self.values.get(name, default)
+        if kind is float and type(value) is int:
+            return kind(value)  # type: ignore[call-arg]
+        if value is None or type(value) is kind:
+            return value
+        self._unsound(name, f"is no {_KIND[kind].split()[-1]}", f"Write {_KIND[kind]}")
+        return default
+
+    def listed(self, name: str, kind: type[T]) -> list[T] | None:
+        """The values of the list ``name``; None where it is null or left out."""
+        values = self.optional(name, list)
+        if values is not None and any(type(value) is not kind for value in values):
+            self._unsound(name, f"is no list of {_KIND[kind].split()[-1]}s", f"Write a list, each {_KIND[kind]}")
+            return None
+        return values
+
+    def inside(self, name: str) -> Fields | None:
+        """The fields of the mapping ``name``, to be handed back to ``close``; None where null, empty or left out."""
+        values = self.optional(name, dict)
+        return Fields(values, f"{self._prefix}{name}.") if values else None
+
+    def close(self, inner: Fields) -> None:
+        """Take over what was found in ``inner``, with what nobody read there."""
+        self.violations += [*inner.violations, *inner.unread()]
+        self.sound = self.sound and inner.sound
+
+    def demand(self, name: str, *allowed: object, because: str) -> None:
+        """``name`` is left out or has one of the ``allowed`` values.  because: what another value would do."""
+        self._read.add(name)
+        if name in self.values and not any(same(self.values[name], value) for value in allowed):
+            wanted = " or ".join(str(_json(value)) for value in allowed)
+            remedy = f"This family is trained with {wanted} only; choose a checkpoint that has it"
+            self.refuse(name, f"{because}, which is not supported", remedy)
+
+    def ignore(self, *names: str) -> None:
+        """``names`` cannot change a number in this family, whatever their values."""
+        self._read.update(names)
+
+    def refuse(self, name: str, problem: str, remedy: str) -> None:
+        """Note that ``name`` cannot be as it is."""
+        key = f"config.json: {self._prefix}{name}"
+        self.violations.append(Violation(key, _json(self.values.get(name)), problem, remedy))
+
+    def unread(self) -> list[Violation]:
+        """One violation for each field that nobody took, demanded or may ignore, and for each that is not neutral."""
+        rest = Fields(self.values, self._prefix)
+        for name in self.values:
+            if name in self._read or (not self._prefix and name in IGNORED):
+                continue
+            if not self._prefix and name in NEUTRAL:
+                allowed, because = NEUTRAL[name]
+                rest.demand(name, *allowed, because=because)
+            else:
+                problem = "is a field that this family is not known to have, and it may change the numbers"
+                remedy = "Choose a checkpoint without it; if it changes no number, remove it from a copy of config.json"
+                rest.refuse(name, problem, remedy)
+        return rest.violations
+
+    def _unsound(self, name: str, problem: str, remedy: str) -> None:
+        self.sound = False
+        self.refuse(name, problem, remedy)
+
+
+_KIND: dict[type, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "a boolean",
+    str: "a string",
+    list: "a list",
+    dict: "a mapping",
+}
+
+
+def _json(value: object) -> object:
+    """``value`` as it stands in the file, where Python spells it otherwise."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), value)

@@ -1,0 +1,99 @@
+"""Gemma 2: norms before and behind attention and MLP, soft caps, alternating windows, scaled and tied embeddings.
+
+Its norms multiply by one plus their weight, in the checkpoint and in Megatron (``ModelConfig.zero_centered_norm``), so
+the weights travel as they are.
+"""
+
+from __future__ import annotations
+
+from mcore_rl.config.model import Activation, ModelConfig
+from mcore_rl.families import rollout_blocks as rollout
+from mcore_rl.families.blocks import (
+    ATTENTION,
+    DENSE_MLP,
+    ENDS,
+    GROUPED_ATTENTION,
+    HF_LAYER,
+    INPUT_NORM,
+    LAYER,
+    pre_mlp_norm,
+)
+from mcore_rl.families.decoder import Defaults, read_layer_types, read_sizes, set_window
+from mcore_rl.families.family import Family
+from mcore_rl.families.fields import Fields
+from mcore_rl.families.rope import read_rope
+from mcore_rl.families.rules import Rule, hf
+
+SANDWICH = (
+    Rule(
+        ATTENTION + "linear_proj.post_layernorm.weight",
+        (hf(HF_LAYER + "post_attention_layernorm.weight", "hidden"),),
+    ),
+    Rule(
+        LAYER + "mlp.linear_fc2.post_layernorm.weight",
+        (hf(HF_LAYER + "post_feedforward_layernorm.weight", "hidden"),),
+    ),
+)
+
+DEFAULTS = Defaults(
+    vocab_size=256000,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+
+
+def read(fields: Fields) -> ModelConfig:
+    """``Gemma2Config``: windows in every other layer, from the first."""
+    model = read_sizes(fields, DEFAULTS)
+    model.head_dim = fields.take("head_dim", int, 256)
+    model.rotary_base, model.rope, _ = read_rope(fields, DEFAULTS.rope_theta, model.max_position_embeddings)
+    for name in ("hidden_activation", "hidden_act"):  # the first decides, and older files repeat it in the second
+        fields.demand(name, "gelu_pytorch_tanh", because="gates the MLP by another function")
+    fields.demand("tie_word_embeddings", True, because="gives the output a projection of its own")
+    fields.demand("use_bidirectional_attention", False, None, because="lets tokens see those behind them")
+    layers = read_layer_types(fields, model, list(range(0, model.num_layers, 2)))
+    window = fields.take("sliding_window", int, 4096)
+    set_window(model, window, layers)
+    model.activation = Activation.gelu_tanh
+    scalar = fields.take("query_pre_attn_scalar", float, 256.0)
+    if scalar <= 0:
+        fields.refuse("query_pre_attn_scalar", "scores are divided by its root", "Write a positive number")
+    model.softmax_scale = max(scalar, 1e-9) ** -0.5
+    model.attention_soft_cap = fields.optional("attn_logit_softcapping", float, 50.0)
+    model.output_soft_cap = fields.optional("final_logit_softcapping", float, 30.0)
+    model.zero_centered_norm = model.sandwich_norm = True
+    model.embedding_scale = model.hidden_size**0.5
+    return model
+
+
+WEIGHTS = (
+    *ENDS,
+    INPUT_NORM,
+    *pre_mlp_norm(HF_LAYER + "pre_feedforward_layernorm.weight"),
+    *SANDWICH,
+    *GROUPED_ATTENTION,
+    *DENSE_MLP,
+)
+ROLLOUT = (
+    *rollout.ENDS,
+    *rollout.NORMS,
+    rollout.norm("pre_feedforward_layernorm"),
+    rollout.norm("post_feedforward_layernorm"),
+    *rollout.GROUPED_ATTENTION,
+    *rollout.DENSE_MLP,
+)
+
+FAMILY = Family(
+    name="gemma2",
+    architectures=("Gemma2ForCausalLM",),
+    model_type="gemma2",
+    read=read,
+    weights=WEIGHTS,
+    rollout=ROLLOUT,
+)

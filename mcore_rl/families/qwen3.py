@@ -1,0 +1,49 @@
+"""Qwen3, dense: a norm over each query and key head instead of biases."""
+
+from __future__ import annotations
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families import rollout_blocks as rollout
+from mcore_rl.families.blocks import DENSE_MLP, ENDS, GROUPED_ATTENTION, NORMS, QK_NORM
+from mcore_rl.families.decoder import Defaults, read_decoder, window_some_layers
+from mcore_rl.families.family import Family
+from mcore_rl.families.fields import Fields
+
+DEFAULTS = Defaults(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=22016,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    head_dim=128,
+    max_position_embeddings=32768,
+)
+
+
+def read(fields: Fields) -> ModelConfig:
+    """``Qwen3Config``: where windows are on, they are in the layers from ``max_window_layers``."""
+    model = read_decoder(fields, DEFAULTS)
+    full = fields.take("max_window_layers", int, 28)
+    window_some_layers(fields, model, [layer for layer in range(model.num_layers) if layer >= full])
+    model.qk_norm = True
+    return model
+
+
+WEIGHTS = (*ENDS, *NORMS, *GROUPED_ATTENTION, *QK_NORM, *DENSE_MLP)
+ROLLOUT = (
+    *rollout.ENDS,
+    *rollout.NORMS,
+    *rollout.GROUPED_ATTENTION,
+    *rollout.QK_NORM,
+    *rollout.DENSE_MLP,
+)
+
+FAMILY = Family(
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    model_type="qwen3",
+    read=read,
+    weights=WEIGHTS,
+    rollout=ROLLOUT,
+)

@@ -1,0 +1,114 @@
+"""The families by name, and the one that a ``config.json`` belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mcore_rl.config.model import ModelConfig, model_violations
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.families import (
+    deepseek_v3,
+    gemma2,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
+from mcore_rl.families.family import Family
+from mcore_rl.families.fields import Fields
+
+FAMILIES: dict[str, Family] = {
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "mixtral": mixtral.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "qwen2_moe": qwen2_moe.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "gemma2": gemma2.FAMILY,
+    "deepseek_v3": deepseek_v3.FAMILY,
+}
+
+# What ``model_violations`` speaks of -> what a user wrote.
+_WRITTEN = {
+    "model.num_layers": "num_hidden_layers",
+    "model.hidden_size": "hidden_size",
+    "model.ffn_hidden_size": "intermediate_size",
+    "model.num_attention_heads": "num_attention_heads",
+    "model.num_query_groups": "num_key_value_heads",
+    "model.head_dim": "head_dim",
+    "model.vocab_size": "vocab_size",
+    "model.max_position_embeddings": "max_position_embeddings",
+    "model.sliding_window": "sliding_window",
+    "model.softmax_scale": "query_pre_attn_scalar",
+    "model.attention_soft_cap": "attn_logit_softcapping",
+    "model.output_soft_cap": "final_logit_softcapping",
+    "model.mla.q_lora_rank": "q_lora_rank",
+    "model.mla.kv_lora_rank": "kv_lora_rank",
+    "model.mla.qk_nope_head_dim": "qk_nope_head_dim",
+    "model.mla.qk_rope_head_dim": "qk_rope_head_dim",
+    "model.mla.v_head_dim": "v_head_dim",
+    "model.moe.num_experts": "number of experts",
+    "model.moe.top_k": "num_experts_per_tok",
+    "model.moe.ffn_hidden_size": "moe_intermediate_size",
+    "model.moe.num_groups": "n_group",
+    "model.moe.top_k_groups": "topk_group",
+}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a Hugging Face ``config`` by its ``architectures`` and ``model_type``.
+
+    Raises ConfigError where it is of none, or where the two disagree.
+    """
+    names = config.get("architectures")
+    known = {architecture: family for family in FAMILIES.values() for architecture in family.architectures}
+    value = names[0] if isinstance(names, list) and len(names) == 1 else None
+    family = known.get(value) if isinstance(value, str) else None
+    if family is None:
+        problem, remedy = "is not supported", f"Choose a checkpoint of one of {', '.join(known)}"
+        if isinstance(value, str) and value.endswith("ForSequenceClassification"):
+            remedy = "Start a critic from the checkpoint of a causal language model: it gets a value head of its own"
+        raise ConfigError([Violation("config.json: architectures", names, problem, remedy)])
+    model_type = config.get("model_type")
+    if model_type != family.model_type:
+        problem = f"does not go with architectures={family.architectures[0]}"
+        remedy = f"Restore the checkpoint's own config.json, which says {family.model_type}"
+        raise ConfigError([Violation("config.json: model_type", model_type, problem, remedy)])
+    return family
+
+
+def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+    """The family and the model of a Hugging Face ``config``, as ``json.load`` gives it.
+
+    Raises ConfigError naming every field that is missing its kind, is not known, or cannot be trained as it is.
+    """
+    family = family_of(config)
+    fields = Fields(config)
+    _demand_plain_weights(fields, family)
+    model = family.read(fields)
+    found = fields.violations + fields.unread()
+    if fields.sound:  # else sizes are partly defaults, and what they would be told of is not the user's
+        found += [_as_written(violation) for violation in model_violations(model)]
+    refuse_if_any(found)
+    return family, model
+
+
+def _as_written(violation: Violation) -> Violation:
+    return replace(violation, key=f"config.json: {_WRITTEN.get(violation.key, violation.key)}")
+
+
+def _demand_plain_weights(fields: Fields, family: Family) -> None:
+    """``quantization_config`` is left out, or is DeepSeek-V3's fp8 in blocks of 128 by 128."""
+    inner = fields.inside("quantization_config")
+    if inner is None:
+        return
+    method, block = inner.values.get("quant_method"), inner.values.get("weight_block_size")
+    if not (family.block_fp8 and method == "fp8" and block == [128, 128]):
+        remedy = "Choose the bfloat16 checkpoint, or dequantise this one first"
+        fields.refuse("quantization_config", f"weights quantised by {method} are not trained", remedy)

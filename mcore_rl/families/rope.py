@@ -1,0 +1,153 @@
+"""The rotary position embedding of a configuration, in both spellings.
+
+Until version 4 transformers wrote ``rope_theta`` and ``rope_scaling``; since 5 it writes ``rope_parameters`` with both
+inside.  Numbers are those of modeling_rope_utils.py in transformers 5.19.  Frequencies that change with the length of
+the input have no place in training: longrope is refused, and dynamic NTK is the default up to
+``max_position_embeddings`` (``_compute_dynamic_ntk_parameters``: the base is multiplied by a power of 1), where
+sequences end here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from mcore_rl.config.model import RopeConfig, RopeType
+from mcore_rl.families.fields import Fields, same
+
+_LLAMA3_RAMP = "needs low_freq_factor below high_freq_factor"
+
+
+Reader = Callable[[Fields, int], tuple[RopeConfig, float]]
+
+
+def read_rope(
+    fields: Fields, default_theta: float, max_position_embeddings: int, *, latent: bool = False
+) -> tuple[float, RopeConfig, float]:
+    """(base, how frequencies are made from it, the factor that ``mscale_all_dim`` puts on a latent query's scale).
+
+    default_theta: of the configuration class.  latent: rotates a part of each head, in DeepSeek's way.
+    """
+    readers = _LATENT_READERS if latent else _READERS
+    name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    inner = fields.inside(name)
+    other = fields.inside("rope_parameters" if name == "rope_scaling" else "rope_scaling")
+    if other is not None:
+        fields.refuse("rope_parameters", "stands beside another rope_scaling", "Keep one of the two")
+    theta = fields.take("rope_theta", float, default_theta)
+    if inner is None:
+        return theta, RopeConfig(), 1.0
+    base = inner.take("rope_theta", float, theta)
+    if "rope_theta" in fields.values and base != theta:
+        fields.refuse("rope_theta", f"stands beside {name}.rope_theta={base}", "Keep one of the two")
+    inner.demand("partial_rotary_factor", 1, None, because="rotates a part of each head only")
+    kind = inner.take("type", str, "default")
+    if "rope_type" in inner.values:
+        spelt, kind = kind, inner.take("rope_type", str, "default")
+        if "type" in inner.values and not same(spelt, kind):
+            inner.refuse("type", f"stands beside rope_type={kind}", "Keep one of the two")
+    rope, scale = RopeConfig(), 1.0
+    if kind in readers:
+        rope, scale = readers[kind](inner, max_position_embeddings)
+    else:
+        spelling = "rope_type" if "rope_type" in inner.values else "type"
+        inner.refuse(spelling, "is not supported", f"Choose a checkpoint with one of {', '.join(readers)}")
+        inner.ignore(*inner.values)  # its keys are no mistakes of their own
+    fields.close(inner)
+    return base, rope, scale
+
+
+def _factor(inner: Fields) -> float:
+    factor = inner.take("factor", float, 1.0)
+    if "factor" not in inner.values or factor < 1:
+        inner.refuse("factor", "this rope type extends the context by a factor", "Write a number of 1 or more")
+    return factor
+
+
+def _trained(inner: Fields, longest: int) -> int:
+    trained = inner.take("original_max_position_embeddings", int, longest)
+    if trained < 1:
+        inner.refuse("original_max_position_embeddings", "is the length of the pre-training", "Write 1 or more")
+    return max(trained, 1)
+
+
+def _default(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+    return RopeConfig(), 1.0
+
+
+def _linear(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+    return RopeConfig(type=RopeType.linear, factor=_factor(inner)), 1.0
+
+
+def _dynamic(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+    _factor(inner)
+    because = f"moves the length from which the frequencies change away from max_position_embeddings={longest}"
+    inner.demand("original_max_position_embeddings", longest, None, because=because)
+    return RopeConfig(), 1.0
+
+
+def _llama3(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+    rope = RopeConfig(
+        type=RopeType.llama3,
+        factor=_factor(inner),
+        original_max_position_embeddings=_trained(inner, longest),
+        low_freq_factor=inner.take("low_freq_factor", float, 1.0),
+        high_freq_factor=inner.take("high_freq_factor", float, 4.0),
+    )
+    for name in ("low_freq_factor", "high_freq_factor"):
+        if name not in inner.values:
+            inner.refuse(name, f"rope type llama3 {_LLAMA3_RAMP}, and transformers has no default", "Write both")
+    if rope.low_freq_factor >= rope.high_freq_factor:
+        inner.refuse("low_freq_factor", f"rope type llama3 {_LLAMA3_RAMP}={rope.high_freq_factor}", "Write a lower one")
+    return rope, 1.0
+
+
+def _yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+    trained = _trained(inner, longest)
+    if inner.values.get("factor") is None and "factor" in inner.values:
+        inner.optional("factor", float)
+        factor = longest / trained
+    else:
+        factor = _factor(inner)
+    mscale, mscale_all_dim = inner.optional("mscale", float), inner.optional("mscale_all_dim", float)
+    given = [value for value in (mscale, mscale_all_dim) if value is not None]
+    if len(given) == 1 or any(value <= 0 for value in given):
+        inner.refuse("mscale", "is read together with mscale_all_dim", "Write both, positive, or neither")
+    attention_factor = inner.optional("attention_factor", float)
+    if attention_factor is None:
+        if mscale and mscale_all_dim:
+            attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+        else:
+            attention_factor = _mscale(factor, 1.0)
+    rope = RopeConfig(
+        type=RopeType.yarn,
+        factor=factor,
+        original_max_position_embeddings=trained,
+        beta_fast=inner.optional("beta_fast", float) or 32.0,
+        beta_slow=inner.optional("beta_slow", float) or 1.0,
+        truncate=inner.take("truncate", bool, True),
+        attention_factor=attention_factor,
+    )
+    return rope, _mscale(factor, mscale_all_dim) ** 2 if mscale_all_dim else 1.0
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    """``get_mscale`` in modeling_rope_utils.py."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _latent_yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+    because = "is overruled by mscale in vLLM (models/deepseek_v2.py, 0.32) and overrules it in transformers"
+    inner.demand("attention_factor", None, because=because)
+    return _yarn(inner, longest)
+
+
+_READERS: dict[str, Reader] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+# vLLM 0.32 takes every other type for yarn here.
+_LATENT_READERS: dict[str, Reader] = {"default": _default, "yarn": _latent_yarn}

@@ -1,0 +1,233 @@
+"""Each field of a configuration is read, refused by name, or on a list of those that change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
+
+from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.families.fields import IGNORED, NEUTRAL, Fields, same
+from mcore_rl.families.registry import FAMILIES, model_of
+from tests.support.published import FACTS, TINY
+
+# Beside IGNORED: what the family says changes nothing, and what nothing reads while windows are off.
+IGNORED_BY_FAMILY = {
+    "llama": set(),
+    "mistral": set(),
+    "mixtral": set(),
+    "qwen2": {"sliding_window", "max_window_layers"},
+    "qwen3": {"sliding_window", "max_window_layers"},
+    "qwen2_moe": {"sliding_window", "max_window_layers"},
+    "qwen3_moe": {"sliding_window", "max_window_layers"},
+    "gemma2": set(),
+    "deepseek_v3": {"num_nextn_predict_layers"},
+}
+
+
+def refused(config: dict[str, Any]) -> dict[str, Violation]:
+    """What ``config`` is refused for, by field; empty where it is read."""
+    found: tuple[Violation, ...] = ()
+    try:
+        model_of(config)
+    except ConfigError as error:
+        found = error.violations
+    assert all(violation.key.startswith("config.json: ") for violation in found), found
+    return {violation.key.removeprefix("config.json: "): violation for violation in found}
+
+
+def other(name: str, value: Any) -> Any:
+    """A value of the same kind that is not ``value``."""
+    if isinstance(value, bool) or value is None:
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 if value else 1
+    if isinstance(value, str):
+        return value + "_x"
+    if isinstance(value, list):
+        return ["sliding_attention"] * len(value) if name == "layer_types" else [*value, 0]
+    return {**value, "rope_theta": 2.0}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_field_of_the_class_matters_is_refused_or_is_listed(name: str) -> None:
+    """No field that transformers' class knows can be changed without a different model, a refusal or a listing."""
+    written = CONFIG_MAPPING[name](architectures=list(FAMILIES[name].architectures)).to_dict()
+    plain = dict(written)
+    if name.startswith("qwen"):  # windows as the checkpoints write them, with a size and switched off
+        plain |= {"sliding_window": 4096, "max_window_layers": 28}
+        plain.pop("layer_types", None)
+    unnoticed = set()
+    for field, value in {**written, **plain}.items():
+        changed = {**plain, field: other(field, value)}
+        if not refused(changed) and model_of(changed) == model_of(plain):
+            unnoticed.add(field)
+    assert unnoticed - IGNORED == IGNORED_BY_FAMILY[name]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"logit_scale": 0.5},
+        {"attn_logit_cap": 20.0},
+        {"clip_qkv": 8.0},
+        {"dual_chunk_attention_config": {"chunk_size": 8}},
+        {"some_new_switch": False},
+        {"some_new_size": None},
+    ],
+)
+def test_an_unknown_field_is_refused_by_name(name: str, extra: dict[str, Any]) -> None:
+    found = refused({**TINY[name], **extra})
+    assert list(found) == list(extra)
+    violation = found[next(iter(extra))]
+    assert "not known" in violation.problem and "copy of config.json" in violation.remedy
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("attention_bias", True), ("attention_dropout", 0.1), ("hidden_act", "relu"), ("is_encoder_decoder", True)],
+)
+def test_what_is_not_implemented_is_refused_by_name(name: str, field: str, value: object) -> None:
+    assert list(refused({**TINY[name], field: value})) == [field]
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("llama", "mlp_bias", True),
+        ("llama", "pretraining_tp", 2),
+        ("llama", "sliding_window", 64),
+        ("llama", "layer_types", ["full_attention"] * 2),
+        ("mixtral", "router_jitter_noise", 0.01),
+        ("qwen2", "use_mrope", True),
+        ("qwen2", "head_dim", 64),
+        ("qwen2_moe", "qkv_bias", False),
+        ("qwen2_moe", "shared_expert_intermediate_size", 0),
+        ("qwen3_moe", "use_sliding_window", True),
+        ("gemma2", "hidden_activation", "gelu"),
+        ("gemma2", "tie_word_embeddings", False),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma2", "query_pre_attn_scalar", 0),
+        ("gemma2", "layer_types", ["chunked_attention"] * 4),
+        ("gemma2", "layer_types", ["full_attention"]),
+        ("deepseek_v3", "scoring_func", "softmax"),
+        ("deepseek_v3", "topk_method", "greedy"),
+        ("deepseek_v3", "moe_layer_freq", 2),
+        ("deepseek_v3", "rope_interleave", False),
+        ("deepseek_v3", "rms_norm_eps", 1e-5),
+        ("deepseek_v3", "num_key_value_heads", 2),
+        ("deepseek_v3", "head_dim", 48),
+        ("deepseek_v3", "qk_head_dim", 32),
+        ("deepseek_v3", "n_shared_experts", 0),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_name(name: str, field: str, value: object) -> None:
+    assert list(refused({**TINY[name], field: value})) == [field]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("hidden_size", "64", "is no integer"),
+        ("hidden_size", True, "is no integer"),
+        ("hidden_size", 64.0, "is no integer"),
+        ("hidden_size", None, "is null"),
+        ("rms_norm_eps", "1e-6", "is no number"),
+        ("tie_word_embeddings", 1, "is no boolean"),
+        ("rope_scaling", "yarn", "is no mapping"),
+        ("num_attention_heads", 0, "must be positive"),
+        ("num_key_value_heads", 3, "does not divide"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_name(field: str, value: object, problem: str) -> None:
+    found = refused({**TINY["llama"], field: value})
+    assert list(found) == [field] and problem in found[field].problem
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    wrong = {"attention_bias": True, "new": 1, "hidden_size": "x", "mlp_bias": True, "hidden_act": "gelu"}
+    with pytest.raises(ConfigError, match="5 problems") as raised:
+        model_of({**TINY["llama"], **wrong})
+    assert {violation.key for violation in raised.value.violations} == {f"config.json: {field}" for field in wrong}
+    assert "config.json: attention_bias=true: adds biases" in str(raised.value)
+
+
+def test_integers_pass_for_floats_and_nulls_for_what_is_optional() -> None:
+    _, plain = model_of(TINY["llama"])
+    _, model = model_of({**TINY["llama"], "rope_theta": 500000, "num_key_value_heads": None, "head_dim": None})
+    assert model.rotary_base == plain.rotary_base and isinstance(model.rotary_base, float)
+    assert (model.num_query_groups, model.head_dim) == (4, 16)
+
+
+def test_windows() -> None:
+    def window(name: str, **changes: object) -> tuple[int | None, list[int]]:
+        _, model = model_of({**TINY[name], **changes})
+        return model.sliding_window, model.sliding_layers
+
+    assert window("mistral") == (24, [0, 1])
+    assert window("mistral", sliding_window=None) == (None, [])
+    without = {key: value for key, value in TINY["mistral"].items() if key != "sliding_window"}
+    assert model_of(without)[1].sliding_window == 4096  # as MistralConfig has it
+    assert window("mixtral", sliding_window=8) == (8, [0, 1])
+    assert window("gemma2") == (24, [0, 2])
+    assert window("gemma2", layer_types=["full_attention"] * 3 + ["sliding_attention"]) == (24, [3])
+    for name, layers in (("qwen2", [0, 1]), ("qwen3", [0, 1])):
+        assert window(name, use_sliding_window=True, sliding_window=24, max_window_layers=0) == (24, layers)
+        assert window(name, use_sliding_window=True, sliding_window=None, max_window_layers=0) == (None, [])
+        mixed = {**TINY[name], "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+        assert list(refused(mixed)) == ["use_sliding_window"]
+    every_other = {**TINY["qwen2_moe"], "use_sliding_window": True}
+    assert "layers [0]" in refused(every_other)["use_sliding_window"].problem
+
+
+def test_dense_layers() -> None:
+    def dense(name: str, **changes: object) -> list[int]:
+        _, model = model_of({**TINY[name], **changes})
+        assert model.moe is not None
+        return model.moe.dense_layers
+
+    assert dense("qwen3_moe", mlp_only_layers=[], decoder_sparse_step=2) == [0, 2]
+    assert dense("qwen3_moe", mlp_only_layers=[1], decoder_sparse_step=2, num_hidden_layers=4) == [0, 1, 2]
+    assert dense("qwen2_moe") == [1]
+    assert dense("deepseek_v3", first_k_dense_replace=2) == [0, 1]
+    assert list(refused({**TINY["qwen3_moe"], "decoder_sparse_step": 0})) == ["decoder_sparse_step"]
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "bitsandbytes"])
+def test_quantised_weights_are_refused_but_for_deepseeks_blocks(method: str) -> None:
+    quantised = {"quant_method": method, "weight_block_size": [128, 128]}
+    found = refused({**TINY["llama"], "quantization_config": quantised})
+    assert "dequantise" in found["quantization_config"].remedy
+    found = refused({**TINY["deepseek_v3"], "quantization_config": quantised})
+    assert list(found) == ([] if method == "fp8" else ["quantization_config"])
+    wide = {**FACTS["deepseek-ai/DeepSeek-V3"]["quantization_config"], "weight_block_size": [64, 64]}
+    assert list(refused({**TINY["deepseek_v3"], "quantization_config": wide})) == ["quantization_config"]
+
+
+@pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLM", ["LlamaModel"], ["A", "B"], [["A"]]])
+def test_an_unsupported_architecture_lists_the_supported(architectures: object) -> None:
+    violation = refused({**TINY["llama"], "architectures": architectures})["architectures"]
+    assert all(family.architectures[0] in violation.remedy for family in FAMILIES.values())
+
+
+def test_a_classifier_and_a_contradiction_have_remedies_of_their_own() -> None:
+    classifier = refused({**TINY["llama"], "architectures": ["LlamaForSequenceClassification"]})
+    assert "critic" in classifier["architectures"].remedy
+    contradiction = refused({**TINY["llama"], "model_type": "mistral"})
+    assert "llama" in contradiction["model_type"].remedy
+
+
+def test_the_lists_know_what_every_configuration_of_transformers_has() -> None:
+    assert set(PreTrainedConfig().to_dict()) <= IGNORED | set(NEUTRAL)
+    assert set(GenerationConfig._get_default_generation_params()) <= IGNORED
+    assert not IGNORED & set(NEUTRAL)
+
+
+def test_true_is_not_one() -> None:
+    assert same(0, 0.0) and same(True, True) and not same(1, True) and not same(False, 0)
+    fields = Fields({"x": True})
+    fields.demand("x", 1, because="differs")
+    assert [violation.value for violation in fields.violations] == ["true"]

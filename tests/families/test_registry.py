@@ -1,0 +1,140 @@
+"""Every published and every tiny configuration, against transformers: models, names, shapes, counts and defaults."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from mcore_rl.config.model import Activation, ModelConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.families.registry import FAMILIES, model_of
+from mcore_rl.weights.table import Table
+from tests.support.published import FACTS, TINY, class_config, meta_model, saved_shapes
+
+# As the model cards and safetensors indices count; DeepSeek-V3 without the multi-token prediction layer.
+PUBLISHED_PARAMETERS = {
+    "google/gemma-2-2b-it": 2_614_341_888,
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B-Instruct": 14_770_033_664,
+    "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen/Qwen2.5-72B-Instruct": 72_706_203_648,
+    "Qwen/Qwen2-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
+    "deepseek-ai/deepseek-llm-7b-chat": 6_910_365_696,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "mistralai/Mistral-7B-Instruct-v0.1": 7_241_732_096,
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": 46_702_792_704,
+    "mistralai/Mixtral-8x22B-Instruct-v0.1": 140_630_071_296,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": 14_315_784_192,
+    "deepseek-ai/DeepSeek-V3": 671_026_419_200,
+}
+
+
+ACTIVATIONS = {Activation.silu: "SiLUActivation", Activation.gelu_tanh: "GELUTanh"}
+
+
+def shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: info.shape for name, info in Table(*model_of(facts)).hf_tensors.items()}
+
+
+def test_every_checkpoint_has_a_published_count() -> None:
+    assert set(PUBLISHED_PARAMETERS) == {hf_id for hf_id in FACTS if not hf_id.startswith("tiny-")}
+    assert set(TINY) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("hf_id", PUBLISHED_PARAMETERS)
+def test_the_table_counts_as_the_publisher_does(hf_id: str) -> None:
+    assert sum(prod(shape) for shape in shapes(FACTS[hf_id]).values()) == PUBLISHED_PARAMETERS[hf_id]
+
+
+@pytest.mark.parametrize("hf_id", FACTS)
+def test_the_table_and_the_model_are_those_of_transformers(hf_id: str) -> None:
+    facts = FACTS[hf_id]
+    reference = meta_model(facts)
+    assert shapes(facts) == saved_shapes(reference)
+    family, model = model_of(facts)
+    assert FAMILIES[family.name] is family and family.model_type == facts["model_type"]
+    assert_same_numbers(model, reference.model, reference.config)
+
+
+def assert_same_numbers(model: ModelConfig, reference: Any, config: Any) -> None:
+    """What transformers' modules made of the configuration, where no weight's shape tells."""
+    assert config.tie_word_embeddings == model.tie_output
+    assert config.max_position_embeddings == model.max_position_embeddings
+    assert reference.rotary_emb.attention_scaling == model.rope.attention_factor
+    assert config.rope_parameters["rope_theta"] == model.rotary_base
+    scale = model.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
+    whole_model = config.sliding_window if config.model_type in ("mistral", "mixtral") else None
+    embedding = reference.embed_tokens
+    assert model.embedding_scale == (embedding.scalar_embed_scale if hasattr(embedding, "embed_scale") else 1.0)
+    assert model.zero_centered_norm == ("(1.0 + self.weight" in inspect.getsource(type(reference.norm)))
+    assert model.sandwich_norm == hasattr(reference.layers[0], "post_feedforward_layernorm")
+    for layer, block in enumerate(reference.layers):
+        attention, window = block.self_attn, model.sliding_window if layer in model.sliding_layers else None
+        assert attention.scaling == pytest.approx(scale, rel=1e-15)
+        assert (attention.sliding_window if hasattr(attention, "sliding_window") else whole_model) == window
+        assert hasattr(block.mlp, "experts") == model.has_experts(layer)
+        gate = block.mlp.experts.act_fn if model.has_experts(layer) else block.mlp.act_fn
+        assert type(gate).__name__ == ACTIVATIONS[model.activation]
+        norm = block.input_layernorm
+        assert (norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps) == model.norm_epsilon
+
+
+@pytest.mark.parametrize("hf_id", FACTS)
+def test_what_transformers_5_writes_reads_the_same(hf_id: str) -> None:
+    """It spells out every default, rope_parameters and layer_types."""
+    written = class_config(FACTS[hf_id]).to_dict()
+    assert model_of(json.loads(json.dumps(written, default=str))) == model_of(FACTS[hf_id])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_left_out_has_the_default_of_the_class(name: str) -> None:
+    heading = {"architectures": list(FAMILIES[name].architectures), "model_type": name}
+    written = CONFIG_MAPPING[name](**heading).to_dict()
+    assert model_of(heading) == model_of(written)
+    assert shapes(heading) == saved_shapes(meta_model(heading))
+
+
+def outcome(facts: dict[str, Any]) -> object:
+    """The model, or what it is refused for: sizes may not go with the default of the one that is left out."""
+    try:
+        return model_of(facts)
+    except ConfigError as error:
+        return sorted(violation.key for violation in error.violations)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_one_field_left_out_has_the_default_of_the_class(name: str) -> None:
+    for field in set(TINY[name]) - {"architectures", "model_type", "hidden_size", "num_hidden_layers"}:
+        facts = {key: value for key, value in TINY[name].items() if key != field}
+        written = json.loads(json.dumps(class_config(facts).to_dict(), default=str))
+        assert outcome(facts) == outcome(written), field
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_saved_checkpoint_holds_the_tables_tensors(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(class_config(TINY[name])).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    assert shapes(TINY[name]) == saved
+    assert model_of(json.loads((tmp_path / "config.json").read_text())) == model_of(TINY[name])

@@ -1,0 +1,37 @@
+"""The published configurations of ``model_configs/hf_configs.json``, and transformers' view of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from tests.house.source import ROOT
+
+MODEL_CONFIGS = ROOT / "model_configs"
+FACTS: dict[str, dict[str, Any]] = json.loads((MODEL_CONFIGS / "hf_configs.json").read_text(encoding="utf-8"))
+TINY = {facts["model_type"]: facts for hf_id, facts in FACTS.items() if hf_id.startswith("tiny-")}
+
+
+def class_config(facts: dict[str, Any]) -> PreTrainedConfig:
+    """transformers' configuration object; weights are never quantised here."""
+    values = {key: value for key, value in facts.items() if key not in ("model_type", "quantization_config")}
+    return CONFIG_MAPPING[facts["model_type"]](**copy.deepcopy(values))  # it fills in what it is given
+
+
+def meta_model(facts: dict[str, Any]) -> PreTrainedModel:
+    """transformers' model without memory for its weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(class_config(facts))
+
+
+def saved_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that ``save_pretrained`` would write: experts one by one, a tied output left out."""
+    state = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()}
