@@ -87,7 +87,15 @@ class WeightMapError(_Problems):
 
 
 class RolloutError(McoreRLError):
-    """vLLM cannot hold the model as asked; the message says where, and what vLLM said."""
+    """vLLM cannot hold the model, or do what was asked; the message says where, and what vLLM said."""
+
+
+class DeadEngineError(RolloutError):
+    """A rollout engine is gone; the message names it, what it was doing and the first cause."""
+
+
+class SyncError(McoreRLError):
+    """Weights did not reach the rollout ranks, or not as they are; the message names rank, tensor and first cause."""
 
 
 class DeviceError(McoreRLError):

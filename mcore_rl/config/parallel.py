@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from mcore_rl.errors import Violation, refuse_if_any
@@ -35,8 +36,8 @@ class ParallelConfig:
 assert AXES == tuple(field.name for field in fields(ParallelConfig))[: len(AXES)]
 
 
-def parse_layout(text: str) -> ParallelConfig:
-    """``"tp=2,ep=2"`` to a ``ParallelConfig``; axes left out are 1.
+def parse_sizes(text: str, axes: Sequence[str], key: str) -> dict[str, int]:
+    """``"tp=2,ep=2"`` to ``{"tp": 2, "ep": 2}``; only what is written is in it.  key: what the text is called.
 
     Raises ConfigError naming every malformed, unknown, repeated or non-positive part at once.
     """
@@ -44,16 +45,24 @@ def parse_layout(text: str) -> ParallelConfig:
     found = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         axis, _, size = (piece.strip() for piece in part.partition("="))
-        if axis not in AXES:
-            found.append(Violation("layout", part, "no such axis", f"Write some of {', '.join(AXES)}"))
+        if axis not in axes:
+            found.append(Violation(key, part, "no such axis", f"Write some of {', '.join(axes)}"))
         elif axis in sizes:
-            found.append(Violation("layout", part, f"{axis} is given twice", "Write it once"))
+            found.append(Violation(key, part, f"{axis} is given twice", "Write it once"))
         elif not size.isdecimal() or int(size) < 1:
-            found.append(Violation("layout", part, "a size is a positive integer", f"Write {axis}=1 or more"))
+            found.append(Violation(key, part, "a size is a positive integer", f"Write {axis}=1 or more"))
         else:
             sizes[axis] = int(size)
     refuse_if_any(found)
+    return sizes
+
+
+def parse_layout(text: str) -> ParallelConfig:
+    """``"tp=2,ep=2"`` to a ``ParallelConfig``; axes left out are 1.
+
+    Raises ConfigError as ``parse_sizes`` does.
+    """
     parallel = ParallelConfig()
-    for axis, size_of_axis in sizes.items():
-        setattr(parallel, axis, size_of_axis)
+    for axis, size in parse_sizes(text, AXES, "layout").items():
+        setattr(parallel, axis, size)
     return parallel

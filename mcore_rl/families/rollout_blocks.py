@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mcore_rl.config.rollout import VOCAB_PADDING
 from mcore_rl.families.blocks import EMBEDDING_TENSOR, HF_ATTENTION, HF_LAYER, HF_MLP, grouped_qkv_tensors, untied
 from mcore_rl.families.rules import (
     Axis,
@@ -21,7 +22,6 @@ from mcore_rl.families.rules import (
     split,
 )
 
-VOCAB_PADDING = 64
 vllm_vocab = padded_vocab(VOCAB_PADDING)
 
 

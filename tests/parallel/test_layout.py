@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from math import log2
 
 import pytest
@@ -43,6 +44,13 @@ DENSE = ModelConfig(
     head_dim=8,
     vocab_size=100,
     max_position_embeddings=128,
+)
+MIXED = replace(  # dense layers beside layers with experts, one of them shared
+    DENSE,
+    ffn_hidden_size=80,
+    num_attention_heads=24,
+    num_query_groups=24,
+    moe=MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=24, dense_layers=[0], shared_ffn_hidden_size=60),
 )
 
 MEGATRON_GROUPS = {
@@ -166,6 +174,8 @@ def keys(model: ModelConfig, text: str, world_size: int) -> list[str]:
 def test_layouts_that_fit_have_no_violation() -> None:
     assert keys(MIXTRAL, "tp=8,pp=4,vpp=2,cp=2,ep=8,etp=2", 128) == []
     assert keys(DENSE, "tp=4,cp=2", 8) == []
+    assert keys(MIXED, "tp=4,ep=2,etp=2", 4) == []
+    assert keys(replace(MIXED, ffn_hidden_size=81), "tp=4,etp=1", 4) == ["parallel.tp"]
     assert layout_violations(DENSE, ParallelConfig(pp=4, pipeline_layers=[3, 4, 3, 3]), 8) == []
 
 
@@ -182,6 +192,8 @@ def test_layouts_that_fit_have_no_violation() -> None:
         (MIXTRAL, "ep=16", 16, "parallel.ep", "Write parallel.ep=2, 4 or 8"),
         (MIXTRAL, "etp=3", 3, "parallel.etp", "Write parallel.etp=2, 4 or 8"),
         (MIXTRAL, "pp=3", 3, "parallel.pp", "Write parallel.pipeline_layers=[19,19,18]"),
+        (MIXED, "tp=3,etp=1", 3, "parallel.tp", "Write parallel.tp=1, 2 or 4"),  # the dense layers' 80 columns
+        (MIXED, "tp=8,etp=1", 8, "parallel.tp", "Write parallel.tp=1, 2 or 4"),  # the shared expert's 60
         (MIXTRAL, "tp=0", 3, "parallel.tp", "Write 1 or more"),
     ],
 )

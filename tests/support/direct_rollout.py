@@ -1,4 +1,4 @@
-"""What vLLM stores of a Hugging Face checkpoint, sliced by hand, parameter by parameter: shares no code with the tables.
+"""What vLLM stores of a Hugging Face checkpoint, sliced by hand, parameter by parameter, with no code of the tables.
 
 Written from vllm/model_executor/layers/linear.py, vocab_parallel_embedding.py and fused_moe (0.32).
 """

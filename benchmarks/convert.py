@@ -1,0 +1,388 @@
+"""Load and export of Hugging Face checkpoints beside plain copies of the same bytes, and beside other converters.
+
+    python benchmarks/convert.py [--directory DIR] [--repetitions 3] [--with-python PATH] [--json results.json]
+
+Two models of about a billion parameters in bfloat16, made on the spot in a temporary folder (``--directory``: where),
+one process, page cache warm, the fastest of the repetitions; ours and the copy take turns.  Bytes that must move: to
+load, every byte of the tensors once, from the page cache into a parameter that is there; to export, every byte once,
+from the parameter into the page cache, and from there to the disk.  So the limits are
+
+- load: ``preadv`` of each tensor of the file into a new tensor, which is dropped before the next;
+- save: ``write`` of each tensor into one new file on the same disk.  Both wait for the disk (``fsync``);
+- stream: ``clone`` of each parameter, dropped before the next (a bucket is a copy).
+
+Targets: load and save at least 0.8 of the limit; while loading no more than 512 MiB beside the parameters; while
+streaming the bucket (512 MiB), while saving nothing (32 MiB are the allocator's).  Memory is the highest resident set
+(VmHWM) of the phase.  "beside" is that less the parameters and what the process held before (Python, torch, Megatron);
+VmHWM itself is printed too.
+
+--with-python: a Python in which mcore_rl and mbridge can be imported; mbridge then does the same on the same files.
+As it was tried (megatron-core 0.16.1, transformers 5.19, torch 2.13, CPU), in a virtual environment that sees the
+packages of ours, installed with ``--no-deps``:
+
+- mbridge 0.15.1: imports.  Its ``get_model`` asks for Transformer Engine's layers, which a CPU cannot have, so it gets
+  bare parameters under the names of those layers; ``load_weights`` and ``save_weights`` are its own.
+- megatron-bridge 0.3.1: ``from megatron.bridge import AutoBridge`` ends in peft/lora_layers.py:20, "import
+  transformer_engine.pytorch as te": ModuleNotFoundError: No module named 'transformer_engine'.  With a stand-in for
+  that, the next is "import triton" in megatron-core's inference: No module named 'triton'.  It also declares
+  transformers<5.  It does not run here.
+
+Exits with 1 where a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table as Rows
+from torch import Tensor
+
+from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, Precision
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.families.registry import model_of
+from mcore_rl.parallel.device import Platform, detect, device_of, memory, reset_peak_memory
+from mcore_rl.parallel.groups import init_groups
+from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.training.engine import Engine
+from mcore_rl.weights.export import BUCKET_BYTES, export_stream, save_hf
+from mcore_rl.weights.hf_directory import Checkpoint
+from mcore_rl.weights.load import load_hf
+from mcore_rl.weights.safetensors import TensorSpec, tensor_bytes
+from mcore_rl.weights.sharded_writer import ShardedWriter
+from mcore_rl.weights.table import Table
+
+RATIO = 0.8
+BESIDE_BYTES = 512 << 20
+SLACK_BYTES = 32 << 20  # of the allocator
+SHARD_BYTES = 1_000_000_000
+POOL = 1 << 22  # random numbers, of which every tensor is a rotation
+SHARED: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "vocab_size": 32_000,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": SHARED
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
+    "mixtral": SHARED
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 11,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One direction of one converter.  limit_s: the copy.  beside_bytes, peak_bytes: memory, as the module says."""
+
+    model: str
+    what: str
+    num_bytes: int
+    seconds: float
+    limit_s: float | None = None
+    beside_bytes: int = 0
+    peak_bytes: int = 0
+    allowed_bytes: int | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Throughput over that of the copy."""
+        return None if self.limit_s is None else self.limit_s / self.seconds
+
+    @property
+    def passed(self) -> bool:
+        """Whether what was promised holds; the stream promises no speed."""
+        slow = self.what in ("load", "save") and self.ratio is not None and self.ratio < RATIO
+        return not slow and (self.allowed_bytes is None or self.beside_bytes <= self.allowed_bytes)
+
+
+def described(directory: Path) -> Table:
+    """The table of the checkpoint in ``directory``."""
+    return Table(*model_of(json.loads((directory / "config.json").read_text())))
+
+
+def write_checkpoint(name: str, directory: Path) -> None:
+    """A checkpoint of random weights, no two tensors alike and none with NaN."""
+    table = Table(*model_of(CONFIGS[name]))
+    specs = [TensorSpec(key, torch.bfloat16, info.shape) for key, info in table.hf_tensors.items()]
+    pool = torch.randint(0, 16_000, (POOL,), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
+    with ShardedWriter(directory, specs, max_shard_bytes=SHARD_BYTES) as writer:
+        for index, spec in enumerate(specs):
+            numbers = pool.roll(7_919 * index).repeat(-(-prod(spec.shape) // POOL))[: prod(spec.shape)]
+            writer.write(spec.name, numbers.view(torch.bfloat16).view(spec.shape))
+        (writer.incomplete / "config.json").write_text(json.dumps(CONFIGS[name]))
+
+
+def read_all(directory: Path) -> None:
+    """The limit of loading."""
+    with Checkpoint.open(directory) as checkpoint:
+        for path in sorted({info.file for info in checkpoint.tensors.values()}):
+            with path.open("rb", buffering=0) as file:
+                for info in checkpoint.tensors.values():
+                    if info.file == path:
+                        out = torch.empty(info.shape, dtype=info.dtype)
+                        assert os.preadv(file.fileno(), [tensor_bytes(out)], info.begin) == info.num_bytes
+
+
+def write_all(tensors: list[Tensor], path: Path) -> None:
+    """The limit of saving."""
+    with path.open("wb", buffering=0) as file:
+        for tensor in tensors:
+            memory_of = tensor_bytes(tensor.detach())
+            assert file.write(memory_of) == len(memory_of)
+        os.fsync(file.fileno())
+
+
+def clone_all(tensors: list[Tensor]) -> None:
+    """The limit of streaming."""
+    for tensor in tensors:
+        tensor.detach().clone()
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def peak(platform: Platform, found: dict[str, int]) -> Iterator[None]:
+    """What the block needs beside what the process holds before it, and its highest resident set."""
+    before = memory(platform).allocated_bytes
+    reset_peak_memory(platform)
+    yield
+    found["peak_bytes"] = memory(platform).peak_bytes
+    found["beside_bytes"] = max(0, found["peak_bytes"] - before)
+
+
+def removed(scratch: Path) -> None:
+    for path in scratch.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def measure(rank: Rank, name: str, directory: Path, scratch: Path, repetitions: int) -> list[Row]:
+    """Ours, in its own process."""
+    platform = detect(Device.cpu)
+    rank.init_process_group(platform)
+    groups = init_groups(Layout.of(ParallelConfig(), 1), platform, device_of(platform, 0), seed=1)
+    config = EngineConfig(
+        device=Device.cpu, precision=Precision.bfloat16, layer_spec=LayerSpec.local, microbatch_tokens=64
+    )
+    table = described(directory)
+    engine = Engine("actor", table.model, ParallelConfig(), config, groups, platform, trainable=False)
+    parameters = list(engine.models[0].parameters())
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(1.0)  # every page is there
+    num_bytes = sum(parameter.nbytes for parameter in parameters)
+
+    def load() -> None:
+        with Checkpoint.open(directory) as checkpoint:
+            engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=0))
+
+    def save() -> None:
+        save_hf(engine.models, table, 0, scratch / "saved", directory, max_shard_bytes=SHARD_BYTES)
+
+    def stream() -> None:
+        for bucket in export_stream(engine.models, table, 0):
+            del bucket
+
+    memories: dict[str, dict[str, int]] = {"load": {}, "save": {}, "stream": {}}
+    read_all(directory)  # warms the page cache
+    rows = []
+    for what, run, limit, allowed in (
+        ("load", load, partial(read_all, directory), BESIDE_BYTES),
+        ("save", save, partial(write_all, parameters, scratch / "copy"), SLACK_BYTES),
+        ("stream", stream, partial(clone_all, parameters), BUCKET_BYTES + SLACK_BYTES),
+    ):
+        with peak(platform, memories[what]):
+            run()
+        if what == "save":
+            same(directory, scratch / "saved")
+        best = {"ours": float("inf"), "limit": float("inf")}
+        for _ in range(repetitions):
+            for key, timed in (("limit", limit), ("ours", run)):
+                removed(scratch)
+                best[key] = min(best[key], seconds_of(timed))
+        removed(scratch)
+        rows.append(
+            Row(
+                model=name,
+                what=what,
+                num_bytes=num_bytes,
+                seconds=best["ours"],
+                limit_s=best["limit"],
+                allowed_bytes=allowed,
+                **memories[what],
+            )
+        )
+    return rows
+
+
+def same(one: Path, other: Path) -> None:
+    """A fast converter that is wrong is no converter."""
+    with Checkpoint.open(one) as ours, Checkpoint.open(other) as theirs:
+        assert ours.tensors.keys() == theirs.tensors.keys()
+        for name in ours.tensors:
+            assert ours.checksum(name) == theirs.checksum(name), f"{name} came out changed"
+
+
+def bare_module(table: Table) -> torch.nn.Module:
+    """bfloat16 parameters under the names that Transformer Engine's layers give them; no module can compute."""
+    spelt = (
+        (".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"),
+        (".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"),
+    )
+    root = torch.nn.Module()
+    for local in table.tensors(0):
+        name = local.name
+        for ours, theirs in spelt if table.model.moe is None else spelt[:1]:
+            name = name.replace(ours, theirs)
+        before, found, after = name.partition(".local_experts.")
+        if found:
+            expert, linear, kind = after.split(".")
+            name = f"{before}.{linear}.{kind}{expert}"
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.ModuleList() if part == "layers" else torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, torch.nn.Parameter(torch.ones(table.shape(local), dtype=torch.bfloat16)))
+    for index, layer in enumerate(root.get_submodule("decoder.layers").children()):
+        layer.layer_number = index + 1  # type: ignore[assignment]
+    return root
+
+
+def measure_mbridge(rank: Rank, name: str, directory: Path, scratch: Path, repetitions: int) -> list[Row]:
+    """mbridge's own loading and saving, on bare parameters."""
+    from mbridge import AutoBridge
+
+    platform = detect(Device.cpu)
+    rank.init_process_group(platform)
+    init_groups(Layout.of(ParallelConfig(), 1), platform, device_of(platform, 0), seed=1)
+    bridge = AutoBridge.from_pretrained(str(directory))
+    bridge.vocab_size = bridge.padded_vocab_size = described(directory).model.vocab_size  # get_model's to set
+    models = [bare_module(described(directory))]
+    num_bytes = sum(parameter.nbytes for parameter in models[0].parameters())
+
+    def save() -> None:
+        bridge.save_weights(models, str(scratch / "saved"))
+        for path in (scratch / "saved").iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    rows = []
+    read_all(directory)
+    with torch.no_grad():
+        for what, run in (("load", lambda: bridge.load_weights(models, str(directory))), ("save", save)):
+            found: dict[str, int] = {}
+            with peak(platform, found):
+                run()
+            if what == "save":
+                same(directory, scratch / "saved")
+            best = float("inf")
+            for _ in range(repetitions):
+                removed(scratch)
+                best = min(best, seconds_of(run))
+            removed(scratch)
+            rows.append(Row(model=name, what=f"{what}, mbridge", num_bytes=num_bytes, seconds=best, **found))
+    return rows
+
+
+def other_rows(python: Path, name: str, directory: Path, scratch: Path, repetitions: int) -> list[Row]:
+    """What ``measure_mbridge`` finds in another Python."""
+    result = scratch.with_name(f"{name}.json")
+    arguments = ["--mbridge", name, str(directory), str(scratch), str(result), "--repetitions", str(repetitions)]
+    subprocess.run([str(python), __file__, *arguments], check=True)
+    return [Row(**row) for row in json.loads(result.read_text())]
+
+
+def result_table(rows: list[Row]) -> Rows:
+    table = Rows(title=f"conversion, bfloat16, one process, torch {torch.__version__} (targets: ratio >= {RATIO})")
+    for heading in ("model", "what", "GB", "s", "GB/s", "copy GB/s", "ratio", "beside MiB", "VmHWM MiB", "verdict"):
+        table.add_column(heading, justify="left" if heading in ("model", "what") else "right")
+    for row in rows:
+        copy = ["", ""]
+        if row.limit_s is not None:
+            copy = [f"{row.num_bytes / row.limit_s / 1e9:.2f}", f"{row.limit_s / row.seconds:.2f}"]
+        speed = f"{row.num_bytes / row.seconds / 1e9:.2f}"
+        sizes = [f"{row.beside_bytes / 2**20:.0f}", f"{row.peak_bytes / 2**20:.0f}"]
+        verdict = "" if row.allowed_bytes is None else "[green]pass[/green]" if row.passed else "[red]MISSED[/red]"
+        table.add_row(
+            row.model, row.what, f"{row.num_bytes / 1e9:.2f}", f"{row.seconds:.2f}", speed, *copy, *sizes, verdict
+        )
+    return table
+
+
+def main() -> int:
+    """Exit status: 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description="load and export of checkpoints against plain copies")
+    parser.add_argument("--directory", type=Path, help="where the temporary folder is made (8 GB)")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--with-python", type=Path, help="a Python that imports mcore_rl and mbridge")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--mbridge", nargs=4, help=argparse.SUPPRESS)  # what --with-python runs
+    options = parser.parse_args()
+    if options.mbridge is not None:
+        name, directory, scratch, result = options.mbridge
+        rows = run_ranks(measure_mbridge, 1, (name, Path(directory), Path(scratch), options.repetitions))[0]
+        Path(result).write_text(json.dumps([asdict(row) for row in rows]))
+        return 0
+    rows = []
+    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+        for name in CONFIGS:
+            directory, scratch = Path(folder) / name, Path(folder) / f"{name}-scratch"
+            scratch.mkdir()
+            write_checkpoint(name, directory)
+            rows += run_ranks(measure, 1, (name, directory, scratch, options.repetitions))[0]
+            if options.with_python is not None:
+                rows += other_rows(options.with_python, name, directory, scratch, options.repetitions)
+            shutil.rmtree(directory)
+    Console(width=max(Console().width, 130)).print(result_table(rows))
+    if options.json is not None:
+        found = [asdict(row) | {"ratio": row.ratio, "passed": row.passed} for row in rows]
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0 if all(row.passed for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""The rollout engine as a user writes it: its layout (``tp=8,dp=4,ep=8``), its memory, and how tokens are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from mcore_rl.config.engine import Device, Precision
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import parse_sizes
+from mcore_rl.errors import Violation
+
+ROLLOUT_AXES = ("tp", "dp", "ep")
+BYTES = {Precision.float32: 4, Precision.bfloat16: 2}
+MIN_TEMPERATURE = 0.01  # vLLM raises what is lower, but for 0 (_MAX_TEMP in sampling_params.py, 0.32)
+VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of it (vocab_parallel_embedding.py, 0.32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutLayout:
+    """Sizes of vLLM's parallel axes; rank ``dp_rank * tp + tp_rank`` of ``tp * dp``.
+
+    tp: tensor parallel.  dp: replicas.  ep: over how many ranks the experts of a layer are spread.  1: over none, and
+    every expert is cut over the tp ranks of its replica.  tp: whole experts, over the ranks of each replica
+    (``enable_expert_parallel``, replicas that know nothing of each other).  tp * dp: whole experts, over all ranks
+    (``enable_expert_parallel`` with ``data_parallel_size=dp``).  Experts are placed contiguously (vLLM's ``linear``).
+
+    Deliberately not here: vLLM's ``data_parallel_size`` without expert parallelism, which cuts every expert of a layer
+    over all tp * dp ranks (``flatten_tp_across_dp_and_pcp`` in fused_moe/config.py); replicas of their own do as well.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={getattr(self, axis)}" for axis in ROLLOUT_AXES)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all replicas."""
+        return self.tp * self.dp
+
+    @property
+    def engine_dp(self) -> int:
+        """``data_parallel_size`` of an engine: replicas that share experts are one engine, others are their own."""
+        return self.dp if self.experts_span_replicas else 1
+
+    @property
+    def experts_span_replicas(self) -> bool:
+        """Whether the experts of a layer are spread over several replicas."""
+        return self.ep > self.tp
+
+
+assert ROLLOUT_AXES == tuple(field.name for field in fields(RolloutLayout))
+
+
+@dataclass(kw_only=True)
+class ValidationConfig:
+    """How validation draws its samples; the rest is as in training.  n: samples of each prompt.  Default: greedy."""
+
+    n: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """The rollout engines and how they draw.
+
+    tp, dp, ep: see ``RolloutLayout``.  n: samples of each prompt.  temperature, top_p, top_k: 1, 1 and -1 draw from the
+    whole distribution, which is the only one whose log-probs the trainer reproduces.  stop, stop_token_ids, ignore_eos:
+    what ends a response besides its length.  seed: of all draws.
+    max_prompt_length, max_response_length: tokens; their sum is the context that engines are made for.
+    device, dtype: of the engine.  gpu_memory_utilization: share of each device's memory (on CPU: of the machine's) that
+    weights and KV cache of a rank may take.  kv_cache_memory_bytes: of each rank; None takes what the share leaves, and
+    on CPU 1 GiB.  max_num_seqs: samples that run at once.  max_num_batched_tokens: of one step; None is vLLM's choice.
+    enable_prefix_caching: the samples of a prompt share its KV cache.  enforce_eager: no compilation, no graphs.
+    enable_sleep_mode: memory can be handed to the trainer in between (accelerators).  return_routed_experts: record
+    which experts every token went to; needs vLLM's model runner V2, and thereby Triton: not on CPU.
+    val_kwargs: how validation draws.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    seed: int = 0
+    max_prompt_length: int = 512
+    max_response_length: int = 512
+    device: Device = Device.auto
+    dtype: Precision = Precision.bfloat16
+    gpu_memory_utilization: float = 0.5
+    kv_cache_memory_bytes: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    enable_sleep_mode: bool = True
+    return_routed_experts: bool = False
+    val_kwargs: ValidationConfig = field(default_factory=ValidationConfig)
+
+    @property
+    def layout(self) -> RolloutLayout:
+        """tp, dp and ep."""
+        return RolloutLayout(tp=self.tp, dp=self.dp, ep=self.ep)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.max_prompt_length + self.max_response_length
+
+
+def parse_rollout_layout(text: str) -> RolloutLayout:
+    """``"tp=8,dp=2"`` to a ``RolloutLayout``; axes left out are 1.
+
+    Raises ConfigError naming every malformed, unknown, repeated or non-positive part at once.
+    """
+    return RolloutLayout(**parse_sizes(text, ROLLOUT_AXES, "rollout layout"))
+
+
+def rollout_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violation]:
+    """Everything that keeps vLLM from running ``model`` as ``layout``."""
+    sizes = {f"rollout.{axis}": getattr(layout, axis) for axis in ROLLOUT_AXES}
+    found = [Violation(key, n, "must be positive", "Write 1 or more") for key, n in sizes.items() if n < 1]
+    if found:
+        return found  # the rules below divide by these sizes
+    return _tensor_violations(model, layout) + _expert_violations(model, layout)
+
+
+def rollout_config_violations(rollout: RolloutConfig) -> list[Violation]:
+    """Everything wrong in ``rollout`` by itself, without a model."""
+    found = []
+    positive = ("n", "max_prompt_length", "max_response_length", "max_num_seqs", "kv_cache_memory_bytes")
+    for name in (*positive, "max_num_batched_tokens"):
+        value = getattr(rollout, name)
+        if value is not None and value < 1:
+            found.append(Violation(f"rollout.{name}", value, "must be positive", "Write 1 or more"))
+    share = rollout.gpu_memory_utilization
+    if not 0 < share <= 1:
+        remedy = "Write 0.5 beside a trainer on the same device, 0.9 alone"
+        found.append(Violation("rollout.gpu_memory_utilization", share, "must lie in (0, 1]", remedy))
+    if "" in rollout.stop:
+        found.append(Violation("rollout.stop", rollout.stop, "an empty string ends nothing", "Leave it out"))
+    if rollout.temperature == 0 and rollout.n > 1:
+        problem = f"draws the same response rollout.n={rollout.n} times"
+        found.append(Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0 or rollout.n=1"))
+    validation = rollout.val_kwargs
+    if validation.n < 1:
+        found.append(Violation("rollout.val_kwargs.n", validation.n, "must be positive", "Write 1 or more"))
+    return found + _draw_violations(rollout, "rollout") + _draw_violations(validation, "rollout.val_kwargs")
+
+
+def _draw_violations(draw: RolloutConfig | ValidationConfig, key: str) -> list[Violation]:
+    found = []
+    if draw.temperature < 0:
+        problem = "must not be negative"
+        found.append(Violation(f"{key}.temperature", draw.temperature, problem, "Write 1.0, or 0 for greedy"))
+    elif 0 < draw.temperature < MIN_TEMPERATURE:
+        problem = f"vLLM draws as if it were {MIN_TEMPERATURE:g}"
+        found.append(Violation(f"{key}.temperature", draw.temperature, problem, "Write 0 for greedy, or more"))
+    if not 0 < draw.top_p <= 1:
+        found.append(Violation(f"{key}.top_p", draw.top_p, "must lie in (0, 1]", "Write 1.0 to keep all tokens"))
+    if draw.top_k < 1 and draw.top_k != -1:
+        found.append(Violation(f"{key}.top_k", draw.top_k, "keeps no token", "Write -1 to keep all, or 1 or more"))
+    return found
+
+
+def context_violations(model: ModelConfig, rollout: RolloutConfig) -> list[Violation]:
+    """What of ``rollout``'s lengths and KV cache ``model`` has no room for."""
+    found = []
+    if rollout.max_model_len > model.max_position_embeddings:
+        context = model.max_position_embeddings
+        problem = f"with rollout.max_response_length={rollout.max_response_length} exceeds the model's {context} tokens"
+        remedy = f"Lower one of them, to {context} in all"
+        found.append(Violation("rollout.max_prompt_length", rollout.max_prompt_length, problem, remedy))
+    least = kv_bytes_per_token(model, rollout) * rollout.max_model_len
+    if rollout.kv_cache_memory_bytes is not None and rollout.kv_cache_memory_bytes < least:
+        problem = f"does not hold one sequence of {rollout.max_model_len} tokens, which takes {least}"
+        remedy = f"Write {least} times the sequences that shall run at once, or shorten the sequences"
+        found.append(Violation("rollout.kv_cache_memory_bytes", rollout.kv_cache_memory_bytes, problem, remedy))
+    return found
+
+
+def kv_bytes_per_token(model: ModelConfig, rollout: RolloutConfig) -> int:
+    """Bytes of KV cache of one token on one rank: keys and values of its heads, or the latent, which all ranks hold.
+
+    0 for latent attention, whose cache depends on the kernel: vLLM says so itself.
+    """
+    if model.mla is not None:
+        return 0
+    heads = max(1, model.num_query_groups // rollout.tp)
+    return 2 * model.num_layers * heads * model.head_dim * BYTES[rollout.dtype]
+
+
+def _tensor_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violation]:
+    padded = -(-model.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+    widths = {"model.num_attention_heads": model.num_attention_heads, "the padded vocabulary": padded}
+    if model.moe is None or model.moe.dense_layers:
+        widths["model.ffn_hidden_size"] = model.ffn_hidden_size
+    if model.moe is not None and layout.ep == 1:
+        widths["model.moe.ffn_hidden_size"] = model.moe.ffn_hidden_size
+    if model.moe is not None:
+        widths["model.moe.shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
+    remedy = "Write a rollout.tp that does"
+    found = [
+        Violation("rollout.tp", layout.tp, f"does not divide {key}={size}", remedy)
+        for key, size in widths.items()
+        if size % layout.tp
+    ]
+    groups = model.num_query_groups
+    if model.mla is None and groups % layout.tp and layout.tp % groups:
+        problem = f"neither divides model.num_query_groups={groups} nor is a multiple of it"
+        found.append(Violation("rollout.tp", layout.tp, problem, "Write a rollout.tp that is one or the other"))
+    return found
+
+
+def _expert_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violation]:
+    if layout.ep == 1:
+        return []
+    choices = sorted({1, layout.tp, layout.world_size})
+    if model.moe is None:
+        return [Violation("rollout.ep", layout.ep, "the model has no experts", "Write rollout.ep=1")]
+    if layout.ep not in choices:
+        written = f"rollout.tp={layout.tp} nor rollout.tp * rollout.dp={layout.world_size}"
+        problem = f"is neither 1, {written}, and vLLM spreads experts over none, one replica or all"
+        return [Violation("rollout.ep", layout.ep, problem, f"Write rollout.ep as one of {choices}")]
+    if model.moe.num_experts % layout.ep:
+        problem = f"does not divide model.moe.num_experts={model.moe.num_experts}"
+        fitting = [size for size in choices if model.moe.num_experts % size == 0]
+        return [Violation("rollout.ep", layout.ep, problem, f"Write rollout.ep as one of {fitting}")]
+    return []

@@ -1,0 +1,181 @@
+"""Megatron's own distributed checkpoints of the model's weights: loading and saving the live modules of all ranks.
+
+Everything is Megatron's (dist_checkpointing), but for what keeps it from working everywhere: its writer forks
+processes, which hangs on CPU, so torch's plain writer takes its place; and its modules know one dialect of keys, so
+what they ask for is renamed to what the checkpoint calls it (weights/stored_keys.py).
+
+Weights only: optimizer, random state and the order of data are a run's business, not a model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.transformer import TransformerConfig
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from mcore_rl.errors import CheckpointError
+from mcore_rl.parallel.agreement import together
+from mcore_rl.weights.companions import copy_companions
+from mcore_rl.weights.convert import HF
+from mcore_rl.weights.distcp import DistributedCheckpoint
+from mcore_rl.weights.distcp_writer import CONTENT
+from mcore_rl.weights.megatron_checkpoint import MAX_PADDING
+from mcore_rl.weights.new_directory import NewDirectory
+from mcore_rl.weights.stored_keys import LAYER, StoredKeys, parse
+
+Shards = dict[str, ShardedTensor]
+MISMATCH = "Give a checkpoint of this model"
+
+
+@torch.no_grad()
+def load_megatron(models: Sequence[torch.nn.Module], directory: Path | str) -> None:
+    """Load the Megatron checkpoint in ``directory`` into this rank's model chunks, in place.
+
+    Collective over the world.  Any layout loads what any layout saved; dtypes are cast.  For an engine:
+    ``engine.load_weights(partial(load_megatron, directory=directory))``.
+
+    CheckpointError, on all ranks, with everything that any of them found: no such checkpoint, a file that is missing or
+    too short, another number of layers, tensors that are missing or of another shape.
+    """
+    directory = Path(directory)
+    device = next(models[0].parameters()).device
+
+    def plan() -> tuple[Shards, Shards]:
+        with DistributedCheckpoint.open(directory) as stored:
+            live = _shards(models)
+            return live, _as_stored(live, stored, models)
+
+    live, wanted = together(plan, None, device)
+    loaded = dist_checkpointing.load(dict(wanted), str(directory))
+    for name, shard in live.items():
+        shard.data.copy_(loaded[name].view(shard.data.shape))
+
+
+@torch.no_grad()
+def save_megatron(models: Sequence[torch.nn.Module], directory: Path | str, source: Path | None = None) -> None:
+    """Write the weights of all ranks' model chunks as a Megatron checkpoint into the new ``directory``.
+
+    Collective over the world; all ranks see the directory, and it gets its name when it is complete.  source: the
+    Hugging Face directory whose config.json, tokenizer and kin come along, so that it can be converted back.
+
+    CheckpointError, on all ranks: ``directory`` is there, the disk is full or fails, ``source`` has no config.json.
+    """
+    device = next(models[0].parameters()).device
+    live = _shards(models)
+    mine = sum(shard.data.nbytes for shard in live.values() if is_main_replica(shard.replica_id))
+    size = torch.tensor(mine, device=device)
+    dist.all_reduce(size)
+
+    def create() -> NewDirectory | None:
+        return NewDirectory(directory, int(size)) if dist.get_rank() == 0 else None
+
+    made = together(create, None, device)
+    incomplete = Path(directory).resolve()
+    incomplete = incomplete.with_name(incomplete.name + ".incomplete")
+
+    try:
+        dist_checkpointing.save(dict(live), str(incomplete), _PlainWriter("torch_dist", 1), **CONTENT)
+    except CheckpointException as error:  # raised on all ranks, with what each of them met
+        found = "; ".join(f"rank {rank}: {met[0]}" for rank, met in error.failures.items())
+        problem = f"cannot be written: {found}. Mend that, remove {incomplete}, and try again"
+        raise CheckpointError(str(directory), [problem]) from error
+
+    def finish() -> None:
+        if made is not None:
+            if source is not None:
+                (incomplete / HF).mkdir()
+                copy_companions(source, incomplete / HF, next(models[0].parameters()).dtype)
+            made.complete()
+
+    together(finish, None, device)
+
+
+class _PlainWriter(TorchDistSaveShardedStrategy):
+    """Megatron's strategy, writing with torch's own synchronous writer instead of forked processes."""
+
+    def save(self, sharded_state_dict: Shards, checkpoint_dir: Path | str) -> None:
+        """As ``TorchDistSaveShardedStrategy.async_save`` (strategies/torch.py:527), and then wait."""
+        mine, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        save(mcore_to_pyt_state_dict(mine, False), storage_writer=FileSystemWriter(checkpoint_dir), planner=planner)
+
+
+def _shards(models: Sequence[torch.nn.Module]) -> Shards:
+    """Every weight of this rank as Megatron describes it, its ``data`` a view of the live parameter."""
+    metadata = {
+        "non_homogeneous_layers": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    found: Shards = {}
+    for model in models:
+        state = model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        apply_factories(state)  # gate and up are stored one after the other
+        for value in nested_values(state):
+            if isinstance(value, ShardedTensor):  # the rest is Transformer Engine's extra state
+                found[str(len(found))] = value
+    return found
+
+
+def _as_stored(live: Shards, stored: DistributedCheckpoint, models: Sequence[torch.nn.Module]) -> Shards:
+    """``live``, under the keys and in the shapes that the checkpoint has them."""
+    keys, config = StoredKeys(stored.tensors), models[0].config
+    assert isinstance(config, TransformerConfig)
+    problems = list(_layer_problems(keys, stored, config.num_layers))
+    renamed: Shards = {}
+    for name, shard in live.items():
+        meant = parse(shard.key)
+        assert meant is not None, f"{shard.key} is no weight"
+        expert = shard.global_offset[0] if "{e}" in meant.stem and meant.expert is None else meant.expert
+        place = keys.find(meant.stem, meant.layer, expert)
+        if place is None:
+            problems.append(f"tensor {shard.key} is missing. {MISMATCH}")
+            continue
+        tensor, own, lead = stored.tensors[place.key], shard.prepend_axis_num, len(place.lead)
+        sizes = tensor.shape[:lead]
+        wanted = replace(
+            shard,
+            key=place.key,
+            global_shape=(*sizes, *shard.global_shape[own:]),
+            global_offset=(*place.lead, *shard.global_offset[own:]),
+            axis_fragmentations=(*sizes, *shard.axis_fragmentations[own:]),
+            prepend_axis_num=lead,
+        )
+        expected = wanted.global_shape
+        if own and lead:  # the number of experts, where both have one
+            expected = (*sizes[:-1], shard.global_shape[own - 1], *expected[lead:])
+        if not _fits(expected, tensor.shape, padded=shard.allow_shape_mismatch):
+            problems.append(f"tensor {place.key}: expected shape {expected} and found {tensor.shape}. {MISMATCH}")
+        renamed[name] = wanted
+    if problems:
+        raise CheckpointError(str(stored.directory), list(dict.fromkeys(problems)))
+    return renamed
+
+
+def _fits(expected: tuple[int, ...], found: tuple[int, ...], *, padded: bool) -> bool:
+    if not padded:
+        return found == expected
+    return found[1:] == expected[1:] and abs(found[0] - expected[0]) < MAX_PADDING  # rows of the vocabulary
+
+
+def _layer_problems(keys: StoredKeys, stored: DistributedCheckpoint, expected: int) -> Iterator[str]:
+    found = {keys.num_layers_named} - {0}
+    stacked = (key for key, name in keys.names.items() if name.stem.startswith(LAYER) and name.layer is None)
+    found |= {stored.tensors[key].shape[0] for key in stacked}
+    if found != {expected}:
+        yield f"expected {expected} layers and found {', '.join(map(str, sorted(found))) or 'none'}. {MISMATCH}"

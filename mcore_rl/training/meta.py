@@ -1,0 +1,69 @@
+"""The real Megatron modules of any rank of any layout, on the meta device: shapes at full model size, in no memory.
+
+A process stands as one rank after the other: torch's fake process group answers to the world's size and to a rank, and
+nobody is behind it.  Nothing is computed and no collective means anything here.  Modules are built as the engine builds
+them, by ``build_chunks``, so what ``weights/verify.py`` proves of their names and shapes holds for training.
+
+Megatron keeps its groups in globals, and on a machine without an accelerator it is patched to run on the CPU, so this
+is for processes that do not train: tools and tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mcore_rl.config.engine import Device, EngineConfig, LayerSpec
+from mcore_rl.config.model import ModelConfig, model_violations
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.errors import refuse_if_any
+from mcore_rl.parallel.device import detect
+from mcore_rl.parallel.groups import destroy_groups, init_groups
+from mcore_rl.parallel.layout import Layout, layout_violations
+from mcore_rl.training.model import build_chunks, transformer_config
+
+Shapes = dict[str, tuple[int, ...]]  # by the keys of a chunk's state dict
+
+META = torch.device("meta")
+
+
+@contextmanager
+def meta_chunks(
+    model: ModelConfig, parallel: ParallelConfig, world_size: int, rank: int, *, critic: bool = False
+) -> Iterator[list[GPTModel]]:
+    """The model chunks of ``rank``, of local layers, with no numbers behind their parameters.
+
+    Within the context Megatron's groups are those of ``rank``.  Raises ConfigError where the layout does not fit.
+    """
+    refuse_if_any([*model_violations(model), *layout_violations(model, parallel, world_size)])
+    assert not dist.is_initialized(), "this process is a rank of a world already"
+    layout = Layout.of(parallel, world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        groups = init_groups(layout, detect(Device.cpu), META, seed=0)
+        config = transformer_config(model, parallel, EngineConfig(), LayerSpec.local)
+        config.use_cpu_initialization, config.perform_initialization = True, False
+        with META:
+            yield build_chunks(model, config, parallel, LayerSpec.local, groups, critic=critic)
+    finally:
+        destroy_groups()
+        dist.destroy_process_group()
+
+
+def meta_shapes(
+    model: ModelConfig, parallel: ParallelConfig, world_size: int, rank: int, *, critic: bool = False
+) -> list[Shapes]:
+    """Parameters and persistent buffers of ``rank``, chunk by chunk.  Some 20 to 40 ms, so every rank can be asked.
+
+    Raises ConfigError where the layout does not fit.
+    """
+    with meta_chunks(model, parallel, world_size, rank, critic=critic) as chunks:
+        return [
+            {key: tuple(value.shape) for key, value in chunk.state_dict(keep_vars=True).items() if value is not None}
+            for chunk in chunks
+        ]

@@ -1,0 +1,76 @@
+"""The tensors of this rank's modules, paired with what the family's table says of each.
+
+Nothing is read, moved or guessed here: names meet through ``names.canonical``, and what does not meet is an error.
+
+Invariant: every parameter and persistent buffer that holds a weight of the base model is bound once, and every tensor
+that the table gives this rank is bound once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_rl.errors import WeightMapError
+from mcore_rl.weights.names import canonical
+from mcore_rl.weights.table import LocalTensor, Table
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """local: what the table says.  tensor: the parameter or buffer itself, on whatever device it is (also meta)."""
+
+    local: LocalTensor
+    tensor: Tensor
+
+
+def bind(chunks: Sequence[torch.nn.Module], table: Table, rank: int) -> list[Bound]:
+    """Pair everything in the model ``chunks`` of ``rank`` with the table, in the table's order.
+
+    chunks: unwrapped, in the order of virtual stages, real or on the meta device.  Raises WeightMapError as
+    ``bind_states`` does.
+    """
+    return bind_states([chunk.state_dict(keep_vars=True) for chunk in chunks], table, rank)
+
+
+def bind_states(states: Sequence[Mapping[str, Tensor]], table: Table, rank: int) -> list[Bound]:
+    """``bind`` for the state dicts of the chunks.
+
+    WeightMapError, with all of them: a key that no rule speaks of, two keys of one meaning, a rule whose tensor is not
+    there, a shape that differs.
+    """
+    expected = {(local.chunk, local.name): local for local in table.tensors(rank)}
+    found: dict[tuple[int, str], Tensor] = {}
+    problems = []
+    for chunk, state in enumerate(states):
+        for key, tensor in state.items():
+            name = canonical(key)
+            if name is None:
+                continue
+            if (chunk, name) in found:
+                problems.append(f"chunk {chunk}: {key} is one of two that mean {name}. One weight has one module")
+            found[chunk, name] = tensor
+    problems += _unmatched(table, expected, found)
+    for place, local in expected.items():
+        if place in found and tuple(found[place].shape) != table.shape(local):
+            sizes = f"expected shape {table.shape(local)} and found {tuple(found[place].shape)}"
+            remedy = "Build the modules and the table from one ModelConfig and one layout"
+            problems.append(f"chunk {place[0]}: {place[1]}: {sizes}. {remedy}")
+    if problems:
+        raise WeightMapError(f"{table.family.name}, rank {rank} ({table.layout.coords(rank)})", problems)
+    return [Bound(local, found[place]) for place, local in expected.items()]
+
+
+def _unmatched(
+    table: Table, expected: Mapping[tuple[int, str], LocalTensor], found: Mapping[tuple[int, str], Tensor]
+) -> Iterator[str]:
+    for chunk, name in found.keys() - expected.keys():
+        shape = tuple(found[chunk, name].shape)
+        remedy = f"Write a rule for it in families/{table.family.name}.py, or build the modules that the rules mean"
+        yield f"chunk {chunk}: {name} of shape {shape} is in the modules and no rule speaks of it. {remedy}"
+    for chunk, name in expected.keys() - found.keys():
+        remedy = f"Build the modules with it, or mend families/{table.family.name}.py"
+        yield f"chunk {chunk}: {name} is in the table and not in the modules. {remedy}"

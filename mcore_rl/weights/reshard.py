@@ -1,0 +1,357 @@
+"""The reshard plan: which part of which training rank's tensor goes to which part of which rollout rank's tensor.
+
+Made once, from a family's two tables, in integers; nothing is sent here, and nothing but numpy is needed.  Rows are
+columns of int32, and the boxes of a copy are shared by all layers, experts and replicas that cut a tensor alike, so
+that a plan for hundreds of billions of parameters on hundreds of ranks takes seconds and a few hundred megabytes.
+
+A source that several ranks hold (data-parallel copies; tensors that tensor ranks replicate; the tied embedding of the
+last pipeline stage) is dealt out among them: see ``_deal``.
+
+Invariant, proven by ``weights/reshard_proof.py``: every element that a rollout rank stores, padding apart, is written
+by exactly one copy, from the element of the same Hugging Face tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.families.rules import Rule, Stage
+from mcore_rl.weights.replicas import Replicas
+from mcore_rl.weights.rollout_table import RolloutTable, itemsize_of
+from mcore_rl.weights.table import Box, Piece, Table, pieces
+from mcore_rl.weights.tensor_ids import TensorIds
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a shard of one rule's tensors gives to a shard of another's, whatever the layer, the expert and the ranks.
+
+    source_rule, target_rule: places in ``Table.rules`` and ``RolloutTable.rules``.  source_shard, target_shard: along
+    the rules' axes.  parts: (box of the source, box of the target, within its slot where it is stacked), equal-shaped.
+    """
+
+    source_rule: int
+    source_shard: int
+    target_rule: int
+    target_shard: int
+    parts: tuple[tuple[Box, Box], ...]
+
+    @property
+    def elements(self) -> int:
+        """Elements of all parts."""
+        return sum(volume(target) for _, target in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One box to send.
+
+    source: canonical name within model chunk ``chunk`` of ``source_rank``.  target: vLLM's name.  slot: index into the
+    first dimension of a stacked target, which ``target_box`` leaves out; None where it is not stacked.
+    """
+
+    source_rank: int
+    chunk: int
+    source: str
+    source_box: Box
+    target_rank: int
+    target: str
+    slot: int | None
+    target_box: Box
+
+
+def volume(box: Box) -> int:
+    """Elements in ``box``."""
+    return prod(length for _, length in box)
+
+
+def same_part(source: Piece, target: Piece) -> tuple[Box, Box] | None:
+    """(box of the source's tensor, box of the target's) where both pieces hold the same elements; None where nowhere.
+
+    The pieces are of the same Hugging Face tensor.
+    """
+    source_box, target_box = [], []
+    for (a, a_length), (b, b_length), a_local, b_local in zip(
+        source.hf_box, target.hf_box, source.local_start, target.local_start, strict=True
+    ):
+        begin, end = max(a, b), min(a + a_length, b + b_length)
+        if begin >= end:
+            return None
+        source_box.append((a_local + begin - a, end - begin))
+        target_box.append((b_local + begin - b, end - begin))
+    return tuple(source_box), tuple(target_box)
+
+
+def _joined(parts: list[tuple[Box, Box]], dim: int) -> tuple[tuple[Box, Box], ...]:
+    """``parts`` with those that follow each other along ``dim``, in the source and in the target, made one."""
+    found: list[tuple[Box, Box]] = []
+    for part in sorted(parts, key=lambda part: part[1]):
+        if found:
+            merged = [_follows(before, box, dim) for before, box in zip(found[-1], part, strict=True)]
+            if merged[0] is not None and merged[1] is not None:
+                found[-1] = (merged[0], merged[1])
+                continue
+        found.append(part)
+    return tuple(found)
+
+
+def _follows(before: Box, box: Box, dim: int) -> Box | None:
+    """Both as one box where ``box`` begins along ``dim`` where ``before`` ends; None where it does not."""
+    others = before[:dim] + before[dim + 1 :] == box[:dim] + box[dim + 1 :]
+    if not others or box[dim][0] != sum(before[dim]):
+        return None
+    return (*before[:dim], (before[dim][0], before[dim][1] + box[dim][1]), *before[dim + 1 :])
+
+
+@dataclass(frozen=True, eq=False)
+class ReshardPlan:
+    """Rows (source tensor, target tensor, geometry), in the order of the layers: the same order for all who ask.
+
+    replicas: which training rank holds what.  itemsize: bytes of an element where a rule does not fix the dtype.
+    source_rank, target_rank: int32 [rows].  source, target: which tensors, as ``source_ids`` and ``target_ids`` number
+    them.  geometry: place in ``geometries``.
+    """
+
+    table: Table
+    rollout: RolloutTable
+    replicas: Replicas
+    itemsize: int
+    geometries: tuple[Geometry, ...]
+    source_rank: Ints
+    source: Ints
+    target_rank: Ints
+    target: Ints
+    geometry: Ints
+
+    def __len__(self) -> int:
+        return len(self.geometry)
+
+    @cached_property
+    def source_ids(self) -> TensorIds:
+        """What the integers of ``source`` stand for."""
+        return TensorIds(self.table.rules, self.table.model)
+
+    @cached_property
+    def target_ids(self) -> TensorIds:
+        """What the integers of ``target`` stand for; a stacked tensor has one for each expert."""
+        return TensorIds(self.rollout.rules, self.rollout.model)
+
+    @cached_property
+    def geometry_bytes(self) -> Longs:
+        """Bytes of each geometry: int64 [geometries]."""
+        rules = self.rollout.rules
+        return np.array([g.elements * itemsize_of(rules[g.target_rule], self.itemsize) for g in self.geometries])
+
+    @cached_property
+    def bytes_sent(self) -> Longs:
+        """By each training rank: int64 [ranks]."""
+        return self._bytes_by(self.source_rank, self.table.layout.world_size)
+
+    @cached_property
+    def bytes_received(self) -> Longs:
+        """By each rollout rank: int64 [ranks]."""
+        return self._bytes_by(self.target_rank, self.rollout.layout.world_size)
+
+    def _bytes_by(self, ranks: Ints, world_size: int) -> Longs:
+        # Counts per geometry first: floats, which bincount sums, would be exact below 2**53 bytes only.
+        counts = np.zeros((world_size, len(self.geometries)), dtype=np.int64)
+        np.add.at(counts, (ranks, self.geometry), 1)
+        return counts @ self.geometry_bytes
+
+    def copies_from(self, rank: int) -> Iterator[tuple[int, list[Copy]]]:
+        """(place, copies) that training rank ``rank`` sends, in the order of the places: -1, layers 0 to L - 1, L.
+
+        -1 is before the layers (the embedding), L behind them (the last norm, the output projection).
+        """
+        return self._copies(self._rows_of(self._by_source, rank))
+
+    def copies_to(self, rank: int) -> Iterator[tuple[int, list[Copy]]]:
+        """(place, copies) that rollout rank ``rank`` receives, as ``copies_from``."""
+        return self._copies(self._rows_of(self._by_target, rank))
+
+    @cached_property
+    def _by_source(self) -> tuple[Longs, Longs]:
+        return grouped(self.source_rank, self.table.layout.world_size)
+
+    @cached_property
+    def _by_target(self) -> tuple[Longs, Longs]:
+        return grouped(self.target_rank, self.rollout.layout.world_size)
+
+    def _rows_of(self, groups: tuple[Longs, Longs], rank: int) -> Longs:
+        order, bounds = groups
+        return order[bounds[rank] : bounds[rank + 1]]
+
+    def _copies(self, rows: Longs) -> Iterator[tuple[int, list[Copy]]]:
+        places = self.target_ids.places(self.target[rows])
+        starts = np.flatnonzero(np.diff(places, prepend=-2))
+        for begin, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+            yield int(places[begin]), list(self._copies_of(rows[begin:end]))
+
+    def _copies_of(self, rows: Longs) -> Iterator[Copy]:
+        _, layers, experts = self.source_ids.decode(self.source[rows])
+        columns = (self.source_rank[rows], self.target_rank[rows], self.geometry[rows], layers, experts)
+        for source_rank, target_rank, number, layer, expert in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            geometry = self.geometries[number]
+            ours, theirs = self.table.rules[geometry.source_rule], self.rollout.rules[geometry.target_rule]
+            chunk, source = self.replicas.local_name(ours, layer, expert, source_rank)
+            target = theirs.name.format(l=layer)
+            slot = self.rollout.experts(target_rank).index(expert) if theirs.stacked else None
+            for source_box, target_box in geometry.parts:
+                yield Copy(source_rank, chunk, source, source_box, target_rank, target, slot, target_box)
+
+
+def grouped(numbers: NDArray[np.integer], count: int) -> tuple[Longs, Longs]:
+    """(order, bounds): ``order[bounds[n] : bounds[n + 1]]`` are the places of ``n`` in ``numbers``, ascending."""
+    assert count <= 2**16, f"{count} ranks or sets of them are more than 16 bits hold"
+    order = np.argsort(numbers.astype(np.uint16), kind="stable")  # a radix sort, for 16 bits
+    return order, np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=count))])
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Rows of one geometry, [layers, experts (1 where there are none), ranks that store the target].
+
+    targets: ranks, [experts, ranks].  sets: replicas of the source, [layers, experts].  source, target: likewise.
+    """
+
+    geometry: int
+    places: Ints
+    sets: Ints
+    source: Ints
+    target: Ints
+    targets: Ints
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (*self.sets.shape, self.targets.shape[1])
+
+
+class _Builder:
+    def __init__(self, table: Table, rollout: RolloutTable, itemsize: int) -> None:
+        self.table, self.rollout, self.itemsize = table, rollout, itemsize
+        self.geometries: list[Geometry] = []
+        self.blocks: list[_Block] = []
+        self.replicas = Replicas(table)
+        self.source_ids = TensorIds(table.rules, table.model)
+        self.target_ids = TensorIds(rollout.rules, table.model)
+
+    def join(self, source: int, target: int) -> None:
+        """Add the rows from rule ``source`` to rule ``target``, if they hold parts of the same tensors."""
+        theirs, ours = self.rollout.rules[target], self.table.rules[source]
+        if ours.stage is Stage.last_copy or not {h.name for h in ours.hf} & {h.name for h in theirs.hf}:
+            return  # a copy is one more replica of its original
+        assert ours.per_expert == theirs.per_expert, f"{ours.name} and {theirs.name}: one is per expert"
+        layers = [layer for layer in self.rollout.layers(theirs) if ours.applies_to(self.table.model, layer)]
+        if not layers:
+            return
+        for target_shard in range(self.rollout.num_shards(theirs)):
+            holders = self.rollout.holders(theirs, target_shard).astype(np.int32)
+            for source_shard in range(self.replicas.num_shards(ours)):
+                parts = self._parts(ours, source_shard, theirs, target_shard)
+                if parts:
+                    self.geometries.append(Geometry(source, source_shard, target, target_shard, parts))
+                    self._add(layers, holders)
+
+    def _parts(self, ours: Rule, source_shard: int, theirs: Rule, target_shard: int) -> tuple[tuple[Box, Box], ...]:
+        model = self.table.model
+        held = ours.shard(model, self.replicas.num_shards(ours), source_shard)
+        wanted = theirs.shard(model, self.rollout.num_shards(theirs), target_shard)
+        found = [
+            same_part(source, target)
+            for target in pieces(wanted, theirs.dim, tuple(h.name for h in theirs.hf), theirs.hf_shapes(model))
+            for source in pieces(held, ours.dim, tuple(h.name for h in ours.hf), ours.hf_shapes(model))
+            if source.hf == target.hf
+        ]
+        return _joined([part for part in found if part is not None], theirs.dim)
+
+    def _add(self, layers: list[int | None], holders: Ints) -> None:
+        geometry = self.geometries[-1]
+        ours = self.table.rules[geometry.source_rule]
+        sets = self.replicas.sets(ours, geometry.source_shard, layers)
+        numbers = np.array([layer or 0 for layer in layers])[:, None]
+        experts = np.arange(len(holders))[None, :]
+        source = self.source_ids.encode(geometry.source_rule, numbers, experts)
+        target = self.target_ids.encode(geometry.target_rule, numbers, experts)
+        places = self.target_ids.places(target[:, 0])
+        self.blocks.append(_Block(len(self.geometries) - 1, places, sets, source, target, holders))
+
+    def _geometry_bytes(self) -> list[int]:
+        rules = self.rollout.rules
+        return [g.elements * itemsize_of(rules[g.target_rule], self.itemsize) for g in self.geometries]
+
+    def plan(self) -> ReshardPlan:
+        """All rows, dealt to sources and in the order of the layers."""
+        sizes_of = self._geometry_bytes()
+        largest_first = sorted(self.blocks, key=lambda block: -sizes_of[block.geometry])
+        sizes = [int(np.prod(block.shape)) for block in largest_first]
+
+        def column(values: list[Ints]) -> Ints:
+            out, begin = np.empty(sum(sizes), dtype=np.int32), 0
+            for block, value, size in zip(largest_first, values, sizes, strict=True):
+                out[begin : begin + size].reshape(block.shape)[...] = value
+                begin += size
+            return out
+
+        geometry = np.repeat(np.array([b.geometry for b in largest_first], dtype=np.int32), sizes)
+        geometry_bytes = np.array(sizes_of, dtype=np.int64)
+        sets = column([block.sets[:, :, None] for block in largest_first])
+        source_rank = _deal(sets, geometry_bytes[geometry], self.replicas.members, self.table.layout.world_size)
+        del sets
+        places = column([block.places[:, None, None] for block in largest_first])
+        order = np.argsort(places.astype(np.int16), kind="stable")
+        del places
+        return ReshardPlan(
+            self.table,
+            self.rollout,
+            self.replicas,
+            self.itemsize,
+            tuple(self.geometries),
+            source_rank[order],
+            column([block.source[:, :, None] for block in largest_first])[order],
+            column([block.targets[None] for block in largest_first])[order],
+            column([block.target[:, :, None] for block in largest_first])[order],
+            geometry[order],
+        )
+
+
+def _deal(sets: Ints, row_bytes: Longs, members: list[Longs], world_size: int) -> Ints:
+    """The rank that sends each row: rows, the largest first, are dealt in turn to the members of their set.
+
+    sets: of each row.  row_bytes: likewise, descending.  members: ranks of each set.  Between any two members the bytes
+    of a set then differ by at most its largest row (the difference telescopes).  Sets are dealt the heaviest first,
+    each from the member that has the least so far, so that a rank's sets make up for each other.
+    """
+    order, bounds = grouped(sets, len(members))
+    loads, source = np.zeros(world_size, dtype=np.int64), np.empty(len(sets), dtype=np.int32)
+    rows_of = [order[bounds[number] : bounds[number + 1]] for number in range(len(members))]
+    totals = [int(row_bytes[rows].sum()) for rows in rows_of]
+    for number in sorted(range(len(members)), key=lambda number: -totals[number]):
+        rows, ranks = rows_of[number], members[number]
+        turn = ranks[np.argsort(loads[ranks], kind="stable")]
+        source[rows] = turn[np.arange(len(rows)) % len(turn)]
+        np.add.at(loads, source[rows], row_bytes[rows])
+    return source
+
+
+def plan_reshard(table: Table, rollout: RolloutTable, itemsize: int = 2) -> ReshardPlan:
+    """The plan from the training ranks of ``table`` to the rollout ranks of ``rollout``, of the same model.
+
+    itemsize: bytes of an element as it is sent.
+    """
+    assert table.model == rollout.model, "a plan is between two layouts of one model"
+    builder = _Builder(table, rollout, itemsize)
+    for target in range(len(rollout.rules)):
+        for source in range(len(table.rules)):
+            builder.join(source, target)
+    return builder.plan()

@@ -1,0 +1,138 @@
+"""A family's rollout table, opened for one model and one layout: what each rank of vLLM stores, and what it holds.
+
+Integers and names only.  ``weights/table.py`` is the same for Megatron's tensors; ``weights/reshard.py`` joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rollout import RolloutLayout, rollout_violations
+from mcore_rl.errors import refuse_if_any
+from mcore_rl.families.family import Family
+from mcore_rl.families.rules import Axis, Rule, Shard, Stage
+from mcore_rl.weights.table import Piece, pieces
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of one rollout rank.
+
+    name: vLLM's.  layer: None where it is of none.  experts: of a stacked tensor, those of its slots in order, else
+    empty.  num_shards, index: its place along the rule's axis.
+    """
+
+    name: str
+    rule: Rule
+    layer: int | None
+    experts: range
+    num_shards: int
+    index: int
+
+
+def itemsize_of(rule: Rule, itemsize: int) -> int:
+    """Bytes of an element of ``rule``; ``itemsize`` where it does not fix the dtype."""
+    return itemsize if rule.dtype is None else {"float32": 4}[rule.dtype]
+
+
+class RolloutTable:
+    """The tensors of every rank of ``layout``.
+
+    latent_attention: whether vLLM runs a model that has it so, or expands its keys and values (``VLLM_MLA_DISABLE``).
+    Raises ConfigError where vLLM cannot run ``model`` so.
+    """
+
+    def __init__(
+        self, family: Family, model: ModelConfig, layout: RolloutLayout, *, latent_attention: bool = True
+    ) -> None:
+        refuse_if_any(rollout_violations(model, layout))
+        rules = family.rollout if latent_attention or model.mla is None else family.rollout_without_latent
+        self.family = family
+        self.model = model
+        self.layout = layout
+        self.rules = tuple(rule for rule in rules if rule.only(model))
+        for rule in self.rules:
+            assert rule.stage is not Stage.last_copy, f"{rule.name}: vLLM has no pipeline here, so nothing is copied"
+            assert rule.stacked == rule.per_expert, f"{rule.name}: vLLM stacks its experts"
+
+    def num_shards(self, rule: Rule) -> int:
+        """Over how many ranks a tensor (of one expert, where stacked) is cut."""
+        cut = {
+            Axis.none: False,
+            Axis.tensor: True,
+            Axis.expert_tensor: self.layout.ep == 1,
+            Axis.shared_expert: not self.layout.experts_span_replicas,
+        }[rule.axis]
+        return self.layout.tp if cut else 1
+
+    def shard_index(self, rule: Rule, rank: int) -> int:
+        """Which shard ``rank`` stores."""
+        return rank % self.layout.tp % self.num_shards(rule)
+
+    def experts(self, rank: int) -> range:
+        """The experts that ``rank`` stores, whole or shards of, in the order of their slots."""
+        assert self.model.moe is not None, "experts of a model without them"
+        count = self.model.moe.num_experts // self.layout.ep
+        first = rank % self.layout.ep * count
+        return range(first, first + count)
+
+    def holders(self, rule: Rule, index: int) -> NDArray[np.int64]:
+        """Ranks that store shard ``index`` of a tensor of ``rule``: [experts (1 if not stacked), ranks of each]."""
+        ranks = [rank for rank in range(self.layout.world_size) if self.shard_index(rule, rank) == index]
+        if not rule.stacked:
+            return np.array([ranks])
+        assert self.model.moe is not None, "experts of a model without them"
+        held = [[rank for rank in ranks if e in self.experts(rank)] for e in range(self.model.moe.num_experts)]
+        return np.array(held)
+
+    def layers(self, rule: Rule) -> list[int | None]:
+        """The layers that have a tensor of ``rule``; [None] where it is of none."""
+        if rule.stage is not Stage.layer:
+            return [None]
+        return [layer for layer in range(self.model.num_layers) if rule.applies_to(self.model, layer)]
+
+    def tensors(self, rank: int) -> Iterator[StoredTensor]:
+        """Every tensor of ``rank``, rule by rule."""
+        for rule in self.rules:
+            experts = self.experts(rank) if rule.stacked else range(0)
+            for layer in self.layers(rule):
+                name = rule.name.format(l=layer)
+                yield StoredTensor(name, rule, layer, experts, self.num_shards(rule), self.shard_index(rule, rank))
+
+    def shard(self, tensor: StoredTensor) -> Shard:
+        """The split dimension of ``tensor``."""
+        return tensor.rule.shard(self.model, tensor.num_shards, tensor.index)
+
+    def shape(self, tensor: StoredTensor) -> tuple[int, ...]:
+        """The shape of ``tensor``; a stacked one's first dimension is its slots."""
+        shape = tensor.rule.local_shape(self.model, tensor.num_shards)
+        return (len(tensor.experts), *shape) if tensor.rule.stacked else shape
+
+    def pieces(self, tensor: StoredTensor) -> list[tuple[int | None, Piece]]:
+        """(slot or None, piece) of all that ``tensor`` is made of; what they leave is padding."""
+        shapes, rule, shard = tensor.rule.hf_shapes(self.model), tensor.rule, self.shard(tensor)
+        slots = list(enumerate(tensor.experts)) if rule.stacked else [(None, None)]
+        return [
+            (slot, piece)
+            for slot, expert in slots
+            for piece in pieces(
+                shard, rule.dim, tuple(part.name.format(l=tensor.layer, e=expert) for part in rule.hf), shapes
+            )
+        ]
+
+    def bytes_stored(self, itemsize: int) -> NDArray[np.int64]:
+        """What each rank stores, without padding: int64 [ranks].  No plan can send it less."""
+        found = np.zeros(self.layout.world_size, dtype=np.int64)
+        for rule in self.rules:
+            other = prod(size for dim, size in enumerate(rule.hf_shapes(self.model)[0]) if dim != rule.dim)
+            for index in range(self.num_shards(rule)):
+                held = sum(r.end - r.begin for r in rule.shard(self.model, self.num_shards(rule), index).ranges)
+                one = held * other * itemsize_of(rule, itemsize) * len(self.layers(rule))
+                np.add.at(found, self.holders(rule, index).ravel(), one)
+        return found

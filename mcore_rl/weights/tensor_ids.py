@@ -1,0 +1,47 @@
+"""One integer for each tensor of a model: rule, layer and expert, so that millions of them are columns of int32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.rules import Rule, Stage
+
+Ints = NDArray[np.int32]
+
+
+class TensorIds:
+    """Numbers the tensors of ``rules``: rule by rule, layer by layer, expert by expert."""
+
+    def __init__(self, rules: Sequence[Rule], model: ModelConfig) -> None:
+        self._in_layer = np.array([rule.stage is Stage.layer for rule in rules])
+        # Of a tensor in no layer.
+        self._place = np.array([-1 if rule.stage is Stage.first else model.num_layers for rule in rules])
+        self._per_expert = np.array([rule.per_expert for rule in rules])
+        num_experts = 1 if model.moe is None else model.moe.num_experts
+        self._experts = np.where(self._per_expert, num_experts, 1)
+        sizes = np.where(self._in_layer, model.num_layers, 1) * self._experts
+        self._starts = np.concatenate([[0], np.cumsum(sizes)])
+        assert self._starts[-1] < 2**31, "more tensors than 32 bits number"
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def encode(self, rule: int, layers: NDArray[np.integer], experts: NDArray[np.integer]) -> Ints:
+        """Numbers of the tensors of ``rule`` (place in the rules); 0 where it is of no layer or no expert."""
+        numbers: Ints = (self._starts[rule] + layers * self._experts[rule] + experts).astype(np.int32)
+        return numbers
+
+    def decode(self, ids: Ints) -> tuple[Ints, Ints, Ints]:
+        """(rule, layer, expert) of each; 0 where it is of none."""
+        rule = np.searchsorted(self._starts, ids, side="right").astype(np.int32) - 1
+        layer, expert = np.divmod(ids - self._starts[rule], self._experts[rule])
+        return rule, layer.astype(np.int32), expert.astype(np.int32)
+
+    def places(self, ids: Ints) -> Ints:
+        """Where each stands in the model: its layer, -1 before all layers, or their number behind them."""
+        rule, layer, _ = self.decode(ids)
+        return np.where(self._in_layer[rule], layer, self._place[rule]).astype(np.int32)

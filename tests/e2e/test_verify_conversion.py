@@ -1,0 +1,82 @@
+"""tools/verify_conversion.py as a user runs it: verdict, exit code, JSON, and one message per mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import ROOT
+from tests.support import checkpoints
+from tools import verify_conversion
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error; here, because Megatron's import takes 6 s a process."""
+    monkeypatch.setattr(sys, "argv", ["verify_conversion.py", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    code = verify_conversion.main()
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_the_verdict_of_a_process_of_its_own() -> None:
+    command = [sys.executable, "tools/verify_conversion.py", "--model", "tiny-mixtral", "--layout", "tp=2,ep=2"]
+    done = subprocess.run([*command, "--rollout", "tp=2"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "PROVEN in" in done.stdout and "NOT PROVEN" not in done.stdout
+    assert "1.00 of the least" in done.stdout
+    assert done.stderr == ""
+
+
+def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--model", "tiny-deepseek-v3", "--layout", "tp=2,ep=4", "--rollout", "tp=2,dp=2,ep=4", "--json")
+    code, out, _ = run(capsys, monkeypatch, *arguments)
+    report = json.loads(out)
+    assert code == 0 and report["proven"] and report["world_size"] == 4
+    assert report["traffic"]["over_bound"] == 1.0
+    assert [len(check["failures"]) for check in report["checks"]] == [0] * 5
+    assert all(check["found"] for check in report["checks"])
+
+
+def test_a_preset_names_its_layouts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = run(capsys, monkeypatch, "--model", "qwen2.5-0.5b", "--preset", "h100_80gb")
+    assert code == 0 and "qwen2, 24 layers" in out
+
+
+def test_a_directory_is_held_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints.write("mixtral", tmp_path)
+    code, out, _ = run(capsys, monkeypatch, "--hf", str(tmp_path), "--layout", "pp=2")
+    assert code == 0 and "the checkpoint" in out, out
+    checkpoints.edit_config(tmp_path, num_local_experts=3)
+    code, out, _ = run(capsys, monkeypatch, "--hf", str(tmp_path))
+    assert code == 1
+    assert "NOT PROVEN" in out
+    assert "block_sparse_moe.experts.3.w1.weight" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "mixtral-8x220b"], "is no known checkpoint"),
+        (["--model", "tiny-mixtral", "--layout", "tp=3"], "parallel.tp=3"),
+        (["--model", "tiny-mixtral", "--layout", "tp=2,xp=3"], "no such axis"),
+        (["--model", "tiny-mixtral", "--rollout", "tp=2,ep=3"], "rollout.ep=3"),
+        (["--model", "deepseek-v3", "--layout", "pp=16"], "Write parallel.pipeline_layers=["),
+        (["--model", "tiny-mixtral", "--preset", "z80"], "preset=z80: is no preset of it"),
+        (["--model", "tiny-mixtral", "--pipeline-layers", "1,x"], "pipeline-layers=1,x"),
+        (["--hf", "nowhere"], "config.json: cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    code, out, err = run(capsys, monkeypatch, *arguments)
+    assert code == 2
+    assert err.startswith("error: ") and said in err
+    assert out == "" and "Traceback" not in err

@@ -1,0 +1,62 @@
+"""Tiny Hugging Face checkpoints of every family, written by transformers, and the tables that go with them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import parse_layout
+from mcore_rl.families.registry import FAMILIES
+from mcore_rl.weights.table import Table
+from tests.support import hf_reference, models
+
+MODELS: dict[str, ModelConfig] = {
+    "llama": models.dense(),
+    "mistral": models.windowed(),
+    "mixtral": models.moe(ffn_hidden_size=64),  # of its experts: it has no other MLP
+    "qwen2": models.dense(tie_output=True, qkv_bias=True, head_dim=12),
+    "qwen3": models.dense(qk_norm=True),
+    "qwen2_moe": replace(models.qwen2_moe(), head_dim=12),
+    "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True),
+    "gemma2": models.gemma2(),
+    "deepseek_v3": models.deepseek_v3(),
+}
+WITH_EXPERTS = tuple(name for name, model in MODELS.items() if model.moe is not None)
+
+
+def write(name: str, directory: Path, dtype: torch.dtype = torch.float32, shard_size: str = "100KB") -> PreTrainedModel:
+    """Save a checkpoint of family ``name``, in several shards, with the files that stand beside one."""
+    reference = hf_reference.build(MODELS[name], dtype)
+    reference.save_pretrained(directory, max_shard_size=shard_size)
+    (directory / "tokenizer.json").write_text('{"version": "1.0"}')
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    (directory / "README.md").write_text("not copied")
+    return reference
+
+
+def table(name: str, layout: str = "", world_size: int | None = None, *, critic: bool = False) -> Table:
+    """The table of family ``name`` under a layout, as a user writes it."""
+    return Table(FAMILIES[name], MODELS[name], parse_layout(layout), world_size, critic=critic)
+
+
+def tensors(directory: Path) -> dict[str, Tensor]:
+    """Everything in the safetensors files of ``directory``, read by the safetensors package."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        held = load_file(path)
+        assert not held.keys() & found.keys()
+        found |= held
+    return found
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    """Change fields of ``config.json``."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -1,0 +1,141 @@
+"""Convert a checkpoint from Hugging Face to Megatron or back, or say what one holds.
+
+    python tools/convert_checkpoint.py to-megatron --hf Qwen2.5-7B-Instruct --out Qwen2.5-7B-megatron
+    python tools/convert_checkpoint.py to-hf --megatron Qwen2.5-7B-megatron --out Qwen2.5-7B-again
+    python tools/convert_checkpoint.py inspect Qwen2.5-7B-megatron
+
+Every tensor that was written is read back and held against the source by a checksum before the output gets its name;
+until then, and when anything goes wrong, it is called OUT.incomplete.  Sources are only read.  docs/checkpoints.md
+says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from mcore_rl.config.parallel import parse_layout
+from mcore_rl.errors import McoreRLError
+from mcore_rl.weights.contents import inspect
+from mcore_rl.weights.convert import Converted, to_hf, to_megatron
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+INTERRUPTED = 130  # as a shell reports SIGINT
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = top.add_subparsers(dest="command", required=True, metavar="to-megatron | to-hf | inspect")
+    debug = argparse.ArgumentParser(add_help=False)
+    debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    write = argparse.ArgumentParser(add_help=False, parents=[debug])
+    write.add_argument("--out", type=Path, required=True, help="the directory to make; it must not be there yet")
+    cast = "dtype to write; by default each tensor keeps its own (FP8 becomes bf16)"
+    write.add_argument("--dtype", choices=list(DTYPES), help=cast)
+
+    made = commands.add_parser("to-megatron", parents=[write], help="write a megatron-core distributed checkpoint")
+    made.add_argument("--hf", type=Path, required=True, help="directory with config.json and *.safetensors")
+    layout = "cut the files for this layout, as tp=2,ep=2: it then loads fastest; every other layout loads them too"
+    made.add_argument("--layout", default="", help=layout)
+
+    back = commands.add_parser("to-hf", parents=[write], help="write sharded safetensors, config and tokenizer")
+    megatron = "directory with .metadata and *.distcp, saved by this tool, by megatron-core, Megatron-LM or -Bridge"
+    back.add_argument("--megatron", type=Path, required=True, help=megatron)
+    config = "directory with the model's config.json and tokenizer; not needed for what to-megatron wrote"
+    back.add_argument("--config", type=Path, help=config)
+
+    look = commands.add_parser("inspect", parents=[debug], help="say what a checkpoint of either kind holds")
+    look.add_argument("directory", type=Path, metavar="DIR")
+    look.add_argument("--config", type=Path, help=config)
+    return top
+
+
+class Bars:
+    """A bar for each stage of the work, with bytes and GB/s."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description:>12}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        self.progress = Progress(*columns, TimeRemainingColumn(), console=console)
+        self._tasks: dict[str, TaskID] = {}
+
+    def report(self, stage: str, num_bytes: int, total: int) -> None:
+        """``num_bytes`` more of ``total`` are done in ``stage``."""
+        if stage not in self._tasks:
+            self._tasks[stage] = self.progress.add_task(stage, total=total)
+        self.progress.advance(self._tasks[stage], num_bytes)
+
+
+def convert(arguments: argparse.Namespace, console: Console) -> Converted:
+    """Do what the command line says, behind bars."""
+    bars = Bars(console)
+    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
+    with bars.progress:
+        if arguments.command == "to-megatron":
+            layout = parse_layout(arguments.layout)
+            return to_megatron(arguments.hf, arguments.out, parallel=layout, dtype=dtype, report=bars.report)
+        return to_hf(arguments.megatron, arguments.out, config=arguments.config, dtype=dtype, report=bars.report)
+
+
+def show_contents(directory: Path, config: Path | None, console: Console) -> None:
+    """A table of what ``directory`` holds."""
+    found = inspect(directory, config)
+    table = Table("", str(directory), show_edge=False)
+    table.add_row("kind", found.kind)
+    table.add_row("family", found.family)
+    table.add_row("layers", str(found.num_layers))
+    table.add_row("experts per layer", str(found.num_experts) if found.num_experts else "none")
+    table.add_row("parameters", f"{found.num_parameters:,}")
+    table.add_row("dtype", ", ".join(f"{name} ({size / 1e9:.3f} GB)" for name, size in found.dtypes.items()))
+    table.add_row("bytes", f"{found.num_bytes:,} ({found.num_bytes / 1e9:.3f} GB)")
+    table.add_row("tensors", f"{found.num_tensors:,} in {found.num_files:,} files")
+    table.add_row("other entries", f"{found.num_others:,}")
+    for note in found.notes:
+        table.add_row("", note)
+    console.print(table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 when the output was verified and has its name (or was shown), 2 on an error, 130 when interrupted."""
+    arguments = parser().parse_args(argv)
+    console, errors = Console(), Console(stderr=True, soft_wrap=True)
+    started = time.perf_counter()
+    try:
+        if arguments.command == "inspect":
+            show_contents(arguments.directory, arguments.config, console)
+            return 0
+        done = convert(arguments, errors)
+    except McoreRLError as error:
+        if arguments.debug:
+            raise
+        errors.print(f"error: {error}", markup=False, highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        left = arguments.out.with_name(arguments.out.name + ".incomplete") if "out" in arguments else None
+        kept = f" What was written is in {left}: remove it before the next try." if left and left.exists() else ""
+        errors.print(f"Interrupted: nothing has the final name.{kept}", markup=False, highlight=False)
+        return INTERRUPTED
+    seconds, size = time.perf_counter() - started, done.num_bytes / 1e9
+    verified = f"verified {done.num_tensors:,} tensors, {done.num_bytes:,} bytes, by checksum against the source"
+    console.print(f"{done.directory}: {done.family}; {verified}", soft_wrap=True, highlight=False)
+    console.print(f"{size:.3f} GB in {seconds:.1f} s ({size / seconds:.2f} GB/s with verification)", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Prove, without a GPU, that a model's weights go right: Hugging Face to Megatron to vLLM, under given layouts.
+
+    python tools/verify_conversion.py --model mixtral-8x22b --layout tp=8,pp=4,ep=8 --rollout tp=8
+    python tools/verify_conversion.py --hf Qwen2.5-7B-Instruct --layout tp=2,pp=2 --rollout tp=4,dp=2 --json
+    python tools/verify_conversion.py --model deepseek-v3 --preset h200_141gb
+
+Builds the Megatron modules of every rank on the meta device at full size, and follows distinct integers through the
+tables and the copy plan at a reduced size and the same layouts.  Exits with 0 where everything is proven, 1 where
+something fails, 2 on a mistake of the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Lines
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import ParallelConfig, parse_layout
+from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout, rollout_violations
+from mcore_rl.errors import CheckpointError, ConfigError, McoreRLError, Violation, refuse_if_any
+from mcore_rl.families.checkpoints import find_checkpoint, published_config
+from mcore_rl.families.registry import model_of
+from mcore_rl.parallel.layout import Layout, layout_text, layout_violations
+from mcore_rl.weights.hf_directory import Checkpoint
+from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.table import Table
+from mcore_rl.weights.tracer import trace
+from mcore_rl.weights.verify import Report, check, verify
+
+MODEL_CONFIGS = Path(__file__).resolve().parents[1] / "model_configs"
+TRACED = "integers, at reduced size: where a direct load puts them"
+MAX_SHOWN = 20
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = found.add_mutually_exclusive_group(required=True)
+    model.add_argument(
+        "--model", help="a checkpoint of model_configs/, its published config.json; nothing is downloaded"
+    )
+    model.add_argument(
+        "--hf", type=Path, help="a directory with config.json and *.safetensors, whose tensors are held too"
+    )
+    found.add_argument("--layout", default="", help="of training, as tp=8,pp=4,ep=8")
+    found.add_argument("--pipeline-layers", help="layers of each of the pp*vpp chunks, as 16,15,15,15")
+    found.add_argument("--world-size", type=int, help="training processes; by default one replica")
+    found.add_argument("--rollout", help="of vLLM, as tp=8,dp=4,ep=8; without it nothing is proven of the reshard")
+    found.add_argument("--preset", help="layouts and processes of the model's preset instead, as h100_80gb")
+    found.add_argument("--json", action="store_true", help="print the report as JSON")
+    found.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return found
+
+
+def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The Hugging Face configuration that was asked for."""
+    if arguments.model is not None:
+        return published_config(find_checkpoint(arguments.model, MODEL_CONFIGS), MODEL_CONFIGS)
+    try:
+        config: dict[str, Any] = json.loads((arguments.hf / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problem = f"config.json: cannot be read: {error}. Name the directory of a Hugging Face model"
+        raise CheckpointError(str(arguments.hf), [problem]) from error
+    return config
+
+
+def read_layouts(arguments: argparse.Namespace) -> tuple[ParallelConfig, int, RolloutLayout | None]:
+    """(training layout, training processes, rollout layout) that were asked for."""
+    if arguments.preset is not None:
+        presets = find_checkpoint(arguments.model, MODEL_CONFIGS).presets if arguments.model else {}
+        if arguments.preset not in presets:
+            problem, remedy = "is no preset of it", f"Write one of {', '.join(presets)}, or --layout and --rollout"
+            raise ConfigError([Violation("preset", arguments.preset, problem, remedy)])
+        preset = presets[arguments.preset]
+        return preset.training, preset.num_gpus, preset.rollout
+    parallel = parse_layout(arguments.layout)
+    if arguments.pipeline_layers is not None:
+        counts = arguments.pipeline_layers.split(",")
+        if not all(count.strip().isdecimal() for count in counts):
+            problem, remedy = "is no list of numbers of layers", "Write one for each chunk, as 16,15,15,15"
+            raise ConfigError([Violation("pipeline-layers", arguments.pipeline_layers, problem, remedy)])
+        parallel.pipeline_layers = [int(count) for count in counts]
+    replica = lcm(parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp)
+    rollout = None if arguments.rollout is None else parse_rollout_layout(arguments.rollout)
+    return parallel, arguments.world_size or replica, rollout
+
+
+def prove(
+    config: Mapping[str, Any], parallel: ParallelConfig, world_size: int, rollout: RolloutLayout | None,
+    hf: Path | None, console: Console,
+) -> tuple[Report, ModelConfig]:  # fmt: skip
+    """The report at full size, and the tracer's check.  Raises ConfigError where a layout does not fit."""
+    family, model = model_of(config)
+    found = layout_violations(model, parallel, world_size)
+    refuse_if_any(found + (rollout_violations(model, rollout) if rollout else []))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Megatron would like to be installed
+        from mcore_rl.training.meta import meta_shapes
+
+        with console.status("...") as status:
+            report = verify(
+                Table(family, model, parallel, world_size),
+                RolloutTable(family, model, rollout) if rollout else None,
+                lambda rank: meta_shapes(model, parallel, world_size, rank),
+                checkpoint=Checkpoint.open(hf) if hf else None,
+                notice=status.update,
+            )
+            if rollout is not None:
+                status.update(TRACED)
+                traced = check(TRACED, lambda: trace(config, parallel, world_size, rollout))
+                report = replace(report, checks=(*report.checks, traced))
+    return report, model
+
+
+def show(report: Report, model: ModelConfig, parallel: ParallelConfig, console: Console) -> None:
+    """The verdict, to read."""
+    layout = Layout.of(parallel, report.world_size)
+    console.print(f"{report.family}, {model.num_layers} layers: training on {report.world_size} ranks as "
+                  f"dp={layout.dp},{layout_text(parallel)}", markup=False, highlight=False, soft_wrap=True)  # fmt: skip
+    if report.rollout:
+        console.print(f"rollout as {report.rollout}", highlight=False)
+    lines = Lines("", "proven", "found", "s", box=None, pad_edge=False)
+    for one in report.checks:
+        mark = "[red]FAILED[/red]" if one.failures else "[green]ok[/green]"
+        lines.add_row(mark, one.proves, one.found, f"{one.seconds:.1f}")
+    console.print(lines)
+    if report.traffic:
+        sent, gib = report.traffic, 2**30
+        console.print(
+            f"reshard: {sent.total / gib:,.2f} GiB, {sent.over_bound:.2f} of the least; a training rank sends "
+            f"{sent.sent_mean / gib:.2f} GiB, at most {sent.sent_max / gib:.2f}; a rollout rank receives "
+            f"{sent.received_mean / gib:.2f}, at most {sent.received_max / gib:.2f}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    for one in report.checks:
+        for failure in one.failures[:MAX_SHOWN]:
+            console.print(f"[red]FAILED[/red] {escape(failure)}", highlight=False, soft_wrap=True)
+        if len(one.failures) > MAX_SHOWN:
+            console.print(f"and {len(one.failures) - MAX_SHOWN} more of: {one.proves}", highlight=False)
+    verdict = "[green]PROVEN[/green]" if report.proven else "[red]NOT PROVEN[/red]"
+    console.print(f"{verdict} in {report.seconds:.1f} s", highlight=False)
+
+
+def main() -> int:
+    """Prove, print, and say by the exit code whether all is proven."""
+    arguments, console, errors = parser().parse_args(), Console(), Console(stderr=True)
+    try:
+        config = read_config(arguments)
+        parallel, world_size, rollout = read_layouts(arguments)
+        report, model = prove(config, parallel, world_size, rollout, arguments.hf, errors)
+    except McoreRLError as error:
+        if arguments.debug:
+            raise
+        errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    if arguments.json:
+        json.dump(report.as_json(), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        show(report, model, parallel, console)
+    return 0 if report.proven else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
