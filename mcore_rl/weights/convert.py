@@ -175,7 +175,7 @@ def to_hf(
 
         writer.finish(verify)
     source.stored.close()
-    return Converted(writer.directory, source.table.family.name, len(specs), total)
+    return Converted(writer.directory.path, source.table.family.name, len(specs), total)
 
 
 def _cast(present: Mapping[str, torch.dtype], table: Table, dtype: torch.dtype | None) -> dict[str, torch.dtype]:

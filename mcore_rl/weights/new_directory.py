@@ -22,13 +22,16 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 class NewDirectory:
     """``path``, not there yet, and ``incomplete``, where it is made.
 
+    joins: another process makes it, and this one only writes into it.
     CheckpointError, with everything found: ``path`` exists and is no empty directory, an ``.incomplete`` one is left
     from before, fewer than ``needed_bytes`` are free.
     """
 
-    def __init__(self, path: Path | str, needed_bytes: int) -> None:
+    def __init__(self, path: Path | str, needed_bytes: int, *, joins: bool = False) -> None:
         self.path = Path(path).resolve()
         self.incomplete = self.path.with_name(self.path.name + ".incomplete")
+        if joins:
+            return
         problems = list(self._place_problems())
         parent = next(place for place in self.path.parents if place.exists())
         free = shutil.disk_usage(parent).free
@@ -44,9 +47,9 @@ class NewDirectory:
         """Wait until everything is on the disk, and give the directory its name."""
         with self.disk_errors(self.incomplete):
             for path in (*self.incomplete.rglob("*"), self.incomplete):
-                _wait_for_disk(path)
+                wait_for_disk(path)
             self.incomplete.rename(self.path)  # replaces an empty directory, and nothing else
-            _wait_for_disk(self.path.parent)
+            wait_for_disk(self.path.parent)
 
     @contextmanager
     def disk_errors(self, path: Path) -> Iterator[None]:
@@ -68,7 +71,8 @@ class NewDirectory:
             yield f"{self.incomplete.name}: {left}. If none is, remove it: rm -r '{self.incomplete}'"
 
 
-def _wait_for_disk(path: Path) -> None:
+def wait_for_disk(path: Path) -> None:
+    """Return when the file or directory ``path`` is on the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

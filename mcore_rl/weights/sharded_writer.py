@@ -12,13 +12,11 @@ attempt asks for that.  Files of others that belong to the checkpoint (config.js
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +26,7 @@ from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.hf_directory import INDEX, SINGLE
+from mcore_rl.weights.new_directory import NewDirectory
 from mcore_rl.weights.safetensors import (
     DTYPE_NAMES,
     WINDOW_BYTES,
@@ -44,8 +43,8 @@ from mcore_rl.weights.safetensors import (
 )
 
 SHARD_BYTES = 5_000_000_000  # what published checkpoints use
+HEADER_BYTES = 256  # of a tensor, about: for the question whether there is room
 FORMAT = {"format": "pt"}  # transformers refuses a file that does not say so
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def plan_shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> dict[str, list[TensorSpec]]:
@@ -64,6 +63,15 @@ def plan_shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> dict[str, 
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {f"model-{index:05}-of-{len(shards):05}.safetensors": shard for index, shard in enumerate(shards, 1)}
+
+
+def _spec_problems(specs: Sequence[TensorSpec]) -> Iterator[str]:
+    for name, count in Counter(spec.name for spec in specs).items():
+        if count > 1:
+            yield f"tensor {name} is to be written {count} times. Every name must stand for one tensor"
+    for spec in specs:
+        if spec.dtype not in DTYPE_NAMES:
+            yield f"tensor {spec.name} has dtype {spec.dtype}, which safetensors does not have. Cast it"
 
 
 class ShardedWriter:
@@ -88,14 +96,14 @@ class ShardedWriter:
         dtype that the format does not have.
         """
         assert specs, "a checkpoint of nothing"
-        self.directory = Path(directory).resolve()
-        self.incomplete = self.directory.with_name(self.directory.name + ".incomplete")
+        if problems := list(_spec_problems(specs)):
+            raise CheckpointError(str(directory), problems)
         self.joins = joins
         self.finished = False
         shards = plan_shards(specs, max_shard_bytes)
-        problems = [*self._spec_problems(specs), *([] if joins else self._place_problems())]
-        if problems:
-            raise self._error(*problems)
+        needed = sum(spec.num_bytes for spec in specs) + HEADER_BYTES * len(specs)
+        self.directory = NewDirectory(directory, needed, joins=joins)
+        self.incomplete = self.directory.incomplete
         self._tensors: dict[str, TensorInfo] = {}
         self._written: dict[str, list[Box]] = {spec.name: [] for spec in specs}
         self._left = {self.incomplete / shard: sum(spec.num_bytes for spec in held) for shard, held in shards.items()}
@@ -107,9 +115,8 @@ class ShardedWriter:
             self._tensors |= tensors
         if joins:
             return
-        self._make_room(sum(self._left.values()) + sum(map(len, headers.values())))
         for path, header in headers.items():
-            with self._disk_errors(path), path.open("xb") as file:
+            with self.directory.disk_errors(path), path.open("xb") as file:
                 file.write(header)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -125,7 +132,7 @@ class ShardedWriter:
         """
         self._check(name, box, tensor)
         info = self._tensors[name]
-        with self._disk_errors(info.file):
+        with self.directory.disk_errors(info.file):
             if tensor.is_contiguous() and tensor.device.type == "cpu":
                 self._put(info, box, tensor)
             else:
@@ -148,7 +155,7 @@ class ShardedWriter:
         """Of one that joins: wait until what it wrote is on the disk.  CheckpointError: the disk failed."""
         assert self.joins, "the one that wrote the headers finishes"
         for path, file in self._files.items():
-            with self._disk_errors(path):
+            with self.directory.disk_errors(path):
                 os.fsync(file)
         for path in tuple(self._files):
             self._close(path)
@@ -170,16 +177,12 @@ class ShardedWriter:
             total = sum(info.num_bytes for info in self._tensors.values())
             weight_map = {name: info.file.name for name, info in self._tensors.items()}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            with self._disk_errors(path):
+            with self.directory.disk_errors(path):
                 path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if verify is not None:
             verify(self.incomplete)
-        with self._disk_errors(self.incomplete):
-            for path in (*self.incomplete.rglob("*"), self.incomplete):
-                _wait_for_disk(path)
-            self.incomplete.rename(self.directory)  # replaces an empty directory, and nothing else
-            self.finished = True
-            _wait_for_disk(self.directory.parent)
+        self.directory.complete()
+        self.finished = True
 
     def abort(self) -> None:
         """Stop; what was written stays under the temporary name."""
@@ -195,34 +198,6 @@ class ShardedWriter:
             self.abort()
         elif not self.finished:
             self.finish()
-
-    def _spec_problems(self, specs: Sequence[TensorSpec]) -> Iterator[str]:
-        for name, count in Counter(spec.name for spec in specs).items():
-            if count > 1:
-                yield f"tensor {name} is to be written {count} times. Every name must stand for one tensor"
-        for spec in specs:
-            if spec.dtype not in DTYPE_NAMES:
-                yield f"tensor {spec.name} has dtype {spec.dtype}, which safetensors does not have. Cast it"
-
-    def _place_problems(self) -> Iterator[str]:
-        if self.directory.exists() and not (self.directory.is_dir() and not any(self.directory.iterdir())):
-            kind = "holds files" if self.directory.is_dir() else "is a file"
-            yield f"{self.directory.name}: exists and {kind}. Give a new directory, or move this one away"
-        if self.incomplete.exists():
-            left = "is there: an earlier attempt was interrupted, or another is writing now"
-            yield f"{self.incomplete.name}: {left}. If none is, remove it: rm -r '{self.incomplete}'"
-
-    def _make_room(self, needed: int) -> None:
-        """Make the temporary directory where there is room for ``needed`` bytes."""
-        parent = self.directory.parent
-        with self._disk_errors(parent):
-            parent.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(parent).free
-        if free < needed:
-            size = f"{needed} bytes ({needed / 2**30:.1f} GiB) are needed and {free} ({free / 2**30:.1f} GiB) are free"
-            raise self._error(f"{size} on the disk of {parent}. Free some, or give a directory on another disk")
-        with self._disk_errors(self.incomplete):
-            self.incomplete.mkdir()
 
     def _check(self, name: str, box: Box, tensor: Tensor) -> None:
         assert not self.finished, "finished already"
@@ -263,33 +238,14 @@ class ShardedWriter:
 
     def _close(self, path: Path) -> None:
         if path in self._files:
-            with self._disk_errors(path):
+            with self.directory.disk_errors(path):
                 os.close(self._files.pop(path))
 
-    @contextmanager
-    def _disk_errors(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            full = error.errno in NO_SPACE
-            remedy = "Free some space" if full else "Mend that"
-            kept = f"what was written is in {self.incomplete}; remove it" if self.incomplete.exists() else "go on"
-            problem = f"{path.name}: cannot be written: {error.strerror}. {remedy} and try again ({kept} first)"
-            raise self._error(problem) from error
-
     def _error(self, *problems: str) -> CheckpointError:
-        return CheckpointError(str(self.directory), problems)
+        return CheckpointError(str(self.directory.path), problems)
 
 
 def _write_run(file: int, memory: memoryview, begin: int) -> None:
     done = os.pwrite(file, memory, begin)
     while done < len(memory):  # the kernel writes at most 2 GiB a call
         done += os.pwrite(file, memory[done:], begin + done)
-
-
-def _wait_for_disk(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -171,15 +171,23 @@ def test_what_was_not_planned_is_refused(tmp_path: Path, name: str, box: Box, te
 
 
 def test_everything_wrong_with_a_plan_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ShardedWriter(tmp_path / "out", [*PLAN, PLAN[0], TensorSpec("c", torch.complex128, (1,))])
+    assert len(caught.value.problems) == 2
+    for words in ("x is to be written 2 times", "c has dtype torch.complex128"):
+        assert words in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_wrong_with_the_place_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").touch()
     (tmp_path / "out.incomplete").mkdir()
     with pytest.raises(CheckpointError) as caught:
-        ShardedWriter(tmp_path / "out", [*PLAN, PLAN[0], TensorSpec("c", torch.complex128, (1,))])
-    said = "\n".join(caught.value.problems)
-    assert len(caught.value.problems) == 4
-    for words in ("x is to be written 2 times", "c has dtype torch.complex128", "exists and holds files", "rm -r"):
-        assert words in said
+        ShardedWriter(tmp_path / "out", PLAN)
+    assert len(caught.value.problems) == 2
+    for words in ("exists and holds files", "rm -r"):
+        assert words in str(caught.value)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
 
 
@@ -239,7 +247,7 @@ def test_a_name_taken_meanwhile_is_an_error(tmp_path: Path) -> None:
 
 def test_too_little_space_is_said_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=68))
-    with pytest.raises(CheckpointError, match=r"bytes .* are needed and 68 .* are free"):
+    with pytest.raises(CheckpointError, match=r"GiB are needed and 0.0 GiB are free"):
         ShardedWriter(tmp_path / "out", PLAN)
     assert list(tmp_path.iterdir()) == []
 
