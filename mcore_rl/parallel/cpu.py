@@ -21,6 +21,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.utils._device
 
 from mcore_rl.errors import DeviceError
 
@@ -134,6 +135,10 @@ def _patch_factories() -> None:
 
         return make
 
+    # ``with torch.device("meta")`` looks functions up in a set that torch makes of what stands in its module at first
+    # use (utils/_device.py:14, 2.13).  It must hold the real ones, or a patched ``torch.tensor`` ignores the context:
+    # transformers' from_pretrained then leaves its rotary frequencies uninitialised (modeling_utils.py:250, 5.19).
+    torch.utils._device._device_constructors()
     _replace(torch, "tensor", on_cpu(torch.tensor))
     _replace(torch, "zeros", on_cpu(torch.zeros))
 

@@ -15,7 +15,7 @@ from mcore_rl.errors import DeviceError
 from mcore_rl.parallel import cpu, groups
 from mcore_rl.parallel.cpu import PATCHES, Line, Patch, make_megatron_run_on_cpu
 from mcore_rl.parallel.device import Platform, detect
-from mcore_rl.parallel.launch import run_ranks
+from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from tests.support import cpu_probes
 from tests.support.cpu_probes import PROBES, Report
@@ -98,6 +98,17 @@ def test_every_line_goes_wrong_without_its_patch(patch: Patch, report: Report) -
             failure = failures[index]
             fits = failure.by_its_own_word or failure.came_through(probe.line)
             assert fits, f"{name} did not fail at {probe.line} but with {failure.error}"
+
+
+def _devices_within_contexts(_: Rank) -> list[str]:
+    next(patch for patch in PATCHES if patch.name == "factories").apply()
+    with torch.device("meta"):
+        return [torch.tensor([]).device.type, torch.zeros(1).device.type, torch.zeros(1, device="cpu").device.type]
+
+
+def test_patched_factories_obey_device_contexts() -> None:
+    """transformers' from_pretrained asks ``torch.tensor([])`` where it is."""
+    assert run_ranks(_devices_within_contexts, 1, timeout_s=60) == [["meta", "meta", "cpu"]]
 
 
 def test_every_user_of_a_replaced_function_gets_the_new_one(report: Report) -> None:
