@@ -19,7 +19,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -107,7 +107,7 @@ def run_ranks(
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(target=_main, args=(target, rank, args, writer, slots), name=str(rank))
             children.append(_Child(rank, process, reader, _slot(slots, index)))
-            with _environment(rank, threads):
+            with inherited_environment(_rank_environment(rank, threads)):
                 process.start()
             writer.close()  # so that the pipe ends when the child does
         timed_out = _watch(children, timeout_s, grace_s)
@@ -211,10 +211,8 @@ def _stop(children: Sequence[_Child]) -> None:
             child.reader.close()
 
 
-@contextmanager
-def _environment(rank: Rank, threads: int) -> Iterator[None]:
-    """What a process started inside inherits, from its first import on."""
-    wanted = {
+def _rank_environment(rank: Rank, threads: int) -> dict[str, str | None]:
+    return {
         "RANK": str(rank.rank),
         "LOCAL_RANK": str(rank.rank),
         "WORLD_SIZE": str(rank.world_size),
@@ -223,16 +221,25 @@ def _environment(rank: Rank, threads: int) -> Iterator[None]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # to torch's env://: the store is already there, rank 0 opens none
         "OMP_NUM_THREADS": str(threads),
     }
+
+
+@contextmanager
+def inherited_environment(wanted: Mapping[str, str | None]) -> Iterator[None]:
+    """What a process started inside finds set, or unset where None, from its first import on."""
     before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
     try:
+        _set_environment(wanted)
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        _set_environment(before)
+
+
+def _set_environment(wanted: Mapping[str, str | None]) -> None:
+    for name, value in wanted.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _slot(slots: Any, index: int) -> memoryview:

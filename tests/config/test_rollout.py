@@ -1,10 +1,20 @@
-"""Rollout layouts as text, and what vLLM refuses."""
+"""Rollout layouts as text, what vLLM refuses, and rollout settings that cannot be."""
 
 from __future__ import annotations
 
 import pytest
 
-from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout, rollout_violations
+from mcore_rl.config.engine import Precision
+from mcore_rl.config.rollout import (
+    RolloutConfig,
+    RolloutLayout,
+    ValidationConfig,
+    context_violations,
+    kv_bytes_per_token,
+    parse_rollout_layout,
+    rollout_config_violations,
+    rollout_violations,
+)
 from mcore_rl.errors import ConfigError
 from tests.support import models
 
@@ -61,3 +71,41 @@ def test_what_vllm_runs_is_not_refused(layout: RolloutLayout) -> None:
 )
 def test_what_vllm_cannot_run_is_refused_with_a_remedy(model: object, layout: RolloutLayout, said: str) -> None:
     assert said in "\n".join(map(str, rollout_violations(model, layout)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(n=0), "rollout.n=0: must be positive"),
+        (dict(max_response_length=0), "rollout.max_response_length=0: must be positive"),
+        (dict(kv_cache_memory_bytes=0), "rollout.kv_cache_memory_bytes=0: must be positive"),
+        (dict(temperature=-0.1), "rollout.temperature=-0.1: must not be negative"),
+        (dict(temperature=0.001), "rollout.temperature=0.001: vLLM draws as if it were 0.01"),
+        (dict(temperature=0.0, n=4), "draws the same response rollout.n=4 times"),
+        (dict(top_p=0.0), "rollout.top_p=0.0: must lie in (0, 1]"),
+        (dict(top_k=0), "rollout.top_k=0: keeps no token. Write -1"),
+        (dict(stop=["", "x"]), "an empty string ends nothing"),
+        (dict(gpu_memory_utilization=1.5), "must lie in (0, 1]. Write 0.5"),
+        (dict(val_kwargs=ValidationConfig(n=0, top_p=2.0)), "rollout.val_kwargs.top_p=2.0"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(changes: dict[str, object], said: str) -> None:
+    assert said in "\n".join(map(str, rollout_config_violations(RolloutConfig(**changes))))  # type: ignore[arg-type]
+
+
+def test_the_defaults_are_sound_and_validation_is_greedy() -> None:
+    assert rollout_config_violations(RolloutConfig()) == []
+    assert RolloutConfig().val_kwargs.temperature == 0
+
+
+def test_what_the_model_has_no_room_for_is_named() -> None:
+    model = models.dense()  # 128 tokens; 4 layers of 2 key/value heads of 16
+    fits = RolloutConfig(max_prompt_length=100, max_response_length=28, dtype=Precision.float32)
+    assert context_violations(model, fits) == []
+    assert kv_bytes_per_token(model, fits) == 2 * 4 * 2 * 16 * 4
+    assert kv_bytes_per_token(model, RolloutConfig(tp=2)) == 2 * 4 * 1 * 16 * 2
+    assert kv_bytes_per_token(model, RolloutConfig(tp=4)) == kv_bytes_per_token(model, RolloutConfig(tp=2))
+    long = RolloutConfig(max_prompt_length=100, max_response_length=29, kv_cache_memory_bytes=2**10)
+    said = "\n".join(map(str, context_violations(model, long)))
+    assert "exceeds the model's 128 tokens. Lower one of them, to 128 in all" in said
+    assert f"does not hold one sequence of 129 tokens, which takes {129 * 512}" in said

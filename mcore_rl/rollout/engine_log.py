@@ -1,0 +1,70 @@
+"""The first cause of a vLLM that died or did not start, from what its processes wrote.
+
+vLLM's own exceptions say "see stack trace (above)": the cause stands in the output of another of its processes.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+# What ``vllm/v1/executor/multiproc_executor.py``, 0.32, says of a worker that is gone.
+WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-?\d+|None)\)")
+PREFIX = re.compile(r"^(\(\S+ pid=\d+\) *)?((ERROR|CRITICAL|WARNING|INFO) +\S+ \S+ +\[[^]]+\] ?)?")
+RAISED = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Killed))\b(: .*)?$")
+AFTERMATH = (
+    "EngineDeadError",
+    "EngineGenerateError",
+    "CancelledError",
+    "SystemExit",
+    "BrokenPipeError",
+    "RayTaskError",
+)
+# vLLM's last words where another process failed.
+POINTS_ELSEWHERE = (
+    "Engine core initialization failed",
+    "WorkerProc initialization failed",
+    "cancelled",
+    "Executor failed",
+)
+MAX_CHARS = 600
+
+
+def first_cause(log: Path | None, exit_codes: dict[str, int | None]) -> str:
+    """In words, or "" where nothing tells.  exit_codes: of vLLM's processes, by name; None while one runs.
+
+    A process that a signal ended names the cause, and of those a worker before the engine that stops for want of it;
+    else the first exception that was written; else what the last process ended with.
+    """
+    text = log.read_text(errors="replace") if log is not None and log.exists() else ""
+    died = WORKER_DIED.search(text)
+    if died and died[2] == "None":  # vLLM asked too soon
+        return f"vLLM's {died[1]} died"
+    if died and int(died[2]) < 0:
+        return f"vLLM's {died[1]} was {death(int(died[2]))}"
+    killed = [f"vLLM's {name} was {death(code)}" for name, code in exit_codes.items() if code is not None and code < 0]
+    raised = first_exception(text)
+    ended = [f"vLLM's {name} {death(code)}" for name, code in exit_codes.items() if code]
+    return next(iter([*killed, *([raised] if raised else []), *ended]), "")
+
+
+def first_exception(text: str) -> str:
+    """The first line of a log that says what was raised, and not what followed from it; "" where none does."""
+    for line in text.splitlines():
+        words = PREFIX.sub("", line)
+        found = RAISED.match(words)
+        if found and found[1].rpartition(".")[2] not in AFTERMATH and not any(e in words for e in POINTS_ELSEWHERE):
+            return words[:MAX_CHARS]
+    return ""
+
+
+def death(exit_code: int) -> str:
+    """ "killed by SIGKILL (out of memory?)", or "exited with code 1"."""
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

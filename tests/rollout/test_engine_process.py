@@ -1,0 +1,67 @@
+"""The child process: an engine that cannot start says why, and none outlives the program that started it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mcore_rl.errors import RolloutError
+from mcore_rl.rollout.engine_process import start_engine
+from mcore_rl.rollout.process_group import group_of
+from tests.support import rollouts
+from tests.support.rollouts import wait_until_gone
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from mcore_rl.rollout.engine_process import start_engine
+from tests.support import rollouts
+engine = start_engine("rollout-0", Path(sys.argv[1]), rollouts.config(), log=Path(sys.argv[2]), wait=False)
+print(engine.pid, flush=True)
+if sys.argv[3] == "stay":
+    time.sleep(60)
+"""
+
+
+def program(directory: Path, log: Path, mode: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, str(directory), str(log), mode]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("mode", ["stay", "end"])
+def test_no_process_outlives_the_program(mode: str, tmp_path: Path) -> None:
+    """Killed, or at its end without a word, while the engine is still starting."""
+    rollouts.write("llama", tmp_path)
+    with program(tmp_path, tmp_path / "log", mode) as parent:
+        assert parent.stdout is not None
+        leader = int(parent.stdout.readline())
+        if mode == "stay":
+            deadline = time.monotonic() + 30
+            while not group_of(leader):  # it leads a group once it runs
+                assert time.monotonic() < deadline and psutil.pid_exists(leader)
+                time.sleep(0.05)
+            parent.send_signal(signal.SIGKILL)
+        parent.wait(30)
+        wait_until_gone(leader)
+        assert not psutil.pid_exists(leader) or psutil.Process(leader).status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_engine_that_does_not_start_says_why_and_leaves_its_output(tmp_path: Path) -> None:
+    rollouts.write("llama", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:64].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    log = tmp_path / "engine.log"
+    with pytest.raises(RolloutError) as error:
+        start_engine("rollout-0", tmp_path, rollouts.config(), log=log)
+    said = str(error.value)
+    assert said.startswith(f"rollout-0: vLLM does not start with {tmp_path}: ") and "64" in said
+    assert str(log) in said and "Traceback" in log.read_text()
