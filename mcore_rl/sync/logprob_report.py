@@ -1,0 +1,310 @@
+"""Log-probs of the same tokens by vLLM, transformers and Megatron, held against one another, and why they differ.
+
+Pure: arrays in, a report out.  Who scored them is ``logprob_scoring``.  A difference alone says little: the report sets
+beside it what was found of the weights, the routing, the precision, the sampling parameters and the tokenisation, and
+names as the cause what the evidence names, or says that nothing of it does.
+
+All statistics are over the N response tokens that vLLM drew; prompts are not scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+VLLM, TRANSFORMERS, MEGATRON = "vllm", "transformers", "megatron"
+SCORERS = (VLLM, TRANSFORMERS, MEGATRON)
+PAIRS = ((VLLM, TRANSFORMERS), (MEGATRON, TRANSFORMERS), (VLLM, MEGATRON))
+QUANTILES = (0.5, 0.9, 0.99, 0.999)
+RATIO_BOUNDS = (0.8, 1.2)  # PPO's clip range of 0.2 (arXiv:1707.06347)
+ROUNDING = 1e-4  # nats: what orders of float32 sums do to a log-prob; measured maxima are in docs/logprobs.md
+EXPLAINED = 0.5  # a cause explains a mean difference that is at most this much of itself without the cause
+MAX_WORST, MAX_NAMED = 10, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bin:
+    """Response positions ``begin`` to ``end`` (exclusive), counted from 0: how many tokens, and what they differ by."""
+
+    begin: int
+    end: int
+    count: int
+    mean_abs: float
+    max_abs: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairStatistics:
+    """``first`` minus ``second``, in nats.  quantiles: of the absolute difference, by QUANTILES.
+
+    ratio_*: of exp(second - first), the probability ratio of a policy-gradient step before its first update where
+    ``first`` is the sampler and ``second`` the trainer; ratio_outside: share of tokens outside RATIO_BOUNDS.
+    """
+
+    first: str
+    second: str
+    max_abs: float
+    mean_abs: float
+    mean: float
+    quantiles: dict[str, float]
+    ratio_min: float
+    ratio_max: float
+    ratio_mean: float
+    ratio_outside: float
+    bins: tuple[Bin, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorstToken:
+    """A token with the largest difference between any two scorers.
+
+    position: in the response.  text: around it, the token itself in brackets.  logprobs: by scorer.
+    """
+
+    prompt: str
+    sample: int
+    position: int
+    token: int
+    text: str
+    difference: float
+    logprobs: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Top1:
+    """Of ``count`` tokens that are the likeliest by vLLM: the share that is the likeliest by each other scorer too."""
+
+    count: int
+    agreement: dict[str, float]
+
+
+class Cause(Enum):
+    """What makes log-probs of the same tokens differ, in the order in which it is looked for."""
+
+    weights = "weights"
+    sampling = "sampling parameters"
+    routing = "routing"
+    precision = "precision"
+    tokenisation = "tokenisation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """found: whether the evidence shows it; None where nothing could be examined.  evidence: numbers, in words."""
+
+    cause: Cause
+    found: bool | None
+    evidence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """N response tokens and their log-probs.
+
+    sample_N, position_N, token_N: whose, where in its response, which.  logprobs: by scorer, [N] each, under
+    log_softmax(logits / temperature) (vLLM's: under what it says it drew from).
+    """
+
+    sample_N: Ints
+    position_N: Ints
+    token_N: Ints
+    logprobs: Mapping[str, Floats]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What else was measured; None and empty where it was not.
+
+    differing_weights: holder -> Hugging Face name -> largest absolute difference of an element.  float32: log-probs by
+    transformers and Megatron in it, where the scores are of another dtype.  sampled_from: transformers' log-probs under
+    other distributions that vLLM may have drawn from, by a description.  routing_differs: share of (token, layer) whose
+    set of experts differs between Megatron and transformers.  replayed: Megatron's log-probs with transformers'
+    choices.  num_responses, retokenised: responses with text, and those whose text encodes to other tokens.
+    """
+
+    differing_weights: Mapping[str, Mapping[str, float]] | None = None
+    float32: Mapping[str, Floats] = field(default_factory=dict)
+    sampled_from: Mapping[str, Floats] = field(default_factory=dict)
+    truncated: bool = False
+    routing_differs: float | None = None
+    replayed: Floats | None = None
+    num_responses: int = 0
+    retokenised: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """settings: what was asked for.  verdict: one sentence.  exceeded: the thresholds that were, in words."""
+
+    settings: dict[str, Any]
+    num_tokens: int
+    verdict: str
+    findings: tuple[Finding, ...]
+    pairs: tuple[PairStatistics, ...]
+    top1: Top1 | None
+    worst: tuple[WorstToken, ...]
+    exceeded: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``json.dump``."""
+        found = asdict(self)
+        for finding in found["findings"]:
+            finding["cause"] = finding["cause"].value
+        return found
+
+
+def statistics(first: str, second: str, scored: Scored) -> PairStatistics:
+    """How the log-probs of two scorers differ.  N must be positive."""
+    d_N = scored.logprobs[first] - scored.logprobs[second]
+    abs_N, ratio_N = np.abs(d_N), np.exp(-d_N)
+    low, high = RATIO_BOUNDS
+    return PairStatistics(
+        first=first,
+        second=second,
+        max_abs=float(abs_N.max()),
+        mean_abs=float(abs_N.mean()),
+        mean=float(d_N.mean()),
+        quantiles={f"{q:g}": float(np.quantile(abs_N, q)) for q in QUANTILES},
+        ratio_min=float(ratio_N.min()),
+        ratio_max=float(ratio_N.max()),
+        ratio_mean=float(ratio_N.mean()),
+        ratio_outside=float(((ratio_N < low) | (ratio_N > high)).mean()),
+        bins=_bins(abs_N, scored.position_N),
+    )
+
+
+def _bins(abs_N: Floats, position_N: Ints) -> tuple[Bin, ...]:
+    """Positions 0, 1, 2-3, 4-7, ...: as many bins as the longest response has bits."""
+    edges = [0, *(1 << bit for bit in range(int(position_N.max()).bit_length() + 1))]
+    found = []
+    for begin, end in pairwise(edges):
+        part = abs_N[(position_N >= begin) & (position_N < end)]
+        if len(part):
+            mean, largest = float(part.mean()), float(part.max())
+            found.append(Bin(begin=begin, end=end, count=len(part), mean_abs=mean, max_abs=largest))
+    return tuple(found)
+
+
+def largest_differences(scored: Scored, count: int = MAX_WORST) -> Ints:
+    """The rows with the largest spread between scorers, largest first."""
+    rows = np.stack([scored.logprobs[name] for name in SCORERS])
+    return np.argsort(-np.ptp(rows, axis=0), kind="stable")[:count]
+
+
+def exceeded(pairs: Sequence[PairStatistics], max_abs: float | None, mean_abs: float | None) -> tuple[str, ...]:
+    """The thresholds that pairs exceed (or that are no numbers), in words; None is no threshold."""
+    found = []
+    for pair in pairs:
+        for what, value, limit in (("maximum", pair.max_abs, max_abs), ("mean", pair.mean_abs, mean_abs)):
+            if limit is not None and not value <= limit:
+                found.append(f"{pair.first} and {pair.second}: {what} {value:.2e} exceeds {limit:g}")
+    return tuple(found)
+
+
+def findings(scored: Scored, evidence: Evidence, dtype: str) -> tuple[Finding, ...]:
+    """Every cause, found or not, in the order of ``Cause``.  dtype: that the scores were computed in."""
+    return (
+        _weights(evidence),
+        _sampling(scored, evidence),
+        _routing(scored, evidence),
+        _precision(scored, evidence, dtype),
+        _tokenisation(evidence),
+    )
+
+
+def verdict(pairs: Sequence[PairStatistics], found: Sequence[Finding]) -> str:
+    """One sentence: who differs, and the causes that were found."""
+    largest = max(pairs, key=lambda pair: pair.max_abs)
+    who = f"{largest.first} and {largest.second} differ most, by {largest.max_abs:.1e}"
+    # The tokens that are scored are those that were drawn, so tokenisation explains nothing here; it would in training.
+    causes = [each.cause.value for each in found if each.found and each.cause is not Cause.tokenisation]
+    if Cause.weights.value in causes:
+        return f"{who}. Cause: the weights are not the same; what else was found may follow from it."
+    if largest.max_abs <= ROUNDING:
+        return f"They agree: {who}."
+    if not causes:
+        return f"{who}, and nothing that was examined explains it: look at the worst tokens and the positions."
+    return f"{who}. Cause: {', '.join(causes)}."
+
+
+def _weights(evidence: Evidence) -> Finding:
+    if evidence.differing_weights is None:
+        return Finding(cause=Cause.weights, found=None, evidence="not examined")
+    wrong = {holder: names for holder, names in evidence.differing_weights.items() if names}
+    if not wrong:
+        holders = " and ".join(evidence.differing_weights)
+        return Finding(cause=Cause.weights, found=False, evidence=f"every tensor of {holders} is that of --hf")
+    said = []
+    for holder, names in wrong.items():
+        listed = sorted(names.items(), key=lambda item: -item[1])
+        some = ", ".join(f"{name} (by {largest:.1e})" for name, largest in listed[:MAX_NAMED])
+        more = f" and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
+        said.append(f"{holder} holds {len(listed)} tensors otherwise than --hf: {some}{more}")
+    return Finding(cause=Cause.weights, found=True, evidence="; ".join(said))
+
+
+def _sampling(scored: Scored, evidence: Evidence) -> Finding:
+    drawn = scored.logprobs[VLLM]
+    before = _mean_abs(drawn, scored.logprobs[TRANSFORMERS])
+    others = {name: _mean_abs(drawn, other) for name, other in evidence.sampled_from.items()}
+    name = min(others, key=others.__getitem__, default="")
+    if others and before > ROUNDING / 10 and others[name] <= EXPLAINED * before:
+        said = f"vLLM's log-probs are those of {name}: mean difference {others[name]:.1e} instead of {before:.1e}"
+        return Finding(cause=Cause.sampling, found=True, evidence=said)
+    said = "vLLM's log-probs are those of the whole distribution at the temperature asked for"
+    if evidence.truncated:
+        said += ", as far as can be told: top-p and top-k cut little off"
+    return Finding(cause=Cause.sampling, found=False, evidence=said)
+
+
+def _routing(scored: Scored, evidence: Evidence) -> Finding:
+    if evidence.routing_differs is None or evidence.replayed is None:
+        return Finding(cause=Cause.routing, found=None, evidence="the model has no experts")
+    reference = scored.logprobs[TRANSFORMERS]
+    before_N, after_N = np.abs(scored.logprobs[MEGATRON] - reference), np.abs(evidence.replayed - reference)
+    before, after = ((float(d_N.mean()), float(d_N.max())) for d_N in (before_N, after_N))
+    # Few tokens go elsewhere, and those far: often it is the maximum that replay mends, and hardly the mean.
+    mended = any(with_ <= EXPLAINED * without for with_, without in zip(after, before, strict=True))
+    said = f"{evidence.routing_differs:.2%} of tokens and layers chose other experts in Megatron than in transformers"
+    said += (
+        f"; with transformers' choices replayed they differ by {after[0]:.1e} in the mean and {after[1]:.1e} at most "
+    )
+    said += f"instead of {before[0]:.1e} and {before[1]:.1e}"
+    return Finding(cause=Cause.routing, found=evidence.routing_differs > 0 and mended, evidence=said)
+
+
+def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Finding:
+    if not evidence.float32:
+        said = f"all three computed in {dtype}, where orders of sums make less than {ROUNDING:g}"
+        return Finding(cause=Cause.precision, found=False, evidence=said)
+    before = _mean_abs(scored.logprobs[MEGATRON], scored.logprobs[TRANSFORMERS])
+    after = _mean_abs(evidence.float32[MEGATRON], evidence.float32[TRANSFORMERS])
+    truth = evidence.float32[TRANSFORMERS]
+    errors = {name: _mean_abs(scored.logprobs[name], truth) for name in SCORERS}
+    said = f"in float32 Megatron and transformers differ by {after:.1e} in the mean instead of {before:.1e}; from "
+    said += "transformers in float32 " + ", ".join(f"{name} is {error:.1e}" for name, error in errors.items())
+    # vLLM has no float32 run of its own: it rounds as the others do where its distance to float32 is like theirs.
+    alike = errors[VLLM] <= errors[TRANSFORMERS] / EXPLAINED
+    return Finding(cause=Cause.precision, found=after <= EXPLAINED * before and alike, evidence=said)
+
+
+def _tokenisation(evidence: Evidence) -> Finding:
+    if not evidence.num_responses:
+        return Finding(cause=Cause.tokenisation, found=None, evidence="no tokenizer")
+    said = f"{evidence.retokenised} of {evidence.num_responses} responses encode to other tokens than were drawn"
+    if evidence.retokenised:
+        said += ": train on the tokens, never on the text"
+    return Finding(cause=Cause.tokenisation, found=evidence.retokenised > 0, evidence=said)
+
+
+def _mean_abs(one: Floats, other: Floats) -> float:
+    return float(np.abs(one - other).mean())

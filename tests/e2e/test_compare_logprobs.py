@@ -1,0 +1,103 @@
+"""tools/compare_logprobs.py as a user runs it: vLLM, transformers and Megatron, in processes of their own.
+
+A run takes vLLM's import and start, transformers' import and Megatron's on two ranks: about 25 s of two cores.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mcore_rl.weights.convert import to_megatron
+from tests.support import tiny_models
+from tools import compare_logprobs
+
+AGREES = 1e-4  # float32; 2e-6 is measured
+DAMAGED = "model.layers.1.mlp.down_proj.weight"
+
+
+def run(capsys: pytest.CaptureFixture[str], hf: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, report and standard output."""
+    out, prompts = hf.with_suffix(".json"), hf.with_suffix(".parquet")
+    tiny_models.save_prompts(prompts)
+    wanted = ["--hf", str(hf), "--data", str(prompts), "--out", str(out), "--max-tokens", "32"]
+    code = compare_logprobs.main([*wanted, "--max-abs-diff", str(AGREES), *arguments])
+    return code, json.loads(out.read_text()), capsys.readouterr().out
+
+
+def found(report: dict[str, Any]) -> dict[str, bool | None]:
+    return {finding["cause"]: finding["found"] for finding in report["findings"]}
+
+
+def test_experts_over_two_ranks_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_models.save("mixtral", tmp_path / "hf")
+    arguments = ("--layout", "tp=2,ep=2", "--temperature", "0.7", "--samples", "2")
+    code, report, said = run(capsys, tmp_path / "hf", *arguments)
+    assert code == 0, said
+    assert report["verdict"].startswith("They agree") and report["verdict"] in said
+    assert report["num_tokens"] > 100 and report["settings"]["temperature"] == 0.7
+    assert max(pair["max_abs"] for pair in report["pairs"]) <= AGREES
+    assert min(pair["max_abs"] for pair in report["pairs"]) > 0, "three scorers, and not one of them thrice"
+    assert report["top1"]["agreement"] == {"transformers": 1.0, "megatron": 1.0}
+    nothing = {"weights": False, "sampling parameters": False, "routing": False, "precision": False}
+    assert found(report) == nothing | {"tokenisation": None}
+
+
+def test_a_damaged_weight_is_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron's checkpoint was made before the Hugging Face copy of it changed; the other two still agree."""
+    tiny_models.save("llama", tmp_path / "hf")
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", report=lambda *_: None)
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[DAMAGED][3, 70:] += 0.5  # of the second tensor-parallel rank
+    save_file(tensors, path, {"format": "pt"})
+    code, report, said = run(capsys, tmp_path / "hf", "--megatron", str(tmp_path / "megatron"), "--layout", "tp=2")
+    assert code == 1 and len(report["exceeded"]) == 2, said
+    assert "Cause: the weights" in report["verdict"] and report["verdict"] in said
+    (weights,) = (finding for finding in report["findings"] if finding["cause"] == "weights")
+    assert (
+        weights["found"]
+        and weights["evidence"] == f"megatron holds 1 tensors otherwise than --hf: {DAMAGED} (by 5.0e-01)"
+    )
+    assert report["top1"]["agreement"]["transformers"] == 1.0 > report["top1"]["agreement"]["megatron"]
+    agree = {(pair["first"], pair["second"]): pair["max_abs"] <= AGREES for pair in report["pairs"]}
+    assert agree == {("vllm", "transformers"): True, ("megatron", "transformers"): False, ("vllm", "megatron"): False}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("mistakes") / "hf"
+    tiny_models.save("llama", directory)
+    tiny_models.save_prompts(directory / "prompts.parquet")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layout", "tp=3"], "parallel.tp=3"),
+        (["--layout", "xp=2"], "no such axis"),
+        (["--rollout", "tp=2,dp=2"], "rollout.dp=2"),
+        (["--rollout", "tp=3"], "rollout.tp=3"),
+        (["--temperature", "0"], "temperature=0.0"),
+        (["--max-tokens", "4096"], "max_response_length=4096"),
+        (["--samples", "0"], "samples=0"),
+        (["--hf", "nowhere"], "nowhere"),
+        (["--megatron", "nowhere"], "nowhere"),
+        (["--data", "nowhere.parquet"], "cannot be read"),
+        (["--out", "nowhere/report.json"], "out=nowhere/report.json"),
+    ],
+)
+def test_a_mistake_is_one_message(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    given = ["--hf", str(llama), "--data", str(llama / "prompts.parquet"), "--out", str(tmp_path / "report.json")]
+    assert compare_logprobs.main([*given, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    assert err.startswith("error: ") and said in err, err
+    assert not (tmp_path / "report.json").exists()

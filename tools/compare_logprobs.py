@@ -1,0 +1,137 @@
+"""Hold vLLM's log-probs against those of transformers and of Megatron, token by token, and name what makes them differ.
+
+    python tools/compare_logprobs.py --hf Qwen2.5-0.5B --layout tp=2 --data prompts.parquet --out report.json
+    python tools/compare_logprobs.py --hf Mixtral-8x7B --megatron step_100 --layout tp=2,ep=2 --rollout tp=2 \\
+        --data prompts.parquet --dtype bfloat16 --mean-abs-diff 0.02 --out report.json
+
+vLLM draws responses with the weights of --hf; transformers scores the same tokens with them, and Megatron in --layout
+with them or with those of --megatron.  docs/logprobs.md says how to read the report.  Exits with 0, with 1 where a
+threshold that was given is exceeded, and with 2 on a mistake of the command line or of what it names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mcore_rl.config.engine import Precision
+from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.rollout import parse_rollout_layout
+from mcore_rl.errors import ConfigError, McoreRLError, Violation
+from mcore_rl.rollout.protocol import Sampling
+from mcore_rl.sync.logprob_prompts import load_tokenizer, read_prompts
+from mcore_rl.sync.logprob_question import Question
+from mcore_rl.sync.logprob_report import RATIO_BOUNDS, Report
+from mcore_rl.sync.logprob_scoring import measure, report
+
+MAX_WORST_SHOWN = 3
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = found.add_argument_group("what is compared")
+    what.add_argument("--hf", type=Path, required=True, help="directory with config.json, *.safetensors and tokenizer")
+    what.add_argument(
+        "--megatron", type=Path, help="a Megatron checkpoint of the same model, for Megatron's side alone"
+    )
+    what.add_argument("--layout", default="", help="of Megatron, as tp=2,pp=2,ep=2; one replica is started here")
+    what.add_argument("--rollout", default="", help="of vLLM, as tp=2 or tp=2,ep=2")
+    beside = "of all three (float32); for bfloat16, transformers and Megatron compute in float32 too, to compare"
+    what.add_argument("--dtype", choices=[p.value for p in Precision], default="float32", help=beside)
+    draw = found.add_argument_group("what is drawn")
+    draw.add_argument("--data", type=Path, required=True, help="parquet with a column prompt (messages or text) or "
+                      "prompt_token_ids")  # fmt: skip
+    draw.add_argument("--num-prompts", type=int, default=32, help="from the first row on (32)")
+    draw.add_argument("--samples", type=int, default=1, help="responses of each prompt (1)")
+    draw.add_argument("--max-tokens", type=int, default=128, help="of a response (128)")
+    draw.add_argument("--temperature", type=float, default=1.0, help="of vLLM's draws, and of all log-probs (1.0)")
+    draw.add_argument("--top-p", type=float, default=1.0, help="of vLLM's draws, to see what cutting does (1.0: not)")
+    draw.add_argument("--top-k", type=int, default=-1, help="likewise (-1: not)")
+    draw.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    limits = found.add_argument_group("what is demanded of every pair, in nats; exit code 1 where it is not met")
+    limits.add_argument("--max-abs-diff", type=float, help="the largest difference of a token; float32: 1e-4")
+    limits.add_argument("--mean-abs-diff", type=float, help="the mean over all tokens; bfloat16: 0.02")
+    found.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
+    found.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return found
+
+
+def ask(arguments: argparse.Namespace, console: Console) -> Report:
+    """Measure, behind a line that says what is done."""
+    if not arguments.out.parent.is_dir():
+        raise ConfigError([Violation("out", str(arguments.out), "its directory is not there", "Make it first")])
+    sampling = Sampling(max_tokens=arguments.max_tokens, temperature=arguments.temperature, top_p=arguments.top_p,
+                        top_k=arguments.top_k, seed=arguments.seed)  # fmt: skip
+    question = Question(
+        hf=arguments.hf,
+        megatron=arguments.megatron,
+        layout=parse_layout(arguments.layout),
+        rollout=parse_rollout_layout(arguments.rollout),
+        dtype=Precision(arguments.dtype),
+        sampling=sampling,
+        n=arguments.samples,
+    )
+    tokenizer = load_tokenizer(arguments.hf)
+    prompts = read_prompts(arguments.data, tokenizer, arguments.num_prompts)
+    with console.status("...") as status:
+        measured = measure(question, prompts, status.update)
+    return report(question, measured, tokenizer, max_abs=arguments.max_abs_diff, mean_abs=arguments.mean_abs_diff)
+
+
+def show(found: Report, console: Console) -> None:
+    """The report, to read."""
+    console.print(f"{found.num_tokens} tokens drawn by vLLM; differences in nats")
+    lines = Table("", *(f"{pair.first} - {pair.second}" for pair in found.pairs), box=None, pad_edge=False)
+    for name, field in (("maximum", "max_abs"), ("mean", "mean_abs"), ("bias", "mean")):
+        lines.add_row(name, *(f"{getattr(pair, field):.1e}" for pair in found.pairs))
+    for quantile in found.pairs[0].quantiles:
+        lines.add_row(f"{float(quantile):.1%}", *(f"{pair.quantiles[quantile]:.1e}" for pair in found.pairs))
+    lines.add_row("ratio", *(f"{pair.ratio_min:.4f} to {pair.ratio_max:.4f}" for pair in found.pairs))
+    low, high = RATIO_BOUNDS
+    lines.add_row(f"not in [{low}, {high}]", *(f"{pair.ratio_outside:.2%}" for pair in found.pairs))
+    for number, place in enumerate(found.pairs[0].bins):
+        means = (f"{pair.bins[number].mean_abs:.1e}" for pair in found.pairs)
+        lines.add_row(f"mean at {place.begin}-{place.end - 1}", *means)
+    console.print(lines)
+    if found.top1 is not None:
+        shares = ", ".join(f"{name} {share:.2%}" for name, share in found.top1.agreement.items())
+        console.print(f"of {found.top1.count} tokens that are likeliest by vLLM, so too by: {shares}", soft_wrap=True)
+    for token in found.worst[:MAX_WORST_SHOWN]:
+        values = ", ".join(f"{name} {value:.5f}" for name, value in token.logprobs.items())
+        place = f"prompt {token.prompt}, sample {token.sample}, position {token.position}"
+        console.print(f"{token.difference:.1e} at {place}: {values}: {token.text!r}", markup=False, soft_wrap=True)
+    causes = Table("", "cause", "evidence", box=None, pad_edge=False)
+    marks = {True: "[red]FOUND[/red]", False: "[green]no[/green]", None: "-"}
+    for finding in found.findings:
+        causes.add_row(marks[finding.found], finding.cause.value, escape(finding.evidence))
+    console.print(causes)
+    for words in found.exceeded:
+        console.print(f"[red]EXCEEDED[/red] {words}", soft_wrap=True)
+    console.print(found.verdict, markup=False, soft_wrap=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, 1 where a threshold is exceeded, 2 on an error."""
+    arguments = parser().parse_args(argv)
+    console, errors = Console(highlight=False), Console(stderr=True, soft_wrap=True)
+    try:
+        found = ask(arguments, errors)
+    except McoreRLError as error:
+        if arguments.debug:
+            raise
+        errors.print(f"error: {error}", markup=False, highlight=False)
+        return 2
+    arguments.out.write_text(json.dumps(found.as_json(), indent=2) + "\n", encoding="utf-8")
+    show(found, console)
+    return 1 if found.exceeded else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
