@@ -72,7 +72,6 @@ def _round_trip(random: object, intermediate: int, hidden: int) -> bool:
     experts.moe_config = SimpleNamespace(intermediate_size_per_partition=intermediate, activation=None)
     experts._use_zentorch = False
     experts._pad_moe_intermediate(layer)
-    from vllm._custom_ops import cpu_prepack_moe_weight
 
     packed = {
         name: cpu_prepack_moe_weight(getattr(layer, name).data, experts.isa) for name in ("w13_weight", "w2_weight")

@@ -1,0 +1,238 @@
+"""A weight update of a model of 1 GB on the CPU, against a plain copy of the same bytes over the same transport.
+
+    python benchmarks/sync.py [--training tp=2] [--rollout tp=1] [--transport gloo|shared] [--json results.json]
+
+Two training ranks and one vLLM engine, all real, float32.  The plain copy sends the same messages between the same
+processes, from memory that holds anything to memory that nobody reads: what the transport takes by itself.  Direct is
+the update along the reshard plan, with packing, writing and vLLM's own packing for its kernels; names is the export
+stream through vLLM's load_weights.  Memory is each process's peak above what it held before the update.
+
+Targets: direct at most 1.5 times the plain copy, 1.00 of the least bytes there are, at most two buckets of memory.
+Exits with 1 where one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import pickle
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table as Lines
+from torch.distributed import TCPStore
+
+from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, Precision
+from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
+from mcore_rl.families.registry import model_of
+from mcore_rl.parallel.device import detect, device_of, memory, reset_peak_memory
+from mcore_rl.parallel.launch import HOST, Rank, run_ranks
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.rollout.engine_process import EngineProcess, start_engine
+from mcore_rl.rollout.weight_channel import Mode, answer_of
+from mcore_rl.rollout.worker_extension import WeightReceiver
+from mcore_rl.sync.members import Address
+from mcore_rl.sync.process_group import ProcessGroupTransport
+from mcore_rl.sync.publish import Publisher, opening_of
+from mcore_rl.sync.shared_memory import SharedMemoryTransport
+from mcore_rl.sync.transport import Transport, at_attempt
+from mcore_rl.weights.reshard import plan_reshard
+from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.table import Table
+
+NUM_TRAINERS = 2
+BUCKET_BYTES = 256 << 20
+MAX_RATIO, MAX_BUCKETS = 1.5, 2.0
+ROUNDS = ["plain", "direct", *(["plain", "direct"] * 4), "names", "names"]  # the first two are not counted
+PLAIN = "plain"
+
+
+class TimedReceiver(WeightReceiver):
+    """Workers of the benchmark."""
+
+    def timed_plain(self) -> dict[str, Any]:
+        """Receive an update and do nothing with it."""
+        updates = self._sync_channel()
+        updates.incoming.begin(0)
+        for _ in updates.incoming.messages([(message.source_rank, message.num_bytes) for message in updates.expected]):
+            pass
+        updates.incoming.finish()
+        return {"result": None}
+
+    def timed_memory(self, reset: bool = False) -> list[int]:
+        """[resident, peak since the last reset], bytes."""
+        platform = detect(Device.cpu)
+        if reset:
+            reset_peak_memory(platform)
+        now = memory(platform)
+        return [now.allocated_bytes, now.peak_bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One update.  extra: buckets of memory, of the training rank and of the worker that took most."""
+
+    kind: str
+    seconds: float
+    gigabytes: float
+    over_bound: float
+    trainer_buckets: float
+    worker_buckets: float
+
+
+def write_model(directory: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=1536, intermediate_size=6144, num_hidden_layers=6, num_attention_heads=12, num_key_value_heads=4,
+        head_dim=128, vocab_size=16000, max_position_embeddings=256, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def train(rank: Rank, directory: Path, training: str, rollout: str, transport: Transport) -> list[dict[str, Any]]:
+    """One training rank: publishes every round.  Megatron is imported in these processes only."""
+    from mcore_rl.parallel.groups import init_groups
+    from mcore_rl.training.engine import Engine
+    from mcore_rl.weights.hf_directory import Checkpoint
+    from mcore_rl.weights.load import load_hf
+
+    platform = detect(Device.cpu)
+    torch.set_num_threads(1)
+    rank.init_process_group(platform)
+    parallel = parse_layout(training)
+    groups = init_groups(Layout.of(parallel, NUM_TRAINERS), platform, device_of(platform, rank.rank), seed=1)
+    family, model = model_of(json.loads((directory / "config.json").read_text()))
+    settings = EngineConfig(
+        device=Device.cpu, precision=Precision.float32, layer_spec=LayerSpec.local, microbatch_tokens=64
+    )
+    engine = Engine("actor", model, parallel, settings, groups, platform, trainable=False)
+    table = Table(family, model, parallel, NUM_TRAINERS)
+    with Checkpoint.open(directory) as checkpoint:
+        engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank.rank))
+    target = RolloutTable(family, model, parse_rollout_layout(rollout))
+    publisher = Publisher(
+        engine.models, table, target, rank.rank, transport, dtype=torch.float32, bucket_bytes=BUCKET_BYTES
+    )
+    publisher.open()
+    found = []
+    for version, kind in enumerate(ROUNDS):
+        if kind == PLAIN:
+            publisher._pack = lambda message, buffer: None  # type: ignore[method-assign]
+        else:
+            publisher.__dict__.pop("_pack", None)
+        reset_peak_memory(platform)
+        before = memory(platform).allocated_bytes
+        published = publisher.publish(version, Mode.names if kind == "names" else Mode.direct)
+        extra = memory(platform).peak_bytes - before
+        found.append({"published": published, "extra": extra})
+    return found
+
+
+async def receive(engine: EngineProcess, opening: bytes) -> list[tuple[float, int]]:
+    """(seconds, extra bytes of the worker that took most) of each round."""
+    for answer in await engine.rpc("sync_open", opening):
+        answer_of(answer)
+    found = []
+    for version, kind in enumerate(ROUNDS):
+        before = [now for now, _ in await engine.rpc("timed_memory", True)]
+        begun = time.perf_counter()
+        call = ("timed_plain",) if kind == PLAIN else ("sync_receive", version, kind)
+        for answer in await engine.rpc(*call):
+            answer_of(answer)
+        seconds = time.perf_counter() - begun
+        after = [peak for _, peak in await engine.rpc("timed_memory")]
+        found.append((seconds, max(peak - now for peak, now in zip(after, before, strict=True))))
+    return found
+
+
+def measure(directory: Path, training: str, rollout: str, over: str) -> list[Round]:
+    """All rounds, in order."""
+    write_model(directory)
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    layout, (family, model) = (
+        parse_rollout_layout(rollout),
+        model_of(json.loads((directory / "config.json").read_text())),
+    )
+    address = Address(
+        host=HOST, port=store.port, name="benchmark", num_trainers=NUM_TRAINERS, num_rollout=layout.world_size,
+        timeout_s=60.0, join_timeout_s=120.0,
+    )  # fmt: skip
+    gloo = over == "gloo"
+    transport: Transport
+    transport = (
+        ProcessGroupTransport(address=address, backend="gloo") if gloo else SharedMemoryTransport(address=address)
+    )
+    table = Table(family, model, parse_layout(training), NUM_TRAINERS)
+    plan = plan_reshard(table, RolloutTable(family, model, layout), torch.float32.itemsize)
+    opening = pickle.dumps(opening_of(plan, at_attempt(transport, 1), torch.float32, BUCKET_BYTES))
+    config = RolloutConfig(
+        tp=layout.tp, device=Device.cpu, dtype=Precision.float32, max_prompt_length=32, max_response_length=32,
+        kv_cache_memory_bytes=1 << 26,
+    )  # fmt: skip
+    with start_engine("engine", directory, config, extension=f"{Path(__file__).stem}.TimedReceiver") as engine:
+        trained: list[list[dict[str, Any]]] = []
+        arguments = (directory, training, rollout, transport)
+        thread = threading.Thread(target=lambda: trained.extend(run_ranks(train, NUM_TRAINERS, arguments)))
+        thread.start()
+        received = asyncio.run(receive(engine, opening))
+        thread.join()
+    return [
+        Round(
+            kind=kind,
+            seconds=seconds,
+            gigabytes=sum(rank[index]["published"].num_bytes for rank in trained) / 1e9,
+            over_bound=trained[0][index]["published"].bytes_over_bound,
+            trainer_buckets=max(rank[index]["extra"] for rank in trained) / BUCKET_BYTES,
+            worker_buckets=extra / BUCKET_BYTES,
+        )
+        for index, (kind, (seconds, extra)) in enumerate(zip(ROUNDS, received, strict=True))
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--training", default="tp=2", help="layout of the two training ranks")
+    parser.add_argument("--rollout", default="tp=1", help="layout of the engine")
+    parser.add_argument("--transport", default="gloo", choices=("gloo", "shared"))
+    parser.add_argument("--json", type=Path, help="also write the results there")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rounds = measure(Path(folder), arguments.training, arguments.rollout, arguments.transport)
+    lines = Lines("", "s (median)", "GB", "GB/s", "bytes over bound", "buckets: trainer", "buckets: worker")
+    seconds = {}
+    for kind in (PLAIN, "direct", "names"):
+        mine = [one for index, one in enumerate(rounds) if one.kind == kind and index > 1]
+        seconds[kind] = statistics.median(one.seconds for one in mine)
+        extra = [max(getattr(one, side) for one in mine) for side in ("trainer_buckets", "worker_buckets")]
+        speed, bound = mine[0].gigabytes / seconds[kind], mine[0].over_bound
+        figures = (f"{seconds[kind]:.2f}", f"{mine[0].gigabytes:.2f}", f"{speed:.2f}", f"{bound:.2f}")
+        lines.add_row(kind, *figures, *(f"{one:.2f}" for one in extra))
+    console = Console()
+    console.print(lines)
+    direct = [one for index, one in enumerate(rounds) if one.kind == "direct" and index > 1]
+    ratio = seconds["direct"] / seconds[PLAIN]
+    buckets = max(max(one.trainer_buckets, one.worker_buckets) for one in direct)
+    console.print(
+        f"direct over plain: {ratio:.2f} (at most {MAX_RATIO}); memory: {buckets:.2f} buckets of "
+        f"{BUCKET_BYTES >> 20} MiB (at most {MAX_BUCKETS:g}); names over plain: {seconds['names'] / seconds[PLAIN]:.2f}"
+    )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(one) for one in rounds], indent=2) + "\n")
+    kept = ratio <= MAX_RATIO and buckets <= MAX_BUCKETS and all(one.over_bound == 1.0 for one in direct)
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""The weights inside a running vLLM worker: written in place, module by module, and read back as they are executed.
+
+Written through vLLM's own layerwise reload (model_executor/model_loader/reload, 0.32), which all of its weight-transfer
+engines stand on: modules get tensors as they were before any kernel's packing, those are filled, processed once more
+and copied into the memory that captured graphs know.  ``load_named`` feeds ``model.load_weights``.  ``write`` fills
+slices directly, as vLLM's sharded engine does (distributed/weight_transfer/sharded_rdt_engine.py, ``_process_item`` and
+``_run_quant``); no loader is involved, and a module is processed as soon as all of it was written.
+
+What vLLM 0.32 forgets on the CPU is done here, each where it answers to:
+- layers/fused_moe/unquantized_fused_moe_method.py, ``_setup_kernel``: experts are packed by ``_init_moe_kernel``'s
+  kernel only while ``moe_kernel`` is None, so a reloaded layer would execute unpacked weights as packed ones.
+- layers/vocab_parallel_embedding.py, ``tie_weights``: a tied lm_head is a module of its own over the embedding's
+  weight, with a packed copy of it (``cpu_linear``), for which nothing is loaded and which nothing processes again.
+
+Read back: the CPU's linear layers keep no plain weight (layers/utils.py, ``dispatch_cpu_unquantized_gemm``).  Their
+product with the identity is what they execute, exactly: every sum has one term that is not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _layerwise_process,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+
+from mcore_rl.errors import WeightMapError
+from mcore_rl.rollout.packed_experts import unpacked_experts
+from mcore_rl.weights.rollout_table import RolloutTable, StoredTensor
+from mcore_rl.weights.safetensors import Box, view_of
+
+IDENTITY_ROWS = 256  # of the identity at once: as many tokens through a layer
+
+
+@dataclass
+class _Place:
+    """Where a stored tensor lives."""
+
+    module: nn.Module
+    attribute: str
+    stored: StoredTensor
+
+
+class LiveWeights:
+    """The model of one worker, held against what ``table`` says that rollout rank ``rank`` stores.
+
+    Raises WeightMapError where the model stores other tensors or other shapes, with all of them.
+    """
+
+    def __init__(self, model: Any, vllm_config: Any, table: RolloutTable, rank: int) -> None:
+        self.model, self.vllm_config, self.table, self.rank = model, vllm_config, table, rank
+        self.stored = {tensor.name: tensor for tensor in table.tensors(rank)}
+        self._modules = dict(model.named_modules())
+        self.places: dict[str, _Place] = {}
+        problems = [*self._missing(), *self._strangers()]
+        if problems:
+            raise WeightMapError(f"{table.family.name}, rollout rank {rank} of {table.layout}", problems)
+        self._names = {name for name, _ in model.named_parameters()}
+        self._left: dict[nn.Module, int] = {}
+        self._begun: set[nn.Module] = set()
+        self._free: list[Tensor] = []
+        self._lent: dict[nn.Module, list[Tensor]] = {}
+
+    def _missing(self) -> Iterator[str]:
+        for name, stored in self.stored.items():
+            prefix, _, attribute = name.rpartition(".")
+            module = self._modules.get(prefix)
+            found = None if module is None else self._shape(module, attribute)
+            if module is None or found is None:
+                yield f"{name} is in the table and not in vLLM's model. Mend families/{self.table.family.name}.py"
+            elif found != self.table.shape(stored):
+                sizes = f"expected shape {self.table.shape(stored)} and found {found}"
+                yield f"{name}: {sizes}. Start vLLM with the layout that the table was made for"
+            else:
+                self.places[name] = _Place(module, attribute, stored)
+
+    def _strangers(self) -> Iterator[str]:
+        for name, _ in self.model.named_parameters():
+            if name not in self.stored:
+                yield f"{name} is in vLLM's model and not in the table. Mend families/{self.table.family.name}.py"
+
+    def _shape(self, module: nn.Module, attribute: str) -> tuple[int, ...] | None:
+        """Before any packing: as the reload remembers it, or, of a tensor that it leaves alone, as it is."""
+        for remembered in get_layerwise_info(module).restore_metadata:
+            if attribute in remembered:
+                return tuple(remembered[attribute].shape)
+        tensor = module._parameters.get(attribute, module._buffers.get(attribute))
+        return None if tensor is None else tuple(tensor.shape)
+
+    # Writing
+
+    def start(self) -> None:
+        """Take the modules apart; until ``finish`` none of them can run."""
+        with self._vllm():
+            initialize_layerwise_reload(self.model)
+            for module in self._modules.values():
+                if _cpu_experts(module) is not None:
+                    module.quant_method.moe_kernel = None  # see above
+        self._left, self._begun, self._free, self._lent = {}, set(), [], {}
+        for name, place in self.places.items():
+            self._left[place.module] = self._left.get(place.module, 0) + self.elements(name)
+
+    def elements(self, name: str) -> int:
+        """Elements of a stored tensor, padding apart."""
+        stored = self.stored[name]
+        whole, dim = self.table.shape(stored), stored.rule.dim + stored.rule.stacked
+        held = sum(range_.end - range_.begin for range_ in self.table.shard(stored).ranges)
+        return held * prod(whole[:dim] + whole[dim + 1 :])
+
+    @torch.no_grad()
+    def write(self, name: str, slot: int | None, box: Box, values: Tensor) -> None:
+        """``values`` to ``box`` of a stored tensor (of its expert ``slot``, where it is stacked), each element once."""
+        place = self.places[name]
+        module = place.module
+        with self._vllm(), self.vllm_config.device_config.device:
+            if module not in self._begun:
+                self._begun.add(module)
+                self._materialize(module)
+                self._zero_padding(module)
+            tensor = getattr(module, place.attribute).data
+            view_of(tensor if slot is None else tensor[slot], box).copy_(values)
+            self._left[module] -= values.numel()
+            assert self._left[module] >= 0, f"{name} was written twice"
+            if self._left[module] == 0:
+                # Our tensors are not on the meta device any more and no loader's arguments are kept, so what it still
+                # does is to process the module and to copy the result into the tensors of before.
+                _layerwise_process(module, get_layerwise_info(module))
+                self._free += self._lent.pop(module, [])
+
+    def _materialize(self, module: nn.Module) -> None:
+        """As vLLM's ``materialize_layer`` (reload/meta.py), in memory that modules use one after another.
+
+        What a module keeps is copied out of it or packed anew, and memory that the system has just given costs more to
+        touch for the first time than to fill.
+        """
+        for name, meta in get_layer_tensors(module).items():
+            if name not in SKIP_TENSORS and meta.is_meta:
+                size = meta.numel() * meta.dtype.itemsize
+                fitting = [block for block in self._free if len(block) >= size]
+                block = min(fitting, key=len, default=None)
+                if block is None:
+                    block = torch.empty(size, dtype=torch.uint8)
+                else:
+                    self._free = [other for other in self._free if other is not block]
+                self._lent.setdefault(module, []).append(block)
+                tensor = block[:size].view(meta.dtype).as_strided(meta.shape, meta.stride())
+                tensor.__class__, tensor.__dict__ = meta.__class__, dict(meta.__dict__)
+                setattr(module, name, tensor)
+
+    def _zero_padding(self, module: nn.Module) -> None:
+        for place in self.places.values():
+            if place.module is module:
+                shard = self.table.shard(place.stored)
+                held = sum(range_.end - range_.begin for range_ in shard.ranges)
+                if held < shard.size:
+                    dim = place.stored.rule.dim + place.stored.rule.stacked
+                    getattr(module, place.attribute).data.narrow(dim, held, shard.size - held).zero_()
+
+    @torch.no_grad()
+    def load_named(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Feed Hugging Face tensors to the model's own ``load_weights``; names that it took nothing for.
+
+        A tensor must not change once it was given: what of a module has come is kept until the module is complete.
+        """
+        with self._vllm(), self.vllm_config.device_config.device:
+            loaded = self.model.load_weights(iter(tensors))
+        self._left = {}
+        return [] if loaded is None else sorted(self._names - set(loaded))
+
+    def unwritten(self) -> list[str]:
+        """Stored tensors of modules that are not complete."""
+        return [name for name, place in self.places.items() if self._left.get(place.module)]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Put everything together again."""
+        self._free = []
+        with self._vllm(), self.vllm_config.device_config.device:
+            finalize_layerwise_reload(self.model, self.vllm_config.model_config)
+            for head in self._tied_heads():
+                head.quant_method.process_weights_after_loading(head)  # see above
+
+    def put_back(self) -> None:
+        """After a failure between ``start`` and ``finish``: whole modules again, with old or new weights.
+
+        As ``_restore_after_dry_run`` of vLLM's sharded engine.
+        """
+        for module in self._modules.values():
+            info = get_layerwise_info(module)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    _place_kernel_tensors(module, info)
+                info.reset()
+        self._left, self._begun, self._free, self._lent = {}, set(), [], {}
+
+    def _vllm(self) -> Any:
+        return set_current_vllm_config(self.vllm_config)
+
+    def _tied_heads(self) -> Iterator[Any]:
+        embeddings = [m for m in self._modules.values() if type(m) is VocabParallelEmbedding]
+        for module in self._modules.values():
+            if isinstance(module, ParallelLMHead) and any(module.weight is other.weight for other in embeddings):
+                yield module
+
+    # Reading
+
+    def executed(self) -> Iterator[tuple[str, int | None, Iterator[tuple[tuple[int, ...], Tensor]]]]:
+        """(name, slot, parts as (start, values)) of everything that the model computes with, as it was before packing.
+
+        A stacked tensor is one entry for each slot.  A tied lm_head, which stores nothing, is ``lm_head.weight``.
+        """
+        for name, place in self.places.items():
+            experts = _cpu_experts(place.module)
+            tensor = getattr(place.module, place.attribute).data
+            if place.stored.rule.stacked:
+                shape = self.table.shape(place.stored)[1:]
+                for slot in range(len(place.stored.experts)):
+                    plain = tensor[slot]
+                    if experts is not None:
+                        plain = unpacked_experts(plain, experts, place.attribute, shape)
+                    yield name, slot, iter([((0,) * plain.dim(), plain)])
+            elif place.attribute == "weight" and self._is_product(place.module):
+                yield name, None, _by_identity(place.module, self.table.shape(place.stored)[1], tensor)
+            else:
+                yield name, None, iter([((0,) * tensor.dim(), tensor)])
+        for head in self._tied_heads():
+            if self._is_product(head):
+                yield "lm_head.weight", None, _by_identity(head, head.weight.shape[1], head.weight.data)
+
+    @staticmethod
+    def _is_product(module: nn.Module) -> bool:
+        """Whether the module multiplies with something packed; an embedding looks its plain rows up."""
+        return hasattr(module, "cpu_linear") and type(module) is not VocabParallelEmbedding
+
+    @property
+    def names_of_heads(self) -> Mapping[str, str]:
+        """Entries of ``executed`` that are copies -> the stored tensor that they are copies of."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if any(self._tied_heads()) else {}
+
+
+def _cpu_experts(module: nn.Module) -> CPUUnquantizedExperts | None:
+    """The CPU's experts of a fused layer, which pack their weights; None for all else."""
+    if not isinstance(module, RoutedExperts) or not isinstance(module.quant_method, UnquantizedFusedMoEMethod):
+        return None
+    kernel = module.quant_method.moe_kernel
+    experts = None if kernel is None else kernel.fused_experts
+    return experts if isinstance(experts, CPUUnquantizedExperts) else None
+
+
+def _by_identity(module: Any, width: int, weight: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Columns of the weight: what the layer makes of rows of the identity."""
+    for begin in range(0, width, IDENTITY_ROWS):
+        rows = torch.zeros(min(IDENTITY_ROWS, width - begin), width, dtype=weight.dtype, device=weight.device)
+        rows[torch.arange(len(rows)), begin + torch.arange(len(rows))] = 1
+        yield (0, begin), module.cpu_linear(rows, weight, None).t()

@@ -1,0 +1,52 @@
+"""The weights of fused experts on the CPU, as they were before vLLM packed them for its grouped product.
+
+``CPUUnquantizedExperts.process_weights_after_loading`` (layers/fused_moe/experts/cpu_moe.py, 0.32) pads the
+intermediate size with zeros and moves every element to another place, by ``cpu_prepack_moe_weight``.  Which place is
+found by packing numbers: the digits of each element's index, 256 to a digit, which bfloat16 holds exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+DIGIT = 256
+
+
+def unpacked_experts(packed: Tensor, experts: CPUUnquantizedExperts, attribute: str, shape: Sequence[int]) -> Tensor:
+    """The weight of one expert, of ``shape``, from its ``packed`` one.
+
+    attribute: ``w13_weight`` (gate and up one after the other) or ``w2_weight``.
+    """
+    if experts._use_zentorch:
+        return packed  # not packed
+    size = experts.moe_config.intermediate_size_per_partition
+    padded = experts._padded_intermediate_size(experts.moe_config)
+    wide = (2 * padded, shape[1]) if attribute == "w13_weight" else (shape[0], padded)
+    plain = torch.empty(prod(wide), dtype=packed.dtype, device=packed.device)
+    plain[_origins(wide, packed.dtype, experts.isa)] = packed.reshape(-1)
+    whole = plain.view(wide)
+    if padded == size:
+        return whole
+    if attribute == "w13_weight":
+        return torch.cat([whole[:size], whole[padded : padded + size]])
+    return whole[:, :size]
+
+
+@lru_cache(maxsize=4)
+def _origins(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> Tensor:
+    """For each element of a packed matrix, the row-major index that it came from: int64 [elements]."""
+    index = torch.arange(prod(shape))
+    origins = torch.zeros_like(index)
+    unit = 1
+    while unit < prod(shape):
+        digits = (index // unit % DIGIT).to(dtype).view(1, *shape)
+        origins += cpu_prepack_moe_weight(digits, isa).reshape(-1).long() * unit
+        unit *= DIGIT
+    return origins

@@ -1,0 +1,60 @@
+"""One accelerator for trainer and engine: messages lie in its memory, which both processes map (CUDA and HIP IPC).
+
+Through torch's own reductions (torch/multiprocessing/reductions.py), which count the references that other processes
+hold.  Not run by any test: it needs a GPU that two processes share.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from mcore_rl.parallel.device import Platform, synchronize
+from mcore_rl.sync.members import Address, Members
+from mcore_rl.sync.slots import SlotReceiving, SlotSender
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceIpcTransport:
+    """platform: of both sides.  Each rollout rank must see the device of every training rank that sends to it."""
+
+    address: Address
+    platform: Platform
+
+    def outgoing(self, rank: int, device: torch.device) -> SlotSender:
+        """See ``Transport``."""
+        assert self.platform.is_accelerator, "host memory is for shared_memory"
+        members = Members.joined(self.address, rank)
+        return SlotSender(members, _OnDevice(self.platform, device))
+
+    def incoming(self, bucket_bytes: int, rollout_rank: int) -> SlotReceiving:
+        """See ``Transport``."""
+        members = Members.joined(self.address, self.address.num_trainers + rollout_rank)
+        return SlotReceiving(members, _OnDevice(self.platform, torch.device(self.platform.device_type)), bucket_bytes)
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """``Memory``; a handle is what torch rebuilds a tensor from."""
+
+    platform: Platform
+    device: torch.device
+
+    def create(self, num_bytes: int) -> tuple[Tensor, bytes]:
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return tensor, pickle.dumps(reduce_tensor(tensor))  # type: ignore[no-untyped-call]
+
+    def map(self, handle: bytes) -> Tensor:
+        rebuild, arguments = pickle.loads(handle)
+        tensor: Tensor = rebuild(*arguments)
+        return tensor
+
+    def settle(self) -> None:
+        synchronize(self.platform)
+
+    def forget(self, handle: bytes) -> None:
+        pass  # torch frees it once no process maps it

@@ -1,0 +1,197 @@
+"""Who takes part in an update: they meet at a key-value store, and one that fails tells the others why.
+
+Members are the training ranks, then the rollout ranks.  Nothing is transported here but a few bytes.
+
+Invariant: no wait is longer than ``timeout_s`` plus ``GRACE_S``, whoever dies, and what is raised after it names the
+first cause as far as anybody left can tell.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psutil
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
+
+from mcore_rl.errors import SyncError
+from mcore_rl.parallel.failure import Cause, Failure, first_cause
+
+POLL_S = 0.002  # between two looks at the store
+LOOK_S = 0.5  # between two looks at whether others failed or died
+GRACE_S = 3.0  # for the reports of those that were nearer to the cause
+
+
+class PeerLostError(ConnectionError):
+    """A member that another waited for is gone, or silent for too long.  peer: its index."""
+
+    def __init__(self, peer: int, message: str) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where the members of one channel meet.
+
+    host, port: of a TCPStore that outlives the channel.  name: no other channel's of this store.  num_trainers,
+    num_rollout: ranks of each.  timeout_s: the longest wait for anybody; join_timeout_s: for all to open the channel.
+    """
+
+    host: str
+    port: int
+    name: str
+    num_trainers: int
+    num_rollout: int
+    timeout_s: float = 20.0
+    join_timeout_s: float = 60.0
+
+    @property
+    def num_members(self) -> int:
+        """Training ranks and rollout ranks."""
+        return self.num_trainers + self.num_rollout
+
+    def title(self, member: int) -> str:
+        """What messages call a member."""
+        if member < self.num_trainers:
+            return f"training rank {member}"
+        return f"rollout rank {member - self.num_trainers}"
+
+
+@dataclass(frozen=True)
+class _Note:
+    failure: Failure
+    doing: str
+    lost: int | None
+
+
+class Members:
+    """This process among them."""
+
+    def __init__(self, address: Address, member: int) -> None:
+        """Connect and say who this is.  Does not wait for the others."""
+        self.address, self.member = address, member
+        timeout = timedelta(seconds=address.timeout_s)
+        shared = TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+        self.store = PrefixStore(address.name, shared)
+        self._looked = 0.0
+        self._people: dict[int, tuple[str, int]] = {}
+        self._num_meetings = 0
+        self.set(f"member/{member}", pickle.dumps((socket.gethostname(), os.getpid())))
+
+    @classmethod
+    def joined(cls, address: Address, member: int) -> Members:
+        """Of a channel that all have come to.  Raises SyncError where one does not, or says why it cannot."""
+        members = cls(address, member)
+        try:
+            members.meet("the channel", address.join_timeout_s)
+        except PeerLostError as error:
+            raise members.failed(error, "opening the channel") from error
+        return members
+
+    def set(self, key: str, value: bytes) -> None:
+        """Put ``value`` where everybody finds it."""
+        self.store.set(key, value)  # type: ignore[arg-type]  # declared for str, and binds bytes
+
+    def delete(self, key: str) -> None:
+        """Forget ``key``."""
+        self.store.delete_key(key)
+
+    def get(self, key: str, peer: int, timeout_s: float | None = None) -> bytes:
+        """What ``peer`` puts under ``key``.  Raises PeerLostError where it is gone or silent, or another failed."""
+        limit = self.address.timeout_s if timeout_s is None else timeout_s
+        until = time.monotonic() + limit
+        while not self.store.check([key]):
+            self.look_around([peer])
+            if time.monotonic() > until:
+                raise PeerLostError(peer, f"{self.address.title(peer)} timed out: nothing came for {limit:g} s")
+            time.sleep(POLL_S)
+        value: bytes = self.store.get(key)
+        return value
+
+    def meet(self, why: str, timeout_s: float | None = None) -> None:
+        """Wait until all members are here; all call it alike.  Raises as ``get``."""
+        self._num_meetings += 1
+        keys = [f"met/{self._num_meetings}/{member}" for member in range(self.address.num_members)]
+        self.set(keys[self.member], why.encode())
+        for member, key in enumerate(keys):
+            self.get(key, member, timeout_s)
+        if self._num_meetings > 1:  # everybody has left the one before
+            self.delete(f"met/{self._num_meetings - 1}/{self.member}")
+
+    def look_around(self, waited_for: Sequence[int]) -> None:
+        """Raise PeerLostError where anybody failed, or one of ``waited_for`` is dead; looks every ``LOOK_S`` only."""
+        if time.monotonic() < self._looked + LOOK_S:
+            return
+        self._looked = time.monotonic()
+        if self.store.check(["failed"]):
+            peer = int(self.store.get("failed"))
+            raise PeerLostError(peer, f"{self.address.title(peer)} failed, connection closed")
+        for peer in waited_for:
+            if self._is_dead(peer):
+                raise PeerLostError(peer, f"{self.address.title(peer)} is dead, connection closed")
+
+    def _is_dead(self, peer: int) -> bool:
+        """Only of a process on this host can that be known."""
+        person = self._person(peer)
+        if person is None or person[0] != socket.gethostname():
+            return False
+        try:
+            return bool(psutil.Process(person[1]).status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
+
+    def _person(self, peer: int) -> tuple[str, int] | None:
+        if peer not in self._people and self.store.check([f"member/{peer}"]):
+            self._people[peer] = pickle.loads(self.store.get(f"member/{peer}"))
+        return self._people.get(peer)
+
+    def failed(self, error: BaseException, doing: str) -> SyncError:
+        """Tell the others of ``error``, wait shortly for what they say, and make of it what everybody should raise."""
+        lost = error.peer if isinstance(error, PeerLostError) else None
+        note = _Note(Failure.of_error(self.member, error), doing, lost)
+        try:
+            self.set(f"failure/{self.member}", pickle.dumps(note))
+            self.set("failed", str(self.member).encode())
+            notes = self._gather()
+        except Exception:  # noqa: BLE001  # the store itself may be what is gone
+            notes = [note]
+        return SyncError(self._message(notes))
+
+    def _gather(self) -> list[_Note]:
+        until = time.monotonic() + GRACE_S
+        while True:
+            members = range(self.address.num_members)
+            keys = {member: f"failure/{member}" for member in members}
+            notes = [pickle.loads(self.store.get(key)) for key in keys.values() if self.store.check([key])]
+            told = {note.failure.rank for note in notes}
+            explained = any(note.failure.cause is Cause.own for note in notes)
+            silent = {note.lost for note in notes} - told - {None}
+            if explained or len(told) + len(silent) == len(members) or time.monotonic() > until:
+                return notes
+            time.sleep(20 * POLL_S)
+
+    def _message(self, notes: Sequence[_Note]) -> str:
+        told = {note.failure.rank: note for note in notes}
+        own = [note.failure for note in notes if note.failure.cause is Cause.own]
+        silent = [note for note in notes if note.lost is not None and note.lost not in told]
+        if own or not silent:
+            first = first_cause(own or [note.failure for note in notes])
+            head = f"{self._named(first.rank)} failed while {told[first.rank].doing}: {first.what}"
+        else:
+            note = min(silent, key=lambda note: note.failure.time_s)
+            others = [member for member in range(self.address.num_members) if member not in told]
+            gone = [member for member in others if member == note.lost or self._is_dead(member)]
+            names = " and ".join(map(self._named, gone))  # an engine ends all of its ranks when one dies
+            head = f"{names} {'is' if len(gone) == 1 else 'are'} gone, killed or stuck, while others were {note.doing}"
+            head += f" ({self._named(note.failure.rank)} says: {note.failure.what.splitlines()[0]})"
+        return f"{head}. The rollout ranks hold no complete weights: restart what failed, open a channel and publish"
+
+    def _named(self, member: int) -> str:
+        person = self._person(member)
+        return self.address.title(member) + (f" (process {person[1]} on {person[0]})" if person else "")

@@ -1,0 +1,262 @@
+"""The trainer's end of a weight update: one ``Publisher`` on every training rank.
+
+The plan is made once.  ``publish`` packs this rank's live parameters into messages, two at a time, and sends them along
+it; ``mode=names`` sends the export stream instead, the reference for the first.  Who pauses the engines and calls their
+workers is ``update``; what they hold afterwards is for ``check``.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_rl.errors import SyncError
+from mcore_rl.parallel.phase import phase
+from mcore_rl.rollout.weight_channel import Mode, Opening
+from mcore_rl.sync.directory import DirectoryWriter
+from mcore_rl.sync.transport import Outgoing, Transport, at_attempt, connector, offsets_of
+from mcore_rl.weights.binding import bind
+from mcore_rl.weights.export import BUCKET_BYTES, buckets_of, export_stream
+from mcore_rl.weights.fingerprint import fingerprint
+from mcore_rl.weights.messages import Message, Part, messages_from, plan_id
+from mcore_rl.weights.reshard import ReshardPlan, plan_reshard
+from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.safetensors import TensorSpec, view_of
+from mcore_rl.weights.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What one rank did in one update.
+
+    num_bytes: sent by this rank.  bytes_over_bound: of the whole plan, sent over stored; 1.0 is the least there is
+    (by names: every rollout rank is sent everything).  pack_s, wait_s: of ``seconds``, copying into messages and
+    waiting for the transport.
+    """
+
+    version: int
+    mode: Mode
+    num_bytes: int
+    seconds: float
+    pack_s: float
+    wait_s: float
+    bytes_over_bound: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """Of this rank: 1e9 bytes a second."""
+        return self.num_bytes / self.seconds / 1e9
+
+
+class Publisher:
+    """Sends the weights of ``chunks``, this training rank's model chunks, to all rollout ranks.
+
+    table, rollout: of one model.  dtype: of the weights as vLLM holds them.  bucket_bytes: half of the memory that a
+    direct update may take of any process; see ``message_bytes``.  By names, the first training rank and the workers
+    take some buckets.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        table: Table,
+        rollout: RolloutTable,
+        rank: int,
+        transport: Transport,
+        *,
+        dtype: torch.dtype,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.chunks, self.table, self.rollout, self.rank = chunks, table, rollout, rank
+        self.transport, self.dtype, self.bucket_bytes = transport, dtype, bucket_bytes
+        self.plan = plan_reshard(table, rollout, dtype.itemsize)
+        self.sent: list[Message] = messages_from(self.plan, rank, self.message_bytes)
+        self.tensors = {(each.local.chunk, each.local.name): each.tensor for each in bind(chunks, table, rank)}
+        self._outgoing: Outgoing | None = None
+
+    @property
+    def message_bytes(self) -> int:
+        """The most that one direct message holds."""
+        return message_bytes(self.table, self.bucket_bytes)
+
+    def opening(self, first_rank: int = 0, attempt: int = 1) -> bytes:
+        """The argument of ``sync_open`` for an engine whose first rank is rollout rank ``first_rank``."""
+        transport = at_attempt(self.transport, attempt)
+        return pickle.dumps(opening_of(self.plan, transport, self.dtype, self.bucket_bytes, first_rank))
+
+    def open(self, attempt: int = 1) -> None:
+        """Join the channel.  Every training rank, while every engine is called ``sync_open``.
+
+        attempt: another number each time: after a failure the channel must be opened again.
+        """
+        self.close()
+        with phase("open the weight channel"):
+            device = next(iter(self.tensors.values())).device
+            self._outgoing = at_attempt(self.transport, attempt).outgoing(self.rank, device)
+
+    def close(self) -> None:
+        """Leave the channel."""
+        outgoing, self._outgoing = self._outgoing, None
+        if outgoing is not None:
+            outgoing.close()
+
+    def publish(self, version: int, mode: Mode = Mode.direct) -> Published:
+        """Send everything as ``version``; returns when every rollout rank has applied it.
+
+        Every training rank, while every engine is called ``sync_receive(version, mode)``.  Raises SyncError with the
+        first cause, whoever it was; the channel is then closed.
+        """
+        assert self._outgoing is not None, "open the channel first"
+        begun = time.perf_counter()
+        clock = _Clock()
+        with phase("publish", version=version):
+            outgoing = self._outgoing
+            try:
+                outgoing.members.meet(f"update {version}")
+                if mode is Mode.direct:
+                    num_bytes = self._direct(outgoing, clock)
+                else:
+                    num_bytes = self._by_names(outgoing, clock, version)
+                with clock.waiting():
+                    outgoing.flush()
+                outgoing.members.meet("applied")
+                outgoing.release()
+            except BaseException as error:  # whatever it is, the others must hear of it
+                self.close()
+                raise outgoing.members.failed(error, f"publishing version {version}") from error
+        stored = int(self.rollout.bytes_stored(self.dtype.itemsize).sum())
+        return Published(
+            version=version,
+            mode=mode,
+            num_bytes=num_bytes,
+            seconds=time.perf_counter() - begun,
+            pack_s=clock.pack_s,
+            wait_s=clock.wait_s,
+            bytes_over_bound=self._bytes_on_the_way(mode) / stored,
+        )
+
+    def _bytes_on_the_way(self, mode: Mode) -> int:
+        if mode is Mode.direct:
+            return int(self.plan.bytes_sent.sum())
+        return sum(spec.num_bytes for spec in self._specs().values()) * self.rollout.layout.world_size
+
+    @torch.no_grad()
+    def _direct(self, outgoing: Outgoing, clock: _Clock) -> int:
+        for message in self.sent:
+            with clock.waiting():
+                buffer = outgoing.buffer(message.num_bytes)
+            with clock.packing():
+                self._pack(message, buffer)
+            outgoing.send(buffer, message.target_rank)
+        return sum(message.num_bytes for message in self.sent)
+
+    def _pack(self, message: Message, buffer: Tensor) -> None:
+        for part in message.parts:
+            space = buffer[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
+            space.view(part.target_box.shape).copy_(self.live(part))
+
+    def live(self, part: Part) -> Tensor:
+        """The elements of ``part`` as they are now."""
+        return view_of(self.tensors[part.chunk, part.source].detach(), part.source_box)
+
+    def _dtype_of(self, part: Part) -> torch.dtype:
+        dtype: torch.dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)
+        return dtype
+
+    def _specs(self) -> dict[str, TensorSpec]:
+        return {
+            name: TensorSpec(name, getattr(torch, info.dtype) if info.dtype else self.dtype, info.shape)
+            for name, info in self.table.hf_tensors.items()
+        }
+
+    @torch.no_grad()
+    def _by_names(self, outgoing: Outgoing, clock: _Clock, version: int) -> int:
+        if isinstance(outgoing, DirectoryWriter):
+            return outgoing.save(self.chunks, self.table, self.rank, version, self.dtype)
+        specs, num_bytes, targets = self._specs(), 0, range(self.rollout.layout.world_size)
+        buckets = iter(buckets_of(specs, self.bucket_bytes))
+        stream = export_stream(
+            self.chunks, self.table, self.rank, bucket_bytes=self.bucket_bytes, dst=0, dtype=self.dtype
+        )
+        for bucket in stream:
+            places, size = offsets_of([specs[name] for name in next(buckets)])
+            with clock.waiting():
+                buffer = outgoing.buffer(size)
+            for (name, tensor), (spec, begin) in zip(bucket, places, strict=True):
+                assert name == spec.name, "the export stream has an order of its own"
+                buffer[begin : begin + spec.num_bytes].copy_(tensor.reshape(-1).view(torch.uint8))
+            for target in targets:
+                outgoing.send(buffer, target)
+            num_bytes += size * len(targets)
+        return num_bytes
+
+    @torch.no_grad()
+    def fingerprints(self) -> dict[tuple[int, str, int], int]:
+        """(rollout rank, tensor, slot or -1) -> what this rank's part of it adds to its fingerprint."""
+        found: dict[tuple[int, str, int], int] = {}
+        for message in self.sent:
+            for part in message.parts:
+                key = (message.target_rank, part.target, -1 if part.slot is None else part.slot)
+                value = fingerprint(self.live(part).to(self._dtype_of(part)), part.target_box.start)
+                found[key] = found.get(key, 0) + value
+        return found
+
+
+class _Clock:
+    """Seconds spent packing and waiting."""
+
+    def __init__(self) -> None:
+        self.pack_s = self.wait_s = 0.0
+
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self.pack_s += time.perf_counter() - begun
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self.wait_s += time.perf_counter() - begun
+
+
+def message_bytes(table: Table, bucket_bytes: int) -> int:
+    """The most in one direct message, so that no process needs more than two buckets.
+
+    A process holds two messages, at most half a bucket.  The parts of a tensor come from up to tp ranks in turn, so
+    that a worker has as much in hand as tp messages write, at most half a bucket again.  The rest is for what vLLM
+    makes of a module.
+    """
+    return bucket_bytes // (2 * max(2, table.layout.tp))
+
+
+def opening_of(
+    plan: ReshardPlan, transport: Transport, dtype: torch.dtype, bucket_bytes: int, first_rank: int = 0
+) -> Opening:
+    """What the workers of an engine must know, whose first rank is rollout rank ``first_rank``."""
+    address, table, rollout = transport.address, plan.table, plan.rollout
+    if (address.num_trainers, address.num_rollout) != (table.layout.world_size, rollout.layout.world_size):
+        raise SyncError(
+            f"The channel is for {address.num_trainers} training and {address.num_rollout} rollout ranks, the plan for "
+            f"{table.layout.world_size} and {rollout.layout.world_size}. Make the Address from the layouts"
+        )
+    return Opening(
+        family=table.family.name,
+        model=table.model,
+        parallel=table.parallel,
+        world_size=table.layout.world_size,
+        rollout=rollout.layout,
+        first_rank=first_rank,
+        dtype=str(dtype).removeprefix("torch."),
+        message_bytes=message_bytes(table, bucket_bytes),
+        bucket_bytes=bucket_bytes,
+        plan=plan_id(plan, message_bytes(table, bucket_bytes)),
+        connect=connector(transport, bucket_bytes),
+    )

@@ -1,0 +1,121 @@
+"""Messages that are read where they were written: two slots for each sender, in memory that the receivers map.
+
+What ``shared_memory`` and ``device_ipc`` share.  A slot is announced to its receiver through the store, and is free
+again when the receiver says so there, so nothing is read before it is written nor written before it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_rl.sync.members import Members
+from mcore_rl.sync.transport import Receiving
+
+NUM_SLOTS = 2
+
+
+class Memory(Protocol):
+    """Makes memory that another process can map."""
+
+    def create(self, num_bytes: int) -> tuple[Tensor, bytes]:
+        """New uint8 [num_bytes], and what another process maps it with."""
+        ...
+
+    def map(self, handle: bytes) -> Tensor:
+        """The tensor that ``create`` made elsewhere."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until what was queued on this device is done: the other process has queues of its own."""
+        ...
+
+    def forget(self, handle: bytes) -> None:
+        """Nobody will map it any more."""
+        ...
+
+
+class SlotSender:
+    """``Outgoing``."""
+
+    def __init__(self, members: Members, memory: Memory) -> None:
+        self.members, self._memory = members, memory
+        self._slots = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
+        self._handles: list[bytes | None] = [None] * NUM_SLOTS
+        self._readers: list[list[tuple[int, str]]] = [[] for _ in range(NUM_SLOTS)]
+        self._sent: dict[int, int] = {}
+        self._next = 0
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """See ``Outgoing``."""
+        self._next = (self._next + 1) % NUM_SLOTS
+        self._free(self._next)
+        if len(self._slots[self._next]) < num_bytes:
+            self._drop(self._next)
+            self._slots[self._next], self._handles[self._next] = self._memory.create(num_bytes)
+        return self._slots[self._next][:num_bytes]
+
+    def send(self, message: Tensor, rollout_rank: int) -> None:
+        """See ``Outgoing``."""
+        self._memory.settle()
+        number = self._sent.get(rollout_rank, 0)
+        self._sent[rollout_rank] = number + 1
+        handle = self._handles[self._next]
+        assert handle is not None, "only what buffer gave is sent"
+        key = f"slot/{self.members.member}/{rollout_rank}/{number}"
+        self.members.set(key, handle)
+        self._readers[self._next].append((self.members.address.num_trainers + rollout_rank, f"{key}/read"))
+
+    def flush(self) -> None:
+        """See ``Outgoing``."""
+        for index in range(NUM_SLOTS):
+            self._free(index)
+
+    def _free(self, index: int) -> None:
+        for reader, key in self._readers[index]:
+            self.members.get(key, reader)
+            self.members.delete(key)
+        self._readers[index] = []
+
+    def _drop(self, index: int) -> None:
+        handle, self._handles[index] = self._handles[index], None
+        self._slots[index] = torch.empty(0, dtype=torch.uint8)
+        if handle is not None:
+            self._memory.forget(handle)
+
+    def release(self) -> None:
+        """See ``Outgoing``."""
+        for index in range(NUM_SLOTS):
+            self._drop(index)
+
+    def close(self) -> None:
+        """See ``Outgoing``."""
+        self.release()
+
+
+class SlotReceiving(Receiving):
+    """The receiving end."""
+
+    def __init__(self, members: Members, memory: Memory, bucket_bytes: int) -> None:
+        super().__init__(members, bucket_bytes)
+        self._memory = memory
+        self._received: dict[int, int] = {}
+
+    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        """See ``Incoming``."""
+        mapped: dict[bytes, Tensor] = {}
+        me = self.members.member - self.members.address.num_trainers
+        for source, size in wanted:
+            number = self._received.get(source, 0)
+            self._received[source] = number + 1
+            key = f"slot/{source}/{me}/{number}"
+            handle = self.members.get(key, source)
+            self.members.delete(key)
+            if handle not in mapped:
+                mapped[handle] = self._memory.map(handle)
+            yield mapped[handle][:size]
+            self._memory.settle()
+            self.members.set(f"{key}/read", b"1")

@@ -1,0 +1,132 @@
+"""The reshard plan as messages: the same cut on both sides, without a word between them.
+
+A message goes from one training rank to one rollout rank and is the parts of copies, one after another, in at most a
+given number of bytes (a larger copy is cut).  ``messages_from`` and ``messages_to`` answer from one side's rows of the
+plan alone.
+
+Invariant: both sides order their messages by (place in the model, tensor, source, target, number).  The earliest
+message that is still on its way is then the next one of its sender and of its receiver, so that sending and receiving
+in turn, with as little as one message in memory, can never wait in a circle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from mcore_rl.weights.reshard import Copy, ReshardPlan
+from mcore_rl.weights.rollout_table import itemsize_of
+from mcore_rl.weights.safetensors import Box, row_major_strides, windows
+from mcore_rl.weights.table import Box as Spans
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One box in a message.
+
+    chunk, source: the training rank's tensor.  target, slot: the rollout rank's, as in ``reshard.Copy``.  source_box,
+    target_box: equal-shaped.  begin, num_bytes: its place in the message.  dtype: torch's name of it, None for the
+    model's.
+    """
+
+    chunk: int
+    source: str
+    source_box: Box
+    target: str
+    slot: int | None
+    target_box: Box
+    begin: int
+    num_bytes: int
+    dtype: str | None
+
+    @property
+    def elements(self) -> int:
+        """Elements of the box."""
+        return prod(self.target_box.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Parts from ``source_rank`` to ``target_rank``, ``num_bytes`` in all."""
+
+    source_rank: int
+    target_rank: int
+    parts: tuple[Part, ...]
+    num_bytes: int
+
+
+def messages_from(plan: ReshardPlan, rank: int, max_bytes: int) -> list[Message]:
+    """What training rank ``rank`` sends, in order.  max_bytes: of a message, at least one element."""
+    return _messages(plan, plan.copies_from(rank), max_bytes)
+
+
+def messages_to(plan: ReshardPlan, rank: int, max_bytes: int) -> list[Message]:
+    """What rollout rank ``rank`` receives, in order."""
+    return _messages(plan, plan.copies_to(rank), max_bytes)
+
+
+def plan_id(plan: ReshardPlan, max_bytes: int) -> str:
+    """A hash of all that ``messages_from`` and ``messages_to`` follow from; two that agree cut alike."""
+    digest = hashlib.sha256(repr((plan.itemsize, max_bytes, plan.geometries)).encode())
+    digest.update(repr([(rule.name, rule.dtype) for rule in plan.rollout.rules]).encode())
+    for column in (plan.source_rank, plan.source, plan.target_rank, plan.target, plan.geometry):
+        digest.update(column.tobytes())
+    return digest.hexdigest()
+
+
+def _messages(plan: ReshardPlan, copies: Iterable[tuple[int, list[Copy]]], max_bytes: int) -> list[Message]:
+    rules = plan.rollout.rules
+    numbers = {rule.name.format(l=layer): n for n, rule in enumerate(rules) for layer in plan.rollout.layers(rule)}
+    streams: dict[tuple[int, int], list[tuple[int, int, Copy]]] = {}
+    for place, here in copies:
+        for copy in here:
+            pair = (copy.source_rank, copy.target_rank)
+            streams.setdefault(pair, []).append((place, numbers[copy.target], copy))
+    found = []
+    for (source_rank, target_rank), stream in streams.items():
+        stream.sort(key=lambda entry: entry[:2])  # stable: within a tensor as the plan has them
+        cut = _cut(plan, stream, max_bytes)
+        for index, (first, parts) in enumerate(cut):
+            message = Message(source_rank, target_rank, tuple(parts), parts[-1].begin + parts[-1].num_bytes)
+            found.append(((*first, source_rank, target_rank, index), message))
+    return [message for _, message in sorted(found, key=lambda entry: entry[0])]
+
+
+def _cut(
+    plan: ReshardPlan, stream: list[tuple[int, int, Copy]], max_bytes: int
+) -> list[tuple[tuple[int, int], list[Part]]]:
+    """((place, tensor) of the first part, parts) of each message of one pair of ranks."""
+    found: list[tuple[tuple[int, int], list[Part]]] = []
+    used = max_bytes
+    for place, number, copy in stream:
+        rule = plan.rollout.rules[number]
+        itemsize = itemsize_of(rule, plan.itemsize)
+        for box in _boxes(copy.target_box, max_bytes // itemsize):
+            num_bytes = prod(box.shape) * itemsize
+            begin = -(-used // itemsize) * itemsize  # where a tensor of its dtype may begin
+            if begin + num_bytes > max_bytes:
+                found.append(((place, number), []))
+                begin = 0
+            parts = found[-1][1]
+            source_box = _moved(box, copy.target_box, copy.source_box)
+            parts.append(
+                Part(copy.chunk, copy.source, source_box, copy.target, copy.slot, box, begin, num_bytes, rule.dtype)
+            )
+            used = begin + num_bytes
+    return found
+
+
+def _boxes(spans: Spans, max_elements: int) -> Iterator[Box]:
+    start, shape = tuple(begin for begin, _ in spans), tuple(length for _, length in spans)
+    return windows(Box(start, shape), row_major_strides(shape), max_elements)
+
+
+def _moved(box: Box, target: Spans, source: Spans) -> Box:
+    """``box`` of ``target``, as a box of ``source``."""
+    start = tuple(
+        at - target_begin + source_begin
+        for at, (target_begin, _), (source_begin, _) in zip(box.start, target, source, strict=True)
+    )
+    return Box(start, box.shape)

@@ -1,0 +1,224 @@
+"""Training ranks that wait for orders, with real Megatron models and publishers; the other half of weight updates."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+import threading
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.rollout import parse_rollout_layout
+from mcore_rl.families.registry import FAMILIES
+from mcore_rl.parallel.launch import HOST, Rank, run_ranks
+from mcore_rl.rollout.weight_channel import Mode
+from mcore_rl.sync.check import Expected
+from mcore_rl.sync.members import Address
+from mcore_rl.sync.process_group import ProcessGroupTransport
+from mcore_rl.sync.publish import Published, Publisher
+from mcore_rl.sync.transport import Transport
+from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.table import Table
+
+BUCKET_BYTES = 40_000  # some tensors are larger than a message
+NUM_RANKS = 2
+
+
+class _Rank:
+    """One training rank; its methods are the orders."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.stack = rank, ExitStack()
+        self.real: dict[tuple[int, str], torch.Tensor] = {}
+
+    def build(
+        self, name: str, model: ModelConfig, layout: str, weights: Path, rollout: str, transport: Transport
+    ) -> None:
+        from tests.support import engines
+
+        self.leave()
+        self.groups = self.stack.enter_context(engines.groups_of(layout))
+        self.table = Table(FAMILIES[name], model, parse_layout(layout), self.rank.world_size)
+        self.engine = engines.build(self.groups, model, layout=layout, trainable=False, load=self._loader(weights))
+        self.publisher = Publisher(
+            self.engine.models,
+            self.table,
+            RolloutTable(FAMILIES[name], model, parse_rollout_layout(rollout)),
+            self.rank.rank,
+            transport,
+            dtype=torch.float32,
+            bucket_bytes=BUCKET_BYTES,
+        )
+
+    def _loader(self, weights: Path) -> Any:
+        from mcore_rl.weights.hf_directory import Checkpoint
+        from mcore_rl.weights.load import load_hf
+
+        checkpoint = self.stack.enter_context(Checkpoint.open(weights))
+        return partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank.rank)
+
+    def load(self, weights: Path) -> None:
+        self.engine.load_weights(self._loader(weights))
+
+    def opening(self, first_rank: int, attempt: int) -> bytes:
+        return self.publisher.opening(first_rank, attempt)
+
+    def open(self, attempt: int) -> None:
+        self.publisher.open(attempt)
+
+    def publish(self, version: int, mode: Mode) -> Published:
+        return self.publisher.publish(version, mode)
+
+    def expected(self, version: int) -> Expected:
+        from mcore_rl.sync.check import expected_weights
+
+        return expected_weights(self.publisher, version)
+
+    def resident(self) -> int:
+        return psutil.Process().memory_info().rss
+
+    def hold_back(self, name: str) -> None:
+        """From now on, publish what tensor ``name`` is now."""
+        kept = {key: tensor for key, tensor in self.publisher.tensors.items() if key[1] == name}
+        self.real |= kept
+        self.publisher.tensors |= {key: tensor.detach().clone() for key, tensor in kept.items()}
+
+    def swap(self, one: str, other: str) -> None:
+        """From now on, publish each for the other where this rank has both."""
+        tensors = self.publisher.tensors
+        if (0, one) in tensors:
+            self.real |= {(0, name): tensors[0, name] for name in (one, other)}
+            tensors[0, one], tensors[0, other] = tensors[0, other], tensors[0, one]
+
+    def skip(self, name: str) -> None:
+        """From now on, put nothing into messages for tensor ``name``."""
+        pack = self.publisher._pack
+
+        def without(message: Any, buffer: torch.Tensor) -> None:
+            pack(message, buffer)
+            for part in message.parts:
+                if part.source == name:
+                    buffer[part.begin : part.begin + part.num_bytes].zero_()
+
+        self.publisher._pack = without  # type: ignore[method-assign]
+
+    def mend(self) -> None:
+        """Publish what there is."""
+        self.publisher.tensors |= self.real
+        self.real = {}
+        self.publisher.__dict__.pop("_pack", None)
+
+    def stumble(self, only: int, seconds: float, message: str | None) -> None:
+        """On rank ``only``: the next publishing stops half-way for so long, then raises ``message`` if there is one."""
+        if self.rank.rank != only:
+            return
+        pack, middle = self.publisher._pack, len(self.publisher.sent) // 2
+
+        def stumbling(message_: Any, buffer: torch.Tensor) -> None:
+            if message_ is self.publisher.sent[middle]:
+                self.publisher.__dict__.pop("_pack")
+                time.sleep(seconds)
+                if message is not None:
+                    raise ValueError(message)
+            pack(message_, buffer)
+
+        self.publisher._pack = stumbling  # type: ignore[method-assign]
+
+    def leave(self) -> None:
+        if "publisher" in self.__dict__:
+            self.publisher.close()
+        self.stack.close()
+
+
+def _serve(rank: Rank, orders_port: int) -> None:
+    from tests.support import engines
+
+    store = PrefixStore("orders", TCPStore(HOST, orders_port, is_master=False, timeout=timedelta(seconds=600)))
+    with engines.world(rank):
+        mine = _Rank(rank)
+        for number in itertools.count():
+            order, args = pickle.loads(store.get(f"order/{number}"))
+            try:
+                answer = getattr(mine, order)(*args), None
+            except Exception as error:  # noqa: BLE001  raised where the order was given
+                answer = None, error
+            store.set(f"answer/{number}/{rank.rank}", pickle.dumps(answer))
+            if order == "leave":
+                return
+
+
+class LiveTrainers:
+    """Two training ranks, as ``sync.update.Trainers``; a context manager."""
+
+    def __init__(self) -> None:
+        self._numbers, self._channels = itertools.count(), itertools.count()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        run_ranks(_serve, NUM_RANKS, (self.store.port,))
+
+    def __enter__(self) -> LiveTrainers:
+        self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._orders = PrefixStore("orders", TCPStore(HOST, self.store.port, is_master=False))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run(self.order("leave"))
+        self._thread.join()
+
+    async def order(self, name: str, *args: object) -> list[Any]:
+        """Every rank's answer; raises the first error."""
+        number = next(self._numbers)
+        self._orders.set(f"order/{number}", pickle.dumps((name, args)))
+        keys = [f"answer/{number}/{rank}" for rank in range(NUM_RANKS)]
+        while not self._orders.check(keys):
+            assert self._thread.is_alive(), "the training ranks are gone"
+            await asyncio.sleep(0.005)
+        answers = [pickle.loads(self._orders.get(key)) for key in keys]
+        self.errors = [error for _, error in answers]
+        for error in self.errors:
+            if error is not None:
+                raise error
+        return [result for result, _ in answers]
+
+    async def build(self, name: str, model: ModelConfig, layout: str, weights: Path, rollout: str) -> None:
+        """Engines of ``layout`` with ``weights``, and publishers to ``rollout`` through a channel of their own."""
+        self.channel = f"channel{next(self._channels)}"
+        address = Address(
+            host=HOST,
+            port=self.store.port,
+            name=self.channel,
+            num_trainers=NUM_RANKS,
+            num_rollout=parse_rollout_layout(rollout).world_size,
+        )
+        transport = ProcessGroupTransport(address=address, backend="gloo")
+        await self.order("build", name, model, layout, weights, rollout, transport)
+
+    def process_of(self, rollout_rank: int, attempt: int = 1) -> int:
+        """The process that holds a rollout rank, since the channel was opened."""
+        store = PrefixStore(f"{self.channel}/{attempt}", TCPStore(HOST, self.store.port, is_master=False))
+        return int(pickle.loads(store.get(f"member/{NUM_RANKS + rollout_rank}"))[1])
+
+    async def opening(self, first_rank: int, attempt: int) -> bytes:
+        return (await self.order("opening", first_rank, attempt))[0]
+
+    async def open(self, attempt: int) -> None:
+        await self.order("open", attempt)
+
+    async def publish(self, version: int, mode: Mode) -> list[Published]:
+        return await self.order("publish", version, mode)
+
+    async def expected(self, version: int) -> Expected:
+        return (await self.order("expected", version))[0]

@@ -1,0 +1,79 @@
+"""Tiny models that vLLM's CPU kernels can run, two sets of weights for each, and what transformers makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from mcore_rl.config.engine import Device, Precision
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
+from mcore_rl.rollout.engine_process import EngineProcess, start_engine
+from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
+from mcore_rl.rollout.weight_channel import WORKER_EXTENSION
+from tests.support import hf_reference, models
+
+SIZES = dict(hidden_size=64, head_dim=32)
+MODELS: dict[str, ModelConfig] = {
+    "llama": models.dense(**SIZES),
+    "qwen2": models.dense(tie_output=True, qkv_bias=True, hidden_size=128, head_dim=32),
+    "qwen3": models.dense(qk_norm=True, **SIZES),
+    "mixtral": models.moe(ffn_hidden_size=64, **SIZES),
+    "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True, **SIZES),
+}
+PROMPTS = [Prompt(id=str(n), tokens=tuple(range(3 + n, 9 + 2 * n))) for n in range(4)]
+GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True)
+
+
+def write(name: str, root: Path) -> tuple[Path, Path]:
+    """Two checkpoints of the same architecture, a and b."""
+    for seed, directory in enumerate((root / "a", root / "b")):
+        hf_reference.build(MODELS[name], seed=seed).save_pretrained(directory)
+    return root / "a", root / "b"
+
+
+def engine(directory: Path, rollout: str = "tp=1", extension: str = WORKER_EXTENSION) -> EngineProcess:
+    """A real vLLM in a process of its own, float32."""
+    layout = parse_rollout_layout(rollout)
+    config = RolloutConfig(
+        tp=layout.tp,
+        ep=layout.ep,
+        device=Device.cpu,
+        dtype=Precision.float32,
+        max_prompt_length=32,
+        max_response_length=96,
+        kv_cache_memory_bytes=1 << 26,
+    )
+    return start_engine("engine", directory, config, extension=extension)
+
+
+async def greedy(engine: EngineProcess) -> list[Sample]:
+    """A greedy sample for each of ``PROMPTS``, in order."""
+    requests = [Request(prompt=prompt) for prompt in PROMPTS]
+    return sorted([sample async for sample in engine.generate(requests, GREEDY)], key=lambda sample: sample.prompt_id)
+
+
+def distance_from_transformers(samples: Sequence[Sample], directory: Path) -> float:
+    """The largest of: difference of log-probs; how much likelier another token than the one taken was."""
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+    worst = 0.0
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt.tokens, *sample.tokens]])).logits[0, len(prompt.tokens) - 1 : -1]
+        scores = torch.log_softmax(logits.double(), dim=-1)
+        taken = scores[torch.arange(len(sample.tokens)), torch.from_numpy(sample.tokens).long()]
+        worst = max(worst, (scores.max(-1).values - taken).max().item())
+        worst = max(worst, (taken - torch.from_numpy(sample.logprobs).double()).abs().max().item())
+    return worst
+
+
+def same(ours: Sequence[Sample], theirs: Sequence[Sample], tolerance: float = 1e-6) -> bool:
+    """Equal tokens, and log-probs within ``tolerance``: batches may be cut another way, and kernels round."""
+    return all(
+        np.array_equal(one.tokens, other.tokens) and np.allclose(one.logprobs, other.logprobs, rtol=0, atol=tolerance)
+        for one, other in zip(ours, theirs, strict=True)
+    )

@@ -1,0 +1,134 @@
+"""Every transport that runs here, between processes without a model: what is sent arrives, who is lost is named."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from mcore_rl.errors import SyncError
+from mcore_rl.parallel.launch import HOST
+from mcore_rl.sync.members import Address
+from mcore_rl.sync.process_group import ProcessGroupTransport
+from mcore_rl.sync.shared_memory import SharedMemoryTransport
+from mcore_rl.sync.transport import Transport, offsets_of
+from mcore_rl.weights.safetensors import TensorSpec
+
+SIZES = (5, 100_000, 1, 70_000, 3, 250_000)  # bytes, from each of two senders to each of two receivers
+TIMEOUT_S = 4.0
+
+
+def address(store: TCPStore, name: str) -> Address:
+    return Address(host=HOST, port=store.port, name=name, num_trainers=2, num_rollout=2, timeout_s=TIMEOUT_S)
+
+
+def filling(source: int, target: int, number: int) -> int:
+    return 1 + source * 100 + target * 50 + number
+
+
+def send(transport: Transport, rank: int, until: int) -> None:
+    outgoing = transport.outgoing(rank, torch.device("cpu"))
+    try:
+        outgoing.members.meet("begin")
+        for number, size in enumerate(SIZES):
+            if number == until:
+                os.kill(os.getpid(), signal.SIGKILL)
+            for target in range(2):
+                outgoing.send(outgoing.buffer(size).fill_(filling(rank, target, number)), target)
+        outgoing.flush()
+        outgoing.members.meet("applied")
+        outgoing.release()
+    except Exception as error:
+        outgoing.close()
+        raise outgoing.members.failed(error, "sending") from error
+
+
+def receive(transport: Transport, rank: int) -> None:
+    receiving = transport.incoming(1000, rank)
+    wanted = [(source, size) for size in SIZES for source in range(2)]
+    try:
+        receiving.begin(1)
+        for index, message in enumerate(receiving.messages(wanted)):
+            source, size = wanted[index]
+            assert len(message) == size
+            assert (message == filling(source, rank, index // 2)).all(), (index, message[:5])
+        receiving.finish()
+    except Exception as error:
+        raise receiving.failed(error, "receiving") from error
+
+
+def take_part(member: int, transport: Transport, victim: int, reports: Path) -> None:
+    """Writes the error of this member, or nothing, into a file of its name."""
+    torch.set_num_threads(1)
+    report = ""
+    try:
+        if member < 2:
+            send(transport, member, until=2 if member == victim else len(SIZES))
+        else:
+            receive(transport, member - 2)
+    except SyncError as error:
+        report = str(error)
+    (reports / str(member)).write_text(report)
+
+
+def run(transport: Transport, victim: int, reports: Path) -> dict[int, str]:
+    """What each member that lived to its end reported.  Not ``run_ranks``: it would end the others with the first."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=take_part, args=(n, transport, victim, reports)) for n in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return {int(path.name): path.read_text() for path in reports.iterdir()}
+
+
+def transports(store: TCPStore, name: str, directory: Path) -> list[Transport]:
+    return [
+        ProcessGroupTransport(address=address(store, f"{name}-group"), backend="gloo"),
+        SharedMemoryTransport(address=address(store, f"{name}-memory"), directory=directory),
+    ]
+
+
+@pytest.fixture(scope="module")
+def store() -> TCPStore:
+    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """For reports, for shared memory."""
+    made = (tmp_path / "reports", tmp_path / "memory")
+    for folder in made:
+        folder.mkdir()
+    return made
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["process_group", "shared_memory"])
+def test_messages_arrive_whole_and_in_order(store: TCPStore, folders: tuple[Path, Path], which: int) -> None:
+    reports, memory = folders
+    assert run(transports(store, "whole", memory)[which], -1, reports) == dict.fromkeys(range(4), "")
+    assert list(memory.iterdir()) == []
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["process_group", "shared_memory"])
+def test_a_killed_sender_is_named_by_all(store: TCPStore, folders: tuple[Path, Path], which: int) -> None:
+    reports, memory = folders
+    found = run(transports(store, "killed", memory)[which], 1, reports)
+    assert found.keys() == {0, 2, 3}
+    assert all(report.startswith("training rank 1 (process ") for report in found.values()), found
+
+
+def test_offsets_begin_where_dtypes_may() -> None:
+    specs = [
+        TensorSpec("a", torch.uint8, (3,)),
+        TensorSpec("b", torch.float32, (2,)),
+        TensorSpec("c", torch.int16, (1,)),
+    ]
+    places, size = offsets_of(specs)
+    assert [(spec.name, begin) for spec, begin in places] == [("a", 0), ("b", 4), ("c", 12)]
+    assert size == 14

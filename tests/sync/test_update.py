@@ -1,0 +1,159 @@
+"""Real Megatron to real vLLM, for every family and layout axis: what is generated after an update, and what is held.
+
+An engine starts from weights a, and updates go to b, to a, ...: after each return to a it must do what it did when it
+was fresh, and with b what transformers does.  vLLM starts in 10 s, so one engine serves a family.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.config.rollout import parse_rollout_layout
+from mcore_rl.errors import SyncError
+from mcore_rl.rollout.engine_process import EngineProcess
+from mcore_rl.rollout.protocol import Pause, Request, Sampling, VersionSpan
+from mcore_rl.rollout.weight_channel import Mode
+from mcore_rl.sync.update import WeightSync
+from tests.support import sync_cases
+from tests.support.live_trainers import LiveTrainers
+from tests.support.sync_cases import MODELS, PROMPTS, distance_from_transformers, greedy, same
+
+DENSE = ("tp=2", "pp=2")
+EXPERTS = (*DENSE, "ep=2", "tp=2,ep=2,etp=1")
+TOLERANCE = 1e-5  # float32, another order of sums
+GROWTH = 8 << 20  # bytes that a process may differ by between two moments
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[LiveTrainers]:
+    with LiveTrainers() as live:
+        yield live
+
+
+@pytest.mark.parametrize(
+    ("name", "rollout"),
+    [
+        ("llama", "tp=1"),
+        ("qwen2", "tp=1"),
+        ("qwen3", "tp=1"),
+        ("mixtral", "tp=1"),
+        ("qwen3_moe", "tp=1"),
+        ("qwen2", "tp=2"),
+        ("qwen3_moe", "tp=2"),
+    ],
+)
+def test_engines_generate_with_the_trainers_weights(
+    trainers: LiveTrainers, tmp_path: Path, name: str, rollout: str
+) -> None:
+    a, b = sync_cases.write(name, tmp_path)
+    with sync_cases.engine(a, rollout) as engine:
+        asyncio.run(_updates(trainers, engine, name, rollout, a, b))
+
+
+async def _updates(trainers: LiveTrainers, engine: EngineProcess, name: str, rollout: str, a: Path, b: Path) -> None:
+    model, version, weights = MODELS[name], 0, a
+    fresh = await greedy(engine)
+    assert distance_from_transformers(fresh, a) < TOLERANCE
+    outcomes = {a: fresh}
+    for layout in EXPERTS if model.moe is not None else DENSE:
+        await trainers.build(name, model, layout, weights, rollout)
+        sync = WeightSync([engine], parse_rollout_layout(rollout), trainers)
+        for mode in (Mode.direct, Mode.names):
+            version, weights = version + 1, b if weights == a else a
+            await trainers.order("load", weights)
+            published = await sync.update(version, mode)
+            if mode is Mode.direct:
+                assert published[0].bytes_over_bound == 1.0
+            samples = await greedy(engine)
+            assert all(sample.versions == (VersionSpan(version=version, start=0, end=10),) for sample in samples)
+            if weights in outcomes:
+                assert same(samples, outcomes[weights]), (layout, mode)
+            else:
+                assert distance_from_transformers(samples, weights) < TOLERANCE, (layout, mode)
+                assert not same(samples, fresh), "both weights say the same: nothing is proven"
+                outcomes[weights] = samples
+            await sync.check()
+
+
+def _resident(engine: EngineProcess) -> int:
+    process = psutil.Process(engine.pid)
+    return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, Path, Path]]:
+    """Mixtral, from tp=2,ep=2, for what one family and one layout can prove."""
+    a, b = sync_cases.write("mixtral", tmp_path_factory.mktemp("mixtral"))
+    with sync_cases.engine(a) as engine:
+        yield engine, a, b
+
+
+def test_many_updates_keep_nothing_and_checks_name_what_is_wrong(
+    trainers: LiveTrainers, live: tuple[EngineProcess, Path, Path]
+) -> None:
+    asyncio.run(_checks(trainers, *live))
+
+
+async def _checks(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path) -> None:
+    await trainers.build("mixtral", MODELS["mixtral"], "tp=2,ep=2,etp=1", a, "tp=1")
+    sync = WeightSync([engine], parse_rollout_layout("tp=1"), trainers)
+    after = []
+    for version in range(1, 8):
+        await trainers.order("load", (a, b)[version % 2])
+        await sync.update(version, Mode.direct if version % 3 else Mode.names)
+        after.append((_resident(engine), sum(await trainers.order("resident"))))
+    assert after[-1][0] - after[1][0] < GROWTH
+    assert after[-1][1] - after[1][1] < GROWTH
+    await sync.check()  # so that it knows version 7
+
+    layer = "model.layers.1.block_sparse_moe.experts.routed_experts.w13_weight"
+    await trainers.order("hold_back", "decoder.layers.2.self_attention.linear_proj.weight")
+    await trainers.order("swap", *(f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1.weight" for e in (0, 1)))
+    await trainers.order("skip", "decoder.layers.0.mlp.router.weight")
+    await trainers.order("load", a)
+    await sync.update(8)
+    await trainers.order("mend")
+    with pytest.raises(SyncError) as caught:
+        await sync.check()
+    message = str(caught.value)
+    assert message.startswith("6 tensors of the rollout ranks are not the trainer's, version 8:")
+    assert "o_proj.weight is stale: version 7's, not version 8's" in message
+    assert "rollout rank 0: model.layers.0.block_sparse_moe.gate.weight is wrong: neither" in message
+    for expert, other in ((0, 1), (1, 0), (2, 3), (3, 2)):  # both expert-parallel ranks swapped theirs
+        assert f"{layer} expert {expert} is wrong: it holds expert {other}" in message
+    await sync.update(9)
+    await sync.check()
+
+
+def test_an_update_in_the_middle_of_samples(trainers: LiveTrainers, live: tuple[EngineProcess, Path, Path]) -> None:
+    asyncio.run(_in_the_middle(trainers, *live))
+
+
+async def _in_the_middle(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path) -> None:
+    await trainers.build("mixtral", MODELS["mixtral"], "pp=2", a, "tp=1")
+    sync = WeightSync([engine], parse_rollout_layout("tp=1"), trainers)
+    await sync.update(20)
+    long = Sampling(max_tokens=90, temperature=0, ignore_eos=True)
+    started, parts = asyncio.Event(), []
+
+    async def stream() -> None:
+        async for part in engine.stream(Request(prompt=PROMPTS[0]), long):
+            parts.append(part)
+            if len(parts) == 3:
+                started.set()
+
+    sampling = asyncio.create_task(stream())
+    await started.wait()
+    await trainers.order("load", b)
+    await sync.update(21, pause=Pause.keep)
+    await sampling
+    sample = parts[-1]
+    assert [span.version for span in sample.versions] == [20, 21]
+    assert sample.versions[0].end == sample.versions[1].start > 2
+    assert sample.versions[1].end == len(sample.tokens) == 90
+    assert await engine.version() == 21
