@@ -7,6 +7,7 @@ import itertools
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -33,6 +34,11 @@ from mcore_rl.weights.table import Table
 
 BUCKET_BYTES = 40_000  # some tensors are larger than a message
 NUM_RANKS = 2
+
+
+def over_gloo(address: Address) -> ProcessGroupTransport:
+    """Point to point between host memories."""
+    return ProcessGroupTransport(address=address, backend="gloo")
 
 
 class _Rank:
@@ -193,7 +199,15 @@ class LiveTrainers:
                 raise error
         return [result for result, _ in answers]
 
-    async def build(self, name: str, model: ModelConfig, layout: str, weights: Path, rollout: str) -> None:
+    async def build(
+        self,
+        name: str,
+        model: ModelConfig,
+        layout: str,
+        weights: Path,
+        rollout: str,
+        over: Callable[[Address], Transport] = over_gloo,
+    ) -> None:
         """Engines of ``layout`` with ``weights``, and publishers to ``rollout`` through a channel of their own."""
         self.channel = f"channel{next(self._channels)}"
         address = Address(
@@ -203,8 +217,7 @@ class LiveTrainers:
             num_trainers=NUM_RANKS,
             num_rollout=parse_rollout_layout(rollout).world_size,
         )
-        transport = ProcessGroupTransport(address=address, backend="gloo")
-        await self.order("build", name, model, layout, weights, rollout, transport)
+        await self.order("build", name, model, layout, weights, rollout, over(address))
 
     def process_of(self, rollout_rank: int, attempt: int = 1) -> int:
         """The process that holds a rollout rank, since the channel was opened."""

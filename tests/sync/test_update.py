@@ -18,6 +18,9 @@ from mcore_rl.errors import SyncError
 from mcore_rl.rollout.engine_process import EngineProcess
 from mcore_rl.rollout.protocol import Pause, Request, Sampling, VersionSpan
 from mcore_rl.rollout.weight_channel import Mode
+from mcore_rl.sync.directory import DirectoryTransport
+from mcore_rl.sync.members import Address
+from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.update import WeightSync
 from tests.support import sync_cases
 from tests.support.live_trainers import LiveTrainers
@@ -130,6 +133,41 @@ async def _checks(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Pat
     await sync.check()
 
 
+def test_other_ways_for_the_same_weights(
+    trainers: LiveTrainers, live: tuple[EngineProcess, Path, Path], tmp_path: Path
+) -> None:
+    asyncio.run(_other_ways(trainers, tmp_path, *live))
+
+
+async def _other_ways(trainers: LiveTrainers, folder: Path, engine: EngineProcess, a: Path, b: Path) -> None:
+    """Shared memory in both modes, a directory by names; each goes to b and back to a."""
+
+    def over_memory(address: Address) -> SharedMemoryTransport:
+        return SharedMemoryTransport(address=address, directory=folder)
+
+    def over_files(address: Address) -> DirectoryTransport:
+        return DirectoryTransport(address=address, root=folder / "versions")
+
+    version = 30
+    for over, modes in ((over_memory, (Mode.direct, Mode.names)), (over_files, (Mode.names,))):
+        await trainers.build("mixtral", MODELS["mixtral"], "tp=2,ep=2,etp=1", a, "tp=1", over)
+        sync = WeightSync([engine], parse_rollout_layout("tp=1"), trainers)
+        for mode in modes:
+            for weights in (b, a):
+                version += 1
+                await trainers.order("load", weights)
+                await sync.update(version, mode)
+                assert distance_from_transformers(await greedy(engine), weights) < TOLERANCE, (over, mode)
+            await sync.check()
+    left = [path for path in folder.rglob("*") if path.is_dir() and path.name.startswith("version-")]
+    assert [path.name for path in left] == [f"version-{version}"], "versions before the last are removed"
+    assert not list(folder.glob("mcore_rl_weights_*"))
+    with pytest.raises(SyncError, match="write mode=names"):
+        await sync.update(version + 1, Mode.direct)
+    await trainers.build("mixtral", MODELS["mixtral"], "pp=2", a, "tp=1")
+    await WeightSync([engine], parse_rollout_layout("tp=1"), trainers).update(version + 2)
+
+
 def test_an_update_in_the_middle_of_samples(trainers: LiveTrainers, live: tuple[EngineProcess, Path, Path]) -> None:
     asyncio.run(_in_the_middle(trainers, *live))
 
@@ -137,7 +175,7 @@ def test_an_update_in_the_middle_of_samples(trainers: LiveTrainers, live: tuple[
 async def _in_the_middle(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path) -> None:
     await trainers.build("mixtral", MODELS["mixtral"], "pp=2", a, "tp=1")
     sync = WeightSync([engine], parse_rollout_layout("tp=1"), trainers)
-    await sync.update(20)
+    await sync.update(50)
     long = Sampling(max_tokens=90, temperature=0, ignore_eos=True)
     started, parts = asyncio.Event(), []
 
@@ -150,10 +188,10 @@ async def _in_the_middle(trainers: LiveTrainers, engine: EngineProcess, a: Path,
     sampling = asyncio.create_task(stream())
     await started.wait()
     await trainers.order("load", b)
-    await sync.update(21, pause=Pause.keep)
+    await sync.update(51, pause=Pause.keep)
     await sampling
     sample = parts[-1]
-    assert [span.version for span in sample.versions] == [20, 21]
+    assert [span.version for span in sample.versions] == [50, 51]
     assert sample.versions[0].end == sample.versions[1].start > 2
     assert sample.versions[1].end == len(sample.tokens) == 90
-    assert await engine.version() == 21
+    assert await engine.version() == 51
