@@ -12,10 +12,11 @@ import torch
 
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.rollout.live_weights import LiveWeights
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.convert import open_hf
 from mcore_rl.weights.differences import Differences, piece_differences, worst
 from mcore_rl.weights.rollout_table import RolloutTable
-from mcore_rl.weights.safetensors import Box, view_of
+from mcore_rl.weights.safetensors import view_of
 
 
 class HeldWeights:

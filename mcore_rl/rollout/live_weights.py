@@ -41,8 +41,9 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from mcore_rl.errors import WeightMapError
 from mcore_rl.rollout.packed_experts import unpacked_experts
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.rollout_table import RolloutTable, StoredTensor
-from mcore_rl.weights.safetensors import Box, view_of
+from mcore_rl.weights.safetensors import view_of
 
 IDENTITY_ROWS = 256  # of the identity at once: as many tokens through a layer
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from mcore_rl.errors import SyncError
 from mcore_rl.sync.members import Address, Members
 from mcore_rl.sync.transport import Receiving
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.export import save_hf
 from mcore_rl.weights.hf_directory import Checkpoint
-from mcore_rl.weights.safetensors import Box, TensorSpec
+from mcore_rl.weights.safetensors import TensorSpec
 from mcore_rl.weights.table import Table
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.hf_directory import SCALE_SUFFIX, Checkpoint
-from mcore_rl.weights.safetensors import Box, TensorInfo
+from mcore_rl.weights.safetensors import TensorInfo
 
 QUANTISED = torch.float8_e4m3fn
 # Every FP8 number as float32.  Looking them up is five times as fast as torch 2.13's own conversion on a CPU.

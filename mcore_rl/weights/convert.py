@@ -26,6 +26,7 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.weights.block_fp8 import BlockFp8Checkpoint
+from mcore_rl.weights.box import Box, row_major_strides, windows
 from mcore_rl.weights.companions import CONFIG, copy_companions
 from mcore_rl.weights.distcp import DistributedCheckpoint
 from mcore_rl.weights.distcp_writer import ARCHIVE_BYTES, DistcpWriter
@@ -33,7 +34,7 @@ from mcore_rl.weights.hf_directory import Checkpoint
 from mcore_rl.weights.load import check_checkpoint
 from mcore_rl.weights.megatron_checkpoint import MegatronCheckpoint, Readable, plan_stored, write_stored
 from mcore_rl.weights.new_directory import NewDirectory
-from mcore_rl.weights.safetensors import WINDOW_BYTES, Box, TensorSpec, row_major_strides, tensor_bytes, windows
+from mcore_rl.weights.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes
 from mcore_rl.weights.sharded_writer import ShardedWriter
 from mcore_rl.weights.table import Table
 

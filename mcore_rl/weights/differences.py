@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_rl.weights.binding import bind
 from mcore_rl.weights.hf_directory import Checkpoint
-from mcore_rl.weights.safetensors import Box, view_of
+from mcore_rl.weights.safetensors import view_of
 from mcore_rl.weights.table import Piece, Table
 
 Differences = dict[str, float]  # Hugging Face name -> largest absolute difference of an element; inf where one is NaN
@@ -30,8 +30,8 @@ def piece_differences(held: Tensor, pieces: Iterable[Piece], checkpoint: Checkpo
         if piece.hf not in checkpoint.tensors:
             continue
         expected = torch.empty(piece.shape, dtype=held.dtype)
-        checkpoint.read_into(piece.hf, Box(piece.hf_start, piece.shape), expected)
-        here = view_of(held, Box(piece.local_start, piece.shape)).cpu()
+        checkpoint.read_into(piece.hf, piece.hf_box, expected)
+        here = view_of(held, piece.local_box).cpu()
         if not torch.equal(here, expected):
             largest = float((here.double() - expected.double()).abs().nan_to_num(nan=torch.inf).max())
             found[piece.hf] = max(largest, found.get(piece.hf, 0.0))

@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from mcore_rl.errors import CheckpointError
-from mcore_rl.weights.safetensors import WINDOW_BYTES, Box, TensorInfo, read_box, row_major_strides, view_of
+from mcore_rl.weights.box import Box, row_major_strides
+from mcore_rl.weights.safetensors import WINDOW_BYTES, TensorInfo, read_box, view_of
 
 METADATA = ".metadata"
 _LOCAL_HEADER_BYTES = 30  # of a zip record, before its name and extra field

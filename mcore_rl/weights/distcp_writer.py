@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.distcp import METADATA
 from mcore_rl.weights.new_directory import NewDirectory
-from mcore_rl.weights.safetensors import Box
 
 FILE_BYTES = 5_000_000_000  # a new file when one is that long
 ARCHIVE_BYTES = 4096  # at most, that a chunk takes beside its elements

@@ -22,10 +22,11 @@ from torch import Tensor
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.agreement import together
 from mcore_rl.weights.binding import bind
+from mcore_rl.weights.box import Box, row_major_strides, windows
 from mcore_rl.weights.companions import copy_companions
 from mcore_rl.weights.hf_directory import Checkpoint
 from mcore_rl.weights.owners import Part, owned_parts
-from mcore_rl.weights.safetensors import WINDOW_BYTES, Box, TensorSpec, row_major_strides, view_of, windows
+from mcore_rl.weights.safetensors import WINDOW_BYTES, TensorSpec, view_of
 from mcore_rl.weights.sharded_writer import SHARD_BYTES, ShardedWriter
 from mcore_rl.weights.table import Table
 
@@ -55,7 +56,7 @@ class _Source:
         local = self._tensors[part.local.chunk, part.local.name]
         for piece in part.pieces:
             start = tuple(begin - origin for begin, origin in zip(piece.hf_start, part.box.start, strict=True))
-            yield Box(start, piece.shape), view_of(local, Box(piece.local_start, piece.shape))
+            yield Box(start, piece.shape), view_of(local, piece.local_box)
 
     def fill(self, part: Part, out: Tensor) -> None:
         """Copy ``part`` to ``out``, which has its shape; cast."""

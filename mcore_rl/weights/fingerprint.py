@@ -17,7 +17,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mcore_rl.weights.safetensors import Box, row_major_strides, view_of, windows
+from mcore_rl.weights.box import Box, row_major_strides, windows
+from mcore_rl.weights.safetensors import view_of
 
 WINDOW_ELEMENTS = 1 << 18  # of which the integers, 8 bytes each, stay in a cache
 # The odd constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).

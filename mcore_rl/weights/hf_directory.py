@@ -20,16 +20,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
-from mcore_rl.weights.safetensors import (
-    WINDOW_BYTES,
-    Box,
-    TensorInfo,
-    checksum_of,
-    read_box,
-    read_header,
-    row_major_strides,
-    windows,
-)
+from mcore_rl.weights.box import Box, row_major_strides, windows
+from mcore_rl.weights.safetensors import WINDOW_BYTES, TensorInfo, checksum_of, read_box, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

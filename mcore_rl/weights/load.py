@@ -16,8 +16,9 @@ from torch import Tensor
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.blocks import EMBEDDING_TENSOR, HF_LAYER, VALUE_HEAD
 from mcore_rl.weights.binding import Bound, bind
+from mcore_rl.weights.box import Box, row_major_strides, windows
 from mcore_rl.weights.hf_directory import Checkpoint
-from mcore_rl.weights.safetensors import WINDOW_BYTES, Box, TensorInfo, row_major_strides, view_of, windows
+from mcore_rl.weights.safetensors import WINDOW_BYTES, TensorInfo, view_of
 from mcore_rl.weights.table import Piece, Table
 
 OUTPUT = "lm_head.weight"
@@ -52,8 +53,8 @@ def load_hf(
             _zero_padding(each, table)
             wanted += [(checkpoint.tensors[piece.hf], piece, each.tensor) for piece in pieces]
     for info, piece, tensor in sorted(wanted, key=_place_in_files):
-        out = view_of(tensor.detach(), Box(piece.local_start, piece.shape))
-        checkpoint.read_into(piece.hf, Box(piece.hf_start, piece.shape), out)
+        out = view_of(tensor.detach(), piece.local_box)
+        checkpoint.read_into(piece.hf, piece.hf_box, out)
         if progress is not None:
             progress(out.numel() * info.dtype.itemsize)
 

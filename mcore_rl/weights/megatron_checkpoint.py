@@ -23,9 +23,10 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Axis, megatron_vocab, split
+from mcore_rl.weights.box import Box, row_major_strides, windows
 from mcore_rl.weights.distcp import DistributedCheckpoint
 from mcore_rl.weights.distcp_writer import DistcpWriter
-from mcore_rl.weights.safetensors import Box, TensorSpec, row_major_strides, view_of, windows
+from mcore_rl.weights.safetensors import TensorSpec, view_of
 from mcore_rl.weights.stored_keys import Place, StoredKeys, is_adapter
 from mcore_rl.weights.table import LocalTensor, Piece, Table
 

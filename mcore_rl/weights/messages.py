@@ -12,14 +12,12 @@ in turn, with as little as one message in memory, can never wait in a circle.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 
+from mcore_rl.weights.box import Box, row_major_strides, windows
 from mcore_rl.weights.reshard import Copy, ReshardPlan
 from mcore_rl.weights.rollout_table import itemsize_of
-from mcore_rl.weights.safetensors import Box, row_major_strides, windows
-from mcore_rl.weights.table import Box as Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class Part:
     @property
     def elements(self) -> int:
         """Elements of the box."""
-        return prod(self.target_box.shape)
+        return self.target_box.num_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,30 +101,16 @@ def _cut(
     for place, number, copy in stream:
         rule = plan.rollout.rules[number]
         itemsize = itemsize_of(rule, plan.itemsize)
-        for box in _boxes(copy.target_box, max_bytes // itemsize):
-            num_bytes = prod(box.shape) * itemsize
+        for box in windows(copy.target_box, row_major_strides(copy.target_box.shape), max_bytes // itemsize):
+            num_bytes = box.num_elements * itemsize
             begin = -(-used // itemsize) * itemsize  # where a tensor of its dtype may begin
             if begin + num_bytes > max_bytes:
                 found.append(((place, number), []))
                 begin = 0
             parts = found[-1][1]
-            source_box = _moved(box, copy.target_box, copy.source_box)
+            source_box = box.moved(copy.target_box.start, copy.source_box.start)
             parts.append(
                 Part(copy.chunk, copy.source, source_box, copy.target, copy.slot, box, begin, num_bytes, rule.dtype)
             )
             used = begin + num_bytes
     return found
-
-
-def _boxes(spans: Spans, max_elements: int) -> Iterator[Box]:
-    start, shape = tuple(begin for begin, _ in spans), tuple(length for _, length in spans)
-    return windows(Box(start, shape), row_major_strides(shape), max_elements)
-
-
-def _moved(box: Box, target: Spans, source: Spans) -> Box:
-    """``box`` of ``target``, as a box of ``source``."""
-    start = tuple(
-        at - target_begin + source_begin
-        for at, (target_begin, _), (source_begin, _) in zip(box.start, target, source, strict=True)
-    )
-    return Box(start, box.shape)

@@ -14,7 +14,7 @@ from math import prod
 
 from mcore_rl.errors import WeightMapError
 from mcore_rl.families.rules import Stage
-from mcore_rl.weights.safetensors import Box
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.table import LocalTensor, Piece, Table
 
 

@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.families.rules import Rule, Stage
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.replicas import Replicas
 from mcore_rl.weights.rollout_table import RolloutTable, itemsize_of
-from mcore_rl.weights.table import Box, Piece, Table, pieces
+from mcore_rl.weights.table import Piece, Table, pieces
 from mcore_rl.weights.tensor_ids import TensorIds
 
 Ints = NDArray[np.int32]
@@ -48,7 +48,7 @@ class Geometry:
     @property
     def elements(self) -> int:
         """Elements of all parts."""
-        return sum(volume(target) for _, target in self.parts)
+        return sum(target.num_elements for _, target in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +69,18 @@ class Copy:
     target_box: Box
 
 
-def volume(box: Box) -> int:
-    """Elements in ``box``."""
-    return prod(length for _, length in box)
-
-
 def same_part(source: Piece, target: Piece) -> tuple[Box, Box] | None:
     """(box of the source's tensor, box of the target's) where both pieces hold the same elements; None where nowhere.
 
     The pieces are of the same Hugging Face tensor.
     """
-    source_box, target_box = [], []
-    for (a, a_length), (b, b_length), a_local, b_local in zip(
-        source.hf_box, target.hf_box, source.local_start, target.local_start, strict=True
-    ):
-        begin, end = max(a, b), min(a + a_length, b + b_length)
-        if begin >= end:
-            return None
-        source_box.append((a_local + begin - a, end - begin))
-        target_box.append((b_local + begin - b, end - begin))
-    return tuple(source_box), tuple(target_box)
+    ours, theirs = source.hf_box, target.hf_box
+    if not ours.overlaps(theirs):
+        return None
+    begin = tuple(map(max, ours.start, theirs.start))
+    shape = tuple(end - at for end, at in zip(map(min, ours.end, theirs.end), begin, strict=True))
+    shared = Box(begin, shape)
+    return shared.moved(source.hf_start, source.local_start), shared.moved(target.hf_start, target.local_start)
 
 
 def _joined(parts: list[tuple[Box, Box]], dim: int) -> tuple[tuple[Box, Box], ...]:
@@ -106,10 +98,11 @@ def _joined(parts: list[tuple[Box, Box]], dim: int) -> tuple[tuple[Box, Box], ..
 
 def _follows(before: Box, box: Box, dim: int) -> Box | None:
     """Both as one box where ``box`` begins along ``dim`` where ``before`` ends; None where it does not."""
-    others = before[:dim] + before[dim + 1 :] == box[:dim] + box[dim + 1 :]
-    if not others or box[dim][0] != sum(before[dim]):
+    if box.start != (*before.start[:dim], before.end[dim], *before.start[dim + 1 :]):
         return None
-    return (*before[:dim], (before[dim][0], before[dim][1] + box[dim][1]), *before[dim + 1 :])
+    shape = (*before.shape[:dim], before.shape[dim] + box.shape[dim], *before.shape[dim + 1 :])
+    same = before.shape[:dim] + before.shape[dim + 1 :] == box.shape[:dim] + box.shape[dim + 1 :]
+    return Box(before.start, shape) if same else None
 
 
 @dataclass(frozen=True, eq=False)

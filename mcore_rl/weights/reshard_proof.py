@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.families.rules import Rule
-from mcore_rl.weights.reshard import Geometry, ReshardPlan, grouped, volume
-from mcore_rl.weights.table import Box
+from mcore_rl.weights.box import Box
+from mcore_rl.weights.reshard import Geometry, ReshardPlan, grouped
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -105,7 +105,7 @@ def _geometry_failures(plan: ReshardPlan) -> Iterator[str]:
 
 
 def _same_elements(ours: list[Longs], source: Box, theirs: list[Longs], target: Box) -> bool:
-    for a, b, (a_start, a_length), (b_start, b_length) in zip(ours, theirs, source, target, strict=True):
+    for a, b, (a_start, a_length), (b_start, b_length) in zip(ours, theirs, source.spans, target.spans, strict=True):
         if a_length != b_length or a_start < 0 or b_start < 0 or a_length < 1:
             return False
         from_source, into_target = a[a_start : a_start + a_length], b[b_start : b_start + b_length]
@@ -229,14 +229,10 @@ def _pattern_problem(plan: ReshardPlan, geometries: list[Geometry]) -> str | Non
     shape = rule.local_shape(plan.table.model, plan.rollout.num_shards(rule))
     wanted = sum(r.end - r.begin for r in held.ranges) * prod(shape[: rule.dim] + shape[rule.dim + 1 :])
     boxes = [target for geometry in geometries for _, target in geometry.parts]
-    if any(_overlap(box, other) for i, box in enumerate(boxes) for other in boxes[:i]):
+    if any(box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[:i]):
         return "an element of it is written twice"
-    written = sum(volume(box) for box in boxes)
+    written = sum(box.num_elements for box in boxes)
     return None if written == wanted else f"{written} of its {wanted} elements are written"
-
-
-def _overlap(box: Box, other: Box) -> bool:
-    return all(a < b + m and b < a + n for (a, n), (b, m) in zip(box, other, strict=True))
 
 
 def _by_replicas(plan: ReshardPlan) -> Iterator[tuple[int, int, int]]:

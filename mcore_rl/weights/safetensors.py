@@ -14,17 +14,18 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.weights.box import Box, is_one_run, offset_of, row_major_strides, span_of, windows
 
 WINDOW_BYTES = 32 << 20  # of a file or of a tensor in hand at a time, where it is not read or written in place
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors package
@@ -53,34 +54,6 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Box(NamedTuple):
-    """A rectangular part of a tensor: where it begins and how far it goes, for each dimension."""
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor of ``shape``."""
-        return cls((0,) * len(shape), tuple(shape))
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it lies inside a tensor of ``shape``."""
-        if not len(self.start) == len(self.shape) == len(shape):
-            return False
-        return all(
-            begin >= 0 and size >= 0 and begin + size <= limit
-            for begin, size, limit in zip(self.start, self.shape, shape, strict=True)
-        )
-
-    def overlaps(self, other: Box) -> bool:
-        """Whether an element lies in both."""
-        return all(
-            max(begin, other_begin) < min(begin + size, other_begin + other_size)
-            for begin, size, other_begin, other_size in zip(*self, *other, strict=True)
-        )
-
-
 @dataclass(frozen=True)
 class TensorSpec:
     """Name, dtype and shape of a tensor in a file."""
@@ -102,42 +75,6 @@ class TensorInfo(TensorSpec):
     file: Path
     begin: int
     end: int
-
-
-def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements of a contiguous tensor of ``shape``."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def offset_of(start: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements before element ``start``."""
-    return sum(index * stride for index, stride in zip(start, strides, strict=True))
-
-
-def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a box of ``shape``, both included, in a tensor with ``strides``."""
-    return 1 + offset_of([size - 1 for size in shape], strides) if prod(shape) else 0
-
-
-def is_one_run(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a box of ``shape`` lies without gaps in a tensor with row-major ``strides``."""
-    return span_of(shape, strides) == prod(shape)
-
-
-def windows(box: Box, strides: Sequence[int], max_elements: int) -> Iterator[Box]:
-    """``box`` in order, in parts that span at most ``max_elements`` of a tensor with row-major ``strides``."""
-    if 0 in box.shape:
-        return
-    if span_of(box.shape, strides) <= max_elements:
-        yield box
-        return
-    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
-    step = max(1, max_elements // strides[dim])
-    begin, size = box.start[dim], box.shape[dim]
-    for index in range(0, size, step):
-        start = (*box.start[:dim], begin + index, *box.start[dim + 1 :])
-        shape = (*box.shape[:dim], min(step, size - index), *box.shape[dim + 1 :])
-        yield from windows(Box(start, shape), strides, max_elements)
 
 
 def view_of(tensor: Tensor, box: Box) -> Tensor:

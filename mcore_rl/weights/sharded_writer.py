@@ -25,21 +25,17 @@ from typing import Self
 from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.weights.box import Box, is_one_run, offset_of, row_major_strides, windows
 from mcore_rl.weights.hf_directory import INDEX, SINGLE
 from mcore_rl.weights.new_directory import NewDirectory
 from mcore_rl.weights.safetensors import (
     DTYPE_NAMES,
     WINDOW_BYTES,
-    Box,
     TensorInfo,
     TensorSpec,
     encode_header,
-    is_one_run,
-    offset_of,
-    row_major_strides,
     tensor_bytes,
     view_of,
-    windows,
 )
 
 SHARD_BYTES = 5_000_000_000  # what published checkpoints use

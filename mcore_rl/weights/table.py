@@ -18,8 +18,7 @@ from mcore_rl.families.blocks import VALUE_HEAD
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Axis, Rule, Shard, Stage
 from mcore_rl.parallel.layout import Coords, Layout, place_layers
-
-Box = tuple[tuple[int, int], ...]  # per dimension (start, length)
+from mcore_rl.weights.box import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +36,12 @@ class Piece:
     @property
     def hf_box(self) -> Box:
         """The part of the Hugging Face tensor."""
-        return tuple(zip(self.hf_start, self.shape, strict=True))
+        return Box(self.hf_start, self.shape)
 
     @property
     def local_box(self) -> Box:
         """The part of the local tensor."""
-        return tuple(zip(self.local_start, self.shape, strict=True))
+        return Box(self.local_start, self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.registry import model_of
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.reshard import Copy, ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
-from mcore_rl.weights.table import Box, LocalTensor, Table
+from mcore_rl.weights.table import LocalTensor, Table
 
 Array = NDArray[np.int64]
 Tensors = Mapping[str, Array]
@@ -89,9 +90,9 @@ class Checkpoint:
         """The tensor ``name``, or a box of it."""
         shape, start = self._shapes[name], self._starts[name]
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        box = tuple((0, size) for size in shape) if box is None else box
+        box = Box.whole(shape) if box is None else box
         numbers = np.asarray(start, dtype=np.int64)
-        for (begin, length), stride in zip(box, strides, strict=True):
+        for (begin, length), stride in zip(box.spans, strides, strict=True):
             numbers = numbers[..., None] + np.arange(begin, begin + length) * stride
         return numbers
 
@@ -116,7 +117,7 @@ def direct_tensors(rollout: RolloutTable, rank: int, checkpoint: Checkpoint) -> 
 
 def index(box: Box, slot: int | None = None) -> tuple[slice | int, ...]:
     """``box`` as an index, within ``slot`` of a stacked tensor."""
-    within: tuple[slice | int, ...] = tuple(slice(start, start + length) for start, length in box)
+    within: tuple[slice | int, ...] = tuple(slice(start, start + length) for start, length in box.spans)
     return within if slot is None else (slot, *within)
 
 

@@ -20,12 +20,13 @@ import torch
 from mcore_rl.errors import CheckpointError, WeightMapError
 from mcore_rl.families.rules import Rule, Stage, megatron_vocab
 from mcore_rl.weights.binding import bind_states
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.hf_directory import Checkpoint
 from mcore_rl.weights.load import check_checkpoint
-from mcore_rl.weights.reshard import plan_reshard, volume
+from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.reshard_proof import Traffic, reshard_failures, traffic
 from mcore_rl.weights.rollout_table import RolloutTable
-from mcore_rl.weights.table import Box, Table
+from mcore_rl.weights.table import Table
 
 ShapesOf = Callable[[int], Sequence[Mapping[str, tuple[int, ...]]]]  # rank -> state dict key -> shape, of each chunk
 
@@ -186,15 +187,15 @@ def _cover(table: Table) -> tuple[str, list[str]]:
 
 def cover_problem(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
     """What keeps ``boxes`` from holding every element of a tensor of ``shape`` once; None where nothing does."""
-    if any(start < 0 or start + n > size for box in boxes for (start, n), size in zip(box, shape, strict=True)):
+    if not all(box.fits(shape) for box in boxes):
         return f"a part reaches beyond its shape {shape}"
-    cut = [dim for dim, size in enumerate(shape) if any(box[dim] != (0, size) for box in boxes)]
+    cut = [dim for dim, size in enumerate(shape) if any((box.start[dim], box.shape[dim]) != (0, size) for box in boxes)]
     # Cut along one dimension, parts that overlap are neighbours in order.
     ordered = sorted(boxes)
     pairs = pairwise(ordered) if len(cut) <= 1 else combinations(ordered, 2)
-    if any(all(p < q + m and q < p + n for (p, n), (q, m) in zip(a, b, strict=True)) for a, b in pairs):
+    if any(a.overlaps(b) for a, b in pairs):
         return "some of its elements are held twice"
-    found, wanted = sum(volume(box) for box in boxes), prod(shape)
+    found, wanted = sum(box.num_elements for box in boxes), prod(shape)
     return None if found == wanted else f"{found} of its {wanted} elements are held"
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.block_fp8 import FLOAT32_OF_BYTE, QUANTISED, BlockFp8Checkpoint
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.hf_directory import Checkpoint
-from mcore_rl.weights.safetensors import Box, checksum
+from mcore_rl.weights.safetensors import checksum
 
 BLOCK = (4, 6)
 SHAPES = [(8, 12), (9, 13), (3, 5), (1, 30), (17, 1), (0, 5)]

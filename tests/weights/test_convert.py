@@ -24,9 +24,10 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import CheckpointError, ConfigError, McoreRLError
 from mcore_rl.weights import convert, distcp_writer, megatron_checkpoint
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.convert import HF, to_hf, to_megatron
 from mcore_rl.weights.hf_directory import Checkpoint
-from mcore_rl.weights.safetensors import Box, TensorSpec
+from mcore_rl.weights.safetensors import TensorSpec
 from tests.support import checkpoints
 from tests.support.engines import same_bits
 

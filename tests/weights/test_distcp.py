@@ -13,10 +13,11 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights import distcp_writer
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.distcp import METADATA, DistributedCheckpoint
 from mcore_rl.weights.distcp_writer import DistcpWriter
 from mcore_rl.weights.new_directory import NewDirectory
-from mcore_rl.weights.safetensors import Box, view_of
+from mcore_rl.weights.safetensors import view_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights import hf_directory
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.hf_directory import INDEX, SINGLE, Checkpoint
-from mcore_rl.weights.safetensors import Box, checksum
+from mcore_rl.weights.safetensors import checksum
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 TENSORS = {f"layer.{index}": torch.randn(6, 4, generator=torch.Generator().manual_seed(index)) for index in range(4)}

@@ -19,10 +19,10 @@ from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.weights import megatron_checkpoint
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.convert import to_megatron
 from mcore_rl.weights.distcp import DistributedCheckpoint
 from mcore_rl.weights.megatron_checkpoint import MegatronCheckpoint
-from mcore_rl.weights.safetensors import Box
 from tests.support import checkpoints, hf_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

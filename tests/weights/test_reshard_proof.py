@@ -11,6 +11,7 @@ import pytest
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.reshard import ReshardPlan, plan_reshard
 from mcore_rl.weights.reshard_proof import reshard_failures, traffic
 from mcore_rl.weights.rollout_table import RolloutTable
@@ -115,19 +116,19 @@ def swapped_gate_and_up(plan: ReshardPlan) -> ReshardPlan:
 def wrong_kv_head(plan: ReshardPlan) -> ReshardPlan:
     def change(parts: list[tuple]) -> list[tuple]:
         (source, target), rest = parts[-1], parts[:-1]
-        (begin, length), *others = source
-        return [*rest, (((begin - length, length), *others), target)]
+        begin, length = source.start[0], source.shape[0]
+        return [*rest, (Box((begin - length, *source.start[1:]), source.shape), target)]
 
     return with_parts(plan, "qkv_proj.weight", change)
 
 
 def beyond_the_source(plan: ReshardPlan) -> ReshardPlan:
-    return with_parts(plan, "o_proj.weight", lambda parts: [(((0, 10**4), parts[0][0][1]), parts[0][1])])
+    return with_parts(plan, "o_proj.weight", lambda parts: [(Box((0, 0), (10**4, parts[0][0].shape[1])), parts[0][1])])
 
 
 def shorter_part(plan: ReshardPlan) -> ReshardPlan:
     def change(parts: list[tuple]) -> list[tuple]:
-        return [tuple(((begin, length - 1), *rest) for (begin, length), *rest in parts[0]), *parts[1:]]
+        return [tuple(Box(box.start, (box.shape[0] - 1, *box.shape[1:])) for box in parts[0]), *parts[1:]]
 
     return with_parts(plan, "o_proj.weight", change)
 

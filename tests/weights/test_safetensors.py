@@ -16,18 +16,8 @@ from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights import safetensors
-from mcore_rl.weights.safetensors import (
-    DTYPES,
-    Box,
-    TensorSpec,
-    checksum,
-    encode_header,
-    read_box,
-    read_header,
-    row_major_strides,
-    view_of,
-    windows,
-)
+from mcore_rl.weights.box import Box, row_major_strides, windows
+from mcore_rl.weights.safetensors import DTYPES, TensorSpec, checksum, encode_header, read_box, read_header, view_of
 
 SHAPES = [(), (0,), (1,), (7,), (5, 3), (4, 0, 2), (3, 4, 5), (2, 3, 2, 3), (1, 9, 1)]
 PROPERTY_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool]

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights import sharded_writer
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.hf_directory import INDEX, SINGLE, Checkpoint
-from mcore_rl.weights.safetensors import Box, TensorSpec, view_of
+from mcore_rl.weights.safetensors import TensorSpec, view_of
 from mcore_rl.weights.sharded_writer import ShardedWriter, plan_shards
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool]

@@ -13,6 +13,7 @@ from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.families import deepseek_v3, llama, mixtral, qwen2, qwen2_moe
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Rule
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.table import Table
 
 
@@ -89,8 +90,8 @@ def test_pieces_of_a_padded_shard_by_hand() -> None:
     (piece,) = table.pieces(embedding)
     assert (piece.hf, piece.hf_box, piece.local_box) == (
         "model.embed_tokens.weight",
-        ((12, 1), (0, 8)),
-        ((0, 1), (0, 8)),
+        Box((12, 0), (1, 8)),
+        Box((0, 0), (1, 8)),
     )
 
 
@@ -112,7 +113,7 @@ def test_one_replica_holds_every_element_and_only_whole_tensors_twice(kind: str,
             held = table.pieces(local)
             assert sum(prod(piece.shape) for piece in held) <= prod(table.shape(local))
             for piece in held:
-                counts[piece.hf][tuple(slice(start, start + size) for start, size in piece.hf_box)] += 1
+                counts[piece.hf][tuple(slice(start, start + size) for start, size in piece.hf_box.spans)] += 1
     by_name = {tensor.name: rule for rule in table.rules for tensor in rule.hf}
     layer_ranks = table.layout.tp * table.layout.cp
     for name, count in counts.items():

@@ -13,6 +13,7 @@ from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.families.rules import Layers, Range, Rule, Shard, replicated_qkv
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.reshard import ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
@@ -75,7 +76,7 @@ def test_no_integer_stands_twice() -> None:
     assert len(np.unique(everything)) == len(everything) == checkpoint.num_elements
     assert 0 not in everything
     whole = checkpoint.read("model.layers.1.self_attn.q_proj.weight")
-    box = checkpoint.read("model.layers.1.self_attn.q_proj.weight", ((3, 5), (2, 7)))
+    box = checkpoint.read("model.layers.1.self_attn.q_proj.weight", Box((3, 2), (5, 7)))
     assert np.array_equal(box, whole[3:8, 2:9])
 
 

@@ -16,6 +16,7 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.families.rules import Range, Rule, Shard, Sizes, hf
 from mcore_rl.training.meta import Shapes, meta_shapes
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.hf_directory import Checkpoint
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
@@ -156,7 +157,7 @@ def test_the_checkpoint_is_held_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("boxes", "problem"),
+    ("boxes", "problem"),  # of each box, (start, length) per dimension
     [
         ([((0, 4), (0, 6))], None),
         ([((0, 4), (3, 3)), ((0, 4), (0, 3))], None),
@@ -169,4 +170,5 @@ def test_the_checkpoint_is_held_too(tmp_path: Path) -> None:
     ],
 )
 def test_exact_cover(boxes: list, problem: str | None) -> None:
-    assert cover_problem(boxes, (4, 6)) == problem
+    found = [Box(*map(tuple, zip(*spans, strict=True))) for spans in boxes]
+    assert cover_problem(found, (4, 6)) == problem
