@@ -119,8 +119,13 @@ class Shard:
     def of(cls, ranges: Sequence[Range], size: int | None = None) -> Shard:
         """Ranges that hold nothing are left out; without ``size`` there is no padding."""
         held = tuple(range_ for range_ in ranges if range_.end > range_.begin)
-        total = sum(range_.end - range_.begin for range_ in held)
-        return cls(held, total if size is None else size)
+        shard = cls(held, 0)
+        return cls(held, shard.held if size is None else size)
+
+    @property
+    def held(self) -> int:
+        """Of ``size``, what is no padding."""
+        return sum(range_.end - range_.begin for range_ in self.ranges)
 
 
 Sizes = Sequence[int]  # of the Hugging Face tensors of a rule along its split dimension

@@ -120,8 +120,7 @@ class LiveWeights:
         """Elements of a stored tensor, padding apart."""
         stored = self.stored[name]
         whole, dim = self.table.shape(stored), stored.rule.dim + stored.rule.stacked
-        held = sum(range_.end - range_.begin for range_ in self.table.shard(stored).ranges)
-        return held * prod(whole[:dim] + whole[dim + 1 :])
+        return self.table.shard(stored).held * prod(whole[:dim] + whole[dim + 1 :])
 
     @torch.no_grad()
     def write(self, name: str, slot: int | None, box: Box, values: Tensor) -> None:
@@ -167,10 +166,9 @@ class LiveWeights:
         for place in self.places.values():
             if place.module is module:
                 shard = self.table.shard(place.stored)
-                held = sum(range_.end - range_.begin for range_ in shard.ranges)
-                if held < shard.size:
+                if shard.held < shard.size:
                     dim = place.stored.rule.dim + place.stored.rule.stacked
-                    getattr(module, place.attribute).data.narrow(dim, held, shard.size - held).zero_()
+                    getattr(module, place.attribute).data.narrow(dim, shard.held, shard.size - shard.held).zero_()
 
     @torch.no_grad()
     def load_named(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:

@@ -24,6 +24,8 @@ from mcore_rl.weights.hf_directory import Checkpoint
 from mcore_rl.weights.safetensors import TensorSpec
 from mcore_rl.weights.table import Table
 
+WHOLE_ONLY = "A directory takes whole tensors only: write mode=names, or choose another transport"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DirectoryTransport:
@@ -71,7 +73,7 @@ class DirectoryWriter:
 
     def buffer(self, num_bytes: int) -> Tensor:
         """Refused: see the module."""
-        raise SyncError("A directory takes whole tensors only: write mode=names, or choose another transport")
+        raise SyncError(WHOLE_ONLY)
 
     def send(self, message: Tensor, rollout_rank: int) -> None:
         """Refused as ``buffer``."""
@@ -98,6 +100,10 @@ class DirectoryReceiving(Receiving):
         """See ``Incoming``."""
         self._version = version
         super().begin(version)
+
+    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        """Refused as the writer refuses, in the same words: either side may be the first to say so."""
+        raise SyncError(WHOLE_ONLY)
 
     def named(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
         """See ``Incoming``."""

@@ -37,6 +37,17 @@ class Box(NamedTuple):
         """The same part, counted from ``to`` where it was counted from ``origin``."""
         return Box(tuple(at - a + b for at, a, b in zip(self.start, origin, to, strict=True)), self.shape)
 
+    def within(self, outer: Box) -> Box:
+        """The same part, counted from where ``outer`` begins."""
+        return self.moved(outer.start, (0,) * len(outer.start))
+
+    def shared(self, other: Box) -> Box | None:
+        """The elements that lie in both; None where none does."""
+        if not self.overlaps(other):
+            return None
+        begin = tuple(map(max, self.start, other.start))
+        return Box(begin, tuple(end - at for end, at in zip(map(min, self.end, other.end), begin, strict=True)))
+
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it lies inside a tensor of ``shape``."""
         if not len(self.start) == len(self.shape) == len(shape):

@@ -119,12 +119,9 @@ class DistributedCheckpoint:
         if 0 in box.shape:
             return
         for chunk in self._chunks_of(tensor, box):
-            start = tuple(max(mine, its) for mine, its in zip(box.start, chunk.box.start, strict=True))
-            ends = [_ends(box), _ends(chunk.box)]
-            shape = tuple(min(pair) - begin for begin, *pair in zip(start, *ends, strict=True))
-            part = Box(tuple(begin - origin for begin, origin in zip(start, chunk.box.start, strict=True)), shape)
-            into = Box(tuple(begin - origin for begin, origin in zip(start, box.start, strict=True)), shape)
-            self._read_part(tensor, chunk, part, view_of(out, into))
+            both = box.shared(chunk.box)
+            assert both is not None, "chunks that do not overlap are not asked for"
+            self._read_part(tensor, chunk, both.within(chunk.box), view_of(out, both.within(box)))
 
     def damage(self, key: str) -> Iterator[str]:
         """What is wrong with the bytes of tensor ``key``, by the CRC-32 that ``torch.save`` put beside each chunk."""
@@ -199,10 +196,6 @@ class DistributedCheckpoint:
                 )
                 raise CheckpointError(str(self.directory), [problem]) from error
         return self._files[path].fileno()
-
-
-def _ends(box: Box) -> list[int]:
-    return [begin + size for begin, size in zip(*box, strict=True)]
 
 
 def _stored_tensor(

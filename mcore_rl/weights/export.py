@@ -55,8 +55,7 @@ class _Source:
         """(where in ``part.box``, the live elements), in the dtype that they are here."""
         local = self._tensors[part.local.chunk, part.local.name]
         for piece in part.pieces:
-            start = tuple(begin - origin for begin, origin in zip(piece.hf_start, part.box.start, strict=True))
-            yield Box(start, piece.shape), view_of(local, piece.local_box)
+            yield piece.hf_box.within(part.box), view_of(local, piece.local_box)
 
     def fill(self, part: Part, out: Tensor) -> None:
         """Copy ``part`` to ``out``, which has its shape; cast."""

@@ -67,9 +67,8 @@ def _place_in_files(wanted: tuple[TensorInfo, Piece, Tensor]) -> tuple[str, int,
 
 def _zero_padding(bound: Bound, table: Table) -> None:
     shard, dim = table.shard(bound.local), bound.local.rule.dim
-    held = sum(range_.end - range_.begin for range_ in shard.ranges)
-    if held < shard.size:
-        bound.tensor.detach().narrow(dim, held, shard.size - held).zero_()
+    if shard.held < shard.size:
+        bound.tensor.detach().narrow(dim, shard.held, shard.size - shard.held).zero_()
 
 
 def check_checkpoint(checkpoint: Checkpoint, table: Table) -> None:

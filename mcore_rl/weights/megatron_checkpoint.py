@@ -48,13 +48,8 @@ def _shared(box: Box, at: tuple[int, ...], other_at: tuple[int, ...], shape: tup
 
     Returns (where in the other tensor, where in ``box``); None where they have nothing in common.
     """
-    if not Box(at, shape).overlaps(box):
-        return None
-    start = tuple(max(pair) for pair in zip(at, box.start, strict=True))
-    ends = (min(a + m, b + n) for a, m, b, n in zip(at, shape, *box, strict=True))
-    size = tuple(end - begin for begin, end in zip(start, ends, strict=True))
-    there = tuple(begin - mine + other for begin, mine, other in zip(start, at, other_at, strict=True))
-    return Box(there, size), Box(tuple(begin - origin for begin, origin in zip(start, box.start, strict=True)), size)
+    both = Box(at, shape).shared(box)
+    return None if both is None else (both.moved(at, other_at), both.within(box))
 
 
 class MegatronCheckpoint:

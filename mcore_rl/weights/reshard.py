@@ -74,12 +74,9 @@ def same_part(source: Piece, target: Piece) -> tuple[Box, Box] | None:
 
     The pieces are of the same Hugging Face tensor.
     """
-    ours, theirs = source.hf_box, target.hf_box
-    if not ours.overlaps(theirs):
+    shared = source.hf_box.shared(target.hf_box)
+    if shared is None:
         return None
-    begin = tuple(map(max, ours.start, theirs.start))
-    shape = tuple(end - at for end, at in zip(map(min, ours.end, theirs.end), begin, strict=True))
-    shared = Box(begin, shape)
     return shared.moved(source.hf_start, source.local_start), shared.moved(target.hf_start, target.local_start)
 
 

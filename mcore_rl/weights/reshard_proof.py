@@ -227,7 +227,7 @@ def _pattern_problem(plan: ReshardPlan, geometries: list[Geometry]) -> str | Non
     rule, shard = plan.rollout.rules[geometries[0].target_rule], geometries[0].target_shard
     held = rule.shard(plan.table.model, plan.rollout.num_shards(rule), shard)
     shape = rule.local_shape(plan.table.model, plan.rollout.num_shards(rule))
-    wanted = sum(r.end - r.begin for r in held.ranges) * prod(shape[: rule.dim] + shape[rule.dim + 1 :])
+    wanted = held.held * prod(shape[: rule.dim] + shape[rule.dim + 1 :])
     boxes = [target for geometry in geometries for _, target in geometry.parts]
     if any(box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[:i]):
         return "an element of it is written twice"

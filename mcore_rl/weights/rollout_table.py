@@ -132,7 +132,7 @@ class RolloutTable:
         for rule in self.rules:
             other = prod(size for dim, size in enumerate(rule.hf_shapes(self.model)[0]) if dim != rule.dim)
             for index in range(self.num_shards(rule)):
-                held = sum(r.end - r.begin for r in rule.shard(self.model, self.num_shards(rule), index).ranges)
+                held = rule.shard(self.model, self.num_shards(rule), index).held
                 one = held * other * itemsize_of(rule, itemsize) * len(self.layers(rule))
                 np.add.at(found, self.holders(rule, index).ravel(), one)
         return found

@@ -216,8 +216,7 @@ def read_box(file: int, info: TensorInfo, box: Box, out: Tensor) -> None:
         if os.fstat(file).st_size < info.end:  # or touching the mapping would end the process
             raise EOFError
         for window in windows(box, strides, WINDOW_BYTES // info.dtype.itemsize):
-            start = tuple(begin - origin for begin, origin in zip(window.start, box.start, strict=True))
-            view_of(out, Box(start, window.shape)).copy_(_map_window(file, info, window, strides))
+            view_of(out, window.within(box)).copy_(_map_window(file, info, window, strides))
     except (EOFError, OSError) as error:
         problem = "ends too early" if isinstance(error, EOFError) else f"cannot be read: {error.strerror}"
         remedy = "It changed or its disk failed while it was read: download it again"

@@ -47,6 +47,16 @@ def test_overlap_is_an_element_in_both() -> None:
             assert box.overlaps(other) == bool(set(cut(box).flat) & set(cut(other).flat))
 
 
+def test_what_is_shared_is_every_element_in_both() -> None:
+    for box in BOXES:
+        for other in BOXES:
+            both = box.shared(other)
+            expected = set(cut(box).flat) & set(cut(other).flat)
+            assert (set() if both is None else set(cut(both).flat)) == expected
+            if both is not None:
+                assert np.array_equal(cut(both.within(box), cut(box)), cut(both))
+
+
 def test_moving_keeps_the_elements() -> None:
     outer = Box((1, 2, 1), (3, 4, 4))
     inner = Box((2, 3, 2), (1, 2, 3))
