@@ -70,21 +70,26 @@ class TimedReceiver(WeightReceiver):
         updates.incoming.finish()
         return {"result": None}
 
-    def timed_memory(self, reset: bool = False) -> list[int]:
-        """[resident, peak since the last reset], bytes."""
+    def timed_memory(self, reset: bool = False) -> list[float]:
+        """[resident, peak since the last reset], bytes, and the seconds of CPU that this process has had."""
         platform = detect(Device.cpu)
         if reset:
             reset_peak_memory(platform)
         now = memory(platform)
-        return [now.allocated_bytes, now.peak_bytes]
+        return [now.allocated_bytes, now.peak_bytes, time.process_time()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One update.  extra: buckets of memory, of the training rank and of the worker that took most."""
+    """One update.
+
+    cpu_seconds: that all of its processes had together.  trainer_buckets, worker_buckets: of memory, of the training
+    rank and of the worker that took most.
+    """
 
     kind: str
     seconds: float
+    cpu_seconds: float
     gigabytes: float
     over_bound: float
     trainer_buckets: float
@@ -133,27 +138,28 @@ def train(rank: Rank, directory: Path, training: str, rollout: str, transport: T
         else:
             publisher.__dict__.pop("_pack", None)
         reset_peak_memory(platform)
-        before = memory(platform).allocated_bytes
+        before, cpu_before = memory(platform).allocated_bytes, time.process_time()
         published = publisher.publish(version, Mode.names if kind == "names" else Mode.direct)
         extra = memory(platform).peak_bytes - before
-        found.append({"published": published, "extra": extra})
+        found.append({"published": published, "extra": extra, "cpu": time.process_time() - cpu_before})
     return found
 
 
-async def receive(engine: EngineProcess, opening: bytes) -> list[tuple[float, int]]:
-    """(seconds, extra bytes of the worker that took most) of each round."""
+async def receive(engine: EngineProcess, opening: bytes) -> list[tuple[float, float, float]]:
+    """(seconds, CPU seconds of all workers, extra bytes of the worker that took most) of each round."""
     for answer in await engine.rpc("sync_open", opening):
         answer_of(answer)
     found = []
     for version, kind in enumerate(ROUNDS):
-        before = [now for now, _ in await engine.rpc("timed_memory", True)]
+        before = await engine.rpc("timed_memory", True)
         begun = time.perf_counter()
         call = ("timed_plain",) if kind == PLAIN else ("sync_receive", version, kind)
         for answer in await engine.rpc(*call):
             answer_of(answer)
         seconds = time.perf_counter() - begun
-        after = [peak for _, peak in await engine.rpc("timed_memory")]
-        found.append((seconds, max(peak - now for peak, now in zip(after, before, strict=True))))
+        each = list(zip(await engine.rpc("timed_memory"), before, strict=True))
+        cpu_seconds = sum(after[2] - start[2] for after, start in each)
+        found.append((seconds, cpu_seconds, max(after[1] - start[0] for after, start in each)))
     return found
 
 
@@ -192,12 +198,13 @@ def measure(directory: Path, training: str, rollout: str, over: str) -> list[Rou
         Round(
             kind=kind,
             seconds=seconds,
+            cpu_seconds=cpu_seconds + sum(rank[index]["cpu"] for rank in trained),
             gigabytes=sum(rank[index]["published"].num_bytes for rank in trained) / 1e9,
             over_bound=trained[0][index]["published"].bytes_over_bound,
             trainer_buckets=max(rank[index]["extra"] for rank in trained) / BUCKET_BYTES,
             worker_buckets=extra / BUCKET_BYTES,
         )
-        for index, (kind, (seconds, extra)) in enumerate(zip(ROUNDS, received, strict=True))
+        for index, (kind, (seconds, cpu_seconds, extra)) in enumerate(zip(ROUNDS, received, strict=True))
     ]
 
 
@@ -210,14 +217,21 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rounds = measure(Path(folder), arguments.training, arguments.rollout, arguments.transport)
-    lines = Lines("", "s (median)", "GB", "GB/s", "bytes over bound", "buckets: trainer", "buckets: worker")
-    seconds = {}
+    lines = Lines("", "s (median)", "CPU s", "GB", "GB/s", "bytes over bound", "buckets: trainer", "buckets: worker")
+    seconds, cpu = {}, {}
     for kind in (PLAIN, "direct", "names"):
         mine = [one for index, one in enumerate(rounds) if one.kind == kind and index > 1]
         seconds[kind] = statistics.median(one.seconds for one in mine)
+        cpu[kind] = statistics.median(one.cpu_seconds for one in mine)
         extra = [max(getattr(one, side) for one in mine) for side in ("trainer_buckets", "worker_buckets")]
         speed, bound = mine[0].gigabytes / seconds[kind], mine[0].over_bound
-        figures = (f"{seconds[kind]:.2f}", f"{mine[0].gigabytes:.2f}", f"{speed:.2f}", f"{bound:.2f}")
+        figures = (
+            f"{seconds[kind]:.2f}",
+            f"{cpu[kind]:.2f}",
+            f"{mine[0].gigabytes:.2f}",
+            f"{speed:.2f}",
+            f"{bound:.2f}",
+        )
         lines.add_row(kind, *figures, *(f"{one:.2f}" for one in extra))
     console = Console()
     console.print(lines)
@@ -225,8 +239,9 @@ def main() -> int:
     ratio = seconds["direct"] / seconds[PLAIN]
     buckets = max(max(one.trainer_buckets, one.worker_buckets) for one in direct)
     console.print(
-        f"direct over plain: {ratio:.2f} (at most {MAX_RATIO}); memory: {buckets:.2f} buckets of "
-        f"{BUCKET_BYTES >> 20} MiB (at most {MAX_BUCKETS:g}); names over plain: {seconds['names'] / seconds[PLAIN]:.2f}"
+        f"direct over plain: {ratio:.2f} (at most {MAX_RATIO}), of CPU seconds {cpu['direct'] / cpu[PLAIN]:.2f}; "
+        f"memory: {buckets:.2f} buckets of {BUCKET_BYTES >> 20} MiB (at most {MAX_BUCKETS:g}); "
+        f"names over plain: {seconds['names'] / seconds[PLAIN]:.2f}"
     )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(one) for one in rounds], indent=2) + "\n")

@@ -86,6 +86,14 @@ class WeightMapError(_Problems):
     """
 
 
+class DataError(_Problems):
+    """Data or a tokenizer that cannot be used; holds every problem found, not only the first.
+
+    place: the key of the files, or the tokenizer's directory.  problems: each names the file and the row, what is
+    wrong, and the remedy.
+    """
+
+
 class RolloutError(McoreRLError):
     """vLLM cannot hold the model, or do what was asked; the message says where, and what vLLM said."""
 

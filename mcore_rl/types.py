@@ -22,8 +22,9 @@ class TrainBatch:
     """Ragged sequences, laid end to end, no padding.
 
     lengths_S: tokens of each sequence, all positive.  tokens_T: int64.  mask_T: bool, tokens that are trained; the
-    first of a sequence never is.  The rest is optional and float32: what the losses need.  routing_TLK: int16 expert
-    choices to replay, one row per token and layer of the model; those of dense layers are not read.
+    first of a sequence never is.  The rest is optional and float32: what the losses need.  weights_T: what the policy
+    loss of each token is multiplied by (importance correction).  routing_TLK: int16 expert choices to replay, one row
+    per token and layer of the model; those of dense layers are not read.
     """
 
     lengths_S: tuple[int, ...]
@@ -35,6 +36,7 @@ class TrainBatch:
     advantages_T: Tensor | None = None
     returns_T: Tensor | None = None
     old_values_T: Tensor | None = None
+    weights_T: Tensor | None = None
     routing_TLK: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -107,6 +109,7 @@ class LossInputs:
     advantages_N: Tensor | None = None
     returns_N: Tensor | None = None
     old_values_N: Tensor | None = None
+    weights_N: Tensor | None = None
 
     def sequence_sums(self, x_N: Tensor) -> Tensor:
         """Sum of ``x_N`` over each whole sequence, [num_sequences] on every context rank; differentiable."""

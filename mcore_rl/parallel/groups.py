@@ -7,11 +7,12 @@ this process; we keep the same objects in a ``Groups`` record and never ask the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from mcore_rl.parallel.cpu import make_megatron_run_on_cpu
@@ -105,3 +106,14 @@ class _SumOverGroup(torch.autograd.Function):
 def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Differentiable sum of ``x`` over ``group``; the gradient is summed too, as every member's loss depends on it."""
     return x if group.size() == 1 else _SumOverGroup.apply(x, group)
+
+
+def random_state() -> dict[str, Any]:
+    """Of the host's generator and of Megatron's tracker, which keeps one for each kind of parallel region."""
+    return {"host": torch.get_rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
+
+
+def restore_random_state(kept: dict[str, Any]) -> None:
+    """Take over what ``random_state`` gave."""
+    torch.set_rng_state(kept["host"])
+    get_cuda_rng_tracker().set_states(kept["tracker"])

@@ -37,7 +37,7 @@ from mcore_rl.rollout.environment import engine_environment, usable_cores
 from mcore_rl.rollout.process_group import end_group
 from mcore_rl.rollout.protocol import Chunk, Pause, Request, Sample, Sampling, Statistics
 
-STOP_S = 5.0  # for an engine that was asked to shut down
+STOP_S = 10.0  # for an engine that was asked to shut down
 SETTLE_S = 1.0  # between the end of the pipe and the end of the process
 
 

@@ -9,8 +9,10 @@ import pickle
 import signal
 import sys
 import threading
+import warnings
 from contextlib import aclosing
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,10 +49,14 @@ def serve(settings: Settings, connection: Connection) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(log, stream.fileno())
+    _have_own_tracker()
     if sys.platform == "linux" and not settings.platform.is_accelerator:
         os.sched_setaffinity(0, settings.cores)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     asyncio.run(_Server(connection).run(settings))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)  # an interpreter with vLLM in it takes a second to take itself apart
 
 
 class _Server:
@@ -131,6 +137,20 @@ def _portable(name: str, error: Exception) -> McoreRLError:
         error.__cause__ = None
         return error
     return RolloutError(f"{name}: {type(error).__name__}: {error}")
+
+
+def _have_own_tracker() -> None:
+    """Leave the caller's resource tracker for one of this process group.
+
+    It removes what vLLM's processes leave behind when they are ended, and says so in the log; the caller's would do so
+    at the end of the caller's program, and warn of a leak.  Another is started where the one there was is dead.
+    """
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, resource_tracker.getfd())
+    os.close(writing)
+    with warnings.catch_warnings(action="ignore"):
+        resource_tracker.ensure_running()
 
 
 def _end_with_parent() -> None:

@@ -39,14 +39,16 @@ T = TypeVar("T")
 
 POLL_S = 0.2  # between two looks whether vLLM's processes are alive
 SETTLE_S = 0.5  # once they are not: for what they still write
-STOP_S = 2.0  # between the signal that asks vLLM's processes to end and the one that cannot be refused
+# Between the signal that asks vLLM's processes to end and the one that cannot be refused.  They have a device's memory
+# to give back; on the CPU they would only take their interpreters apart, for longer than that.
+STOP_S, STOP_ON_CPU_S = 5.0, 0.0
 
 
 class VllmEngine:
     """A ``RolloutEngine``; see there.  Made by ``start``."""
 
-    def __init__(self, llm: AsyncLLM, meter: Meter, limits: Limits, log: Path | None) -> None:
-        self._llm, self._meter, self._limits, self._log = llm, meter, limits, log
+    def __init__(self, llm: AsyncLLM, meter: Meter, limits: Limits, log: Path | None, stop_s: float) -> None:
+        self._llm, self._meter, self._limits, self._log, self._stop_s = llm, meter, limits, log, stop_s
         self._cores = list(llm.engine_core.resources.engine_manager.processes)
         # vLLM notices a dead worker only after it has waited for the others to end, 10 s.
         self._below = [child for child in psutil.Process().children(recursive=True) if not is_tracker(child)]
@@ -93,7 +95,8 @@ class VllmEngine:
             where = f". Its output is in {log}" if log is not None else ""
             raise RolloutError(f"{name}: vLLM does not start with {directory}: {cause}{where}") from error
         (meter,) = llm.logger_manager.stat_loggers
-        return cls(llm, meter, limits_of(name, directory, rollout, model), log)
+        stop_s = STOP_S if platform.is_accelerator else STOP_ON_CPU_S
+        return cls(llm, meter, limits_of(name, directory, rollout, model), log, stop_s)
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
         """See ``RolloutEngine.generate``."""
@@ -170,7 +173,7 @@ class VllmEngine:
     async def shutdown(self) -> None:
         """See ``RolloutEngine.shutdown``."""
         await _cancel([self._death])
-        await asyncio.to_thread(self._llm.shutdown, STOP_S)
+        await asyncio.to_thread(self._llm.shutdown, self._stop_s)
         remove(self._mapped)
 
     def _demand_whole_weights(self) -> None:

@@ -158,10 +158,12 @@ class Members:
         try:
             self.set(f"failure/{self.member}", pickle.dumps(note))
             self.set("failed", str(self.member).encode())
-            notes = self._gather()
-        except Exception:  # noqa: BLE001  # the store itself may be what is gone
-            notes = [note]
-        return SyncError(self._message(notes))
+            return SyncError(self._message(self._gather()))
+        except Exception:  # noqa: BLE001  # whatever a store that is gone makes of it
+            where = f"{self.address.host}:{self.address.port}"
+            head = f"{self.address.title(self.member)} failed while {doing}: {note.failure.what}"
+            remedy = "start one that outlives the run, open a channel and publish"
+            return SyncError(f"{head}. The store at {where}, where members meet, does not answer: {remedy}")
 
     def _gather(self) -> list[_Note]:
         until = time.monotonic() + GRACE_S
@@ -171,17 +173,17 @@ class Members:
             notes = [pickle.loads(self.store.get(key)) for key in keys.values() if self.store.check([key])]
             told = {note.failure.rank for note in notes}
             explained = any(note.failure.cause is Cause.own for note in notes)
-            silent = {note.lost for note in notes} - told - {None}
-            if explained or len(told) + len(silent) == len(members) or time.monotonic() > until:
+            silent = {note.lost for note in notes} | {member for member in members if self._is_dead(member)}
+            if explained or told | silent >= set(members) or time.monotonic() > until:
                 return notes
             time.sleep(20 * POLL_S)
 
     def _message(self, notes: Sequence[_Note]) -> str:
         told = {note.failure.rank: note for note in notes}
-        own = [note.failure for note in notes if note.failure.cause is Cause.own]
+        explained = any(note.failure.cause is Cause.own for note in notes)
         silent = [note for note in notes if note.lost is not None and note.lost not in told]
-        if own or not silent:
-            first = first_cause(own or [note.failure for note in notes])
+        if explained or not silent:
+            first = first_cause([note.failure for note in notes])
             head = f"{self._named(first.rank)} failed while {told[first.rank].doing}: {first.what}"
         else:
             note = min(silent, key=lambda note: note.failure.time_s)

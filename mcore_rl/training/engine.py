@@ -317,6 +317,7 @@ class Engine:
             advantages_N=microbatch.at_targets(batch.advantages_T),
             returns_N=microbatch.at_targets(batch.returns_T),
             old_values_N=microbatch.at_targets(batch.old_values_T),
+            weights_N=microbatch.at_targets(batch.weights_T),
         )
 
 

@@ -25,7 +25,7 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype, *, critic: b
     dtype: of the weights beside it.  critic: they end in a value head, which transformers calls a classifier of one
     label.  CheckpointError: ``source`` has no config.json, or one that is not JSON; a file cannot be copied.
     """
-    config = _read_config(source)
+    config = read_config(source)
     try:
         for path in sorted({path for pattern in PATTERNS for path in source.glob(pattern)}):
             if path.is_file() and path.name != CONFIG and not path.name.endswith(INDEX_SUFFIX):
@@ -37,7 +37,8 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype, *, critic: b
         raise CheckpointError(str(source), [problem]) from error
 
 
-def _read_config(source: Path) -> dict[str, Any]:
+def read_config(source: Path) -> dict[str, Any]:
+    """The ``config.json`` of ``source``.  Raises CheckpointError where there is none that can be read."""
     remedy = "Give the directory of the checkpoint that the model came from"
     try:
         config = json.loads((source / CONFIG).read_bytes())

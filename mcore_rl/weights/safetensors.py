@@ -10,6 +10,7 @@ Invariant: no more than ``WINDOW_BYTES`` of host memory is held beside the desti
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -87,7 +88,10 @@ def view_of(tensor: Tensor, box: Box) -> Tensor:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU ``tensor`` of any dtype, not a copy of it."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "only contiguous host memory is one range of bytes"
-    return _flat_bytes(tensor).numpy().data
+    # Not by way of numpy: torch never again resizes a storage that numpy saw, and what is offloaded must be resized.
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.__dict__["tensor"] = tensor  # alive as long as the view
+    return memoryview(memory).cast("B")
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

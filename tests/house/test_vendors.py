@@ -12,7 +12,10 @@ DEVICE_LAYER = ("mcore_rl/parallel/device.py", "mcore_rl/parallel/cpu.py")
 # Names that others chose.  Each must still be in use, or it goes.
 ALLOWED = {
     "mcore_rl/config/engine.py": {"cuda"},  # what a user writes: device=cuda
-    "mcore_rl/parallel/groups.py": {"model_parallel_cuda_manual_seed"},  # Megatron's name; it seeds the CPU as well
+    "mcore_rl/parallel/groups.py": {
+        "model_parallel_cuda_manual_seed",
+        "get_cuda_rng_tracker",
+    },  # Megatron's names; the CPU's as well
 }
 # Judges environments before the package is there.
 ALLOWED_FILES = (*DEVICE_LAYER, "tools/check_environment.py")

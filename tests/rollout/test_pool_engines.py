@@ -16,7 +16,7 @@ from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.process_group import group_of
 from mcore_rl.rollout.protocol import Sample, Sampling, requests_of
 from tests.support import rollouts
-from tests.support.rollouts import assert_same, collect, generate, prompts, wait_until_gone
+from tests.support.rollouts import assert_same, collect, generate, prompts, until_running, wait_until_gone
 
 LONG = Sampling(max_tokens=64, ignore_eos=True, seed=11)
 REQUESTS = requests_of(prompts(12), 4)
@@ -59,7 +59,7 @@ def test_the_samples_of_an_engine_that_is_killed_are_drawn_by_the_other(
 
     async def run() -> dict[tuple[str, int], Sample]:
         task = asyncio.create_task(collect(pool, REQUESTS, LONG))
-        await asyncio.sleep(0.3)
+        await until_running(engines[1])
         (core,) = (process for process in group_of(engines[1].pid) if process.pid != engines[1].pid)
         core.send_signal(signal.SIGKILL)
         return await task
@@ -74,14 +74,14 @@ def test_the_last_engine_that_is_killed_is_an_error_that_names_it(engines: list[
 
     async def run() -> float:
         task = asyncio.create_task(collect(pool, REQUESTS, LONG))
-        await asyncio.sleep(0.3)
+        await until_running(engines[0])
         engines[0]._process.kill()
         killed = time.monotonic()
         with pytest.raises(DeadEngineError, match=r"rollout-\d died while generating"):
             await task
         return time.monotonic() - killed
 
-    assert asyncio.run(run()) < 10
+    assert asyncio.run(run()) < 30
     with pytest.raises(DeadEngineError, match=r"rollout-0 died .*: its process .* was killed by SIGKILL"):
         asyncio.run(engines[0].statistics())
     wait_until_gone(engines[0].pid)

@@ -28,10 +28,20 @@ from mcore_rl.rollout.protocol import (
     requests_of,
 )
 from tests.support import rollouts
-from tests.support.rollouts import EOS, assert_same, chosen, collect, generate, prompts, reference_logprobs
+from tests.support.rollouts import (
+    EOS,
+    assert_same,
+    chosen,
+    collect,
+    generate,
+    prompts,
+    reference_logprobs,
+    until_running,
+)
 
 ATOL = 1e-5  # ten times what was measured
 FREE = Sampling(max_tokens=24, ignore_eos=True, seed=3)
+LONG = 300  # tokens: what must happen in the middle of a sample has time to
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +57,7 @@ def model(checkpoint: tuple[Path, PreTrainedModel]) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: tuple[Path, PreTrainedModel]) -> Iterator[EngineProcess]:
-    with start_engine("rollout-0", checkpoint[0], rollouts.config(), version=4) as engine:
+    with start_engine("rollout-0", checkpoint[0], rollouts.config(max_response_length=LONG), version=4) as engine:
         yield engine
 
 
@@ -190,7 +200,7 @@ def test_pieces_make_the_whole(engine: EngineProcess) -> None:
 def test_an_aborted_sample_is_given_as_far_as_it_came_and_can_go_on(
     engine: EngineProcess, model: PreTrainedModel
 ) -> None:
-    long = Sampling(max_tokens=64, ignore_eos=True, seed=3)
+    long = Sampling(max_tokens=LONG, ignore_eos=True, seed=3)
     kept, ended = requests_of(prompts(2), 1)
 
     async def run() -> dict[tuple[str, int], Sample]:
@@ -203,26 +213,27 @@ def test_an_aborted_sample_is_given_as_far_as_it_came_and_can_go_on(
     found = asyncio.run(run())
     partial = found[ended.key]
     assert found[kept.key].finish is FinishReason.length
-    assert partial.finish is FinishReason.abort and 0 < len(partial.tokens) < 64
+    assert partial.finish is FinishReason.abort and 0 < len(partial.tokens) < LONG
     going_on = Request(prompt=ended.prompt, so_far=partial)
     whole = generate(engine, [going_on], long)[ended.key]
     np.testing.assert_array_equal(whole.tokens[: len(partial.tokens)], partial.tokens)
-    assert len(whole.tokens) == 64 and whole.versions[-1].end == 64
+    assert len(whole.tokens) == whole.versions[-1].end == LONG
     expected = chosen(reference_logprobs(model, ended.prompt.tokens, whole.tokens), whole.tokens)
     np.testing.assert_allclose(whole.logprobs, expected, rtol=0, atol=ATOL)
 
 
 def test_paused_samples_go_on_where_they_were(engine: EngineProcess) -> None:
     requests = requests_of(prompts(3), 4)
-    long = Sampling(max_tokens=64, ignore_eos=True, seed=5)
+    long = Sampling(max_tokens=LONG, ignore_eos=True, seed=5)
     expected = generate(engine, requests, long)
 
     async def run() -> dict[tuple[str, int], Sample]:
         task = asyncio.create_task(collect(engine, requests, long))
-        await asyncio.sleep(0.1)
+        await until_running(engine, len(requests))
         await engine.pause(Pause.keep)
-        await asyncio.sleep(0.3)
-        assert not task.done()
+        drawn = (await engine.statistics()).generated_tokens
+        await asyncio.sleep(0.3)  # for what must not happen
+        assert not task.done() and (await engine.statistics()).generated_tokens == drawn
         await engine.resume()
         return await task
 
@@ -232,12 +243,12 @@ def test_paused_samples_go_on_where_they_were(engine: EngineProcess) -> None:
 def test_every_token_knows_the_version_that_drew_it(engine: EngineProcess) -> None:
     """An update in the middle of generation, here of nothing but the version."""
     requests = requests_of(prompts(2), 4)
-    long = Sampling(max_tokens=64, ignore_eos=True, seed=6)
+    long = Sampling(max_tokens=LONG, ignore_eos=True, seed=6)
 
     async def run() -> dict[tuple[str, int], Sample]:
         assert await engine.version() == 4
         task = asyncio.create_task(collect(engine, requests, long))
-        await asyncio.sleep(0.1)
+        await until_running(engine, len(requests))
         await engine.start_update()
         with pytest.raises(RolloutError, match="rollout-0 does not generate: its weights are being updated"):
             await collect(engine, requests[:1], FREE)
@@ -250,7 +261,7 @@ def test_every_token_knows_the_version_that_drew_it(engine: EngineProcess) -> No
     for sample in found.values():
         assert [span.version for span in sample.versions] == [4, 5]
         old, new = sample.versions
-        assert old == VersionSpan(version=4, start=0, end=new.start) and 0 < new.start < new.end == 64
+        assert old == VersionSpan(version=4, start=0, end=new.start) and 0 < new.start < new.end == LONG
     asyncio.run(engine.start_update())
     asyncio.run(engine.finish_update(4))
     assert_same(generate(engine, requests, long), found, ATOL)  # the weights are the same, after all
@@ -260,8 +271,8 @@ def test_a_failed_update_leaves_the_engine_refusing_until_one_succeeds(engine: E
     requests = requests_of(prompts(2), 1)
 
     async def run() -> None:
-        task = asyncio.create_task(collect(engine, requests, Sampling(max_tokens=64, ignore_eos=True)))
-        await asyncio.sleep(0.05)
+        task = asyncio.create_task(collect(engine, requests, Sampling(max_tokens=LONG, ignore_eos=True)))
+        await until_running(engine, len(requests))
         await engine.start_update()
         await engine.fail_update("rank 1 is out of memory")
         assert {sample.finish for sample in (await task).values()} == {FinishReason.abort}
@@ -282,9 +293,9 @@ def test_wrong_prompts_are_refused_together_and_the_engine_goes_on(engine: Engin
         Prompt(id="strange", tokens=(5, 101)),
     ]
     with pytest.raises(RolloutError) as error:
-        generate(engine, requests_of([*prompts(1), *wrong], 2), Sampling(max_tokens=65))
+        generate(engine, requests_of([*prompts(1), *wrong], 2), Sampling(max_tokens=LONG + 1))
     for said in (
-        "max_tokens=65 must lie between 1 and rollout.max_response_length=64",
+        "max_tokens=301 must lie between 1 and rollout.max_response_length=300",
         "prompt none is empty. Drop it",
         "prompt long has 201 tokens, more than rollout.max_prompt_length=200. Filter",
         "prompt strange has token 101, and the model's vocabulary has 101",
@@ -305,7 +316,8 @@ def test_leaving_early_aborts_the_rest_and_the_books_are_kept(engine: EngineProc
         samples = engine.generate(requests_of(prompts(2), 30), Sampling(max_tokens=64))
         await anext(samples)
         await samples.aclose()  # type: ignore[attr-defined]
-        await asyncio.sleep(0.3)
+        while (await engine.statistics()).running:  # as of the last step: until they are aborted
+            await collect(engine, requests_of(prompts(1), 1), FREE)
         found = await collect(engine, requests_of(prompts(1), 1), FREE)
         after = await engine.statistics()
         assert len(found) == 1 and after.running == after.waiting == 0

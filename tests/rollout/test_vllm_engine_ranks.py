@@ -62,12 +62,14 @@ def test_each_rank_computes_on_its_own_cores(engine: EngineProcess) -> None:
 
 
 def test_a_rank_that_is_killed_ends_the_engine_with_its_cause(engine: EngineProcess) -> None:
-    mapped = shared_memory_of(group_of(engine.pid))
-    assert mapped
+    maps = [part.path for process in group_of(engine.pid) for part in process.memory_maps()]
+    mapped = {Path(path) for path in maps if path.startswith(("/dev/shm/vllm_", "/dev/shm/psm_"))}
+    assert len({file.name.partition("_")[0] for file in mapped}) == 2, "its kernels' memory and Python's"
 
     async def run() -> float:
         task = asyncio.create_task(collect(engine, requests_of(prompts(2), 100), Sampling(max_tokens=64)))
-        await asyncio.sleep(0.3)
+        while not (await engine.statistics()).running:
+            await asyncio.sleep(0.01)
         worker = max(group_of(engine.pid), key=lambda process: process.create_time())
         worker.send_signal(signal.SIGKILL)
         killed = time.monotonic()
@@ -78,8 +80,11 @@ def test_a_rank_that_is_killed_ends_the_engine_with_its_cause(engine: EngineProc
             await task
         return time.monotonic() - killed
 
-    assert asyncio.run(run()) < 10
+    assert asyncio.run(run()) < 30
     with pytest.raises(DeadEngineError, match="VllmWorker"):
         asyncio.run(engine.version())
     wait_until_gone(engine.pid)
-    assert not [file for file in mapped if file.exists()]
+    deadline = time.monotonic() + 30
+    while left := [file for file in mapped if file.exists()]:  # a resource tracker removes some, as soon as it notices
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -44,8 +43,8 @@ def over_gloo(address: Address) -> ProcessGroupTransport:
 class _Rank:
     """One training rank; its methods are the orders."""
 
-    def __init__(self, rank: Rank) -> None:
-        self.rank, self.stack = rank, ExitStack()
+    def __init__(self, rank: Rank, store: PrefixStore) -> None:
+        self.rank, self.store, self.stack = rank, store, ExitStack()
         self.real: dict[tuple[int, str], torch.Tensor] = {}
 
     def build(
@@ -76,6 +75,12 @@ class _Rank:
 
     def load(self, weights: Path) -> None:
         self.engine.load_weights(self._loader(weights))
+
+    def export(self, directory: Path, source: Path) -> None:
+        """As a Hugging Face checkpoint, with the files that stand beside the weights in ``source``."""
+        from mcore_rl.weights.export import save_hf
+
+        save_hf(self.engine.models, self.table, self.rank.rank, directory, source)
 
     def opening(self, first_rank: int, attempt: int) -> bytes:
         return self.publisher.opening(first_rank, attempt)
@@ -125,8 +130,8 @@ class _Rank:
         self.real = {}
         self.publisher.__dict__.pop("_pack", None)
 
-    def stumble(self, only: int, seconds: float, message: str | None) -> None:
-        """On rank ``only``: the next publishing stops half-way for so long, then raises ``message`` if there is one."""
+    def stumble(self, only: int, message: str | None) -> None:
+        """On rank ``only``: half-way, the next publishing raises ``message``, or waits until it may ``go_on``."""
         if self.rank.rank != only:
             return
         pack, middle = self.publisher._pack, len(self.publisher.sent) // 2
@@ -134,9 +139,11 @@ class _Rank:
         def stumbling(message_: Any, buffer: torch.Tensor) -> None:
             if message_ is self.publisher.sent[middle]:
                 self.publisher.__dict__.pop("_pack")
-                time.sleep(seconds)
                 if message is not None:
                     raise ValueError(message)
+                self.store.set("stumbling", b"")
+                self.store.wait(["go on"], timedelta(seconds=60))
+                self.store.delete_key("go on")
             pack(message_, buffer)
 
         self.publisher._pack = stumbling  # type: ignore[method-assign]
@@ -152,7 +159,7 @@ def _serve(rank: Rank, orders_port: int) -> None:
 
     store = PrefixStore("orders", TCPStore(HOST, orders_port, is_master=False, timeout=timedelta(seconds=600)))
     with engines.world(rank):
-        mine = _Rank(rank)
+        mine = _Rank(rank, store)
         for number in itertools.count():
             order, args = pickle.loads(store.get(f"order/{number}"))
             try:
@@ -218,6 +225,17 @@ class LiveTrainers:
             num_rollout=parse_rollout_layout(rollout).world_size,
         )
         await self.order("build", name, model, layout, weights, rollout, over(address))
+
+    async def stumbling(self) -> None:
+        """Return once a rank that was told to stumble does."""
+        while not self._orders.check(["stumbling"]):
+            assert self._thread.is_alive(), "the training ranks are gone"
+            await asyncio.sleep(0.005)
+        self._orders.delete_key("stumbling")
+
+    def go_on(self) -> None:
+        """To the rank that stumbles."""
+        self._orders.set("go on", b"")
 
     def process_of(self, rollout_rank: int, attempt: int = 1) -> int:
         """The process that holds a rollout rank, since the channel was opened."""

@@ -91,6 +91,12 @@ async def collect(
     return found
 
 
+async def until_running(engine: RolloutEngine, count: int = 1) -> None:
+    """Return once so many samples are under way, each with a token at least."""
+    while (await engine.statistics()).running < count:
+        await asyncio.sleep(0.001)
+
+
 def generate(engine: RolloutEngine, requests: Iterable[Request], sampling: Sampling) -> dict[tuple[str, int], Sample]:
     """``collect`` for a test without an event loop."""
     return asyncio.run(collect(engine, requests, sampling))
@@ -121,7 +127,7 @@ def assert_same(found: dict[tuple[str, int], Sample], expected: dict[tuple[str, 
     return worst
 
 
-def wait_until_gone(leader: int, limit_s: float = 10.0) -> None:
+def wait_until_gone(leader: int, limit_s: float = 30.0) -> None:
     """Return when no process of the group that ``leader`` led is alive."""
     deadline = time.monotonic() + limit_s
     while any(map(is_alive, group_of(leader))):

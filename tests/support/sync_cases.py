@@ -36,7 +36,7 @@ def write(name: str, root: Path) -> tuple[Path, Path]:
     return root / "a", root / "b"
 
 
-def engine(directory: Path, rollout: str = "tp=1", extension: str = WORKER_EXTENSION) -> EngineProcess:
+def engine(directory: Path, rollout: str = "tp=1", *, wait: bool = True) -> EngineProcess:
     """A real vLLM in a process of its own, float32."""
     layout = parse_rollout_layout(rollout)
     config = RolloutConfig(
@@ -48,7 +48,7 @@ def engine(directory: Path, rollout: str = "tp=1", extension: str = WORKER_EXTEN
         max_response_length=96,
         kv_cache_memory_bytes=1 << 26,
     )
-    return start_engine("engine", directory, config, extension=extension)
+    return start_engine("engine", directory, config, extension=WORKER_EXTENSION, wait=wait)
 
 
 async def greedy(engine: EngineProcess) -> list[Sample]:

@@ -1,13 +1,12 @@
 """Real Megatron to real vLLM, for every family and layout axis: what is generated after an update, and what is held.
 
-An engine starts from weights a, and updates go to b, to a, ...: after each return to a it must do what it did when it
-was fresh, and with b what transformers does.  vLLM starts in 10 s, so one engine serves a family.
+An engine starts from weights a, as training ranks exported them, and updates go to b, to a, ...: after each return to a
+it must do what it did when it was fresh, and with b what transformers does.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,9 +21,9 @@ from mcore_rl.sync.directory import DirectoryTransport
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.update import WeightSync
-from tests.support import sync_cases
 from tests.support.live_trainers import LiveTrainers
 from tests.support.sync_cases import MODELS, PROMPTS, distance_from_transformers, greedy, same
+from tests.sync.conftest import Running
 
 DENSE = ("tp=2", "pp=2")
 EXPERTS = (*DENSE, "ep=2", "tp=2,ep=2,etp=1")
@@ -32,55 +31,8 @@ TOLERANCE = 1e-5  # float32, another order of sums
 GROWTH = 8 << 20  # bytes that a process may differ by between two moments
 
 
-@pytest.fixture(scope="module")
-def trainers() -> Iterator[LiveTrainers]:
-    with LiveTrainers() as live:
-        yield live
-
-
-@pytest.mark.parametrize(
-    ("name", "rollout"),
-    [
-        ("llama", "tp=1"),
-        ("qwen2", "tp=1"),
-        ("qwen3", "tp=1"),
-        ("mixtral", "tp=1"),
-        ("qwen3_moe", "tp=1"),
-        ("qwen2", "tp=2"),
-        ("qwen3_moe", "tp=2"),
-    ],
-)
-def test_engines_generate_with_the_trainers_weights(
-    trainers: LiveTrainers, tmp_path: Path, name: str, rollout: str
-) -> None:
-    a, b = sync_cases.write(name, tmp_path)
-    with sync_cases.engine(a, rollout) as engine:
-        asyncio.run(_updates(trainers, engine, name, rollout, a, b))
-
-
-async def _updates(trainers: LiveTrainers, engine: EngineProcess, name: str, rollout: str, a: Path, b: Path) -> None:
-    model, version, weights = MODELS[name], 0, a
-    fresh = await greedy(engine)
-    assert distance_from_transformers(fresh, a) < TOLERANCE
-    outcomes = {a: fresh}
-    for layout in EXPERTS if model.moe is not None else DENSE:
-        await trainers.build(name, model, layout, weights, rollout)
-        sync = WeightSync([engine], parse_rollout_layout(rollout), trainers)
-        for mode in (Mode.direct, Mode.names):
-            version, weights = version + 1, b if weights == a else a
-            await trainers.order("load", weights)
-            published = await sync.update(version, mode)
-            if mode is Mode.direct:
-                assert published[0].bytes_over_bound == 1.0
-            samples = await greedy(engine)
-            assert all(sample.versions == (VersionSpan(version=version, start=0, end=10),) for sample in samples)
-            if weights in outcomes:
-                assert same(samples, outcomes[weights]), (layout, mode)
-            else:
-                assert distance_from_transformers(samples, weights) < TOLERANCE, (layout, mode)
-                assert not same(samples, fresh), "both weights say the same: nothing is proven"
-                outcomes[weights] = samples
-            await sync.check()
+# What one family and one layout can prove, from tp=2,ep=2.  First, for the families begin with it too.
+mixtral = pytest.mark.parametrize("running", [("mixtral", "tp=1", "a")], indirect=True, ids=["mixtral"])
 
 
 def _resident(engine: EngineProcess) -> int:
@@ -88,18 +40,9 @@ def _resident(engine: EngineProcess) -> int:
     return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, Path, Path]]:
-    """Mixtral, from tp=2,ep=2, for what one family and one layout can prove."""
-    a, b = sync_cases.write("mixtral", tmp_path_factory.mktemp("mixtral"))
-    with sync_cases.engine(a) as engine:
-        yield engine, a, b
-
-
-def test_many_updates_keep_nothing_and_checks_name_what_is_wrong(
-    trainers: LiveTrainers, live: tuple[EngineProcess, Path, Path]
-) -> None:
-    asyncio.run(_checks(trainers, *live))
+@mixtral
+def test_many_updates_keep_nothing_and_checks_name_what_is_wrong(trainers: LiveTrainers, running: Running) -> None:
+    asyncio.run(_checks(trainers, running.engine, running.a, running.b))
 
 
 async def _checks(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path) -> None:
@@ -133,10 +76,9 @@ async def _checks(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Pat
     await sync.check()
 
 
-def test_other_ways_for_the_same_weights(
-    trainers: LiveTrainers, live: tuple[EngineProcess, Path, Path], tmp_path: Path
-) -> None:
-    asyncio.run(_other_ways(trainers, tmp_path, *live))
+@mixtral
+def test_other_ways_for_the_same_weights(trainers: LiveTrainers, running: Running, tmp_path: Path) -> None:
+    asyncio.run(_other_ways(trainers, tmp_path, running.engine, running.a, running.b))
 
 
 async def _other_ways(trainers: LiveTrainers, folder: Path, engine: EngineProcess, a: Path, b: Path) -> None:
@@ -168,8 +110,9 @@ async def _other_ways(trainers: LiveTrainers, folder: Path, engine: EngineProces
     await WeightSync([engine], parse_rollout_layout("tp=1"), trainers).update(version + 2)
 
 
-def test_an_update_in_the_middle_of_samples(trainers: LiveTrainers, live: tuple[EngineProcess, Path, Path]) -> None:
-    asyncio.run(_in_the_middle(trainers, *live))
+@mixtral
+def test_an_update_in_the_middle_of_samples(trainers: LiveTrainers, running: Running) -> None:
+    asyncio.run(_in_the_middle(trainers, running.engine, running.a, running.b))
 
 
 async def _in_the_middle(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path) -> None:
@@ -195,3 +138,50 @@ async def _in_the_middle(trainers: LiveTrainers, engine: EngineProcess, a: Path,
     assert sample.versions[0].end == sample.versions[1].start > 2
     assert sample.versions[1].end == len(sample.tokens) == 90
     assert await engine.version() == 51
+
+
+@pytest.mark.parametrize(
+    "running",
+    [
+        ("mixtral", "tp=1", "a"),
+        ("llama", "tp=1", "a"),
+        ("qwen2", "tp=1", "a"),
+        ("qwen3", "tp=1", "a"),
+        ("qwen3_moe", "tp=1", "a"),
+        ("qwen3_moe", "tp=2", "a"),
+        ("qwen2", "tp=2", "a"),
+    ],
+    indirect=True,
+    ids="-".join,
+)
+def test_engines_generate_with_the_trainers_weights(
+    trainers: LiveTrainers, running: Running, request: pytest.FixtureRequest
+) -> None:
+    name, rollout, _ = request.node.callspec.params["running"]
+    asyncio.run(_updates(trainers, running, name, rollout))
+
+
+async def _updates(trainers: LiveTrainers, running: Running, name: str, rollout: str) -> None:
+    """By each layout in both modes to both weights, but that every second layout begins with the other mode."""
+    model, version, engine = MODELS[name], 100, running.engine
+    assert distance_from_transformers(running.fresh, running.a) < TOLERANCE
+    outcomes = {running.a: running.fresh}
+    for number, layout in enumerate(EXPERTS if model.moe is not None else DENSE):
+        await trainers.build(name, model, layout, running.a, rollout)
+        sync = WeightSync([engine], parse_rollout_layout(rollout), trainers)
+        modes = (Mode.direct, Mode.names)[:: 1 - 2 * (number % 2)]
+        for mode, weights in zip(modes, (running.b, running.a), strict=True):
+            version += 1
+            await trainers.order("load", weights)
+            published = await sync.update(version, mode)
+            if mode is Mode.direct:
+                assert published[0].bytes_over_bound == 1.0
+            samples = await greedy(engine)
+            assert all(sample.versions == (VersionSpan(version=version, start=0, end=10),) for sample in samples)
+            if weights in outcomes:
+                assert same(samples, outcomes[weights]), (layout, mode)
+            else:
+                assert distance_from_transformers(samples, weights) < TOLERANCE, (layout, mode)
+                assert not same(samples, running.fresh), "both weights say the same: nothing is proven"
+                outcomes[weights] = samples
+            await sync.check()

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,38 +14,29 @@ from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.errors import DeadEngineError, RolloutError, SyncError
 from mcore_rl.rollout.engine_process import EngineProcess
 from mcore_rl.sync.update import WeightSync
-from tests.support import sync_cases
 from tests.support.live_trainers import LiveTrainers
 from tests.support.sync_cases import MODELS, distance_from_transformers, greedy
+from tests.sync.conftest import Running
 
 LIMIT_S = 30.0
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def trainers() -> Iterator[LiveTrainers]:
-    with LiveTrainers() as live:
-        yield live
+@pytest.mark.parametrize("running", [("qwen2", "tp=2", "a")], indirect=True, ids=["qwen2"])
+def test_a_failing_trainer_and_a_killed_worker(trainers: LiveTrainers, running: Running) -> None:
+    asyncio.run(_a_trainer_fails(trainers, running.engine, running.b))
+    asyncio.run(_a_worker_is_killed(trainers, running.engine, running.b))
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return sync_cases.write("llama", tmp_path_factory.mktemp("llama"))
+@pytest.mark.parametrize("running", [("qwen2", "tp=2", "b")], indirect=True, ids=["qwen2"])
+def test_a_restart_receives_the_current_weights(trainers: LiveTrainers, running: Running) -> None:
+    asyncio.run(_restarted(trainers, running))
 
 
-def test_a_killed_worker_and_a_failing_trainer(trainers: LiveTrainers, weights: tuple[Path, Path]) -> None:
-    a, b = weights
-    with sync_cases.engine(a, "tp=2") as engine:
-        asyncio.run(_a_trainer_fails(trainers, engine, a, b))
-        asyncio.run(_a_worker_is_killed(trainers, engine, b))
-    with sync_cases.engine(a, "tp=2") as engine:  # a restart receives the current weights
-        asyncio.run(_restarted(trainers, engine, b))
-
-
-async def _a_trainer_fails(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path) -> None:
-    await trainers.build("llama", MODELS["llama"], "tp=2", b, "tp=2")
+async def _a_trainer_fails(trainers: LiveTrainers, engine: EngineProcess, b: Path) -> None:
+    await trainers.build("qwen2", MODELS["qwen2"], "tp=2", b, "tp=2")
     sync = WeightSync([engine], parse_rollout_layout("tp=2"), trainers)
-    await trainers.order("stumble", 1, 0.0, "a row of the plan is broken")
+    await trainers.order("stumble", 1, "a row of the plan is broken")
     begun = time.monotonic()
     with pytest.raises(SyncError, match=r"training rank 1 \(process \d+ on .*\) failed while publishing version 1: "):
         await sync.update(1)
@@ -59,15 +49,16 @@ async def _a_trainer_fails(trainers: LiveTrainers, engine: EngineProcess, a: Pat
 
 
 async def _a_worker_is_killed(trainers: LiveTrainers, engine: EngineProcess, b: Path) -> None:
-    await trainers.build("llama", MODELS["llama"], "pp=2", b, "tp=2")
+    await trainers.build("qwen2", MODELS["qwen2"], "pp=2", b, "tp=2")
     sync = WeightSync([engine], parse_rollout_layout("tp=2"), trainers)
     await sync.update(3)
-    await trainers.order("stumble", 1, 4.0, None)  # of the last stage, from which both rollout ranks wait
+    await trainers.order("stumble", 1, None)  # of the last stage, from which both rollout ranks wait
     update = asyncio.create_task(sync.update(4))
-    await asyncio.sleep(2.0)
+    await trainers.stumbling()
     victim = trainers.process_of(1)
     begun = time.monotonic()
     os.kill(victim, signal.SIGKILL)
+    trainers.go_on()
     with pytest.raises(DeadEngineError, match="running sync_receive"):
         await update
     assert time.monotonic() - begun < LIMIT_S
@@ -75,8 +66,10 @@ async def _a_worker_is_killed(trainers: LiveTrainers, engine: EngineProcess, b: 
     assert named == [True, True], trainers.errors
 
 
-async def _restarted(trainers: LiveTrainers, engine: EngineProcess, b: Path) -> None:
-    await trainers.build("llama", MODELS["llama"], "tp=2", b, "tp=2")
-    sync = WeightSync([engine], parse_rollout_layout("tp=2"), trainers)
+async def _restarted(trainers: LiveTrainers, running: Running) -> None:
+    """Fresh, it held b; so what comes is a."""
+    await trainers.build("qwen2", MODELS["qwen2"], "tp=2", running.a, "tp=2")
+    sync = WeightSync([running.engine], parse_rollout_layout("tp=2"), trainers)
+    assert distance_from_transformers(running.fresh, running.b) < TOLERANCE
     await sync.update(5)
-    assert distance_from_transformers(await greedy(engine), b) < TOLERANCE
+    assert distance_from_transformers(await greedy(running.engine), running.a) < TOLERANCE

@@ -1,0 +1,27 @@
+"""Generalized advantage estimation (arXiv:1506.02438), the advantages of PPO (arXiv:1707.06347)."""
+
+from __future__ import annotations
+
+import torch
+
+from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from mcore_rl.algorithms.ragged import discounted_sums
+from mcore_rl.config.algorithm import AlgorithmConfig
+
+
+def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+    """``A_t = delta_t + gamma lam A_{t+1}``, ``delta_t = r_t + gamma V_{t+1} - V_t``; the returns are ``A + V``.
+
+    t counts trained tokens only: what the environment wrote in between is passed over, as in verl.  After the last
+    trained token the value is 0.  The registry whitens the advantages, as verl and TRL do and the paper does not; the
+    returns, made before that, are never whitened.
+    """
+    assert inputs.values_T is not None
+    values_M, rewards_M = inputs.values_T[inputs.trained_M], inputs.rewards_T[inputs.trained_M]
+    next_values_M = torch.zeros_like(values_M)
+    next_values_M[:-1] = values_M[1:]
+    last_S = inputs.counts_S.cumsum(0) - 1
+    next_values_M[last_S[inputs.counts_S > 0]] = 0
+    deltas_M = rewards_M + config.gamma * next_values_M - values_M
+    advantages_M = discounted_sums(deltas_M, inputs.counts_S, config.gamma * config.lam)
+    return Advantages(advantages_T=inputs.scatter(advantages_M), returns_T=inputs.scatter(advantages_M + values_M))

@@ -1,0 +1,59 @@
+"""The samples of each prompt, for the estimators that compare a response with its siblings.
+
+A sequence without a trained token is a member of no group: it neither moves a baseline nor counts.  The only member
+of a group has nothing to be compared with: all that is computed here makes its advantage 0, never its raw reward, so
+that a prompt which lost its other samples costs a sample and not the run (``rollout.n=1`` is refused beforehand).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptGroups:
+    """Members of each prompt's group.
+
+    scores_S: less the lowest of the group, which no baseline notices, and which makes equal scores give exactly 0
+    whatever the rounding of their mean; 0 for those who are no members.
+    member_S: bool.  index_S: int64, the group, counted from 0.  sizes_S: members of a sequence's group.
+    """
+
+    scores_S: Tensor
+    member_S: Tensor
+    index_S: Tensor
+    sizes_S: Tensor
+
+    @classmethod
+    def of(cls, inputs: AdvantageInputs) -> PromptGroups:
+        """The groups of one step."""
+        groups, index_S = torch.unique(inputs.group_S, return_inverse=True)
+        member_S = inputs.counts_S > 0
+        lowest_G = torch.zeros(len(groups), dtype=inputs.scores_S.dtype)
+        lowest_G.scatter_reduce_(0, index_S[member_S], inputs.scores_S[member_S], "amin", include_self=False)
+        scores_S = torch.where(member_S, inputs.scores_S - lowest_G[index_S], 0)
+        sizes_S = torch.zeros(len(groups), dtype=torch.int64).index_add(0, index_S, member_S.long())[index_S]
+        return cls(scores_S=scores_S, member_S=member_S, index_S=index_S, sizes_S=sizes_S)
+
+    @property
+    def has_siblings_S(self) -> Tensor:
+        """Bool: members of groups of two or more."""
+        return self.member_S & (self.sizes_S > 1)
+
+    def sums(self, x_S: Tensor) -> Tensor:
+        """Sum of ``x_S`` over the members of each sequence's group, [S]."""
+        members_S = torch.where(self.member_S, x_S, 0)
+        return torch.zeros_like(members_S).index_add(0, self.index_S, members_S)[self.index_S]
+
+    def centred(self) -> Tensor:
+        """Scores less the mean of their group, [S]; 0 for only members."""
+        return torch.where(self.member_S, self.scores_S - self.sums(self.scores_S) / self.sizes_S.clamp(min=1), 0)
+
+    def deviations(self) -> Tensor:
+        """Standard deviation of the group's scores with Bessel's correction, [S]; 0 for only members."""
+        return (self.sums(self.centred().square()) / (self.sizes_S - 1).clamp(min=1)).sqrt()

@@ -1,0 +1,19 @@
+"""On-policy RL with optimal reward baseline (arXiv:2505.23585)."""
+
+from __future__ import annotations
+
+from mcore_rl.algorithms.advantages.groups import PromptGroups
+from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from mcore_rl.config.algorithm import AlgorithmConfig
+
+
+def opo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+    """``A = R - sum(length R) / sum(length)`` over the group, the same for every token of a response.
+
+    The baseline of least variance, for gradients that grow with the square root of the length.  Lengths count
+    trained tokens.
+    """
+    groups = PromptGroups.of(inputs)
+    lengths_S = inputs.counts_S.to(groups.scores_S.dtype)
+    baseline_S = groups.sums(lengths_S * groups.scores_S) / groups.sums(lengths_S).clamp(min=1)
+    return Advantages(advantages_T=inputs.spread(groups.scores_S - baseline_S))

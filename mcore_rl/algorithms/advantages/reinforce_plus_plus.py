@@ -1,0 +1,17 @@
+"""REINFORCE++ (arXiv:2501.03262): returns to go, whitened over the global batch; no critic and no groups."""
+
+from __future__ import annotations
+
+from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from mcore_rl.algorithms.ragged import discounted_sums
+from mcore_rl.config.algorithm import AlgorithmConfig
+
+
+def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+    """``A_t = r_t + gamma A_{t+1}``; the registry whitens it.
+
+    t counts trained tokens only.  verl starts anew after every untrained token, so that in a dialogue of several
+    turns only the last turn sees the score; here all do, as with GAE.
+    """
+    returns_M = discounted_sums(inputs.rewards_T[inputs.trained_M], inputs.counts_S, config.gamma)
+    return Advantages(advantages_T=inputs.scatter(returns_M))

@@ -1,0 +1,15 @@
+"""REINFORCE++ with the group's mean as baseline (arXiv:2501.03262)."""
+
+from __future__ import annotations
+
+from mcore_rl.algorithms.advantages.groups import PromptGroups
+from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from mcore_rl.config.algorithm import AlgorithmConfig
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+    """``A = R - mean`` over the group, the same for every token of a response; the registry whitens it.
+
+    Whitening is over the tokens of groups of two or more.  verl passes the raw reward of an only member on.
+    """
+    return Advantages(advantages_T=inputs.spread(PromptGroups.of(inputs).centred()))

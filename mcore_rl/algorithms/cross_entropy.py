@@ -1,0 +1,18 @@
+"""Supervised fine-tuning: the cross entropy of the tokens that are trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.algorithms.losses.token_losses import masked_sum
+from mcore_rl.types import LossInputs, LossSums
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """``-sum(log p(token))`` over trained tokens, nats; divide by their number.  Travels to workers by pickle."""
+
+    def __call__(self, inputs: LossInputs) -> LossSums:
+        """The sum of this rank's rows; without a trained row it is a zero that is connected to the graph."""
+        assert inputs.logprobs_N is not None, "a language model's forward pass makes log-probs"
+        return LossSums(total=-masked_sum(inputs.logprobs_N, inputs.mask_N), metrics={})

@@ -1,0 +1,19 @@
+"""CISPO (arXiv:2506.13585, section 3.1): clipped importance weights, and a gradient from every token."""
+
+from __future__ import annotations
+
+from mcore_rl.algorithms.losses.token_losses import TokenLosses, clip_metrics, log_ratios
+from mcore_rl.config.roles import ActorConfig
+from mcore_rl.types import LossInputs
+
+
+def cispo(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
+    """``-sg[clip(r, 1 - low, 1 + high)] A log p``, ``r = p / p_old``.
+
+    The paper leaves the lower bound away: ``clip_ratio_low=1`` or more.  Metrics count clipped weights.
+    """
+    assert inputs.logprobs_N is not None and inputs.advantages_N is not None
+    ratio_N = log_ratios(inputs).detach().exp()
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    loss_N = -ratio_N.clamp(low, high) * inputs.advantages_N * inputs.logprobs_N
+    return TokenLosses(loss_N=loss_N, metrics=clip_metrics(ratio_N < low, ratio_N > high, inputs.mask_N))

@@ -1,0 +1,29 @@
+"""Group sequence policy optimization (arXiv:2507.18071): one ratio a response, the geometric mean of its tokens'."""
+
+from __future__ import annotations
+
+import torch
+
+from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO, TokenLosses, clip_metrics, log_ratios
+from mcore_rl.config.roles import ActorConfig
+from mcore_rl.types import LossInputs
+
+
+def gspo(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
+    """``max(-A s_t, -A clip(s_t, 1 - low, 1 + high))`` with ``s_t = sg[s] p_t / sg[p_t]``, ``log s = mean log r``.
+
+    The paper's token form (section 4.3): the value is the sequence's, the gradient each token's own; with
+    ``loss_agg_mode=seq_mean_token_mean`` and one advantage a response it is the gradient of the sequence form.
+    Clip ranges of this ratio are small: 3e-4 and 4e-4 in the paper.  There is no dual clip.
+    """
+    assert inputs.logprobs_N is not None and inputs.advantages_N is not None
+    advantages_N = inputs.advantages_N
+    changes_N = log_ratios(inputs).detach()
+    counts_S = inputs.sequence_sums(inputs.mask_N.to(changes_N.dtype)).clamp(min=1)
+    mean_change_S = (inputs.sequence_sums(changes_N) / counts_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    logprobs_N = inputs.logprobs_N.masked_fill(~inputs.mask_N, 0)
+    ratio_N = (inputs.expand(mean_change_S) + logprobs_N - logprobs_N.detach()).exp()
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    loss_N = torch.maximum(-advantages_N * ratio_N, -advantages_N * ratio_N.clamp(low, high))
+    metrics = clip_metrics((advantages_N < 0) & (ratio_N < low), (advantages_N > 0) & (ratio_N > high), inputs.mask_N)
+    return TokenLosses(loss_N=loss_N, metrics=metrics)

@@ -1,0 +1,81 @@
+"""The actor's loss: policy loss, entropy bonus and KL to the reference, added up token by token.
+
+Every metric is a sum over trained tokens; divided by the trained tokens of the global minibatch it is a mean over
+tokens, whatever the loss's own aggregation:
+
+- ``actor/policy_loss``: of tokens, importance weights included
+- ``actor/clip_fraction``, ``_low``, ``_high`` (losses with a clip range), ``_dual`` (ppo_clip)
+- ``actor/ratio``, ``actor/approx_kl`` (k3), ``actor/approx_kl_k1``: of the policy before the step (old) to the policy
+  now, where old log-probs are there
+- ``actor/entropy``: where entropies are computed.  ``actor/kl_loss``: the KL to the reference, before its coefficient
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.kl import kl_k1, kl_k3, penalty
+from mcore_rl.algorithms.losses.aggregation import sum_token_losses
+from mcore_rl.algorithms.losses.registry import POLICY_LOSSES
+from mcore_rl.algorithms.losses.token_losses import log_ratios, masked_sum, trained_rows
+from mcore_rl.config.roles import ActorConfig
+from mcore_rl.types import LossInputs, LossSums
+
+
+@dataclass(frozen=True)
+class ActorLoss:
+    """``aggregate(weight * policy_loss - entropy_coeff * entropy + kl_loss_coef * kl)`` as a sum; see the module."""
+
+    config: ActorConfig
+
+    @property
+    def with_entropy(self) -> bool:
+        """Whether the engine must compute entropies with gradient: only the bonus needs them."""
+        return self.config.entropy_coeff != 0
+
+    def __call__(self, inputs: LossInputs) -> LossSums:
+        """The sums of this rank's rows.
+
+        Needs advantages; old log-probs where the loss mode does; reference log-probs where ``use_kl_loss``; entropies
+        where ``with_entropy``.  Without a trained row it is a zero that is connected to the graph.
+        """
+        config, inputs = self.config, trained_rows(inputs)
+        assert inputs.logprobs_N is not None, "an actor's forward pass makes log-probs"
+        found = POLICY_LOSSES[config.loss_mode].fn(inputs, config)
+        policy_N = found.loss_N if inputs.weights_N is None else found.loss_N * inputs.weights_N
+        loss_N, per_token = policy_N, {"actor/policy_loss": policy_N}
+
+        if inputs.entropy_N is not None:
+            per_token["actor/entropy"] = inputs.entropy_N
+        if self.with_entropy:
+            assert inputs.entropy_N is not None, "an entropy bonus needs entropies"
+            loss_N = loss_N - config.entropy_coeff * inputs.entropy_N
+        if config.use_kl_loss:
+            assert inputs.ref_logprobs_N is not None, "a KL loss needs the reference's log-probs"
+            kl_N = penalty(config.kl_loss_type)(inputs.logprobs_N, inputs.ref_logprobs_N)
+            loss_N = loss_N + config.kl_loss_coef * kl_N
+            per_token["actor/kl_loss"] = kl_N
+        if inputs.old_logprobs_N is not None:
+            per_token |= _change(inputs)
+        metrics = {name: masked_sum(x_N.detach(), inputs.mask_N) for name, x_N in per_token.items()}
+        return LossSums(total=sum_token_losses(loss_N, inputs, config.loss_agg_mode), metrics=found.metrics | metrics)
+
+
+def policy_loss(config: ActorConfig) -> ActorLoss:
+    """The actor's loss; travels to workers by pickle."""
+    return ActorLoss(config)
+
+
+@torch.no_grad()
+def _change(inputs: LossInputs) -> dict[str, Tensor]:
+    """How far the policy moved since the samples were scored, per token; nats."""
+    change_N = log_ratios(inputs)
+    zero_N = torch.zeros_like(change_N)
+    return {
+        "actor/ratio": change_N.exp(),
+        "actor/approx_kl": kl_k3(zero_N, change_N),
+        "actor/approx_kl_k1": kl_k1(zero_N, change_N),
+    }

@@ -1,0 +1,101 @@
+"""``mcore-rl train|sft|generate|evaluate``: overrides to a typed configuration, which is checked and run.
+
+Every mistake of the user's is one message and exit code 2, without a traceback; ``--debug`` shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mcore_rl.config.compose import as_yaml, compose
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.errors import McoreRLError
+
+EPILOG = """\
+Overrides are hydra's: key=value, lists as key=[a,b], yaml files of conf/ as algorithm=grpo.
+
+  mcore-rl train model.path=MODEL data.train_files=[train.parquet] data.val_files=[test.parquet] \\
+      algorithm=grpo rollout.n=8 actor.parallel.tp=2 actor.parallel.ep=2 trainer.n_gpus_per_node=8
+  mcore-rl train --config-dir my_recipes --config-name gsm8k trainer.total_epochs=3
+  mcore-rl train --cfg algorithm=dapo          what would be run, as yaml, without running it
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One of the main programs.  run: returns the exit code."""
+
+    help: str
+    schema: type[Any]
+    run: Callable[[Any], int]
+
+
+def _train(config: RunConfig) -> int:
+    from mcore_rl.controller.program import run_training
+
+    return asyncio.run(run_training(config))
+
+
+def _sft(config: SftConfig) -> int:
+    from mcore_rl.controller.sft import run_sft
+
+    return asyncio.run(run_sft(config))
+
+
+PROGRAMS = {
+    "train": Program("reinforcement learning: PPO, GRPO, RLOO and their relatives", RunConfig, _train),
+    "sft": Program("supervised fine-tuning on conversations", SftConfig, _sft),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="mcore-rl", description=__doc__.split("\n")[0])
+    programs = top.add_subparsers(dest="program", required=True, metavar="|".join(PROGRAMS))
+    for name, program in PROGRAMS.items():
+        sub = programs.add_parser(
+            name, help=program.help, description=program.help, epilog=EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        sub.add_argument("overrides", nargs="*", metavar="key=value", help="see below; --cfg shows all keys")
+        sub.add_argument("--config-dir", type=Path, help="of yaml files of your own, found before ours")
+        sub.add_argument("--config-name", help=f"the yaml file to begin with (default: {name})")
+        sub.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a program; its exit code: 0, 1 where it says so, 2 on a user's mistake, 130 on Ctrl-C."""
+    chosen = parser().parse_args(arguments)
+    program = PROGRAMS[chosen.program]
+    errors = Console(stderr=True)
+    try:
+        config = compose(program.schema, chosen.program, chosen.overrides, chosen.config_dir, chosen.config_name)
+        if chosen.cfg:
+            Console().print(as_yaml(config), markup=False, highlight=False, soft_wrap=True)
+            return 0
+        return program.run(config)
+    except McoreRLError as error:
+        if chosen.debug:
+            raise
+        notes = [str(note) for note in error.__dict__.get("__notes__", ())]
+        text = "\n".join([f"error: {error}", *notes])
+        errors.print(text, markup=False, highlight=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        errors.print("Stopped.", markup=False)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

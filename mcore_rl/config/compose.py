@@ -1,0 +1,112 @@
+"""Command-line overrides over yaml values over the dataclasses, to one typed configuration.
+
+The dataclasses are the only schema: a key that they do not have and a value of another type are refused, with the place
+and the nearest key that there is.  The yaml files of ``mcore_rl/conf`` hold values; a directory of the user's may hold
+more of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mcore_rl.errors import ConfigError, Violation
+
+T = TypeVar("T")
+ERRORS = (HydraException, OmegaConfBaseException)
+
+
+def compose(
+    schema: type[T], program: str, overrides: Sequence[str], directory: Path | None = None, name: str | None = None
+) -> T:
+    """``schema`` with the values of ``conf/PROGRAM.yaml`` and then of ``overrides``, as hydra writes them.
+
+    directory: of more yaml files, found before ours.  name: of the one to begin with there; None is PROGRAM's.
+    Raises ConfigError naming the override or key, and what could be written instead.
+    """
+    search = [] if directory is None else [f"hydra.searchpath=[file://{directory.resolve()}]"]
+    begin = name or program
+    if directory is not None and not (directory / f"{begin}.yaml").is_file() and name is not None:
+        there = ", ".join(sorted(path.stem for path in directory.glob("*.yaml"))) or "none"
+        problem = f"there is no {begin}.yaml in {directory}"
+        raise ConfigError([Violation("--config-name", name, problem, f"Choose one of those there: {there}")])
+    # PROGRAM.yaml begins with it, so that every key may be overridden and none that the schema does not have.
+    ConfigStore.instance().store(name=f"{program}_schema", node=schema)
+    try:
+        return _compose(schema, begin, [*search, *overrides])
+    except ERRORS as error:
+        wrong = [each for override in overrides if (each := _violation(begin, search, override, schema)) is not None]
+        raise ConfigError(wrong or [_of_files(begin, error)]) from error
+
+
+def _compose(schema: type[T], name: str, overrides: Sequence[str]) -> T:
+    with hydra.initialize_config_module("mcore_rl.conf", version_base="1.3"):
+        composed = hydra.compose(name, overrides=list(overrides))
+    OmegaConf.resolve(composed)
+    # Once more over the schema: hydra lets ``+key`` add what it does not have.
+    found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(composed)))
+    assert isinstance(found, schema)
+    return found
+
+
+def as_yaml(config: object) -> str:
+    """A configuration as the text that would compose to it."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def as_dict(config: object) -> dict[str, Any]:
+    """A configuration as plain values."""
+    values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _violation(name: str, search: Sequence[str], override: str, schema: type[Any]) -> Violation | None:
+    """What is wrong with ``override`` by itself."""
+    try:
+        _compose(schema, name, [*search, override])
+    except ERRORS as error:
+        key, written, value = override.partition("=")
+        key = key.lstrip("+~")
+        cause = _words(error)
+        if not written:
+            return Violation(key, "", "is no override", "Write key=value; lists as key=[a,b]")
+        if "Could not find" in cause:
+            choices = re.findall(r"^\t(\S+)$", str(error), re.MULTILINE)
+            return Violation(key, value, "there is no such yaml file", f"Choose one of {', '.join(choices)}")
+        known = list(_keys(OmegaConf.structured(schema)))
+        if key in known:
+            return Violation(key, value, cause, "Write a value of that type")
+        near = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+        remedy = f"Did you mean {' or '.join(near)}?" if near else "--help shows all keys"
+        return Violation(key, value, "there is no such key", remedy)
+    return None
+
+
+def _of_files(name: str, error: Exception) -> Violation:
+    key = str(error.__dict__.get("full_key") or f"{name}.yaml")
+    return Violation(key, "", _words(error), "Mend it in the yaml file that says so, or override it")
+
+
+def _words(error: BaseException) -> str:
+    """The first line of what lies at the bottom of ``error``: omegaconf's own words, not hydra's around them."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().splitlines()[0].rstrip(".")
+
+
+def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    for name in map(str, config):
+        yield f"{prefix}{name}"
+        node = config._get_node(name)
+        if isinstance(node, DictConfig) and not node._is_none():
+            yield from _keys(node, f"{prefix}{name}.")

@@ -1,0 +1,129 @@
+"""The roles that are trained, as a user writes them: the actor with its loss, the critic with its."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mcore_rl.config.algorithm import KlPenalty
+from mcore_rl.config.engine import EngineConfig, engine_violations
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.errors import Violation
+
+
+class LossMode(Enum):
+    """The policy loss; one file of ``algorithms/losses`` each, with its paper."""
+
+    ppo_clip = "ppo_clip"
+    gspo = "gspo"
+    cispo = "cispo"
+    gpg = "gpg"
+    policy_gradient = "policy_gradient"
+
+
+class LossAggregation(Enum):
+    """How the losses of tokens become one number.
+
+    ``token_mean``: over all trained tokens of the minibatch.  ``seq_mean_token_sum``, ``seq_mean_token_mean``: over
+    sequences, of sums or means over their tokens.  ``sum_over_constant``: their sum, divided by the number of sequences
+    times ``loss_agg_constant`` (arXiv:2503.20783).
+    """
+
+    token_mean = "token_mean"
+    seq_mean_token_sum = "seq_mean_token_sum"
+    seq_mean_token_mean = "seq_mean_token_mean"
+    sum_over_constant = "sum_over_constant"
+
+
+@dataclass(kw_only=True)
+class ActorConfig(EngineConfig):
+    """The policy that is trained; engine settings, layout, and loss.
+
+    ppo_mini_batch_size: prompts of one optimizer step; each brings ``rollout.n`` sequences.  ppo_epochs: passes over
+    the samples of a step.  shuffle: minibatches of the second and later passes are drawn anew.
+    clip_ratio: of PPO; clip_ratio_low, clip_ratio_high: where they differ (arXiv:2503.14476); None is clip_ratio.
+    clip_ratio_c: lower bound of the dual clip (arXiv:1912.09729).  loss_agg_constant: see ``LossAggregation``; None is
+    ``data.max_response_length``.  entropy_coeff: of the bonus.  use_kl_loss: ``kl_loss_coef * kl_loss_type`` to the
+    reference is added to the loss.
+    """
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    ppo_mini_batch_size: int = 256
+    ppo_epochs: int = 1
+    shuffle: bool = True
+    loss_mode: LossMode = LossMode.ppo_clip
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+    clip_ratio_c: float = 3.0
+    loss_agg_mode: LossAggregation = LossAggregation.token_mean
+    loss_agg_constant: float | None = None
+    entropy_coeff: float = 0.0
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.001
+    kl_loss_type: KlPenalty = KlPenalty.k3
+
+    @property
+    def clip_low(self) -> float:
+        """The clip range below 1."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """The clip range above 1."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+@dataclass(kw_only=True)
+class CriticConfig(EngineConfig):
+    """The value model of PPO: a worker group of its own, in a layout of its own.
+
+    path: of its first weights; None is the actor's.  The value head starts at 0.  ppo_mini_batch_size, ppo_epochs: as
+    the actor's.  cliprange_value: values move no further than this from the old ones in one step's loss; 0 is no limit.
+    loss_agg_mode: as the actor's.
+    """
+
+    path: str | None = None
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    ppo_mini_batch_size: int = 256
+    ppo_epochs: int = 1
+    shuffle: bool = True
+    cliprange_value: float = 0.5
+    loss_agg_mode: LossAggregation = LossAggregation.token_mean
+    loss_agg_constant: float | None = None
+
+
+def actor_violations(actor: ActorConfig) -> list[Violation]:
+    """Everything wrong in ``actor`` by itself."""
+    found = _role_violations(actor, "actor")
+    for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "entropy_coeff", "kl_loss_coef"):
+        value = getattr(actor, name)
+        if value is not None and value < 0:
+            found.append(Violation(f"actor.{name}", value, "must not be negative", "Write 0 or more"))
+    if actor.clip_ratio_c <= 1 + actor.clip_high:
+        problem = f"must exceed 1 + the upper clip range, {1 + actor.clip_high:g}: it bounds ratios above that"
+        found.append(Violation("actor.clip_ratio_c", actor.clip_ratio_c, problem, "Write 3.0"))
+    return found
+
+
+def critic_violations(critic: CriticConfig) -> list[Violation]:
+    """Everything wrong in ``critic`` by itself."""
+    found = _role_violations(critic, "critic")
+    if critic.cliprange_value < 0:
+        remedy = "Write 0.5, or 0 for no clipping"
+        found.append(Violation("critic.cliprange_value", critic.cliprange_value, "must not be negative", remedy))
+    return found
+
+
+def _role_violations(role: ActorConfig | CriticConfig, key: str) -> list[Violation]:
+    found = [
+        Violation(f"{key}.{each.key}", each.value, each.problem, each.remedy.replace(" optim.", f" {key}.optim."))
+        for each in engine_violations(role)
+    ]
+    for name in ("ppo_mini_batch_size", "ppo_epochs"):
+        if getattr(role, name) < 1:
+            found.append(Violation(f"{key}.{name}", getattr(role, name), "must be positive", "Write 1 or more"))
+    constant = role.loss_agg_constant
+    if constant is not None and constant <= 0:
+        found.append(Violation(f"{key}.loss_agg_constant", constant, "must be positive", "Write a length in tokens"))
+    return found

@@ -1,0 +1,114 @@
+"""The run as a user writes it: how long, on what, what is kept of it, and who is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mcore_rl.config.engine import Device
+from mcore_rl.errors import Violation
+
+
+class Logger(Enum):
+    """Who is told of metrics, besides the run directory, which always is."""
+
+    console = "console"
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+
+
+class ResumeMode(Enum):
+    """``auto``: from the run directory's newest complete checkpoint, if there is one.  ``path``: from a given one."""
+
+    auto = "auto"
+    path = "path"
+    off = "off"
+
+
+class Placement(Enum):
+    """``colocated``: trainer and rollout take turns on the same devices.  ``separate``: each has its own."""
+
+    colocated = "colocated"
+    separate = "separate"
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """The run.
+
+    default_local_dir: the run directory.  total_epochs; total_training_steps: instead, where it is given.
+    save_freq, test_freq: steps between checkpoints and between validations; 0 is never, but a checkpoint at the end.
+    val_before_train, val_only.  max_to_keep: checkpoints; None is all.  critic_warmup: steps in which only the critic
+    is trained.  nnodes, n_gpus_per_node: of the trainer; on CPU, processes.  device: of trainer and rollout.
+    log_val_generations: validation samples shown to loggers.  save_rollouts: the samples of every step are kept.
+    profile_steps: whose training is traced by torch's profiler.  timeout_s: of a collective.
+    """
+
+    project_name: str = "mcore_rl"
+    experiment_name: str = "run"
+    default_local_dir: str = "runs/run"
+    logger: list[Logger] = field(default_factory=lambda: [Logger.console])
+    total_epochs: int = 1
+    total_training_steps: int | None = None
+    save_freq: int = 0
+    test_freq: int = 0
+    val_before_train: bool = True
+    val_only: bool = False
+    resume_mode: ResumeMode = ResumeMode.auto
+    resume_from_path: str | None = None
+    max_to_keep: int | None = None
+    critic_warmup: int = 0
+    nnodes: int = 1
+    n_gpus_per_node: int = 1
+    device: Device = Device.auto
+    placement: Placement = Placement.colocated
+    log_val_generations: int = 8
+    save_rollouts: bool = True
+    profile_steps: list[int] = field(default_factory=list)
+    timeout_s: float = 600.0
+
+    @property
+    def world_size(self) -> int:
+        """Training processes."""
+        return self.nnodes * self.n_gpus_per_node
+
+
+@dataclass(kw_only=True)
+class ModelPathConfig:
+    """path: a Hugging Face checkpoint directory.  tokenizer_path: where its tokenizer is; None is ``path``."""
+
+    path: str = ""
+    tokenizer_path: str | None = None
+
+
+@dataclass(kw_only=True)
+class RayInitConfig:
+    """num_cpus: that Ray may use on this machine; None is all that this process may.
+
+    address: of a running cluster; None starts one on this machine.  timeline_json_file: Ray's timeline, at the end.
+    """
+
+    num_cpus: int | None = None
+    address: str | None = None
+    timeline_json_file: str | None = None
+
+
+def trainer_violations(trainer: TrainerConfig) -> list[Violation]:
+    """Everything wrong in ``trainer`` by itself."""
+    found = []
+    for name in ("total_epochs", "total_training_steps", "max_to_keep", "nnodes", "n_gpus_per_node", "timeout_s"):
+        value = getattr(trainer, name)
+        if value is not None and value <= 0:
+            found.append(Violation(f"trainer.{name}", value, "must be positive", "Write 1 or more"))
+    for name in ("save_freq", "test_freq", "critic_warmup", "log_val_generations"):
+        if getattr(trainer, name) < 0:
+            found.append(
+                Violation(f"trainer.{name}", getattr(trainer, name), "must not be negative", "Write 0 or more")
+            )
+    if (trainer.resume_mode is ResumeMode.path) != (trainer.resume_from_path is not None):
+        problem = f"goes with trainer.resume_mode=path only, which is {trainer.resume_mode.value}"
+        if trainer.resume_from_path is None:
+            problem = "says nothing, and trainer.resume_mode=path needs it"
+        remedy = "Write both or neither"
+        found.append(Violation("trainer.resume_from_path", trainer.resume_from_path, problem, remedy))
+    return found

@@ -1,0 +1,85 @@
+"""Trainer and rollout take turns: who has the devices, and that the engines hold the trainer's weights when they draw.
+
+Colocated, the part that is not at work leaves the device: the trainer to host memory, the engines to sleep with their
+weights dropped, since they get new ones.  Separate, only weights travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_rl.config.trainer import Placement
+from mcore_rl.rollout.pool import EnginePool
+from mcore_rl.rollout.weight_channel import Mode
+from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.sync.check import Expected
+from mcore_rl.sync.publish import Published
+from mcore_rl.sync.update import WeightSync
+from mcore_rl.training.offload import Part
+
+KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2  # levels of sleep
+
+
+class ActorTrainers:
+    """The actor's workers as ``sync.update.Trainers``."""
+
+    def __init__(self, actor: WorkerGroup) -> None:
+        self._actor = actor
+
+    async def opening(self, first_rank: int, attempt: int) -> bytes:
+        """See ``Trainers``."""
+        opening: bytes = await self._actor.one(0, "opening", first_rank, attempt)
+        return opening
+
+    async def open(self, attempt: int) -> None:
+        """See ``Trainers``."""
+        await self._actor.all("open", attempt)
+
+    async def publish(self, version: int, mode: Mode) -> list[Published]:
+        """See ``Trainers``."""
+        return await self._actor.all("publish", version, mode)
+
+    async def expected(self, version: int) -> Expected:
+        """See ``Trainers``."""
+        found: list[Expected] = await self._actor.all("expected", version)
+        return found[0]
+
+
+class Handover:
+    """actor: whose weights the engines get.  others: groups that stand on the same devices."""
+
+    def __init__(
+        self,
+        actor: WorkerGroup,
+        others: Sequence[WorkerGroup],
+        engines: EnginePool,
+        sync: WeightSync,
+        placement: Placement,
+    ) -> None:
+        self._actor, self._others, self._engines, self._sync = actor, list(others), engines, sync
+        self._colocated = placement is Placement.colocated
+        self._held: int | None = None  # version of the weights that the engines have, awake or asleep
+
+    async def to_rollout(self, version: int) -> None:
+        """The engines are awake, with the actor's weights as ``version``; the trainer is off the devices."""
+        if self._colocated:
+            await self._actor.all("offload", [Part.gradients, Part.optimizer])
+            for group in self._others:
+                await group.all("offload", list(Part))
+            await self._engines.wake()
+        if self._held != version:
+            await self._sync.update(version)
+            self._held = version
+        if self._colocated:
+            await self._actor.all("offload", [Part.weights])
+
+    async def to_training(self, *, for_a_moment: bool = False) -> None:
+        """The engines sleep; the trainer is on the devices.
+
+        for_a_moment: its weights will not change, so that the engines keep theirs, in host memory.
+        """
+        if self._colocated:
+            await self._engines.sleep(KEEP_WEIGHTS if for_a_moment else DROP_WEIGHTS)
+            self._held = self._held if for_a_moment else None
+            for group in (self._actor, *self._others):
+                await group.all("onload")

@@ -1,0 +1,98 @@
+"""From scored sequences to what is trained on: KL, rewards of tokens, advantages, correction.  Pure, in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
+from mcore_rl.algorithms.advantages.registry import estimate_advantages
+from mcore_rl.algorithms.correction import correct
+from mcore_rl.algorithms.kl import KlController, penalty
+from mcore_rl.algorithms.ragged import sequence_sums
+from mcore_rl.algorithms.shaping import mask_truncated
+from mcore_rl.algorithms.token_rewards import token_rewards
+from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel
+from mcore_rl.controller.trajectories import Groups
+from mcore_rl.types import TrainBatch
+
+# What ``algorithms.correction`` calls its metrics -> what they are called in metrics.jsonl.
+AGREEMENT = {
+    "logprob_diff_mean": "rollout/logprob_diff_mean",
+    "logprob_diff_max": "rollout/logprob_diff_max",
+    "kl_k3": "rollout/kl",
+}
+CORRECTION = {
+    "ratio_mean": "rollout/correction_weight_mean",
+    "above_upper": "rollout/correction_clip_share",
+    "masked": "rollout/correction_masked_share",
+}
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """batch: complete, for the losses.  metrics: of the whole step."""
+
+    batch: TrainBatch
+    metrics: dict[str, float]
+
+
+def lesson(groups: Groups, batch: TrainBatch, algorithm: AlgorithmConfig, kl: KlController) -> Lesson:
+    """``batch`` (old log-probs, and values and reference log-probs where there are some) with what follows from them.
+
+    The KL controller is told of this step's KL after its coefficient was used.
+    """
+    assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
+    metrics: dict[str, float] = {}
+    mask_T = batch.mask_T
+    if algorithm.mask_truncated:
+        mask_T = mask_truncated(mask_T, batch.lengths_S, groups.truncated_S)
+        metrics["dropped/masked_sequences"] = float(groups.truncated_S.sum())
+    kl_T = None
+    if algorithm.use_kl_in_reward:
+        assert batch.ref_logprobs_T is not None, "the KL in the reward needs the reference"
+        kl_T = penalty(algorithm.kl_penalty)(batch.old_logprobs_T, batch.ref_logprobs_T).masked_fill(~mask_T, 0)
+        mean = float(sequence_sums(kl_T, batch.lengths_S).mean())
+        metrics |= {"kl/reward": mean, "kl/coef": kl.coef}
+    rewards_T = token_rewards(batch.lengths_S, mask_T, groups.scores_S, kl_T, kl.coef)
+    if algorithm.use_kl_in_reward:
+        kl.update(mean, len(batch.lengths_S))
+    inputs = AdvantageInputs(
+        lengths_S=batch.lengths_S,
+        mask_T=mask_T,
+        group_S=groups.group_S,
+        rewards_T=rewards_T,
+        values_T=batch.old_values_T,
+        greedy_S=groups.greedy_S,
+    )
+    found = estimate_advantages(inputs, algorithm)
+    config = algorithm.rollout_correction
+    correction = correct(batch.old_logprobs_T, batch.rollout_logprobs_T, mask_T, batch.lengths_S, config)
+    names = AGREEMENT if config.level is CorrectionLevel.none else AGREEMENT | CORRECTION
+    metrics |= {key: correction.metrics[f"rollout_correction/{name}"] for name, key in names.items()}
+    metrics |= _spread("advantage", found.advantages_T[mask_T])
+    if found.returns_T is not None and mask_T.any():
+        metrics["return/mean"] = float(found.returns_T[mask_T].mean())
+    if batch.old_values_T is not None and mask_T.any():
+        metrics["value/mean"] = float(batch.old_values_T[mask_T].mean())
+    complete = replace(
+        batch,
+        mask_T=correction.mask_T,
+        advantages_T=found.advantages_T,
+        returns_T=found.returns_T,
+        weights_T=correction.weights_T,
+    )
+    return Lesson(complete, metrics)
+
+
+def _spread(name: str, x_M: torch.Tensor) -> dict[str, float]:
+    if x_M.numel() == 0:
+        return {}
+    low, high = x_M.aminmax()
+    return {
+        f"{name}/mean": float(x_M.mean()),
+        f"{name}/std": float(x_M.std(unbiased=False)),
+        f"{name}/min": float(low),
+        f"{name}/max": float(high),
+    }

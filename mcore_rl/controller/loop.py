@@ -1,0 +1,88 @@
+"""The loop: one step of reinforcement learning after the other, on one screen.
+
+What a line does is in the module it names.  Everything that lives longer than a step is in ``Run``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mcore_rl.controller import updates
+from mcore_rl.controller.learning import lesson
+from mcore_rl.controller.run import REFERENCE, Run
+from mcore_rl.controller.step_metrics import actor_metrics, critic_metrics, memory_metrics, rates, sample_metrics
+from mcore_rl.controller.trajectories import assemble, sample_rows
+
+
+async def train(run: Run) -> None:
+    """From the step after ``run.progress.step`` to the last, with validation and checkpoints in between."""
+    trainer, begin = run.config.trainer, run.progress.step
+    await run.handover.to_rollout(begin)
+    if trainer.val_only or (trainer.val_before_train and begin == 0):
+        run.tracker.log(begin, await run.validate(begin) | run.clock.step())
+    while run.progress.step < run.num_steps:
+        step = run.progress.step + 1
+        metrics = await train_step(run, step)
+        run.progress.step = step
+        if run.is_due(trainer.test_freq, step):
+            metrics |= await run.validate(step)
+        seconds = run.clock.step()
+        speed = rates(metrics, seconds, run.num_sequences, run.config.actor.ppo_epochs)
+        run.tracker.log(step, metrics | seconds | speed)
+        if run.is_due(
+            trainer.save_freq, step
+        ):  # logged first: no checkpoint lacks its line; its time is the next step's
+            await run.save()
+
+
+async def train_step(run: Run, step: int) -> dict[str, float]:
+    """One step: the engines begin with the weights of the step before, and end with those of this one."""
+    config, clock = run.config, run.clock
+    actor_loss, critic_loss, temperature = run.actor_loss, run.critic_loss, config.rollout.temperature
+
+    with clock("generate"):
+        drawn = await run.drawing.step(step, run.next_rows, run.reporting("drawing"))
+    groups = assemble(drawn.trajectories, drawn.greedy)
+    run.keep_rollouts(step, sample_rows(step, drawn.trajectories, run.tokenizer))
+    batch = groups.batch
+
+    with clock("sync"):
+        await run.handover.to_training()
+    run.tracker.now("log-probs")
+    with clock("logprobs"):
+        old = await updates.score(run.actor, batch, temperature=temperature, with_entropy=True)
+        batch = replace(batch, old_logprobs_T=old.logprobs_T)
+    if config.needs_reference:
+        with clock("reference"):
+            reference = await updates.score(run.actor, batch, temperature=temperature, snapshot=REFERENCE)
+            batch = replace(batch, ref_logprobs_T=reference.logprobs_T)
+    if run.critic is not None:
+        with clock("values"):
+            values = await updates.score(run.critic, batch)
+            batch = replace(batch, old_values_T=values.values_T)
+
+    with clock("advantages"):
+        learnt = lesson(groups, batch, config.algorithm, run.kl)
+        batch, metrics = learnt.batch, sample_metrics(drawn) | learnt.metrics
+
+    num_prompts, seed = config.data.train_batch_size, config.data.seed + step
+    if run.critic is not None:
+        run.tracker.now("training the critic")
+        with clock("update_critic"):
+            parts = updates.minibatches(groups.group_S, config.critic, num_prompts, seed)
+            metrics |= critic_metrics(await updates.update(run.critic, batch, critic_loss, parts, temperature=1.0))
+    updated = updates.Updated()
+    if step > config.trainer.critic_warmup:
+        run.tracker.now("training the actor")
+        with clock("update_actor"):
+            parts = updates.minibatches(groups.group_S, config.actor, num_prompts, seed)
+            updated = await updates.update(run.actor, batch, actor_loss, parts, temperature=temperature)
+    assert old.entropy_T is not None
+    metrics |= actor_metrics(updated, config.actor, old.entropy_T, batch.mask_T)
+    metrics |= memory_metrics(await run.actor.all("memory"), run.on_accelerator)
+    metrics |= {"perf/balance": updated.imbalance, "progress/epoch": run.epoch}
+
+    run.tracker.now("weights to the engines")
+    with clock("sync"):
+        await run.handover.to_rollout(step)
+    return metrics

@@ -1,0 +1,131 @@
+"""A run: everything that lives longer than a step, and what is done with it between steps."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.algorithms.policy import ActorLoss, policy_loss
+from mcore_rl.algorithms.value import CriticLoss, value_loss
+from mcore_rl.config.run import RunConfig
+from mcore_rl.controller import checkpoints
+from mcore_rl.controller.drawing import Drawing
+from mcore_rl.controller.handover import Handover
+from mcore_rl.controller.preparation import Prepared
+from mcore_rl.controller.trajectories import sample_rows
+from mcore_rl.controller.validation import overall, validate
+from mcore_rl.data.prompts import PromptRow
+from mcore_rl.parallel.device import Platform
+from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.tracking.clock import Clock
+from mcore_rl.tracking.sinks import Tracker
+
+REFERENCE = "reference"  # the snapshot of the actor's first weights
+
+
+class Run:
+    """One run of ``mcore-rl train``; made by ``open_run``.
+
+    critic: None where the algorithm needs no values.  num_steps: of the whole run, those before a resume included.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        platform: Platform,
+        tracker: Tracker,
+        prepared: Prepared,
+        actor: WorkerGroup,
+        critic: WorkerGroup | None,
+        drawing: Drawing,
+        handover: Handover,
+    ) -> None:
+        self.config, self.tracker, self.actor, self.critic = config, tracker, actor, critic
+        self.drawing, self.handover, self.prepared = drawing, handover, prepared
+        self.tokenizer, self.progress, self.kl = prepared.tokenizer, prepared.progress, prepared.kl
+        self.on_accelerator = platform.is_accelerator
+        self.directory = Path(config.trainer.default_local_dir)
+        self.actor_loss: ActorLoss = policy_loss(config.actor)
+        self.critic_loss: CriticLoss = value_loss(config.critic)
+        self.clock = Clock()
+        self.saved_step = self.progress.step  # of the last checkpoint
+
+    @property
+    def num_steps(self) -> int:
+        """Of the whole run."""
+        return self.prepared.num_steps
+
+    @property
+    def num_sequences(self) -> int:
+        """Of a step."""
+        return self.config.data.train_batch_size * self.config.rollout.n
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training data, with fractions."""
+        sampler, state = self.prepared.sampler, self.prepared.sampler.state_dict()
+        return float(sampler.epoch + state["position"] / sampler.num_prompts)
+
+    def next_rows(self, count: int) -> list[PromptRow]:
+        """The next prompts."""
+        assert self.prepared.train is not None
+        return [self.prepared.train[index] for index in self.prepared.sampler.next(count)]
+
+    def reporting(self, what: str) -> Callable[[int, int], None]:
+        """Shows how many responses are finished."""
+        return lambda done, of: self.tracker.now(what, done, of)
+
+    def is_due(self, frequency: int, step: int) -> bool:
+        """Every ``frequency`` steps, and at the last; never where it is 0."""
+        return frequency > 0 and (step % frequency == 0 or step == self.num_steps)
+
+    def keep_rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """For people to read."""
+        if self.config.trainer.save_rollouts:
+            self.tracker.samples(step, "rollouts", rows)
+
+    async def validate(self, step: int) -> dict[str, float]:
+        """Metrics of validation; the best weights so far are exported when they are these."""
+        if self.prepared.validation is None:
+            return {}
+        with self.clock("validate"):
+            metrics, found = await validate(
+                self.drawing,
+                self.prepared.validation,
+                self.config.data.val_batch_size,
+                self.reporting("validating"),
+            )
+            self.tracker.samples(step, "validation", sample_rows(step, found, self.tokenizer))
+        value = overall(metrics)
+        if value is not None and (self.progress.best is None or value > self.progress.best):
+            self.progress.best, self.progress.best_step = value, step
+            if step > 0:
+                await self.export("best")
+        return metrics
+
+    async def save(self) -> None:
+        """A checkpoint of the step that is complete."""
+        roles = {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+        with self.clock("save"):
+            await self.handover.to_training(for_a_moment=True)
+            incomplete = checkpoints.begin(self.directory, self.progress.step, list(roles))
+            for name, group in roles.items():
+                await group.all("save_state", incomplete / name)
+            self.progress.sampler, self.progress.kl = self.prepared.sampler.state_dict(), self.kl.state_dict()
+            checkpoints.finish(incomplete, self.progress, self.config.trainer.max_to_keep)
+            self.saved_step = self.progress.step
+            await self.handover.to_rollout(self.progress.step)
+
+    async def export(self, name: str) -> Path:
+        """The actor as a Hugging Face checkpoint, in ``RUN/hf/NAME``."""
+        target, source = self.directory / "hf" / name, Path(self.config.model.path)
+        fresh = target.with_name(f"{name}.new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        with self.clock("save"):
+            await self.handover.to_training(for_a_moment=True)
+            await self.actor.all("save_hf", fresh, source)
+            checkpoints.replace_directory(fresh, target)
+            await self.handover.to_rollout(self.progress.step)
+        return target

@@ -1,0 +1,202 @@
+"""``mcore-rl sft``: packed conversations through the engine, the loss on the assistant's turns alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from mcore_rl.algorithms.cross_entropy import CrossEntropy
+from mcore_rl.config.compose import as_dict
+from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.controller import checkpoints, updates
+from mcore_rl.controller.checkpoints import Progress
+from mcore_rl.controller.fit import model_sft_violations
+from mcore_rl.data.balance import balance
+from mcore_rl.data.conversations import Conversation, ConversationSet
+from mcore_rl.data.sampler import PromptSampler
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import refuse_if_any
+from mcore_rl.families.registry import model_of
+from mcore_rl.parallel.device import detect
+from mcore_rl.runtime.cluster import ray_cluster
+from mcore_rl.runtime.placement import place_trainers
+from mcore_rl.runtime.start import start_trainers
+from mcore_rl.runtime.train_worker import RoleSpec
+from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.tracking.clock import Clock
+from mcore_rl.tracking.report import write_report
+from mcore_rl.tracking.sinks import Tracker
+from mcore_rl.types import Denominators, TrainBatch
+from mcore_rl.weights.companions import read_config
+
+ROLE = "actor"
+SCORED_AT_ONCE = 1024  # validation conversations
+
+
+@dataclass(kw_only=True)
+class Sft:
+    """A run.  num_steps: of all of it."""
+
+    config: SftConfig
+    train: ConversationSet
+    validation: ConversationSet | None
+    sampler: PromptSampler
+    progress: Progress
+    checkpoint: Path | None
+    num_steps: int
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.config.trainer.default_local_dir)
+
+
+def prepare(config: SftConfig) -> Sft:
+    """Read what must be read.  Raises ConfigError and kin with everything that keeps the run from starting."""
+    refuse_if_any(sft_violations(config))
+    place, path = Path(config.trainer.default_local_dir).resolve(), Path(config.model.path).resolve()
+    config = replace(
+        config,
+        model=replace(config.model, path=str(path)),
+        trainer=replace(config.trainer, default_local_dir=str(place)),
+    )
+    _, model = model_of(read_config(path))
+    refuse_if_any(model_sft_violations(config, model))
+    tokenizer, data, trainer = load_tokenizer(config.model.tokenizer_path or path), config.data, config.trainer
+    files, title = data.train_files, "data.train_files"
+    train = ConversationSet.load(files, data, tokenizer, max_samples=data.train_max_samples, title=title)
+    validation = None
+    if data.val_files:
+        files, title = data.val_files, "data.val_files"
+        validation = ConversationSet.load(files, data, tokenizer, max_samples=data.val_max_samples, title=title)
+    sampler, progress = PromptSampler(len(train), data.seed, data.shuffle), Progress()
+    per_epoch = sampler.batches_per_epoch(data.train_batch_size)
+    checkpoint = checkpoints.to_resume(trainer)
+    if checkpoint is not None:
+        progress = checkpoints.read_progress(checkpoint)
+        sampler.load_state_dict(progress.sampler)
+    return Sft(
+        config=config,
+        train=train,
+        validation=validation,
+        sampler=sampler,
+        progress=progress,
+        checkpoint=checkpoint,
+        num_steps=trainer.total_training_steps or per_epoch * trainer.total_epochs,
+    )
+
+
+async def run_sft(config: SftConfig) -> int:
+    """Train, validate, save, export to ``RUN/hf/final``; 0."""
+    platform, sft = detect(config.trainer.device), prepare(config)
+    config, trainer = sft.config, sft.config.trainer
+    resumed = None if sft.checkpoint is None else sft.progress.step
+    values = as_dict(config)
+    with Tracker.open(sft.directory, trainer, values, sft.num_steps, resumed_step=resumed) as tracker:
+        tracker.now("starting the trainer")
+        with ray_cluster(config.ray_init):
+            places = await place_trainers(trainer, platform)
+            path = Path(config.model.path)
+            spec = RoleSpec(role=ROLE, directory=path, engine=config.actor, parallel=config.actor.parallel)
+            group = await start_trainers(spec, places, platform, sft.directory / "logs", trainer.timeout_s)
+            try:
+                await group.all("build")
+                if sft.checkpoint is not None:
+                    await group.all("load_state", sft.checkpoint / ROLE)
+                await _train(sft, group, tracker)
+                exported = await _export(sft, group)
+            finally:
+                group.close()
+                places.close()
+    out = Console()
+    out.print(f"final weights: {exported}", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"report: {write_report(sft.directory)}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+async def _train(sft: Sft, group: WorkerGroup, tracker: Tracker) -> None:
+    trainer, clock = sft.config.trainer, Clock()
+    if trainer.val_before_train and sft.validation is not None and sft.progress.step == 0:
+        with clock("validate"):
+            metrics = await _validate(sft.validation, group)
+        tracker.log(0, metrics | clock.step())
+    while sft.progress.step < sft.num_steps:
+        step = sft.progress.step + 1
+        last = step == sft.num_steps
+        with clock("update_actor"):
+            rows = sft.sampler.next(sft.config.data.train_batch_size)
+            metrics = await _step(batch_of([sft.train[index] for index in rows]), group)
+        if sft.validation is not None and trainer.test_freq and (step % trainer.test_freq == 0 or last):
+            with clock("validate"):
+                metrics |= await _validate(sft.validation, group)
+        sft.progress.step = step
+        if trainer.save_freq and (step % trainer.save_freq == 0 or last):
+            with clock("save"):
+                await _save(sft, group)
+        seconds = clock.step()
+        metrics["perf/trained_tokens_per_s"] = metrics.pop("tokens") / seconds["time/update_actor"]
+        tracker.log(step, metrics | seconds)
+
+
+async def _step(batch: TrainBatch, group: WorkerGroup) -> dict[str, float]:
+    counts = Denominators(
+        loss=float(batch.mask_T.sum()), tokens=int(batch.tokens_T.numel()), sequences=len(batch.lengths_S)
+    )
+    shards = [batch.select(shard) for shard in balance(batch.lengths_S, group.layout.dp)]
+    result = (await group.map("train_step", shards, CrossEntropy(), counts, 1.0, False))[0]
+    routers = {name: value for name, value in result.metrics.items() if name.startswith("router/")}
+    return routers | {
+        "sft/loss": result.loss,
+        "actor/grad_norm": result.grad_norm,
+        "actor/lr": result.lr,
+        "actor/skipped_updates": float(result.skipped is not None),
+        "tokens": float(counts.tokens),
+    }
+
+
+async def _validate(conversations: ConversationSet, group: WorkerGroup) -> dict[str, float]:
+    """Mean over the trained tokens of all of ``conversations``."""
+    total, count, number = 0.0, 0, len(conversations)
+    for start in range(0, number, SCORED_AT_ONCE):
+        chosen = [conversations[index] for index in range(start, min(start + SCORED_AT_ONCE, number))]
+        while len(chosen) < group.layout.dp:  # every rank scores something; what is there twice is not trained
+            chosen.append(replace(chosen[0], mask=(False,) * len(chosen[0].mask)))
+        batch = batch_of(chosen)
+        scores = await updates.score(group, batch)
+        assert scores.logprobs_T is not None
+        total -= float(scores.logprobs_T[batch.mask_T].double().sum())
+        count += int(batch.mask_T.sum())
+    return {"sft/val_loss": total / count}
+
+
+def batch_of(conversations: Sequence[Conversation]) -> TrainBatch:
+    """Laid end to end; nothing predicts a first token, so it is not trained."""
+    masks = [torch.tensor(each.mask) for each in conversations]
+    for mask in masks:
+        mask[0] = False
+    return TrainBatch(
+        lengths_S=tuple(len(each.tokens) for each in conversations),
+        tokens_T=torch.tensor([token for each in conversations for token in each.tokens]),
+        mask_T=torch.cat(masks),
+    )
+
+
+async def _save(sft: Sft, group: WorkerGroup) -> None:
+    incomplete = checkpoints.begin(sft.directory, sft.progress.step, [ROLE])
+    await group.all("save_state", incomplete / ROLE)
+    sft.progress.sampler = sft.sampler.state_dict()
+    checkpoints.finish(incomplete, sft.progress, sft.config.trainer.max_to_keep)
+
+
+async def _export(sft: Sft, group: WorkerGroup) -> Path:
+    target = sft.directory / "hf" / "final"
+    fresh = target.with_name("final.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    await group.all("save_hf", fresh, Path(sft.config.model.path))
+    checkpoints.replace_directory(fresh, target)
+    return target

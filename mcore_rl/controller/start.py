@@ -1,0 +1,138 @@
+"""A run is started: Ray, the trainer, the engines, the channel between them; and all of it is taken down again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared so
+
+from mcore_rl.config.compose import as_dict
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.trainer import Placement
+from mcore_rl.controller.drawing import Drawing
+from mcore_rl.controller.handover import ActorTrainers, Handover
+from mcore_rl.controller.preparation import Prepared, complete, prepare
+from mcore_rl.controller.run import REFERENCE, Run
+from mcore_rl.parallel.device import Platform, detect
+from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.runtime.cluster import ray_cluster, this_host
+from mcore_rl.runtime.placement import Places, place
+from mcore_rl.runtime.start import pool_of, start_engines, start_trainers
+from mcore_rl.runtime.train_worker import RoleSpec
+from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.sync.device_ipc import DeviceIpcTransport
+from mcore_rl.sync.members import Address
+from mcore_rl.sync.process_group import ProcessGroupTransport
+from mcore_rl.sync.shared_memory import SharedMemoryTransport
+from mcore_rl.sync.transport import Transport
+from mcore_rl.sync.update import WeightSync
+from mcore_rl.tracking.sinks import Tracker
+
+BUCKET_BYTES = 256 << 20  # of a weight update, half of it in flight
+
+
+@asynccontextmanager
+async def open_run(config: RunConfig) -> AsyncIterator[Run]:
+    """Within: all processes of the run are up, with the weights to begin with.  After: none is left."""
+    platform = detect(config.trainer.device)
+    config = complete(config)
+    prepared = prepare(config, platform)
+    trainer, logs = config.trainer, Path(config.trainer.default_local_dir) / "logs"
+    async with AsyncExitStack() as stack:
+        scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
+        scorer.check_sources(prepared.data_sources())
+        tracker = stack.enter_context(
+            Tracker.open(
+                trainer.default_local_dir,
+                trainer,
+                as_dict(config),
+                prepared.num_steps,
+                resumed_step=None if prepared.checkpoint is None else prepared.progress.step,
+            )
+        )
+        tracker.now("starting Ray")
+        stack.enter_context(ray_cluster(config.ray_init))
+        places = await place(trainer, config.rollout.layout, platform)
+        stack.callback(places.close)
+
+        tracker.now("starting the trainer")
+        actor = await _start_role(_actor_role(config), prepared, places, platform, config, stack)
+        critic = None
+        if config.needs_critic:
+            critic = await _start_role(_critic_role(config), prepared, places, platform, config, stack)
+        tracker.now("starting the rollout engines")
+        shared = actor if trainer.placement is Placement.colocated else None
+        engines = await start_engines(Path(config.model.path), config.rollout, places, platform, logs, shared)
+        for engine in engines:
+            stack.push_async_callback(engine.shutdown)
+        pool = pool_of(engines, config.rollout)
+
+        store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        transport = _transport(config, platform, this_host(), store.port)
+        await actor.all("connect", transport, config.rollout.layout, BUCKET_BYTES)
+        sync = WeightSync(engines, config.rollout.layout, ActorTrainers(actor))
+        others = [] if critic is None else [critic]
+        yield Run(
+            config,
+            platform,
+            tracker,
+            prepared,
+            actor,
+            critic,
+            Drawing(pool, scorer, config),
+            Handover(actor, others, pool, sync, trainer.placement),
+        )
+
+
+async def _start_role(
+    spec: RoleSpec, prepared: Prepared, places: Places, platform: Platform, config: RunConfig, stack: AsyncExitStack
+) -> WorkerGroup:
+    """The workers of a role, with the weights to begin with, and the reference's beside them."""
+    logs = Path(config.trainer.default_local_dir) / "logs"
+    group = await start_trainers(spec, places, platform, logs, config.trainer.timeout_s)
+    stack.callback(group.close)
+    await group.all("build")
+    if spec.role == "actor" and config.needs_reference:
+        await group.all("take_snapshot", REFERENCE)  # of what the run began with, also after a resume
+    if prepared.checkpoint is not None:
+        await group.all("load_state", prepared.checkpoint / spec.role)
+    return group
+
+
+def _actor_role(config: RunConfig) -> RoleSpec:
+    directory = Path(config.model.path)
+    return RoleSpec(role="actor", directory=directory, engine=config.actor, parallel=config.actor.parallel)
+
+
+def _critic_role(config: RunConfig) -> RoleSpec:
+    directory = Path(config.critic.path or config.model.path)
+    return RoleSpec(
+        role="critic", directory=directory, engine=config.critic, parallel=config.critic.parallel, critic=True
+    )
+
+
+def _transport(config: RunConfig, platform: Platform, host: str, port: int) -> Transport:
+    """How weights travel: through memory that both sides map where they share it, else between processes.
+
+    Colocated on several accelerators they go through host memory: the vendor's library refuses two processes on one
+    device, and a mapped device must be seen by both under one number.
+    """
+    trainer, layout = config.trainer, config.rollout.layout
+    address = Address(
+        host=host,
+        port=port,
+        name="weights",
+        num_trainers=trainer.world_size,
+        num_rollout=layout.world_size,
+        timeout_s=trainer.timeout_s,
+        join_timeout_s=trainer.timeout_s,
+    )
+    if not platform.is_accelerator:
+        return SharedMemoryTransport(address=address)
+    if trainer.placement is Placement.separate:
+        return ProcessGroupTransport(address=address, backend=platform.backend)
+    if trainer.world_size == layout.world_size == 1:
+        return DeviceIpcTransport(address=address, platform=platform)
+    return ProcessGroupTransport(address=address, backend="gloo")

@@ -1,0 +1,145 @@
+"""Generated word problems of a chosen difficulty, with solutions in GSM8K's form: a sum a line, then ``#### answer``.
+
+For runs that must learn something in minutes: few words, small numbers, one right answer.  A question belongs to
+training or to validation by a digest of its text alone, so that no two runs, whatever their seeds, ever train on what
+another one validates with.  The words and the sums of both are the same; the questions never are.
+
+Invariant: equal arguments give equal problems, no question twice, on every machine and version of Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+from mcore_rl.errors import ConfigError, Violation
+
+Choice = TypeVar("Choice")
+
+
+class Split(Enum):
+    """One question in ten is of validation."""
+
+    train = "train"
+    validation = "validation"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """solution: every step as ``a + b = c``, then ``#### answer``.  answer: digits alone."""
+
+    question: str
+    solution: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Level:
+    """changes: of the amount, after it is given.  largest: number in a question.  packs: the amount is a product.
+
+    largest_pack: factor of that product.
+    """
+
+    changes: int
+    largest: int
+    packs: bool = False
+    largest_pack: int = 10
+
+
+LEVELS = {
+    1: Level(changes=1, largest=12),
+    2: Level(changes=2, largest=20),
+    3: Level(changes=1, largest=50, packs=True),
+    4: Level(changes=3, largest=100, packs=True, largest_pack=20),
+}
+
+NAMES = (
+    "Tom",
+    "Anna",
+    "Ben",
+    "Mia",
+    "Sam",
+    "Lily",
+    "Max",
+    "Emma",
+    "Leo",
+    "Zoe",
+    "Jack",
+    "Ruth",
+    "Omar",
+    "Ines",
+    "Kofi",
+)
+THINGS = ("apples", "pens", "books", "cards", "coins", "eggs", "cups", "balls", "stamps", "shells", "keys", "cakes")
+PACKS = ("boxes", "bags", "packs")
+GAINS = ("buys {} more", "finds {} more", "gets {} more", "wins {} more")
+LOSSES = ("gives away {}", "loses {}", "sells {}")
+SMALLEST = 2  # "1 apples" is no English
+VALIDATION_SHARE = 10
+TRIES = 100  # draws for each problem wanted, before there are taken to be too few
+
+
+def generate(difficulty: int, count: int, seed: int, split: Split) -> list[Problem]:
+    """``count`` different problems of ``split``.
+
+    difficulty: 1 one sum of numbers up to 12; 2 two sums, up to 20; 3 a product and a sum, up to 50; 4 a product and
+    three sums, up to 100.
+
+    ConfigError: there is no such difficulty, ``count`` is not positive or more than there are problems.
+    """
+    if difficulty not in LEVELS:
+        remedy = f"Write one of {', '.join(map(str, LEVELS))}"
+        raise ConfigError([Violation("difficulty", difficulty, "there is no such difficulty", remedy)])
+    if count < 1:
+        raise ConfigError([Violation(split.value, count, "must be positive", "Write 1 or more")])
+    rng = random.Random(f"{seed}/{difficulty}/{split.value}")
+    found: dict[str, Problem] = {}
+    for _ in range(TRIES * count + 10_000):
+        problem = _draw(LEVELS[difficulty], rng)
+        if split_of(problem.question) is split:
+            found.setdefault(problem.question, problem)
+        if len(found) == count:
+            return list(found.values())
+    problem_text = f"difficulty {difficulty} has about {len(found)} problems of this split"
+    raise ConfigError([Violation(split.value, count, problem_text, f"Write {len(found) * 9 // 10} or less")])
+
+
+def split_of(question: str) -> Split:
+    """Where ``question`` belongs."""
+    digest = hashlib.sha256(question.encode()).digest()
+    return Split.validation if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else Split.train
+
+
+def _draw(level: Level, rng: random.Random) -> Problem:
+    name, thing = _choose(rng, NAMES), _choose(rng, THINGS)
+    lines = []
+    if level.packs:
+        packs, each = (_between(rng, SMALLEST, level.largest_pack) for _ in range(2))
+        amount = packs * each
+        sentences = [f"{name} has {packs} {_choose(rng, PACKS)} of {each} {thing}"]
+        lines.append(f"{packs} * {each} = {amount}")
+    else:
+        amount = _between(rng, SMALLEST, level.largest)
+        sentences = [f"{name} has {amount} {thing}"]
+    for _ in range(level.changes):
+        gain = amount < SMALLEST or rng.random() < 0.5
+        change = _between(rng, SMALLEST, level.largest if gain else min(amount, level.largest))
+        after = amount + change if gain else amount - change
+        sentences.append(_choose(rng, GAINS if gain else LOSSES).format(change))
+        lines.append(f"{amount} {'+' if gain else '-'} {change} = {after}")
+        amount = after
+    told = ", ".join(sentences[:-1]) + f" and {sentences[-1]}"
+    question = f"{told}. How many {thing} does {name} have?"
+    return Problem(question, "\n".join([*lines, f"#### {amount}"]), str(amount))
+
+
+def _choose(rng: random.Random, options: Sequence[Choice]) -> Choice:
+    return options[int(rng.random() * len(options))]  # of all draws, Python promises only this one for every version
+
+
+def _between(rng: random.Random, smallest: int, largest: int) -> int:
+    return smallest + int(rng.random() * (largest - smallest + 1))

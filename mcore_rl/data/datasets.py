@@ -1,0 +1,210 @@
+"""Known data sets as rows in the field's schema, and the parquet file that holds them.
+
+A row is ``data_source``, ``prompt`` (list of {role, content}), ``ability``, ``reward_model`` ({style: rule,
+ground_truth}) and ``extra_info`` ({split, index, answer, question}); and ``response``, the solution as text, where the
+data set has one, so that the same file serves supervised fine-tuning.  Prompts are those that verl (gsm8k, math) and
+DAPO (arXiv:2503.14476; dapo-math, aime24) train with.
+
+Invariant: a file appears under its name only when it is complete, and equal records give equal bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mcore_rl.data.arithmetic import Split, generate
+from mcore_rl.data.sources import Record, read_splits
+from mcore_rl.errors import DataError
+
+Row = dict[str, Any]
+
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+DAPO_PROMPT = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
+TEXT = pa.string()
+SCHEMA = pa.schema(
+    {
+        "data_source": TEXT,
+        "prompt": pa.list_(pa.struct({"role": TEXT, "content": TEXT})),
+        "ability": TEXT,
+        "reward_model": pa.struct({"style": TEXT, "ground_truth": TEXT}),
+        "extra_info": pa.struct({"split": TEXT, "index": pa.int64(), "answer": TEXT, "question": TEXT}),
+        "response": TEXT,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What a record is about.  prompt: the user's message.  solution: None where there is only an answer."""
+
+    question: str
+    prompt: str
+    ground_truth: str
+    solution: str | None
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A published data set.
+
+    data_source: by which rewards know it.  hub_id: where it is published.  splits: that it has.  solved: what a record
+    says; ValueError with what is wrong and the remedy.  folder: in the Hub's repository.
+    """
+
+    data_source: str
+    hub_id: str
+    splits: tuple[str, ...]
+    solved: Callable[[Mapping[str, Any]], Solved]
+    folder: str = ""
+
+
+def gsm8k(fields: Mapping[str, Any]) -> Solved:
+    """Cobbe et al., arXiv:2110.14168: question, and an answer that ends in ``#### number``."""
+    question, answer = _text(fields, "question"), _text(fields, "answer")
+    _, mark, number = answer.rpartition("####")
+    if not mark or not number.strip():
+        raise ValueError("answer has no number after ####. Take the files as published")
+    return Solved(question, f"{question} {GSM8K_INSTRUCTION}", number.strip().replace(",", ""), answer)
+
+
+def math(fields: Mapping[str, Any]) -> Solved:
+    """Hendrycks et al., arXiv:2103.03874: problem, and a solution with the answer in its last ``\\boxed``."""
+    problem, solution = _text(fields, "problem"), _text(fields, "solution")
+    answer = last_boxed(solution)
+    if not answer:
+        raise ValueError("solution has no answer in \\boxed{}. Take the files as published")
+    return Solved(problem, f"{problem} {MATH_INSTRUCTION}", answer, solution)
+
+
+def dapo(fields: Mapping[str, Any]) -> Solved:
+    """Yu et al., arXiv:2503.14476: rows in this schema already; or a problem and an answer under their usual names."""
+    named = {name.lower(): value for name, value in fields.items()}
+    if isinstance(named.get("prompt"), list) and named["prompt"]:
+        prompt, truth = named["prompt"][-1].get("content"), (named.get("reward_model") or {}).get("ground_truth")
+        if not prompt or truth in (None, ""):
+            raise ValueError("prompt or reward_model.ground_truth is empty. Take the files as published")
+        before, after = DAPO_PROMPT.split("{problem}")
+        return Solved(prompt.removeprefix(before).removesuffix(after), prompt, str(truth), None)
+    problem = next((named[name] for name in ("problem", "question", "prompt") if named.get(name)), None)
+    answer = next((named[name] for name in ("answer", "solution") if named.get(name) not in (None, "")), None)
+    if not isinstance(problem, str) or answer is None:
+        raise ValueError(f"has {', '.join(fields)}, and no problem with an answer. Take the files as published")
+    return Solved(problem, DAPO_PROMPT.replace("{problem}", problem), str(answer), None)
+
+
+DATASETS: dict[str, Dataset] = {
+    "gsm8k": Dataset("openai/gsm8k", "openai/gsm8k", ("train", "test"), gsm8k, folder="main"),
+    "math": Dataset(
+        "DigitalLearningGmbH/MATH-lighteval", "DigitalLearningGmbH/MATH-lighteval", ("train", "test"), math
+    ),
+    "dapo-math": Dataset("math_dapo", "BytedTsinghua-SIA/DAPO-Math-17k", ("train",), dapo),
+    "aime24": Dataset("aime24", "BytedTsinghua-SIA/AIME-2024", ("test",), dapo),
+}
+
+
+def published_rows(name: str, source: str) -> dict[str, list[Row]]:
+    """The rows of each split of data set ``name``; a question that is there again is left out (DAPO repeats its own).
+
+    source: a folder, a file, or a Hub id.  DataError: it cannot be read, or a record is not of this data set.
+    """
+    dataset = DATASETS[name]
+    problems: list[str] = []
+    rows: dict[str, list[Row]] = {}
+    for split, records in read_splits(source, dataset.splits, dataset.folder).items():
+        solved = [
+            (index, found) for index, record in enumerate(records) if (found := _solved(dataset, record, problems))
+        ]
+        first = {each.question: (index, each) for index, each in reversed(solved)}
+        kept = sorted(first.values(), key=lambda pair: pair[0])
+        rows[split] = [_row(dataset.data_source, split, index, each) for index, each in kept]
+    problems += [
+        f"split {split} has no records. Take the files as published" for split, found in rows.items() if not found
+    ]
+    if problems:
+        raise DataError(source, problems)
+    return rows
+
+
+def arithmetic_rows(difficulty: int, train: int, val: int, seed: int) -> dict[str, list[Row]]:
+    """Generated problems (``arithmetic``), ``train`` and ``val`` of them; no question is in both."""
+    rows = {}
+    for split, count in ((Split.train, train), (Split.validation, val)):
+        name = "train" if split is Split.train else "val"
+        problems = enumerate(generate(difficulty, count, seed, split))
+        solved = [(index, Solved(each.question, each.question, each.answer, each.solution)) for index, each in problems]
+        rows[name] = [_row("arithmetic", name, index, each) for index, each in solved]
+    return rows
+
+
+def write_rows(rows: Sequence[Row], path: Path) -> None:
+    """A parquet file of ``rows``, in place of what ``path`` may be.  DataError: it cannot be written."""
+    schema = SCHEMA if any(row["response"] is not None for row in rows) else SCHEMA.remove(len(SCHEMA) - 1)
+    incomplete = path.with_name(f"{path.name}.incomplete")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), incomplete)
+        with incomplete.open("rb") as file:
+            os.fsync(file.fileno())
+        incomplete.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            incomplete.unlink()
+        raise DataError(
+            str(path), [f"cannot be written: {error.strerror}. Mend that, or give another folder"]
+        ) from error
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last ``\\boxed{...}`` or ``\\fbox{...}``, with the braces inside of it; None without one."""
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
+    rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox")
+    if not rest.lstrip().startswith("{"):
+        return rest.split("$")[0].strip() or None  # \boxed 5, without braces
+    depth, opening = 0, rest.index("{")
+    for place in range(opening, len(rest)):
+        depth += {"{": 1, "}": -1}.get(rest[place], 0)
+        if depth == 0:
+            return rest[opening + 1 : place].strip() or None
+    return None
+
+
+def _row(data_source: str, split: str, index: int, solved: Solved) -> Row:
+    answer = solved.solution if solved.solution is not None else solved.ground_truth
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": solved.prompt}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": solved.ground_truth},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": solved.question},
+        "response": solved.solution,
+    }
+
+
+def _solved(dataset: Dataset, record: Record, problems: list[str]) -> Solved | None:
+    try:
+        return dataset.solved(record.fields)
+    except ValueError as error:
+        problems.append(f"{record.place}: {error}")
+        return None
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"has no text in {name}; it has {', '.join(fields)}. Take the files as published")
+    return value

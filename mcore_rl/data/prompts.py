@@ -1,0 +1,273 @@
+"""Prompts to train on or to validate with: parquet rows in the field's schema, through the chat template, as tokens.
+
+Everything is read and tokenised once, when the run starts, so that a row which cannot be used is known before anything
+else is built.  Rows stay in arrow tables and tokens in one array: 100,000 rows of GSM8K take 0.2 GB.  Order and
+resumption are ``PromptSampler``'s.
+
+Invariant: no prompt here is empty or longer than ``max_prompt_length``, and equal files give equal prompts and ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from mcore_rl.config.data import DataConfig, Truncation
+from mcore_rl.data.rows import (
+    MESSAGES,
+    Ragged,
+    SourceFile,
+    clean_messages,
+    is_messages,
+    is_text,
+    named,
+    progress_bar,
+    read_files,
+)
+from mcore_rl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+UNKNOWN = "unknown"  # data source of rows that name none, where none is needed
+GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth} (docs/data.md)"
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt.
+
+    id: ``<file>:<row>``, the same in every run.  tokens: with the chat template and the opening of the answer.
+    messages: as in the file.  data_source: by which rewards and validation tell rows apart.  ground_truth: text, a list
+    or whatever the file holds; None where nothing is graded.  extra_info: {} where the file has none.  columns: all
+    others, ``reward_model`` among them.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    messages: list[dict[str, Any]]
+    data_source: str
+    ground_truth: object
+    extra_info: dict[str, Any]
+    columns: dict[str, Any]
+
+
+@dataclass
+class _Found:
+    """What becomes of the rows while they are read."""
+
+    tokens: Ragged = field(default_factory=Ragged)
+    places: list[tuple[int, int]] = field(default_factory=list)  # file, row of its table
+    problems: list[str] = field(default_factory=list)
+    too_long: list[str] = field(default_factory=list)  # ids
+    longest: int = 0
+
+
+class PromptSet:
+    """Prompts by number, from 0.
+
+    num_rows: that were read.  num_left_out, num_truncated: because they were longer than ``max_prompt_length``.
+    """
+
+    def __init__(self, files: list[SourceFile], found: _Found, config: DataConfig, title: str) -> None:
+        found.tokens.close()
+        self.title = title
+        self.num_rows = sum(len(file.numbers) for file in files)
+        self.num_left_out = len(found.too_long) if config.filter_overlong_prompts else 0
+        self.num_truncated = 0 if config.filter_overlong_prompts else len(found.too_long)
+        self._files = files
+        self._config = config
+        self._tokens = found.tokens
+        self._places = found.places
+
+    @classmethod
+    def load(
+        cls,
+        files: Sequence[str | Path],
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_samples: int | None,
+        title: str,
+        graded: bool = True,
+    ) -> PromptSet:
+        """The prompts of ``files``, in file order.
+
+        max_samples: only so many rows, the first of a shuffle by ``config.seed``, before long ones are left out.
+        title: the key that names the files, as ``data.train_files``.  graded: rows must have a data source and a ground
+        truth; without it, both may be missing.
+
+        DataError, with every problem found: a file that is missing or no parquet, a column that is missing or of the
+        wrong type, a row that is null, empty, no UTF-8, without ground truth or refused by the chat template, prompts
+        that are too long where ``truncation`` is error, no prompt left.
+        """
+        found = _Found()
+        read = read_files(files, found.problems, max_samples=max_samples, seed=config.seed)
+        with progress_bar(sum(len(file.numbers) for file in read)) as bar:
+            task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in read))
+            for number, file in enumerate(read):
+                wrong = list(_type_problems(file, config.prompt_key, graded))
+                found.problems += wrong
+                for start, records in () if wrong else file.batches():
+                    _take(found, number, file, start, records, config, tokenizer, graded)
+                    bar.advance(task, len(records))
+        if found.too_long and not config.filter_overlong_prompts and config.truncation is Truncation.error:
+            found.problems.append(_too_long(found, config))
+        if not found.problems and not found.places:
+            found.problems.append(_nothing_left(found, config))
+        if found.problems:
+            raise DataError(title, found.problems)
+        return cls(read, found, config, title)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> PromptRow:
+        file, row = self._places[index]
+        record = self._files[file].record(row)
+        messages = clean_messages(record.pop(self._config.prompt_key))
+        assert isinstance(messages, list), "load has seen this row"
+        graded_by = record.get("reward_model")
+        return PromptRow(
+            id=self._files[file].row_id(row),
+            tokens=tuple(self._tokens[index].tolist()),
+            messages=messages,
+            data_source=record.pop("data_source", None) or UNKNOWN,
+            ground_truth=graded_by.get("ground_truth") if isinstance(graded_by, dict) else None,
+            extra_info=record.pop("extra_info", None) or {},
+            columns=record,
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        return self._tokens.lengths
+
+    def describe(self) -> str:
+        """One line for the user: how many prompts, how long, and what became of those that were too long."""
+        mean = sum(self.lengths) / len(self)
+        said = (
+            f"{self.title}: {len(self):,} prompts of {min(self.lengths)} to {max(self.lengths)} tokens, mean {mean:.0f}"
+        )
+        limit = self._config.max_prompt_length
+        if self.num_left_out:
+            said += f"; {self.num_left_out:,} of {self.num_rows:,} left out, longer than {limit} tokens"
+        if self.num_truncated:
+            said += f"; {self.num_truncated:,} cut to {limit} tokens ({self._config.truncation.value})"
+        return said
+
+
+def truncated(tokens: Sequence[int], length: int, truncation: Truncation) -> Sequence[int]:
+    """At most ``length`` of ``tokens``: without the beginning (left), the end (right) or the middle.
+
+    ``middle`` keeps ``length // 2`` of the beginning and the rest of the end, as verl does.
+    """
+    assert truncation is not Truncation.error and length >= 1
+    if len(tokens) <= length:
+        return tokens
+    if truncation is Truncation.left:
+        return tokens[-length:]
+    head = length if truncation is Truncation.right else length // 2
+    return [*tokens[:head], *tokens[len(tokens) - (length - head) :]]
+
+
+def _type_problems(file: SourceFile, prompt_key: str, graded: bool) -> Iterator[str]:
+    """What makes every row of ``file`` unusable."""
+    types = {column.name: column.type for column in file.table.schema}
+    if prompt_key not in types:
+        has = f"it has {', '.join(types) or 'none'}"
+        yield f"{file.name}: no column {prompt_key}; {has}. Write {MESSAGES} there, or name it as data.prompt_key"
+    elif not is_messages(types[prompt_key]):
+        yield f"{file.name}: column {prompt_key} is {types[prompt_key]}, not {MESSAGES}. Write it so (docs/data.md)"
+    if "data_source" in types and not is_text(types["data_source"]):
+        yield f"{file.name}: column data_source is {types['data_source']}, not text. Write the name of the data set"
+    if "extra_info" in types and not (pa.types.is_struct(types["extra_info"]) or pa.types.is_null(types["extra_info"])):
+        yield f"{file.name}: column extra_info is {types['extra_info']}, not a struct. Write it so, or drop it"
+    if not graded:
+        return
+    if "data_source" not in types:
+        yield f"{file.name}: no column data_source. {GROUND_TRUTH}"
+    if "reward_model" not in types:
+        yield f"{file.name}: no column reward_model. {GROUND_TRUTH}"
+    else:
+        kind = types["reward_model"]
+        if not pa.types.is_struct(kind) or kind.get_field_index("ground_truth") < 0:
+            yield f"{file.name}: column reward_model is {kind}, without a ground_truth. {GROUND_TRUTH}"
+
+
+def _take(
+    found: _Found,
+    number: int,
+    file: SourceFile,
+    start: int,
+    records: list[dict[str, Any] | None],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    graded: bool,
+) -> None:
+    """One batch of ``file``, the run's file ``number``, into ``found``."""
+    rows, texts = [], []
+    for row, record in enumerate(records, start):
+        text, problem = _rendered(record, config, tokenizer, graded)
+        if problem:
+            found.problems.append(f"{file.row_id(row)}: {problem}")
+        else:
+            rows.append(row)
+            texts.append(text)
+    if not texts:
+        return
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    for row, tokens in zip(rows, encoded, strict=True):
+        if not tokens:
+            found.problems.append(f"{file.row_id(row)}: the chat template makes no token of it. Write some content")
+            continue
+        if len(tokens) > config.max_prompt_length:
+            found.too_long.append(file.row_id(row))
+            found.longest = max(found.longest, len(tokens))
+            if config.filter_overlong_prompts or config.truncation is Truncation.error:
+                continue
+            tokens = truncated(tokens, config.max_prompt_length, config.truncation)
+        found.tokens.append(tokens)
+        found.places.append((number, row))
+
+
+def _rendered(
+    record: dict[str, Any] | None, config: DataConfig, tokenizer: PreTrainedTokenizerBase, graded: bool
+) -> tuple[str, str]:
+    """(text of the prompt, what is wrong): one of them is ""."""
+    if record is None:
+        return "", "has text that is no UTF-8. Write the file again from text decoded as what it is"
+    messages = clean_messages(record[config.prompt_key])
+    if isinstance(messages, str):
+        return "", f"{config.prompt_key} {messages}. Write {MESSAGES}, or leave the row out"
+    if graded:
+        if not record["data_source"]:
+            return "", "data_source is null or empty. Write the name of the data set"
+        if record["reward_model"] is None or record["reward_model"]["ground_truth"] is None:
+            return "", "reward_model has no ground_truth. Write the right answer, or leave the row out"
+    try:
+        kwargs = config.chat_template_kwargs
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+    except Exception as error:  # noqa: BLE001 - a template is a program of the user's and may raise anything
+        return "", f"the chat template refuses it: {error}. Mend the messages, or use another template"
+    return str(text), ""
+
+
+def _too_long(found: _Found, config: DataConfig) -> str:
+    limit = f"data.max_prompt_length={config.max_prompt_length}"
+    count = f"{len(found.too_long)} prompts have" if len(found.too_long) > 1 else "1 prompt has"
+    remedy = (
+        f"Write data.filter_overlong_prompts=true, data.truncation=left, right or middle, or {found.longest} tokens"
+    )
+    return f"{count} more than {limit} tokens, the longest {found.longest}: {named(found.too_long)}. {remedy}"
+
+
+def _nothing_left(found: _Found, config: DataConfig) -> str:
+    if not found.too_long:
+        return "the files have no rows. Name files with prompts"
+    limit = f"data.max_prompt_length={config.max_prompt_length}"
+    return f"no prompt is left: all {len(found.too_long)} have more than {limit} tokens. Write up to {found.longest}"

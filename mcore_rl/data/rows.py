@@ -1,0 +1,200 @@
+"""Rows of parquet files as a user names them: read once, checked by type, each with an id that names its place.
+
+Knows files, columns and messages; not what a row is for.  Everything wrong is collected as text that names file and
+row, so that the caller can say all of it at once.
+
+Invariant: an id, ``<file>:<row counted from 0>``, names one row; a file is called by its name, with as many of its
+folders as it takes to tell it from the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+BATCH_ROWS = 1_000
+LONG_ROWS = 20_000  # more than a few seconds: a bar shows how far it is
+MAX_NAMED = 20
+MESSAGES = "a list of {role, content}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """The chosen rows of one file.  name: in ids.  table: them.  numbers: their rows in the file, ascending."""
+
+    name: str
+    table: pa.Table
+    numbers: NDArray[np.int64]
+
+    def row_id(self, index: int) -> str:
+        """The id of ``table``'s row ``index``."""
+        return f"{self.name}:{self.numbers[index]}"
+
+    def record(self, index: int) -> dict[str, Any]:
+        """``table``'s row ``index``, by column.  UnicodeDecodeError: text that is no UTF-8."""
+        record: dict[str, Any] = self.table.slice(index, 1).to_pylist()[0]
+        return record
+
+    def batches(self) -> Iterator[tuple[int, list[dict[str, Any] | None]]]:
+        """(index of the first, records) of up to BATCH_ROWS rows; None stands for a row whose text is no UTF-8."""
+        for start in range(0, len(self.numbers), BATCH_ROWS):
+            records: list[dict[str, Any] | None]
+            try:
+                records = self.table.slice(start, BATCH_ROWS).to_pylist()
+            except UnicodeDecodeError:
+                records = [self._decoded(index) for index in range(start, min(start + BATCH_ROWS, len(self.numbers)))]
+            yield start, records
+
+    def _decoded(self, index: int) -> dict[str, Any] | None:
+        try:
+            return self.record(index)
+        except UnicodeDecodeError:
+            return None
+
+
+def read_files(
+    files: Sequence[str | Path], problems: list[str], *, max_samples: int | None, seed: int
+) -> list[SourceFile]:
+    """The readable ones of ``files``; what is wrong with the others is added to ``problems``.
+
+    max_samples: only so many rows of all files together, the first of a shuffle by ``seed``; they stay in file order.
+    """
+    if not files:
+        problems.append("names no file. Name at least one parquet file")
+    paths = [Path(file).expanduser().resolve() for file in files]
+    twice = sorted({str(path) for path in paths if paths.count(path) > 1})
+    problems += [f"{path}: is named twice. Name it once" for path in twice]
+    paths = list(dict.fromkeys(paths))
+    tables = [(name, table) for name, path in zip(distinct_names(paths), paths, strict=True)
+              if (table := _read(path, name, problems)) is not None]  # fmt: skip
+    ends = np.cumsum([table.num_rows for _, table in tables], dtype=np.int64)
+    total = int(ends[-1]) if tables else 0
+    chosen = np.ones(total, dtype=bool)
+    if max_samples is not None and max_samples < total:
+        numbers = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(total)
+        chosen[np.argsort(numbers, kind="stable")[max_samples:]] = False
+    read = []
+    for (name, table), end in zip(tables, ends, strict=True):
+        mask = chosen[end - table.num_rows : end]
+        rows = table if mask.all() else table.filter(pa.array(mask))
+        read.append(SourceFile(name=name, table=rows, numbers=np.flatnonzero(mask)))
+    return read
+
+
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Each path's name, with as many folders before it as tell it from the other ``paths``, which differ."""
+    names = []
+    for path in paths:
+        others = [other.parts for other in paths if other != path]
+        length = 1
+        while any(parts[-length:] == path.parts[-length:] for parts in others):
+            length += 1
+        names.append("/".join(path.parts[-length:]))
+    return names
+
+
+def _read(path: Path, name: str, problems: list[str]) -> pa.Table | None:
+    if not path.exists():
+        problems.append(f"{path}: there is no such file. Make it with tools/prepare_data.py, or mend the path")
+    elif path.is_dir():
+        problems.append(f"{path}: is a directory. Name the parquet files in it")
+    else:
+        try:
+            with pq.ParquetFile(path) as file:
+                return file.read()
+        except (OSError, pa.ArrowException) as error:
+            said = str(error).partition("\n")[0]
+            problems.append(f"{name}: cannot be read as parquet: {said}. Write it again (docs/data.md shows how)")
+    return None
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds text, also as a dictionary."""
+    if pa.types.is_dictionary(kind):
+        return is_text(kind.value_type)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds lists, of whichever layout."""
+    checks = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view)
+    return any(check(kind) for check in checks)
+
+
+def is_messages(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds lists of {role, content}, both text."""
+    if not is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return False
+    fields = {field.name: field.type for field in kind.value_type}
+    return all(name in fields and is_text(fields[name]) for name in ("role", "content"))
+
+
+def clean_messages(messages: Any) -> list[dict[str, Any]] | str:
+    """The messages of a row without fields that are null there, which parquet adds; or what is wrong with them."""
+    if messages is None:
+        return "is null"
+    if not messages:
+        return "has no messages"
+    cleaned = []
+    for place, message in enumerate(messages):
+        if message is None or not message["role"]:
+            return f"has no role in message {place}"
+        if message["content"] is None and not message.get("tool_calls"):
+            return f"has no content in message {place}"
+        cleaned.append({key: value for key, value in message.items() if value is not None})
+    return cleaned
+
+
+def named(ids: Sequence[str]) -> str:
+    """The first ``MAX_NAMED`` of ``ids``, and how many more there are."""
+    more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
+    return ", ".join(ids[:MAX_NAMED]) + more
+
+
+def progress_bar(total: int) -> Progress:
+    """On standard error, gone when done, and only where ``total`` rows are many."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=total < LONG_ROWS)
+
+
+class Ragged:
+    """Many short integer sequences in one array: 4 bytes a token, where tuples take 40."""
+
+    def __init__(self) -> None:
+        self._pieces: list[NDArray[np.int32]] = []
+        self._lengths: list[int] = []
+        self._flat: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+        self._ends: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+    def append(self, values: Sequence[int]) -> None:
+        """One more sequence, the last."""
+        self._pieces.append(np.asarray(values, dtype=np.int32))
+        self._lengths.append(len(values))
+
+    def close(self) -> None:
+        """Lay out what was appended; sequences can be read from here on."""
+        if self._pieces:
+            self._flat = np.concatenate(self._pieces)
+        self._ends = np.cumsum(self._lengths, dtype=np.int64)
+        self._pieces = []
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of each sequence."""
+        return self._lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        end = self._ends[index]
+        return self._flat[end - self._lengths[index] : end]

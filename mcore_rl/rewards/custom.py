@@ -1,0 +1,92 @@
+"""A reward function of the user's own: ``compute_score(data_source, solution_str, ground_truth, extra_info)``.
+
+It is called by keyword.  It answers a number, or a dict with ``score`` and whatever else is to be measured: numbers
+become parts, ``acc`` is taken as correct, the rest is dropped.  ``async def`` may await; a process runs one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
+from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score, finite
+
+MODULE = "custom_reward_function"
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_SIGNATURE = f"({', '.join(_ARGUMENTS)})"
+
+
+class CustomGrader:
+    """A ``Grader`` that asks the user's function; made by ``load_custom``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._runner = asyncio.Runner()  # one loop for all calls: clients that a function opened stay usable
+
+    def __call__(self, request: RewardRequest, config: RewardConfig) -> Score:
+        """What the function says; NotANumberError where that is no number, and whatever the function raises."""
+        answer = self._function(
+            data_source=request.data_source,
+            solution_str=request.response,
+            ground_truth=request.ground_truth,
+            extra_info=dict(request.extra_info),
+        )
+        return as_score(self._runner.run(_result(answer)) if inspect.isawaitable(answer) else answer)
+
+
+def load_custom(custom: CustomRewardFunction) -> CustomGrader:
+    """The function that ``custom`` names; ConfigError where the file, the name or the signature is not right."""
+    path = Path(str(custom.path))
+    if not path.is_file():
+        raise _violation("path", custom.path, "there is no such file", "Write the path of a Python file")
+    spec = importlib.util.spec_from_file_location(MODULE, path)
+    if spec is None or spec.loader is None:
+        raise _violation("path", custom.path, "is not a Python file", "Write the path of a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE] = module  # dataclasses and pickle look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever the user's file does
+        problem = f"importing it raised {type(error).__name__}: {error}"
+        raise _violation("path", custom.path, problem, "Correct the file") from error
+    function = vars(module).get(custom.name)
+    if not callable(function):
+        problem = f"{path} defines no function of that name"
+        raise _violation("name", custom.name, problem, f"Define {custom.name}{_SIGNATURE} there, or name another")
+    with suppress(ValueError):  # a builtin that does not tell its signature
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS))
+        except TypeError as error:
+            problem = f"{custom.name}{inspect.signature(function)} in {path} cannot be called: {error}"
+            raise _violation("name", custom.name, problem, f"Define {custom.name}{_SIGNATURE}") from error
+    return CustomGrader(function)
+
+
+def as_score(answer: object) -> Score:
+    """A number or a dict with ``score`` as a Score; NotANumberError where it is neither."""
+    if not isinstance(answer, Mapping):
+        return Score(finite(answer, "the score"))
+    if "score" not in answer:
+        raise NotANumberError(f"the dict has {sorted(map(str, answer))[:10]}, but no score")
+    parts = {}
+    for name, part in answer.items():
+        with suppress(NotANumberError):
+            if name != "score":
+                parts[str(name)] = finite(part, str(name))
+    return Score(finite(answer["score"], "the score"), parts, correct=parts.get("acc"))
+
+
+async def _result(answer: Awaitable[Any]) -> Any:
+    return await answer
+
+
+def _violation(key: str, value: object, problem: str, remedy: str) -> ConfigError:
+    return ConfigError([Violation(f"custom_reward_function.{key}", value, problem, remedy)])

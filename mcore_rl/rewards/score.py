@@ -1,0 +1,61 @@
+"""What graders are given and what they answer; plain records that travel between processes by pickle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RewardRequest:
+    """One response to grade.
+
+    key: (prompt id, index of the sample), for messages.  data_source: says who grades.  response: text without special
+    tokens.  ground_truth: ``reward_model.ground_truth`` of the row; what it must be is said by the grader.
+    extra_info: the row's column of that name and its unknown columns.  num_tokens: of the response.  max_tokens: that
+    it could have had.  truncated: it was cut off there.
+    """
+
+    key: tuple[str, int]
+    data_source: str
+    response: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    num_tokens: int = 0
+    max_tokens: int = 0
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a response is worth.
+
+    value: the reward, always finite.  parts: named pieces of it, or facts about it, for metrics.  correct: 1 or 0 (or
+    a share) where the grader knows whether the answer is right, else None.  error: why there is no grade and ``value``
+    is ``reward.error_score``: a kind (see ``ERROR_KINDS``), a colon, and what happened; None where all is well.
+    """
+
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+    correct: float | None = None
+    error: str | None = None
+
+
+# raised: the grader raised.  not_a_number: it answered something else, nan or infinity.  timeout: it took longer than
+# ``reward.timeout_s``.  died: its process ended.
+ERROR_KINDS = ("raised", "not_a_number", "timeout", "died")
+
+
+class NotANumberError(ValueError):
+    """A grader answered something else than a finite number."""
+
+
+def finite(value: object, what: str) -> float:
+    """``value`` as a float; NotANumberError, naming ``what``, where it is no number, nan or infinity."""
+    if not isinstance(value, str | bytes) and hasattr(value, "__float__"):
+        number = float(value)
+        if math.isfinite(number):
+            return number
+    raise NotANumberError(f"{what} is {repr(value)[:80]}, not a finite number")

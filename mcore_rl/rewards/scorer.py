@@ -1,0 +1,246 @@
+"""Grading in parallel: responses go to processes of the scorer's own, each grades one at a time.
+
+The caller awaits each response on its event loop, so that grading overlaps generation.  A thread waits for each
+process.
+
+The invariant: whatever a grader does, it costs its own response ``error_score`` and an entry in ``counts``; a process
+that hangs or ends is replaced, and no process outlives the scorer or the program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Self
+
+from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
+from mcore_rl.rewards.code import grade_code
+from mcore_rl.rewards.confinement import ConfinementError, weaknesses
+from mcore_rl.rewards.registry import GRADERS, grader_of
+from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
+from mcore_rl.rewards.worker import failed
+
+MAX_WORKERS = 16
+START_S = 120.0  # for a process to start and to import a custom function's file
+# Not multiprocessing: that would import the main program, and with it torch, into every worker.
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from mcore_rl.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+logger = logging.getLogger(__name__)
+
+
+class _Worker:
+    """A grading process and its pipe."""
+
+    def __init__(self, config: RewardConfig, custom: CustomRewardFunction) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps([str(path) for path in sys.path])]
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROGRAM, *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C does not reach it, and what it starts can be ended with it
+            )
+        self._connection = Connection(ours.detach())
+        self._settings = (config, custom)
+        self._is_ready = False
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def wait_until_ready(self) -> None:
+        """Return once it can grade; ConfigError for a custom function that cannot, TimeoutError, EOFError, OSError."""
+        if not self._is_ready:
+            self._connection.send(self._settings)
+            refusal = self._receive(START_S)
+            if refusal is not None:
+                assert isinstance(refusal, Exception)
+                raise refusal
+            self._is_ready = True
+
+    def grade(self, message: bytes, timeout_s: float) -> Score:
+        """Its Score of a pickled request; TimeoutError, EOFError or OSError where there is none."""
+        self._connection.send_bytes(message)
+        score = self._receive(timeout_s)
+        assert isinstance(score, Score)
+        return score
+
+    def _receive(self, timeout_s: float) -> object:
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError
+        return self._connection.recv()
+
+    def kill(self) -> None:
+        """End the process and its group at once; the thread that waits for it hears of it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self) -> int:
+        """Kill it and say what its exit code was; its own where it had ended before."""
+        self.kill()
+        self._connection.close()
+        return self._process.wait()
+
+
+class Scorer:
+    """Graded responses, ``config.num_workers`` at a time; a context manager, usable from any event loop.
+
+    Processes start when they are needed first, in about 0.2 s each.  With ``custom.path`` one starts here: ConfigError
+    where the function cannot be loaded.
+    """
+
+    def __init__(self, config: RewardConfig, custom: CustomRewardFunction | None = None) -> None:
+        self._config, self._custom = config, custom or CustomRewardFunction()
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._workers: set[_Worker] = set()
+        self._queue: queue.SimpleQueue[tuple[RewardRequest, Future[Score]] | None] = queue.SimpleQueue()
+        self._confinement_known = False
+        if self._custom.path is not None:
+            self._check_custom()
+        count = config.num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+        # Daemons: a program that ends without closing does not wait for what is still queued.
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"reward-{index}", daemon=True) for index in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many responses could not be graded, by kind; see ``ERROR_KINDS``."""
+        with self._lock:
+            return {kind: self._counts[kind] for kind in ERROR_KINDS}
+
+    def check_sources(self, data_sources: Iterable[str]) -> None:
+        """ConfigError where a data source has no grader, for the start of a run; with a custom function all have."""
+        if self._custom.path is None:
+            for data_source in sorted(set(data_sources)):
+                grader_of(data_source)
+
+    async def score(self, request: RewardRequest) -> Score:
+        """The Score of one response.  ConfigError: its data source has no grader.  Cancelling drops what is queued."""
+        assert not self._closed, "the scorer is closed"
+        self.check_sources([request.data_source])
+        future: Future[Score] = Future()
+        self._queue.put((request, future))
+        return await asyncio.wrap_future(future)
+
+    async def score_all(self, requests: Iterable[RewardRequest]) -> list[Score]:
+        """The Score of each request, in their order."""
+        return list(await asyncio.gather(*map(self.score, requests)))
+
+    def close(self) -> None:
+        """End all processes; who still waits for a Score is cancelled.  Twice is as good as once."""
+        with self._lock:
+            self._closed = True
+            for worker in self._workers:
+                worker.kill()
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_custom(self) -> None:
+        worker = _Worker(self._config, self._custom)
+        try:
+            worker.wait_until_ready()
+        finally:
+            worker.end()
+
+    def _serve(self) -> None:
+        """Grade what is queued, with a process that is replaced whenever it is lost."""
+        worker: _Worker | None = None
+        while (job := self._queue.get()) is not None:
+            request, future = job
+            if self._closed:
+                future.cancel()
+            if future.cancelled():
+                continue
+            worker, score = self._grade(worker, request)
+            if self._closed:
+                future.cancel()
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                future.set_result(score)
+        self._forget(worker)
+
+    def _grade(self, worker: _Worker | None, request: RewardRequest) -> tuple[_Worker | None, Score]:
+        """(process for the next response, Score)."""
+        doing, limit_s = "starting", START_S
+        try:
+            self._warn_of_weak_confinement(request)
+            message = pickle.dumps(request)
+        except Exception as error:  # noqa: BLE001  whatever pickling a column's value does
+            return worker, self._failed("raised", f"the row cannot be sent to a grading process: {error}")
+        try:
+            worker = worker or self._start()
+            worker.wait_until_ready()
+            doing, limit_s = f"grading {request.key} of {request.data_source}", self._config.timeout_s
+            return worker, self._counted(worker.grade(message, limit_s))
+        except TimeoutError:
+            self._forget(worker)
+            return None, self._failed("timeout", f"{doing} took longer than {limit_s:g} s")
+        except (EOFError, OSError) as error:
+            code = self._forget(worker)
+            return None, self._failed("died", f"{doing}, the process ended with exit code {code} ({error!r})")
+        except Exception as error:  # noqa: BLE001  of all, a custom function's file that has changed since the start
+            self._forget(worker)
+            return None, self._failed("raised", str(error))
+
+    def _failed(self, kind: str, detail: str) -> Score:
+        return self._counted(failed(kind, detail, self._config))
+
+    def _counted(self, score: Score) -> Score:
+        if score.error is not None:
+            with self._lock:
+                self._counts[score.error.partition(":")[0]] += 1
+        return score
+
+    def _start(self) -> _Worker:
+        with self._lock:
+            if self._closed:
+                raise OSError("the scorer is closed")
+            worker = _Worker(self._config, self._custom)
+            self._workers.add(worker)
+            return worker
+
+    def _forget(self, worker: _Worker | None) -> int | None:
+        if worker is None:
+            return None
+        with self._lock:
+            self._workers.discard(worker)
+        return worker.end()
+
+    def _warn_of_weak_confinement(self, request: RewardRequest) -> None:
+        if self._confinement_known or self._custom.path is not None or GRADERS[request.data_source] is not grade_code:
+            return
+        self._confinement_known = True
+        with suppress(ConfinementError):  # each response will say so
+            for weakness in weaknesses():
+                logger.warning("Programs are not fully confined on this machine. %s", weakness)

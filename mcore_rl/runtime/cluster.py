@@ -1,0 +1,54 @@
+"""Ray itself: started on this machine, or joined where it runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mcore_rl.config.trainer import RayInitConfig
+from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.parallel.device import num_cores
+
+
+@contextmanager
+def ray_cluster(config: RayInitConfig) -> Iterator[None]:
+    """Within: Ray is there.  Its timeline is written, and what was started here is stopped, on the way out.
+
+    num_cpus: None is what this process may use, not what the machine has: under Slurm the two differ.
+    Raises ConfigError where no cluster answers at ``config.address``.
+    """
+    started = not ray.is_initialized()
+    if started:
+        _connect(config)
+    try:
+        yield
+    finally:
+        if config.timeline_json_file is not None:
+            Path(config.timeline_json_file).parent.mkdir(parents=True, exist_ok=True)
+            ray.timeline(config.timeline_json_file)
+        if started:
+            ray.shutdown()
+
+
+def _connect(config: RayInitConfig) -> None:
+    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    if config.address is None:
+        cpus = num_cores() if config.num_cpus is None else config.num_cpus
+        ray.init(num_cpus=cpus, **options)
+        return
+    try:
+        ray.init(address=config.address, **options)
+    except (ConnectionError, ValueError) as error:
+        problem = f"no Ray cluster answers there: {str(error).splitlines()[0]}"
+        remedy = "Start one with ray start --head, or leave ray_init.address out to start one here"
+        raise ConfigError([Violation("ray_init.address", config.address, problem, remedy)]) from error
+
+
+def this_host() -> str:
+    """The address of this machine that other nodes of the cluster reach it by."""
+    return str(ray.util.get_node_ip_address())

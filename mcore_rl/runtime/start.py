@@ -1,0 +1,103 @@
+"""The processes of a run, started where ``placement`` says, with the environment that each needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.parallel.device import Platform, num_cores
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.rollout.environment import core_shares, usable_cores
+from mcore_rl.rollout.pool import EnginePool
+from mcore_rl.runtime.placement import Places
+from mcore_rl.runtime.rollout_worker import RayEngine, RolloutWorker
+from mcore_rl.runtime.train_worker import RoleSpec, TrainWorker
+from mcore_rl.runtime.worker_group import WorkerGroup
+
+
+async def start_trainers(
+    spec: RoleSpec, places: Places, platform: Platform, logs: Path, timeout_s: float
+) -> WorkerGroup:
+    """The training processes of one role, in their process groups; ``build`` is the next that they are asked.
+
+    Each computes with its share of the cores that this machine has, one at least.
+    """
+    world_size = len(places.train)
+    threads = 1 if platform.is_accelerator else max(1, num_cores() // world_size)
+    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    files = [logs / f"{spec.role}-rank-{rank}.log" for rank in range(world_size)]
+    workers = [
+        ray.remote(TrainWorker)
+        .options(
+            **place.options({"num_cpus": 0, "num_gpus": places.share}),
+            runtime_env={"env_vars": environment},
+            max_concurrency=1,
+        )
+        .remote(rank, world_size, files[rank])
+        for rank, place in enumerate(places.train)
+    ]
+    layout = Layout.of(spec.parallel, world_size)
+    group = WorkerGroup(spec.role, workers, layout, ["its node"] * world_size, files)
+    try:
+        group.hosts = await group.all("host")
+        address, port = await group.one(0, "rendezvous")
+        await group.all("join", address, port, spec, timeout_s)
+    except BaseException:
+        group.close()
+        raise
+    return group
+
+
+async def start_engines(
+    directory: Path,
+    rollout: RolloutConfig,
+    places: Places,
+    platform: Platform,
+    logs: Path,
+    trainers: WorkerGroup | None = None,
+) -> list[RayEngine]:
+    """All engines, ready.  trainers: whose devices they share, where they do; None: each has what its bundle has.
+
+    On CPU the engines share this machine's cores, each its own where there are enough.
+    """
+    layout = rollout.layout
+    each = layout.tp * layout.engine_dp
+    shared = trainers is not None
+    workers: list[Any] = [
+        ray.remote(RolloutWorker)
+        .options(**place.options({"num_cpus": 0, "num_gpus": 0 if shared or not platform.is_accelerator else each}))
+        .remote(f"engine {index}")
+        for index, place in enumerate(places.rollout)
+    ]
+    engines = [RayEngine(f"engine {index}", worker) for index, worker in enumerate(workers)]
+    cores: Sequence[Sequence[int] | None] = [None] * len(engines)
+    device_ids: list[list[str] | None] = [None] * len(engines)
+    if not platform.is_accelerator:
+        cores = core_shares(usable_cores(), len(engines))
+    elif trainers is not None:
+        ids = await trainers.all("device_ids")
+        device_ids = [
+            [device for rank in range(index * each, (index + 1) * each) for device in ids[rank]]
+            for index in range(len(engines))
+        ]
+    starting = [
+        engine.start(directory, rollout, cores=cores[i], device_ids=device_ids[i], log=logs / f"engine-{i}.log")
+        for i, engine in enumerate(engines)
+    ]
+    results = await asyncio.gather(*starting, return_exceptions=True)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        for worker in workers:
+            ray.kill(worker)
+        raise errors[0]
+    return engines
+
+
+def pool_of(engines: Sequence[RayEngine], rollout: RolloutConfig) -> EnginePool:
+    """One queue before all engines."""
+    return EnginePool(engines, rollout.max_num_seqs)

@@ -1,0 +1,207 @@
+"""One training process of a role: joins its process group, builds its engine, and does what the controller says.
+
+Thin: what is computed is ``training/``'s, which weights go where ``weights/``'s and ``sync/``'s.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
+
+from mcore_rl.config.engine import EngineConfig
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.families.registry import model_of
+from mcore_rl.parallel.device import Memory, detect, device_of, memory, set_device
+from mcore_rl.parallel.groups import init_groups
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.rollout.weight_channel import Mode
+from mcore_rl.runtime.answers import Answering
+from mcore_rl.sync.check import Expected, expected_weights
+from mcore_rl.sync.publish import Published, Publisher
+from mcore_rl.sync.transport import Transport
+from mcore_rl.training.engine import Engine, Loss
+from mcore_rl.training.offload import Moved, Part
+from mcore_rl.training.run_state import load_run_state, save_run_state
+from mcore_rl.types import Denominators, StepResult, TokenScores, TrainBatch
+from mcore_rl.weights.companions import read_config
+from mcore_rl.weights.export import save_hf
+from mcore_rl.weights.hf_directory import Checkpoint
+from mcore_rl.weights.load import load_hf
+from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.table import Table
+
+LOCAL = 0  # Ray shows each worker its own accelerator, and no other
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSpec:
+    """What a worker is told of its role.  directory: of the Hugging Face checkpoint that it starts from."""
+
+    role: str
+    directory: Path
+    engine: EngineConfig
+    parallel: ParallelConfig
+    critic: bool = False
+    trainable: bool = True
+
+
+class TrainWorker(Answering):
+    """Rank ``rank`` of ``world_size``; the class of a Ray actor."""
+
+    def __init__(self, rank: int, world_size: int, log: Path) -> None:
+        super().__init__(rank, log)
+        self.world_size = world_size
+        self._stack = ExitStack()
+        self._store: TCPStore | None = None
+        self._publisher: Publisher | None = None
+
+    def host(self) -> str:
+        """The name of the machine that this worker runs on."""
+        return socket.gethostname()
+
+    def device_ids(self) -> list[str]:
+        """The accelerators that Ray gave to this worker."""
+        import ray
+
+        return [str(index) for index in ray.get_gpu_ids()]
+
+    def rendezvous(self) -> tuple[str, int]:
+        """(address, port) of a store for all workers of the role; of one worker, before ``join``."""
+        import ray
+
+        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        return str(ray.util.get_node_ip_address()), self._store.port
+
+    def join(self, address: str, port: int, spec: RoleSpec, timeout_s: float) -> None:
+        """Enter the process groups of ``spec``'s layout.  Every worker of the role."""
+        self.spec, self.platform = spec, detect(spec.engine.device)
+        set_device(self.platform, LOCAL)
+        timeout = timedelta(seconds=timeout_s)
+        store = PrefixStore("world", TCPStore(address, port, is_master=False, timeout=timeout))
+        dist.init_process_group(
+            self.platform.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+        )
+        layout = Layout.of(spec.parallel, self.world_size)
+        device = device_of(self.platform, LOCAL)
+        self.groups = init_groups(layout, self.platform, device, spec.engine.seed)
+
+    def build(self) -> None:
+        """The engine, with the checkpoint's weights."""
+        spec = self.spec
+        family, model = model_of(read_config(spec.directory))
+        self.table = Table(family, model, spec.parallel, self.world_size, critic=spec.critic)
+        self.engine = Engine(
+            spec.role,
+            model,
+            spec.parallel,
+            spec.engine,
+            self.groups,
+            self.platform,
+            critic=spec.critic,
+            trainable=spec.trainable,
+        )
+        with Checkpoint.open(spec.directory) as checkpoint:
+            self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
+
+    def score(
+        self, batch: TrainBatch, temperature: float, with_entropy: bool, snapshot: str | None
+    ) -> TokenScores | None:
+        """``Engine.score``; of the leader of each data-parallel coordinate, since its peers would say the same."""
+        scores = self.engine.score(batch, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot)
+        return scores if self._leads else None
+
+    def train_step(
+        self, batch: TrainBatch, loss: Loss, denominators: Denominators, temperature: float, with_entropy: bool
+    ) -> StepResult | None:
+        """``Engine.train_step``; of rank 0, since all say the same."""
+        step = self.engine.train_step(batch, loss, denominators, temperature=temperature, with_entropy=with_entropy)
+        return step if self.rank == 0 else None
+
+    def take_snapshot(self, name: str) -> None:
+        """Keep the weights as they are under ``name``."""
+        self.engine.snapshots.take(name)
+
+    def offload(self, parts: Sequence[Part] = tuple(Part)) -> Moved:
+        """To host memory, before the devices are another's."""
+        return self.engine.memory.offload(parts)
+
+    def onload(self, parts: Sequence[Part] = tuple(Part)) -> Moved:
+        """Back to the device."""
+        return self.engine.memory.onload(parts)
+
+    def memory(self) -> Memory:
+        """Of this worker's device and process."""
+        return memory(self.platform)
+
+    def save_state(self, directory: Path) -> None:
+        """All that this rank needs to go on, into a directory that is there."""
+        save_run_state(self.engine, directory)
+
+    def load_state(self, directory: Path) -> None:
+        """What ``save_state`` wrote, bit for bit."""
+        load_run_state(self.engine, directory)
+
+    def save_hf(self, target: Path, source: Path) -> None:
+        """A Hugging Face checkpoint of the live weights, whole and under its name; collective."""
+        save_hf(self.engine.models, self.table, self.rank, target, source, dtype=self.engine.dtype)
+
+    def connect(self, transport: Transport, layout: RolloutLayout, bucket_bytes: int) -> None:
+        """Be a member of the channel to the rollout ranks from now on."""
+        family, model = self.table.family, self.table.model
+        self._publisher = Publisher(
+            self.engine.models,
+            self.table,
+            RolloutTable(family, model, layout, latent_attention=self.platform.is_accelerator),
+            self.rank,
+            transport,
+            dtype=self.engine.dtype,
+            bucket_bytes=bucket_bytes,
+        )
+
+    def opening(self, first_rank: int, attempt: int) -> bytes:
+        """``Publisher.opening``."""
+        return self.publisher.opening(first_rank, attempt)
+
+    def open(self, attempt: int) -> None:
+        """``Publisher.open``."""
+        self.publisher.open(attempt)
+
+    def publish(self, version: int, mode: Mode) -> Published:
+        """``Publisher.publish``."""
+        return self.publisher.publish(version, mode)
+
+    def expected(self, version: int) -> Expected:
+        """``check.expected_weights``."""
+        return expected_weights(self.publisher, version)
+
+    def checksum(self) -> int:
+        """Of all weights and of what the optimizer holds on this rank: equal bits, equal sums."""
+        tensors = [*(p for chunk in self.engine.models for p in chunk.parameters())]
+        if self.engine.optimizer is not None:
+            tensors += self.engine.optimizer.state_tensors()
+        total = 0
+        for tensor in tensors:
+            words = tensor.detach().cpu().contiguous().view(torch.uint8).to(torch.int64)
+            total = (total * 31 + int((words * torch.arange(1, words.numel() + 1).view(words.shape)).sum())) % 2**61
+        return total
+
+    @property
+    def publisher(self) -> Publisher:
+        """Of this rank, once it is connected."""
+        assert self._publisher is not None, "connect first"
+        return self._publisher
+
+    @property
+    def _leads(self) -> bool:
+        coords = self.groups.coords
+        return coords.tp == coords.pp == coords.cp == 0

@@ -1,0 +1,127 @@
+"""The workers of one role, called together: ``all`` calls every one, ``map`` gives each data-parallel rank its shard.
+
+The tensor, pipeline and context peers of a data-parallel coordinate are handed the same object reference: a shard is
+put into Ray's store once, and read by its peers where it lies.
+
+The invariant: a call returns the results of all, or raises the first cause within seconds, naming rank, coordinates,
+host and phase; after that the group is of no more use and is to be closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import OutOfMemoryError, RayError
+
+from mcore_rl.errors import WorkerError
+from mcore_rl.parallel.failure import Cause, Failure, failure_message, first_cause
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.runtime.answers import Answer, last_phase
+
+SETTLE_S = 0.2  # once a worker has failed by itself: for answers that are already on their way
+GRACE_S = 3.0  # once one failed because its peers were gone: for the one that caused it
+
+
+class WorkerGroup:
+    """``workers``: Ray actors of an ``Answering`` class, in the order of the ranks of ``layout``.
+
+    hosts, logs: of each.
+    """
+
+    def __init__(
+        self, role: str, workers: Sequence[Any], layout: Layout, hosts: Sequence[str], logs: Sequence[Path]
+    ) -> None:
+        assert len(workers) == layout.world_size == len(hosts) == len(logs)
+        self.role, self.layout = role, layout
+        self._workers, self.hosts, self._logs = list(workers), list(hosts), list(logs)
+        # Of each data-parallel coordinate, the rank that answers for all of its peers.
+        self.leaders = [layout.rank_of(tp=0, cp=0, dp=dp, pp=0) for dp in range(layout.dp)]
+
+    async def all(self, method: str, *args: object) -> list[Any]:
+        """Every worker's result, in the order of the ranks."""
+        shared = [ray.put(arg) for arg in args]
+        return await self._collect(method, [worker.call.remote(method, *shared) for worker in self._workers])
+
+    async def map(self, method: str, shards: Sequence[object], *args: object) -> list[Any]:
+        """The results of the data-parallel coordinates' leaders; every peer is called with its shard and ``args``."""
+        assert len(shards) == self.layout.dp, f"{len(shards)} shards for dp={self.layout.dp}"
+        places, shared = [ray.put(shard) for shard in shards], [ray.put(arg) for arg in args]
+        calls = [
+            worker.call.remote(method, places[self.layout.coords(rank).dp], *shared)
+            for rank, worker in enumerate(self._workers)
+        ]
+        results = await self._collect(method, calls)
+        return [results[rank] for rank in self.leaders]
+
+    async def one(self, rank: int, method: str, *args: object) -> Any:
+        """The result of one worker alone: nothing collective."""
+        return (await self._collect(method, [self._workers[rank].call.remote(method, *args)], [rank]))[0]
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            ray.kill(worker)
+
+    def title(self, rank: int) -> str:
+        """What messages call a worker."""
+        return f"{self.role} rank {rank} ({self.layout.coords(rank)})"
+
+    async def _collect(self, method: str, calls: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
+        ranks = range(len(calls)) if ranks is None else ranks
+        tasks = {asyncio.ensure_future(self._answer(rank, call)): rank for rank, call in zip(ranks, calls, strict=True)}
+        waiting, until = set(tasks), float("inf")
+        while waiting:
+            limit = None if until == float("inf") else max(0.0, until - time.monotonic())
+            done, waiting = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            failures = [failure for task in tasks if task.done() and (failure := task.result().failure) is not None]
+            if failures:
+                settle = SETTLE_S if first_cause(failures).cause is Cause.own else GRACE_S
+                until = min(until, time.monotonic() + settle)
+            if not done and waiting:
+                break
+        for task in waiting:
+            task.cancel()
+        answers = {rank: task.result() for task, rank in tasks.items() if task.done() and not task.cancelled()}
+        if any(answer.failure is not None for answer in answers.values()):
+            self._raise(method, ranks, answers)
+        return [answers[rank].value for rank in ranks]
+
+    async def _answer(self, rank: int, call: Any) -> Answer:
+        try:
+            answer: Answer = await call
+        except RayError as error:
+            what = "killed by the kernel or by Ray for want of memory" if isinstance(error, OutOfMemoryError) else ""
+            what = what or f"its process died ({_reason(error)})"
+            where = last_phase(self._logs[rank])
+            failure = Failure(rank=rank, cause=Cause.own, phase=where, what=what, time_s=time.monotonic())
+            return Answer(failure=failure)
+        return answer
+
+    def _raise(self, method: str, ranks: Sequence[int], answers: dict[int, Answer]) -> NoReturn:
+        failures = {rank: answer.failure for rank, answer in answers.items() if answer.failure is not None}
+        first = first_cause(list(failures.values()))
+        if first.error is not None:
+            error = pickle.loads(first.error)
+            error.add_note(f"Raised by {self.title(first.rank)} on {self.hosts[first.rank]} in {first.phase}")
+            raise error
+        others = {}
+        for rank in set(ranks) - {first.rank}:
+            failure = failures.get(rank)
+            done = "had finished" if rank in answers else f"stopped in {last_phase(self._logs[rank]) or method}"
+            others[rank] = done if failure is None else failure.aftermath()
+        titles = [self.title(rank) for rank in range(self.layout.world_size)]
+        message = failure_message(first, self.hosts[first.rank], titles, others)
+        raise WorkerError(f"{message}\nIts output is in {self._logs[first.rank]}")
+
+
+def _reason(error: RayError) -> str:
+    """What Ray says of a death, in one line: its messages are a page long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if line.lower().startswith(("worker exit", "the actor is dead because"))]
+    return " ".join(telling) or lines[0] if lines else type(error).__name__

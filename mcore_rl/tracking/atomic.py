@@ -1,0 +1,22 @@
+"""A file that appears under its name only when it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """``with replaced(path) as new:`` write ``new``, which takes the place of ``path`` at the end of the block.
+
+    Where the block raises, ``path`` is as it was and ``new`` is gone.  Directories are made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.incomplete")
+    try:
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)

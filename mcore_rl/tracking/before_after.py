@@ -1,0 +1,108 @@
+"""The same validation prompts, answered before training and after it, to read side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_rl.tracking.console import number
+from mcore_rl.tracking.page import text
+from mcore_rl.tracking.run_files import Run
+from mcore_rl.tracking.samples import sample_files
+
+Row = Mapping[str, Any]
+
+# (right before, right after), what it is called, and how many are shown: the first ones, so that nobody picked them.
+KINDS: tuple[tuple[tuple[bool, bool], str, int], ...] = (
+    ((False, True), "learned", 3),
+    ((True, False), "lost", 2),
+    ((False, False), "still wrong", 2),
+    ((True, True), "right both times", 1),
+)
+
+
+def pairs(first: Sequence[Row], last: Sequence[Row]) -> list[tuple[str, Row, Row]]:
+    """(kind, before, after) of some prompts that both have; of several samples of a prompt the first one."""
+    after = _by_prompt(last)
+    both = [(row, after[prompt]) for prompt, row in _by_prompt(first).items() if prompt in after]
+    found = []
+    for outcome, kind, most in KINDS:
+        alike = [pair for pair in both if (bool(pair[0].get("correct")), bool(pair[1].get("correct"))) == outcome]
+        found += [(kind, *pair) for pair in alike[:most]]
+    return found
+
+
+def before_after(run: Run) -> str:
+    """The section of the report; of the first and the last validation whose samples can be read."""
+    steps = list(sample_files(run.path, "validation"))
+    first_step, first = _readable(run, steps)
+    last_step, last = _readable(run, steps[::-1])
+    if not last:
+        return '<h2>Samples</h2><p class="soft">No validation samples were found in validation/.</p>'
+    if first_step == last_step:
+        shown = "".join(_pair(f"sample {k + 1}", {f"step {last_step}": row}) for k, row in enumerate(last[:5]))
+        return f'<h2>Samples</h2><p class="soft">The first prompts of the only validation, step {last_step}.</p>{shown}'
+    found = pairs(first, last)
+    note = (
+        f"The same prompts at step {first_step} and at step {last_step}: the first few of each outcome, in the "
+        "order of the validation file."
+    )
+    if not found:
+        note = f"Steps {first_step} and {last_step} validated different prompts, so there is nothing to compare."
+    shown = "".join(_pair(kind, {f"step {first_step}": a, f"step {last_step}": b}) for kind, a, b in found)
+    return f'<h2>Samples, before and after</h2><p class="soft">{text(note)}</p>{shown}'
+
+
+def _readable(run: Run, steps: Sequence[int]) -> tuple[int, list[dict[str, Any]]]:
+    """The first of ``steps`` whose samples can be read, and those; (-1, []) where there is none."""
+    for step in steps:
+        if rows := [row for row in run.samples(step, "validation") if row.get("prompt_id") is not None]:
+            return step, rows
+    return -1, []
+
+
+def _by_prompt(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        found.setdefault((str(row.get("data_source")), str(row["prompt_id"])), row)
+    return found
+
+
+def _pair(kind: str, sides: Mapping[str, Row]) -> str:
+    row = next(iter(sides.values()))
+    head = f"<h3>{text(kind)} <span class='soft'>{text(row.get('data_source', ''))}</span></h3>"
+    prompt = f"<pre>{text(_conversation(row.get('prompt', '')))}</pre>"
+    gold = f"<p>Gold: <b>{text(row['ground_truth'])}</b></p>" if row.get("ground_truth") is not None else ""
+    shown = "".join(
+        f"<div>{_mark(step, each)}<pre>{text(each.get('response', ''))}</pre></div>" for step, each in sides.items()
+    )
+    return f'<div class="pair">{head}{prompt}{gold}<div class="sides">{shown}</div></div>'
+
+
+def _mark(step: str, row: Row) -> str:
+    said = []
+    if row.get("correct") is not None:
+        right = bool(row["correct"])
+        said.append(f'<span class="{"right" if right else "wrong"}">{"right" if right else "wrong"}</span>')
+    if isinstance(row.get("score"), int | float):
+        said.append(f"score {number(float(row['score']))}")
+    if row.get("num_tokens") is not None:
+        said.append(f"{text(row['num_tokens'])} tokens")
+    if row.get("finish") is not None:
+        said.append(f"finish: {text(row['finish'])}")
+    return f"<p>{text(step)}: {', '.join(said)}</p>"
+
+
+def _conversation(prompt: Any) -> str:
+    """Messages, or their JSON, as text with the roles; a text as it is."""
+    if isinstance(prompt, str):
+        try:
+            messages = json.loads(prompt) if prompt.startswith("[{") else None
+        except ValueError:
+            messages = None
+    else:
+        messages = prompt
+    if isinstance(messages, list) and all(isinstance(m, dict) and "content" in m for m in messages):
+        return "\n\n".join(f"{m.get('role', '')}: {m['content']}" for m in messages)
+    return str(prompt)

@@ -1,0 +1,89 @@
+"""Where the seconds of a step go.
+
+A phase that is entered while another is open is a part of that one: ``time/validate/generate`` is inside
+``time/validate`` and never in ``time/generate``, so top-level phases add up to at most the step, and what is missing is
+the controller's own overhead.  Phases may also overlap without nesting, as asyncio tasks do: the time that any phase
+was open is counted once.  One thread; no device is synchronised.
+
+The invariant: ``time/step * (1 - perf/overhead_share)`` is the time in which at least one phase was open.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mcore_rl.tracking.metrics import metric_of
+
+
+@dataclass
+class _Span:
+    """Seconds in which something was open at least once.  open: how often it is now.  since: when that began."""
+
+    seconds: float = 0.0
+    open: int = 0
+    since: float = 0.0
+
+    def enter(self, now: float) -> None:
+        if self.open == 0:
+            self.since = now
+        self.open += 1
+
+    def leave(self, now: float) -> None:
+        self.open -= 1
+        if self.open == 0:
+            self.seconds += now - self.since
+
+
+class Clock:
+    """``with clock("generate"): ...``, then ``clock.step()`` once at the end of each step.
+
+    now: seconds from any start, never backwards.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._open: list[str] = []
+        self._begin(now())
+
+    def _begin(self, start: float) -> None:
+        self._start = start
+        self._any = _Span()
+        self._phases: dict[str, _Span] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count the block as ``phase``, a name of ``metrics.PHASES``, or any name inside another phase."""
+        path = self._path(phase)
+        metric_of(f"time/{path}")
+        span = self._phases.setdefault(path, _Span())
+        self._open.append(path)
+        now = self._now()
+        span.enter(now)
+        self._any.enter(now)
+        try:
+            yield
+        finally:
+            now = self._now()
+            span.leave(now)
+            self._any.leave(now)
+            self._open.remove(path)
+
+    def step(self) -> dict[str, float]:
+        """``time/*`` in seconds and ``perf/overhead_share`` since the last call, and start anew; no phase is open."""
+        assert not self._open, f"the step ends while {self._open} are open"
+        now = self._now()
+        whole = now - self._start
+        found = {f"time/{path}": span.seconds for path, span in self._phases.items()}
+        found["time/step"] = whole
+        found["perf/overhead_share"] = max(0.0, 1 - self._any.seconds / whole) if whole > 0 else 0.0
+        self._begin(now)
+        return found
+
+    def _path(self, phase: str) -> str:
+        if not self._open:
+            return phase
+        around = self._open[-1]
+        return around if around.rpartition("/")[2] == phase else f"{around}/{phase}"  # again, by another task

@@ -1,0 +1,175 @@
+"""The terminal: one live line of what is happening now, and one table row a step; plain lines where it is no terminal.
+
+Control characters are written to terminals only, so that a log file of a batch system can be read and searched.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from mcore_rl.tracking.metrics import metric_of
+
+# Header, width, and the keys that the number is taken from: the first that is there.
+COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("reward", 8, ("reward/mean",)),
+    ("loss", 8, ("sft/loss",)),
+    ("val loss", 8, ("sft/val_loss",)),
+    ("acc", 6, ("reward/accuracy",)),
+    ("val", 6, ("val/{data_source}/accuracy",)),
+    ("length", 7, ("response/length_mean",)),
+    ("entropy", 8, ("actor/entropy",)),
+    ("KL", 8, ("kl/loss", "kl/reward", "actor/kl_k3")),  # to the reference, where there is one; else of the update
+    ("grad", 8, ("actor/grad_norm",)),
+    ("logp diff", 9, ("rollout/logprob_diff_mean",)),
+    ("tok/s", 7, ("perf/generated_tokens_per_s",)),
+    ("seconds", 7, ("time/step",)),
+)
+MAX_WIDTH = 100
+ROWS_PER_HEADER = 25
+
+
+class ConsoleSink:
+    """Rows and the live line, written to ``console``.  now: seconds from any start."""
+
+    name = "console"
+
+    def __init__(self, console: Console, total_steps: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._line = LiveLine(total_steps, now)
+        self._width = max(4, 2 * len(str(total_steps)) + 1)
+        self._rows = 0
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(self._line, console=console, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A row for the step."""
+        self._line.finished(step)
+        cells = [(header, width, _cell(keys, metrics)) for header, width, keys in COLUMNS]
+        if self._live is None:
+            said = [f"step {step}/{self._line.total_steps}", *(f"{h} {text}" for h, _, text in cells if text)]
+            self._console.print(Text(" | ".join(said)), soft_wrap=True)
+            return
+        if self._rows % ROWS_PER_HEADER == 0:
+            header = " ".join(["step".rjust(self._width), *(h.rjust(width) for h, width, _ in cells)])
+            self._console.print(Text(header, style="bold"), no_wrap=True, crop=True)
+        row = " ".join([f"{step}/{self._line.total_steps}".rjust(self._width), *(t.rjust(w) for _, w, t in cells)])
+        self._console.print(Text(row), no_wrap=True, crop=True)
+        self._rows += 1
+
+    def samples(self, step: int, kind: str, rows: Sequence[dict[str, Any]]) -> None:
+        """Nothing: they are in the run directory."""
+
+    def now(self, text: str, done: float | None, total: float | None) -> None:
+        """Change the live line."""
+        self._line.now(text, done, total)
+
+    def close(self) -> None:
+        """The terminal is as it was."""
+        if self._live is not None:
+            self._live.stop()
+
+
+class LiveLine:
+    """Step, what is happening, how far it is, and the time that is left of it and of the run."""
+
+    def __init__(self, total_steps: int, now: Callable[[], float]) -> None:
+        self.total_steps = total_steps
+        self._now = now
+        self._spinner = Spinner("dots")
+        self._begun = self._since = now()
+        self._text = "starting"
+        self._done: float | None = None
+        self._total: float | None = None
+        self._done_first = 0.0
+        self._steps: list[int] = []
+
+    def finished(self, step: int) -> None:
+        """``step`` is over.  The first one that is seen starts the measure: what came before it was the start-up."""
+        if not self._steps:
+            self._begun = self._now()
+        self._steps.append(step)
+
+    def now(self, text: str, done: float | None, total: float | None) -> None:
+        """See ``Tracker.now``."""
+        if text != self._text or (done or 0.0) < (self._done or 0.0):
+            self._since, self._done_first = self._now(), done or 0.0
+        self._text, self._done, self._total = text, done, total
+
+    def words(self) -> str:
+        """The line without the spinner."""
+        step = min(self._steps[-1] + 1, self.total_steps) if self._steps else None
+        said = [] if step is None else [f"step {step}/{self.total_steps}"]
+        said.append(f"{self._text}{self._progress()}")
+        if (left := self._run_left()) is not None:
+            said.append(f"run: {duration(left)} left")
+        return " · ".join(said)
+
+    def __rich__(self) -> Table:
+        line = Table.grid(padding=(0, 1))
+        line.add_column(width=1)
+        line.add_column(no_wrap=True, overflow="ellipsis")
+        line.add_row(self._spinner, Text(self.words(), no_wrap=True, overflow="ellipsis"))
+        return line
+
+    def _progress(self) -> str:
+        elapsed = self._now() - self._since
+        if self._done is None or not self._total:
+            return f" {duration(elapsed)}" if elapsed >= 1 else ""
+        found = f" {self._done:,.0f}/{self._total:,.0f}"
+        gained = self._done - self._done_first
+        if gained > 0 and self._done < self._total:
+            found += f", {duration(elapsed / gained * (self._total - self._done))} left"
+        return found
+
+    def _run_left(self) -> float | None:
+        if len(self._steps) < 2:
+            return None
+        a_step = (self._now() - self._begun) / max(self._steps[-1] - self._steps[0], 1)
+        return a_step * max(self.total_steps - self._steps[-1], 0)
+
+
+def duration(seconds: float) -> str:
+    """``4 s``, ``3:20 min``, ``1:03:20 h``."""
+    whole = int(max(seconds, 0) + 0.5)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02} h"
+    return f"{minutes}:{rest:02} min" if minutes else f"{rest} s"
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """At most 8 characters, three decimals at most; a share in percent; "nan" where there is no number."""
+    if value is None or not math.isfinite(value):
+        return "nan" if value is None or math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if unit == "share":
+        return f"{100 * value:.1f}%"
+    size = abs(value)
+    if size >= 1e5:
+        divisor, suffix = next(((d, s) for d, s in ((1e9, "G"), (1e6, "M")) if size >= d), (1e3, "k"))
+        return f"{value / divisor:.1f}{suffix}" if size < 1e12 else f"{value:.1e}"
+    if size >= 100:
+        return f"{value:.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    return f"{value:.3f}" if size >= 0.01 or size == 0 else f"{value:.1e}"
+
+
+def _cell(keys: Sequence[str], metrics: Mapping[str, float]) -> str:
+    """The number of the first of ``keys`` that is there; of a family the mean over its members; "" where none is."""
+    for key in keys:
+        found = [value for name, value in metrics.items() if metric_of(name).key == key]
+        if found:
+            return number(sum(found) / len(found), metric_of(key).unit)
+    return ""

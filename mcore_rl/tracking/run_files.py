@@ -1,0 +1,118 @@
+"""A run as its files tell it: also one that was killed, is still going, or has lost some of them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.tracking.jsonl import read_metrics
+from mcore_rl.tracking.metrics import PHASES
+from mcore_rl.tracking.samples import Kind, sample_files
+from mcore_rl.tracking.verdict import Accuracy
+
+EVIDENCE = ("data_source", "prompt_id", "correct")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was found.  steps: lines of metrics.jsonl.  environment, config: {} and "" where the file is gone."""
+
+    path: Path
+    steps: tuple[dict[str, Any], ...]
+    environment: dict[str, Any]
+    config: str
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return self.path.resolve().name
+
+    @property
+    def last_step(self) -> int | None:
+        """None where no step was recorded."""
+        return self.steps[-1]["step"] if self.steps else None
+
+    @property
+    def total_steps(self) -> int | None:
+        """None where environment.json does not say."""
+        found = self.environment.get("total_steps")
+        return found if isinstance(found, int) else None
+
+    @property
+    def complete(self) -> bool:
+        """Every step that was to be made is recorded."""
+        return self.last_step is not None and self.total_steps is not None and self.last_step >= self.total_steps
+
+    def values(self, key: str) -> list[tuple[int, float | None]]:
+        """(step, number) of the steps that report ``key``; None for a number that was not finite."""
+        return [(row["step"], _number(row[key])) for row in self.steps if key in row]
+
+    def metric_keys(self) -> list[str]:
+        """Every metric that any step reports."""
+        return list(dict.fromkeys(key for row in self.steps for key in row if key != "step"))
+
+    def phases(self) -> list[str]:
+        """Those of ``PHASES`` that took any time, in the order of a step."""
+        return [phase for phase in PHASES if any(value for _, value in self.values(f"time/{phase}"))]
+
+    @cached_property
+    def accuracies(self) -> dict[str, list[Accuracy]]:
+        """Data source -> its validations in the order of steps, from the parquet files."""
+        found: dict[str, list[Accuracy]] = defaultdict(list)
+        for step in sample_files(self.path, "validation"):
+            rights: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+            for row in self.samples(step, "validation", EVIDENCE):
+                if row.get("correct") is not None:
+                    source, prompt = str(row.get("data_source")), str(row.get("prompt_id"))
+                    rights[source][prompt].append(float(row["correct"]))
+            for source, prompts in rights.items():
+                means = {prompt: sum(right) / len(right) for prompt, right in prompts.items()}
+                found[source].append(Accuracy(step, means))
+        return dict(sorted(found.items()))
+
+    def samples(self, step: int, kind: Kind, columns: tuple[str, ...] | None = None) -> list[dict[str, Any]]:
+        """The rows of a step's samples, [] where they cannot be read; a column that is not there is left out."""
+        path = sample_files(self.path, kind).get(step)
+        try:
+            if path is None:
+                return []
+            names = pq.read_schema(path).names
+            wanted = None if columns is None else [name for name in columns if name in names]
+            rows: list[dict[str, Any]] = pq.read_table(path, columns=wanted).to_pylist()
+            return rows
+        except (OSError, pa.ArrowException):
+            return []
+
+
+def read_run(path: Path | str) -> Run:
+    """The run in the directory ``path``.  ConfigError: there is none."""
+    path = Path(path)
+    names = ("metrics.jsonl", "environment.json", "config.yaml")
+    if not any((path / name).is_file() for name in names):
+        problem = f"holds none of {', '.join(names)}"
+        raise ConfigError([Violation("run_dir", path, problem, "Give trainer.default_local_dir of a run")])
+    return Run(path, tuple(read_metrics(path / "metrics.jsonl")), _environment(path), _text(path / "config.yaml"))
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_text(path / "environment.json"))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

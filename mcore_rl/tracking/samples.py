@@ -1,0 +1,54 @@
+"""Samples as parquet: ``rollouts/step_N.parquet`` and ``validation/step_N.parquet`` of the run directory."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mcore_rl.tracking.atomic import replaced
+
+Kind = Literal["rollouts", "validation"]
+
+
+def write_samples(run_dir: Path, step: int, kind: Kind, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write ``rows``, whose keys are columns; a row that lacks one has null there.
+
+    Values of one column that have no common type, or that are nested, are written as JSON text, so that no row of a
+    dataset or of a reward function can end a run.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
+    path = run_dir / kind / f"step_{step}.parquet"
+    with replaced(path) as new:
+        pq.write_table(table, new)
+    return path
+
+
+def sample_files(run_dir: Path, kind: Kind) -> dict[int, Path]:
+    """Step -> file, in the order of steps."""
+    found = {}
+    for path in (run_dir / kind).glob("step_*.parquet"):
+        if match := re.fullmatch(r"step_(\d+)\.parquet", path.name):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def _column(values: list[Any]) -> Any:
+    try:
+        found = pa.array(values)
+        if not pa.types.is_nested(found.type):
+            return found
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):
+        pass  # mixed types, integers of more than 64 bits, half a surrogate pair
+    return pa.array([None if value is None else _text(value) for value in values], pa.string())
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -1,0 +1,198 @@
+"""The tracker: everything that is told of a run, behind one object.
+
+The run directory always is told; the loggers of ``trainer.logger`` besides.  A logger that cannot start ends the run
+before it begins, because the user asked for it; one that fails later, as a disk or a network may, is warned about once,
+because hours of training are worth more than a curve.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+
+from mcore_rl.config.trainer import Logger, TrainerConfig
+from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.tracking.console import ConsoleSink
+from mcore_rl.tracking.jsonl import MetricsFile
+from mcore_rl.tracking.metrics import metric_of
+from mcore_rl.tracking.run_directory import plain, prepare
+from mcore_rl.tracking.samples import Kind, write_samples
+from mcore_rl.tracking.tensorboard_sink import TensorboardSink
+from mcore_rl.tracking.wandb_sink import WandbSink
+
+REMEDIES = {
+    Logger.console: "Leave console out of trainer.logger",
+    Logger.wandb: "Run `wandb login`, set WANDB_MODE=offline, or leave wandb out of trainer.logger",
+    Logger.tensorboard: "Run `pip install tensorboard`, or leave tensorboard out of trainer.logger",
+}
+
+
+class Sink(Protocol):
+    """One that is told.  name: for warnings.  Every method may raise anything."""
+
+    name: str
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See ``Tracker.log``."""
+
+    def samples(self, step: int, kind: Kind, rows: Sequence[dict[str, Any]]) -> None:
+        """See ``Tracker.samples``."""
+
+    def now(self, text: str, done: float | None, total: float | None) -> None:
+        """See ``Tracker.now``."""
+
+    def close(self) -> None:
+        """Nothing more will be told."""
+
+
+class RunDirectorySink:
+    """metrics.jsonl, rollouts/ and validation/.  keep: steps that were recorded before and stay.
+
+    Samples are written by a thread, because a large step's take seconds; at most one file is on its way, and what went
+    wrong with it is raised by the next call.
+    """
+
+    name = "run directory"
+
+    def __init__(self, run_dir: Path, keep: int) -> None:
+        self._run_dir = run_dir
+        self._metrics = MetricsFile(run_dir / "metrics.jsonl", keep)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._writing: Future[Path] | None = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A line."""
+        self._metrics.write(step, metrics)
+
+    def samples(self, step: int, kind: Kind, rows: Sequence[dict[str, Any]]) -> None:
+        """A file."""
+        try:
+            self._finish_writing()
+        finally:
+            self._writing = self._writer.submit(write_samples, self._run_dir, step, kind, rows)
+
+    def now(self, text: str, done: float | None, total: float | None) -> None:
+        """Nothing: it is told of steps."""
+
+    def close(self) -> None:
+        """Everything is written."""
+        self._metrics.close()
+        self._writer.shutdown()
+        self._finish_writing()
+
+    def _finish_writing(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+
+class Tracker:
+    """``with Tracker.open(...) as tracker:``; leaving the block closes it, and gives the terminal back."""
+
+    def __init__(self, sinks: Sequence[Sink], last_step: int = -1) -> None:
+        self._sinks = tuple(sinks)
+        self._warned: set[str] = set()
+        self._last_step = last_step
+
+    @classmethod
+    def open(
+        cls,
+        run_dir: Path | str,
+        trainer: TrainerConfig,
+        config: Mapping[str, Any],
+        total_steps: int,
+        console: Console | None = None,
+        *,
+        resumed_step: int | None = None,
+        devices: Mapping[str, Any] | None = None,
+    ) -> Tracker:
+        """Make the run directory and start the loggers.
+
+        config: the composed configuration; may hold enums and dataclasses.  total_steps: of the whole run.  console:
+        instead of standard output.  resumed_step: the step whose checkpoint the run goes on from: what was recorded
+        of later ones is dropped; None is a fresh run, and what another run recorded here is moved to ``earlier/N``.
+        devices: what the workers say of their hardware, for environment.json.
+        ConfigError: the directory cannot be written, or a logger cannot start; all of them, each with the remedy.
+        """
+        run_dir, keep = Path(run_dir), -1 if resumed_step is None else resumed_step
+        values = plain(config)
+        makers: dict[Logger, Callable[[], Sink]] = {
+            Logger.wandb: lambda: WandbSink(run_dir, trainer, values, resumed_step is not None),
+            Logger.tensorboard: lambda: TensorboardSink(run_dir, trainer, keep + 1),
+            Logger.console: lambda: ConsoleSink(console or Console(), total_steps),  # last: nobody prints after it
+        }
+        sinks: list[Sink] = []
+        violations: list[Violation] = []
+        try:
+            prepare(run_dir, values, total_steps, resumed_step, devices or {})
+            sinks.append(RunDirectorySink(run_dir, keep))
+        except OSError as error:
+            remedy = "Give a directory that can be written"
+            refuse_if_any([Violation("trainer.default_local_dir", run_dir, f"cannot be written: {error}", remedy)])
+        for logger, make in makers.items():
+            if logger not in trainer.logger or (logger is Logger.console and violations):
+                continue
+            try:
+                sinks.append(make())
+            except Exception as error:  # noqa: BLE001 - a third party's; whatever it is, it is named with the remedy
+                problem = f"cannot start: {type(error).__name__}: {str(error).strip() or 'no message'}"
+                violations.append(Violation("trainer.logger", logger.value, problem, REMEDIES[logger]))
+        if violations:
+            cls(sinks).close()
+        refuse_if_any(violations)
+        return cls(sinks, keep)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of one step, once a step, validation included; keys are those of ``metrics.METRICS``.
+
+        Step 0 is validation before training.  AssertionError: an unknown key, or a step that does not rise.
+        """
+        for key in metrics:
+            metric_of(key)
+        assert step > self._last_step, f"step {step} is logged after step {self._last_step}: one call a step"
+        self._last_step = step
+        numbers = {key: float(value) for key, value in metrics.items()}
+        self._tell(lambda sink: sink.log(step, numbers))
+
+    def samples(self, step: int, kind: Kind, rows: Sequence[dict[str, Any]]) -> None:
+        """Samples of one step, to ``{kind}/step_N.parquet``; before or after its ``log``.
+
+        Loggers show the first ``trainer.log_val_generations`` of validation.  The rows are no longer the caller's to
+        change: they are written while the run goes on.
+        """
+        self._tell(lambda sink: sink.samples(step, kind, rows))
+
+    def now(self, text: str, done: float | None = None, total: float | None = None) -> None:
+        """What is happening, for the live line.  done, total: how far it is, in anything that can be counted."""
+        self._tell(lambda sink: sink.now(text, done, total))
+
+    def close(self) -> None:
+        """Every sink is closed, also after one that failed; again is nothing."""
+        sinks, self._sinks = self._sinks, ()
+        self._tell(lambda sink: sink.close(), sinks[::-1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _tell(self, what: Callable[[Sink], None], sinks: Sequence[Sink] | None = None) -> None:
+        for sink in self._sinks if sinks is None else sinks:
+            try:
+                what(sink)
+            except Exception as error:  # noqa: BLE001 - a third party's, and the run goes on
+                if sink.name not in self._warned:
+                    self._warned.add(sink.name)
+                    said = f"{type(error).__name__}: {error}"
+                    warnings.warn(
+                        f"{sink.name}: {said}. The run goes on without; this is said once", RuntimeWarning, stacklevel=3
+                    )

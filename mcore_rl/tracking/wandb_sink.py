@@ -1,0 +1,70 @@
+"""Weights & Biases.  Offline, disabled, keys and hosts are wandb's own affair (WANDB_MODE, ``wandb login``)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.tracking.atomic import replaced
+
+
+class WandbSink:
+    """A wandb run, of ``trainer.project_name`` and ``trainer.experiment_name``; its files go to ``logs/wandb``.
+
+    resumed: go on with the run that this run directory's last process began.  Raises whatever wandb raises.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run_dir: Path, trainer: TrainerConfig, config: Mapping[str, Any], resumed: bool) -> None:
+        import wandb  # a second, and only for those who ask for it
+
+        self._wandb: Any = wandb
+        self._num_shown = trainer.log_val_generations
+        logs = run_dir / "logs"
+        self._run: Any = wandb.init(
+            project=trainer.project_name,
+            name=trainer.experiment_name,
+            config=dict(config),
+            dir=str(logs),
+            id=_run_id(logs / "wandb_id", resumed),
+            resume="allow",
+            settings=wandb.Settings(console="off"),  # the live line is nothing to capture
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The step's metrics under their own names."""
+        self._run.log(dict(metrics), step=step)
+
+    def samples(self, step: int, kind: str, rows: Sequence[dict[str, Any]]) -> None:
+        """A table of the first validation samples."""
+        shown = list(rows[: self._num_shown])
+        if kind != "validation" or not shown:
+            return
+        columns = list(dict.fromkeys(name for row in shown for name in row))
+        table = self._wandb.Table(columns=columns, data=[[_cell(row.get(name)) for name in columns] for row in shown])
+        self._run.log({"validation/samples": table}, step=step)
+
+    def now(self, text: str, done: float | None, total: float | None) -> None:
+        """Nothing: wandb is told of steps."""
+
+    def close(self) -> None:
+        """Wait until everything was sent."""
+        self._run.finish()
+
+
+def _run_id(path: Path, resumed: bool) -> str:
+    if resumed and path.is_file():
+        return path.read_text(encoding="utf-8").strip()
+    found = uuid.uuid4().hex[:12]
+    with replaced(path) as new:
+        new.write_text(found + "\n", encoding="utf-8")
+    return found
+
+
+def _cell(value: Any) -> Any:
+    """A table's column has one type: what is no number is text."""
+    return value if isinstance(value, int | float | None) else str(value)

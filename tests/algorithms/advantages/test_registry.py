@@ -1,0 +1,236 @@
+"""Every estimator against its formula, written out for plain lists of floats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
+from mcore_rl.algorithms.advantages.registry import ADVANTAGES, estimate_advantages
+from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig
+from tests.algorithms.cases import ALL, EDGES, Case
+
+Rows = list[list[float]]  # one entry a trained token
+Reference = Callable[[Case, AlgorithmConfig], Rows]
+GAMMA, LAM = 0.9, 0.8
+
+
+def backwards(row: list[float], factor: float) -> list[float]:
+    """y[t] = x[t] + factor * y[t + 1], by its explicit sum."""
+    return [sum(factor ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))]
+
+
+def gae_by_hand(case: Case, config: AlgorithmConfig) -> tuple[Rows, Rows]:
+    advantages, returns = [], []
+    for rewards, values in zip(case.trained(case.rewards), case.trained(case.values), strict=True):
+        after = [*values[1:], 0.0]
+        deltas = [r + config.gamma * n - v for r, n, v in zip(rewards, after, values, strict=False)]
+        row = backwards(deltas, config.gamma * config.lam)
+        advantages.append(row)
+        returns.append([a + v for a, v in zip(row, values, strict=True)])
+    return advantages, returns
+
+
+def per_group(formula: Callable[[float, int, list[float], list[int]], float]) -> Reference:
+    """``formula(own score, own place, scores of the group, lengths of the group)`` of members; 0 for only members."""
+
+    def rows(case: Case, config: AlgorithmConfig) -> Rows:
+        trained = case.trained(case.rewards)
+        result = []
+        for own, group in zip(trained, case.groups, strict=True):
+            members = [row for row, other in zip(trained, case.groups, strict=True) if other == group and row]
+            place = next((i for i, row in enumerate(members) if row is own), -1)
+            scores = [math.fsum(row) for row in members]
+            lone = len(members) < 2
+            value = 0.0 if lone or not own else formula(scores[place], place, scores, [len(m) for m in members])
+            result.append([value] * len(own))
+        return result
+
+    return rows
+
+
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def grpo_formula(score: float, place: int, scores: list[float], lengths: list[int]) -> float:
+    centre = mean(scores)
+    std = math.sqrt(math.fsum((s - centre) ** 2 for s in scores) / (len(scores) - 1))
+    return 0.0 if len(set(scores)) == 1 else (score - centre) / (std + 1e-6)
+
+
+def rloo_formula(score: float, place: int, scores: list[float], lengths: list[int]) -> float:
+    return score - mean(scores[:place] + scores[place + 1 :])
+
+
+def opo_formula(score: float, place: int, scores: list[float], lengths: list[int]) -> float:
+    weighted = math.fsum(n * s for n, s in zip(lengths, scores, strict=True))
+    return score - weighted / sum(lengths)
+
+
+centred = per_group(lambda score, place, scores, lengths: score - mean(scores))
+
+
+def gpg_by_hand(case: Case, config: AlgorithmConfig) -> Rows:
+    rows, trained = centred(case, config), case.trained(case.rewards)
+    total = sum(bool(row) for row in trained)
+    silent = 0
+    for group in set(case.groups):
+        scores = [math.fsum(row) for row, other in zip(trained, case.groups, strict=True) if other == group and row]
+        silent += len(scores) if len(set(scores)) == 1 else 0
+    alpha = total / (total - silent) if total > silent else 1.0
+    return [[alpha * x for x in row] for row in rows]
+
+
+def remax_by_hand(case: Case, config: AlgorithmConfig) -> Rows:
+    rows = [backwards(row, 1.0) for row in case.trained(case.rewards)]
+    return [[x - greedy for x in row] for row, greedy in zip(rows, case.greedy, strict=True)]
+
+
+REFERENCES: dict[AdvEstimator, Reference] = {
+    AdvEstimator.gae: lambda case, config: gae_by_hand(case, config)[0],
+    AdvEstimator.grpo: per_group(grpo_formula),
+    AdvEstimator.dr_grpo: centred,
+    AdvEstimator.rloo: per_group(rloo_formula),
+    AdvEstimator.reinforce_plus_plus: lambda case, config: [
+        backwards(row, config.gamma) for row in case.trained(case.rewards)
+    ],
+    AdvEstimator.reinforce_plus_plus_baseline: centred,
+    AdvEstimator.remax: remax_by_hand,
+    AdvEstimator.gpg: gpg_by_hand,
+    AdvEstimator.opo: per_group(opo_formula),
+}
+COMPARES = {
+    AdvEstimator.grpo, AdvEstimator.dr_grpo, AdvEstimator.rloo, AdvEstimator.reinforce_plus_plus_baseline,
+    AdvEstimator.gpg, AdvEstimator.opo,
+}  # fmt: skip
+WHITENED = {AdvEstimator.gae, AdvEstimator.reinforce_plus_plus, AdvEstimator.reinforce_plus_plus_baseline}
+
+
+def whitened_by_hand(case: Case, rows: Rows, estimator: AdvEstimator) -> Rows:
+    """Over trained tokens, without those of only members where groups are compared; these stay 0."""
+    members = [group for group, mask in zip(case.groups, case.masks, strict=True) if any(mask)]
+    counts = [estimator not in COMPARES or members.count(group) > 1 for group in case.groups]
+    flat = [x for row, counted in zip(rows, counts, strict=True) if counted for x in row]
+    if not flat:
+        return [[0.0] * len(row) for row in rows]
+    centre = mean(flat)
+    variance = math.fsum((x - centre) ** 2 for x in flat) / max(len(flat) - 1, 1)
+    return [
+        [(x - centre) / math.sqrt(variance + 1e-8) if counted else 0.0 for x in row]
+        for row, counted in zip(rows, counts, strict=True)
+    ]
+
+
+def expected(case: Case, config: AlgorithmConfig) -> list[float]:
+    rows = REFERENCES[config.adv_estimator](case, config)
+    if config.adv_estimator in WHITENED or config.whiten_advantages:
+        rows = whitened_by_hand(case, rows, config.adv_estimator)
+    return case.at_tokens(rows)
+
+
+def test_the_registry_is_complete() -> None:
+    assert set(ADVANTAGES) == set(REFERENCES) == set(AdvEstimator)
+    assert {name for name, row in ADVANTAGES.items() if "group" in row.needs} == COMPARES
+    assert {name for name, row in ADVANTAGES.items() if row.whitens} == WHITENED
+    assert ADVANTAGES[AdvEstimator.gae].needs == {"values"} and ADVANTAGES[AdvEstimator.remax].needs == {"greedy"}
+    assert all(row.paper.startswith("arXiv:") for row in ADVANTAGES.values())
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("estimator", list(AdvEstimator))
+def test_advantages_are_those_of_the_formula(estimator: AdvEstimator, whiten: bool) -> None:
+    config = AlgorithmConfig(adv_estimator=estimator, gamma=GAMMA, lam=LAM, whiten_advantages=whiten)
+    for name, case in ALL.items():
+        found = estimate_advantages(case.inputs(), config).advantages_T
+        assert found.dtype == torch.float64
+        # Float64 rounding, which whitening of all but equal values enlarges by up to 1 / sqrt(1e-8).
+        torch.testing.assert_close(
+            found, torch.tensor(expected(case, config), dtype=torch.float64), atol=1e-10, rtol=1e-10, msg=name
+        )
+
+
+@pytest.mark.parametrize("estimator", list(AdvEstimator))
+def test_float32_is_near(estimator: AdvEstimator) -> None:
+    config = AlgorithmConfig(adv_estimator=estimator, gamma=GAMMA, lam=LAM)
+    for name, case in ALL.items():
+        found = estimate_advantages(case.inputs(torch.float32), config).advantages_T
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, torch.tensor(expected(case, config)), atol=2e-5, rtol=2e-5, msg=name)
+
+
+def test_gae_returns_are_not_whitened() -> None:
+    config = AlgorithmConfig(adv_estimator=AdvEstimator.gae, gamma=GAMMA, lam=LAM)
+    for case in ALL.values():
+        returns_T = estimate_advantages(case.inputs(), config).returns_T
+        by_hand = case.at_tokens(gae_by_hand(case, config)[1])
+        torch.testing.assert_close(returns_T, torch.tensor(by_hand, dtype=torch.float64), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", [e for e in AdvEstimator if e is not AdvEstimator.gae])
+def test_without_a_critic_there_are_no_returns(estimator: AdvEstimator) -> None:
+    config = AlgorithmConfig(adv_estimator=estimator)
+    assert estimate_advantages(ALL["drawn_0"].inputs(), config).returns_T is None
+
+
+@pytest.mark.parametrize("estimator", sorted(COMPARES, key=lambda e: e.value))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_scores_and_only_members_give_exactly_nothing(estimator: AdvEstimator, dtype: torch.dtype) -> None:
+    config = AlgorithmConfig(adv_estimator=estimator)
+    for name in ("equal_rewards", "only_one_member_groups", "empty_response_leaves_one_member", "all_masked"):
+        found = estimate_advantages(EDGES[name].inputs(dtype), config).advantages_T
+        assert not found.any(), name
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("estimator", list(AdvEstimator))
+def test_what_stands_at_untrained_tokens_poisons_nothing(estimator: AdvEstimator, whiten: bool) -> None:
+    config = AlgorithmConfig(adv_estimator=estimator, gamma=GAMMA, lam=LAM, whiten_advantages=whiten)
+    for case in ALL.values():
+        clean = case.inputs()
+        assert clean.values_T is not None
+        broken = replace(
+            clean,
+            rewards_T=clean.rewards_T.masked_fill(~clean.mask_T, math.nan),
+            values_T=clean.values_T.masked_fill(~clean.mask_T, math.inf),
+        )
+        assert torch.equal(
+            estimate_advantages(broken, config).advantages_T, estimate_advantages(clean, config).advantages_T
+        )
+
+
+def test_an_empty_response_does_not_move_its_siblings() -> None:
+    config = AlgorithmConfig(adv_estimator=AdvEstimator.grpo)
+    with_empty = estimate_advantages(EDGES["empty_response"].inputs(), config).advantages_T
+    value = 0.5 / (math.sqrt(0.5) + 1e-6)  # the scores are 1 and 0
+    assert with_empty.tolist() == pytest.approx([0, value, value, 0, 0, 0, 0, -value])
+
+
+def test_gae_by_hand_numbers() -> None:
+    inputs = AdvantageInputs(
+        lengths_S=(3,),
+        mask_T=torch.tensor([False, True, True]),
+        group_S=torch.tensor([0]),
+        rewards_T=torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64),
+        values_T=torch.tensor([0.0, 0.5, 0.25], dtype=torch.float64),
+    )
+    config = AlgorithmConfig(adv_estimator=AdvEstimator.gae, gamma=0.5, lam=0.5)
+    # deltas: 0 + 0.5 * 0.25 - 0.5 = -0.375 and 1 - 0.25 = 0.75; A_1 = -0.375 + 0.25 * 0.75 = -0.1875
+    assert ADVANTAGES[AdvEstimator.gae].fn(inputs, config).advantages_T.tolist() == [0.0, -0.1875, 0.75]
+
+
+@pytest.mark.parametrize("field", ["values_T", "greedy_S"])
+def test_what_is_needed_is_asked_for(field: str) -> None:
+    estimator = {"values_T": AdvEstimator.gae, "greedy_S": AdvEstimator.remax}[field]
+    inputs = replace(ALL["drawn_0"].inputs(), **{field: None})  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match=field):
+        estimate_advantages(inputs, AlgorithmConfig(adv_estimator=estimator))
+
+
+def test_misshapen_inputs_are_refused() -> None:
+    with pytest.raises(AssertionError, match="group_S"):
+        replace(ALL["drawn_0"].inputs(), group_S=torch.tensor([0]))

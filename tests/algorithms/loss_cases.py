@@ -1,0 +1,162 @@
+"""Minibatches for losses, and what becomes of them when they are cut into microbatches and over context ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mcore_rl.types import LossInputs, LossSums
+
+Loss = Callable[[LossInputs], LossSums]
+FIELDS = (
+    "logprobs", "entropy", "values", "old_logprobs", "ref_logprobs", "advantages", "returns", "old_values", "weights",
+)  # fmt: skip
+LEAVES = ("logprobs", "entropy", "values")  # what a forward pass makes
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """fields: [T] each.  ``leaves`` take the gradient."""
+
+    lengths: tuple[int, ...]
+    mask: Tensor
+    fields: dict[str, Tensor]
+
+    @property
+    def sequence(self) -> Tensor:
+        return torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
+
+    def without(self, *names: str) -> Minibatch:
+        return replace(self, fields={name: x for name, x in self.fields.items() if name not in names})
+
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        """With respect to each leaf; zeros where the loss does not depend on it."""
+        leaves = [self.fields[name] for name in LEAVES if name in self.fields]
+        return list(torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True))
+
+
+def drawn(seed: int, lengths: Sequence[int] = (5, 1, 7, 4), dtype: torch.dtype = torch.float64) -> Minibatch:
+    """Ratios far enough from 1 to meet every clip; masks have holes, the last sequence is not trained.
+
+    A first sequence of two tokens trains exactly one."""
+    random = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(num_tokens, generator=random, dtype=torch.float64)
+
+    logprobs = normal(1) - 2
+    fields = {
+        "logprobs": logprobs,
+        "entropy": normal(1).abs(),
+        "values": normal(1),
+        "old_logprobs": logprobs + normal(0.6),
+        "ref_logprobs": logprobs + normal(0.6),
+        "advantages": normal(1),
+        "returns": normal(1),
+        "old_values": normal(1),
+        "weights": normal(1).abs(),
+    }
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask = torch.rand(num_tokens, generator=random) < 0.8
+    mask[[sum(lengths[:index]) for index in range(len(lengths))]] = False
+    mask &= sequence != len(lengths) - 1
+    mask[1] = True
+    moved = {name: x.to(dtype).requires_grad_(name in LEAVES) for name, x in fields.items()}
+    return Minibatch(tuple(lengths), mask, moved)
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """Every way to cut ``items`` into microbatches."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for smaller in partitions(rest):
+        yield [[first], *smaller]
+        for index, microbatch in enumerate(smaller):
+            yield [*smaller[:index], [first, *microbatch], *smaller[index + 1 :]]
+
+
+def _rows(minibatch: Minibatch, members: list[int], sum_over_context: Callable, keep: Tensor) -> LossInputs:  # type: ignore[type-arg]
+    """The rows of sequences ``members`` where ``keep``, among three rows of padding."""
+    places = torch.cat([(minibatch.sequence == m).nonzero().squeeze(1) for m in members] or [torch.zeros(0).long()])
+    slots = torch.cat([torch.full((minibatch.lengths[m],), slot) for slot, m in enumerate(members)] or [places])
+    slots, places = slots[keep[places]], places[keep[places]]
+    nowhere = torch.full((1,), -1)
+    slots = torch.cat([nowhere, slots, nowhere, nowhere]).long()
+    here = slots >= 0
+
+    def at_rows(x_T: Tensor) -> Tensor:
+        return x_T.new_zeros(len(slots)).masked_scatter(here, x_T[places])
+
+    return LossInputs(
+        mask_N=at_rows(minibatch.mask),
+        sequence_N=slots,
+        num_sequences=len(members),
+        sum_over_context=sum_over_context,
+        **{f"{name}_N": at_rows(x_T) for name, x_T in minibatch.fields.items()},  # type: ignore[arg-type]
+    )
+
+
+def whole(minibatch: Minibatch, members: list[int] | None = None) -> LossInputs:
+    members = list(range(len(minibatch.lengths))) if members is None else members
+    return _rows(minibatch, members, lambda x: x, torch.ones(len(minibatch.mask), dtype=torch.bool))
+
+
+def over_microbatches(loss: Loss, minibatch: Minibatch, microbatches: list[list[int]]) -> LossSums:
+    return _added([loss(whole(minibatch, members)) for members in microbatches])
+
+
+def over_context(loss: Loss, minibatch: Minibatch, seed: int) -> LossSums:
+    """Two ranks that hold a random part of the rows each and meet in every sum, one thread a rank and one graph."""
+    mine = torch.rand(len(minibatch.mask), generator=torch.Generator().manual_seed(seed)) < 0.5
+    meeting, brought = threading.Barrier(2, timeout=60), [torch.zeros(()), torch.zeros(())]
+    results: list[LossSums | BaseException] = [RuntimeError("not run"), RuntimeError("not run")]
+
+    def work(rank: int) -> None:
+        def sum_over_context(x: Tensor) -> Tensor:
+            brought[rank] = x
+            meeting.wait()
+            total = brought[0] + brought[1]
+            meeting.wait()
+            return total
+
+        try:
+            members = list(range(len(minibatch.lengths)))
+            results[rank] = loss(_rows(minibatch, members, sum_over_context, mine if rank else ~mine))
+        except BaseException as error:  # noqa: BLE001 - raised again where the test is
+            meeting.abort()
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return _added([result for result in results if isinstance(result, LossSums)])
+
+
+def _added(parts: list[LossSums]) -> LossSums:
+    assert all(part.metrics.keys() == parts[0].metrics.keys() for part in parts)
+    metrics = {name: torch.stack([part.metrics[name] for part in parts]).sum() for name in parts[0].metrics}
+    return LossSums(total=torch.stack([part.total for part in parts]).sum(), metrics=metrics)
+
+
+def assert_same(minibatch: Minibatch, first: LossSums, second: LossSums) -> None:
+    """Totals, metrics and gradients up to the order of float64 sums."""
+    close = dict(atol=1e-11, rtol=1e-11)
+    torch.testing.assert_close(first.total, second.total, **close)
+    assert first.metrics.keys() == second.metrics.keys()
+    for name, value in first.metrics.items():
+        torch.testing.assert_close(value, second.metrics[name], **close, msg=name)
+    one, other = minibatch.gradients(first.total), minibatch.gradients(second.total)
+    for mine, theirs in zip(one, other, strict=True):
+        torch.testing.assert_close(mine, theirs, **close)

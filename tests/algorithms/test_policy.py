@@ -1,0 +1,251 @@
+"""The actor's loss against one written token by token, and its independence of how a minibatch is cut."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.losses.aggregation import loss_denominator
+from mcore_rl.algorithms.losses.registry import POLICY_LOSSES
+from mcore_rl.algorithms.policy import policy_loss
+from mcore_rl.config.algorithm import KlPenalty
+from mcore_rl.config.roles import ActorConfig, LossAggregation, LossMode
+from tests.algorithms.loss_cases import (
+    Minibatch,
+    assert_same,
+    drawn,
+    over_context,
+    over_microbatches,
+    partitions,
+    whole,
+)
+
+LOW, HIGH, MOST, CONSTANT = 0.2, 0.3, 1.6, 11.0
+EVERYTHING = dict(entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.7)
+
+
+def actor(mode: LossMode, aggregation: LossAggregation = LossAggregation.token_mean, **changes: object) -> ActorConfig:
+    return ActorConfig(
+        loss_mode=mode,
+        loss_agg_mode=aggregation,
+        clip_ratio_low=LOW,
+        clip_ratio_high=HIGH,
+        clip_ratio_c=MOST,
+        **changes,
+    )  # type: ignore[arg-type]
+
+
+def token_loss(mode: LossMode, logprob: Tensor, old: float, advantage: float, mean_change: float) -> Tensor:
+    """With an ``if`` for every case of the formulas."""
+    if mode in (LossMode.gpg, LossMode.policy_gradient):
+        return -advantage * logprob
+    ratio = torch.exp(logprob - old)
+    if mode is LossMode.cispo:
+        return -min(max(float(ratio.detach()), 1 - LOW), 1 + HIGH) * advantage * logprob
+    if mode is LossMode.gspo:
+        ratio = torch.exp(torch.tensor(mean_change, dtype=torch.float64)) * torch.exp(logprob - logprob.detach())
+    if advantage >= 0:
+        return -advantage * (ratio if ratio <= 1 + HIGH else ratio.detach() * 0 + 1 + HIGH)
+    if mode is LossMode.ppo_clip and ratio > MOST:
+        return logprob * 0 - advantage * MOST
+    return -advantage * (ratio if ratio >= 1 - LOW else ratio.detach() * 0 + 1 - LOW)
+
+
+def kl_by_hand(kind: KlPenalty, logprob: Tensor, reference: float) -> Tensor:
+    difference = logprob - reference
+    return {
+        KlPenalty.k1: difference,
+        KlPenalty.k2: difference**2 / 2,
+        KlPenalty.k3: torch.exp(-difference) - 1 + difference,
+    }[kind]
+
+
+def by_hand(batch: Minibatch, config: ActorConfig) -> tuple[Tensor, dict[str, float], float]:
+    """The loss (not a sum), the metric sums, and the denominator."""
+    x, total, metrics = batch.fields, torch.zeros((), dtype=torch.float64), {}
+    tokens = sequences = 0
+
+    def count(**values: float | bool | Tensor) -> None:
+        for name, value in values.items():
+            metrics[f"actor/{name}"] = metrics.get(f"actor/{name}", 0.0) + float(torch.as_tensor(value).detach())
+
+    for index in range(len(batch.lengths)):
+        rows = ((batch.sequence == index) & batch.mask).nonzero().squeeze(1).tolist()
+        tokens, sequences = tokens + len(rows), sequences + bool(rows)
+        change = [float(x["logprobs"][t].detach()) - float(x["old_logprobs"][t]) for t in rows]
+        mean_change = sum(change) / max(len(rows), 1)
+        for t, moved in zip(rows, change, strict=True):
+            advantage, logprob = float(x["advantages"][t]), x["logprobs"][t]
+            mine = token_loss(config.loss_mode, logprob, float(x["old_logprobs"][t]), advantage, mean_change)
+            mine = mine * float(x["weights"][t])
+            kl = kl_by_hand(config.kl_loss_type, logprob, float(x["ref_logprobs"][t]))
+            ratio = torch.tensor(mean_change if config.loss_mode is LossMode.gspo else moved).exp()
+            low, high = ratio < 1 - LOW, ratio > 1 + HIGH
+            if config.loss_mode is not LossMode.cispo:
+                low, high = low and advantage < 0, high and advantage > 0
+            if POLICY_LOSSES[config.loss_mode].needs_old:
+                count(clip_fraction=low or high, clip_fraction_low=low, clip_fraction_high=high)
+            if config.loss_mode is LossMode.ppo_clip:
+                count(clip_fraction_dual=ratio > MOST and advantage < 0)
+            moved_ratio = torch.tensor(moved, dtype=torch.float64).exp()
+            count(ratio=moved_ratio, approx_kl=moved_ratio - 1 - moved, approx_kl_k1=-moved)
+            count(policy_loss=mine, entropy=x["entropy"][t], kl_loss=kl)
+            mine = mine - config.entropy_coeff * x["entropy"][t] + config.kl_loss_coef * kl
+            mean = config.loss_agg_mode is LossAggregation.seq_mean_token_mean
+            total = total + (mine / len(rows) if mean else mine)
+    denominator = {
+        LossAggregation.token_mean: float(tokens),
+        LossAggregation.seq_mean_token_sum: float(sequences),
+        LossAggregation.seq_mean_token_mean: float(sequences),
+        LossAggregation.sum_over_constant: sequences * CONSTANT,
+    }[config.loss_agg_mode]
+    return total / denominator, metrics, denominator
+
+
+@pytest.mark.parametrize("aggregation", list(LossAggregation))
+@pytest.mark.parametrize("mode", list(LossMode))
+def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: LossMode, aggregation: LossAggregation) -> None:
+    met: dict[str, float] = {}
+    for seed, kind in zip(range(6), list(KlPenalty) * 2, strict=True):
+        batch = drawn(seed, lengths=(2, 5, 1, 17, 30, 4))
+        config = actor(mode, aggregation, **EVERYTHING, kl_loss_type=kind)
+        expected, metrics, denominator = by_hand(batch, config)
+        found = policy_loss(config)(whole(batch))
+        assert loss_denominator(batch.mask, batch.lengths, aggregation, CONSTANT) == denominator
+        torch.testing.assert_close(found.total / denominator, expected, atol=1e-12, rtol=1e-12)
+        gradients = batch.gradients(found.total / denominator)
+        for mine, theirs in zip(gradients, batch.gradients(expected), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
+        assert all(gradient[~batch.mask].eq(0).all() for gradient in gradients)
+        assert {name: float(value) for name, value in found.metrics.items()} == pytest.approx(metrics)
+        assert not any(value.requires_grad for value in found.metrics.values())
+        met = {name: met.get(name, 0) + value for name, value in metrics.items()}
+    clips = [value for name, value in met.items() if "clip" in name]
+    assert all(clips) or mode is LossMode.gspo  # else the cases prove nothing; its means of many ratios clip elsewhere
+
+
+def test_gspo_clips() -> None:
+    batch = drawn(0, lengths=(3, 4, 2, 6, 4, 3, 4, 3))
+    config = actor(LossMode.gspo, **EVERYTHING)
+    expected, metrics, denominator = by_hand(batch, config)
+    found = policy_loss(config)(whole(batch))
+    assert metrics["actor/clip_fraction_low"] > 0 and metrics["actor/clip_fraction_high"] > 0
+    assert float(found.metrics["actor/clip_fraction_low"]) == metrics["actor/clip_fraction_low"]
+    assert float(found.metrics["actor/clip_fraction_high"]) == metrics["actor/clip_fraction_high"]
+    torch.testing.assert_close(found.total / denominator, expected)
+
+
+def test_gspo_has_the_gradient_of_the_sequence_form() -> None:
+    """Equation 5 of arXiv:2507.18071, differentiated as it stands, with one advantage a response."""
+    batch = drawn(4, lengths=(5, 8, 3, 6, 2))
+    fields = batch.fields | {
+        "advantages": torch.tensor([1.0, -0.5, 2.0, -1.0, 0.0], dtype=torch.float64)[batch.sequence]
+    }
+    batch = replace(batch, fields=fields).without("weights")
+    loss, sequences = torch.zeros((), dtype=torch.float64), 0
+    for index in range(len(batch.lengths)):
+        rows = (batch.sequence == index) & batch.mask
+        if rows.any():
+            ratio = (fields["logprobs"] - fields["old_logprobs"])[rows].mean().exp()
+            advantage = fields["advantages"][rows][0]
+            loss = loss - torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
+            sequences += 1
+    found = policy_loss(actor(LossMode.gspo, LossAggregation.seq_mean_token_mean))(whole(batch))
+    torch.testing.assert_close(found.total / sequences, loss / sequences)
+    for mine, theirs in zip(batch.gradients(found.total), batch.gradients(loss), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(("mode", "aggregation"), list(product(LossMode, LossAggregation)))
+def test_no_cut_changes_the_sums(mode: LossMode, aggregation: LossAggregation) -> None:
+    loss = policy_loss(actor(mode, aggregation, **EVERYTHING))
+    batch = drawn(7)
+    reference = loss(whole(batch))
+    for microbatches in partitions([2, 0, 3, 1]):
+        assert_same(batch, over_microbatches(loss, batch, [*microbatches, []]), reference)
+    for seed in range(2):
+        assert_same(batch, over_context(loss, batch, seed), reference)
+
+
+@pytest.mark.parametrize(("mode", "aggregation"), list(product(LossMode, LossAggregation)))
+@pytest.mark.parametrize("members", [[], [3], [1, 3]])
+def test_nothing_trained_is_a_connected_zero(mode: LossMode, aggregation: LossAggregation, members: list[int]) -> None:
+    batch = drawn(7)
+    found = policy_loss(actor(mode, aggregation, **EVERYTHING))(whole(batch, members))
+    assert float(found.total.detach()) == 0 and found.total.requires_grad
+    assert not any(gradient.any() for gradient in batch.gradients(found.total))
+    assert not any(value.any() for value in found.metrics.values())
+
+
+@pytest.mark.parametrize("mode", list(LossMode))
+@pytest.mark.parametrize("kind", list(KlPenalty))
+def test_what_stands_at_untrained_rows_reaches_nothing(mode: LossMode, kind: KlPenalty) -> None:
+    clean = drawn(8)
+    config = actor(mode, LossAggregation.seq_mean_token_mean, **EVERYTHING, kl_loss_type=kind)
+    reference = policy_loss(config)(whole(clean))
+    for poison in (-torch.inf, torch.nan):
+        fields = {
+            name: x.detach().masked_fill(~clean.mask, poison).requires_grad_(x.requires_grad)
+            for name, x in clean.fields.items()
+        }
+        broken = replace(clean, fields=fields)
+        found = policy_loss(config)(whole(broken))
+        torch.testing.assert_close(found.total, reference.total)
+        for mine, theirs in zip(broken.gradients(found.total), clean.gradients(reference.total), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("mode", list(LossMode))
+def test_at_the_old_policy_the_gradient_is_the_plain_policy_gradient(mode: LossMode) -> None:
+    batch = drawn(9)
+    batch = replace(batch, fields=batch.fields | {"old_logprobs": batch.fields["logprobs"].detach().clone()})
+    found = policy_loss(actor(mode))(whole(batch))
+    expected = -(batch.fields["advantages"] * batch.fields["weights"] * batch.mask)
+    torch.testing.assert_close(batch.gradients(found.total)[0], expected)
+    assert float(found.metrics["actor/ratio"]) == float(batch.mask.sum())
+    assert float(found.metrics["actor/approx_kl"]) == float(found.metrics["actor/approx_kl_k1"]) == 0
+
+
+@pytest.mark.parametrize("mode", [LossMode.ppo_clip, LossMode.gspo, LossMode.cispo])
+def test_extreme_ratios_stay_finite_in_float32(mode: LossMode) -> None:
+    batch = drawn(10, dtype=torch.float32)
+    far = torch.where(torch.arange(len(batch.mask)) % 2 == 0, 300.0, -300.0)
+    batch = replace(batch, fields=batch.fields | {"old_logprobs": batch.fields["logprobs"].detach() + far})
+    found = policy_loss(actor(mode, LossAggregation.seq_mean_token_mean))(whole(batch))
+    assert found.total.dtype == torch.float32
+    assert found.total.isfinite() and all(gradient.isfinite().all() for gradient in batch.gradients(found.total))
+    assert all(value.isfinite() for value in found.metrics.values())
+
+
+def test_what_is_absent_has_no_metric_and_no_part() -> None:
+    batch = drawn(11).without("weights", "entropy", "ref_logprobs", "old_logprobs", "values")
+    config = actor(LossMode.policy_gradient)
+    found = policy_loss(config)(whole(batch))
+    assert found.metrics.keys() == {"actor/policy_loss"}
+    expected = -(batch.fields["advantages"] * batch.fields["logprobs"])[batch.mask].sum()
+    torch.testing.assert_close(found.total, expected)
+    for missing, loss in {
+        "ratio needs old": actor(LossMode.ppo_clip),
+        "bonus needs entropies": actor(LossMode.gpg, entropy_coeff=0.1),
+        "needs the reference": actor(LossMode.gpg, use_kl_loss=True),
+    }.items():
+        with pytest.raises(AssertionError, match=missing):
+            policy_loss(loss)(whole(batch))
+
+
+def test_entropy_is_asked_for_where_it_earns_a_bonus() -> None:
+    assert policy_loss(actor(LossMode.gpg, entropy_coeff=0.1)).with_entropy
+    assert not policy_loss(actor(LossMode.gpg)).with_entropy
+
+
+def test_the_loss_travels_to_workers() -> None:
+    loss = policy_loss(actor(LossMode.gspo, **EVERYTHING))
+    travelled = pickle.loads(pickle.dumps(loss))
+    assert travelled == loss
+    batch = drawn(12)
+    assert_same(batch, travelled(whole(batch)), loss(whole(batch)))

@@ -1,0 +1,58 @@
+"""Ragged sums against loops over lists, and the invariants that callers rely on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mcore_rl.algorithms.ragged import (
+    _SIDE_BY_SIDE,
+    at_tokens,
+    discounted_sums,
+    last_trained,
+    sequence_counts,
+    sequence_sums,
+)
+from tests.algorithms.cases import ALL
+
+
+def test_sums_counts_and_last_tokens() -> None:
+    for name, case in ALL.items():
+        inputs = case.inputs()
+        sums = sequence_sums(torch.tensor(case.at_tokens(case.trained(case.values)), dtype=torch.float64), case.lengths)
+        assert sums.tolist() == pytest.approx([sum(row) for row in case.trained(case.values)], abs=1e-12), name
+        counts_S = sequence_counts(inputs.mask_T, case.lengths)
+        assert counts_S.tolist() == [sum(mask) for mask in case.masks]
+        start, last = 0, []
+        for mask in case.masks:
+            last += [start + max(i for i, kept in enumerate(mask) if kept)] if any(mask) else []
+            start += len(mask)
+        assert last_trained(inputs.mask_T, counts_S).tolist() == last, name
+
+
+def test_at_tokens_repeats_by_length() -> None:
+    assert at_tokens(torch.tensor([3, 5, 7]), (2, 0, 1)).tolist() == [3, 3, 7]
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("counts", [[], [0], [0, 0], [1], [3, 0, 1, 5, 5, 2], [0, 4, 0], [1, 1, 1]])
+def test_discounted_sums(counts: list[int], factor: float) -> None:
+    x_M = torch.randn(sum(counts), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    before = x_M.clone()
+    expected, start = [], 0
+    for count in counts:
+        row = x_M[start : start + count].tolist()
+        for t in reversed(range(count - 1)):
+            row[t] += factor * row[t + 1]
+        expected += row
+        start += count
+    found = discounted_sums(x_M, torch.tensor(counts, dtype=torch.int64), factor)
+    assert found.tolist() == pytest.approx(expected, abs=1e-13)
+    assert torch.equal(x_M, before)
+
+
+def test_discounted_sums_of_more_sequences_than_go_side_by_side() -> None:
+    counts = [index % 4 for index in range(2 * _SIDE_BY_SIDE + 5)]
+    found = discounted_sums(torch.ones(sum(counts)), torch.tensor(counts), 0.5)
+    expected = {0: [], 1: [1.0], 2: [1.5, 1.0], 3: [1.75, 1.5, 1.0]}
+    assert found.tolist() == [x for count in counts for x in expected[count]]

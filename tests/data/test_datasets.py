@@ -1,0 +1,208 @@
+"""Known data sets in the field's schema: the real GSM8K, and the forms that the others are published in."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_rl.config.data import DataConfig, SftDataConfig
+from mcore_rl.data.conversations import ConversationSet
+from mcore_rl.data.datasets import DAPO_PROMPT, arithmetic_rows, last_boxed, published_rows, write_rows
+from mcore_rl.data.prompts import PromptSet
+from mcore_rl.errors import DataError
+from tests.support import prompt_files
+
+GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
+COLUMNS = ["data_source", "prompt", "ability", "reward_model", "extra_info", "response"]
+
+
+def jsonl(path: Path, *records: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
+def test_the_real_gsm8k(tmp_path: Path) -> None:
+    rows = published_rows("gsm8k", str(GSM8K))
+    assert {split: len(found) for split, found in rows.items()} == {"train": 7_473, "test": 1_319}
+    for split, found in rows.items():
+        write_rows(found, tmp_path / f"{split}.parquet")
+        originals = [json.loads(line) for line in (GSM8K / f"{split}.jsonl").read_text("utf-8").splitlines()]
+        table = pq.read_table(tmp_path / f"{split}.parquet")
+        assert table.column_names == COLUMNS
+        for index, (row, original) in enumerate(zip(table.to_pylist(), originals, strict=True)):
+            truth = row["reward_model"]["ground_truth"]
+            assert re.fullmatch(r"-?\d+(\.\d+)?", truth)
+            assert original["answer"].replace(",", "").endswith(f"#### {truth}")
+            assert row["extra_info"] == {"split": split, "index": index} | original
+            assert row["response"] == original["answer"]
+    assert rows["train"][0]["prompt"] == [
+        {
+            "role": "user",
+            "content": "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
+            "How many clips did Natalia sell altogether in April and May? Let's think step by step and output the "
+            'final answer after "####".',
+        }
+    ]
+    first = rows["train"][0]
+    assert (first["data_source"], first["ability"], first["reward_model"]) == (
+        "openai/gsm8k",
+        "math",
+        {"style": "rule", "ground_truth": "72"},
+    )
+
+
+def test_a_number_with_commas(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "train.jsonl", {"question": "How much?", "answer": "So 1,000 + 1.\n#### 1,001 "})
+    assert published_rows("gsm8k", source)["train"][0]["reward_model"]["ground_truth"] == "1001"
+
+
+def test_math(tmp_path: Path) -> None:
+    record = {"problem": "Halve 1.", "level": "Level 1", "solution": "It is $\\boxed{2}$, no, $\\boxed{\\frac{1}{2}}$."}
+    for split in ("train", "test"):
+        (tmp_path / split / "algebra").mkdir(parents=True)
+        (tmp_path / split / "algebra" / "1.json").write_text(json.dumps(record))
+    rows = published_rows("math", str(tmp_path))
+    assert rows["test"] == [
+        {
+            "data_source": "DigitalLearningGmbH/MATH-lighteval",
+            "prompt": prompt_files.user(
+                "Halve 1. Let's think step by step and output the final answer within \\boxed{}."
+            ),
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "\\frac{1}{2}"},
+            "extra_info": {"split": "test", "index": 0, "answer": record["solution"], "question": "Halve 1."},
+            "response": record["solution"],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("\\boxed{5}", "5"),
+        ("\\boxed{1} then \\fbox{{a}{b}} end}", "{a}{b}"),
+        ("\\fbox{1} then \\boxed{\\text{(A) }x}", "\\text{(A) }x"),
+        ("so $\\boxed 7$.", "7"),
+        ("\\boxed{never closed", None),
+        ("\\boxed{}", None),
+        ("nothing", None),
+    ],
+)
+def test_last_boxed(text: str, answer: str | None) -> None:
+    assert last_boxed(text) == answer
+
+
+def published(problem: str, answer: str) -> dict[str, Any]:
+    return {
+        "data_source": "math_dapo",
+        "prompt": prompt_files.user(DAPO_PROMPT.replace("{problem}", problem)),
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": "9a9b6eb4"},
+    }
+
+
+def test_dapo_repeats_itself_and_is_kept_once(tmp_path: Path) -> None:
+    path = tmp_path / "dapo-math-17k.parquet"
+    prompt_files.write(path, [published("1 + 1?", "2"), published("2 + 2?", "4"), published("1 + 1?", "2")])
+    rows = published_rows("dapo-math", str(path))["train"]
+    assert [(row["extra_info"]["question"], row["extra_info"]["index"]) for row in rows] == [
+        ("1 + 1?", 0),
+        ("2 + 2?", 1),
+    ]
+    assert rows[1]["prompt"] == published("2 + 2?", "4")["prompt"]
+    assert (rows[1]["reward_model"]["ground_truth"], rows[1]["data_source"], rows[1]["response"]) == (
+        "4",
+        "math_dapo",
+        None,
+    )
+    write_rows(rows, tmp_path / "out.parquet")
+    assert pq.read_table(tmp_path / "out.parquet").column_names == COLUMNS[:-1]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"ID": "2024-I-4", "Problem": "1 + 1?", "Solution": "Count: 2.", "Answer": 2},
+        {"id": 60, "problem": "1 + 1?", "solution": "Count: 2.", "answer": "2", "url": "x", "year": "2024"},
+        published("1 + 1?", "2"),
+        {"prompt": "1 + 1?", "solution": "2"},
+    ],
+)
+def test_aime24_in_the_forms_it_is_published_in(tmp_path: Path, record: dict[str, Any]) -> None:
+    (row,) = published_rows("aime24", jsonl(tmp_path / "aime.jsonl", record))["test"]
+    assert row["prompt"] == published("1 + 1?", "2")["prompt"]
+    assert row["prompt"][0]["content"].startswith(
+        "Solve the following math problem step by step. The last line of your"
+    )
+    assert (row["data_source"], row["reward_model"]["ground_truth"]) == ("aime24", "2")
+    assert row["extra_info"] == {"split": "test", "index": 0, "answer": "2", "question": "1 + 1?"}
+
+
+def test_records_of_something_else_are_named(tmp_path: Path) -> None:
+    good = {"question": "1 + 1?", "answer": "#### 2"}
+    broken = [
+        {"question": "x", "answer": "2"},
+        {"question": "x", "answer": "#### "},
+        {"question": None, "answer": "#### 2"},
+    ]
+    with pytest.raises(DataError) as caught:
+        published_rows("gsm8k", jsonl(tmp_path / "train.jsonl", good, *broken))
+    assert [problem.split(". ")[0] for problem in caught.value.problems] == [
+        "train.jsonl line 2: answer has no number after ####",
+        "train.jsonl line 3: answer has no number after ####",
+        "train.jsonl line 4: has no text in question; it has question, answer",
+    ]
+    with pytest.raises(DataError, match="split train has no records"):
+        published_rows("gsm8k", jsonl(tmp_path / "train.jsonl"))
+    with pytest.raises(DataError, match=r"line 1: solution has no answer in \\boxed"):
+        published_rows("math", jsonl(tmp_path / "train.jsonl", {"problem": "x", "solution": "2"}))
+    with pytest.raises(DataError, match=r"line 1: has question, and no problem with an answer"):
+        published_rows("aime24", jsonl(tmp_path / "test.jsonl", {"question": "x"}))
+    with pytest.raises(DataError, match=r"line 1: prompt or reward_model\.ground_truth is empty"):
+        published_rows("dapo-math", jsonl(tmp_path / "train.jsonl", {"prompt": prompt_files.user("x")}))
+
+
+def test_arithmetic_serves_both_kinds_of_training(tmp_path: Path) -> None:
+    rows = arithmetic_rows(1, 30, 10, seed=2)
+    for split, found in rows.items():
+        write_rows(found, tmp_path / f"{split}.parquet")
+    tokenizer = prompt_files.tokenizer()
+    options = {"max_samples": None, "title": "data.train_files"}
+    prompts = PromptSet.load([tmp_path / "train.parquet"], DataConfig(), tokenizer, **options)
+    taught = ConversationSet.load([tmp_path / "train.parquet"], SftDataConfig(), tokenizer, **options)
+    assert (len(prompts), len(taught), len(rows["val"])) == (30, 30, 10)
+    for index, row in enumerate(rows["train"]):
+        prompt, conversation = prompts[index], taught[index]
+        assert prompt.tokens == conversation.tokens[: len(prompt.tokens)]
+        response = [t for t, mask in zip(conversation.tokens, conversation.mask, strict=True) if mask]
+        assert tokenizer.decode(response) == f"{row['extra_info']['answer']}<|end|>"
+        assert row["extra_info"]["answer"].endswith(f"#### {prompt.ground_truth}")
+        assert prompt.data_source == "arithmetic"
+    questions = [{row["extra_info"]["question"] for row in found} for found in rows.values()]
+    assert not questions[0] & questions[1]
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / "train.parquet"
+    write_rows(arithmetic_rows(1, 3, 1, 0)["train"], path)
+    before = path.read_bytes()
+    write_rows(arithmetic_rows(1, 3, 1, 0)["train"], path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == ["train.parquet"]
+
+    def full_disk(table: object, where: Path) -> None:
+        Path(where).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pyarrow.parquet.write_table", full_disk)
+    with pytest.raises(DataError, match=r"train\.parquet: 1 problem:\n  - cannot be written: No space left on device"):
+        write_rows(arithmetic_rows(1, 4, 1, 0)["train"], path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == ["train.parquet"]

@@ -1,0 +1,243 @@
+"""Prompts: the tokens of the chat template, over-long ones by each rule, and every broken row named at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_rl.config.data import DataConfig, Truncation
+from mcore_rl.data.prompts import PromptSet, truncated
+from mcore_rl.errors import DataError
+from tests.support import prompt_files
+from tests.support.prompt_files import not_utf8, row, user, write
+
+TOKENIZER = prompt_files.tokenizer()
+TITLE = "data.train_files"
+
+
+def load(*paths: Path, tokenizer: Any = TOKENIZER, max_samples: int | None = None, **options: Any) -> PromptSet:
+    graded = options.pop("graded", True)
+    config = DataConfig(**options)
+    return PromptSet.load(paths, config, tokenizer, max_samples=max_samples, title=TITLE, graded=graded)
+
+
+def refusal(*paths: Path, **options: Any) -> DataError:
+    with pytest.raises(DataError) as caught:
+        load(*paths, **options)
+    assert str(caught.value).startswith(f"{TITLE}: ")
+    return caught.value
+
+
+def by_hand(question: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(f"<|begin|><|user|>{question}<|end|><|assistant|>", add_special_tokens=False))
+
+
+def test_a_row_is_what_the_file_says(tmp_path: Path) -> None:
+    rows = [row(f"Tom has {n}.", str(n), tools_kwargs={"a": n}, note=None if n else "x") for n in range(5)]
+    found = load(write(tmp_path / "train.parquet", rows))
+    assert len(found) == 5
+    for number, prompt in enumerate(found[index] for index in range(5)):
+        assert prompt.id == f"train.parquet:{number}"
+        assert prompt.tokens == by_hand(f"Tom has {number}.")
+        assert prompt.messages == user(f"Tom has {number}.")
+        assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("sums", str(number), {"index": 0})
+        assert prompt.columns == {
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(number)},
+            "tools_kwargs": {"a": number},
+            "note": None if number else "x",
+        }
+    assert found.describe() == f"{TITLE}: 5 prompts of 9 to 9 tokens, mean 9"
+
+
+def test_other_forms_of_the_schema(tmp_path: Path) -> None:
+    """Lists as ground truth, no extra_info or a null one, another column of messages, dictionaries, several turns."""
+    turns = [
+        {"role": "system", "content": "Add."},
+        *user("1 + 1?"),
+        {"role": "assistant", "content": "2"},
+        *user("Sure?"),
+    ]
+    listed = [row(answer=["5", "five"], chat=turns)]
+    for each in listed:
+        del each["prompt"], each["extra_info"]
+    first = load(write(tmp_path / "a.parquet", listed), prompt_key="chat")[0]
+    assert (first.ground_truth, first.extra_info, first.messages) == (["5", "five"], {}, turns)
+    text = "<|begin|><|system|>Add.<|end|><|user|>1 + 1?<|end|><|assistant|>2<|end|><|user|>Sure?<|end|><|assistant|>"
+    assert TOKENIZER.decode(first.tokens) == text
+
+    table = pa.Table.from_pylist([row(extra_info=None), row(extra_info=None)])
+    coded = table.set_column(0, "data_source", table["data_source"].dictionary_encode())
+    pq.write_table(coded, tmp_path / "b.parquet")
+    second = load(tmp_path / "b.parquet")[1]
+    assert (second.data_source, second.extra_info) == ("sums", {})
+
+
+def test_without_grading_a_column_of_messages_is_enough(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", [{"prompt": user("2 + 2?"), "level": 3}])
+    found = load(path, graded=False)[0]
+    assert (found.data_source, found.ground_truth, found.columns) == ("unknown", None, {"level": 3})
+    odd = write(tmp_path / "odd.parquet", [{"prompt": user("2 + 2?"), "reward_model": "5"}])
+    assert load(odd, graded=False)[0].columns == {"reward_model": "5"}
+    said = str(refusal(path))
+    assert "x.parquet: no column data_source" in said and "x.parquet: no column reward_model" in said
+
+
+def test_the_template_is_given_its_arguments_and_its_refusals_name_the_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", [row(), row(prompt=[{"role": "system", "content": "Add."}])])
+    thinking = prompt_files.tokenizer("{{ 'think' if enable_thinking else 'answer' }}")
+    found = load(path, tokenizer=thinking, chat_template_kwargs={"enable_thinking": True})
+    assert TOKENIZER.decode(found[0].tokens) == "think"
+    error = refusal(path, tokenizer=prompt_files.tokenizer(prompt_files.STRICT))
+    assert error.problems == (
+        "x.parquet:1: the chat template refuses it: roles must alternate. Mend the messages, or use another template",
+    )
+    assert "makes no token of it" in str(refusal(path, tokenizer=prompt_files.tokenizer("{{ '' }}")))
+
+
+def test_a_tokenizer_that_begins_texts_begins_no_prompt_twice(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", [row("2 + 3?")])
+    assert load(path, tokenizer=prompt_files.beginning_tokenizer())[0].tokens == by_hand("2 + 3?")
+
+
+def test_files_of_one_name_and_more_rows_than_a_batch(tmp_path: Path) -> None:
+    paths = [
+        write(tmp_path / f"{name}/t.parquet", [row(f"{name} {n}") for n in range(1_001)], row_group_size=300)
+        for name in ("a", "b")
+    ]
+    found = load(*paths)
+    every = [found[index] for index in range(len(found))]
+    assert len({prompt.id for prompt in every}) == 2_002
+    assert all(prompt.tokens == by_hand(str(prompt.messages[0]["content"])) for prompt in every)
+    assert (every[1_000].id, every[1_001].id) == ("a/t.parquet:1000", "b/t.parquet:0")
+    assert every[2_001].messages == user("b 1000")
+
+
+def test_samples_keep_their_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.parquet", [row(f"{n}") for n in range(50)])
+    found = load(path, max_samples=10)
+    assert len(found) == found.num_rows == 10
+    assert all(found[index].messages == user(found[index].id.rpartition(":")[2]) for index in range(10))
+    assert [found[i].id for i in range(10)] != [load(path, max_samples=10, seed=2)[i].id for i in range(10)]
+
+
+LONG = [row("1"), row("123456"), row("12345"), row("1234567890")]  # 5, 10, 9 and 14 tokens with the template
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [
+        (Truncation.left, (slice(1, None), slice(5, None))),
+        (Truncation.right, (slice(0, 9), slice(0, 9))),
+        (Truncation.middle, None),
+    ],
+)
+def test_over_long_prompts_are_cut(tmp_path: Path, truncation: Truncation, kept: tuple[slice, slice] | None) -> None:
+    found = load(write(tmp_path / "x.parquet", LONG), max_prompt_length=9, truncation=truncation)
+    ten, fourteen = by_hand("123456"), by_hand("1234567890")
+    cut = (ten[:4] + ten[5:], fourteen[:4] + fourteen[9:])  # 9 // 2 of the beginning, 5 of the end
+    if kept is not None:
+        cut = (ten[kept[0]], fourteen[kept[1]])
+    assert [found[index].tokens for index in range(4)] == [by_hand("1"), cut[0], by_hand("12345"), cut[1]]
+    assert (found.num_truncated, found.num_left_out) == (2, 0)
+    assert found.describe().endswith(f"; 2 cut to 9 tokens ({truncation.value})")
+
+
+def test_over_long_prompts_are_left_out_or_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", LONG)
+    found = load(path, max_prompt_length=9, filter_overlong_prompts=True, truncation=Truncation.left)
+    assert [found[index].id for index in range(len(found))] == ["x.parquet:0", "x.parquet:2"]
+    assert (found.num_truncated, found.num_left_out, found.num_rows) == (0, 2, 4)
+    assert "2 of 4 left out, longer than 9 tokens" in found.describe()
+    (problem,) = refusal(path, max_prompt_length=9).problems
+    begin = "2 prompts have more than data.max_prompt_length=9 tokens, the longest 14: x.parquet:1, x.parquet:3. "
+    assert problem.startswith(begin) and "data.filter_overlong_prompts=true" in problem
+    assert len(load(path, max_prompt_length=14)) == 4
+
+
+def test_no_prompt_left_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", LONG)
+    said = str(refusal(path, max_prompt_length=3, filter_overlong_prompts=True))
+    assert "no prompt is left: all 4 have more than data.max_prompt_length=3 tokens. Write up to 14" in said
+    schema = pa.Table.from_pylist(LONG).schema
+    assert "the files have no rows" in str(refusal(write(tmp_path / "empty.parquet", [], schema)))
+    assert "names no file" in str(refusal())
+
+
+def test_every_broken_row_of_every_file_is_named_at_once(tmp_path: Path) -> None:
+    rows = [
+        row(),
+        row(prompt=None),
+        row(prompt=[]),
+        row(prompt=user(None)),
+        row(prompt=[{"role": None, "content": "x"}]),
+        row(answer=None),
+        row(reward_model=None),
+        row(data_source=None),
+        row(data_source=""),
+        row("last"),
+    ]
+    broken = write(tmp_path / "broken.parquet", rows)
+    flat = write(tmp_path / "flat.parquet", [row(prompt="2 + 3?", extra_info="{}", data_source=3, reward_model="5")])
+    bare = write(tmp_path / "bare.parquet", [{"question": "2 + 3?"}])
+    text = tmp_path / "text.parquet"
+    text.write_text("prompt")
+    problems = refusal(broken, flat, bare, text, tmp_path / "none.parquet").problems
+    starts = [f"broken.parquet:{number}: " for number in range(1, 9)]
+    assert [problem for problem in problems if problem.startswith("broken")] == [
+        f"{starts[0]}prompt is null. Write a list of {{role, content}}, or leave the row out",
+        f"{starts[1]}prompt has no messages. Write a list of {{role, content}}, or leave the row out",
+        f"{starts[2]}prompt has no content in message 0. Write a list of {{role, content}}, or leave the row out",
+        f"{starts[3]}prompt has no role in message 0. Write a list of {{role, content}}, or leave the row out",
+        *(
+            f"{start}reward_model has no ground_truth. Write the right answer, or leave the row out"
+            for start in starts[4:6]
+        ),
+        *(f"{start}data_source is null or empty. Write the name of the data set" for start in starts[6:]),
+    ]
+    wrong = [problem.partition(".parquet: ")[2] for problem in problems if problem.startswith("flat")]
+    assert [problem.split(",")[0] for problem in wrong] == [
+        "column prompt is string",
+        "column data_source is int64",
+        "column extra_info is string",
+        "column reward_model is string",
+    ]
+    missing = [problem.split(".parquet: ")[1] for problem in problems if problem.startswith("bare")]
+    assert missing[0].startswith("no column prompt; it has question. Write")
+    assert [problem.split(".")[0] for problem in missing[1:]] == ["no column data_source", "no column reward_model"]
+    assert any("none.parquet: there is no such file" in problem for problem in problems)
+    assert any("text.parquet: cannot be read as parquet" in problem for problem in problems)
+
+
+def test_twenty_are_shown_and_the_rest_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", [row(answer="1"), *(row(answer=None) for _ in range(25))])
+    error = refusal(path)
+    assert len(error.problems) == 25
+    assert str(error).count("x.parquet:") == 20 and "and 5 more" in str(error)
+
+
+def test_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    content = not_utf8([b"2 + 3?", b"caf\xe9", b"4 + 4?"])
+    messages = pa.StructArray.from_arrays([pa.array(["user"] * 3), content], names=["role", "content"])
+    table = pa.Table.from_pylist([row()] * 3)
+    prompts = pa.ListArray.from_arrays([0, 1, 2, 3], messages)
+    pq.write_table(table.set_column(1, "prompt", prompts), tmp_path / "x.parquet")
+    (problem,) = refusal(tmp_path / "x.parquet").problems
+    assert problem.startswith("x.parquet:1: has text that is no UTF-8.")
+
+
+def test_cutting_keeps_what_it_says() -> None:
+    tokens = list(range(10))
+    for length in range(1, 12):
+        left, right, middle = (list(truncated(tokens, length, kind)) for kind in list(Truncation)[1:])
+        kept = min(length, 10)
+        assert left == tokens[10 - kept :]
+        assert right == tokens[:kept]
+        assert len(middle) == kept and middle == sorted(set(middle))
+        head = int(np.flatnonzero(np.diff([-1, *middle, 10]) > 1)[0]) if length < 10 else 10
+        assert head == (length // 2 if length < 10 else 10)

@@ -1,0 +1,117 @@
+"""The system call filter, run here by a reader of classic BPF, for both processors; its numbers, by Linux's headers."""
+
+from __future__ import annotations
+
+import errno
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.rewards.confined_program import (
+    ABOUT_ITSELF,
+    ARCHITECTURES,
+    CLONE,
+    CLONE3,
+    CLONE_THREAD,
+    DENIED,
+    DENIED_FOR,
+    system_call_filter,
+)
+
+ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+PID = 4321
+HEADERS = {  # as far as this machine has them
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
+both = pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+
+
+def verdict(machine: str, number: int | None, *arguments: int, architecture: int | None = None) -> int:
+    """What the filter answers to a system call (``struct seccomp_data`` of seccomp.h)."""
+    column, own = ARCHITECTURES[machine]
+    assert number is not None
+    padded = [*arguments, *[0] * (6 - len(arguments))]
+    data = struct.pack("IIQ6Q", number, architecture or own, 0, *padded)
+    code = list(struct.iter_unpack("HBBI", system_call_filter(column, own, PID)))
+    place, loaded = 0, 0
+    while True:
+        kind, if_true, if_false, value = code[place]
+        place += 1
+        match kind:
+            case 0x20:
+                (loaded,) = struct.unpack_from("I", data, value)
+            case 0x06:
+                return int(value)
+            case 0x15:
+                place += if_true if loaded == value else if_false
+            case 0x35:
+                place += if_true if loaded >= value else if_false
+            case 0x45:
+                place += if_true if loaded & value else if_false
+            case _:
+                raise AssertionError(kind)
+
+
+@both
+def test_denied_calls_are_refused_and_others_are_not(machine: str) -> None:
+    column = ARCHITECTURES[machine][0]
+    for name, numbers in DENIED.items():
+        if numbers[column] is not None:
+            assert verdict(machine, numbers[column]) == EPERM, name
+    for number in {"x86_64": (0, 1, 3, 9, 12, 202, 257), "aarch64": (63, 64, 57, 222, 214, 98, 56)}[machine]:
+        assert verdict(machine, number) == ALLOW  # read, write, close, mmap, brk, futex, openat
+
+
+@both
+def test_clone_makes_threads_only(machine: str) -> None:
+    column = ARCHITECTURES[machine][0]
+    assert verdict(machine, CLONE[column], CLONE_THREAD | 0x100) == ALLOW
+    assert verdict(machine, CLONE[column], 17) == EPERM
+    assert verdict(machine, CLONE3[column], CLONE_THREAD) == ENOSYS
+
+
+@both
+def test_calls_about_other_processes_are_refused(machine: str) -> None:
+    column = ARCHITECTURES[machine][0]
+    for name, (numbers, index, by_id) in ABOUT_ITSELF.items():
+        arguments = [0] * 6
+        for pid, allowed in ((PID if by_id else 0, True), (PID + 1, False), (1, False), (0xFFFFFFFF, False)):
+            arguments[index] = pid
+            assert verdict(machine, numbers[column], *arguments) == (ALLOW if allowed else EPERM), (name, pid)
+
+
+@both
+def test_some_values_are_refused(machine: str) -> None:
+    column = ARCHITECTURES[machine][0]
+    for name, (numbers, index, values) in DENIED_FOR.items():
+        for value in (*values, 99):
+            arguments = [1 if index else 0] * 6
+            arguments[index] = value
+            assert verdict(machine, numbers[column], *arguments) == (ALLOW if value == 99 else EPERM), (name, value)
+
+
+@both
+def test_other_ways_to_call_the_kernel_are_closed(machine: str) -> None:
+    assert verdict(machine, 0, architecture=0x40000003) == KILL  # 32-bit x86, with numbers of its own
+    if machine == "x86_64":
+        assert verdict(machine, 0x40000000 | 41) == EPERM  # x32
+
+
+@both
+def test_the_numbers_are_those_of_linux(machine: str) -> None:
+    if not HEADERS[machine].exists():
+        pytest.skip(f"{HEADERS[machine]} is not on this machine")
+    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
+    known = {name: int(number) for name, number in found}
+    column = ARCHITECTURES[machine][0]
+    table = {name: numbers[column] for name, numbers in DENIED.items()}
+    table |= {name: numbers[column] for name, (numbers, _, _) in ABOUT_ITSELF.items()}
+    table |= {name.split()[0]: numbers[column] for name, (numbers, _, _) in DENIED_FOR.items()}
+    table |= {"clone": CLONE[column], "clone3": CLONE3[column]}
+    newer = {"setxattrat", "removexattrat", "file_setattr", "fchmodat2", "memfd_secret"}  # than some headers
+    wrong = {name: number for name, number in table.items() if number != known.get(name) and name not in newer}
+    assert wrong == {}
+    assert all(known.get(name, table[name]) == table[name] for name in newer)

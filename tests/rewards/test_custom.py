@@ -1,0 +1,113 @@
+"""Reward functions of users: what they may answer, and what is said of files that cannot be used."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+import numpy
+import pytest
+
+from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rewards.custom import as_score, load_custom
+from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score
+
+REQUEST = RewardRequest(("p", 0), "mine", "abc", "gold", {"level": 3})
+
+
+def written(folder: Path, text: str, name: str = "compute_score") -> CustomRewardFunction:
+    path = folder / "my_reward.py"
+    path.write_text(text)
+    return CustomRewardFunction(path=str(path), name=name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): ",
+        "def compute_score(extra_info, ground_truth, solution_str, data_source, **others): ",
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, alpha=1): ",
+        "def compute_score(**columns): return check(**columns)\n"
+        "def check(data_source, solution_str, ground_truth, extra_info): ",
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info): ",
+        "class Judge:\n  def __call__(self, data_source, solution_str, ground_truth, extra_info): return check("
+        "data_source, solution_str, ground_truth, extra_info)\ncompute_score = Judge()\ndef check(data_source,"
+        " solution_str, ground_truth, extra_info): ",
+    ],
+)
+def test_it_is_told_everything_by_name(tmp_path: Path, text: str) -> None:
+    body = "return len(solution_str) + extra_info['level'] / 10 + (data_source, ground_truth).count('gold')\n"
+    assert load_custom(written(tmp_path, text + body))(REQUEST, RewardConfig()) == Score(4.3)
+
+
+def test_an_async_function_keeps_its_loop(tmp_path: Path) -> None:
+    text = """
+import asyncio
+loops = []
+async def judge(**columns):
+    await asyncio.sleep(0)
+    loops.append(asyncio.get_running_loop())
+    return {"score": len(loops), "same": loops[0] is loops[-1]}
+"""
+    grader = load_custom(written(tmp_path, text, "judge"))
+    assert [grader(REQUEST, RewardConfig()).parts for _ in range(3)] == [{"same": 1.0}] * 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        (1, Score(1.0)),
+        (True, Score(1.0)),
+        (numpy.float32(0.5), Score(0.5)),
+        (numpy.array(0.5), Score(0.5)),
+        (Decimal("0.5"), Score(0.5)),
+        (Fraction(1, 2), Score(0.5)),
+        ({"score": 0.5}, Score(0.5)),
+        ({"score": 1, "acc": True, "len": 3, "pred": "x"}, Score(1.0, {"acc": 1.0, "len": 3.0}, correct=1.0)),
+        ({"score": 1, "bad": float("nan"), "none": None}, Score(1.0)),
+    ],
+)
+def test_answers(answer: object, score: Score) -> None:
+    found = as_score(answer)
+    assert found == score
+    assert type(found.value) is float
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, "1.0", b"1", float("nan"), float("inf"), -float("inf"), [1.0], {}, {"acc": 1}, {"score": None}, 1j],
+)
+def test_what_is_no_number_is_named(answer: object) -> None:
+    with pytest.raises(NotANumberError, match=r"not a finite number|no score"):
+        as_score(answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("def other(): pass", r"custom_reward_function.name=compute_score: .*my_reward.py defines no function"),
+        ("compute_score = 3", r"defines no function of that name"),
+        ("def compute_score(response): pass", r"compute_score\(response\) in .*my_reward.py cannot be called: "),
+        (
+            "def compute_score(data_source, solution_str, ground_truth, extra_info, tokenizer): pass",
+            r"missing a required argument: 'tokenizer'.*Define compute_score\(data_source, solution_str, ground_truth,",
+        ),
+        ("def compute_score(", r"custom_reward_function.path=.*my_reward.py: importing it raised SyntaxError"),
+        ("import not_installed_anywhere", r"importing it raised ModuleNotFoundError: No module named 'not_installed"),
+        ("raise SystemExit(3)", r"importing it raised SystemExit: 3"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_custom(written(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.py", tmp_path):
+        with pytest.raises(ConfigError, match=f"custom_reward_function.path={path}: there is no such file"):
+            load_custom(CustomRewardFunction(path=str(path)))
+    (tmp_path / "reward.txt").write_text("")
+    with pytest.raises(ConfigError, match="is not a Python file"):
+        load_custom(CustomRewardFunction(path=str(tmp_path / "reward.txt")))

@@ -1,0 +1,246 @@
+"""Grading in processes: order, what goes wrong with one response and with no other, and how the processes end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.rewards import scorer as scorer_module
+from mcore_rl.rewards.score import RewardRequest, Score
+from mcore_rl.rewards.scorer import Scorer
+from tests.rewards.test_gsm8k import gold_solutions
+
+LIMIT_S = 3.0  # of a response that hangs; those that do not take milliseconds
+CUSTOM = """
+import asyncio, os, sys, time
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0)
+    match solution_str:
+        case "raise": raise KeyError("x")
+        case "exit": sys.exit(0)
+        case "die": os._exit(7)
+        case "kill": os.kill(os.getpid(), 9)
+        case "crash": __import__("ctypes").string_at(0)
+        case "hang": time.sleep(600)
+        case "spin":
+            while True: pass
+        case "nan": return float("nan")
+        case "none": return None
+        case "text": return "1.0"
+        case "dict": return {"score": 2, "acc": 1, "length": 3}
+        case "interrupt":
+            os.kill(os.getpid(), 2)
+            return 4.0
+        case "pid": return os.getpid()
+        case "stray": return os.fork() and 1.0
+        case "pids":
+            child = os.fork()
+            if child == 0: time.sleep(600)
+            return child
+    return float(solution_str)
+"""
+GOOD = {"1.5": Score(1.5), "interrupt": Score(4.0), "dict": Score(2.0, {"acc": 1.0, "length": 3.0}, correct=1.0)}
+BAD = {
+    "raise": ("raised", "KeyError: 'x'"),
+    "exit": ("raised", "SystemExit"),
+    "die": ("died", "exit code 7"),
+    "kill": ("died", "exit code -9"),
+    "crash": ("died", "exit code -11"),
+    "hang": ("timeout", "grading ('p', 0) of mine took longer than"),
+    "spin": ("timeout", "took longer than"),
+    "nan": ("not_a_number", "the score is nan"),
+    "none": ("not_a_number", "the score is None"),
+    "text": ("not_a_number", "the score is '1.0'"),
+    "\ud800 lone": ("raised", "ValueError"),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    assert psutil.Process().children(recursive=True) == []
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("reward-")]
+
+
+@pytest.fixture
+def custom(tmp_path: Path) -> CustomRewardFunction:
+    (tmp_path / "reward.py").write_text(CUSTOM)
+    return CustomRewardFunction(path=str(tmp_path / "reward.py"))
+
+
+def mine(response: str) -> RewardRequest:
+    return RewardRequest(("p", 0), "mine", response, None)
+
+
+def gsm8k(response: str, ground_truth: object = "18") -> RewardRequest:
+    return RewardRequest(("p", 0), "gsm8k", response, ground_truth)
+
+
+def test_scores_come_in_order_and_are_picklable() -> None:
+    with Scorer(RewardConfig(num_workers=2)) as scorer:
+        scores = asyncio.run(scorer.score_all([gsm8k(f"#### {number}") for number in range(40)]))
+        assert [score.value for score in scores] == [float(number == 18) for number in range(40)]
+        assert pickle.loads(pickle.dumps(scores)) == scores
+        assert asyncio.run(scorer.score(gsm8k("\ud800 #### 18"))).value == 1.0  # another loop, and no valid text
+        assert asyncio.run(scorer.score_all([])) == []
+        assert set(scorer.counts.values()) == {0}
+
+
+def test_what_goes_wrong_costs_that_response_and_no_other(custom: CustomRewardFunction) -> None:
+    config = RewardConfig(num_workers=2, timeout_s=LIMIT_S, error_score=-9.0)
+    texts = [text for bad in BAD for text in (bad, *GOOD)]
+    with Scorer(config, custom) as scorer:
+        scores = asyncio.run(scorer.score_all(map(mine, texts)))
+        counts = scorer.counts
+    for text, score in zip(texts, scores, strict=True):
+        if text in GOOD:
+            assert score == GOOD[text]
+        else:
+            kind, detail = BAD[text]
+            assert score.value == -9.0
+            assert score.error is not None
+            assert score.error.startswith(f"{kind}: ")
+            assert detail in score.error
+    kinds = [kind for kind, _ in BAD.values()]
+    assert counts == {kind: kinds.count(kind) for kind in ("raised", "not_a_number", "timeout", "died")}
+
+
+def test_a_process_is_kept_while_it_works_and_replaced_when_it_is_lost(custom: CustomRewardFunction) -> None:
+    async def pids(scorer: Scorer) -> list[float]:
+        return [(await scorer.score(mine(text))).value for text in ("pid", "raise", "nan", "pid", "die", "pid")]
+
+    with Scorer(RewardConfig(num_workers=1), custom) as scorer:
+        first, _, _, second, _, third = asyncio.run(pids(scorer))
+    assert first == second != third
+
+
+def test_what_a_grader_started_ends_with_it(custom: CustomRewardFunction) -> None:
+    with Scorer(RewardConfig(num_workers=1, timeout_s=LIMIT_S), custom) as scorer:
+        child = psutil.Process(int(asyncio.run(scorer.score(mine("pids"))).value))
+        assert child.is_running()
+        asyncio.run(scorer.score(mine("hang")))
+        assert psutil.wait_procs([child], timeout=60)[1] == []
+        stray = asyncio.run(scorer.score_all([mine("stray"), mine("1.5")]))  # a fork that comes back from the function
+        assert [score.value for score in stray] == [1.0, 1.5]
+
+
+def test_a_row_that_cannot_be_sent_or_read_is_an_error_of_that_response() -> None:
+    with Scorer(RewardConfig(num_workers=1)) as scorer:
+        scores = asyncio.run(scorer.score_all([gsm8k("#### 18", lambda: 18), gsm8k("#### 18", Unreadable())]))
+        assert asyncio.run(scorer.score(gsm8k("#### 18"))).value == 1.0
+        assert scorer.counts["raised"] == 2
+    assert "raised: the row cannot be sent" in str(scores[0].error)
+    assert "raised: the row cannot be read" in str(scores[1].error)
+
+
+class Unreadable:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return int, ("not a number",)
+
+
+def test_the_loop_is_free_while_graders_work(custom: CustomRewardFunction) -> None:
+    """The caller goes on between asking and having: a hanging grader holds up nobody who waits for another."""
+
+    async def both(scorer: Scorer) -> None:
+        task = asyncio.create_task(scorer.score(mine("hang")))
+        assert (await scorer.score(mine("1.5"))).value == 1.5
+        assert not task.done()
+        task.cancel()
+
+    with Scorer(RewardConfig(num_workers=2, timeout_s=600.0), custom) as scorer:
+        asyncio.run(both(scorer))
+
+
+def test_an_unknown_source_is_refused_before_anything_is_graded() -> None:
+    with Scorer(RewardConfig(num_workers=1)) as scorer:
+        with pytest.raises(ConfigError, match="data_source=mine"):
+            scorer.check_sources(["gsm8k", "mine"])
+        with pytest.raises(ConfigError, match="data_source=mine"):
+            asyncio.run(scorer.score(mine("1")))
+
+
+def test_a_custom_function_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def score(): pass")
+    with pytest.raises(ConfigError, match=r"reward\.py defines no function of that name"):
+        Scorer(RewardConfig(num_workers=1), CustomRewardFunction(path=str(tmp_path / "reward.py")))
+
+
+def test_closing_ends_what_hangs_and_cancels_who_waits(custom: CustomRewardFunction) -> None:
+    async def close_in_between() -> list[object]:
+        scorer = Scorer(RewardConfig(num_workers=1, timeout_s=600.0), custom)
+        await scorer.score(mine("1.5"))
+        tasks = [asyncio.create_task(scorer.score(mine(text))) for text in ("spin", "1.5", "1.5")]
+        await asyncio.sleep(0)  # they are queued
+        await asyncio.to_thread(scorer.close)
+        scorer.close()
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+    assert [type(found) for found in asyncio.run(close_in_between())] == [asyncio.CancelledError] * 3
+
+
+def test_weak_confinement_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(scorer_module, "weaknesses", lambda: ("Landlock is missing.",))
+    program = RewardRequest(("p", 0), "code", "print(3)", {"inputs": [""], "outputs": ["3"]})
+    with Scorer(RewardConfig(num_workers=1)) as scorer:
+        asyncio.run(scorer.score(gsm8k("#### 18")))
+        assert caplog.messages == []
+        assert [score.value for score in asyncio.run(scorer.score_all([program] * 3))] == [1.0] * 3
+    assert caplog.messages == ["Programs are not fully confined on this machine. Landlock is missing."]
+
+
+MAIN = """
+import asyncio, sys
+from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
+from mcore_rl.rewards.score import RewardRequest
+from mcore_rl.rewards.scorer import Scorer
+scorer = Scorer(RewardConfig(num_workers=2, timeout_s=600.0), CustomRewardFunction(path=sys.argv[1]))
+requests = [RewardRequest(("p", 0), "mine", text, None) for text in ("pid", "pid", "spin", "hang", "1.5")]
+async def main():
+    pids = [(await scorer.score(request)).value for request in requests[:2]]
+    tasks = [asyncio.create_task(scorer.score(request)) for request in requests[2:]]
+    await asyncio.sleep(0)
+    print("busy", flush=True)
+    await asyncio.gather(*tasks)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_no_process_outlives_a_program_that_is_ended(custom: CustomRewardFunction, number: int) -> None:
+    """In the middle of grading, without closing: Ctrl-C, which goes to the whole terminal, and worse."""
+    with subprocess.Popen(
+        [sys.executable, "-c", MAIN, str(custom.path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == b"busy\n"
+        while len(workers := psutil.Process(program.pid).children(recursive=True)) < 2:
+            time.sleep(0.01)
+        os.killpg(program.pid, number)
+        assert program.wait(60) != 0
+        assert psutil.wait_procs(workers, timeout=60)[1] == []
+
+
+def test_every_gold_solution_of_gsm8k_in_parallel() -> None:
+    solutions = gold_solutions()
+    requests = [RewardRequest((str(i), 0), "openai/gsm8k", text, text) for i, text in enumerate(solutions)]
+    with Scorer(RewardConfig(num_workers=2)) as scorer:
+        scores = asyncio.run(scorer.score_all(requests))
+        assert set(scorer.counts.values()) == {0}
+    assert [score.value for score in scores] == [1.0] * 8792

@@ -1,0 +1,57 @@
+"""One response in a grading process: whatever a grader does becomes a Score; and what the process imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from mcore_rl.config.reward import OverlongConfig, RewardConfig
+from mcore_rl.rewards.score import RewardRequest, Score
+from mcore_rl.rewards.worker import grade
+
+CONFIG = RewardConfig(error_score=-0.5, overlong=OverlongConfig(enable=True, length=100, penalty_factor=0.5))
+REQUEST = RewardRequest(("p", 0), "gsm8k", "#### 18", "18", {}, num_tokens=950, max_tokens=1000)
+
+
+def test_the_penalty_is_added_to_any_grader() -> None:
+    assert grade(REQUEST, CONFIG) == Score(0.75, {"format": 1.0, "overlong": -0.25}, correct=1.0)
+    assert grade(REQUEST, CONFIG, lambda *_: Score(3.0)) == Score(2.75, {"overlong": -0.25})
+    assert grade(REQUEST, RewardConfig()) == Score(1.0, {"format": 1.0}, correct=1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("x"), "raised: KeyError: 'x'"),
+        (SystemExit(0), "raised: SystemExit: 0"),
+        (RecursionError("deep"), "raised: RecursionError: deep"),
+        (MemoryError(), "raised: MemoryError: "),
+        (ValueError("x" * 10_000), f"raised: ValueError: {'x' * 488}"),
+    ],
+)
+def test_a_grader_that_raises(error: BaseException, text: str) -> None:
+    def grader(request: RewardRequest, config: RewardConfig) -> Score:
+        raise error
+
+    assert grade(REQUEST, CONFIG, grader) == Score(-0.5, error=text)  # no penalty on top
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1"])
+def test_a_grader_that_gives_no_number(value: object) -> None:
+    score = grade(REQUEST, CONFIG, lambda *_: Score(value))  # type: ignore[arg-type]
+    assert score == Score(-0.5, error=f"not_a_number: the score is {value!r}, not a finite number")
+
+
+def test_a_broken_row_is_an_error_of_that_response() -> None:
+    score = grade(RewardRequest(("p", 0), "gsm8k", "#### 18", "many"), CONFIG)
+    assert score.error is not None
+    assert score.error.startswith("raised: ValueError: ground truth 'many' is not a number")
+
+
+def test_it_loads_nothing_heavy() -> None:
+    program = "import sys, mcore_rl.rewards.worker, mcore_rl.rewards.scorer; print(*sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "vllm", "ray", "numpy", "sympy", "transformers", "hydra", "pyarrow"} & set(loaded)
+    assert "mcore_rl.rewards.custom" in loaded

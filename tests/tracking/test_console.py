@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from mcore_rl.tracking.console import COLUMNS, MAX_WIDTH, ConsoleSink, LiveLine, duration, number
+from mcore_rl.tracking.metrics import metric_of
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+STEP = {
+    "reward/mean": 0.5128,
+    "reward/accuracy": 0.41,
+    "val/a/accuracy": 0.2,
+    "val/b/accuracy": 0.4,
+    "response/length_mean": 131.4,
+    "actor/entropy": 0.8111,
+    "actor/kl_k3": -1.234e-5,
+    "actor/grad_norm": 0.52,
+    "rollout/logprob_diff_mean": 2.5e-6,
+    "perf/generated_tokens_per_s": 2534.0,
+    "time/step": 12.34,
+}
+VALUES = ["0.513", "41.0%", "30.0%", "131", "0.811", "-1.2e-05", "0.520", "2.5e-06", "2534", "12.3"]
+
+
+def written(terminal: bool, steps: range, metrics: dict[str, float], total: int = 1000) -> str:
+    out = io.StringIO()
+    sink = ConsoleSink(Console(file=out, force_terminal=terminal, width=MAX_WIDTH, color_system=None), total)
+    for step in steps:
+        sink.now("generate", step, total)
+        sink.log(step, metrics)
+    sink.close()
+    return out.getvalue()
+
+
+def test_where_there_is_no_terminal_a_step_is_one_plain_line() -> None:
+    text = written(False, range(1, 3), STEP)
+    lines = text.splitlines()
+    assert all(character.isprintable() for line in lines for character in line)
+    assert len(lines) == 2
+    assert lines[0].split(" | ")[:3] == ["step 1/1000", "reward 0.513", "acc 41.0%"]
+    assert lines[1].startswith("step 2/1000 | ")
+    assert [part.rpartition(" ")[2] for part in lines[0].split(" | ")[1:]] == VALUES
+
+
+def test_what_a_step_does_not_report_is_left_out_of_the_line() -> None:
+    assert written(False, range(1), {"val/a/accuracy": 0.5}) == "step 0/1000 | val 50.0%\n"
+
+
+def test_on_a_terminal_a_step_is_a_row_under_its_heads() -> None:
+    text = ESCAPES.sub("", written(True, range(1, 31), STEP))
+    rows = [
+        line for line in re.split(r"[\r\n]+", text) if "/1000 " in line and "·" not in line and "generate" not in line
+    ]
+    heads = [line for line in re.split(r"[\r\n]+", text) if "reward" in line]
+    assert len(rows) == 30
+    assert len(heads) == 2  # repeated so that it stays in sight
+    assert rows[0].split() == ["1/1000", *VALUES]
+    assert all(len(line) <= MAX_WIDTH for line in rows + heads)
+    ends = [
+        match.end()
+        for match in re.finditer(r"step|reward|acc|val|length|entropy|KL|grad|logp diff|tok/s|seconds", heads[0])
+    ]
+    assert ends == [match.end() for match in re.finditer(r"\S+", rows[0])]
+
+
+def test_a_terminal_gets_its_cursor_back() -> None:
+    text = written(True, range(1, 2), STEP)
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert text.endswith("\x1b[1A\x1b[2K")  # and the live line is gone
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-7, 123456.0, 9.9e14, float("nan")])
+def test_no_row_is_wider_than_it_may(size: float) -> None:
+    wide = {key: 1.0 if "accuracy" in key else -size if "diff" in key or "kl" in key else size for key in STEP}
+    text = ESCAPES.sub("", written(True, range(99_999, 100_000), wide, total=99_999))
+    row = next(line for line in re.split(r"[\r\n]+", text) if line.startswith("99999/99999"))
+    assert len(row.rstrip()) <= MAX_WIDTH
+    assert len(row.split()) == 1 + len(COLUMNS)
+
+
+def test_columns_are_metrics() -> None:
+    assert all(metric_of(key.replace("{data_source}", "x")) for _, _, keys in COLUMNS for key in keys)
+
+
+def test_the_live_line_says_progress_and_what_is_left() -> None:
+    at = [0.0]
+    line = LiveLine(10, lambda: at[0])
+    line.now("loading the model", None, None)
+    at[0] = 65
+    assert line.words() == "loading the model 1:05 min"
+    line.finished(0)
+    line.now("generate", 0, 512)
+    at[0] = 75
+    line.now("generate", 128, 512)  # 10 s for 128, so 30 s for 384
+    assert line.words() == "step 1/10 · generate 128/512, 30 s left"
+    at[0] = 85  # 20 s since step 0
+    line.finished(1)
+    line.now("update actor", 1, 4)
+    assert line.words() == "step 2/10 · update actor 1/4 · run: 3:00 min left"
+    at[0] = 125
+    line.finished(4)  # 60 s for 4 steps: 15 s each
+    line.now("generate", 0, 512)  # of the next step: measured anew
+    assert line.words() == "step 5/10 · generate 0/512 · run: 1:30 min left"
+    at[0] = 135
+    line.now("generate", 256, 512)
+    at[0] = 145
+    line.now("generate", 0, 512)  # less than before: once more, and measured anew
+    at[0] = 147
+    line.now("generate", 256, 512)  # 2 s for 256
+    assert "generate 256/512, 2 s left" in line.words()
+    line.finished(10)
+    assert line.words().startswith("step 10/10")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0 s"), (59.6, "1:00 min"), (61, "1:01 min"), (3725, "1:02:05 h")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.0, "", "0.000"), (0.4567, "share", "45.7%"), (12.34, "s", "12.3"), (999.4, "", "999"),
+        (99_999.4, "", "99999"), (123_456, "", "123.5k"), (2.5e6, "", "2.5M"), (-3e9, "", "-3.0G"),
+        (9.9e14, "", "9.9e+14"), (1e-6, "", "1.0e-06"), (None, "", "nan"), (float("nan"), "", "nan"),
+        (float("inf"), "", "inf"), (float("-inf"), "", "-inf"),
+    ],
+)  # fmt: skip
+def test_numbers_are_short(value: float | None, unit: str, text: str) -> None:
+    assert number(value, unit) == text
+    assert len(text) <= 8
