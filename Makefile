@@ -12,6 +12,7 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.ready-$(RUNG)
+RUN := runs/arithmetic
 CHECKED := mcore_rl tests benchmarks tools
 
 LINT = $(BIN)/ruff check --quiet $(CHECKED)
@@ -27,8 +28,11 @@ export PYTHON3
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-train: $(STAMP) ## Fit a tiny mixture of experts through the engine
-	@$(BIN)/python tools/fit_tiny.py
+train: $(STAMP) ## Teach a tiny mixture of experts to calculate: sft, then GRPO, on this machine
+	@$(BIN)/python tools/prepare_data.py arithmetic --difficulty 1 --train 4000 --val 400 --out $(RUN)/data
+	@$(BIN)/python tools/make_tiny_model.py --data $(RUN)/data --out $(RUN)/model
+	@$(BIN)/mcore-rl sft --config-dir launch/recipes --config-name arithmetic_sft
+	@$(BIN)/mcore-rl train --config-dir launch/recipes --config-name arithmetic_grpo
 
 test: $(STAMP) ## Lint, format, types, import levels and tests: what CI runs
 	@failed=; try() { name=$$1; shift; echo "== $$name"; "$$@" || failed="$$failed $$name"; }; \

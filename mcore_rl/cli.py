@@ -16,6 +16,8 @@ from typing import Any
 from rich.console import Console
 
 from mcore_rl.config.compose import as_yaml, compose
+from mcore_rl.config.evaluate import EvaluateConfig
+from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import McoreRLError
@@ -51,9 +53,23 @@ def _sft(config: SftConfig) -> int:
     return asyncio.run(run_sft(config))
 
 
+def _generate(config: GenerateConfig) -> int:
+    from mcore_rl.controller.generate import run_generate
+
+    return asyncio.run(run_generate(config))
+
+
+def _evaluate(config: EvaluateConfig) -> int:
+    from mcore_rl.controller.evaluate import run_evaluate
+
+    return asyncio.run(run_evaluate(config))
+
+
 PROGRAMS = {
     "train": Program("reinforcement learning: PPO, GRPO, RLOO and their relatives", RunConfig, _train),
     "sft": Program("supervised fine-tuning on conversations", SftConfig, _sft),
+    "generate": Program("responses to the prompts of parquet files", GenerateConfig, _generate),
+    "evaluate": Program("grade generated responses: score, accuracy, pass@k, maj@k", EvaluateConfig, _evaluate),
 }
 
 

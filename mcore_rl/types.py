@@ -10,10 +10,13 @@ The first token of a sequence was chosen by nobody: its log-prob, entropy and va
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -21,7 +24,8 @@ from torch import Tensor
 class TrainBatch:
     """Ragged sequences, laid end to end, no padding.
 
-    lengths_S: tokens of each sequence, all positive.  tokens_T: int64.  mask_T: bool, tokens that are trained; the
+    lengths_S: tokens of each sequence, all positive.  tokens_T: int64 for an engine; int32, half the memory, on the
+    controller, which only counts and sends them.  mask_T: bool, tokens that are trained; the
     first of a sequence never is.  The rest is optional and float32: what the losses need.  weights_T: what the policy
     loss of each token is multiplied by (importance correction).  routing_TLK: int16 expert choices to replay, one row
     per token and layer of the model; those of dense layers are not read.
@@ -67,9 +71,10 @@ class TrainBatch:
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """The sequences ``indices``, in that order, as a batch of their own."""
-        offsets = self.offsets_S
-        rows = torch.cat([torch.arange(offsets[i], offsets[i] + self.lengths_S[i]) for i in indices])
-        selected = {name: tensor[rows.to(tensor.device)] for name, tensor in self.token_fields()}
+        selected = {}
+        for name, tensor in self.token_fields():
+            sequences = torch.split(tensor, list(self.lengths_S))
+            selected[name] = torch.cat([sequences[i] for i in indices])
         return TrainBatch(lengths_S=tuple(self.lengths_S[i] for i in indices), **selected)
 
 
@@ -144,6 +149,17 @@ class TokenScores:
     entropy_T: Tensor | None = None
     values_T: Tensor | None = None
     routing_TLK: Tensor | None = None
+
+    def __reduce__(self) -> tuple[Callable[..., TokenScores], tuple[dict[str, NDArray[Any] | None]]]:
+        """By pickle as arrays, which travel out of band: who receives them reads them where they lie, uncopied."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return _scores, ({name: None if tensor is None else tensor.numpy() for name, tensor in tensors.items()},)
+
+
+def _scores(arrays: dict[str, NDArray[Any] | None]) -> TokenScores:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are read-only is right: nobody writes to scores
+        return TokenScores(**{name: None if x is None else torch.from_numpy(x) for name, x in arrays.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.kl import kl_k1, kl_k3
 from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO
-from mcore_rl.algorithms.ragged import at_tokens, sequence_counts, sequence_sums
+from mcore_rl.algorithms.ragged import CHUNK, Trained, at_tokens, sequence_counts, sequence_sums
 from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, RolloutCorrectionConfig
 
 METRICS = (
@@ -55,48 +56,63 @@ def correct(
     ``effective_sample_size`` (``(sum w)^2 / (n sum w^2)``, 1 is all of them), ``above_upper``.  And
     ``masked``, the share of trained tokens that masking took away.
     """
-    log_ratio_T = (old_logprobs_T - rollout_logprobs_T).masked_fill_(~mask_T, 0)
-    unit_trained, unit_log_ratio = mask_T, log_ratio_T  # a unit is a token or a response
-    if config.level is CorrectionLevel.sequence:
-        unit_trained = sequence_counts(mask_T, lengths_S) > 0
-        unit_log_ratio = sequence_sums(log_ratio_T, lengths_S)
-    unit_ratio = unit_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_().masked_fill_(~unit_trained, 0)
-
-    weights_T, trained_T = None, mask_T
-    if config.level is not CorrectionLevel.none:
-        ratio_T = at_tokens(unit_ratio, lengths_S) if config.level is CorrectionLevel.sequence else unit_ratio
-        if config.mode is CorrectionMode.mask:
-            trained_T = mask_T & (config.lower <= ratio_T) & (ratio_T <= config.upper)
-        weights_T = ratio_T.clamp(max=config.upper).masked_fill_(~trained_T, 0)
-
-    num_tokens, num_units = int(mask_T.sum()), int(unit_trained.sum())
+    trained = Trained(mask_T)
+    log_ratio_M = trained.gather(old_logprobs_T).sub_(trained.gather(rollout_logprobs_T))
     metrics = dict.fromkeys(METRICS, 0.0)
-    if num_tokens:
-        metrics |= _token_metrics(log_ratio_T, num_tokens) | _unit_metrics(unit_ratio, num_units, config.upper)
-        metrics["masked"] = 1 - int(trained_T.sum()) / num_tokens
+    if trained.count:
+        metrics |= _token_metrics(log_ratio_M)
+    unit_ratio, counts_S = log_ratio_M, torch.empty(0)  # a unit is a token or a response
+    if config.level is CorrectionLevel.sequence:
+        counts_S = sequence_counts(mask_T, lengths_S)
+        unit_ratio = sequence_sums(log_ratio_M, counts_S)[counts_S > 0]
+    unit_ratio.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()  # in the memory of the log ratios
+    if trained.count:
+        metrics |= _unit_metrics(unit_ratio, config.upper)
+    if config.level is CorrectionLevel.none:
+        return _correction(None, mask_T, metrics)
+
+    ratio_M, trained_T = unit_ratio, mask_T
+    if config.level is CorrectionLevel.sequence:
+        ratio_M = at_tokens(unit_ratio, counts_S[counts_S > 0].tolist())
+    if config.mode is CorrectionMode.mask:
+        outside_M = ~((config.lower <= ratio_M) & (ratio_M <= config.upper))
+        ratio_M.masked_fill_(outside_M, 0)
+        trained_T = trained.scatter(~outside_M)
+        metrics["masked"] = int(np.count_nonzero(outside_M.numpy())) / max(trained.count, 1)
+    return _correction(trained.scatter(ratio_M.clamp_(max=config.upper)), trained_T, metrics)
+
+
+def _correction(weights_T: Tensor | None, mask_T: Tensor, metrics: dict[str, float]) -> Correction:
     named = {f"rollout_correction/{name}": value for name, value in metrics.items()}
-    return Correction(weights_T=weights_T, mask_T=trained_T, metrics=named)
+    return Correction(weights_T=weights_T, mask_T=mask_T, metrics=named)
 
 
-def _token_metrics(log_ratio_T: Tensor, count: int) -> dict[str, float]:
-    """Of log ratios that are 0 where untrained, so that they add nothing there."""
-    difference_T = log_ratio_T.abs()
-    clamped_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    zero = log_ratio_T.new_zeros(())
+def _token_metrics(log_ratio_M: Tensor) -> dict[str, float]:
+    zero, found = log_ratio_M.new_zeros(()), []
+    for log_ratio in torch.split(log_ratio_M, CHUNK):
+        difference = log_ratio.abs()
+        clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        sums = (difference.sum(), kl_k1(zero, clamped).sum(), kl_k3(zero, clamped).sum())
+        found.append(torch.stack([*sums, difference.max()]).double())
+    found_C4 = torch.stack(found)
+    difference_sum, k1, k3, _ = found_C4.sum(0).tolist()
     return {
-        "logprob_diff_mean": float(difference_T.sum()) / count,
-        "logprob_diff_max": float(difference_T.max()),
-        "kl_k1": float(kl_k1(zero, clamped_T).sum()) / count,
-        "kl_k3": float(kl_k3(zero, clamped_T).sum()) / count,
+        "logprob_diff_mean": difference_sum / len(log_ratio_M),
+        "logprob_diff_max": float(found_C4[:, 3].max()),
+        "kl_k1": k1 / len(log_ratio_M),
+        "kl_k3": k3 / len(log_ratio_M),
     }
 
 
-def _unit_metrics(ratio: Tensor, count: int, upper: float) -> dict[str, float]:
-    """Of ratios that are 0 where untrained.  Sums in float64: squares of what 20 nats allow span 34 digits."""
-    total = float(ratio.sum(dtype=torch.float64))
-    squares = float(ratio.square().sum(dtype=torch.float64))
+def _unit_metrics(ratio: Tensor, upper: float) -> dict[str, float]:
+    """Sums in float64: squares of what 20 nats allow span 34 digits."""
+    found = []
+    for part in torch.split(ratio, CHUNK):
+        exact = part.double()
+        found.append(torch.stack([exact.sum(), exact.dot(exact), (part > upper).sum()]))
+    total, squares, above = torch.stack(found).sum(0).tolist()
     return {
-        "ratio_mean": total / count,
-        "effective_sample_size": total**2 / (count * squares),
-        "above_upper": int((ratio > upper).sum()) / count,
+        "ratio_mean": total / len(ratio),
+        "effective_sample_size": total**2 / (len(ratio) * squares),
+        "above_upper": above / len(ratio),
     }

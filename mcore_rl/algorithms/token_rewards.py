@@ -25,7 +25,7 @@ def token_rewards(
     """
     rewards_T = torch.zeros(mask_T.numel(), dtype=scores_S.dtype)
     counts_S = sequence_counts(mask_T, lengths_S)
-    rewards_T[last_trained(mask_T, counts_S)] = scores_S[counts_S > 0]
+    rewards_T[last_trained(mask_T, lengths_S)] = scores_S[counts_S > 0]
     if kl_T is not None:
-        rewards_T -= kl_coef * kl_T.to(rewards_T.dtype).masked_fill(~mask_T, 0)
+        rewards_T.sub_(kl_T.to(rewards_T.dtype).masked_fill(~mask_T, 0), alpha=kl_coef)
     return rewards_T

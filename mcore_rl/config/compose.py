@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -22,7 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 from mcore_rl.errors import ConfigError, Violation
 
 T = TypeVar("T")
-ERRORS = (HydraException, OmegaConfBaseException)
+OURS = "mcore_rl.conf"
+ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+FREE = ("data.chat_template_kwargs",)  # may hold keys that no dataclass knows
 
 
 def compose(
@@ -30,26 +35,33 @@ def compose(
 ) -> T:
     """``schema`` with the values of ``conf/PROGRAM.yaml`` and then of ``overrides``, as hydra writes them.
 
-    directory: of more yaml files, found before ours.  name: of the one to begin with there; None is PROGRAM's.
+    directory: of yaml files of the user's, which may name ours in their defaults.  name: of the one to begin with; None
+    is PROGRAM.
     Raises ConfigError naming the override or key, and what could be written instead.
     """
-    search = [] if directory is None else [f"hydra.searchpath=[file://{directory.resolve()}]"]
     begin = name or program
-    if directory is not None and not (directory / f"{begin}.yaml").is_file() and name is not None:
+    if directory is not None and not (directory / f"{begin}.yaml").is_file():
         there = ", ".join(sorted(path.stem for path in directory.glob("*.yaml"))) or "none"
         problem = f"there is no {begin}.yaml in {directory}"
-        raise ConfigError([Violation("--config-name", name, problem, f"Choose one of those there: {there}")])
+        raise ConfigError([Violation("--config-name", begin, problem, f"Choose one of those there: {there}")])
     # PROGRAM.yaml begins with it, so that every key may be overridden and none that the schema does not have.
     ConfigStore.instance().store(name=f"{program}_schema", node=schema)
+    composing = partial(_compose, schema, begin, directory)
     try:
-        return _compose(schema, begin, [*search, *overrides])
+        return composing(overrides)
     except ERRORS as error:
-        wrong = [each for override in overrides if (each := _violation(begin, search, override, schema)) is not None]
-        raise ConfigError(wrong or [_of_files(begin, error)]) from error
+        files = _of_files(begin, composing)
+        wrong = files or [each for override in overrides if (each := _violation(composing, override, schema))]
+        raise ConfigError(wrong or [_of_file(begin, error)]) from error
 
 
-def _compose(schema: type[T], name: str, overrides: Sequence[str]) -> T:
-    with hydra.initialize_config_module("mcore_rl.conf", version_base="1.3"):
+def _compose(schema: type[T], name: str, directory: Path | None, overrides: Sequence[str]) -> T:
+    with ExitStack() as stack:
+        if directory is None:
+            stack.enter_context(hydra.initialize_config_module(OURS, version_base="1.3"))
+        else:
+            stack.enter_context(hydra.initialize_config_dir(str(directory.resolve()), version_base="1.3"))
+            overrides = [f"hydra.searchpath=[pkg://{OURS}]", *overrides]
         composed = hydra.compose(name, overrides=list(overrides))
     OmegaConf.resolve(composed)
     # Once more over the schema: hydra lets ``+key`` add what it does not have.
@@ -70,10 +82,10 @@ def as_dict(config: object) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def _violation(name: str, search: Sequence[str], override: str, schema: type[Any]) -> Violation | None:
+def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema: type[Any]) -> Violation | None:
     """What is wrong with ``override`` by itself."""
     try:
-        _compose(schema, name, [*search, override])
+        composing([override])
     except ERRORS as error:
         key, written, value = override.partition("=")
         key = key.lstrip("+~")
@@ -84,24 +96,40 @@ def _violation(name: str, search: Sequence[str], override: str, schema: type[Any
             choices = re.findall(r"^\t(\S+)$", str(error), re.MULTILINE)
             return Violation(key, value, "there is no such yaml file", f"Choose one of {', '.join(choices)}")
         known = list(_keys(OmegaConf.structured(schema)))
+        if "Could not append" in cause:
+            return Violation(key, value, "there is such a key already", f"Write {key}={value}, without the +")
         if key in known:
             return Violation(key, value, cause, "Write a value of that type")
+        if key.rpartition(".")[0] in FREE:
+            return Violation(key, value, "is not there yet", f"Write +{key}={value}")
         near = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
         remedy = f"Did you mean {' or '.join(near)}?" if near else "--help shows all keys"
         return Violation(key, value, "there is no such key", remedy)
     return None
 
 
-def _of_files(name: str, error: Exception) -> Violation:
+def _of_files(name: str, composing: Callable[[Sequence[str]], Any]) -> list[Violation]:
+    """What is wrong without any override."""
+    try:
+        composing([])
+    except ERRORS as error:
+        return [_of_file(name, error)]
+    return []
+
+
+def _of_file(name: str, error: Exception) -> Violation:
     key = str(error.__dict__.get("full_key") or f"{name}.yaml")
     return Violation(key, "", _words(error), "Mend it in the yaml file that says so, or override it")
 
 
 def _words(error: BaseException) -> str:
-    """The first line of what lies at the bottom of ``error``: omegaconf's own words, not hydra's around them."""
+    """What lies at the bottom of ``error``, in one line: omegaconf's own words, not hydra's around them."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).strip().splitlines()[0].rstrip(".")
+    if isinstance(error, yaml.YAMLError):
+        return ", ".join(line.strip() for line in str(error).splitlines())
+    lines = str(error).strip().splitlines()
+    return (f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]).rstrip(".")
 
 
 def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -124,7 +125,11 @@ def optimizer_violations(optim: OptimizerConfig, key: str = "optim") -> list[Vio
     found = []
     if optim.lr < 0:
         found.append(Violation(f"{key}.lr", optim.lr, "must not be negative", "Write 0 or more"))
-    for name, beta in zip(("betas[0]", "betas[1]"), optim.betas, strict=True):
+    betas: Sequence[float] = optim.betas  # which the command line may have made a list of any length
+    if len(betas) != 2:
+        remedy = "Write for example [0.9,0.999]"
+        found.append(Violation(f"{key}.betas", betas, f"there are two, and not {len(betas)}", remedy))
+    for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=False):
         if not 0 <= beta < 1:
             found.append(Violation(f"{key}.{name}", beta, "must lie in [0, 1)", "Write for example 0.9"))
     if optim.clip_grad < 0:

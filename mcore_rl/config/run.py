@@ -93,6 +93,17 @@ def _batch_violations(run: RunConfig) -> list[Violation]:
         problem = f"differs from data.train_batch_size={size}, and no groups are filtered"
         remedy = "Leave it out, or write algorithm.filter_groups.enable=true"
         found.append(Violation("data.gen_batch_size", drawn, problem, remedy))
+    attempts = run.algorithm.filter_groups.max_num_gen_batches
+    if drawn is not None and filtering and 0 < drawn * attempts < size:
+        problem = f"times algorithm.filter_groups.max_num_gen_batches={attempts} is less than "
+        problem += f"data.train_batch_size={size}: a step could not be filled"
+        remedy = f"Write {-(-size // attempts)} or more"
+        found.append(Violation("data.gen_batch_size", drawn, problem, remedy))
+    overlong, longest = run.reward.overlong, run.data.max_response_length
+    if overlong.enable and overlong.length >= longest:
+        problem = f"punishes every response, since data.max_response_length={longest}"
+        remedy = f"Write {max(1, longest // 4)}, say"
+        found.append(Violation("reward.overlong.length", overlong.length, problem, remedy))
     for name in ("max_prompt_length", "max_response_length"):
         here, there = getattr(run.data, name), getattr(run.rollout, name)
         if here != there:

@@ -41,6 +41,14 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def how_to_go_on(run_dir: Path) -> str:
+    """One sentence for who has stopped the run."""
+    found = complete_checkpoints(run_dir)
+    if not found:
+        return "There is no checkpoint yet."
+    return f"{found[-1]} is complete: the same command goes on from there (trainer.resume_mode=auto)."
+
+
 def to_resume(trainer: TrainerConfig) -> Path | None:
     """The checkpoint that ``trainer`` says to go on from; None is a fresh run.
 
@@ -82,12 +90,35 @@ def finish(incomplete: Path, progress: Progress, max_to_keep: int | None) -> Pat
     """Give the checkpoint its name, and remove those that are too many."""
     (incomplete / STATE).write_text(json.dumps(asdict(progress), indent=2))
     path = incomplete.with_suffix("")
-    shutil.rmtree(path, ignore_errors=True)  # the same step again, after a resume from an older one
+    _remove(path)  # the same step again
     incomplete.rename(path)
     if max_to_keep is not None:
         for old in complete_checkpoints(incomplete.parents[1])[:-max_to_keep]:
-            shutil.rmtree(old)
+            _remove(old)
     return path
+
+
+def set_aside_later(run_dir: Path, step: int) -> None:
+    """Checkpoints of steps after ``step``, where the run goes on, to ``checkpoints/earlier/N``.
+
+    They are of another course of the run: the next resume must not find them newest, nor ``max_to_keep`` keep them.
+    """
+    there = run_dir / "checkpoints"
+    later = [path for path in complete_checkpoints(run_dir) if int(path.name.removeprefix("step_")) > step]
+    if not later:
+        return
+    number = 1
+    while (place := there / "earlier" / str(number)).exists():
+        number += 1
+    place.mkdir(parents=True)
+    for path in later:
+        path.rename(place / path.name)
+
+
+def _remove(checkpoint: Path) -> None:
+    """What is removed half-way is no complete checkpoint either."""
+    (checkpoint / STATE).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def replace_directory(fresh: Path, target: Path) -> None:

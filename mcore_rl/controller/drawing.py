@@ -36,7 +36,7 @@ class Drawing:
     """Draws from ``engine`` and grades with ``scorer``, as ``run`` says."""
 
     def __init__(self, engine: RolloutEngine, scorer: Scorer, run: RunConfig) -> None:
-        self._engine, self._scorer, self._run = engine, scorer, run
+        self.engine, self.scorer, self._run = engine, scorer, run
 
     async def step(self, step: int, next_rows: Callable[[int], list[PromptRow]], report: Report) -> Drawn:
         """The groups of training step ``step``, of rows that ``next_rows(count)`` gives, in their order."""
@@ -64,7 +64,7 @@ class Drawing:
     async def validation(self, rows: Sequence[PromptRow], report: Report) -> list[Trajectory]:
         """``rollout.val_kwargs.n`` responses to each of ``rows``, drawn as validation draws; the same every time."""
         draw = self._run.rollout.val_kwargs
-        sampling = _sampling(self._run.rollout, draw, self._run.rollout.seed)
+        sampling = sampling_of(self._run.rollout, draw, self._run.rollout.seed)
         groups = await self._draw([(row.id, row) for row in rows], draw.n, sampling, report)
         return [each for group in groups for each in group]
 
@@ -80,7 +80,7 @@ class Drawing:
 
     async def _groups(self, step: int, batch: int, rows: Sequence[PromptRow], report: Report) -> list[list[Trajectory]]:
         rollout = self._run.rollout
-        sampling = _sampling(rollout, rollout, rollout.seed * STEPS_APART + step)
+        sampling = sampling_of(rollout, rollout, rollout.seed * STEPS_APART + step)
         # A small data set may give a prompt twice in a step: its place in the step tells the two apart.
         named = [(f"{batch}.{place}/{row.id}", row) for place, row in enumerate(rows)]
         if not self._run.needs_greedy:
@@ -100,7 +100,7 @@ class Drawing:
         requests = requests_of(prompts, n)
         grading: list[asyncio.Task[tuple[Sample, Score]]] = []
         try:
-            async for sample in self._engine.generate(requests, sampling):
+            async for sample in self.engine.generate(requests, sampling):
                 grading.append(asyncio.create_task(self._grade(rows[sample.prompt_id][1], sample, sampling)))
                 report(len(grading), len(requests))
             graded = await asyncio.gather(*grading)
@@ -114,10 +114,11 @@ class Drawing:
         return [sorted(group, key=lambda each: each.sample.index) for group in groups]
 
     async def _grade(self, row: PromptRow, sample: Sample, sampling: Sampling) -> tuple[Sample, Score]:
-        return sample, await self._scorer.score(reward_request(row, sample, sampling.max_tokens))
+        return sample, await self.scorer.score(reward_request(row, sample, sampling.max_tokens))
 
 
-def _sampling(rollout: RolloutConfig, draw: RolloutConfig | ValidationConfig, seed: int) -> Sampling:
+def sampling_of(rollout: RolloutConfig, draw: RolloutConfig | ValidationConfig, seed: int) -> Sampling:
+    """How an engine draws: ``draw``'s distribution, ``rollout``'s ends, ``seed``."""
     return Sampling(
         max_tokens=rollout.max_response_length,
         temperature=draw.temperature,

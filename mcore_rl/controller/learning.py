@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
-from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
+from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from mcore_rl.algorithms.advantages.registry import estimate_advantages
 from mcore_rl.algorithms.correction import correct
 from mcore_rl.algorithms.kl import KlController, penalty
-from mcore_rl.algorithms.ragged import sequence_sums
+from mcore_rl.algorithms.ragged import exact_sum, sequence_sums, spread
 from mcore_rl.algorithms.shaping import mask_truncated
 from mcore_rl.algorithms.token_rewards import token_rewards
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel
@@ -71,13 +69,11 @@ def lesson(groups: Groups, batch: TrainBatch, algorithm: AlgorithmConfig, kl: Kl
     correction = correct(batch.old_logprobs_T, batch.rollout_logprobs_T, mask_T, batch.lengths_S, config)
     names = AGREEMENT if config.level is CorrectionLevel.none else AGREEMENT | CORRECTION
     metrics |= {key: correction.metrics[f"rollout_correction/{name}"] for name, key in names.items()}
-    metrics |= _spread("advantage", found.advantages_T[mask_T])
-    if found.returns_T is not None and mask_T.any():
-        metrics["return/mean"] = float(found.returns_T[mask_T].mean())
-    if batch.old_values_T is not None and mask_T.any():
-        metrics["value/mean"] = float(batch.old_values_T[mask_T].mean())
+    if inputs.trained.count:
+        metrics |= _trained_metrics(inputs, found)
     complete = replace(
         batch,
+        rollout_logprobs_T=None,  # what they are good for is done; no loss reads them
         mask_T=correction.mask_T,
         advantages_T=found.advantages_T,
         returns_T=found.returns_T,
@@ -86,13 +82,17 @@ def lesson(groups: Groups, batch: TrainBatch, algorithm: AlgorithmConfig, kl: Kl
     return Lesson(complete, metrics)
 
 
-def _spread(name: str, x_M: torch.Tensor) -> dict[str, float]:
-    if x_M.numel() == 0:
-        return {}
-    low, high = x_M.aminmax()
-    return {
-        f"{name}/mean": float(x_M.mean()),
-        f"{name}/std": float(x_M.std(unbiased=False)),
-        f"{name}/min": float(low),
-        f"{name}/max": float(high),
+def _trained_metrics(inputs: AdvantageInputs, found: Advantages) -> dict[str, float]:
+    gather, count = inputs.trained.gather, inputs.trained.count
+    of_advantages = spread(gather(found.advantages_T))
+    metrics = {
+        "advantage/mean": of_advantages.mean,
+        "advantage/std": of_advantages.variance**0.5,
+        "advantage/min": of_advantages.low,
+        "advantage/max": of_advantages.high,
     }
+    if found.returns_T is not None:
+        metrics["return/mean"] = exact_sum(gather(found.returns_T)) / count
+    if inputs.values_T is not None:
+        metrics["value/mean"] = exact_sum(gather(inputs.values_T)) / count
+    return metrics

@@ -11,7 +11,7 @@ from mcore_rl.controller import updates
 from mcore_rl.controller.learning import lesson
 from mcore_rl.controller.run import REFERENCE, Run
 from mcore_rl.controller.step_metrics import actor_metrics, critic_metrics, memory_metrics, rates, sample_metrics
-from mcore_rl.controller.trajectories import assemble, sample_rows
+from mcore_rl.controller.trajectories import assemble
 
 
 async def train(run: Run) -> None:
@@ -22,7 +22,8 @@ async def train(run: Run) -> None:
         run.tracker.log(begin, await run.validate(begin) | run.clock.step())
     while run.progress.step < run.num_steps:
         step = run.progress.step + 1
-        metrics = await train_step(run, step)
+        async with run.profiled(step):
+            metrics = await train_step(run, step)
         run.progress.step = step
         if run.is_due(trainer.test_freq, step):
             metrics |= await run.validate(step)
@@ -43,7 +44,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     with clock("generate"):
         drawn = await run.drawing.step(step, run.next_rows, run.reporting("drawing"))
     groups = assemble(drawn.trajectories, drawn.greedy)
-    run.keep_rollouts(step, sample_rows(step, drawn.trajectories, run.tokenizer))
+    run.keep_rollouts(step, drawn.trajectories)
     batch = groups.batch
 
     with clock("sync"):

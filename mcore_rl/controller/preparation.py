@@ -51,12 +51,17 @@ def complete(config: RunConfig) -> RunConfig:
     path = str(Path(config.model.path).resolve()) if config.model.path else ""
     place = str(Path(config.trainer.default_local_dir).resolve())
     longest = float(config.data.max_response_length)
+    actor_constant, critic_constant = config.actor.loss_agg_constant, config.critic.loss_agg_constant
     return replace(
         config,
         model=replace(config.model, path=path),
         trainer=replace(config.trainer, default_local_dir=place),
-        actor=replace(config.actor, loss_agg_constant=config.actor.loss_agg_constant or longest),
-        critic=replace(config.critic, loss_agg_constant=config.critic.loss_agg_constant or longest),
+        actor=replace(config.actor, loss_agg_constant=longest if actor_constant is None else actor_constant),
+        critic=replace(
+            config.critic,
+            path=config.critic.path and str(Path(config.critic.path).resolve()),
+            loss_agg_constant=longest if critic_constant is None else critic_constant,
+        ),
     )
 
 
@@ -87,6 +92,8 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     if train is not None:
         num_steps = config.trainer.total_training_steps or 0
         per_epoch = sampler.batches_per_epoch(data.train_batch_size)
+        if data.gen_batch_size is not None:
+            sampler.batches_per_epoch(data.gen_batch_size, "data.gen_batch_size")
         num_steps = num_steps or per_epoch * config.trainer.total_epochs
     kl, progress = KlController(config.algorithm.kl_ctrl), Progress()
     checkpoint = checkpoints.to_resume(config.trainer)

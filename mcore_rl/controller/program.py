@@ -6,12 +6,15 @@ import asyncio
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.checkpoints import complete_checkpoints
+from mcore_rl.controller.checkpoints import how_to_go_on
 from mcore_rl.controller.loop import train
 from mcore_rl.controller.start import open_run
 from mcore_rl.tracking.report import write_report
+from mcore_rl.tracking.run_files import read_run
+from mcore_rl.tracking.verdict import best, gain
 
 
 async def run_training(config: RunConfig) -> int:
@@ -28,14 +31,27 @@ async def run_training(config: RunConfig) -> int:
                     await run.save()
                 exported = await run.export("final")
     except (asyncio.CancelledError, KeyboardInterrupt):
-        kept = complete_checkpoints(directory)
-        words = f"Stopped. {kept[-1]} is complete" if kept else "Stopped before the first checkpoint"
-        go_on = ": the same command goes on from there (trainer.resume_mode=auto)" if kept else ""
-        console.print(f"{words}{go_on}.", markup=False, highlight=False, soft_wrap=True)
+        console.print(how_to_go_on(directory), markup=False, highlight=False, soft_wrap=True)
         raise
-    report = write_report(directory)
-    out = Console()
+    report, out = write_report(directory), Console()
+    if (learned := what_was_learned(directory)) is not None:
+        out.print(learned)
     if not config.trainer.val_only:
         out.print(f"final weights: {exported}", markup=False, highlight=False, soft_wrap=True)
     out.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def what_was_learned(directory: Path) -> Table | None:
+    """Validation accuracy before and after, by data source; None where there is only one validation."""
+    found = {source: each for source, each in read_run(directory).accuracies.items() if len(each) > 1}
+    if not found:
+        return None
+    table = Table("held-out accuracy", "first", "best", "last", "gain", "judged by", box=None, pad_edge=False)
+    for source, accuracies in found.items():
+        first, last = accuracies[0], accuracies[-1]
+        change = gain(first, last)
+        sure = "" if change.significant else " (may be chance)"
+        shown = [f"{each.mean:.1%}" for each in (first, best(accuracies), last)]
+        table.add_row(source, *shown, f"{100 * change.points:+.1f} points{sure}", change.basis)
+    return table

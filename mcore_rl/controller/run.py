@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.value import CriticLoss, value_loss
@@ -14,7 +14,7 @@ from mcore_rl.controller import checkpoints
 from mcore_rl.controller.drawing import Drawing
 from mcore_rl.controller.handover import Handover
 from mcore_rl.controller.preparation import Prepared
-from mcore_rl.controller.trajectories import sample_rows
+from mcore_rl.controller.trajectories import Trajectory, sample_rows
 from mcore_rl.controller.validation import overall, validate
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.parallel.device import Platform
@@ -81,10 +81,23 @@ class Run:
         """Every ``frequency`` steps, and at the last; never where it is 0."""
         return frequency > 0 and (step % frequency == 0 or step == self.num_steps)
 
-    def keep_rollouts(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def keep_rollouts(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """For people to read."""
         if self.config.trainer.save_rollouts:
-            self.tracker.samples(step, "rollouts", rows)
+            self.tracker.samples(step, "rollouts", sample_rows(step, trajectories, self.tokenizer))
+
+    @asynccontextmanager
+    async def profiled(self, step: int) -> AsyncIterator[None]:
+        """Within: where ``trainer.profile_steps`` names the step, every training process is traced."""
+        if step not in self.config.trainer.profile_steps:
+            yield
+            return
+        groups = [self.actor, *([] if self.critic is None else [self.critic])]
+        for group in groups:
+            await group.all("start_profile")
+        yield
+        for group in groups:
+            await group.all("stop_profile", self.directory / "profiles" / f"step_{step}")
 
     async def validate(self, step: int) -> dict[str, float]:
         """Metrics of validation; the best weights so far are exported when they are these."""

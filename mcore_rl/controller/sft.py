@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.placement import place_trainers
+from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.start import start_trainers
 from mcore_rl.runtime.train_worker import RoleSpec
 from mcore_rl.runtime.worker_group import WorkerGroup
@@ -98,6 +100,7 @@ async def run_sft(config: SftConfig) -> int:
     resumed = None if sft.checkpoint is None else sft.progress.step
     values = as_dict(config)
     with Tracker.open(sft.directory, trainer, values, sft.num_steps, resumed_step=resumed) as tracker:
+        checkpoints.set_aside_later(sft.directory, sft.progress.step)
         tracker.now("starting the trainer")
         with ray_cluster(config.ray_init):
             places = await place_trainers(trainer, platform)
@@ -110,6 +113,10 @@ async def run_sft(config: SftConfig) -> int:
                     await group.all("load_state", sft.checkpoint / ROLE)
                 await _train(sft, group, tracker)
                 exported = await _export(sft, group)
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                told = Console(stderr=True)
+                told.print(checkpoints.how_to_go_on(sft.directory), markup=False, highlight=False, soft_wrap=True)
+                raise
             finally:
                 group.close()
                 places.close()
@@ -135,7 +142,7 @@ async def _train(sft: Sft, group: WorkerGroup, tracker: Tracker) -> None:
             with clock("validate"):
                 metrics |= await _validate(sft.validation, group)
         sft.progress.step = step
-        if trainer.save_freq and (step % trainer.save_freq == 0 or last):
+        if last or (trainer.save_freq and step % trainer.save_freq == 0):
             with clock("save"):
                 await _save(sft, group)
         seconds = clock.step()
@@ -147,8 +154,9 @@ async def _step(batch: TrainBatch, group: WorkerGroup) -> dict[str, float]:
     counts = Denominators(
         loss=float(batch.mask_T.sum()), tokens=int(batch.tokens_T.numel()), sequences=len(batch.lengths_S)
     )
-    shards = [batch.select(shard) for shard in balance(batch.lengths_S, group.layout.dp)]
-    result = (await group.map("train_step", shards, CrossEntropy(), counts, 1.0, False))[0]
+    shards = shards_of(batch, balance(batch.lengths_S, group.layout.dp))
+    places = group.put([[shard] for shard in shards])
+    result = (await group.map("train_step", places, 0, CrossEntropy(), counts, 1.0, False))[0]
     routers = {name: value for name, value in result.metrics.items() if name.startswith("router/")}
     return routers | {
         "sft/loss": result.loss,

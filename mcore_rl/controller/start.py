@@ -11,6 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
+from mcore_rl.controller import checkpoints
 from mcore_rl.controller.drawing import Drawing
 from mcore_rl.controller.handover import ActorTrainers, Handover
 from mcore_rl.controller.preparation import Prepared, complete, prepare
@@ -52,6 +53,8 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
                 resumed_step=None if prepared.checkpoint is None else prepared.progress.step,
             )
         )
+        if not trainer.val_only:
+            checkpoints.set_aside_later(Path(trainer.default_local_dir), prepared.progress.step)
         tracker.now("starting Ray")
         stack.enter_context(ray_cluster(config.ray_init))
         places = await place(trainer, config.rollout.layout, platform)

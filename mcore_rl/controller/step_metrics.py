@@ -7,6 +7,7 @@ from statistics import fmean, pstdev
 
 from torch import Tensor
 
+from mcore_rl.algorithms.ragged import Trained, exact_sum
 from mcore_rl.algorithms.value import explained_variance
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.controller.drawing import Drawn
@@ -54,7 +55,8 @@ def _reward_parts(found: Sequence[Trajectory]) -> dict[str, float]:
 
 def actor_metrics(updated: Updated, config: ActorConfig, entropy_T: Tensor, mask_T: Tensor) -> dict[str, float]:
     """Of the actor's updates.  entropy_T: at each token, before them."""
-    metrics = {"actor/entropy": float(entropy_T[mask_T].mean())} if mask_T.any() else {}
+    trained = Trained(mask_T)
+    metrics = {"actor/entropy": exact_sum(trained.gather(entropy_T)) / trained.count} if trained.count else {}
     if not updated.results:
         return metrics
     wanted = {

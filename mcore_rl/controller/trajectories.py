@@ -54,18 +54,21 @@ def assemble(trajectories: Sequence[Trajectory], greedy: Sequence[float] | None 
 
     greedy: score of the greedy response to each group's prompt, by group number.
     """
-    tokens, masks, logprobs, lengths = [], [], [], []
-    for trajectory in trajectories:
-        prompt, response = trajectory.row.tokens, trajectory.sample.tokens
-        tokens += [np.asarray(prompt, dtype=np.int64), response.astype(np.int64)]
-        masks += [np.zeros(len(prompt), dtype=bool), np.ones(len(response), dtype=bool)]
-        logprobs += [np.zeros(len(prompt), dtype=np.float32), trajectory.sample.logprobs]
-        lengths.append(len(prompt) + len(response))
+    lengths = [len(each.row.tokens) + len(each.sample.tokens) for each in trajectories]
+    tokens_T = np.empty(sum(lengths), dtype=np.int32)
+    mask_T, logprobs_T = np.zeros(len(tokens_T), dtype=bool), np.zeros(len(tokens_T), dtype=np.float32)
+    prompt, row, end = np.empty(0, dtype=np.int32), None, 0
+    for each in trajectories:
+        if each.row is not row:  # the samples of a prompt follow one another
+            prompt, row = np.asarray(each.row.tokens, dtype=np.int32), each.row
+        start, end = end + len(prompt), end + len(prompt) + len(each.sample.tokens)
+        tokens_T[start - len(prompt) : start], tokens_T[start:end] = prompt, each.sample.tokens
+        mask_T[start:end], logprobs_T[start:end] = True, each.sample.logprobs
     batch = TrainBatch(
         lengths_S=tuple(lengths),
-        tokens_T=torch.from_numpy(np.concatenate(tokens)),
-        mask_T=torch.from_numpy(np.concatenate(masks)),
-        rollout_logprobs_T=torch.from_numpy(np.concatenate(logprobs)),
+        tokens_T=torch.from_numpy(tokens_T),
+        mask_T=torch.from_numpy(mask_T),
+        rollout_logprobs_T=torch.from_numpy(logprobs_T),
     )
     groups = [trajectory.group for trajectory in trajectories]
     return Groups(
@@ -96,13 +99,16 @@ def sample_rows(
     step: int, trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
     """What is kept of each response, to be read by people."""
+    prompts = {each.row.tokens: "" for each in trajectories}
+    texts = tokenizer.batch_decode([list(tokens) for tokens in prompts], skip_special_tokens=True)
+    prompts = dict(zip(prompts, texts, strict=True))
     return [
         {
             "step": step,
             "data_source": each.row.data_source,
             "prompt_id": each.row.id,
             "sample": each.sample.index,
-            "prompt": tokenizer.decode(list(each.row.tokens), skip_special_tokens=True),
+            "prompt": prompts[each.row.tokens],
             "response": each.sample.text,
             "score": each.score.value,
             "correct": each.score.correct,

@@ -17,6 +17,7 @@ from mcore_rl.algorithms.policy import ActorLoss
 from mcore_rl.algorithms.value import CriticLoss
 from mcore_rl.config.roles import ActorConfig, CriticConfig
 from mcore_rl.data.balance import balance, imbalance
+from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.types import Denominators, StepResult, TokenScores, TrainBatch
 
@@ -53,7 +54,8 @@ async def score(
     """What the role's model says of every token of ``batch``, in its order."""
     plain = TrainBatch(lengths_S=batch.lengths_S, tokens_T=batch.tokens_T, mask_T=batch.mask_T)
     shards = balance(batch.lengths_S, group.layout.dp)
-    found = await group.map("score", [plain.select(shard) for shard in shards], temperature, with_entropy, snapshot)
+    places = group.put(shards_of(plain, shards))
+    found = await group.map("score", places, temperature, with_entropy, snapshot)
     return TokenScores(
         logprobs_T=_in_place(batch, shards, [scores.logprobs_T for scores in found]),
         entropy_T=_in_place(batch, shards, [scores.entropy_T for scores in found]),
@@ -71,29 +73,45 @@ async def update(
 ) -> Updated:
     """One optimizer step for each of ``minibatches``, lists of sequences of ``batch``.
 
-    One in which nothing is trained is left out.
+    One in which nothing is trained is left out.  A rank is sent its sequences of all of them at once.
     """
     done, config = Updated(), loss.config
     with_entropy = isinstance(loss, ActorLoss) and loss.with_entropy
-    for members in minibatches:
-        part = batch.select(members)
-        trained = int(part.mask_T.sum())
-        if trained == 0:
-            continue
-        counts = Denominators(
-            loss=loss_denominator(part.mask_T, part.lengths_S, config.loss_agg_mode, config.loss_agg_constant),
-            tokens=int(part.tokens_T.numel()),
-            sequences=len(part.lengths_S),
-        )
-        shards = balance(part.lengths_S, group.layout.dp)
-        results = await group.map(
-            "train_step", [part.select(shard) for shard in shards], loss, counts, temperature, with_entropy
-        )
+    planned = [_planned(batch, members, group.layout.dp, config) for members in minibatches]
+    planned = [each for each in planned if each.trained]
+    sent = [shards_of(batch, each.shards) for each in planned]
+    places = group.put(list(zip(*sent, strict=True))) if sent else []
+    for number, each in enumerate(planned):
+        results = await group.map("train_step", places, number, loss, each.counts, temperature, with_entropy)
         done.results.append(results[0])
-        done.trained.append(trained)
-        done.num_tokens += counts.tokens
-        done.imbalance = max(done.imbalance, imbalance(part.lengths_S, shards))
+        done.trained.append(each.trained)
+        done.num_tokens += each.counts.tokens
+        done.imbalance = max(done.imbalance, imbalance(batch.lengths_S, each.shards))
     return done
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Minibatch:
+    """shards: sequences of the batch, a list for each data-parallel rank.  trained: tokens."""
+
+    shards: list[list[int]]
+    counts: Denominators
+    trained: int
+
+
+def _planned(
+    batch: TrainBatch, members: Sequence[int], num_ranks: int, config: ActorConfig | CriticConfig
+) -> _Minibatch:
+    lengths_S = [batch.lengths_S[index] for index in members]
+    masks = torch.split(batch.mask_T, list(batch.lengths_S))
+    mask_T = torch.cat([masks[index] for index in members])
+    counts = Denominators(
+        loss=loss_denominator(mask_T, lengths_S, config.loss_agg_mode, config.loss_agg_constant),
+        tokens=sum(lengths_S),
+        sequences=len(lengths_S),
+    )
+    shards = [[members[place] for place in shard] for shard in balance(lengths_S, num_ranks)]
+    return _Minibatch(shards=shards, counts=counts, trained=int(mask_T.sum()))
 
 
 def minibatches(group_S: Tensor, config: ActorConfig | CriticConfig, num_prompts: int, seed: int) -> list[list[int]]:

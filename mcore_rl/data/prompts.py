@@ -142,6 +142,21 @@ class PromptSet:
             columns=record,
         )
 
+    def table(self) -> pa.Table:
+        """The rows of the prompts, in their order, with all columns as the files have them.
+
+        DataError where a column is of one type in one file and of another in the next.
+        """
+        chosen = []
+        for number, file in enumerate(self._files):
+            rows = [row for each, row in self._places if each == number]
+            chosen.append(file.table.take(pa.array(rows, type=pa.int64())))
+        try:
+            return pa.concat_tables(chosen, promote_options="default")
+        except pa.ArrowException as error:
+            problem = f"the files' columns do not go together: {error}. Name files of one schema, or one at a time"
+            raise DataError(self.title, [problem]) from error
+
     @property
     def lengths(self) -> list[int]:
         """Tokens of each prompt."""

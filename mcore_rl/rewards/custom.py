@@ -1,7 +1,8 @@
 """A reward function of the user's own: ``compute_score(data_source, solution_str, ground_truth, extra_info)``.
 
 It is called by keyword.  It answers a number, or a dict with ``score`` and whatever else is to be measured: numbers
-become parts, ``acc`` is taken as correct, the rest is dropped.  ``async def`` may await; a process runs one at a time.
+become parts, ``acc`` is taken as correct, ``pred`` as the answer, the rest is dropped.  ``async def`` may await; a
+process runs one at a time.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def as_score(answer: object) -> Score:
         with suppress(NotANumberError):
             if name != "score":
                 parts[str(name)] = finite(part, str(name))
-    return Score(finite(answer["score"], "the score"), parts, correct=parts.get("acc"))
+    said = answer.get("pred")
+    said = None if said is None else str(said)
+    return Score(finite(answer["score"], "the score"), parts, correct=parts.get("acc"), answer=said)
 
 
 async def _result(answer: Awaitable[Any]) -> Any:

@@ -10,7 +10,7 @@ import re
 from decimal import Decimal
 
 from mcore_rl.config.reward import AnswerMethod, RewardConfig
-from mcore_rl.rewards.numbers import NUMBER, as_number, last_number, number_value
+from mcore_rl.rewards.numbers import NUMBER, as_number, last_number, number_value, plain
 from mcore_rl.rewards.score import RewardRequest, Score
 
 _MARKED = re.compile(rf"####[ \t]*+({NUMBER})")
@@ -43,4 +43,4 @@ def grade_gsm8k(request: RewardRequest, config: RewardConfig) -> Score:
         return Score(0.0, {"format": 0.0}, correct=0.0)
     right = answer == gold
     value = config.gsm8k.score if right else config.gsm8k.format_score
-    return Score(value, {"format": 1.0}, correct=float(right))
+    return Score(value, {"format": 1.0}, correct=float(right), answer=plain(answer))

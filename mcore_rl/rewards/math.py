@@ -40,4 +40,7 @@ def grade_math(request: RewardRequest, config: RewardConfig) -> Score:
         )
     answer = library.parse(request.response, parsing_timeout=None)
     right = bool(library.verify(gold, answer, timeout_seconds=None))
-    return Score(float(right), {"boxed": float("\\boxed{" in request.response)}, correct=float(right))
+    # math-verify lists the expressions it found and, last, the text they stand in.
+    written = "".join(str(answer[-1]).split()) if answer else None
+    parts = {"boxed": float("\\boxed{" in request.response)}
+    return Score(float(right), parts, correct=float(right), answer=written)

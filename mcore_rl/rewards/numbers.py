@@ -20,6 +20,13 @@ def number_value(written: str) -> Decimal:
     return Decimal(written.replace("$", "").replace(",", ""))
 
 
+def plain(value: Decimal) -> str:
+    """One spelling for one value, exact: ``1,000.0`` and ``1e3`` are ``1000``, ``-0`` is ``0``."""
+    text = f"{value:f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
+
+
 def as_number(text: str) -> Decimal | None:
     """The value of ``text`` if it is one number and nothing else but space, a period or a percent sign; else None."""
     found = _WHOLE.fullmatch(text)

@@ -35,12 +35,15 @@ class Score:
     value: the reward, always finite.  parts: named pieces of it, or facts about it, for metrics.  correct: 1 or 0 (or
     a share) where the grader knows whether the answer is right, else None.  error: why there is no grade and ``value``
     is ``reward.error_score``: a kind (see ``ERROR_KINDS``), a colon, and what happened; None where all is well.
+    answer: what the grader took as the answer, in one spelling for one value where it can, for majority votes; None
+    where the response has none or the grader looks for none.
     """
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     correct: float | None = None
     error: str | None = None
+    answer: str | None = None
 
 
 # raised: the grader raised.  not_a_number: it answered something else, nan or infinity.  timeout: it took longer than

@@ -42,7 +42,7 @@ def grade(request: RewardRequest, config: RewardConfig, custom: Grader | None = 
     if config.overlong.enable:
         parts["overlong"] = overlong_penalty(request.num_tokens, request.max_tokens, config.overlong)
         value += parts["overlong"]
-    return Score(value, parts, score.correct)
+    return Score(value, parts, score.correct, answer=score.answer)
 
 
 def failed(kind: str, detail: str, config: RewardConfig) -> Score:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from mcore_rl.config.reward import RewardConfig
-from mcore_rl.rewards.numbers import as_number
+from mcore_rl.rewards.numbers import as_number, plain
 from mcore_rl.rewards.score import RewardRequest, Score
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
@@ -63,4 +63,6 @@ def grade_xml(request: RewardRequest, config: RewardConfig) -> Score:
         "soft_format": weights.soft_format * _soft(request.response),
         "tag_count": weights.tag_count * tag_count(request.response),
     }
-    return Score(sum(parts.values()), parts, correct=float(right))
+    value = as_number(answer)
+    said = (answer if value is None else plain(value)) or None
+    return Score(sum(parts.values()), parts, correct=float(right), answer=said)

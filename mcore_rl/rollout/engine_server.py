@@ -145,9 +145,11 @@ def _have_own_tracker() -> None:
     It removes what vLLM's processes leave behind when they are ended, and says so in the log; the caller's would do so
     at the end of the caller's program, and warn of a leak.  Another is started where the one there was is dead.
     """
+    tracker = resource_tracker.getfd()
+    assert tracker is not None
     reading, writing = os.pipe()
     os.close(reading)
-    os.dup2(writing, resource_tracker.getfd())
+    os.dup2(writing, tracker)
     os.close(writing)
     with warnings.catch_warnings(action="ignore"):
         resource_tracker.ensure_running()

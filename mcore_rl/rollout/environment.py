@@ -47,8 +47,6 @@ def engine_environment(
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
         "OMP_NUM_THREADS": str(len(shares[0])),
         "TORCHDYNAMO_DISABLE": "1",  # what it would compile takes 5 to 30 s and gains nothing on the CPU
-        # Memory that vLLM allocates anew for packed weights, at every update, is zeroed by the page: large ones.
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         "VLLM_CPU_KVCACHE_SPACE": None,  # it would overrule kv_cache_memory_bytes
         # The CPU kernels of latent attention want dimensions that small models do not have.
         "VLLM_MLA_DISABLE": "1",

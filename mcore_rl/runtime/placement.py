@@ -22,6 +22,8 @@ from mcore_rl.parallel.device import Platform
 
 WAIT_S = 120.0  # for a cluster whose nodes are still coming
 CPUS = 1.0  # of an accelerator's bundle
+TRAINER = ("trainer.nnodes", "trainer.n_gpus_per_node")  # what is too much where a reservation fails
+ENGINES = ("rollout.dp", "rollout.tp")
 ROLES_PER_DEVICE = 4  # actor, critic, reward model, and room: Ray counts the shares, nobody enforces them
 
 
@@ -83,9 +85,9 @@ async def place(trainer: TrainerConfig, layout: RolloutLayout, platform: Platfor
     device = {"CPU": CPUS, "GPU": 1.0}
     wanted = [[device] * trainer.n_gpus_per_node for _ in range(trainer.nnodes)]
     if separate:
-        wanted += [[{"CPU": CPUS * each, "GPU": float(each)}]] * num_engines
+        wanted += _engine_bundles(layout)
     groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in wanted]
-    await _ready(groups, f"{trainer.nnodes} nodes of {trainer.n_gpus_per_node} accelerators each")
+    await _ready(groups, f"{trainer.nnodes} nodes of {trainer.n_gpus_per_node} accelerators each", TRAINER)
     train = tuple(Bundle(group, i) for group in groups[: trainer.nnodes] for i in range(trainer.n_gpus_per_node))
     rollout = tuple(Bundle(group, 0) for group in groups[trainer.nnodes :])
     if not separate:
@@ -98,16 +100,32 @@ async def place_trainers(trainer: TrainerConfig, platform: Platform) -> Places:
     return await place(replace(trainer, placement=Placement.colocated), RolloutLayout(), platform)
 
 
+async def place_engines(layout: RolloutLayout, platform: Platform) -> Places:
+    """As ``place``, for a run without trainer: every engine has devices of its own."""
+    num_engines = layout.world_size // (layout.tp * layout.engine_dp)
+    if not platform.is_accelerator:
+        return replace(await _on_cpu(1, num_engines), train=())
+    groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in _engine_bundles(layout)]
+    await _ready(groups, f"{num_engines} times {layout.tp * layout.engine_dp} accelerators of one node", ENGINES)
+    return Places((), tuple(Bundle(group, 0) for group in groups), 0.0, tuple(groups))
+
+
+def _engine_bundles(layout: RolloutLayout) -> list[list[dict[str, float]]]:
+    """Of the group of each engine: one bundle with all of its devices."""
+    each = layout.tp * layout.engine_dp
+    return [[{"CPU": CPUS * each, "GPU": float(each)}]] * (layout.world_size // each)
+
+
 async def _on_cpu(world_size: int, num_engines: int) -> Places:
     """All take turns on the cores there are; which core computes what is for threads and affinity, not for Ray."""
     share = float(ray.cluster_resources().get("CPU", 0)) / world_size
     group = placement_group([{"CPU": share}] * world_size, strategy="PACK")
-    await _ready([group], f"{world_size} times {share:g} cores")
+    await _ready([group], f"{world_size} times {share:g} cores", TRAINER)
     train = tuple(Bundle(group, rank) for rank in range(world_size))
     return Places(train, tuple(train[engine % world_size] for engine in range(num_engines)), 0.0, (group,))
 
 
-async def _ready(groups: Sequence[PlacementGroup], wanted: str) -> None:
+async def _ready(groups: Sequence[PlacementGroup], wanted: str, keys: tuple[str, str]) -> None:
     try:
         await asyncio.wait_for(asyncio.gather(*(group.ready() for group in groups)), WAIT_S)
     except TimeoutError as error:
@@ -117,5 +135,5 @@ async def _ready(groups: Sequence[PlacementGroup], wanted: str) -> None:
         for group in groups:
             remove_placement_group(group)
         problem = f"{wanted} were not free within {WAIT_S:g} s; the cluster has {there}"
-        remedy = "Lower trainer.nnodes or trainer.n_gpus_per_node, or see what else runs with ray status"
-        raise ConfigError([Violation("trainer.nnodes", "", problem, remedy)]) from error
+        remedy = f"Lower {' or '.join(keys)}, or see what else runs with ray status"
+        raise ConfigError([Violation(keys[0], "", problem, remedy)]) from error

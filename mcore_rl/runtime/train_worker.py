@@ -26,13 +26,14 @@ from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.runtime.answers import Answering
+from mcore_rl.runtime.shard import Shard
 from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.offload import Moved, Part
 from mcore_rl.training.run_state import load_run_state, save_run_state
-from mcore_rl.types import Denominators, StepResult, TokenScores, TrainBatch
+from mcore_rl.types import Denominators, StepResult, TokenScores
 from mcore_rl.weights.companions import read_config
 from mcore_rl.weights.export import save_hf
 from mcore_rl.weights.hf_directory import Checkpoint
@@ -113,17 +114,22 @@ class TrainWorker(Answering):
         with Checkpoint.open(spec.directory) as checkpoint:
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
 
-    def score(
-        self, batch: TrainBatch, temperature: float, with_entropy: bool, snapshot: str | None
-    ) -> TokenScores | None:
+    def score(self, shard: Shard, temperature: float, with_entropy: bool, snapshot: str | None) -> TokenScores | None:
         """``Engine.score``; of the leader of each data-parallel coordinate, since its peers would say the same."""
-        scores = self.engine.score(batch, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot)
+        scores = self.engine.score(shard.batch(), temperature=temperature, with_entropy=with_entropy, snapshot=snapshot)
         return scores if self._leads else None
 
     def train_step(
-        self, batch: TrainBatch, loss: Loss, denominators: Denominators, temperature: float, with_entropy: bool
+        self,
+        shards: Sequence[Shard],
+        number: int,
+        loss: Loss,
+        denominators: Denominators,
+        temperature: float,
+        with_entropy: bool,
     ) -> StepResult | None:
-        """``Engine.train_step``; of rank 0, since all say the same."""
+        """``Engine.train_step`` on minibatch ``number`` of the step's ``shards``; of rank 0, since all say the same."""
+        batch = shards[number].batch()
         step = self.engine.train_step(batch, loss, denominators, temperature=temperature, with_entropy=with_entropy)
         return step if self.rank == 0 else None
 
@@ -184,8 +190,20 @@ class TrainWorker(Answering):
         """``check.expected_weights``."""
         return expected_weights(self.publisher, version)
 
+    def start_profile(self) -> None:
+        """Trace what this process computes from now on, by torch's profiler."""
+        self._profile = torch.profiler.profile()
+        self._profile.start()
+
+    def stop_profile(self, directory: Path) -> None:
+        """Write the trace since ``start_profile``, for chrome://tracing or Perfetto."""
+        self._profile.stop()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(directory / f"{self.spec.role}-rank-{self.rank}.json"))
+
     def checksum(self) -> int:
         """Of all weights and of what the optimizer holds on this rank: equal bits, equal sums."""
+        self.engine.memory.require(Part.weights, Part.optimizer)
         tensors = [*(p for chunk in self.engine.models for p in chunk.parameters())]
         if self.engine.optimizer is not None:
             tensors += self.engine.optimizer.state_tensors()

@@ -45,15 +45,20 @@ class WorkerGroup:
 
     async def all(self, method: str, *args: object) -> list[Any]:
         """Every worker's result, in the order of the ranks."""
-        shared = [ray.put(arg) for arg in args]
-        return await self._collect(method, [worker.call.remote(method, *shared) for worker in self._workers])
+        return await self._collect(method, [worker.call.remote(method, *args) for worker in self._workers])
 
-    async def map(self, method: str, shards: Sequence[object], *args: object) -> list[Any]:
-        """The results of the data-parallel coordinates' leaders; every peer is called with its shard and ``args``."""
+    def put(self, shards: Sequence[object]) -> list[Any]:
+        """References to the shards of the data-parallel coordinates, for several calls of ``map``."""
         assert len(shards) == self.layout.dp, f"{len(shards)} shards for dp={self.layout.dp}"
-        places, shared = [ray.put(shard) for shard in shards], [ray.put(arg) for arg in args]
+        return [ray.put(shard) for shard in shards]
+
+    async def map(self, method: str, places: Sequence[Any], *args: object) -> list[Any]:
+        """The results of the data-parallel coordinates' leaders; every peer is called with its shard and ``args``.
+
+        places: what ``put`` returned.  args: small; they go with each call.
+        """
         calls = [
-            worker.call.remote(method, places[self.layout.coords(rank).dp], *shared)
+            worker.call.remote(method, places[self.layout.coords(rank).dp], *args)
             for rank, worker in enumerate(self._workers)
         ]
         results = await self._collect(method, calls)
@@ -75,11 +80,11 @@ class WorkerGroup:
     async def _collect(self, method: str, calls: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
         ranks = range(len(calls)) if ranks is None else ranks
         tasks = {asyncio.ensure_future(self._answer(rank, call)): rank for rank, call in zip(ranks, calls, strict=True)}
-        waiting, until = set(tasks), float("inf")
+        waiting, until, failures = set(tasks), float("inf"), list[Failure]()
         while waiting:
             limit = None if until == float("inf") else max(0.0, until - time.monotonic())
             done, waiting = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            failures = [failure for task in tasks if task.done() and (failure := task.result().failure) is not None]
+            failures += [failure for task in done if (failure := task.result().failure) is not None]
             if failures:
                 settle = SETTLE_S if first_cause(failures).cause is Cause.own else GRACE_S
                 until = min(until, time.monotonic() + settle)

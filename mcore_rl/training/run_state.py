@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.groups import random_state, restore_random_state
 from mcore_rl.training.engine import Engine
+from mcore_rl.training.offload import Part
 
 FORMAT = 1
 
@@ -33,6 +34,7 @@ def save_run_state(engine: Engine, directory: Path) -> None:
     CheckpointError: the disk is full, or fails.
     """
     assert engine.snapshots.swapped_in is None, "the weights in place are those of a snapshot"
+    engine.memory.require(Part.weights, Part.optimizer)
     path = state_file(directory, engine)
     partial = path.with_suffix(".partial")
     state = {
@@ -60,8 +62,9 @@ def save_run_state(engine: Engine, directory: Path) -> None:
 def load_run_state(engine: Engine, directory: Path) -> None:
     """Take over what ``save_run_state`` wrote for this rank.
 
-    CheckpointError: no such file, one that is cut off, or one of another layout or model.
+    CheckpointError: no such file, one that is cut off, or one of another layout, model or precision.
     """
+    engine.memory.require(Part.weights, Part.optimizer)
     path = state_file(directory, engine)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -69,7 +72,8 @@ def load_run_state(engine: Engine, directory: Path) -> None:
         problem = f"{path.name} is missing. Resume with as many processes as wrote it, or from another step"
         raise CheckpointError(str(directory), [problem]) from error
     except Exception as error:  # whatever a file that is cut off makes of torch.load
-        problem = f"{path.name} cannot be read: {str(error).splitlines()[0]}. Resume from another step"
+        cause = (str(error) or type(error).__name__).splitlines()[0]
+        problem = f"{path.name} cannot be read: {cause}. Resume from another step"
         raise CheckpointError(str(directory), [problem]) from error
     layout = str(engine.groups.layout)
     problems = []
@@ -77,8 +81,8 @@ def load_run_state(engine: Engine, directory: Path) -> None:
         written = f"format {state['format']}, {state['role']}, {state['layout']}"
         problems.append(f"{path.name} is of {written}; this is format {FORMAT}, {engine.role}, {layout}")
     live = list(_weights(engine))
-    if [tensor.shape for tensor in live] != [tensor.shape for tensor in state["weights"]]:
-        problems.append(f"{path.name} is of another model")
+    if [(tensor.shape, tensor.dtype) for tensor in live] != [(kept.shape, kept.dtype) for kept in state["weights"]]:
+        problems.append(f"{path.name} is of another model or precision")
     if problems:
         raise CheckpointError(
             str(directory), [f"{problem}. Resume with what the run began with" for problem in problems]
@@ -126,7 +130,7 @@ def _restore_optimizer(engine: Engine, kept: dict[str, Any] | None) -> None:
                 group["step"] = held["step"]
             for parameter, main, state in zip(group["params"], held["main"], held["state"], strict=True):
                 parameter.copy_(main)
-                inner.state[parameter] = {
-                    name: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                inner.state[parameter] = {  # copied: a file's memory cannot be given back, as offloading does
+                    name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) and value.dim() else value
                     for name, value in state.items()
                 }

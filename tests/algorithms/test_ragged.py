@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from mcore_rl.algorithms.ragged import (
     _SIDE_BY_SIDE,
+    CHUNK,
+    Trained,
     at_tokens,
     discounted_sums,
+    exact_sum,
     last_trained,
     sequence_counts,
     sequence_sums,
+    spread,
 )
 from tests.algorithms.cases import ALL
 
@@ -27,7 +33,7 @@ def test_sums_counts_and_last_tokens() -> None:
         for mask in case.masks:
             last += [start + max(i for i, kept in enumerate(mask) if kept)] if any(mask) else []
             start += len(mask)
-        assert last_trained(inputs.mask_T, counts_S).tolist() == last, name
+        assert last_trained(inputs.mask_T, case.lengths).tolist() == last, name
 
 
 def test_at_tokens_repeats_by_length() -> None:
@@ -56,3 +62,24 @@ def test_discounted_sums_of_more_sequences_than_go_side_by_side() -> None:
     found = discounted_sums(torch.ones(sum(counts)), torch.tensor(counts), 0.5)
     expected = {0: [], 1: [1.0], 2: [1.5, 1.0], 3: [1.75, 1.5, 1.0]}
     assert found.tolist() == [x for count in counts for x in expected[count]]
+
+
+@pytest.mark.parametrize("mask", [[], [1], [0], [1, 1], [0, 0, 0], [0, 1, 1, 0, 1], [1, 0, 0, 1, 1, 0], [1, 0, 1]])
+def test_trained_tokens_are_taken_out_and_put_back(mask: list[int]) -> None:
+    trained = Trained(torch.tensor(mask, dtype=torch.bool))
+    x_T = torch.arange(1.0, len(mask) + 1)
+    expected = [float(place + 1) for place, kept in enumerate(mask) if kept]
+    assert trained.gather(x_T).tolist() == expected
+    assert trained.count == len(expected)
+    assert trained.scatter(trained.gather(x_T)).tolist() == [(place + 1.0) * kept for place, kept in enumerate(mask)]
+
+
+def test_spread_over_several_chunks() -> None:
+    x_M = torch.randn(2 * CHUNK + 3, generator=torch.Generator().manual_seed(1)) + 5
+    found, x = spread(x_M), [float(each) for each in x_M]
+    mean = math.fsum(x) / len(x)
+    assert exact_sum(x_M) == pytest.approx(math.fsum(x), rel=1e-12)
+    assert found.mean == pytest.approx(mean, rel=1e-12)
+    # Differences from the mean are float32.
+    assert found.variance == pytest.approx(math.fsum((each - mean) ** 2 for each in x) / len(x), rel=1e-6)
+    assert (found.low, found.high) == (min(x), max(x))

@@ -241,3 +241,19 @@ def test_cutting_keeps_what_it_says() -> None:
         assert len(middle) == kept and middle == sorted(set(middle))
         head = int(np.flatnonzero(np.diff([-1, *middle, 10]) > 1)[0]) if length < 10 else 10
         assert head == (length // 2 if length < 10 else 10)
+
+
+def test_the_rows_of_the_prompts_with_all_columns(tmp_path: Path) -> None:
+    long = row("Tom " * 40, "4")
+    first = write(tmp_path / "a.parquet", [row("1?", "1"), long, row("2?", "2")])
+    second = write(tmp_path / "b.parquet", [row("3?", "3", note="x")])
+    found = load(first, second, max_prompt_length=20, filter_overlong_prompts=True)
+    rows = [row("1?", "1", note=None), row("2?", "2", note=None), row("3?", "3", note="x")]
+    assert found.table().to_pylist() == rows
+    assert [found[index].messages for index in range(3)] == [each["prompt"] for each in rows]
+
+
+def test_columns_of_two_types_do_not_go_together(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{name}.parquet", [row(level=level)]) for name, level in (("a", 1), ("b", "hard"))]
+    with pytest.raises(DataError, match=r"the files' columns do not go together.* Name files of one schema"):
+        load(*paths).table()

@@ -65,7 +65,9 @@ async def judge(**columns):
         (Decimal("0.5"), Score(0.5)),
         (Fraction(1, 2), Score(0.5)),
         ({"score": 0.5}, Score(0.5)),
-        ({"score": 1, "acc": True, "len": 3, "pred": "x"}, Score(1.0, {"acc": 1.0, "len": 3.0}, correct=1.0)),
+        ({"score": 1, "acc": True, "len": 3}, Score(1.0, {"acc": 1.0, "len": 3.0}, correct=1.0)),
+        ({"score": 1, "pred": "x", "other": "y"}, Score(1.0, answer="x")),
+        ({"score": 1, "pred": 7}, Score(1.0, {"pred": 7.0}, answer="7")),
         ({"score": 1, "bad": float("nan"), "none": None}, Score(1.0)),
     ],
 )

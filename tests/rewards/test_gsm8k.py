@@ -94,3 +94,12 @@ def test_every_gold_solution_scores_1_and_none_does_with_another_number() -> Non
     assert {(score.value, score.correct) for score in wrong} == {(0.1, 0.0)}
     flexible = [grade(answer, number, FLEXIBLE).value for answer, number in zip(solutions, plain, strict=True)]
     assert set(flexible) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "flexible"),
+    [("so 3\n#### 1,234.00", "1234", "1234"), ("#### 5 of 7", "5", "7"), ("12", None, "12"), ("none", None, None)],
+)
+def test_the_answer_is_the_number_that_is_compared(response: str, answer: str | None, flexible: str | None) -> None:
+    assert grade(response).answer == answer
+    assert grade(response, config=FLEXIBLE).answer == flexible

@@ -42,7 +42,16 @@ def grade(response: str, ground_truth: object) -> Score:
 )
 def test_answers_are_compared_by_value(response: str, ground_truth: object, right: bool) -> None:
     score = grade(response, ground_truth)
-    assert score == Score(float(right), {"boxed": float(r"\boxed{" in response)}, correct=float(right))
+    expected = Score(float(right), {"boxed": float(r"\boxed{" in response)}, correct=float(right), answer=score.answer)
+    assert score == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [(r"so \boxed{ x^2 - 1 }", "x^2-1"), ("it is 204.", "204"), (r"\boxed{1} or \boxed{7}", "1,7"), ("no idea", None)],
+)
+def test_the_answer_is_what_is_compared_as_it_is_written(response: str, answer: str | None) -> None:
+    assert grade(response, "204").answer == answer
 
 
 def test_a_ground_truth_without_a_formula_is_named() -> None:

@@ -7,7 +7,7 @@ from decimal import Decimal
 
 import pytest
 
-from mcore_rl.rewards.numbers import as_number, last_number
+from mcore_rl.rewards.numbers import as_number, last_number, plain
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,26 @@ def test_the_whole_text_is_a_number_or_not(text: str, value: str | None) -> None
 )
 def test_the_last_number(text: str, value: str | None) -> None:
     assert last_number(text) == (None if value is None else Decimal(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("1000.0", "1000"),
+        ("1e3", "1000"),
+        ("-3.50", "-3.5"),
+        ("-0.0", "0"),
+        ("100", "100"),
+        ("0.10", "0.1"),
+        ("0", "0"),
+    ],
+)
+def test_one_spelling_for_one_value(value: str, text: str) -> None:
+    assert plain(Decimal(value)) == text
+
+
+def test_a_spelling_is_exact() -> None:
+    assert plain(Decimal("9" * 60 + ".5")) == "9" * 60 + ".5"
 
 
 @pytest.mark.parametrize("text", ["1" * 200_000 + ".", "1." * 100_000, ",1" * 100_000, "$-" * 100_000, "1-" * 100_000])

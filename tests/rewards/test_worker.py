@@ -16,9 +16,9 @@ REQUEST = RewardRequest(("p", 0), "gsm8k", "#### 18", "18", {}, num_tokens=950, 
 
 
 def test_the_penalty_is_added_to_any_grader() -> None:
-    assert grade(REQUEST, CONFIG) == Score(0.75, {"format": 1.0, "overlong": -0.25}, correct=1.0)
+    assert grade(REQUEST, CONFIG) == Score(0.75, {"format": 1.0, "overlong": -0.25}, correct=1.0, answer="18")
     assert grade(REQUEST, CONFIG, lambda *_: Score(3.0)) == Score(2.75, {"overlong": -0.25})
-    assert grade(REQUEST, RewardConfig()) == Score(1.0, {"format": 1.0}, correct=1.0)
+    assert grade(REQUEST, RewardConfig()) == Score(1.0, {"format": 1.0}, correct=1.0, answer="18")
 
 
 @pytest.mark.parametrize(

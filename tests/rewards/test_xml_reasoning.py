@@ -72,3 +72,9 @@ def test_the_last_answer_counts() -> None:
 def test_hostile_text_takes_linear_time() -> None:
     for response in ("<reasoning>" * 50_000, "<reasoning></reasoning><answer>" * 20_000, "<answer>\n" * 50_000):
         value(response)  # quadratic takes minutes: the limit of a test is the check
+
+
+@pytest.mark.parametrize(("inside", "answer"), [("2.0", "2"), (" two apples ", "two apples"), ("", None), ("  ", None)])
+def test_the_answer_is_what_is_compared(inside: str, answer: str | None) -> None:
+    request = RewardRequest(("p", 0), "xml", f"<answer>{inside}</answer>", "2")
+    assert grade_xml(request, CONFIG).answer == answer

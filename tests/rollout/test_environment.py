@@ -33,7 +33,6 @@ def test_every_rank_has_cores(cores: tuple[int, ...], ranks: int, shares: list[t
 def test_threads_are_bound_on_the_cpu_and_no_device_is_seen() -> None:
     one = engine_environment(CPU, RolloutConfig(), (2, 3))
     assert (one["OMP_NUM_THREADS"], one["VLLM_ENABLE_V1_MULTIPROCESSING"]) == ("2", "0")
-    assert one["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     two = engine_environment(CPU, RolloutConfig(tp=2), (2, 3))
     assert (two["OMP_NUM_THREADS"], two["VLLM_CPU_OMP_THREADS_BIND"]) == ("1", "2|3")
     assert two["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1" and two["VLLM_CPU_KVCACHE_SPACE"] is None
@@ -43,7 +42,7 @@ def test_threads_are_bound_on_the_cpu_and_no_device_is_seen() -> None:
 def test_an_accelerator_gets_its_masks_and_nothing_of_the_cpu() -> None:
     found = engine_environment(ROCM, RolloutConfig(), (0,), device_ids=("4", "5"))
     assert found["HIP_VISIBLE_DEVICES"] == found["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert not {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_MLA_DISABLE", "GLIBC_TUNABLES"} & found.keys()
+    assert not {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_MLA_DISABLE"} & found.keys()
     assert "CUDA_VISIBLE_DEVICES" not in engine_environment(ROCM, RolloutConfig(), (0,))
 
 

@@ -25,7 +25,8 @@ VALUES: dict[Key, int] = {
     (1, EMBED, -1): 11,
     **{(expert // 2, EXPERTS, expert % 2): 100 + expert for expert in range(4)},
 }
-SLOTS = {(expert // 2, EXPERTS, expert % 2): expert for expert in range(4)}
+VALUES[0, "experts.w13_weight", 0] = 500  # another stacked tensor
+SLOTS = {(0, "experts.w13_weight", 0): 0} | {(expert // 2, EXPERTS, expert % 2): expert for expert in range(4)}
 NOW = Expected(version=8, values=VALUES, experts=SLOTS)
 BEFORE = Expected(version=5, values={key: value + 1000 for key, value in VALUES.items()}, experts=SLOTS)
 WHOLE = Held(values=VALUES, copies={})
@@ -50,6 +51,7 @@ def test_what_is_as_expected_is_not_named() -> None:
         ({(1, EXPERTS, 0): 4}, f"rollout rank 1: {EXPERTS} expert 2 is wrong: neither version 8's nor version 5's"),
         ({(1, EXPERTS, 1): 1103}, f"rollout rank 1: {EXPERTS} expert 3 is stale: version 5's, not version 8's"),
         ({(1, EXPERTS, 1): 100}, f"rollout rank 1: {EXPERTS} expert 3 is wrong: it holds expert 0"),
+        ({(1, EXPERTS, 1): 500}, f"rollout rank 1: {EXPERTS} expert 3 is wrong: neither version 8's nor version 5's"),
         ({(0, EXPERTS, 1): None}, f"rollout rank 0: {EXPERTS} expert 1 is missing: the worker has no such tensor"),
         ({(1, "spare", -1): 0}, "rollout rank 1: spare (slot -1) is in the worker and not in the plan"),
     ],

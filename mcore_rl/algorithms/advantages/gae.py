@@ -17,11 +17,14 @@ def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     returns, made before that, are never whitened.
     """
     assert inputs.values_T is not None
-    values_M, rewards_M = inputs.values_T[inputs.trained_M], inputs.rewards_T[inputs.trained_M]
+    values_M, rewards_M = inputs.trained.gather(inputs.values_T), inputs.trained.gather(inputs.rewards_T)
     next_values_M = torch.zeros_like(values_M)
     next_values_M[:-1] = values_M[1:]
     last_S = inputs.counts_S.cumsum(0) - 1
     next_values_M[last_S[inputs.counts_S > 0]] = 0
-    deltas_M = rewards_M + config.gamma * next_values_M - values_M
+    deltas_M = rewards_M.add_(next_values_M, alpha=config.gamma).sub_(values_M)
     advantages_M = discounted_sums(deltas_M, inputs.counts_S, config.gamma * config.lam)
-    return Advantages(advantages_T=inputs.scatter(advantages_M), returns_T=inputs.scatter(advantages_M + values_M))
+    return Advantages(
+        advantages_T=inputs.trained.scatter(advantages_M),
+        returns_T=inputs.trained.scatter(advantages_M + values_M),
+    )

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.ragged import at_tokens, sequence_counts, sequence_sums
+from mcore_rl.algorithms.ragged import Trained, at_tokens, sequence_counts, sequence_sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class AdvantageInputs:
         return sequence_counts(self.mask_T, self.lengths_S)
 
     @cached_property
-    def trained_M(self) -> Tensor:
-        """Where in T the trained tokens stand, int64."""
-        return self.mask_T.nonzero().squeeze(1)
+    def trained(self) -> Trained:
+        """Takes the trained tokens out of [T], and puts them back."""
+        return Trained(self.mask_T)
 
     @cached_property
     def scores_S(self) -> Tensor:
@@ -58,10 +58,6 @@ class AdvantageInputs:
     def spread(self, x_S: Tensor) -> Tensor:
         """``x_S`` at each trained token of its sequence, 0 elsewhere; [T]."""
         return at_tokens(x_S, self.lengths_S).masked_fill_(~self.mask_T, 0)
-
-    def scatter(self, x_M: Tensor) -> Tensor:
-        """Values of the trained tokens alone, at their places, 0 elsewhere; [T]."""
-        return torch.zeros_like(self.rewards_T).index_copy_(0, self.trained_M, x_M)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,5 +13,5 @@ def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adv
     t counts trained tokens only.  verl starts anew after every untrained token, so that in a dialogue of several
     turns only the last turn sees the score; here all do, as with GAE.
     """
-    returns_M = discounted_sums(inputs.rewards_T[inputs.trained_M], inputs.counts_S, config.gamma)
-    return Advantages(advantages_T=inputs.scatter(returns_M))
+    returns_M = discounted_sums(inputs.trained.gather(inputs.rewards_T), inputs.counts_S, config.gamma)
+    return Advantages(advantages_T=inputs.trained.scatter(returns_M))

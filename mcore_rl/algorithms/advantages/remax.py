@@ -13,6 +13,6 @@ def remax(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     Not discounted, as in the paper and in verl.  The greedy score carries no KL penalty.
     """
     assert inputs.greedy_S is not None
-    to_go_M = discounted_sums(inputs.rewards_T[inputs.trained_M], inputs.counts_S, 1.0)
+    to_go_M = discounted_sums(inputs.trained.gather(inputs.rewards_T), inputs.counts_S, 1.0)
     baseline_T = inputs.spread(inputs.greedy_S.to(inputs.rewards_T.dtype))
-    return Advantages(advantages_T=inputs.scatter(to_go_M) - baseline_T)
+    return Advantages(advantages_T=inputs.trained.scatter(to_go_M) - baseline_T)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from mcore_rl.algorithms.ragged import Trained, spread
 
 EPSILON = 1e-8  # added to the variance, as in verl
 
@@ -14,9 +18,10 @@ def whiten(x_T: Tensor, mask_T: Tensor) -> Tensor:
     The variance is the unbiased one (Bessel's correction), as in verl; OpenAI's baselines divide by the count.  One
     token has no variance and becomes 0, as do equal values; of no token nothing is left.  Sums are in float64.
     """
-    count = int(mask_T.sum())
-    untrained_T = ~mask_T
-    mean = x_T.masked_fill(untrained_T, 0).sum(dtype=torch.float64) / max(count, 1)
-    centred_T = (x_T - mean.to(x_T.dtype)).masked_fill_(untrained_T, 0)
-    variance = centred_T.square().sum(dtype=torch.float64) / max(count - 1, 1)
-    return centred_T * (variance + EPSILON).rsqrt().to(x_T.dtype)
+    trained = Trained(mask_T)
+    if not trained.count:
+        return torch.zeros_like(x_T)
+    x_M = trained.gather(x_T)
+    found = spread(x_M)
+    scale = math.sqrt(found.variance * trained.count / max(trained.count - 1, 1) + EPSILON)
+    return trained.scatter(x_M.sub_(found.mean).div_(scale))

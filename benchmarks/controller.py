@@ -1,0 +1,317 @@
+"""What the controller itself costs at the size of a cluster; its share of small steps is in controller_share.py.
+
+    python benchmarks/controller.py [--sequences 8192] [--tokens 8192] [--ranks 1024] [--algorithms grpo,ppo]
+        [--repetitions 3] [--json results.json]
+
+``controller.loop.train_step`` itself, unchanged, on a simulated step: sequences of 8,192 tokens on average, a
+prompt of 1,024 each, 8 samples of a prompt, a minibatch of 256 prompts, 1,024 data-parallel ranks.  Shards really go
+to Ray's store and calls to an actor, which stands for all ranks and answers with scores of the right size; the time
+that it works, and would share with nobody on a cluster, is not counted, nor is generation.  Everything else is:
+assembly, samples for people (in a run, a thread writes them), balance, shards, calls, answers, lesson, updates,
+metrics.  Target: at most 3 s.
+
+Seconds are those of the wall; beside them the processor time of the controller's process.  Exits with 1 where a target
+is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from controller_share import Result, machine, made, result_table  # stands beside this file
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from mcore_rl.algorithms.kl import KlController
+from mcore_rl.algorithms.policy import policy_loss
+from mcore_rl.algorithms.value import value_loss
+from mcore_rl.config.compose import compose
+from mcore_rl.config.engine import Device
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.trainer import Placement
+from mcore_rl.controller import loop
+from mcore_rl.controller.drawing import Drawn
+from mcore_rl.controller.handover import Handover
+from mcore_rl.controller.trajectories import Trajectory, sample_rows
+from mcore_rl.data.prompts import PromptRow
+from mcore_rl.parallel.device import detect, memory
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.rewards.score import Score
+from mcore_rl.rollout.protocol import FinishReason, Sample
+from mcore_rl.runtime.answers import Answer
+from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.tracking.clock import Clock
+from mcore_rl.tracking.samples import write_samples
+from mcore_rl.types import StepResult, TokenScores
+
+SECONDS = 3.0
+PROMPT, GROUP = 1_024, 8
+GIB = 2**30
+
+
+@dataclass
+class Ledger:
+    """Seconds by name, without those that were spent waiting for the stand-in."""
+
+    rows: dict[str, list[float]] = field(default_factory=dict)
+    away: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def now(self) -> tuple[float, float]:
+        return time.perf_counter() - self.away[0], time.process_time() - self.away[1]
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        begin = time.perf_counter(), time.process_time()
+        yield
+        self.away[0] += time.perf_counter() - begin[0]
+        self.away[1] += time.process_time() - begin[1]
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = self.now()
+        yield
+        end, row = self.now(), self.rows.setdefault(name, [0.0, 0.0])
+        row[0] += end[0] - begin[0]
+        row[1] += end[1] - begin[1]
+
+    def timed(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            with self(name):
+                return fn(*args, **options)
+
+        return call
+
+    def timed_async(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(*args: Any, **options: Any) -> Any:
+            with self(name):
+                return await fn(*args, **options)
+
+        return call
+
+
+@ray.remote(num_cpus=0)
+class StandIn:
+    """Answers for every rank."""
+
+    def call(self, method: str, *args: Any) -> Answer:
+        """What a worker would answer, as large as that."""
+        if method == "score":
+            count = sum(args[0].lengths_S)
+            with_entropy, snapshot, scores = args[2], args[3], torch.full((count,), -0.7)
+            if not with_entropy and snapshot is None:
+                return Answer(value=TokenScores(values_T=scores))
+            return Answer(value=TokenScores(logprobs_T=scores, entropy_T=scores.abs() if with_entropy else None))
+        if method == "train_step":
+            batch = args[0][args[1]]
+            assert "tokens_T" in batch.fields
+            names = ("returns", "returns_squared", "errors", "errors_squared", "vf_clip_fraction", "values")
+            metrics = {f"critic/{name}": 1.0 for name in names} | {"actor/ratio": 1.0, "actor/approx_kl": 0.0}
+            return Answer(value=StepResult(loss=0.1, grad_norm=1.0, lr=1e-6, skipped=None, metrics=metrics))
+        if method == "memory":
+            return Answer(value=memory(detect(Device.cpu)))
+        return Answer()
+
+
+class StandInGroup(WorkerGroup):
+    """Waits, uncounted, until the stand-in has done the work of all ranks."""
+
+    ledger: Ledger
+
+    async def _collect(self, method: str, calls: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
+        with self.ledger.waiting():
+            ray.wait(list(calls), num_returns=len(calls), fetch_local=False)
+        return await super()._collect(method, calls, ranks)
+
+
+def drawn_of(num_sequences: int, tokens: int) -> Drawn:
+    """Graded samples: of ``tokens`` tokens on average, the prompt included."""
+    draw = np.random.default_rng(0)
+    letters = draw.integers(97, 123, 1 << 20, dtype=np.uint8).tobytes().decode()
+    rows, found = [], []
+    for number in range(num_sequences // GROUP):
+        prompt = tuple(draw.integers(4, 400, PROMPT).tolist())
+        rows.append(PromptRow(f"train.parquet:{number}", prompt, [], "math", "42", {}, {}))
+    spread = (tokens - PROMPT) // 2
+    for index in range(num_sequences):
+        length = tokens - PROMPT + int(draw.integers(-spread, spread + 1))
+        start = int(draw.integers(0, 1 << 19))
+        sample = Sample(
+            prompt_id=rows[index // GROUP].id,
+            index=index % GROUP,
+            tokens=draw.integers(4, 400, length, dtype=np.int32),
+            logprobs=np.full(length, -0.7, dtype=np.float32),
+            versions=(),
+            finish=FinishReason.stop,
+            text=(letters[start:] + letters)[: 3 * length],
+        )
+        score = Score(float(draw.integers(0, 2)), {"format": 1.0}, correct=1.0)
+        found.append(Trajectory(row=rows[index // GROUP], group=index // GROUP, sample=sample, score=score))
+    return Drawn(trajectories=found, greedy=None, num_batches=1, num_dropped=0)
+
+
+def large_config(algorithm: str, num_sequences: int, tokens: int) -> RunConfig:
+    num_prompts = num_sequences // GROUP
+    overrides = [
+        f"algorithm={algorithm}", f"rollout.n={GROUP}", f"data.train_batch_size={num_prompts}",
+        f"actor.ppo_mini_batch_size={num_prompts // 4}", f"critic.ppo_mini_batch_size={num_prompts // 4}",
+        f"data.max_prompt_length={PROMPT}", f"data.max_response_length={2 * tokens}",
+        f"actor.loss_agg_constant={2 * tokens}",
+    ]  # fmt: skip
+    if algorithm == "ppo":
+        overrides += ["algorithm.use_kl_in_reward=true", "algorithm.rollout_correction.level=token"]
+    return compose(RunConfig, "train", overrides)
+
+
+class Nothing:
+    """Engines and weight updates that take no time; the trainers' part of an update is asked for."""
+
+    def __init__(self, group: WorkerGroup | None = None) -> None:
+        self._group = group
+
+    async def sleep(self, level: int) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def update(self, version: int) -> None:
+        if self._group is not None:
+            await self._group.all("publish", version, "live")
+
+
+def simulated_run(
+    config: RunConfig, drawn: Drawn, num_ranks: int, stand_in: Any, ledger: Ledger, folder: Path, model: Path
+) -> Any:
+    """What ``train_step`` needs of a ``Run``."""
+    layout = Layout.of(ParallelConfig(), num_ranks)
+    places = [Path(os.devnull)] * num_ranks
+    actor, critic = (
+        StandInGroup(role, [stand_in] * num_ranks, layout, ["node"] * num_ranks, places) for role in ("actor", "critic")
+    )
+    actor.ledger = critic.ledger = ledger
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def keep_rollouts(step: int, trajectories: Sequence[Trajectory]) -> None:
+        with ledger("samples for people: rows"):
+            rows = sample_rows(step, trajectories, tokenizer)
+        with ledger("samples for people: parquet"):
+            write_samples(folder, step, "rollouts", rows)
+
+    async def step(*_: Any) -> Drawn:
+        return drawn
+
+    (folder / "rollouts").mkdir(exist_ok=True)
+    needs_critic = config.needs_critic
+    return SimpleNamespace(
+        config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), actor=actor,
+        critic=critic if needs_critic else None, drawing=SimpleNamespace(step=step), next_rows=None,
+        reporting=lambda _: None, keep_rollouts=keep_rollouts, kl=KlController(config.algorithm.kl_ctrl),
+        actor_loss=policy_loss(config.actor), critic_loss=value_loss(config.critic), on_accelerator=False, epoch=0.0,
+        handover=Handover(actor, [critic] if needs_critic else [], Nothing(), Nothing(actor), Placement.colocated),
+    )  # fmt: skip
+
+
+PARTS = {
+    "assemble": "assemble",
+    "lesson": "lesson: KL, rewards, advantages, correction",
+    "sample_metrics": "metrics",
+    "actor_metrics": "metrics",
+    "critic_metrics": "metrics",
+    "memory_metrics": "metrics",
+}
+ASYNC_PARTS = {"score": "scores: shards, calls, answers, order", "update": "updates: shards, calls, answers"}
+
+
+async def large(algorithm: str, options: argparse.Namespace, folder: Path, model: Path) -> list[Result]:
+    """The better of two steps, so that Ray's store has the pages that a run reuses."""
+    config = large_config(algorithm, options.sequences, options.tokens)
+    drawn = drawn_of(options.sequences, options.tokens)
+    stand_in = StandIn.remote()
+    ray.get(stand_in.call.remote("memory"))
+    names = [*PARTS, "updates"]
+    originals = {name: getattr(loop, name) for name in names}
+    best: tuple[tuple[float, float], Ledger] | None = None
+    for step in range(1, options.repetitions + 1):
+        ledger = Ledger()
+        for name, title in PARTS.items():
+            setattr(loop, name, ledger.timed(title, originals[name]))
+        module = originals["updates"]
+        wrapped = {name: ledger.timed_async(title, getattr(module, name)) for name, title in ASYNC_PARTS.items()}
+        loop.updates = SimpleNamespace(  # type: ignore[assignment]
+            **wrapped, minibatches=module.minibatches, Updated=module.Updated
+        )
+        run = simulated_run(config, drawn, options.ranks, stand_in, ledger, folder, model)
+        run.handover.to_training = ledger.timed_async("handover: calls", run.handover.to_training)
+        run.handover.to_rollout = ledger.timed_async("handover: calls", run.handover.to_rollout)
+        begin = ledger.now()
+        try:
+            await loop.train_step(run, step)
+        finally:
+            for name in names:
+                setattr(loop, name, originals[name])
+        end = ledger.now()
+        whole = (end[0] - begin[0], end[1] - begin[1])
+        if best is None or whole < best[0]:
+            best = whole, ledger
+    assert best is not None
+    whole, ledger = best
+    rows = [Result(what=f"{algorithm}: {name}", wall_s=row[0], cpu_s=row[1]) for name, row in ledger.rows.items()]
+    rest = [whole[i] - sum(row[i] for row in ledger.rows.values()) for i in (0, 1)]
+    rows.append(Result(what=f"{algorithm}: the rest", wall_s=rest[0], cpu_s=rest[1]))
+    rows.append(Result(what=f"{algorithm}: a step", wall_s=whole[0], cpu_s=whole[1], passed=whole[0] <= SECONDS))
+    return rows
+
+
+def large_all(options: argparse.Namespace) -> list[Result]:
+    found: list[Result] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model, _ = made(Path(folder))
+        ray.init(num_cpus=1, object_store_memory=4 << 30, include_dashboard=False, logging_level="ERROR")
+        try:
+            for algorithm in options.algorithms.split(","):
+                found += asyncio.run(large(algorithm, options, Path(folder), model))
+        finally:
+            ray.shutdown()
+    return found
+
+
+def main() -> int:
+    """Exit status: 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description="what the controller costs beside workers and engines")
+    parser.add_argument("--sequences", type=int, default=8_192)
+    parser.add_argument("--tokens", type=int, default=8_192, help="of a sequence, on average")
+    parser.add_argument("--ranks", type=int, default=1_024, help="data-parallel")
+    parser.add_argument("--algorithms", default="grpo,ppo")
+    parser.add_argument("--repetitions", type=int, default=3, help="the best counts")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args()
+    console = Console(width=max(Console().width, 110))
+    console.print(machine())
+    results = large_all(options)
+    shape = f"{options.sequences:,} x {options.tokens:,} tokens over {options.ranks:,} ranks"
+    console.print(result_table(f"{shape} (target: <= {SECONDS:.0f} s)", results))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    console.print(f"peak resident memory of the controller: {peak:.2f} GiB, Ray's store where mapped included")
+    console.print(machine())
+    if options.json is not None:
+        options.json.write_text(json.dumps([vars(result) for result in results], indent=2) + "\n")
+    return 0 if all(result.passed is not False for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""One run of ``mcore-rl evaluate``, whole: responses that were generated before are graded and counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, reward_violations
+from mcore_rl.errors import Violation
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig:
+    """What ``mcore-rl evaluate`` runs.
+
+    path: a parquet file with responses, as ``mcore-rl generate`` writes it.  response_key: their column, a list of
+    texts, or one text.  prompt_key: the column of the messages.  k: of pass@k and maj@k; empty is 1, 2, 4, ... and all
+    of a prompt's.  max_response_length: that the responses could have had; ``reward.overlong`` asks for it.
+    out: a JSON file of the numbers; None writes none.  overwrite: it may be replaced.
+    """
+
+    path: str = ""
+    response_key: str = "responses"
+    prompt_key: str = "prompt"
+    k: list[int] = field(default_factory=list)
+    max_response_length: int | None = None
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
+    out: str | None = None
+    overwrite: bool = False
+
+
+def evaluate_violations(config: EvaluateConfig) -> list[Violation]:
+    """Everything wrong in ``config`` that can be told without opening a file."""
+    found = reward_violations(config.reward)
+    if not config.path:
+        found.append(Violation("path", "", "is not set", "Write path=FILE.parquet, as mcore-rl generate writes it"))
+    wrong = [k for k in config.k if k < 1]
+    if wrong:
+        found.append(Violation("k", config.k, f"{wrong[0]} is no number of responses", "Write 1 or more, as k=[1,8]"))
+    if len(set(config.k)) < len(config.k):
+        found.append(Violation("k", config.k, "names a number twice", "Name it once"))
+    longest = config.max_response_length
+    if longest is not None and longest < 1:
+        found.append(Violation("max_response_length", longest, "must be positive", "Write 1 or more"))
+    if config.reward.overlong.enable and longest is None:
+        problem = "how long a response is too long follows from max_response_length, which is not set"
+        remedy = "Write max_response_length=TOKENS, as it was when they were generated, or enable=false"
+        found.append(Violation("reward.overlong.enable", True, problem, remedy))
+    return found

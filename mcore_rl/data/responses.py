@@ -1,0 +1,180 @@
+"""Generated responses in parquet: beside the columns of their prompts when they are written, with them when read.
+
+Invariant: a row keeps all its columns and its place; its responses are in the order in which they were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mcore_rl.data.rows import SourceFile, is_list, is_text, read_files
+from mcore_rl.errors import DataError
+from mcore_rl.tracking.atomic import replaced
+
+RESPONSES = "responses"
+NUM_TOKENS = "response_num_tokens"
+FINISH = "finish_reasons"
+LENGTH = "length"  # the finish of a response that was cut off at its limit
+GENERATED = (RESPONSES, NUM_TOKENS, FINISH)
+GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth} (docs/data.md)"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One response.  finish: ``stop``, ``length`` or ``abort``."""
+
+    text: str
+    num_tokens: int
+    finish: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseRow:
+    """A prompt's row with its responses.
+
+    num_tokens, truncated: of each response, 0 and False where the file does not say.  columns: as of a ``PromptRow``,
+    without the responses.
+    """
+
+    id: str
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    columns: dict[str, Any]
+    responses: tuple[str, ...]
+    num_tokens: tuple[int, ...]
+    truncated: tuple[bool, ...]
+
+
+def taken_columns(names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that ``write_responses`` would write over."""
+    return [name for name in names if name in GENERATED]
+
+
+def write_responses(path: Path, prompts: pa.Table, groups: Sequence[Sequence[Generated]]) -> None:
+    """``prompts`` with the columns ``responses``, ``response_num_tokens`` and ``finish_reasons``, one group a row.
+
+    The file appears when it is complete.
+    """
+    assert prompts.num_rows == len(groups) and not taken_columns(prompts.column_names)
+    columns = {
+        RESPONSES: pa.array([[each.text for each in group] for group in groups], type=pa.list_(pa.string())),
+        NUM_TOKENS: pa.array([[each.num_tokens for each in group] for group in groups], type=pa.list_(pa.int32())),
+        FINISH: pa.array([[each.finish for each in group] for group in groups], type=pa.list_(pa.string())),
+    }
+    for name, column in columns.items():
+        prompts = prompts.append_column(name, column)
+    with replaced(path) as new:
+        pq.write_table(prompts, new)
+
+
+class ResponseSet:
+    """Rows with their responses, in file order; made by ``load``.  has_lengths, has_finish: the file says it."""
+
+    def __init__(self, file: SourceFile, prompt_key: str, response_key: str) -> None:
+        self._file, self._prompt_key, self._response_key = file, prompt_key, response_key
+        self.has_lengths = NUM_TOKENS in file.table.column_names
+        self.has_finish = FINISH in file.table.column_names
+        self.counts: list[int] = []
+        self.data_sources: list[str] = []
+
+    @classmethod
+    def load(cls, path: str | Path, prompt_key: str, response_key: str) -> ResponseSet:
+        """The rows of ``path``, checked.
+
+        DataError, with every problem found: no such file or column, a column of another type, a row that has no
+        response, no data source, no ground truth, or another number of lengths than of responses.
+        """
+        problems: list[str] = []
+        files = read_files([path], problems, max_samples=None, seed=0)
+        for file in files:
+            problems += _type_problems(file, response_key)
+        if problems:
+            raise DataError("path", problems)
+        found = cls(files[0], prompt_key, response_key)
+        for start, records in found._file.batches():
+            for index, record in enumerate(records, start):
+                problem = found._check(record)
+                if problem:
+                    problems.append(f"{found._file.row_id(index)}: {problem}")
+        if not problems and not found.counts:
+            problems.append("the file has no rows. Name one with responses")
+        if problems:
+            raise DataError("path", problems)
+        return found
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[ResponseRow]:
+        for start, records in self._file.batches():
+            for index, record in enumerate(records, start):
+                assert record is not None, "load has seen this row"
+                yield self._row(self._file.row_id(index), record)
+
+    def _check(self, record: dict[str, Any] | None) -> str:
+        """What is wrong with a row, "" where nothing is; its number of responses and its data source are kept."""
+        if record is None:
+            return "has text that is no UTF-8. Write the file again from text decoded as what it is"
+        responses = _texts(record[self._response_key])
+        if not responses or None in responses:
+            return f"{self._response_key} is null or empty, or holds a null. Generate it again, or leave the row out"
+        if not record["data_source"]:
+            return "data_source is null or empty. Write the name of the data set"
+        if record["reward_model"] is None or record["reward_model"]["ground_truth"] is None:
+            return "reward_model has no ground_truth. Write the right answer, or leave the row out"
+        for name in (NUM_TOKENS, FINISH):
+            if name in record and len(record[name] or ()) != len(responses):
+                have = f"{len(record[name] or ())} entries for {len(responses)} responses"
+                return f"{name} has {have}. Generate it again, or drop the column"
+        self.counts.append(len(responses))
+        self.data_sources.append(record["data_source"])
+        return ""
+
+    def _row(self, name: str, record: dict[str, Any]) -> ResponseRow:
+        responses = _texts(record.pop(self._response_key))
+        lengths, finish = record.pop(NUM_TOKENS, None), record.pop(FINISH, None)
+        record.pop(RESPONSES, None)
+        record.pop(self._prompt_key, None)
+        return ResponseRow(
+            id=name,
+            data_source=record.pop("data_source"),
+            extra_info=record.pop("extra_info", None) or {},
+            ground_truth=record["reward_model"]["ground_truth"],
+            columns=record,
+            responses=tuple(responses),
+            num_tokens=tuple(lengths or [0] * len(responses)),
+            truncated=tuple(each == LENGTH for each in finish or [""] * len(responses)),
+        )
+
+
+def _texts(value: Any) -> list[Any]:
+    if isinstance(value, str):
+        return [value]
+    return list(value or ())
+
+
+def _type_problems(file: SourceFile, response_key: str) -> Iterator[str]:
+    """What makes every row of ``file`` unusable."""
+    types = {column.name: column.type for column in file.table.schema}
+    if response_key not in types:
+        has = f"it has {', '.join(types) or 'none'}"
+        yield f"{file.name}: no column {response_key}; {has}. Name the one with the responses as response_key"
+    elif not is_text(kind := types[response_key]) and not (is_list(kind) and is_text(kind.value_type)):
+        yield f"{file.name}: column {response_key} is {kind}, not a list of texts. Write it so"
+    if "data_source" not in types or not is_text(types["data_source"]):
+        yield f"{file.name}: no column data_source of text. {GROUND_TRUTH}"
+    reward_model = types.get("reward_model")
+    if reward_model is None:
+        yield f"{file.name}: no column reward_model. {GROUND_TRUTH}"
+    elif not pa.types.is_struct(reward_model) or reward_model.get_field_index("ground_truth") < 0:
+        yield f"{file.name}: column reward_model is {reward_model}, without a ground_truth. {GROUND_TRUTH}"
+    for name in (NUM_TOKENS, FINISH):
+        if name != response_key and name in types and not is_list(types[name]):
+            yield f"{file.name}: column {name} is {types[name]}, not a list. Write one entry a response, or drop it"

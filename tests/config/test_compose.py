@@ -1,0 +1,135 @@
+"""Overrides over yaml over dataclasses: what composes, and what is refused with the place and the nearest key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mcore_rl.config.compose import as_dict, as_yaml, compose
+from mcore_rl.config.engine import Precision
+from mcore_rl.config.roles import LossMode
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.trainer import Logger
+from mcore_rl.errors import ConfigError
+
+
+def refusal(*overrides: str, directory: Path | None = None, name: str | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        compose(RunConfig, "train", overrides, directory, name)
+    return str(error.value)
+
+
+def test_values_have_the_types_of_the_dataclasses() -> None:
+    run = compose(
+        RunConfig,
+        "train",
+        [
+            "actor.precision=float32",
+            "actor.optim.lr=1",
+            "actor.optim.betas=[0.8,0.99]",
+            "trainer.logger=[console,wandb]",
+            "data.train_files=[a b.parquet,'c=d.parquet']",
+            "+data.chat_template_kwargs.enable_thinking=false",
+            "algorithm=cispo",
+        ],
+    )
+    assert run.actor.precision is Precision.float32 and run.actor.loss_mode is LossMode.cispo
+    assert run.actor.optim.lr == 1.0 and isinstance(run.actor.optim.lr, float)
+    assert tuple(run.actor.optim.betas) == (0.8, 0.99)
+    assert run.trainer.logger == [Logger.console, Logger.wandb]
+    assert run.data.train_files == ["a b.parquet", "c=d.parquet"]
+    assert run.data.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_sft_has_a_schema_of_its_own() -> None:
+    config = compose(SftConfig, "sft", ["trainer.device=cpu", "trainer.experiment_name=x"])
+    assert config.actor.device is config.trainer.device
+    assert config.trainer.default_local_dir == "runs/x"
+    with pytest.raises(ConfigError, match=r"algorithm\.gamma=1: there is no such key"):
+        compose(SftConfig, "sft", ["algorithm.gamma=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("actor.optim.learning_rate=1", "actor.optim.learning_rate=1: there is no such key. Did you mean actor.optim"),
+        ("rollout.nn=5", "rollout.nn=5: there is no such key. Did you mean rollout.n"),
+        ("+rollout.nn=5", "rollout.nn=5: there is no such key. Did you mean rollout.n"),
+        (
+            "data.chat_template_kwargs.enable_thinking=false",
+            "data.chat_template_kwargs.enable_thinking=false: is not there yet. "
+            "Write +data.chat_template_kwargs.enable_thinking=false",
+        ),
+        ("+rollout.n=3", "rollout.n=3: there is such a key already. Write rollout.n=3, without the +"),
+        ("+zebra.stripes=5", "zebra.stripes=5: there is no such key"),
+        ("rollout.n=many", "rollout.n=many: Value 'many' of type 'str' could not be converted to Integer"),
+        ("rollout.n=2.5", "rollout.n=2.5: Value '2.5' of type 'float' could not be converted to Integer"),
+        ("rollout.n=null", "rollout.n=null: "),
+        ("actor.precision=float12", "actor.precision=float12: Invalid value 'float12', expected one of [float32"),
+        ("data.train_files=a.parquet", "data.train_files=a.parquet: "),
+        ("trainer.logger=[console,disk]", "trainer.logger=[console,disk]: Invalid value 'disk'"),
+        ("actor=5", "actor=5: "),
+        ("algorithm=grop", "algorithm=grop: there is no such yaml file. Choose one of cispo, dapo"),
+        ("rollout.n", "rollout.n=: is no override. Write key=value"),
+        ("data.train_files=[a", "data.train_files=[a: "),
+        ("trainer.default_local_dir=${nothing.there}", "trainer.default_local_dir=${nothing.there}: "),
+    ],
+)
+def test_an_override_that_cannot_be_is_named(override: str, said: str) -> None:
+    found = refusal("model.path=m", override)
+    assert found.startswith("1 problem in the configuration:\n"), found
+    assert f"  - {said}" in found, found
+    assert len(found.splitlines()) == 2, found
+
+
+def test_all_overrides_that_cannot_be_are_named_at_once() -> None:
+    found = refusal("rollout.n=many", "model.path=m", "actor.speed=1", "algorithm=grop")
+    assert found.startswith("3 problems")
+    assert all(said in found for said in ("rollout.n=many", "actor.speed=1", "algorithm=grop"))
+
+
+def test_files_of_the_users_may_begin_with_ours(tmp_path: Path) -> None:
+    recipe = {"defaults": ["train", "_self_"], "rollout": {"n": 6}, "trainer": {"experiment_name": "mine"}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "own.yaml").write_text("# @package _global_\nactor:\n  clip_ratio: 0.5\n")
+    run = compose(RunConfig, "train", ["algorithm=own", "data.seed=9"], tmp_path, "mine")
+    assert (run.rollout.n, run.actor.clip_ratio, run.data.seed) == (6, 0.5, 9)
+    assert run.trainer.default_local_dir == "runs/mine"
+    (tmp_path / "train.yaml").write_text("defaults: [train_schema, algorithm: rloo, _self_]\nrollout: {n: 7}\n")
+    run = compose(RunConfig, "train", [], tmp_path)
+    assert run.rollout.n == 7 and run.algorithm.use_kl_in_reward, "without a name it begins with the program's"
+
+
+def test_a_mistake_in_a_file_of_the_users_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nrollout:\n  m: 6\n")
+    found = refusal("data.seed=9", directory=tmp_path, name="mine")
+    assert "Key 'm' not in 'RolloutConfig'" in found and "mine.yaml" in found and "data.seed" not in found
+    (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nrollout:\n  n: six\n")
+    found = refusal(directory=tmp_path, name="mine")
+    assert "six" in found and "Integer" in found and "mine.yaml" in found
+    (tmp_path / "mine.yaml").write_text("rollout: [\n")
+    assert "mine.yaml" in refusal(directory=tmp_path, name="mine")
+
+
+def test_a_file_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [train]\n")
+    assert "--config-name=yours: there is no yours.yaml" in refusal(directory=tmp_path, name="yours")
+    assert "Choose one of those there: mine" in refusal(directory=tmp_path, name="yours")
+    assert "there is no train.yaml in" in refusal(directory=tmp_path / "nowhere")
+    assert "yours" in refusal(name="yours")
+
+
+def test_the_yaml_composes_to_what_it_is_of(tmp_path: Path) -> None:
+    run = compose(RunConfig, "train", ["algorithm=dapo", "rollout.stop=['\n']", "critic.path=c"])
+    (tmp_path / "again.yaml").write_text("defaults: [train_schema, _self_]\n" + as_yaml(run))
+    assert compose(RunConfig, "train", [], tmp_path, "again") == run
+
+
+def test_plain_values_hold_no_enums() -> None:
+    values = as_dict(compose(RunConfig, "train", ["actor.precision=float32", "trainer.logger=[wandb]"]))
+    assert values["actor"]["precision"] == "float32" and values["trainer"]["logger"] == ["wandb"]
+    assert yaml.safe_load(yaml.safe_dump(values)) == values | {"actor": values["actor"]}

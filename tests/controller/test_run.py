@@ -1,0 +1,205 @@
+"""Real runs, from configuration to weights: what a step must say of itself, resuming bit for bit, and deaths.
+
+Two starts for all of it: a run of three steps, of which the engine is killed at the end, and one that goes on from the
+second step's checkpoint, of which a training worker is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_rl.config.compose import compose
+from mcore_rl.config.run import RunConfig
+from mcore_rl.controller.checkpoints import complete_checkpoints
+from mcore_rl.controller.loop import train
+from mcore_rl.controller.run import Run
+from mcore_rl.controller.start import open_run
+from mcore_rl.errors import DeadEngineError, WorkerError
+from tests.support.run_task import holders_of, is_in, nothing_left, overrides, write_task
+
+STEPS, SAVED = 3, 2
+SPEED = ("time/", "perf/")  # metrics that no two runs share
+# Of how vLLM happened to batch requests: rounding, of which nothing that is trained depends.
+AGREEMENT = ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl")
+ALWAYS = {
+    "reward/mean", "reward/std", "reward/min", "reward/max",
+    "response/length_mean", "response/length_min", "response/length_max", "response/clip_share",
+    "prompt/length_mean", "prompt/length_max",
+    "dropped/groups", "dropped/generation_batches", "dropped/grader_errors",
+    "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl",
+    "advantage/mean", "advantage/std", "advantage/min", "advantage/max",
+    "kl/reward", "kl/loss", "kl/coef",
+    "actor/loss", "actor/entropy", "actor/kl_k1", "actor/kl_k3", "actor/ratio_first", "actor/grad_norm", "actor/lr",
+    "actor/skipped_updates", "actor/clip_fraction_low", "actor/clip_fraction_high", "actor/clip_fraction_dual",
+    "router/load_max", "router/load_min", "router/load_entropy",
+    "perf/generated_tokens_per_s", "perf/trained_tokens_per_s", "perf/memory_host_gib", "perf/balance",
+    "perf/overhead_share", "progress/epoch",
+    "time/step", "time/generate", "time/sync", "time/logprobs", "time/reference", "time/advantages",
+    "time/update_actor",
+}  # fmt: skip
+
+
+@dataclass
+class Observed:
+    """Of one run.  checksums: of the actor's ranks, at the end.  death: what was raised when a process was killed."""
+
+    directory: Path
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    checksums: list[int] = field(default_factory=list)
+    death: BaseException | None = None
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        return pq.read_table(self.directory / "rollouts" / f"step_{step}.parquet").to_pylist()
+
+    def read(self) -> None:
+        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        self.metrics = {line.pop("step"): line for line in map(json.loads, lines)}
+
+
+def config(task: Path, directory: Path) -> RunConfig:
+    steps = [f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={SAVED}"]
+    return compose(RunConfig, "train", overrides(task, directory, *steps, f"trainer.test_freq={STEPS}"))
+
+
+async def kill_the_engine(run: Run) -> None:
+    """And ask it for samples."""
+    for each in holders_of(run.directory / "logs" / "engine-0.log"):
+        each.kill()
+    with pytest.raises(DeadEngineError):
+        await run.handover.to_rollout(STEPS)
+    await run.drawing.step(STEPS + 1, run.next_rows, run.reporting("drawing"))
+
+
+async def kill_a_worker(run: Run) -> None:
+    """While it waits, in a step, for its peer, which cannot come because it is stopped."""
+    logs = [run.directory / "logs" / f"actor-rank-{rank}.log" for rank in range(2)]
+    peer, killed = (holder for log in logs for holder in holders_of(log))
+    peer.send_signal(signal.SIGSTOP)
+    step = asyncio.ensure_future(run.actor.all("save_hf", run.directory / "never", Path(run.config.model.path)))
+    try:
+        await is_in(logs[1], "save_hf")
+        killed.kill()
+        await step
+    finally:
+        if peer.is_running():
+            peer.send_signal(signal.SIGCONT)
+
+
+async def observe(found: Observed, settings: RunConfig, kill: Any) -> None:
+    async with open_run(settings) as run:
+        await train(run)
+        await run.handover.to_training(for_a_moment=True)
+        found.checksums = await run.actor.all("checksum")
+        await kill(run)
+
+
+def run(task: Path, directory: Path, kill: Any) -> Observed:
+    found = Observed(directory)
+    with nothing_left():
+        try:
+            asyncio.run(observe(found, config(task, directory), kill))
+        except (DeadEngineError, WorkerError) as error:
+            found.death = error
+    found.read()
+    return found
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    return run(task, tmp_path_factory.mktemp("whole"), kill_the_engine)
+
+
+@pytest.fixture(scope="module")
+def resumed(task: Path, whole: Observed, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    """From the checkpoint of ``whole``; steps are only counted on where the directory is told of them."""
+    directory = tmp_path_factory.mktemp("resumed")
+    shutil.copytree(whole.directory / "checkpoints" / f"step_{SAVED}", directory / "checkpoints" / f"step_{SAVED}")
+    return run(task, directory, kill_a_worker)
+
+
+def test_every_step_says_all_there_is_to_say(whole: Observed) -> None:
+    assert list(whole.metrics) == [1, 2, 3]
+    for step, metrics in whole.metrics.items():
+        assert ALWAYS <= metrics.keys(), step
+        extra = metrics.keys() - ALWAYS - {"router/z_loss", "router/aux_loss"}
+        validated = {f"val/arithmetic/{name}" for name in ("reward", "response_length", "clip_share", "prompts")}
+        assert extra == (validated | {"time/validate"} if step == STEPS else set()) | (
+            {"time/save"} if step == STEPS else set()
+        )
+
+
+def test_the_first_minibatch_is_on_policy(whole: Observed) -> None:
+    for metrics in whole.metrics.values():
+        assert metrics["actor/ratio_first"] == pytest.approx(1.0, abs=1e-6)
+        assert metrics["actor/kl_k3"] > 0, "the second is not"
+
+
+def test_sampler_and_trainer_agree(whole: Observed) -> None:
+    # Two implementations in float32, a vocabulary of 400 and two layers: a few units of 1e-6; a wrong weight makes 0.1.
+    for metrics in whole.metrics.values():
+        assert metrics["rollout/logprob_diff_max"] < 1e-4
+
+
+def test_the_policy_begins_at_the_reference_and_leaves_it(whole: Observed) -> None:
+    assert whole.metrics[1]["kl/reward"] == 0.0
+    assert whole.metrics[2]["kl/reward"] != 0.0
+    assert whole.metrics[3]["kl/loss"] > 0
+
+
+def test_rewards_are_those_of_the_texts(whole: Observed) -> None:
+    for step, metrics in whole.metrics.items():
+        rows = whole.rollouts(step)
+        assert len(rows) == 32 and len({row["prompt_id"] for row in rows}) == 8
+        expected = [sum(map(ord, row["response"])) % 5 / 4 for row in rows]
+        assert [row["score"] for row in rows] == expected
+        assert metrics["reward/mean"] == pytest.approx(sum(expected) / 32)
+        assert metrics["reward/std"] > 0 and metrics["actor/grad_norm"] > 0
+
+
+def test_no_prompt_comes_twice_in_an_epoch(whole: Observed) -> None:
+    seen = [row["prompt_id"] for step in (1, 2, 3) for row in whole.rollouts(step) if row["sample"] == 0]
+    assert len(set(seen)) == len(seen) == 24
+    assert whole.metrics[3]["progress/epoch"] == pytest.approx(24 / 40)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(whole: Observed, resumed: Observed) -> None:
+    assert list(resumed.metrics) == [STEPS], "the steps before are another directory's"
+    assert resumed.rollouts(STEPS) == whole.rollouts(STEPS)
+    ours, theirs = (
+        {key: value for key, value in each.metrics[STEPS].items() if not key.startswith(SPEED) and key not in AGREEMENT}
+        for each in (resumed, whole)
+    )
+    assert ours == theirs
+    assert resumed.checksums == whole.checksums
+    assert len(whole.checksums) == 2
+
+
+def test_checkpoints_are_saved_when_they_are_due(whole: Observed) -> None:
+    assert [path.name for path in complete_checkpoints(whole.directory)] == [f"step_{SAVED}", f"step_{STEPS}"]
+
+
+def test_a_killed_engine_ends_the_run_with_its_name(whole: Observed) -> None:
+    assert isinstance(whole.death, DeadEngineError)
+    assert "engine 0" in str(whole.death)
+
+
+def test_a_killed_worker_ends_the_run_with_its_rank_and_phase(resumed: Observed) -> None:
+    assert isinstance(resumed.death, WorkerError)
+    assert str(resumed.death).startswith("actor rank 1 (dp1 pp0 tp0 cp0 ep1) failed on ")
+    head = str(resumed.death).splitlines()[0]
+    assert " in save_hf" in head and "its process died" in head
+    assert "actor rank 0 (dp0 pp0 tp0 cp0 ep0): stopped in" in str(resumed.death)

@@ -1,0 +1,109 @@
+"""Responses in parquet: what is written is read, with every column in its place; every broken row is named at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_rl.data.responses import Generated, ResponseSet, taken_columns, write_responses
+from mcore_rl.errors import DataError
+from tests.support.prompt_files import not_utf8, row, write
+
+
+def answered(*responses: str, **columns: Any) -> dict[str, Any]:
+    return row(responses=list(responses)) | columns
+
+
+def refusal(path: Path, response_key: str = "responses") -> list[str]:
+    with pytest.raises(DataError) as caught:
+        ResponseSet.load(path, "prompt", response_key)
+    assert str(caught.value).startswith("path: ")
+    return list(caught.value.problems)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    prompts = pa.Table.from_pylist([row(answer=str(n), level=n) for n in range(3)])
+    groups = [[Generated(f"{n}{i}", 10 * n + i, ("stop", "length")[i]) for i in range(2)] for n in range(3)]
+    path = tmp_path / "new" / "made.parquet"
+    write_responses(path, prompts, groups)
+
+    assert [file.name for file in path.parent.iterdir()] == ["made.parquet"]
+    table = pq.read_table(path)
+    assert table.select(prompts.column_names).equals(prompts)  # all columns, values, types and their order
+    assert table.column_names[-3:] == ["responses", "response_num_tokens", "finish_reasons"]
+    assert taken_columns(table.column_names) == table.column_names[-3:]
+
+    found = ResponseSet.load(path, "prompt", "responses")
+    assert (len(found), found.counts, found.data_sources, found.has_lengths) == (3, [2, 2, 2], ["sums"] * 3, True)
+    assert found.has_finish
+    for n, each in enumerate(found):
+        assert each.id == f"made.parquet:{n}"
+        assert (each.data_source, each.ground_truth, each.extra_info) == ("sums", str(n), {"index": 0})
+        assert each.columns == {
+            "ability": "math", "reward_model": {"style": "rule", "ground_truth": str(n)}, "level": n
+        }  # fmt: skip
+        assert (each.responses, each.num_tokens) == ((f"{n}0", f"{n}1"), (10 * n, 10 * n + 1))
+        assert each.truncated == (False, True)
+
+
+def test_files_of_others_need_the_responses_alone(tmp_path: Path) -> None:
+    """One text instead of a list, another column, numbers that differ from row to row, no lengths."""
+    path = write(tmp_path / "gold.parquet", [row(solution="so 5", extra_info=None), row(solution="")])
+    one = ResponseSet.load(path, "prompt", "solution")
+    assert [each.responses for each in one] == [("so 5",), ("",)] and not one.has_lengths and not one.has_finish
+    assert [each.num_tokens for each in one] == [(0,), (0,)] and [each.truncated for each in one] == [(False,)] * 2
+    assert next(iter(one)).extra_info == {}
+    both = write(tmp_path / "both.parquet", [answered("a", solution="so 5")])
+    assert next(iter(ResponseSet.load(both, "prompt", "solution"))).columns.keys() == {"ability", "reward_model"}
+    ragged = ResponseSet.load(write(tmp_path / "r.parquet", [answered("a"), answered("a", "b")]), "prompt", "responses")
+    assert ragged.counts == [1, 2]
+
+
+def test_every_broken_row_is_named(tmp_path: Path) -> None:
+    rows = [
+        answered("a"),
+        answered(),
+        answered("a") | {"responses": None},
+        answered("a") | {"responses": ["a", None]},
+        answered("a", data_source=""),
+        answered("a", reward_model={"style": "rule", "ground_truth": None}),
+        answered("a", response_num_tokens=[1, 2]),
+    ]
+    for each in rows:
+        each.setdefault("response_num_tokens", [1] * len(each["responses"] or []))
+    found = refusal(write(tmp_path / "r.parquet", rows))
+    assert [problem.split(" ", 2)[:2] for problem in found] == [
+        ["r.parquet:1:", "responses"],
+        ["r.parquet:2:", "responses"],
+        ["r.parquet:3:", "responses"],
+        ["r.parquet:4:", "data_source"],
+        ["r.parquet:5:", "reward_model"],
+        ["r.parquet:6:", "response_num_tokens"],
+    ]
+    assert "2 entries for 1 responses" in found[-1]
+
+
+def test_files_that_are_not_it_are_refused(tmp_path: Path) -> None:
+    assert "there is no such file" in refusal(tmp_path / "none.parquet")[0]
+    plain = write(tmp_path / "plain.parquet", [row()])
+    assert refusal(plain)[0].startswith("plain.parquet: no column responses; it has data_source, prompt")
+    assert all("not a list of texts" in refusal(plain, key)[0] for key in ("prompt", "extra_info"))
+    bare = refusal(write(tmp_path / "bare.parquet", [{"responses": ["a"], "finish_reasons": "stop"}]))
+    assert [problem.split(".parquet: ")[1].split(". ")[0] for problem in bare] == [
+        "no column data_source of text", "no column reward_model", "column finish_reasons is string, not a list"
+    ]  # fmt: skip
+    other = write(tmp_path / "other.parquet", [answered("a", reward_model="5")])
+    assert "column reward_model is string, without a ground_truth" in refusal(other)[0]
+    empty = write(tmp_path / "empty.parquet", [], pa.Table.from_pylist([answered("a")]).schema)
+    assert refusal(empty) == ["the file has no rows. Name one with responses"]
+
+
+def test_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([answered("a"), answered("b")])
+    table = table.append_column("note", not_utf8([b"fine", b"\xff"]))
+    pq.write_table(table, tmp_path / "r.parquet")
+    assert refusal(tmp_path / "r.parquet")[0].startswith("r.parquet:1: has text that is no UTF-8")

@@ -1,0 +1,123 @@
+"""Each kind of algorithm lifts a tiny model on held-out prompts of a task that nobody told it; a wrong sign does not.
+
+The whole stack: Ray, two Megatron processes with the experts split over them, a critic of two stages, vLLM.  The task
+is dense, so that ten steps are enough: the reward is the share of words that begin with a letter of the alphabet's
+second half.  One start for all: each case gets the first weights again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.compose import compose
+from mcore_rl.config.run import RunConfig
+from mcore_rl.controller.drawing import Drawing
+from mcore_rl.controller.loop import train
+from mcore_rl.controller.preparation import complete, prepare
+from mcore_rl.controller.run import REFERENCE, Run
+from mcore_rl.controller.start import open_run
+from mcore_rl.parallel.device import detect
+from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.tracking.jsonl import read_metrics
+from mcore_rl.tracking.sinks import Tracker
+from tests.support import run_task
+from tests.support.flipped import Flipped
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    words = [word for word in solution_str.split() if word[0].isalpha()]
+    return sum(word[0].lower() >= "n" for word in words) / max(1, len(words))
+"""
+STEPS = 10
+LIFT = 0.2
+SETTINGS = (
+    f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={STEPS}", "trainer.save_freq=0",
+    "trainer.val_before_train=true", "actor.optim.lr=3e-3", "critic.optim.lr=3e-3", "critic.parallel.pp=2",
+    "data.train_batch_size=16", "actor.ppo_mini_batch_size=8", "rollout.ignore_eos=true", "actor.use_kl_loss=false",
+    "rollout.val_kwargs.temperature=1.0", "rollout.val_kwargs.n=8",
+)  # fmt: skip
+CASES = {
+    "ppo": ("algorithm=ppo", "rollout.n=8"),
+    "grpo": ("algorithm=grpo", "rollout.n=8"),
+    "rloo": ("algorithm=rloo", "rollout.n=8"),
+    "reinforce_plus_plus": ("algorithm=reinforce_plus_plus", "rollout.n=8"),
+    "gspo": ("algorithm=gspo", "rollout.n=8", "actor.clip_ratio_low=0.2", "actor.clip_ratio_high=0.2"),
+}
+
+
+class Course:
+    """One start of all processes, gone through by one algorithm after the other from the same first weights."""
+
+    def __init__(self, started: Run, task: Path, folder: Path) -> None:
+        self.started, self.task, self.folder = started, task, folder
+
+    async def take(self, name: str, overrides: Sequence[str], *, flipped: bool = False) -> tuple[float, float]:
+        """Mean reward of responses to the held-out prompts before the first step, and after the last."""
+        started = self.started
+        config = complete(configuration(self.task, self.folder / name, *overrides))
+        platform = detect(config.trainer.device)
+        prepared = prepare(config, platform)
+        critic = started.critic if config.needs_critic else None
+        await started.handover.to_training()
+        for group in roles(started):
+            await group.all("load_state", self.folder / group.role)
+        await started.actor.all("take_snapshot", REFERENCE)
+        drawing = Drawing(started.drawing.engine, started.drawing.scorer, config)
+        values = {"algorithm": name}
+        with Tracker.open(self.folder / name, config.trainer, values, STEPS) as tracker:
+            run = Run(config, platform, tracker, prepared, started.actor, critic, drawing, started.handover)
+            if flipped:
+                run.actor_loss = Flipped(config.actor)
+            await train(run)
+        rows = read_metrics(self.folder / name / "metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(STEPS + 1))
+        return rows[0]["val/arithmetic/reward"], rows[-1]["val/arithmetic/reward"]
+
+
+def configuration(task: Path, directory: Path, *overrides: str) -> RunConfig:
+    return compose(RunConfig, "train", run_task.overrides(task, directory, *SETTINGS, *overrides))
+
+
+def roles(run: Run) -> list[WorkerGroup]:
+    assert run.critic is not None
+    return [run.actor, run.critic]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, float]]:
+    """(before, after) of every case, and of GRPO with the wrong sign."""
+    folder = tmp_path_factory.mktemp("learning")
+    task = run_task.write_task(folder / "task")
+    (task / "reward.py").write_text(REWARD)
+
+    async def all_of_them() -> dict[str, tuple[float, float]]:
+        async with open_run(configuration(task, folder / "first", *CASES["ppo"])) as started:
+            for group in roles(started):
+                (folder / group.role).mkdir()
+                await group.all("save_state", folder / group.role)
+            course = Course(started, task, folder)
+            found = {name: await course.take(name, overrides) for name, overrides in CASES.items()}
+            found["flipped"] = await course.take("flipped", CASES["grpo"], flipped=True)
+            return found
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CASES)
+def test_learns(outcomes: dict[str, tuple[float, float]], name: str) -> None:
+    before, after = outcomes[name]
+    assert after > before + LIFT, outcomes
+
+
+def test_all_begin_alike(outcomes: dict[str, tuple[float, float]]) -> None:
+    assert len({before for before, _ in outcomes.values()}) == 1, "the same weights, seeds and prompts"
+
+
+def test_a_wrong_sign_unlearns(outcomes: dict[str, tuple[float, float]]) -> None:
+    before, after = outcomes["flipped"]
+    assert after < before, outcomes

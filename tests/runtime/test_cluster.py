@@ -1,0 +1,27 @@
+"""Ray is started with what was asked for, and stopped by whoever started it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ray
+
+from mcore_rl.config.trainer import RayInitConfig
+from mcore_rl.runtime.cluster import ray_cluster, this_host
+
+
+def nothing() -> None: ...
+
+
+def test_a_cluster_of_our_own_ends_with_the_block_and_leaves_its_timeline(tmp_path: Path) -> None:
+    timeline = tmp_path / "deep" / "timeline.json"
+    with ray_cluster(RayInitConfig(num_cpus=3, timeline_json_file=str(timeline))):
+        assert ray.cluster_resources()["CPU"] == 3
+        assert this_host().count(".") == 3
+        assert ray.get(ray.remote(nothing).remote()) is None
+        with ray_cluster(RayInitConfig(num_cpus=5)):  # where one is there already, it is used
+            assert ray.cluster_resources()["CPU"] == 3
+        assert ray.is_initialized(), "and stays"
+    assert not ray.is_initialized()
+    assert isinstance(json.loads(timeline.read_text()), list)

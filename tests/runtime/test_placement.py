@@ -1,0 +1,111 @@
+"""Where processes stand: Ray is told of accelerators that are not there, which is all that placing needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import ray
+from ray.util import placement_group_table
+
+from mcore_rl.config.engine import Device
+from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.config.trainer import Placement, TrainerConfig
+from mcore_rl.errors import ConfigError
+from mcore_rl.parallel.device import Platform, detect
+from mcore_rl.runtime import placement
+from mcore_rl.runtime.placement import Bundle, place, placement_violations
+from tests.support.answerers import Scripted
+
+CPU = detect(Device.cpu)
+
+
+class Accelerated:
+    """As far as placing is concerned."""
+
+    is_accelerator = True
+
+
+ACCELERATOR: Platform = Accelerated()  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def seats(bundles: tuple[Bundle, ...]) -> list[tuple[str, int]]:
+    return [(bundle.group.id.hex(), bundle.index) for bundle in bundles]
+
+
+def sizes(bundle: Bundle) -> dict[str, float]:
+    table = placement_group_table(bundle.group)
+    return {key: value for key, value in table["bundles"][bundle.index].items() if value}
+
+
+def test_colocated_engines_take_turns_with_the_ranks_they_stand_on(cluster: None) -> None:
+    trainer = TrainerConfig(n_gpus_per_node=4)
+    places = asyncio.run(place(trainer, RolloutLayout(tp=2, dp=2), ACCELERATOR))
+    train, rollout = seats(places.train), seats(places.rollout)
+    assert len(set(train)) == 4 and [index for _, index in train] == [0, 1, 2, 3]
+    assert rollout == [train[0], train[2]]
+    assert sizes(places.train[3]) == {"CPU": 1.0, "GPU": 1.0}
+    assert 0 < places.share <= 1 / 3, "three roles share a device"
+    places.close()
+
+
+def test_separate_engines_have_devices_of_their_own(cluster: None) -> None:
+    trainer = TrainerConfig(n_gpus_per_node=2, placement=Placement.separate)
+    places = asyncio.run(place(trainer, RolloutLayout(tp=2), ACCELERATOR))
+    assert not set(seats(places.train)) & set(seats(places.rollout))
+    assert sizes(places.rollout[0]) == {"CPU": 2.0, "GPU": 2.0}
+    places.close()
+
+
+def test_what_was_reserved_is_given_back(cluster: None) -> None:
+    for _ in range(3):  # each of them takes all there is
+        asyncio.run(place(TrainerConfig(n_gpus_per_node=4), RolloutLayout(), ACCELERATOR)).close()
+
+
+def test_on_cpu_all_share_the_cores(cluster: None) -> None:
+    trainer = TrainerConfig(n_gpus_per_node=3)
+    places = asyncio.run(place(trainer, RolloutLayout(dp=4), CPU))
+    assert len(places.train) == 3
+    assert seats(places.rollout) == [seats(places.train)[rank] for rank in (0, 1, 2, 0)]
+    actor = ray.remote(Scripted).options(**places.train[1].options({"num_cpus": 0})).remote("here")
+    assert asyncio.run(_first(actor.call.remote("version"))) == 7
+    ray.kill(actor)
+    places.close()
+
+
+async def _first(reference: object) -> object:
+    return await reference  # type: ignore[misc]
+
+
+def test_more_than_there_is_is_refused_in_time(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "WAIT_S", 0.5)
+    with pytest.raises(ConfigError) as error:
+        asyncio.run(place(TrainerConfig(n_gpus_per_node=5), RolloutLayout(), ACCELERATOR))
+    said = str(error.value)
+    assert "trainer.nnodes" in said and "1 nodes of 5 accelerators each were not free within 0.5 s" in said
+    assert "the cluster has" in said and "4 GPU" in said and "8 CPU" in said
+    asyncio.run(place(TrainerConfig(n_gpus_per_node=4), RolloutLayout(), ACCELERATOR)).close()  # nothing is held
+
+
+def test_engines_that_do_not_fit_on_the_trainer_s_devices_are_refused() -> None:
+    trainer = TrainerConfig(n_gpus_per_node=4)
+    (wide,) = placement_violations(trainer, RolloutLayout(tp=2, dp=3), ACCELERATOR)
+    assert str(wide) == (
+        "rollout.dp=3: with rollout.tp=2 needs 6 devices of the trainer's 4. "
+        "Write rollout.dp=2, or trainer.placement=separate"
+    )
+    (odd,) = placement_violations(trainer, RolloutLayout(tp=3), ACCELERATOR)
+    assert odd.key == "rollout.tp" and "does not divide trainer.n_gpus_per_node=4" in str(odd)
+    fits = RolloutLayout(tp=2, dp=2)
+    assert placement_violations(trainer, fits, ACCELERATOR) == []
+    assert placement_violations(replace(trainer, placement=Placement.separate), RolloutLayout(dp=9), ACCELERATOR) == []
+    assert placement_violations(trainer, RolloutLayout(tp=2, dp=3), CPU) == []

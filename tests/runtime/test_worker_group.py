@@ -1,0 +1,179 @@
+"""Real Ray actors called together: who gets what, and that a failure is told by its first cause, soon."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from ray.exceptions import OutOfMemoryError
+from torch.distributed import TCPStore
+
+from mcore_rl.config.parallel import parse_layout
+from mcore_rl.errors import ConfigError, WorkerError
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.runtime.answers import last_phase, phase_file
+from mcore_rl.runtime.worker_group import WorkerGroup
+from tests.support.answerers import VIOLATION, Talker
+from tests.support.run_task import still_alive
+
+SOON_S = 60.0  # far more than it takes on a busy machine, far less than the workers would wait
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def start(role: str, layout: str, world_size: int, folder: Path) -> WorkerGroup:
+    shape = Layout.of(parse_layout(layout), world_size)
+    logs = [folder / f"{role}-{rank}.log" for rank in range(world_size)]
+    environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+    actor = ray.remote(Talker).options(num_cpus=0, runtime_env=environment)
+    workers = [actor.remote(rank, log) for rank, log in enumerate(logs)]
+    return WorkerGroup(role, workers, shape, [f"node{rank // 2}" for rank in range(world_size)], logs)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, pair: WorkerGroup) -> Iterator[WorkerGroup]:
+    """tp=2, dp=2; they outlive what fails in them.  pair: started first, so that all start at once."""
+    group = start("talker", "tp=2", 4, tmp_path_factory.mktemp("four"))
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    """dp=2; one of them is killed."""
+    group = start("mourner", "", 2, tmp_path_factory.mktemp("pair"))
+    yield group
+    group.close()
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    """Lets go of who waits, at the end."""
+    made = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield made
+    made.set("let go", b"")
+
+
+def failure(group: WorkerGroup, kinds: dict[int, str], store: TCPStore) -> WorkerError:
+    with pytest.raises(WorkerError) as error:
+        asyncio.run(group.all("fails", kinds, store.port))
+    return error.value
+
+
+def test_all_answer_in_the_order_of_the_ranks(four: WorkerGroup) -> None:
+    assert asyncio.run(four.all("told", "a", 2)) == [(rank, ("a", 2)) for rank in range(4)]
+    assert asyncio.run(four.one(2, "told", "alone")) == (2, ("alone",))
+
+
+def test_each_data_parallel_rank_gets_its_shard_and_its_leader_answers(four: WorkerGroup) -> None:
+    # tp is the fastest axis: ranks 0 and 1 are dp 0, ranks 2 and 3 are dp 1.
+    places = four.put(["left", "right"])
+    assert asyncio.run(four.map("told", places, 5)) == [(0, ("left", 5)), (2, ("right", 5))]
+    assert asyncio.run(four.map("told", places, 6)) == [(0, ("left", 6)), (2, ("right", 6))]
+
+
+def test_peers_read_one_copy_where_it_lies(four: WorkerGroup) -> None:
+    calls: dict[int, tuple[Any, ...]] = {}
+
+    class Recording:
+        def __init__(self, rank: int) -> None:
+            self.call, self.rank = self, rank
+
+        def remote(self, method: str, *references: Any) -> Awaitable[Any]:
+            calls[self.rank] = references
+            return four._workers[self.rank].call.remote(method, *references)
+
+    recorded = WorkerGroup("talker", [Recording(rank) for rank in range(4)], four.layout, four.hosts, four._logs)
+    places = recorded.put([np.zeros(1 << 18), np.ones(1 << 18)])
+    assert asyncio.run(recorded.map("is_shared", places)) == [True, True]
+    left, right = places
+    assert calls == {0: (left,), 1: (left,), 2: (right,), 3: (right,)}
+    with pytest.raises(AssertionError, match="3 shards for dp=2"):
+        recorded.put([1, 2, 3])
+
+
+def test_what_a_worker_prints_is_in_its_log(four: WorkerGroup) -> None:
+    asyncio.run(four.one(1, "says", "hello from one"))
+    assert "hello from one" in four._logs[1].read_text()
+    assert "hello" not in four._logs[0].read_text()
+
+
+def test_an_error_is_named_at_once_though_its_peers_wait(four: WorkerGroup, store: TCPStore) -> None:
+    began = time.monotonic()
+    said = str(failure(four, {3: "raises", 1: "returns"}, store))
+    assert time.monotonic() - began < SOON_S
+    head = "talker rank 3 (dp1 pp0 tp1 cp0 ep0) failed on node1 in fails > forward, microbatch 3: ValueError: no such"
+    assert said.startswith(head)
+    assert "talker rank 1 (dp0 pp0 tp1 cp0 ep0): had finished" in said
+    assert "talker rank 0 (dp0 pp0 tp0 cp0 ep0): stopped in fails > backward" in said
+    assert "Traceback of rank 3:" in said and 'raise ValueError("no such expert")' in said
+    assert said.endswith(f"Its output is in {four._logs[3]}")
+
+
+def test_an_error_for_the_user_is_raised_as_it_is(four: WorkerGroup, store: TCPStore) -> None:
+    with pytest.raises(ConfigError) as error:
+        asyncio.run(four.all("fails", {2: "refuses"}, store.port))
+    assert error.value.violations == (VIOLATION,)
+    assert error.value.__notes__ == [
+        "Raised by talker rank 2 (dp1 pp0 tp0 cp0 ep0) on node1 in fails > forward, microbatch 3"
+    ]
+
+
+def test_who_lost_its_peers_is_not_the_cause(four: WorkerGroup, store: TCPStore) -> None:
+    said = str(failure(four, {0: "loses its peers", 1: "loses its peers", 2: "exits", 3: "loses its peers"}, store))
+    assert said.startswith("talker rank 2 (dp1 pp0 tp0 cp0 ep0) failed on node1 in fails > forward, microbatch 3: Syst")
+    assert "talker rank 0 (dp0 pp0 tp0 cp0 ep0): stopped in fails > forward, microbatch 3, its peers gone" in said
+
+
+def test_where_all_lost_their_peers_the_message_says_so(four: WorkerGroup, store: TCPStore) -> None:
+    said = str(failure(four, {0: "loses its peers"}, store))
+    assert "no rank reported a cause of its own" in said
+    assert "talker rank 3 (dp1 pp0 tp1 cp0 ep0): stopped in fails > backward" in said
+
+
+def test_a_killed_worker_is_named_with_what_it_was_doing(pair: WorkerGroup, store: TCPStore) -> None:
+    asyncio.run(pair.all("join", store.port, 2))
+    processes = [psutil.Process(pid) for pid in asyncio.run(pair.all("pid"))]
+    for attempt in range(2):  # also when it is dead already
+        with pytest.raises(WorkerError) as error:
+            asyncio.run(pair.all("dies", 1))
+        said = str(error.value)
+        assert said.startswith("mourner rank 1 (dp1 pp0 tp0 cp0 ep0) failed on node0 in dies > forward, microbatch 7")
+        assert "its process died" in said.splitlines()[0], attempt
+        assert "mourner rank 0 (dp0 pp0 tp0 cp0 ep0): stopped in dies > gradients" in said
+    pair.close()
+    assert still_alive(processes) == []
+
+
+def test_a_worker_that_the_kernel_killed_for_memory_is_named_so(tmp_path: Path) -> None:
+    class Doomed:
+        def __init__(self) -> None:
+            self.call = self
+
+        async def remote(self, method: str) -> None:
+            raise OutOfMemoryError("Task was killed due to the node running low on memory.")
+
+    group = WorkerGroup("actor", [Doomed()], Layout.of(parse_layout(""), 1), ["here"], [tmp_path / "0.log"])
+    with pytest.raises(
+        WorkerError, match=r"actor rank 0 .* failed on here: killed by the kernel or by Ray for want of"
+    ):
+        asyncio.run(group.all("build"))
+
+
+def test_a_phase_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    log = tmp_path / "0.log"
+    assert last_phase(log) == ""
+    phase_file(log).write_bytes(b"forward" + bytes(249))
+    assert last_phase(log) == "forward"

@@ -1,0 +1,138 @@
+"""Workers for the tests of ``runtime``: what a training worker's class is, doing as it is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from mcore_rl.errors import ConfigError, RolloutError, Violation
+from mcore_rl.parallel.phase import phase
+from mcore_rl.rollout.protocol import FinishReason, Request, Sample, Sampling, VersionSpan
+from mcore_rl.runtime.answers import Answering
+from mcore_rl.runtime.rollout_worker import RolloutWorker
+
+LONG = timedelta(seconds=200)
+VIOLATION = Violation("actor.parallel.tp", 3, "does not fit", "Write 2")
+
+
+class Talker(Answering):
+    """Says what it was told, and fails as it is told to."""
+
+    def __init__(self, rank: int, log: Path) -> None:
+        super().__init__(rank, log)
+
+    def told(self, *args: Any) -> tuple[int, tuple[Any, ...]]:
+        return self.rank, args
+
+    def is_shared(self, array: np.ndarray) -> bool:
+        """Whether it lies in Ray's store, which nobody may write to."""
+        return not array.flags.writeable
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def says(self, text: str) -> None:
+        print(text, flush=True)
+
+    def join(self, port: int, world_size: int) -> None:
+        """A process group over gloo."""
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=world_size, timeout=LONG)
+
+    def fails(self, kinds: dict[int, str], port: int) -> str:
+        """Fail as ``kinds`` says of this rank, or wait in vain for a peer until the store at ``port`` lets go."""
+        kind = kinds.get(self.rank, "waits")
+        with phase("forward", microbatch=3):
+            if kind == "raises":
+                raise ValueError("no such expert")
+            if kind == "refuses":
+                raise ConfigError([VIOLATION])
+            if kind == "loses its peers":
+                raise RuntimeError("[enforce fail] Connection closed by peer [127.0.0.1]:4711")
+            if kind == "exits":
+                raise SystemExit(3)
+            if kind == "returns":
+                return "done"
+        with phase("backward"):
+            TCPStore("127.0.0.1", port, is_master=False, timeout=LONG).wait(["let go"], LONG)
+        return "let go"
+
+    def dies(self, rank: int) -> None:
+        """Rank ``rank`` is killed while its peers wait for it in a collective."""
+        if self.rank == rank:
+            with phase("forward", microbatch=7):
+                os.kill(os.getpid(), signal.SIGKILL)
+        with phase("gradients"):
+            dist.all_reduce(torch.ones(1))
+
+
+class Scripted(RolloutWorker):
+    """A rollout worker above an engine that answers without a model."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._engine = ScriptedEngine()  # type: ignore[assignment]
+
+
+class ScriptedEngine:
+    """Samples of prompt "refused" fail, those of "forever" never come."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+        import asyncio
+
+        for request in requests:
+            if request.prompt.id == "refused":
+                raise RolloutError("no room for refused")
+            if request.prompt.id == "forever":
+                self.ended.append("begun")
+                try:
+                    await asyncio.sleep(1000)
+                finally:
+                    self.ended.append("aborted")
+            yield sample_of(request, (1, 2))
+
+    async def stream(self, request: Request, sampling: Sampling) -> AsyncIterator[Sample]:
+        async for sample in self.generate([request], sampling):
+            yield sample
+
+    async def version(self) -> int:
+        return 7
+
+    async def wake(self) -> None:
+        raise RolloutError("it does not wake")
+
+    async def rpc(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        return [method, args, timeout_s]
+
+    async def ends(self) -> list[str]:
+        return self.ended
+
+    def close(self) -> None:
+        pass
+
+
+def sample_of(request: Request, tokens: Sequence[int], text: str = "") -> Sample:
+    """A finished sample."""
+    return Sample(
+        prompt_id=request.prompt.id,
+        index=request.index,
+        tokens=np.array(tokens, dtype=np.int32),
+        logprobs=np.full(len(tokens), -0.5, dtype=np.float32),
+        versions=(VersionSpan(version=0, start=0, end=len(tokens)),),
+        finish=FinishReason.stop,
+        text=text,
+    )

@@ -1,0 +1,140 @@
+"""A task to start runs with (a tiny mixture of experts, prompts, a reward), and what is left of their processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from mcore_rl.data.arithmetic import Split, generate
+from mcore_rl.runtime.answers import last_phase
+from tests.support import prompt_files
+
+GONE_S = 60.0  # for processes that were told to end, on a busy machine
+REWARD = '''
+"""A random model cannot calculate; this differs between its responses, and anybody can tell what it must be."""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(map(ord, solution_str)) % 5 / 4
+'''
+
+
+def write_task(directory: Path) -> Path:
+    """``model`` with its tokenizer, ``train.parquet`` of 40 prompts, ``val.parquet`` of 6, and ``reward.py``."""
+    tokenizer = prompt_files.tokenizer()
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    for name, split, count in (("train", Split.train, 40), ("val", Split.validation, 6)):
+        problems = generate(1, count, 0, split)
+        rows = [prompt_files.row(each.question, each.answer, data_source="arithmetic") for each in problems]
+        prompt_files.write(directory / f"{name}.parquet", rows)
+    (directory / "reward.py").write_text(REWARD)
+    return directory
+
+
+def overrides(task: Path, run_dir: Path, *more: str) -> list[str]:
+    """Of ``mcore-rl train`` on two processes: 8 prompts with 4 short responses each, two updates a step."""
+    return [
+        f"model.path={task}/model",
+        f"data.train_files=[{task}/train.parquet]",
+        f"data.val_files=[{task}/val.parquet]",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=64",
+        "data.max_response_length=12",
+        f"custom_reward_function.path={task}/reward.py",
+        "reward.num_workers=1",
+        "algorithm=rloo",
+        "actor.use_kl_loss=true",
+        "actor.parallel.ep=2",
+        "actor.precision=float32",
+        "actor.ppo_mini_batch_size=4",
+        "actor.microbatch_tokens=512",
+        "actor.optim.lr=1e-3",
+        "rollout.n=4",
+        "rollout.max_num_seqs=32",
+        "rollout.kv_cache_memory_bytes=16777216",
+        "rollout.enforce_eager=true",
+        "trainer.n_gpus_per_node=2",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+        "trainer.val_before_train=false",
+        f"trainer.default_local_dir={run_dir}",
+        *more,
+    ]
+
+
+def descendants() -> set[psutil.Process]:
+    """Processes below this one."""
+    return set(psutil.Process().children(recursive=True))
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Processes that are started within are gone soon after; some are named where they are not."""
+    before = descendants()
+    started: set[psutil.Process] = set()
+    try:
+        yield
+    finally:
+        started |= descendants() - before
+    alive = [f"{each.pid} of {each.ppid()}: {' '.join(each.cmdline())[:160]}" for each in still_alive(started)]
+    assert not alive, alive
+
+
+def still_alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended after ``GONE_S``.  One that nobody has waited for has ended."""
+    until, alive = time.monotonic() + GONE_S, list(processes)
+    while alive and time.monotonic() < until:
+        time.sleep(0.05)
+        alive = [each for each in alive if _runs(each)]
+    return alive
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def holders_of(log: Path) -> list[psutil.Process]:
+    """The processes whose output goes to ``log``: one of a worker, several of an engine."""
+    return [each for each in descendants() if any(file.path == str(log) for file in _files(each))]
+
+
+async def is_in(log: Path, words: str) -> None:
+    """Return once the worker that logs to ``log`` is in a phase with ``words``."""
+    while words not in last_phase(log):
+        await asyncio.sleep(0.002)
+
+
+def _files(process: psutil.Process) -> list[psutil._ntuples.popenfile]:  # type: ignore[name-defined]
+    try:
+        return process.open_files() if process.pid != os.getpid() else []
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []

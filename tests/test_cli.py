@@ -1,0 +1,142 @@
+"""The command line: exit codes, one message without a traceback, and Ctrl-C in the middle of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from mcore_rl.cli import PROGRAMS, main
+from mcore_rl.config.compose import compose
+from mcore_rl.config.run import RunConfig
+from mcore_rl.controller.checkpoints import complete_checkpoints
+from mcore_rl.errors import ConfigError, Violation
+from tests.support.run_task import GONE_S, overrides, still_alive, write_task
+
+LIMIT_S = 240.0  # for the first step of a run, on a busy machine
+
+
+def test_a_mistake_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "rollout.nn=3", "actor.speed=[1]"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: 2 problems in the configuration:\n  - rollout.nn=3: there is no such key.")
+    assert "actor.speed=[1]: " in err, "brackets are no markup"
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("program", ["train", "sft"])
+def test_all_that_is_missing_is_said_before_anything_starts(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([program, "trainer.device=cpu"]) == 2
+    err = capsys.readouterr().err
+    assert "model.path=: is not set" in err and "data.train_files=[]: there is nothing to train on" in err
+
+
+def test_debug_shows_where_an_error_was_raised() -> None:
+    with pytest.raises(ConfigError):
+        main(["train", "--debug", "rollout.nn=3"])
+
+
+def test_where_an_error_was_raised_is_told_below_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stumble(config: object) -> int:
+        error = ConfigError([Violation("a", 1, "is wrong", "Write 2")])
+        error.add_note("Raised by actor rank 1 on here in build")
+        raise error
+
+    program = PROGRAMS["train"]
+    monkeypatch.setitem(PROGRAMS, "train", type(program)(program.help, program.schema, stumble))
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err.endswith("a=1: is wrong. Write 2\nRaised by actor rank 1 on here in build\n")
+
+
+def test_ctrl_c_is_exit_code_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(config: object) -> int:
+        raise KeyboardInterrupt
+
+    program = PROGRAMS["sft"]
+    monkeypatch.setitem(PROGRAMS, "sft", type(program)(program.help, program.schema, interrupted))
+    assert main(["sft"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_cfg_prints_what_would_run_and_stops(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    chosen = ["algorithm=dapo", "model.path=m", "rollout.stop=['[/x]']"]
+    assert main(["train", "--cfg", *chosen]) == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)["rollout"]["n"] == 16
+    (tmp_path / "again.yaml").write_text("defaults: [train_schema, _self_]\n" + printed)
+    assert compose(RunConfig, "train", [], tmp_path, "again") == compose(RunConfig, "train", chosen)
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["train", "--speed"]])
+def test_what_is_no_command_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        main(arguments)
+    assert exit_code.value.code == 2
+    assert "usage: mcore-rl" in capsys.readouterr().err
+
+
+@dataclass
+class Interrupted:
+    """A run that learns nothing, stopped by Ctrl-C after its first checkpoint.  alive: processes that it left."""
+
+    task: Path
+    directory: Path
+    exit_code: int
+    err: str
+    alive: list[psutil.Process]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupted]:
+    task, directory = write_task(tmp_path_factory.mktemp("task")), tmp_path_factory.mktemp("run")
+    endless = ["actor.optim.lr=0", "trainer.total_training_steps=100000", "trainer.save_freq=1", "trainer.test_freq=1"]
+    command = [sys.executable, "-m", "mcore_rl.cli", "train", *overrides(task, directory, *endless)]
+    log = directory / "err.txt"
+    with open(log, "w") as err:
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err, start_new_session=True)
+    try:
+        until = time.monotonic() + LIMIT_S
+        while not (complete_checkpoints(directory) and (directory / "hf" / "best").is_dir()):
+            assert run.poll() is None and time.monotonic() < until, log.read_text()
+            time.sleep(0.05)
+        started = psutil.Process(run.pid).children(recursive=True)
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all in the foreground
+        exit_code = run.wait(GONE_S)
+        alive = still_alive(started)
+        yield Interrupted(task, directory, exit_code, log.read_text(), alive)
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+
+
+def test_ctrl_c_ends_all_processes_with_one_message(interrupted: Interrupted) -> None:
+    assert interrupted.exit_code == 130, interrupted.err
+    assert interrupted.alive == []
+    assert "Traceback" not in interrupted.err
+    newest = complete_checkpoints(interrupted.directory)[-1]
+    words = f"{newest} is complete: the same command goes on from there (trainer.resume_mode=auto)."
+    assert interrupted.err.endswith(f"{words}\nStopped.\n")
+
+
+def test_a_rate_of_zero_leaves_the_weights_as_they_were_bit_for_bit(interrupted: Interrupted) -> None:
+    before = load_file(interrupted.task / "model" / "model.safetensors")
+    paths = sorted((interrupted.directory / "hf" / "best").glob("*.safetensors"))
+    after = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor.view(torch.int32), after[name].view(torch.int32)), name
