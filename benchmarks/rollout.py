@@ -1,11 +1,12 @@
 """Generation through ``start_engine`` beside vLLM's own offline ``LLM.generate``: same prompts, seeds and settings.
 
     python benchmarks/rollout.py [--rounds 5] [--prompts 48] [--n 4] [--response 96]
+    python benchmarks/rollout.py --hidden 1024 --layers 8 --rounds 3         # 118 million parameters
 
 Each runs in a process of its own, started with the same environment and engine arguments, on the same cores; rounds
 alternate, so that whatever else the machine does hits both, and the medians are compared.  Target: at least 0.97 of the
-offline tokens/s.  The model is a llama of 5 million parameters with random weights in float32, whose steps are so short
-that everything around them shows.
+offline tokens/s.  The model is a llama with random weights in float32: by default of 5 million parameters, whose steps
+are so short that everything around them shows.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ TARGET = 0.97
 VOCAB = 8192
 
 
-def write_model(directory: Path) -> None:
+def write_model(directory: Path, hidden: int, layers: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=2, vocab_size=VOCAB)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024)
+    sizes = dict(hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers, vocab_size=VOCAB)
+    heads = dict(num_attention_heads=hidden // 64, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024)
     LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(directory)
 
 
@@ -136,9 +137,11 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--n", type=int, default=4)
     parser.add_argument("--response", type=int, default=96)
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=2)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder))
+        write_model(Path(folder), arguments.hidden, arguments.layers)
         ratio = measure(arguments, Path(folder))
     print(f"ratio {ratio:.2f} (target: at least {TARGET}) {'met' if ratio >= TARGET else 'MISSED'}")
     return 0 if ratio >= TARGET else 1

@@ -92,7 +92,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a program; its exit code: 0, 1 where it says so, 2 on a user's mistake, 130 on Ctrl-C."""
-    chosen = parser().parse_args(arguments)
+    top = parser()
+    chosen, more = top.parse_known_args(arguments)  # argparse takes no override after an option by itself
+    if flags := [text for text in more if text.startswith("-")]:
+        top.error(f"unrecognized arguments: {' '.join(flags)}")
+    chosen.overrides += more
     program = PROGRAMS[chosen.program]
     errors = Console(stderr=True)
     try:

@@ -81,6 +81,12 @@ def test_cfg_prints_what_would_run_and_stops(capsys: pytest.CaptureFixture[str],
     assert compose(RunConfig, "train", [], tmp_path, "again") == compose(RunConfig, "train", chosen)
 
 
+def test_overrides_may_stand_before_and_after_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "rollout.temperature=0.5", "--cfg", "data.seed=77"]) == 0
+    shown = capsys.readouterr().out
+    assert "temperature: 0.5" in shown and "seed: 77" in shown
+
+
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["train", "--speed"]])
 def test_what_is_no_command_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_code:

@@ -30,9 +30,8 @@ async def train(run: Run) -> None:
         seconds = run.clock.step()
         speed = rates(metrics, seconds, run.num_sequences, run.config.actor.ppo_epochs)
         run.tracker.log(step, metrics | seconds | speed)
-        if run.is_due(
-            trainer.save_freq, step
-        ):  # logged first: no checkpoint lacks its line; its time is the next step's
+        # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
+        if run.is_due(trainer.save_freq, step):
             await run.save()
 
 

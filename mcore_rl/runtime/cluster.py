@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ import ray
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.parallel.device import num_cores
+
+KNOCK_S = 10.0  # for a head node to answer
 
 
 @contextmanager
@@ -42,11 +45,19 @@ def _connect(config: RayInitConfig) -> None:
         ray.init(num_cpus=cpus, **options)
         return
     try:
+        _knock(config.address)
         ray.init(address=config.address, **options)
-    except (ConnectionError, ValueError) as error:
+    except (OSError, ValueError) as error:
         problem = f"no Ray cluster answers there: {str(error).splitlines()[0]}"
         remedy = "Start one with ray start --head, or leave ray_init.address out to start one here"
         raise ConfigError([Violation("ray_init.address", config.address, problem, remedy)]) from error
+
+
+def _knock(address: str) -> None:
+    """Raise OSError or ValueError at once where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and "/" not in address:  # neither "auto" nor a URL of Ray's client
+        socket.create_connection((host, int(port)), KNOCK_S).close()
 
 
 def this_host() -> str:

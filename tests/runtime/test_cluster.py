@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
+import pytest
 import ray
 
 from mcore_rl.config.trainer import RayInitConfig
+from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.cluster import ray_cluster, this_host
 
 
@@ -25,3 +28,13 @@ def test_a_cluster_of_our_own_ends_with_the_block_and_leaves_its_timeline(tmp_pa
         assert ray.is_initialized(), "and stays"
     assert not ray.is_initialized()
     assert isinstance(json.loads(timeline.read_text()), list)
+
+
+def test_a_cluster_that_does_not_answer_is_refused_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        refusal = pytest.raises(ConfigError, match=f"ray_init.address={address}: no Ray cluster answers there")
+        with refusal, ray_cluster(RayInitConfig(address=address)):
+            pass
+    assert not ray.is_initialized()
