@@ -21,8 +21,6 @@ from mcore_rl.tracking.metrics import metric_of
 # Header, width, and the keys that the number is taken from: the first that is there.
 COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("reward", 8, ("reward/mean",)),
-    ("loss", 8, ("sft/loss",)),
-    ("val loss", 8, ("sft/val_loss",)),
     ("acc", 6, ("reward/accuracy",)),
     ("val", 6, ("val/{data_source}/accuracy",)),
     ("length", 7, ("response/length_mean",)),
@@ -31,6 +29,14 @@ COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("grad", 8, ("actor/grad_norm",)),
     ("logp diff", 9, ("rollout/logprob_diff_mean",)),
     ("tok/s", 7, ("perf/generated_tokens_per_s",)),
+    ("seconds", 7, ("time/step",)),
+)
+SUPERVISED_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("loss", 8, ("sft/loss",)),
+    ("val loss", 8, ("sft/val_loss",)),
+    ("grad", 8, ("actor/grad_norm",)),
+    ("lr", 8, ("actor/lr",)),
+    ("tok/s", 7, ("perf/trained_tokens_per_s",)),
     ("seconds", 7, ("time/step",)),
 )
 MAX_WIDTH = 100
@@ -55,7 +61,8 @@ class ConsoleSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """A row for the step."""
         self._line.finished(step)
-        cells = [(header, width, _cell(keys, metrics)) for header, width, keys in COLUMNS]
+        columns = SUPERVISED_COLUMNS if any(key.startswith("sft/") for key in metrics) else COLUMNS
+        cells = [(header, width, _cell(keys, metrics)) for header, width, keys in columns]
         if self._live is None:
             said = [f"step {step}/{self._line.total_steps}", *(f"{h} {text}" for h, _, text in cells if text)]
             self._console.print(Text(" | ".join(said)), soft_wrap=True)
