@@ -65,6 +65,7 @@ def main() -> int:
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
             "dtype": "float32",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         }
         torch.manual_seed(arguments.seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))

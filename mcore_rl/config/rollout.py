@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from mcore_rl.config.engine import Device, Precision
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import ModelConfig, RopeType
 from mcore_rl.config.parallel import parse_sizes
 from mcore_rl.errors import Violation
 
@@ -179,6 +179,14 @@ def context_violations(model: ModelConfig, rollout: RolloutConfig) -> list[Viola
         context = model.max_position_embeddings
         problem = f"with rollout.max_response_length={rollout.max_response_length} exceeds the model's {context} tokens"
         remedy = f"Lower one of them, to {context} in all"
+        found.append(Violation("rollout.max_prompt_length", rollout.max_prompt_length, problem, remedy))
+    rope = model.rope
+    reach = int(rope.factor * rope.original_max_position_embeddings)
+    if rope.type is RopeType.yarn and rollout.max_model_len > reach:
+        # vLLM tabulates that many positions and reads what lies behind them (yarn_scaling_rope.py, 0.32).
+        problem = f"with rollout.max_response_length={rollout.max_response_length} exceeds the {reach} tokens that YaRN"
+        problem += f" reaches: factor {rope.factor:g} times {rope.original_max_position_embeddings}"
+        remedy = f"Lower one of them, to {reach} in all, or mend rope_parameters in config.json"
         found.append(Violation("rollout.max_prompt_length", rollout.max_prompt_length, problem, remedy))
     least = kv_bytes_per_token(model, rollout) * rollout.max_model_len
     if rollout.kv_cache_memory_bytes is not None and rollout.kv_cache_memory_bytes < least:

@@ -9,7 +9,16 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from mcore_rl.errors import RolloutError
-from mcore_rl.rollout.protocol import Chunk, FinishReason, Request, Sample, Sampling, VersionSpan, seed_of
+from mcore_rl.rollout.protocol import (
+    Chunk,
+    FinishReason,
+    Request,
+    Sample,
+    Sampling,
+    VersionSpan,
+    demand_numbers,
+    seed_of,
+)
 
 
 def sampling_params(
@@ -56,6 +65,7 @@ class Response:
         assert len(flat) == len(tokens), f"{len(flat)} log-probs of {len(tokens)} tokens"
         start = self._length
         logprobs = np.asarray(flat, dtype=np.float32)
+        demand_numbers(self.request, start, logprobs)
         self._add(tokens, logprobs, completion.text)
         prompt = self.request.prompt
         return Chunk(

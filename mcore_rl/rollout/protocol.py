@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_rl.errors import RolloutError
+
 
 class FinishReason(Enum):
     """Why a sample ended: a stop token or string, its token limit, or ``abort``."""
@@ -156,6 +158,21 @@ def seed_of(request: Request, sampling: Sampling) -> int:
     """
     text = f"{sampling.seed}/{request.index}/{request.num_done}/{request.prompt.id}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def demand_numbers(request: Request, start: int, logprobs: NDArray[np.float32]) -> None:
+    """Raise RolloutError where a log-prob of the response's tokens from ``start`` on is no number.
+
+    Such tokens are drawn from nothing: the model's logits were not finite there, and vLLM goes on in silence.
+    """
+    wrong = np.flatnonzero(~np.isfinite(logprobs))
+    if len(wrong):
+        place = len(request.prompt.tokens) + start + int(wrong[0])
+        raise RolloutError(
+            f"prompt {request.prompt.id}, sample {request.index}: from token {place} of the sequence on, vLLM's logits "
+            "are not finite. Look for positions that the model's RoPE does not reach, weights that are not finite, or a "
+            "dtype that is too narrow"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

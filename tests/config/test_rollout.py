@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mcore_rl.config.engine import Precision
+from mcore_rl.config.model import RopeConfig, RopeType
 from mcore_rl.config.rollout import (
     RolloutConfig,
     RolloutLayout,
@@ -109,3 +112,11 @@ def test_what_the_model_has_no_room_for_is_named() -> None:
     said = "\n".join(map(str, context_violations(model, long)))
     assert "exceeds the model's 128 tokens. Lower one of them, to 128 in all" in said
     assert f"does not hold one sequence of 129 tokens, which takes {129 * 512}" in said
+
+
+def test_positions_that_yarn_does_not_reach_are_refused() -> None:
+    rope = RopeConfig(type=RopeType.yarn, factor=4.0, original_max_position_embeddings=16)
+    model = replace(models.dense(max_position_embeddings=128), rope=rope)
+    assert context_violations(model, RolloutConfig(max_prompt_length=32, max_response_length=32)) == []
+    (found,) = context_violations(model, RolloutConfig(max_prompt_length=33, max_response_length=32))
+    assert "exceeds the 64 tokens that YaRN reaches: factor 4 times 16" in str(found)

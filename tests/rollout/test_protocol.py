@@ -5,8 +5,19 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 
-from mcore_rl.rollout.protocol import FinishReason, Prompt, Request, Sample, Sampling, requests_of, seed_of
+from mcore_rl.errors import RolloutError
+from mcore_rl.rollout.protocol import (
+    FinishReason,
+    Prompt,
+    Request,
+    Sample,
+    Sampling,
+    demand_numbers,
+    requests_of,
+    seed_of,
+)
 
 PROMPT = Prompt(id="p", tokens=(4, 5))
 PARTIAL = Sample(
@@ -50,3 +61,11 @@ def test_only_a_cut_distribution_is_truncated() -> None:
     assert not Sampling(max_tokens=1).truncated
     assert Sampling(max_tokens=1, top_p=0.9).truncated and Sampling(max_tokens=1, top_k=5).truncated
     assert not Sampling(max_tokens=1, temperature=0, top_p=0.9).truncated  # greedy cuts nothing off what is reported
+
+
+def test_tokens_that_were_drawn_from_nothing_are_an_error() -> None:
+    request = Request(prompt=Prompt(id="p", tokens=(1, 2, 3)), index=4)
+    demand_numbers(request, 0, np.array([-0.5, 0.0], np.float32))
+    for wrong in (np.nan, -np.inf):
+        with pytest.raises(RolloutError, match="prompt p, sample 4: from token 9 of the sequence on"):
+            demand_numbers(request, 5, np.array([-0.5, wrong, wrong], np.float32))
