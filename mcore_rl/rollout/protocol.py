@@ -170,8 +170,8 @@ def demand_numbers(request: Request, start: int, logprobs: NDArray[np.float32]) 
         place = len(request.prompt.tokens) + start + int(wrong[0])
         raise RolloutError(
             f"prompt {request.prompt.id}, sample {request.index}: from token {place} of the sequence on, vLLM's logits "
-            "are not finite. Look for positions that the model's RoPE does not reach, weights that are not finite, or a "
-            "dtype that is too narrow"
+            "are not finite. Look for positions that the model's RoPE does not reach, weights that are not finite, or "
+            "a dtype that is too narrow"
         )
 
 
