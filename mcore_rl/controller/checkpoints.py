@@ -15,6 +15,8 @@ from typing import Any
 
 from mcore_rl.config.trainer import ResumeMode, TrainerConfig
 from mcore_rl.errors import CheckpointError, ConfigError, Violation
+from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.tracking.run_directory import set_aside
 
 STEP = re.compile(r"step_(\d+)")
 STATE = "controller.json"
@@ -103,16 +105,8 @@ def set_aside_later(run_dir: Path, step: int) -> None:
 
     They are of another course of the run: the next resume must not find them newest, nor ``max_to_keep`` keep them.
     """
-    there = run_dir / "checkpoints"
     later = [path for path in complete_checkpoints(run_dir) if int(path.name.removeprefix("step_")) > step]
-    if not later:
-        return
-    number = 1
-    while (place := there / "earlier" / str(number)).exists():
-        number += 1
-    place.mkdir(parents=True)
-    for path in later:
-        path.rename(place / path.name)
+    set_aside(later, run_dir / "checkpoints")
 
 
 def _remove(checkpoint: Path) -> None:
@@ -129,3 +123,11 @@ def replace_directory(fresh: Path, target: Path) -> None:
         target.rename(aside)
     fresh.rename(target)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+async def export_hf(group: WorkerGroup, source: Path, target: Path) -> None:
+    """The weights of ``group`` as a Hugging Face checkpoint in ``target``, with the companions of ``source``."""
+    fresh = target.with_name(f"{target.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed while it wrote
+    await group.all("save_hf", fresh, source)
+    replace_directory(fresh, target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -133,12 +132,9 @@ class Run:
 
     async def export(self, name: str) -> Path:
         """The actor as a Hugging Face checkpoint, in ``RUN/hf/NAME``."""
-        target, source = self.directory / "hf" / name, Path(self.config.model.path)
-        fresh = target.with_name(f"{name}.new")
-        shutil.rmtree(fresh, ignore_errors=True)
+        target = self.directory / "hf" / name
         with self.clock("save"):
             await self.handover.to_training(for_a_moment=True)
-            await self.actor.all("save_hf", fresh, source)
-            checkpoints.replace_directory(fresh, target)
+            await checkpoints.export_hf(self.actor, Path(self.config.model.path), target)
             await self.handover.to_rollout(self.progress.step)
         return target

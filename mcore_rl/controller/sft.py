@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -203,8 +202,5 @@ async def _save(sft: Sft, group: WorkerGroup) -> None:
 
 async def _export(sft: Sft, group: WorkerGroup) -> Path:
     target = sft.directory / "hf" / "final"
-    fresh = target.with_name("final.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    await group.all("save_hf", fresh, Path(sft.config.model.path))
-    checkpoints.replace_directory(fresh, target)
+    await checkpoints.export_hf(group, Path(sft.config.model.path), target)
     return target

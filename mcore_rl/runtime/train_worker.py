@@ -26,6 +26,7 @@ from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.runtime.answers import Answering
+from mcore_rl.runtime.cluster import this_host
 from mcore_rl.runtime.shard import Shard
 from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
@@ -78,10 +79,8 @@ class TrainWorker(Answering):
 
     def rendezvous(self) -> tuple[str, int]:
         """(address, port) of a store for all workers of the role; of one worker, before ``join``."""
-        import ray
-
         self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        return str(ray.util.get_node_ip_address()), self._store.port
+        return this_host(), self._store.port
 
     def join(self, address: str, port: int, spec: RoleSpec, timeout_s: float) -> None:
         """Enter the process groups of ``spec``'s layout.  Every worker of the role."""

@@ -17,7 +17,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
@@ -69,7 +69,7 @@ def prepare(
     """Write config.yaml and environment.json, and make room for the steps after ``resumed_step``; None: for all."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     if resumed_step is None:
-        _set_aside(run_dir)
+        set_aside([run_dir / name for name in RECORDS if (run_dir / name).exists()], run_dir)
     else:
         for kind in ("rollouts", "validation"):
             for step, path in sample_files(run_dir, kind).items():
@@ -90,16 +90,15 @@ def prepare(
         new.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def _set_aside(run_dir: Path) -> None:
-    """What another run recorded here goes to earlier/N."""
-    there = [run_dir / name for name in RECORDS if (run_dir / name).exists()]
-    if not there:
+def set_aside(paths: Sequence[Path], directory: Path) -> None:
+    """What another run, or another course of it, left in ``directory`` goes to ``directory/earlier/N``."""
+    if not paths:
         return
     number = 1
-    while (place := run_dir / "earlier" / str(number)).exists():
+    while (place := directory / "earlier" / str(number)).exists():
         number += 1
     place.mkdir(parents=True)
-    for path in there:
+    for path in paths:
         path.rename(place / path.name)
 
 
