@@ -7,7 +7,7 @@
 prompt of 1,024 each, 8 samples of a prompt, a minibatch of 256 prompts, 1,024 data-parallel ranks.  Shards really go
 to Ray's store and calls to an actor, which stands for all ranks and answers with scores of the right size; the time
 that it works, and would share with nobody on a cluster, is not counted, nor is generation.  Everything else is:
-assembly, samples for people (in a run, a thread writes them), balance, shards, calls, answers, lesson, updates,
+assembly, samples for people (a thread writes them), balance, shards, calls, answers, lesson, updates,
 metrics.  Target: at most 3 s.
 
 Seconds are those of the wall; beside them the processor time of the controller's process.  Exits with 1 where a target
@@ -20,11 +20,13 @@ import argparse
 import asyncio
 import json
 import os
+import pickle
 import resource
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +57,8 @@ from mcore_rl.parallel.device import detect, memory
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rewards.score import Score
 from mcore_rl.rollout.protocol import FinishReason, Sample
-from mcore_rl.runtime.answers import Answer
+from mcore_rl.runtime.answers import Answer, message_of
+from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.samples import write_samples
@@ -110,20 +113,22 @@ class Ledger:
 class StandIn:
     """Answers for every rank."""
 
-    def call(self, method: str, *args: Any) -> Answer:
+    def call(self, message: bytes, *shard: Any) -> Answer:
         """What a worker would answer, as large as that."""
+        method, args = pickle.loads(message)
         if method == "score":
-            count = sum(args[0].lengths_S)
-            with_entropy, snapshot, scores = args[2], args[3], torch.full((count,), -0.7)
+            lengths, scores = shard[0].lengths_S, torch.full((sum(shard[0].lengths_S),), -0.7)
+            with_entropy, snapshot = args[1:]
             if not with_entropy and snapshot is None:
                 return Answer(value=TokenScores(values_T=scores))
-            return Answer(value=TokenScores(logprobs_T=scores, entropy_T=scores.abs() if with_entropy else None))
-        if method == "train_step":
-            batch = args[0][args[1]]
-            assert "tokens_T" in batch.fields
+            entropy_S = torch.tensor(lengths, dtype=torch.float64) if with_entropy else None
+            return Answer(value=TokenScores(logprobs_T=scores, entropy_S=entropy_S))
+        if method == "train_steps":
+            assert all("tokens_T" in each.fields for each in shard[0])
             names = ("returns", "returns_squared", "errors", "errors_squared", "vf_clip_fraction", "values")
             metrics = {f"critic/{name}": 1.0 for name in names} | {"actor/ratio": 1.0, "actor/approx_kl": 0.0}
-            return Answer(value=StepResult(loss=0.1, grad_norm=1.0, lr=1e-6, skipped=None, metrics=metrics))
+            result = StepResult(loss=0.1, grad_norm=1.0, lr=1e-6, skipped=None, metrics=metrics)
+            return Answer(value=[result] * len(shard[0]))
         if method == "memory":
             return Answer(value=memory(detect(Device.cpu)))
         return Answer()
@@ -199,18 +204,20 @@ def simulated_run(
 ) -> Any:
     """What ``train_step`` needs of a ``Run``."""
     layout = Layout.of(ParallelConfig(), num_ranks)
-    places = [Path(os.devnull)] * num_ranks
+    places, watchdog = [Path(os.devnull)] * num_ranks, Watchdog(config.trainer.watchdog)
     actor, critic = (
-        StandInGroup(role, [stand_in] * num_ranks, layout, ["node"] * num_ranks, places) for role in ("actor", "critic")
+        StandInGroup(role, [stand_in] * num_ranks, layout, ["node"] * num_ranks, places, watchdog)
+        for role in ("actor", "critic")
     )
     actor.ledger = critic.ledger = ledger
     tokenizer = AutoTokenizer.from_pretrained(model)
 
+    writer = ThreadPoolExecutor(1)  # as in a run: a thread writes them while workers score
+
     def keep_rollouts(step: int, trajectories: Sequence[Trajectory]) -> None:
         with ledger("samples for people: rows"):
             rows = sample_rows(step, trajectories, tokenizer)
-        with ledger("samples for people: parquet"):
-            write_samples(folder, step, "rollouts", rows)
+        writer.submit(write_samples, folder, step, "rollouts", rows)
 
     async def step(*_: Any) -> Drawn:
         return drawn
@@ -220,7 +227,8 @@ def simulated_run(
     return SimpleNamespace(
         config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), actor=actor,
         critic=critic if needs_critic else None, drawing=SimpleNamespace(step=step), next_rows=None,
-        reporting=lambda _: None, keep_rollouts=keep_rollouts, kl=KlController(config.algorithm.kl_ctrl),
+        reporting=lambda _: None, passes=lambda *_: [], keep_rollouts=keep_rollouts,
+        kl=KlController(config.algorithm.kl_ctrl),
         actor_loss=policy_loss(config.actor), critic_loss=value_loss(config.critic), on_accelerator=False, epoch=0.0,
         handover=Handover(actor, [critic] if needs_critic else [], Nothing(), Nothing(actor), Placement.colocated),
     )  # fmt: skip
@@ -242,7 +250,7 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
     config = large_config(algorithm, options.sequences, options.tokens)
     drawn = drawn_of(options.sequences, options.tokens)
     stand_in = StandIn.remote()
-    ray.get(stand_in.call.remote("memory"))
+    ray.get(stand_in.call.remote(message_of("memory", ())))
     names = [*PARTS, "updates"]
     originals = {name: getattr(loop, name) for name in names}
     best: tuple[tuple[float, float], Ledger] | None = None
@@ -251,7 +259,10 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
         for name, title in PARTS.items():
             setattr(loop, name, ledger.timed(title, originals[name]))
         module = originals["updates"]
-        wrapped = {name: ledger.timed_async(title, getattr(module, name)) for name, title in ASYNC_PARTS.items()}
+        wrapped: dict[str, Any] = {
+            name: ledger.timed_async(title, getattr(module, name)) for name, title in ASYNC_PARTS.items()
+        }
+        wrapped["send"] = ledger.timed(ASYNC_PARTS["score"], module.send)
         loop.updates = SimpleNamespace(  # type: ignore[assignment]
             **wrapped, minibatches=module.minibatches, Updated=module.Updated
         )

@@ -57,15 +57,16 @@ class Result:
 class NotingTrainWorker(TrainWorker):
     """Notes when it was busy: [begin, end), ``time.monotonic``, which all processes of a machine share."""
 
-    def call(self, method: str, *args: Any) -> Answer:
+    def call(self, message: bytes, *shard: object) -> Answer:
         """As ever."""
-        spans = self.__dict__.setdefault("spans", [])
-        if method == "busy":
-            return Answer(value=list(spans))
         begin = time.monotonic()
-        answer = super().call(method, *args)
-        spans.append((begin, time.monotonic()))
+        answer = super().call(message, *shard)
+        self.__dict__.setdefault("spans", []).append((begin, time.monotonic()))
         return answer
+
+    def busy(self) -> list[tuple[float, float]]:
+        """What was noted."""
+        return list(self.__dict__.get("spans", []))
 
 
 class NotingRolloutWorker(RolloutWorker):

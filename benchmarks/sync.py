@@ -3,9 +3,11 @@
     python benchmarks/sync.py [--training tp=2] [--rollout tp=1] [--transport gloo|shared] [--json results.json]
 
 Two training ranks and one vLLM engine, all real, float32.  The plain copy sends the same messages between the same
-processes, from memory that holds anything to memory that nobody reads: what the transport takes by itself.  Direct is
-the update along the reshard plan, with packing, writing and vLLM's own packing for its kernels; names is the export
-stream through vLLM's load_weights.  Memory is each process's peak above what it held before the update.
+processes, out of ordinary memory of all their size into ordinary memory of all their size, both of which were there and
+touched before: what the transport takes by itself.  Direct is the update along the reshard plan, until the engine may
+generate; landed is the same without vLLM's own packing of layers for its CPU kernels, until the weights are in the
+parameters; names is the export stream through vLLM's load_weights.  Memory is each process's peak above what it held
+before the update.
 
 Targets: direct at most 1.5 times the plain copy, 1.00 of the least bytes there are, at most two buckets of memory.
 Exits with 1 where one is missed.
@@ -26,11 +28,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.table import Table as Lines
 from torch.distributed import TCPStore
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, Precision
 from mcore_rl.config.parallel import parse_layout
@@ -40,13 +44,15 @@ from mcore_rl.parallel.device import detect, device_of, memory, reset_peak_memor
 from mcore_rl.parallel.launch import HOST, Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rollout.engine_process import EngineProcess, start_engine
+from mcore_rl.rollout.live_weights import LiveWeights
 from mcore_rl.rollout.weight_channel import Mode, answer_of
 from mcore_rl.rollout.worker_extension import WeightReceiver
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.process_group import ProcessGroupTransport
 from mcore_rl.sync.publish import Publisher, opening_of
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
-from mcore_rl.sync.transport import Transport, at_attempt
+from mcore_rl.sync.transport import Outgoing, Transport, at_attempt
+from mcore_rl.weights.messages import Message
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
@@ -54,21 +60,34 @@ from mcore_rl.weights.table import Table
 NUM_TRAINERS = 2
 BUCKET_BYTES = 256 << 20
 MAX_RATIO, MAX_BUCKETS = 1.5, 2.0
-ROUNDS = ["plain", "direct", *(["plain", "direct"] * 4), "names", "names"]  # the first two are not counted
-PLAIN = "plain"
+PLAIN, LANDED, DIRECT, NAMES = "plain", "landed", "direct", "names"
+WARM_UP = [PLAIN, DIRECT]  # not counted
+AGAIN = "again"  # direct and not counted: after landed, which leaves nothing packed
+ROUNDS = [*WARM_UP, *([PLAIN, DIRECT] * 6), *([PLAIN, LANDED, AGAIN] * 4), NAMES, NAMES]
 
 
 class TimedReceiver(WeightReceiver):
     """Workers of the benchmark."""
 
     def timed_plain(self) -> dict[str, Any]:
-        """Receive an update and do nothing with it."""
+        """Receive all messages of an update into plain memory, one behind the other."""
         updates = self._sync_channel()
+        sizes = [message.num_bytes for message in updates.expected]
+        if "timed_ground" not in self.__dict__:
+            self.timed_ground = torch.ones(sum(sizes), dtype=torch.uint8)
+        places = self.timed_ground.split(sizes)
         updates.incoming.begin(0)
-        for _ in updates.incoming.messages([(message.source_rank, message.num_bytes) for message in updates.expected]):
-            pass
+        wanted = [(message.source_rank, message.num_bytes) for message in updates.expected]
+        for place, message in zip(places, updates.incoming.messages(wanted, places.__getitem__), strict=True):
+            if place.data_ptr() != message.data_ptr():
+                place.copy_(message)
         updates.incoming.finish()
         return {"result": None}
+
+    def timed_landed(self, version: int) -> dict[str, Any]:
+        """Receive an update into the parameters, and process none of them: vLLM's modules stay as they were."""
+        with patch.object(LiveWeights, "_process", _put_back):
+            return self.sync_receive(version, "direct")
 
     def timed_memory(self, reset: bool = False) -> list[float]:
         """[resident, peak since the last reset], bytes, and the seconds of CPU that this process has had."""
@@ -77,6 +96,13 @@ class TimedReceiver(WeightReceiver):
             reset_peak_memory(platform)
         now = memory(platform)
         return [now.allocated_bytes, now.peak_bytes, time.process_time()]
+
+
+def _put_back(live: LiveWeights, module: torch.nn.Module) -> None:
+    """Instead of vLLM's processing: the module is as it was before the update."""
+    info = get_layerwise_info(module)
+    _place_kernel_tensors(module, info)
+    info.reset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +120,19 @@ class Round:
     over_bound: float
     trainer_buckets: float
     worker_buckets: float
+
+
+class PlainMessages:
+    """Instead of ``Publisher._filled``: messages from plain memory, one behind the other."""
+
+    def __init__(self, sent: list[Message], in_place: bool) -> None:
+        sizes = [message.num_bytes for message in sent]
+        self.in_place = in_place
+        self.places = dict(zip(map(id, sent), torch.ones(sum(sizes), dtype=torch.uint8).split(sizes), strict=True))
+
+    def __call__(self, message: Message, outgoing: Outgoing, clock: object) -> torch.Tensor:
+        place = self.places[id(message)]
+        return place if self.in_place else outgoing.buffer(message.num_bytes).copy_(place)
 
 
 def write_model(directory: Path) -> None:
@@ -131,15 +170,16 @@ def train(rank: Rank, directory: Path, training: str, rollout: str, transport: T
         engine.models, table, target, rank.rank, transport, dtype=torch.float32, bucket_bytes=BUCKET_BYTES
     )
     publisher.open()
+    plain = PlainMessages(publisher.sent, transport.in_place)
     found = []
     for version, kind in enumerate(ROUNDS):
         if kind == PLAIN:
-            publisher._pack = lambda message, buffer: None  # type: ignore[method-assign]
+            publisher._filled = plain  # type: ignore[method-assign]
         else:
-            publisher.__dict__.pop("_pack", None)
+            publisher.__dict__.pop("_filled", None)
         reset_peak_memory(platform)
         before, cpu_before = memory(platform).allocated_bytes, time.process_time()
-        published = publisher.publish(version, Mode.names if kind == "names" else Mode.direct)
+        published = publisher.publish(version, Mode.names if kind == NAMES else Mode.direct)
         extra = memory(platform).peak_bytes - before
         found.append({"published": published, "extra": extra, "cpu": time.process_time() - cpu_before})
     return found
@@ -153,7 +193,8 @@ async def receive(engine: EngineProcess, opening: bytes) -> list[tuple[float, fl
     for version, kind in enumerate(ROUNDS):
         before = await engine.rpc("timed_memory", True)
         begun = time.perf_counter()
-        call = ("timed_plain",) if kind == PLAIN else ("sync_receive", version, kind)
+        calls = {PLAIN: ("timed_plain",), LANDED: ("timed_landed", version), NAMES: ("sync_receive", version, NAMES)}
+        call = calls.get(kind, ("sync_receive", version, DIRECT))
         for answer in await engine.rpc(*call):
             answer_of(answer)
         seconds = time.perf_counter() - begun
@@ -219,8 +260,8 @@ def main() -> int:
         rounds = measure(Path(folder), arguments.training, arguments.rollout, arguments.transport)
     lines = Lines("", "s (median)", "CPU s", "GB", "GB/s", "bytes over bound", "buckets: trainer", "buckets: worker")
     seconds, cpu = {}, {}
-    for kind in (PLAIN, "direct", "names"):
-        mine = [one for index, one in enumerate(rounds) if one.kind == kind and index > 1]
+    for kind in (PLAIN, LANDED, DIRECT, NAMES):
+        mine = [one for one in rounds[len(WARM_UP) :] if one.kind == kind]
         seconds[kind] = statistics.median(one.seconds for one in mine)
         cpu[kind] = statistics.median(one.cpu_seconds for one in mine)
         extra = [max(getattr(one, side) for one in mine) for side in ("trainer_buckets", "worker_buckets")]
@@ -235,13 +276,14 @@ def main() -> int:
         lines.add_row(kind, *figures, *(f"{one:.2f}" for one in extra))
     console = Console()
     console.print(lines)
-    direct = [one for index, one in enumerate(rounds) if one.kind == "direct" and index > 1]
-    ratio = seconds["direct"] / seconds[PLAIN]
+    direct = [one for one in rounds[len(WARM_UP) :] if one.kind == DIRECT]
+    ratio = seconds[DIRECT] / seconds[PLAIN]
     buckets = max(max(one.trainer_buckets, one.worker_buckets) for one in direct)
     console.print(
-        f"direct over plain: {ratio:.2f} (at most {MAX_RATIO}), of CPU seconds {cpu['direct'] / cpu[PLAIN]:.2f}; "
+        f"direct over plain: {ratio:.2f} (at most {MAX_RATIO}), of CPU seconds {cpu[DIRECT] / cpu[PLAIN]:.2f}; "
+        f"until landed: {seconds[LANDED] / seconds[PLAIN]:.2f}, {cpu[LANDED] / cpu[PLAIN]:.2f}; "
         f"memory: {buckets:.2f} buckets of {BUCKET_BYTES >> 20} MiB (at most {MAX_BUCKETS:g}); "
-        f"names over plain: {seconds['names'] / seconds[PLAIN]:.2f}"
+        f"names over plain: {seconds[NAMES] / seconds[PLAIN]:.2f}"
     )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(one) for one in rounds], indent=2) + "\n")

@@ -21,6 +21,7 @@ from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import McoreRLError
+from mcore_rl.tracking.secrets import redacted
 
 EPILOG = """\
 Overrides are hydra's: key=value, lists as key=[a,b], yaml files of conf/ as algorithm=grpo.
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.debug:
             raise
         notes = [str(note) for note in error.__dict__.get("__notes__", ())]
-        text = "\n".join([f"error: {error}", *notes])
+        text = redacted("\n".join([f"error: {error}", *notes]))
         errors.print(text, markup=False, highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:

@@ -114,5 +114,9 @@ class WorkerError(McoreRLError):
     """A worker process died or raised; the message names rank, coordinates, phase and the first cause."""
 
 
+class DeadWorkerError(WorkerError):
+    """It died, hung, or lost its device or its peers: begun again, the run may well get on, unlike after an error."""
+
+
 class NonFiniteError(McoreRLError):
     """Too many steps in a row had a non-finite loss or gradient."""

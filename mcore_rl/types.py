@@ -98,7 +98,8 @@ class LossInputs:
     logprobs_N, entropy_N, values_N: float32 from this forward pass, with gradient; a critic has only values, an
     actor never has them.  mask_N: rows that are trained; all other rows hold zeros.  sequence_N: a row's sequence in
     this microbatch, -1 for padding; num_sequences: how many there are.  With context parallelism a rank sees only a
-    part of each sequence, so whole-sequence quantities are made with ``sequence_sums``.
+    part of each sequence, so whole-sequence quantities are made with ``sequence_sums``.  full_kl_N: exact KL to the
+    reference at trained rows, with gradient, where the engine was asked for it.
     """
 
     mask_N: Tensor
@@ -108,6 +109,7 @@ class LossInputs:
     logprobs_N: Tensor | None = None
     entropy_N: Tensor | None = None
     values_N: Tensor | None = None
+    full_kl_N: Tensor | None = None
     old_logprobs_N: Tensor | None = None
     ref_logprobs_N: Tensor | None = None
     rollout_logprobs_N: Tensor | None = None
@@ -142,12 +144,14 @@ class LossSums:
 class TokenScores:
     """What one forward pass says of each token, in the order of the batch that was given; float32, on the CPU.
 
+    entropy_S: what is sent instead of ``entropy_T``: its sum over each sequence's trained tokens, float64.
     routing_TLK: int16, the experts chosen, in the order of their scores; only where recording was asked for.
     """
 
     logprobs_T: Tensor | None = None
     entropy_T: Tensor | None = None
     values_T: Tensor | None = None
+    entropy_S: Tensor | None = None
     routing_TLK: Tensor | None = None
 
     def __reduce__(self) -> tuple[Callable[..., TokenScores], tuple[dict[str, NDArray[Any] | None]]]:

@@ -2,6 +2,7 @@
 
     python tools/convert_checkpoint.py to-megatron --hf Qwen2.5-7B-Instruct --out Qwen2.5-7B-megatron
     python tools/convert_checkpoint.py to-hf --megatron Qwen2.5-7B-megatron --out Qwen2.5-7B-again
+    python tools/convert_checkpoint.py to-hf --run runs/gsm8k/checkpoints/step_100 --out gsm8k-100
     python tools/convert_checkpoint.py inspect Qwen2.5-7B-megatron
 
 Every tensor that was written is read back and held against the source by a checksum before the output gets its name;
@@ -56,7 +57,10 @@ def parser() -> argparse.ArgumentParser:
 
     back = commands.add_parser("to-hf", parents=[write], help="write sharded safetensors, config and tokenizer")
     megatron = "directory with .metadata and *.distcp, saved by this tool, by megatron-core, Megatron-LM or -Bridge"
-    back.add_argument("--megatron", type=Path, required=True, help=megatron)
+    source = back.add_mutually_exclusive_group(required=True)
+    source.add_argument("--megatron", type=Path, help=megatron)
+    run = "a checkpoint of a run, RUN/checkpoints/step_N, or a role in it; --dtype fp32 gives its main weights"
+    source.add_argument("--run", type=Path, help=run)
     config = "directory with the model's config.json and tokenizer; not needed for what to-megatron wrote"
     back.add_argument("--config", type=Path, help=config)
 
@@ -89,7 +93,8 @@ def convert(arguments: argparse.Namespace, console: Console) -> Converted:
         if arguments.command == "to-megatron":
             layout = parse_layout(arguments.layout)
             return to_megatron(arguments.hf, arguments.out, parallel=layout, dtype=dtype, report=bars.report)
-        return to_hf(arguments.megatron, arguments.out, config=arguments.config, dtype=dtype, report=bars.report)
+        source = arguments.run or arguments.megatron
+        return to_hf(source, arguments.out, config=arguments.config, dtype=dtype, report=bars.report)
 
 
 def show_contents(directory: Path, config: Path | None, console: Console) -> None:

@@ -15,15 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.kl import kl_k1, kl_k3
+from mcore_rl.algorithms.kl import kl_k3
 from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO
 from mcore_rl.algorithms.ragged import CHUNK, Trained, at_tokens, sequence_counts, sequence_sums
 from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, RolloutCorrectionConfig
 
-METRICS = (
-    "logprob_diff_mean", "logprob_diff_max", "kl_k1", "kl_k3", "ratio_mean", "effective_sample_size", "above_upper",
-    "masked",
-)  # fmt: skip
+AGREEMENT = ("logprob_diff_mean", "logprob_diff_max", "kl_k3")
+WEIGHING = ("ratio_mean", "effective_sample_size", "above_upper", "masked")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,37 +39,34 @@ class Correction:
 def correct(
     old_logprobs_T: Tensor,
     rollout_logprobs_T: Tensor,
-    mask_T: Tensor,
+    trained: Trained,
     lengths_S: Sequence[int],
     config: RolloutCorrectionConfig,
 ) -> Correction:
     """Weights and mask from the trainer's (old) and the sampler's (rollout) log-probs of the same weights.
 
-    Estimate advantages with the ``mask_T`` that was given, and train with the one that comes back: a response whose
+    Estimate advantages with the mask that was given, and train with the one that comes back: a response whose
     last token is masked here keeps its score.  Bounds are inclusive; a ratio that is not a number is outside.
 
     Metrics, each a number for the batch, 0 where nothing is trained.  Over trained tokens, at every level:
-    ``rollout_correction/logprob_diff_mean`` and ``_max`` (absolute, nats), ``kl_k1`` and ``kl_k3`` (KL(sampler ||
-    trainer), nats).  Over tokens, or over responses at level sequence, before truncation: ``ratio_mean``,
+    ``rollout_correction/logprob_diff_mean`` and ``_max`` (absolute, nats) and ``kl_k3`` (KL(sampler || trainer), nats).
+    At level token over tokens, at level sequence over responses, before truncation: ``ratio_mean``,
     ``effective_sample_size`` (``(sum w)^2 / (n sum w^2)``, 1 is all of them), ``above_upper``.  And
     ``masked``, the share of trained tokens that masking took away.
     """
-    trained = Trained(mask_T)
-    log_ratio_M = trained.gather(old_logprobs_T).sub_(trained.gather(rollout_logprobs_T))
-    metrics = dict.fromkeys(METRICS, 0.0)
-    if trained.count:
-        metrics |= _token_metrics(log_ratio_M)
-    unit_ratio, counts_S = log_ratio_M, torch.empty(0)  # a unit is a token or a response
+    if config.level is CorrectionLevel.none:
+        return _correction(None, trained.mask_T, _agreement(trained, old_logprobs_T, rollout_logprobs_T, None))
+    unit_ratio = old_logprobs_T.new_empty(trained.count)  # a unit is a token or a response; their log ratios first
+    metrics = _agreement(trained, old_logprobs_T, rollout_logprobs_T, unit_ratio) | dict.fromkeys(WEIGHING, 0.0)
+    counts_S = torch.empty(0)
     if config.level is CorrectionLevel.sequence:
-        counts_S = sequence_counts(mask_T, lengths_S)
-        unit_ratio = sequence_sums(log_ratio_M, counts_S)[counts_S > 0]
+        counts_S = sequence_counts(trained.mask_T, lengths_S)
+        unit_ratio = sequence_sums(unit_ratio, counts_S)[counts_S > 0]
     unit_ratio.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()  # in the memory of the log ratios
     if trained.count:
         metrics |= _unit_metrics(unit_ratio, config.upper)
-    if config.level is CorrectionLevel.none:
-        return _correction(None, mask_T, metrics)
 
-    ratio_M, trained_T = unit_ratio, mask_T
+    ratio_M, trained_T = unit_ratio, trained.mask_T
     if config.level is CorrectionLevel.sequence:
         ratio_M = at_tokens(unit_ratio, counts_S[counts_S > 0].tolist())
     if config.mode is CorrectionMode.mask:
@@ -87,20 +82,27 @@ def _correction(weights_T: Tensor | None, mask_T: Tensor, metrics: dict[str, flo
     return Correction(weights_T=weights_T, mask_T=mask_T, metrics=named)
 
 
-def _token_metrics(log_ratio_M: Tensor) -> dict[str, float]:
-    zero, found = log_ratio_M.new_zeros(()), []
-    for log_ratio in torch.split(log_ratio_M, CHUNK):
-        difference = log_ratio.abs()
+def _agreement(
+    trained: Trained, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, log_ratio_M: Tensor | None
+) -> dict[str, float]:
+    """Metrics of the trained tokens' log ratios, which are written to ``log_ratio_M`` where that is wanted."""
+    zero, found, start = old_logprobs_T.new_zeros(()), [], 0
+    for old, rollout in trained.chunks(old_logprobs_T, rollout_logprobs_T):
+        log_ratio = old - rollout
+        if log_ratio_M is not None:
+            log_ratio_M[start : start + len(log_ratio)] = log_ratio
+            start += len(log_ratio)
         clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        sums = (difference.sum(), kl_k1(zero, clamped).sum(), kl_k3(zero, clamped).sum())
-        found.append(torch.stack([*sums, difference.max()]).double())
-    found_C4 = torch.stack(found)
-    difference_sum, k1, k3, _ = found_C4.sum(0).tolist()
+        difference = log_ratio.abs_()
+        found.append(torch.stack([difference.sum(), kl_k3(zero, clamped).sum(), difference.max()]).double())
+    if not found:
+        return dict.fromkeys(AGREEMENT, 0.0)
+    found_C3 = torch.stack(found)
+    difference_sum, k3, _ = found_C3.sum(0).tolist()
     return {
-        "logprob_diff_mean": difference_sum / len(log_ratio_M),
-        "logprob_diff_max": float(found_C4[:, 3].max()),
-        "kl_k1": k1 / len(log_ratio_M),
-        "kl_k3": k3 / len(log_ratio_M),
+        "logprob_diff_mean": difference_sum / trained.count,
+        "logprob_diff_max": float(found_C3[:, 2].max()),
+        "kl_k3": k3 / trained.count,
     }
 
 

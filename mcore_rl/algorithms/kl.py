@@ -1,9 +1,9 @@
-"""KL divergence between policy and reference: estimates from the sampled token, the exact sum, and its coefficient.
+"""KL divergence between policy and reference: estimates from the sampled token, and its coefficient.
 
 The three estimates of KL(policy || reference) are those of http://joschu.net/blog/kl-approx.html, for a token sampled
 from the policy.  As a loss their gradients differ: that of k1 is 0 in expectation and pulls nowhere, that of k2 is the
 gradient of the KL in expectation, that of k3 is the gradient of the KL the other way round, near enough the same while
-the two are close (arXiv:2506.09477).
+the two are close (arXiv:2506.09477).  The exact sum over the vocabulary is ``training/full_kl.py``'s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from mcore_rl.config.algorithm import KlControl, KlControlConfig, KlPenalty
@@ -42,18 +41,6 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return exact + math.exp(MAX_LOG_RATIO) * beyond - 1 - log_ratio
 
 
-def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """KL(softmax(logits) || softmax(ref_logits)) exactly, over the last axis: [..., V] to [...], nats; differentiable.
-
-    Needs the whole vocabulary of both on this rank.  A logit of -inf is a token that is not there, and adds nothing
-    where the policy has it.
-    """
-    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
-    # Filled before the product: 0 * (-inf - -inf) would be NaN, and so would its gradient.
-    difference = (logprobs - ref_logprobs).masked_fill(logprobs == -torch.inf, 0)
-    return (logprobs.exp() * difference).sum(-1)
-
-
 PENALTIES: dict[KlPenalty, Callable[[Tensor, Tensor], Tensor]] = {
     KlPenalty.k1: kl_k1,
     KlPenalty.k2: kl_k2,
@@ -62,7 +49,7 @@ PENALTIES: dict[KlPenalty, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def penalty(kind: KlPenalty) -> Callable[[Tensor, Tensor], Tensor]:
-    """The estimate called ``kind``: (log-probs, reference log-probs) to nats, elementwise."""
+    """The estimate called ``kind``: (log-probs, reference log-probs) to nats, elementwise; ``full`` is none."""
     return PENALTIES[kind]
 
 

@@ -21,6 +21,7 @@ from mcore_rl.algorithms.kl import kl_k1, kl_k3, penalty
 from mcore_rl.algorithms.losses.aggregation import sum_token_losses
 from mcore_rl.algorithms.losses.registry import POLICY_LOSSES
 from mcore_rl.algorithms.losses.token_losses import log_ratios, masked_sum, trained_rows
+from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.types import LossInputs, LossSums
 
@@ -36,11 +37,17 @@ class ActorLoss:
         """Whether the engine must compute entropies with gradient: only the bonus needs them."""
         return self.config.entropy_coeff != 0
 
+    @property
+    def with_full_kl(self) -> bool:
+        """Whether the engine must compute the exact KL to the reference."""
+        return self.config.use_kl_loss and self.config.kl_loss_type is KlPenalty.full
+
     def __call__(self, inputs: LossInputs) -> LossSums:
         """The sums of this rank's rows.
 
-        Needs advantages; old log-probs where the loss mode does; reference log-probs where ``use_kl_loss``; entropies
-        where ``with_entropy``.  Without a trained row it is a zero that is connected to the graph.
+        Needs advantages; old log-probs where the loss mode does; reference log-probs where ``use_kl_loss``, or the KL
+        itself where ``with_full_kl``; entropies where ``with_entropy``.  Without a trained row it is a zero that is
+        connected to the graph.
         """
         config, inputs = self.config, trained_rows(inputs)
         assert inputs.logprobs_N is not None, "an actor's forward pass makes log-probs"
@@ -54,14 +61,21 @@ class ActorLoss:
             assert inputs.entropy_N is not None, "an entropy bonus needs entropies"
             loss_N = loss_N - config.entropy_coeff * inputs.entropy_N
         if config.use_kl_loss:
-            assert inputs.ref_logprobs_N is not None, "a KL loss needs the reference's log-probs"
-            kl_N = penalty(config.kl_loss_type)(inputs.logprobs_N, inputs.ref_logprobs_N)
+            kl_N = self._kl(inputs)
             loss_N = loss_N + config.kl_loss_coef * kl_N
             per_token["actor/kl_loss"] = kl_N
         if inputs.old_logprobs_N is not None:
             per_token |= _change(inputs)
         metrics = {name: masked_sum(x_N.detach(), inputs.mask_N) for name, x_N in per_token.items()}
         return LossSums(total=sum_token_losses(loss_N, inputs, config.loss_agg_mode), metrics=found.metrics | metrics)
+
+    def _kl(self, inputs: LossInputs) -> Tensor:
+        """To the reference, at each row; nats."""
+        if self.with_full_kl:
+            assert inputs.full_kl_N is not None, "this KL is the engine's to compute (train_step's kl_to)"
+            return inputs.full_kl_N
+        assert inputs.logprobs_N is not None and inputs.ref_logprobs_N is not None, "a KL loss needs the reference's"
+        return penalty(self.config.kl_loss_type)(inputs.logprobs_N, inputs.ref_logprobs_N)
 
 
 def policy_loss(config: ActorConfig) -> ActorLoss:

@@ -8,8 +8,9 @@ whole sequences are copied as slices instead of being gathered by index.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -58,14 +59,24 @@ class Trained:
 
     def __init__(self, mask_T: Tensor) -> None:
         mask = mask_T.numpy()
-        changes = np.flatnonzero(mask[1:] != mask[:-1]) + 1
+        changes = np.flatnonzero(mask[1:] ^ mask[:-1]) + 1
+        self.mask_T, self.count = mask_T, int(np.count_nonzero(mask))
         self._sizes: list[int] = np.diff(changes, prepend=0, append=len(mask)).tolist()
-        self.count = int(np.count_nonzero(mask))
         self._first = 0 if len(mask) and mask[0] else 1  # runs are trained and untrained in turn
 
     def gather(self, x_T: Tensor) -> Tensor:
         """The trained tokens' values, [M]."""
-        return torch.cat([x_T[:0], *torch.split(x_T, self._sizes)[self._first :: 2]])
+        return torch.cat([x_T[:0], *self._runs(x_T)])
+
+    def chunks(self, *tensors_T: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """What ``gather`` returns of each tensor, some ``CHUNK`` tokens at a time; not to be written to."""
+        ends = np.cumsum(self._sizes[self._first :: 2], dtype=np.int64)
+        cuts = np.searchsorted(ends, np.arange(CHUNK, self.count, CHUNK)) + 1
+        bounds = [0, *dict.fromkeys(cuts.tolist()), len(ends)]
+        runs = [self._runs(x_T) for x_T in tensors_T]
+        for start, end in pairwise(bounds):
+            if start < end:
+                yield tuple(each[start] if end == start + 1 else torch.cat(each[start:end]) for each in runs)
 
     def scatter(self, x_M: Tensor) -> Tensor:
         """Values of the trained tokens at their places, 0 elsewhere; [T]."""
@@ -73,6 +84,18 @@ class Trained:
         zeros = x_M.new_zeros(max(self._sizes[1 - self._first :: 2], default=0))
         runs = [next(trained) if number % 2 == self._first else zeros[:size] for number, size in enumerate(self._sizes)]
         return torch.cat([x_M[:0], *runs])
+
+    def fill(self, x_S: Tensor, lengths_S: Sequence[int]) -> Tensor:
+        """``x_S`` at each trained token of its sequence, 0 elsewhere; [T].  No run may go on into a next sequence."""
+        ends = np.cumsum(self._sizes, dtype=np.int64)[self._first :: 2]
+        places = np.searchsorted(np.cumsum(lengths_S), ends)  # where a run ends, so does no earlier sequence
+        values, filled = x_S.numpy(), np.zeros(len(self.mask_T), dtype=x_S.numpy().dtype)
+        for end, size, place in zip(ends.tolist(), self._sizes[self._first :: 2], places.tolist(), strict=True):
+            filled[end - size : end] = values[place]
+        return torch.from_numpy(filled)
+
+    def _runs(self, x_T: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(x_T, self._sizes)[self._first :: 2]
 
 
 @dataclass(frozen=True)
@@ -85,17 +108,27 @@ class Spread:
     high: float
 
 
-def spread(x_M: Tensor) -> Spread:
-    """Mean, variance and bounds of at least one value.  Sums are in float64."""
-    mean = exact_sum(x_M) / len(x_M)
-    squares = sum(float((x - mean).square_().sum(dtype=torch.float64)) for x in torch.split(x_M, CHUNK))
-    low, high = x_M.aminmax()
-    return Spread(mean, squares / len(x_M), float(low), float(high))
+def spread(chunks: Iterable[Tensor]) -> Spread:
+    """Mean, variance and bounds of at least one value.
+
+    Sums are in float64, of differences from the first value: values that are all equal vary by exactly 0.
+    """
+    found, count, first = [], 0, None
+    for x in chunks:
+        first = float(x[0]) if first is None else first
+        exact = x.double() - first
+        found.append(torch.stack([exact.sum(), exact.dot(exact), *x.aminmax()]))
+        count += len(x)
+    assert first is not None, "of no value there is no mean"
+    found_C4 = torch.stack(found)
+    mean, square = (found_C4[:, :2].sum(0) / count).tolist()
+    low, high = found_C4[:, 2].min(), found_C4[:, 3].max()
+    return Spread(first + mean, max(0.0, square - mean * mean), float(low), float(high))
 
 
-def exact_sum(x_M: Tensor) -> float:
+def exact_sum(chunks: Iterable[Tensor]) -> float:
     """In float64."""
-    return float(sum(float(x.sum(dtype=torch.float64)) for x in torch.split(x_M, CHUNK)))
+    return float(sum(float(x.sum(dtype=torch.float64)) for x in chunks))
 
 
 def discounted_sums(x_M: Tensor, counts_S: Tensor, factor: float) -> Tensor:

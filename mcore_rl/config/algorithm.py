@@ -23,11 +23,15 @@ class AdvEstimator(Enum):
 
 
 class KlPenalty(Enum):
-    """Estimators of KL(policy || reference) of one token (http://joschu.net/blog/kl-approx.html)."""
+    """KL(policy || reference) at one token: estimates from the token drawn (http://joschu.net/blog/kl-approx.html).
+
+    ``full``: the exact sum over the vocabulary, in the actor's loss only (training/full_kl.py).
+    """
 
     k1 = "k1"
     k2 = "k2"
     k3 = "k3"
+    full = "full"
 
 
 class KlControl(Enum):
@@ -123,6 +127,10 @@ def algorithm_violations(algorithm: AlgorithmConfig) -> list[Violation]:
         remedy = "Write a positive target_kl and horizon, or type=fixed"
         problem = f"an adaptive controller divides by target_kl={control.target_kl} and horizon={control.horizon}"
         found.append(Violation("algorithm.kl_ctrl.type", control.type.value, problem, remedy))
+    if algorithm.kl_penalty is KlPenalty.full:
+        problem = "rewards are of the tokens that were drawn, and this is a sum over all that might have been"
+        remedy = "Write k1 or k3, or have it in the loss: actor.use_kl_loss=true actor.kl_loss_type=full"
+        found.append(Violation("algorithm.kl_penalty", "full", problem, remedy))
     correction = algorithm.rollout_correction
     if not 0 <= correction.lower <= 1 <= correction.upper:
         problem = f"with upper={correction.upper} does not enclose a ratio of 1"

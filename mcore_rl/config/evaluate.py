@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, reward_violations
+from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
+from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.errors import Violation
 
 
@@ -15,7 +17,8 @@ class EvaluateConfig:
     path: a parquet file with responses, as ``mcore-rl generate`` writes it.  response_key: their column, a list of
     texts, or one text.  prompt_key: the column of the messages.  k: of pass@k and maj@k; empty is 1, 2, 4, ... and all
     of a prompt's.  max_response_length: that the responses could have had; ``reward.overlong`` asks for it.
-    out: a JSON file of the numbers; None writes none.  overwrite: it may be replaced.
+    out: a JSON file of the numbers; None writes none.  overwrite: it may be replaced.  ray_init: where the engines of
+    ``reward_model`` run; without it there are none, and no Ray.
     """
 
     path: str = ""
@@ -25,13 +28,18 @@ class EvaluateConfig:
     max_response_length: int | None = None
     reward: RewardConfig = field(default_factory=RewardConfig)
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
     out: str | None = None
     overwrite: bool = False
 
 
 def evaluate_violations(config: EvaluateConfig) -> list[Violation]:
     """Everything wrong in ``config`` that can be told without opening a file."""
-    found = reward_violations(config.reward)
+    found = [*reward_violations(config.reward), *reward_model_violations(config.reward_model)]
+    if config.reward_model.enable and config.reward_model.max_length is None:
+        remedy = "Write reward_model.max_length=TOKENS, of the longest conversation"
+        found.append(Violation("reward_model.max_length", None, "is not set", remedy))
     if not config.path:
         found.append(Violation("path", "", "is not set", "Write path=FILE.parquet, as mcore-rl generate writes it"))
     wrong = [k for k in config.k if k < 1]

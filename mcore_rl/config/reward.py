@@ -40,13 +40,15 @@ class CodeConfig:
     """Programs run against test cases, each in a subprocess of its own.
 
     timeout_s, memory_mib, output_kib: of one test case.  A program may start no process.  continuous: the share of test
-    cases that pass; False: 1 when all do, else 0.
+    cases that pass; False: 1 when all do, else 0.  allow_weak_confinement: run programs also where the kernel lacks
+    Landlock or seccomp, and nothing but Python's own checks keeps them from files, processes and the network.
     """
 
     timeout_s: float = 6.0
     memory_mib: int = 512
     output_kib: int = 64
     continuous: bool = False
+    allow_weak_confinement: bool = False
 
 
 @dataclass(kw_only=True)
@@ -65,11 +67,13 @@ class OverlongConfig:
 class CustomRewardFunction:
     """``compute_score(data_source, solution_str, ground_truth, extra_info)`` of a Python file, float or dict.
 
-    path: of the file; None: known data sources are graded by their own graders.  name: of the function.
+    path: of the file; None: known data sources are graded by their own graders.  name: of the function.  env: names of
+    environment variables that it is to have although they look like secrets, as the key of a judge's API does.
     """
 
     path: str | None = None
     name: str = "compute_score"
+    env: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)

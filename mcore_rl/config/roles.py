@@ -44,7 +44,8 @@ class ActorConfig(EngineConfig):
     clip_ratio: of PPO; clip_ratio_low, clip_ratio_high: where they differ (arXiv:2503.14476); None is clip_ratio.
     clip_ratio_c: lower bound of the dual clip (arXiv:1912.09729).  loss_agg_constant: see ``LossAggregation``; None is
     ``data.max_response_length``.  entropy_coeff: of the bonus.  use_kl_loss: ``kl_loss_coef * kl_loss_type`` to the
-    reference is added to the loss.
+    reference is added to the loss.  full_kl_gib: host memory that a process may take for the reference's logits of a
+    minibatch, with ``kl_loss_type=full``.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -62,6 +63,7 @@ class ActorConfig(EngineConfig):
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
     kl_loss_type: KlPenalty = KlPenalty.k3
+    full_kl_gib: float = 8.0
 
     @property
     def clip_low(self) -> float:
@@ -96,7 +98,7 @@ class CriticConfig(EngineConfig):
 def actor_violations(actor: ActorConfig) -> list[Violation]:
     """Everything wrong in ``actor`` by itself."""
     found = _role_violations(actor, "actor")
-    for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "entropy_coeff", "kl_loss_coef"):
+    for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "entropy_coeff", "kl_loss_coef", "full_kl_gib"):
         value = getattr(actor, name)
         if value is not None and value < 0:
             found.append(Violation(f"actor.{name}", value, "must not be negative", "Write 0 or more"))

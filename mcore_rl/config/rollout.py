@@ -65,25 +65,52 @@ class ValidationConfig:
 
 
 @dataclass(kw_only=True)
-class RolloutConfig:
-    """The rollout engines and how they draw.
+class ServingConfig:
+    """vLLM engines, whatever they are asked for.
 
-    tp, dp, ep: see ``RolloutLayout``.  n: samples of each prompt.  temperature, top_p, top_k: 1, 1 and -1 draw from the
-    whole distribution, which is the only one whose log-probs the trainer reproduces.  stop, stop_token_ids, ignore_eos:
-    what ends a response besides its length.  seed: of all draws.
-    max_prompt_length, max_response_length: tokens; their sum is the context that engines are made for.
-    device, dtype: of the engine.  gpu_memory_utilization: share of each device's memory (on CPU: of the machine's) that
-    weights and KV cache of a rank may take.  kv_cache_memory_bytes: of each rank; None takes what the share leaves, and
-    on CPU 1 GiB.  max_num_seqs: samples that run at once.  max_num_batched_tokens: of one step; None is vLLM's choice.
-    enable_prefix_caching: the samples of a prompt share its KV cache.  enforce_eager: no compilation, no graphs.
-    enable_sleep_mode: memory can be handed to the trainer in between (accelerators).  return_routed_experts: record
-    which experts every token went to; needs vLLM's model runner V2, and thereby Triton: not on CPU.
-    val_kwargs: how validation draws.
+    tp, dp, ep: see ``RolloutLayout``.  device, dtype: of the engine.  gpu_memory_utilization: share of each device's
+    memory (on CPU: of the machine's) that weights and KV cache of a rank may take.  kv_cache_memory_bytes: of each
+    rank; None takes what the share leaves, and on CPU 1 GiB.  max_num_seqs: sequences that run at once.
+    max_num_batched_tokens: of one step; None is vLLM's choice.  enable_prefix_caching: sequences that begin alike share
+    the KV cache of their beginning.  enforce_eager: no compilation, no graphs.  enable_sleep_mode: memory can be handed
+    to the trainer in between (accelerators).
     """
 
     tp: int = 1
     dp: int = 1
     ep: int = 1
+    device: Device = Device.auto
+    dtype: Precision = Precision.bfloat16
+    gpu_memory_utilization: float = 0.5
+    kv_cache_memory_bytes: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    enable_sleep_mode: bool = True
+
+    @property
+    def layout(self) -> RolloutLayout:
+        """tp, dp and ep."""
+        return RolloutLayout(tp=self.tp, dp=self.dp, ep=self.ep)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class RolloutConfig(ServingConfig):
+    """The rollout engines and how they draw.
+
+    n: samples of each prompt.  temperature, top_p, top_k: 1, 1 and -1 draw from the whole distribution, which is the
+    only one whose log-probs the trainer reproduces.  stop, stop_token_ids, ignore_eos: what ends a response besides its
+    length.  seed: of all draws.  max_prompt_length, max_response_length: tokens; their sum is the context that engines
+    are made for.  return_routed_experts: record which experts every token went to; needs vLLM's model runner V2, and
+    thereby Triton: not on CPU.  val_kwargs: how validation draws.
+    """
+
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
@@ -94,22 +121,8 @@ class RolloutConfig:
     seed: int = 0
     max_prompt_length: int = 512
     max_response_length: int = 512
-    device: Device = Device.auto
-    dtype: Precision = Precision.bfloat16
-    gpu_memory_utilization: float = 0.5
-    kv_cache_memory_bytes: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    enable_prefix_caching: bool = True
-    enforce_eager: bool = False
-    enable_sleep_mode: bool = True
     return_routed_experts: bool = False
     val_kwargs: ValidationConfig = field(default_factory=ValidationConfig)
-
-    @property
-    def layout(self) -> RolloutLayout:
-        """tp, dp and ep."""
-        return RolloutLayout(tp=self.tp, dp=self.dp, ep=self.ep)
 
     @property
     def max_model_len(self) -> int:
@@ -137,15 +150,11 @@ def rollout_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violat
 def rollout_config_violations(rollout: RolloutConfig) -> list[Violation]:
     """Everything wrong in ``rollout`` by itself, without a model."""
     found = []
-    positive = ("n", "max_prompt_length", "max_response_length", "max_num_seqs", "kv_cache_memory_bytes")
-    for name in (*positive, "max_num_batched_tokens"):
+    for name in ("n", "max_prompt_length", "max_response_length"):
         value = getattr(rollout, name)
-        if value is not None and value < 1:
+        if value < 1:
             found.append(Violation(f"rollout.{name}", value, "must be positive", "Write 1 or more"))
-    share = rollout.gpu_memory_utilization
-    if not 0 < share <= 1:
-        remedy = "Write 0.5 beside a trainer on the same device, 0.9 alone"
-        found.append(Violation("rollout.gpu_memory_utilization", share, "must lie in (0, 1]", remedy))
+    found += serving_violations(rollout, "rollout")
     if "" in rollout.stop:
         found.append(Violation("rollout.stop", rollout.stop, "an empty string ends nothing", "Leave it out"))
     if rollout.temperature == 0 and rollout.n > 1:
@@ -155,6 +164,20 @@ def rollout_config_violations(rollout: RolloutConfig) -> list[Violation]:
     if validation.n < 1:
         found.append(Violation("rollout.val_kwargs.n", validation.n, "must be positive", "Write 1 or more"))
     return found + _draw_violations(rollout, "rollout") + _draw_violations(validation, "rollout.val_kwargs")
+
+
+def serving_violations(config: ServingConfig, key: str) -> list[Violation]:
+    """Everything wrong in what all engines have, of the group ``key``."""
+    found = []
+    for name in ("max_num_seqs", "kv_cache_memory_bytes", "max_num_batched_tokens"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            found.append(Violation(f"{key}.{name}", value, "must be positive", "Write 1 or more"))
+    share = config.gpu_memory_utilization
+    if not 0 < share <= 1:
+        remedy = "Write 0.5 beside a trainer on the same device, 0.9 alone"
+        found.append(Violation(f"{key}.gpu_memory_utilization", share, "must lie in (0, 1]", remedy))
+    return found
 
 
 def _draw_violations(draw: RolloutConfig | ValidationConfig, key: str) -> list[Violation]:
@@ -180,10 +203,8 @@ def context_violations(model: ModelConfig, rollout: RolloutConfig) -> list[Viola
         problem = f"with rollout.max_response_length={rollout.max_response_length} exceeds the model's {context} tokens"
         remedy = f"Lower one of them, to {context} in all"
         found.append(Violation("rollout.max_prompt_length", rollout.max_prompt_length, problem, remedy))
-    rope = model.rope
-    reach = int(rope.factor * rope.original_max_position_embeddings)
-    if rope.type is RopeType.yarn and rollout.max_model_len > reach:
-        # vLLM tabulates that many positions and reads what lies behind them (yarn_scaling_rope.py, 0.32).
+    rope, reach = model.rope, yarn_reach(model)
+    if reach is not None and rollout.max_model_len > reach:
         problem = f"with rollout.max_response_length={rollout.max_response_length} exceeds the {reach} tokens that YaRN"
         problem += f" reaches: factor {rope.factor:g} times {rope.original_max_position_embeddings}"
         remedy = f"Lower one of them, to {reach} in all, or mend rope_parameters in config.json"
@@ -196,7 +217,16 @@ def context_violations(model: ModelConfig, rollout: RolloutConfig) -> list[Viola
     return found
 
 
-def kv_bytes_per_token(model: ModelConfig, rollout: RolloutConfig) -> int:
+def yarn_reach(model: ModelConfig) -> int | None:
+    """Positions that YaRN reaches; None without it.
+
+    vLLM tabulates that many positions and reads what lies behind them (yarn_scaling_rope.py, 0.32).
+    """
+    rope = model.rope
+    return int(rope.factor * rope.original_max_position_embeddings) if rope.type is RopeType.yarn else None
+
+
+def kv_bytes_per_token(model: ModelConfig, rollout: ServingConfig) -> int:
     """Bytes of KV cache of one token on one rank: keys and values of its heads, or the latent, which all ranks hold.
 
     0 for latent attention, whose cache depends on the kernel: vLLM says so itself.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig, CorrectionLevel, algorithm_violations
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, reward_violations
+from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.roles import (
     ActorConfig,
     CriticConfig,
@@ -19,7 +20,7 @@ from mcore_rl.config.roles import (
     critic_violations,
 )
 from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations
-from mcore_rl.config.trainer import ModelPathConfig, RayInitConfig, TrainerConfig, trainer_violations
+from mcore_rl.config.trainer import ModelPathConfig, Placement, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.errors import Violation
 
 GROUPED = {
@@ -44,6 +45,7 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
@@ -72,11 +74,12 @@ def run_violations(run: RunConfig) -> list[Violation]:
         *(critic_violations(run.critic) if run.needs_critic else ()),
         *rollout_config_violations(run.rollout),
         *reward_violations(run.reward),
+        *reward_model_violations(run.reward_model),
         *trainer_violations(run.trainer),
     ]
     if run.data.train_batch_size < 1 or run.rollout.n < 1 or run.trainer.world_size < 1:
         return found  # the rules below divide by these
-    return [*found, *_batch_violations(run), *_algorithm_violations(run), *_missing(run)]
+    return [*found, *_batch_violations(run), *_algorithm_violations(run), *_share_violations(run), *_missing(run)]
 
 
 def _batch_violations(run: RunConfig) -> list[Violation]:
@@ -140,6 +143,18 @@ def _algorithm_violations(run: RunConfig) -> list[Violation]:
         remedy = "Write trainer.critic_warmup=0 or algorithm.adv_estimator=gae"
         found.append(Violation("trainer.critic_warmup", run.trainer.critic_warmup, problem, remedy))
     return found
+
+
+def _share_violations(run: RunConfig) -> list[Violation]:
+    """Engines of both kinds are awake together, on the same devices unless the rollout has its own."""
+    if not run.reward_model.enable or run.trainer.placement is Placement.separate:
+        return []
+    rollout, judge = run.rollout.gpu_memory_utilization, run.reward_model.gpu_memory_utilization
+    if rollout + judge <= 1:
+        return []
+    problem = f"and rollout.gpu_memory_utilization={rollout:g} are more than a device, which both are awake on"
+    remedy = "Lower one of them, or write trainer.placement=separate"
+    return [Violation("reward_model.gpu_memory_utilization", judge, problem, remedy)]
 
 
 def _missing(run: RunConfig) -> list[Violation]:

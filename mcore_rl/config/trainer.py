@@ -33,15 +33,34 @@ class Placement(Enum):
 
 
 @dataclass(kw_only=True)
+class WatchdogConfig:
+    """When a call of the workers counts as hung: each rank's phase and stacks are shown, and the run ends.
+
+    limit_s: for any call, however long it took before.  factor: for one that was answered twice or more, times its
+    longest so far, and least_s at least.  0 for ``limit_s``: nothing is ever taken to be hung.
+    """
+
+    limit_s: float = 7200.0
+    factor: float = 20.0
+    least_s: float = 300.0
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     """The run.
 
     default_local_dir: the run directory.  total_epochs; total_training_steps: instead, where it is given.
     save_freq, test_freq: steps between checkpoints and between validations; 0 is never, but a checkpoint at the end.
-    val_before_train, val_only.  max_to_keep: checkpoints; None is all.  critic_warmup: steps in which only the critic
+    async_save: a checkpoint is written while the run goes on, from a copy in host memory.
+    val_before_train, val_only.  max_to_keep: the newest checkpoints; None is all.  keep_every: those of steps that it
+    divides are kept besides, and so is the best by validation.  critic_warmup: steps in which only the critic
     is trained.  nnodes, n_gpus_per_node: of the trainer; on CPU, processes.  device: of trainer and rollout.
     log_val_generations: validation samples shown to loggers.  save_rollouts: the samples of every step are kept.
-    profile_steps: whose training is traced by torch's profiler.  timeout_s: of a collective.
+    profile_steps: from 1, whose training is traced by torch's profiler.  timeout_s: of a collective.
+    max_restarts: of rollout engines that die, in all; and, counted apart, of the run from its newest checkpoint when a
+    training process dies.
+    device_peak_tflops: what a device of the trainer can do in the actor's precision, TFLOP/s, for MFU; None is what its
+    data sheet says, where it is known (parallel/peak_flops.py).
     """
 
     project_name: str = "mcore_rl"
@@ -56,7 +75,9 @@ class TrainerConfig:
     val_only: bool = False
     resume_mode: ResumeMode = ResumeMode.auto
     resume_from_path: str | None = None
+    async_save: bool = True
     max_to_keep: int | None = None
+    keep_every: int | None = None
     critic_warmup: int = 0
     nnodes: int = 1
     n_gpus_per_node: int = 1
@@ -66,11 +87,19 @@ class TrainerConfig:
     save_rollouts: bool = True
     profile_steps: list[int] = field(default_factory=list)
     timeout_s: float = 600.0
+    device_peak_tflops: float | None = None
+    max_restarts: int = 3
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
 
     @property
     def world_size(self) -> int:
         """Training processes."""
         return self.nnodes * self.n_gpus_per_node
+
+
+def is_due(frequency: int, step: int, last_step: int) -> bool:
+    """Every ``frequency`` steps, and at the last; never where it is 0."""
+    return frequency > 0 and (step % frequency == 0 or step == last_step)
 
 
 @dataclass(kw_only=True)
@@ -96,15 +125,35 @@ class RayInitConfig:
 def trainer_violations(trainer: TrainerConfig) -> list[Violation]:
     """Everything wrong in ``trainer`` by itself."""
     found = []
-    for name in ("total_epochs", "total_training_steps", "max_to_keep", "nnodes", "n_gpus_per_node", "timeout_s"):
+    for name in (
+        "total_epochs",
+        "total_training_steps",
+        "max_to_keep",
+        "keep_every",
+        "nnodes",
+        "n_gpus_per_node",
+        "timeout_s",
+    ):
         value = getattr(trainer, name)
         if value is not None and value <= 0:
             found.append(Violation(f"trainer.{name}", value, "must be positive", "Write 1 or more"))
-    for name in ("save_freq", "test_freq", "critic_warmup", "log_val_generations"):
+    for name in ("save_freq", "test_freq", "critic_warmup", "log_val_generations", "max_restarts"):
         if getattr(trainer, name) < 0:
             found.append(
                 Violation(f"trainer.{name}", getattr(trainer, name), "must not be negative", "Write 0 or more")
             )
+    watchdog = trainer.watchdog
+    for name, least in (("limit_s", 0.0), ("factor", 1.0), ("least_s", 0.0)):
+        value = getattr(watchdog, name)
+        if not value >= least:
+            remedy = f"Write {least:g} or more"
+            found.append(Violation(f"trainer.watchdog.{name}", value, f"must be at least {least:g}", remedy))
+    if min(trainer.profile_steps, default=1) < 1:
+        found.append(Violation("trainer.profile_steps", trainer.profile_steps, "steps count from 1", "Write [2], say"))
+    peak = trainer.device_peak_tflops
+    if peak is not None and not peak > 0:
+        remedy = "Write the TFLOP/s of the device's data sheet, dense, or leave it out"
+        found.append(Violation("trainer.device_peak_tflops", peak, "must be positive", remedy))
     if (trainer.resume_mode is ResumeMode.path) != (trainer.resume_from_path is not None):
         problem = f"goes with trainer.resume_mode=path only, which is {trainer.resume_mode.value}"
         if trainer.resume_from_path is None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.controller.revival import Rollout
+from mcore_rl.controller.reward_model import RewardModel
 from mcore_rl.controller.trajectories import Trajectory, reward_request
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.rewards.score import Score
@@ -33,10 +35,12 @@ class Drawn:
 
 
 class Drawing:
-    """Draws from ``engine`` and grades with ``scorer``, as ``run`` says."""
+    """Draws from ``engine`` and grades with ``scorer`` or ``reward_model``, as the row asks, and as ``run`` says."""
 
-    def __init__(self, engine: RolloutEngine, scorer: Scorer, run: RunConfig) -> None:
-        self.engine, self.scorer, self._run = engine, scorer, run
+    def __init__(
+        self, engine: RolloutEngine | Rollout, scorer: Scorer, run: RunConfig, reward_model: RewardModel | None = None
+    ) -> None:
+        self.engine, self.scorer, self._run, self._reward_model = engine, scorer, run, reward_model
 
     async def step(self, step: int, next_rows: Callable[[int], list[PromptRow]], report: Report) -> Drawn:
         """The groups of training step ``step``, of rows that ``next_rows(count)`` gives, in their order."""
@@ -98,23 +102,25 @@ class Drawing:
         prompts = [Prompt(id=name, tokens=row.tokens) for name, row in named]
         rows = {name: (place, row) for place, (name, row) in enumerate(named)}
         requests = requests_of(prompts, n)
-        grading: list[asyncio.Task[tuple[Sample, Score]]] = []
+        graded: list[asyncio.Task[tuple[Sample, Score]]] = []
         try:
-            async for sample in self.engine.generate(requests, sampling):
-                grading.append(asyncio.create_task(self._grade(rows[sample.prompt_id][1], sample, sampling)))
-                report(len(grading), len(requests))
-            graded = await asyncio.gather(*grading)
-        finally:
-            for task in grading:
-                task.cancel()
+            async with asyncio.TaskGroup() as grading:  # a reward model that dies ends the drawing, and the reverse
+                async for sample in self.engine.generate(requests, sampling):
+                    graded.append(grading.create_task(self._grade(rows[sample.prompt_id][1], sample, sampling)))
+                    report(len(graded), len(requests))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         groups: list[list[Trajectory]] = [[] for _ in named]
-        for sample, score in graded:
+        for sample, score in (task.result() for task in graded):
             place, row = rows[sample.prompt_id]
             groups[place].append(Trajectory(row=row, group=place, sample=sample, score=score))
         return [sorted(group, key=lambda each: each.sample.index) for group in groups]
 
     async def _grade(self, row: PromptRow, sample: Sample, sampling: Sampling) -> tuple[Sample, Score]:
-        return sample, await self.scorer.score(reward_request(row, sample, sampling.max_tokens))
+        request = reward_request(row, sample, sampling.max_tokens)
+        if self._reward_model is not None and row.scored_by_model:
+            return sample, await self._reward_model.score(row.messages, request)
+        return sample, await self.scorer.score(request)
 
 
 def sampling_of(rollout: RolloutConfig, draw: RolloutConfig | ValidationConfig, seed: int) -> Sampling:

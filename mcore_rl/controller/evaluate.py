@@ -1,6 +1,6 @@
 """``mcore-rl evaluate``: responses that were generated before, graded and counted by data source.
 
-Needs neither a model nor Ray; the numbers are ``rewards.estimates``'.
+Needs neither a model nor Ray, unless a reward model scores; the numbers are ``rewards.estimates``'.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
+from mcore_rl.config.reward_model import style_violations
 from mcore_rl.data.responses import ResponseRow, ResponseSet
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.rewards.estimates import CONFIDENCE, Estimate, interval, majority_at_k, pass_at_k
@@ -25,6 +27,9 @@ from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.progress import WorkProgress
+
+if TYPE_CHECKING:
+    from mcore_rl.controller.reward_model import RewardModel
 
 IN_FLIGHT = 256  # responses that wait for a grading process
 UNKNOWN_CORRECT = "the grader does not say what is right; a custom function says it as acc in its dict"
@@ -66,10 +71,12 @@ async def run_evaluate(config: EvaluateConfig) -> int:
     refuse_if_any([*evaluate_violations(config), *_place_violations(config)])
     rows = ResponseSet.load(config.path, config.prompt_key, config.response_key)
     refuse_if_any(_row_violations(config, rows))
-    with Scorer(config.reward, config.custom_reward_function) as scorer:
-        scorer.check_sources(rows.data_sources)
-        with WorkProgress("grading", sum(rows.counts), "responses") as work:
-            graded = await grade_all(scorer, rows, config.max_response_length or 0, lambda: work.advance(1))
+    async with AsyncExitStack() as stack:
+        scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
+        scorer.check_sources(s for s, by_model in zip(rows.data_sources, rows.by_model, strict=True) if not by_model)
+        reward_model = await _reward_model(config, stack)
+        work = stack.enter_context(WorkProgress("grading", sum(rows.counts), "responses"))
+        graded = await grade_all(scorer, rows, config.max_response_length or 0, lambda: work.advance(1), reward_model)
     reports = reports_of(graded, config.k, has_lengths=rows.has_lengths, has_finish=rows.has_finish)
     console = Console()
     for source, report in reports.items():
@@ -83,25 +90,35 @@ async def run_evaluate(config: EvaluateConfig) -> int:
     return 0
 
 
-async def grade_all(scorer: Scorer, rows: ResponseSet, max_tokens: int, report: Callable[[], None]) -> list[Graded]:
-    """Every response's score, in file order.  report: is called after each.
+async def grade_all(
+    scorer: Scorer,
+    rows: ResponseSet,
+    max_tokens: int,
+    report: Callable[[], None],
+    reward_model: RewardModel | None = None,
+) -> list[Graded]:
+    """Every response's score, in file order.  report: is called after each.  reward_model: of rows that ask for it.
 
     Enough of them are in flight that no grading process waits; texts are read when they are due, and kept no longer.
     """
     found: list[tuple[ResponseRow, list[Score | None]]] = []
 
-    def requests() -> Iterator[tuple[RewardRequest, list[Score | None], int]]:
+    def requests() -> Iterator[tuple[ResponseRow, list[Score | None], int]]:
         for row in rows:
             scores: list[Score | None] = [None] * len(row.responses)
-            found.append((replace(row, responses=(), columns={}, extra_info={}), scores))
+            found.append((replace(row, responses=(), columns={}, extra_info={}, messages=[]), scores))
             for index in range(len(scores)):
-                yield request_of(row, index, max_tokens), scores, index
+                yield row, scores, index
 
     waiting = requests()
 
     async def serve() -> None:
-        for request, scores, index in waiting:  # all servers draw from the one
-            scores[index] = await scorer.score(request)
+        for row, scores, index in waiting:  # all servers draw from the one
+            request = request_of(row, index, max_tokens)
+            if reward_model is not None and row.scored_by_model:
+                scores[index] = await reward_model.score(row.messages, request)
+            else:
+                scores[index] = await scorer.score(request)
             report()
 
     servers = [asyncio.create_task(serve()) for _ in range(IN_FLIGHT)]
@@ -111,6 +128,15 @@ async def grade_all(scorer: Scorer, rows: ResponseSet, max_tokens: int, report: 
         for server in servers:
             server.cancel()
     return [Graded(row=row, scores=tuple(each for each in scores if each is not None)) for row, scores in found]
+
+
+async def _reward_model(config: EvaluateConfig, stack: AsyncExitStack) -> RewardModel | None:
+    """The one that is asked for, if any, until ``stack`` is closed."""
+    if not config.reward_model.enable:
+        return None
+    from mcore_rl.controller.reward_engines import open_alone  # torch, Ray and all, which nothing else here needs
+
+    return await open_alone(config, stack)
 
 
 def request_of(row: ResponseRow, index: int, max_tokens: int) -> RewardRequest:
@@ -234,7 +260,8 @@ def _place_violations(config: EvaluateConfig) -> list[Violation]:
 
 
 def _row_violations(config: EvaluateConfig, rows: ResponseSet) -> list[Violation]:
-    found, fewest = [], min(rows.counts)
+    fewest = min(rows.counts)
+    found = style_violations(config.reward_model, config.custom_reward_function, rows.ids_by_model)
     if config.k and max(config.k) > fewest:
         problem = f"{max(config.k)} of {fewest} responses cannot be drawn: so many has the prompt with the fewest"
         found.append(Violation("k", config.k, problem, f"Write up to {fewest}, or generate more (rollout.n)"))

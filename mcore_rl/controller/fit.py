@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rollout import context_violations, rollout_violations
+from mcore_rl.config.rollout import BYTES, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import Violation
@@ -26,6 +27,7 @@ def model_run_violations(run: RunConfig, model: ModelConfig, critic: ModelConfig
             found.append(Violation(where, violation.value, violation.problem, violation.remedy))
     if not found:
         found += _share_violations(run, Layout.of(run.actor.parallel, world).dp, "actor")
+        found += _full_kl_violations(run, model)
         if critic is not None:
             found += _share_violations(run, Layout.of(run.critic.parallel, world).dp, "critic")
     return found
@@ -38,6 +40,33 @@ def _share_violations(run: RunConfig, dp: int, role: str) -> list[Violation]:
         return []
     problem = f"makes {sequences} sequences a step, fewer than the {dp} data-parallel ranks of the {role}"
     return [Violation(f"{role}.ppo_mini_batch_size", size, problem, f"Write {-(-dp // run.rollout.n)} or more")]
+
+
+def _full_kl_violations(run: RunConfig, model: ModelConfig) -> list[Violation]:
+    """Whether the reference's logits at the trained tokens of a minibatch fit into the host memory that they may take.
+
+    At most: ranks train equally many sequences, but for one, and a context rank has so much of each.
+    """
+    actor = run.actor
+    if not (actor.use_kl_loss and actor.kl_loss_type is KlPenalty.full):
+        return []
+    layout = Layout.of(actor.parallel, run.trainer.world_size)
+    longest = -(-(run.data.max_prompt_length + run.data.max_response_length) // layout.cp)
+    sequences = -(-actor.ppo_mini_batch_size * run.rollout.n // layout.dp)
+    tokens = sequences * min(run.data.max_response_length, longest)
+    columns, size = -(-model.vocab_size // layout.tp), BYTES[actor.precision]
+    gib = tokens * columns * size / 2**30
+    if gib <= actor.full_kl_gib:
+        return []
+    problem = (
+        f"a process keeps the reference's logits of a minibatch in host memory, {tokens:,} tokens x {columns:,} "
+        f"columns x {size} bytes = {gib:.1f} GiB, which exceeds actor.full_kl_gib={actor.full_kl_gib:g}"
+    )
+    remedy = (
+        "Write a smaller actor.ppo_mini_batch_size, a larger actor.parallel.tp or actor.full_kl_gib, or "
+        "actor.kl_loss_type=k3, which estimates the same KL from one number a token"
+    )
+    return [Violation("actor.kl_loss_type", "full", problem, remedy)]
 
 
 def model_sft_violations(config: SftConfig, model: ModelConfig) -> list[Violation]:

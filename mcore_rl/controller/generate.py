@@ -45,7 +45,7 @@ async def run_generate(config: GenerateConfig) -> int:
         stack.enter_context(ray_cluster(config.ray_init))
         places = await place_engines(rollout.layout, platform)
         stack.callback(places.close)
-        engines = await start_engines(Path(config.model.path), rollout, places, platform, logs_beside(out))
+        engines = await start_engines(Path(config.model.path), rollout, places.rollout, platform, logs_beside(out))
         for engine in engines:
             stack.push_async_callback(engine.shutdown)
         with WorkProgress("generating", len(prompts) * rollout.n, "tokens") as work:

@@ -6,9 +6,11 @@ weights dropped, since they get new ones.  Separate, only weights travel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from mcore_rl.config.trainer import Placement
+from mcore_rl.controller.reward_model import RewardModel
+from mcore_rl.errors import DeadEngineError
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.runtime.worker_group import WorkerGroup
@@ -46,7 +48,11 @@ class ActorTrainers:
 
 
 class Handover:
-    """actor: whose weights the engines get.  others: groups that stand on the same devices."""
+    """actor: whose weights the engines get.  others: groups that stand on the same devices.
+
+    reward_model: whose engines are awake while the rollout's are; their weights stay, in host memory meanwhile.
+    restart_dead: returns when all engines live again, or raises the death that it was told of; None: it is raised.
+    """
 
     def __init__(
         self,
@@ -55,13 +61,53 @@ class Handover:
         engines: EnginePool,
         sync: WeightSync,
         placement: Placement,
+        reward_model: RewardModel | None = None,
+        restart_dead: Callable[[DeadEngineError], Awaitable[None]] | None = None,
     ) -> None:
+        self._restart_dead = restart_dead
         self._actor, self._others, self._engines, self._sync = actor, list(others), engines, sync
+        self._reward_model = reward_model
         self._colocated = placement is Placement.colocated
         self._held: int | None = None  # version of the weights that the engines have, awake or asleep
 
     async def to_rollout(self, version: int) -> None:
         """The engines are awake, with the actor's weights as ``version``; the trainer is off the devices."""
+        while True:
+            try:
+                return await self._to_rollout(version)
+            except DeadEngineError as error:
+                await self._restart(error)
+                await self._to_training(DROP_WEIGHTS)  # once more from the beginning, with engines that know nothing
+
+    async def to_training(self, *, for_a_moment: bool = False) -> None:
+        """The engines sleep; the trainer is on the devices.
+
+        for_a_moment: its weights will not change, so that the engines keep theirs, in host memory.
+        """
+        while True:
+            try:
+                return await self._to_training(KEEP_WEIGHTS if for_a_moment else DROP_WEIGHTS)
+            except DeadEngineError as error:
+                await self._restart(error)
+
+    async def revive(self, error: DeadEngineError) -> None:
+        """After a death while the engines drew: all of them live, awake and with the weights that they had.
+
+        ``error``: there were too many deaths.
+        """
+        version = self._held
+        assert version is not None, "engines draw with weights that they were given"
+        await self._restart(error)
+        await self.to_training()
+        await self.to_rollout(version)
+
+    async def _restart(self, error: DeadEngineError) -> None:
+        if self._restart_dead is None:
+            raise error
+        await self._restart_dead(error)
+        self._held = None
+
+    async def _to_rollout(self, version: int) -> None:
         if self._colocated:
             await self._actor.all("offload", [Part.gradients, Part.optimizer])
             for group in self._others:
@@ -72,14 +118,14 @@ class Handover:
             self._held = version
         if self._colocated:
             await self._actor.all("offload", [Part.weights])
+            if self._reward_model is not None:
+                await self._reward_model.wake()
 
-    async def to_training(self, *, for_a_moment: bool = False) -> None:
-        """The engines sleep; the trainer is on the devices.
-
-        for_a_moment: its weights will not change, so that the engines keep theirs, in host memory.
-        """
+    async def _to_training(self, level: int) -> None:
         if self._colocated:
-            await self._engines.sleep(KEEP_WEIGHTS if for_a_moment else DROP_WEIGHTS)
-            self._held = self._held if for_a_moment else None
+            if self._reward_model is not None:
+                await self._reward_model.sleep()
+            await self._engines.sleep(level)
+            self._held = self._held if level == KEEP_WEIGHTS else None
             for group in (self._actor, *self._others):
                 await group.all("onload")

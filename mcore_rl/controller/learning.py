@@ -10,7 +10,6 @@ from mcore_rl.algorithms.correction import correct
 from mcore_rl.algorithms.kl import KlController, penalty
 from mcore_rl.algorithms.ragged import exact_sum, sequence_sums, spread
 from mcore_rl.algorithms.shaping import mask_truncated
-from mcore_rl.algorithms.token_rewards import token_rewards
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel
 from mcore_rl.controller.trajectories import Groups
 from mcore_rl.types import TrainBatch
@@ -47,26 +46,26 @@ def lesson(groups: Groups, batch: TrainBatch, algorithm: AlgorithmConfig, kl: Kl
     if algorithm.mask_truncated:
         mask_T = mask_truncated(mask_T, batch.lengths_S, groups.truncated_S)
         metrics["dropped/masked_sequences"] = float(groups.truncated_S.sum())
-    kl_T = None
+    process_T = None
     if algorithm.use_kl_in_reward:
         assert batch.ref_logprobs_T is not None, "the KL in the reward needs the reference"
-        kl_T = penalty(algorithm.kl_penalty)(batch.old_logprobs_T, batch.ref_logprobs_T).masked_fill(~mask_T, 0)
+        kl_T = penalty(algorithm.kl_penalty)(batch.old_logprobs_T, batch.ref_logprobs_T).masked_fill_(~mask_T, 0)
         mean = float(sequence_sums(kl_T, batch.lengths_S).mean())
         metrics |= {"kl/reward": mean, "kl/coef": kl.coef}
-    rewards_T = token_rewards(batch.lengths_S, mask_T, groups.scores_S, kl_T, kl.coef)
-    if algorithm.use_kl_in_reward:
+        process_T = kl_T.mul_(-kl.coef)  # where it arises (arXiv:1909.08593, eq. 2)
         kl.update(mean, len(batch.lengths_S))
     inputs = AdvantageInputs(
         lengths_S=batch.lengths_S,
         mask_T=mask_T,
         group_S=groups.group_S,
-        rewards_T=rewards_T,
+        outcome_S=groups.scores_S,
+        process_T=process_T,
         values_T=batch.old_values_T,
         greedy_S=groups.greedy_S,
     )
     found = estimate_advantages(inputs, algorithm)
     config = algorithm.rollout_correction
-    correction = correct(batch.old_logprobs_T, batch.rollout_logprobs_T, mask_T, batch.lengths_S, config)
+    correction = correct(batch.old_logprobs_T, batch.rollout_logprobs_T, inputs.trained, batch.lengths_S, config)
     names = AGREEMENT if config.level is CorrectionLevel.none else AGREEMENT | CORRECTION
     metrics |= {key: correction.metrics[f"rollout_correction/{name}"] for name, key in names.items()}
     if inputs.trained.count:
@@ -83,16 +82,15 @@ def lesson(groups: Groups, batch: TrainBatch, algorithm: AlgorithmConfig, kl: Kl
 
 
 def _trained_metrics(inputs: AdvantageInputs, found: Advantages) -> dict[str, float]:
-    gather, count = inputs.trained.gather, inputs.trained.count
-    of_advantages = spread(gather(found.advantages_T))
+    trained = inputs.trained
+    of_advantages = spread(chunk for (chunk,) in trained.chunks(found.advantages_T))
     metrics = {
         "advantage/mean": of_advantages.mean,
         "advantage/std": of_advantages.variance**0.5,
         "advantage/min": of_advantages.low,
         "advantage/max": of_advantages.high,
     }
-    if found.returns_T is not None:
-        metrics["return/mean"] = exact_sum(gather(found.returns_T)) / count
-    if inputs.values_T is not None:
-        metrics["value/mean"] = exact_sum(gather(inputs.values_T)) / count
+    for name, tensor_T in (("return/mean", found.returns_T), ("value/mean", inputs.values_T)):
+        if tensor_T is not None:
+            metrics[name] = exact_sum(chunk for (chunk,) in trained.chunks(tensor_T)) / trained.count
     return metrics

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.algorithms.kl import KlController
+from mcore_rl.config.compose import as_dict
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.controller import checkpoints
 from mcore_rl.controller.checkpoints import Progress
 from mcore_rl.controller.fit import model_run_violations
-from mcore_rl.data.prompts import PromptSet
+from mcore_rl.controller.identity import Identity, note_differences
+from mcore_rl.controller.notices import warn
+from mcore_rl.controller.reward_model import Encoder, prepare_encoder, template_problem
+from mcore_rl.data.prompts import PromptRow, PromptSet
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.errors import refuse_if_any
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.admission import admit
@@ -27,7 +32,11 @@ from mcore_rl.weights.companions import read_config
 
 @dataclass(kw_only=True)
 class Prepared:
-    """What is known before a process is started."""
+    """What is known before a process is started.
+
+    model, critic: the actor's, and the critic's where there is one.  encoder: of the reward model, where there is one.
+    data_sources: of the prompts that graders grade.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptSet | None
@@ -35,15 +44,13 @@ class Prepared:
     sampler: PromptSampler
     num_steps: int
     model: ModelConfig
+    critic: ModelConfig | None
     progress: Progress
     checkpoint: Path | None
+    identity: Identity
     kl: KlController
-
-    def data_sources(self) -> Iterator[str]:
-        """Of all prompts that will be graded."""
-        for prompts in (self.train, self.validation):
-            if prompts is not None:
-                yield from (prompts[index].data_source for index in range(len(prompts)))
+    encoder: Encoder | None
+    data_sources: frozenset[str]
 
 
 def complete(config: RunConfig) -> RunConfig:
@@ -51,6 +58,7 @@ def complete(config: RunConfig) -> RunConfig:
     path = str(Path(config.model.path).resolve()) if config.model.path else ""
     place = str(Path(config.trainer.default_local_dir).resolve())
     longest = float(config.data.max_response_length)
+    judge, room = config.reward_model, config.data.max_prompt_length + config.data.max_response_length
     actor_constant, critic_constant = config.actor.loss_agg_constant, config.critic.loss_agg_constant
     return replace(
         config,
@@ -61,6 +69,11 @@ def complete(config: RunConfig) -> RunConfig:
             config.critic,
             path=config.critic.path and str(Path(config.critic.path).resolve()),
             loss_agg_constant=longest if critic_constant is None else critic_constant,
+        ),
+        reward_model=replace(
+            judge,
+            model=replace(judge.model, path=judge.model.path and str(Path(judge.model.path).resolve())),
+            max_length=room if judge.max_length is None else judge.max_length,
         ),
     )
 
@@ -77,16 +90,18 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     if config.needs_critic:
         _, critic = model_of(read_config(Path(config.critic.path or config.model.path)))
     found = model_run_violations(config, model, critic)
-    refuse_if_any([*found, *placement_violations(config.trainer, config.rollout.layout, platform)])
+    found += placement_violations(config.trainer, config.rollout.layout, platform)
+    encoder = None
+    if config.reward_model.enable:
+        found += placement_violations(config.trainer, config.reward_model.layout, platform, "reward_model")
+        try:
+            encoder = prepare_encoder(config.reward_model, platform)
+        except ConfigError as error:
+            found += error.violations
+    refuse_if_any(found)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
-    data = config.data
-    train = validation = None
-    if not config.trainer.val_only:
-        files, title = data.train_files, "data.train_files"
-        train = PromptSet.load(files, data, tokenizer, max_samples=data.train_max_samples, title=title)
-    if data.val_files:
-        files, title = data.val_files, "data.val_files"
-        validation = PromptSet.load(files, data, tokenizer, max_samples=data.val_max_samples, title=title)
+    train, validation = _prompts(config, tokenizer)
+    data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
     sampler = PromptSampler(1 if train is None else len(train), data.seed, data.shuffle)
     num_steps = 0
     if train is not None:
@@ -96,8 +111,10 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
             sampler.batches_per_epoch(data.gen_batch_size, "data.gen_batch_size")
         num_steps = num_steps or per_epoch * config.trainer.total_epochs
     kl, progress = KlController(config.algorithm.kl_ctrl), Progress()
-    checkpoint = checkpoints.to_resume(config.trainer)
+    identity = Identity.of(as_dict(config), ["actor", "critic"] if config.needs_critic else ["actor"])
+    checkpoint = checkpoints.to_resume(config.trainer, warn)
     if checkpoint is not None:
+        note_differences(identity, checkpoint)
         progress = checkpoints.read_progress(checkpoint)
         sampler.load_state_dict(progress.sampler)
         kl.load_state_dict(progress.kl)
@@ -108,7 +125,44 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         sampler=sampler,
         num_steps=num_steps,
         model=model,
+        critic=critic,
         progress=progress,
         checkpoint=checkpoint,
+        identity=identity,
         kl=kl,
+        encoder=encoder,
+        data_sources=data_sources,
     )
+
+
+def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet | None, PromptSet | None]:
+    """Those to train on and those to validate with, where there are any."""
+    data, train, validation = config.data, None, None
+    if not config.trainer.val_only:
+        files, title = data.train_files, "data.train_files"
+        train = PromptSet.load(files, data, tokenizer, max_samples=data.train_max_samples, title=title)
+    if data.val_files:
+        files, title = data.val_files, "data.val_files"
+        validation = PromptSet.load(files, data, tokenizer, max_samples=data.val_max_samples, title=title)
+    return train, validation
+
+
+def _data_sources(config: RunConfig, prompts: Sequence[PromptSet | None], encoder: Encoder | None) -> frozenset[str]:
+    """Of the rows that graders grade; ConfigError where a row would have nobody, or the reward model no row."""
+    by_graders: set[str] = set()
+    ids: list[str] = []  # of rows for the reward model
+    first: PromptRow | None = None
+    for each in prompts:
+        for row in () if each is None else map(each.__getitem__, range(len(each))):
+            if row.scored_by_model:
+                first = first or row
+                ids.append(row.id)
+            else:
+                by_graders.add(row.data_source)
+    found = style_violations(config.reward_model, config.custom_reward_function, ids)
+    if encoder is not None and first is not None and (problem := template_problem(encoder, first.messages)):
+        remedy = "Name a tokenizer whose template can write it, or mend the row"
+        where = config.reward_model.model.tokenizer_path
+        found.append(Violation("reward_model.model.tokenizer_path", where, f"{first.id}: {problem}", remedy))
+    refuse_if_any(found)
+    return frozenset(by_graders)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from rich.console import Console
@@ -10,36 +9,60 @@ from rich.table import Table
 
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.checkpoints import how_to_go_on
+from mcore_rl.controller.leaving import REQUEUE, Left
 from mcore_rl.controller.loop import train
+from mcore_rl.controller.notices import outcome, stop_explained, warn
+from mcore_rl.controller.revival import Deaths
 from mcore_rl.controller.start import open_run
+from mcore_rl.errors import DeadWorkerError
 from mcore_rl.tracking.report import write_report
 from mcore_rl.tracking.run_files import read_run
 from mcore_rl.tracking.verdict import best, gain
 
 
 async def run_training(config: RunConfig) -> int:
-    """Train, export the final weights, write the report; 0.
+    """Train, export the final weights, write the report; 0, or ``REQUEUE`` where a signal made it leave before the end.
 
+    A run of which a training process dies is begun again from its newest checkpoint, ``trainer.max_restarts`` times.
     Ctrl-C ends the processes and says how to go on; what it raises then is KeyboardInterrupt's kin.
     """
-    directory, console = Path(config.trainer.default_local_dir), Console(stderr=True)
-    try:
-        async with open_run(config) as run:
-            await train(run)
-            if not config.trainer.val_only:
-                if run.saved_step != run.progress.step:
-                    await run.save()
-                exported = await run.export("final")
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        console.print(how_to_go_on(directory), markup=False, highlight=False, soft_wrap=True)
-        raise
-    report, out = write_report(directory), Console()
+    directory = Path(config.trainer.default_local_dir)
+    with stop_explained(directory):
+        deaths = Deaths(config.trainer.max_restarts, directory, warn=warn)
+        while True:
+            try:
+                exported = await _attempt(config)
+                break
+            except Left as left:
+                outcome(f"{left}. {how_to_go_on(directory)}")
+                return REQUEUE
+            except DeadWorkerError as error:
+                config = await deaths.answer(error, config)
+    report = write_report(directory)
     if (learned := what_was_learned(directory)) is not None:
-        out.print(learned)
-    if not config.trainer.val_only:
-        out.print(f"final weights: {exported}", markup=False, highlight=False, soft_wrap=True)
-    out.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+        Console().print(learned)
+    if exported is not None:
+        outcome(f"final weights: {exported}")
+    outcome(f"report: {report}")
     return 0
+
+
+async def _attempt(config: RunConfig) -> Path | None:
+    """From the newest checkpoint to the end; where the final weights are.  Left: it was told to, and has saved."""
+    async with open_run(config) as run:
+        with run.leaving.listening():
+            try:
+                await train(run)
+            except Left:
+                await run.conclude_saving()
+                raise Left(f"left after step {run.progress.step}, on {run.leaving.asked_by}") from None
+        if config.trainer.val_only:
+            return None
+        try:
+            await run.conclude_saving()
+        finally:
+            exported = await run.export("final")
+    return exported
 
 
 def what_was_learned(directory: Path) -> Table | None:

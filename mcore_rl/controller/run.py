@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.value import CriticLoss, value_loss
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller import checkpoints
+from mcore_rl.controller.checkpoints import Progress
 from mcore_rl.controller.drawing import Drawing
 from mcore_rl.controller.handover import Handover
+from mcore_rl.controller.leaving import Leaving, Left
+from mcore_rl.controller.notices import warn
 from mcore_rl.controller.preparation import Prepared
+from mcore_rl.controller.profiling import profiled
+from mcore_rl.controller.saving import Saver
 from mcore_rl.controller.trajectories import Trajectory, sample_rows
+from mcore_rl.controller.utilization import Passes, device_peak
 from mcore_rl.controller.validation import overall, validate
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.parallel.device import Platform
@@ -45,11 +51,20 @@ class Run:
         self.drawing, self.handover, self.prepared = drawing, handover, prepared
         self.tokenizer, self.progress, self.kl = prepared.tokenizer, prepared.progress, prepared.kl
         self.on_accelerator = platform.is_accelerator
+        self.device_peak = device_peak(config.trainer, config.actor.precision, platform)
+        self.leaving = Leaving()
         self.directory = Path(config.trainer.default_local_dir)
         self.actor_loss: ActorLoss = policy_loss(config.actor)
         self.critic_loss: CriticLoss = value_loss(config.critic)
         self.clock = Clock()
-        self.saved_step = self.progress.step  # of the last checkpoint
+        self.saver = Saver(
+            self.directory, self.groups, config.trainer, self.progress.step, keep=prepared.identity.keep, warn=warn
+        )
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """Of the roles that are trained."""
+        return [self.actor, *([] if self.critic is None else [self.critic])]
 
     @property
     def num_steps(self) -> int:
@@ -60,6 +75,16 @@ class Run:
     def num_sequences(self) -> int:
         """Of a step."""
         return self.config.data.train_batch_size * self.config.rollout.n
+
+    def passes(self, num_updates: int, num_critic_updates: int) -> list[Passes]:
+        """What the models did with the sequences of a step in which they were updated so often."""
+        config, num_prompts = self.config, self.config.data.train_batch_size
+        trained = num_updates * config.actor.ppo_mini_batch_size / num_prompts
+        found = [Passes(model=self.prepared.model, scored=1 + config.needs_reference, trained=trained)]
+        if self.prepared.critic is not None:
+            trained = num_critic_updates * config.critic.ppo_mini_batch_size / num_prompts
+            found.append(Passes(model=self.prepared.critic, scored=1, trained=trained, critic=True))
+        return found
 
     @property
     def epoch(self) -> float:
@@ -76,27 +101,25 @@ class Run:
         """Shows how many responses are finished."""
         return lambda done, of: self.tracker.now(what, done, of)
 
-    def is_due(self, frequency: int, step: int) -> bool:
-        """Every ``frequency`` steps, and at the last; never where it is 0."""
-        return frequency > 0 and (step % frequency == 0 or step == self.num_steps)
-
     def keep_rollouts(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """For people to read."""
         if self.config.trainer.save_rollouts:
             self.tracker.samples(step, "rollouts", sample_rows(step, trajectories, self.tokenizer))
 
-    @asynccontextmanager
-    async def profiled(self, step: int) -> AsyncIterator[None]:
-        """Within: where ``trainer.profile_steps`` names the step, every training process is traced."""
-        if step not in self.config.trainer.profile_steps:
+    @contextmanager
+    def place_kept(self) -> Iterator[None]:
+        """Within: a step that is given up gives its prompts back."""
+        sampler = self.prepared.sampler
+        place = sampler.state_dict()
+        try:
             yield
-            return
-        groups = [self.actor, *([] if self.critic is None else [self.critic])]
-        for group in groups:
-            await group.all("start_profile")
-        yield
-        for group in groups:
-            await group.all("stop_profile", self.directory / "profiles" / f"step_{step}")
+        except Left:
+            sampler.load_state_dict(place)
+            raise
+
+    def profiled(self, step: int) -> AbstractAsyncContextManager[None]:
+        """Within: where ``trainer.profile_steps`` names the step, every training process is traced."""
+        return profiled(self.groups, step, self.config.trainer)
 
     async def validate(self, step: int) -> dict[str, float]:
         """Metrics of validation; the best weights so far are exported when they are these."""
@@ -118,17 +141,17 @@ class Run:
         return metrics
 
     async def save(self) -> None:
-        """A checkpoint of the step that is complete."""
-        roles = {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+        """A checkpoint of the step that is complete, from wherever the trainer's memory is."""
         with self.clock("save"):
-            await self.handover.to_training(for_a_moment=True)
-            incomplete = checkpoints.begin(self.directory, self.progress.step, list(roles))
-            for name, group in roles.items():
-                await group.all("save_state", incomplete / name)
-            self.progress.sampler, self.progress.kl = self.prepared.sampler.state_dict(), self.kl.state_dict()
-            checkpoints.finish(incomplete, self.progress, self.config.trainer.max_to_keep)
-            self.saved_step = self.progress.step
-            await self.handover.to_rollout(self.progress.step)
+            await self.saver.save(self._progress())
+
+    async def conclude_saving(self) -> None:
+        """The step that is complete has a checkpoint.  CheckpointError: it cannot be written."""
+        await self.saver.conclude(self._progress())
+
+    def _progress(self) -> Progress:
+        self.progress.sampler, self.progress.kl = self.prepared.sampler.state_dict(), self.kl.state_dict()
+        return self.progress
 
     async def export(self, name: str) -> Path:
         """The actor as a Hugging Face checkpoint, in ``RUN/hf/NAME``."""

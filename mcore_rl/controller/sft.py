@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.config.compose import as_dict
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.config.trainer import is_due
 from mcore_rl.controller import checkpoints, updates
 from mcore_rl.controller.checkpoints import Progress
 from mcore_rl.controller.fit import model_sft_violations
+from mcore_rl.controller.identity import Identity, note_differences
+from mcore_rl.controller.notices import outcome, stop_explained, warn
+from mcore_rl.controller.profiling import profiled
+from mcore_rl.controller.saving import Saver, load_state
+from mcore_rl.controller.utilization import Passes, device_peak, tflop, utilization
 from mcore_rl.data.balance import balance
 from mcore_rl.data.conversations import Conversation, ConversationSet
 from mcore_rl.data.sampler import PromptSampler
@@ -49,6 +54,8 @@ class Sft:
     sampler: PromptSampler
     progress: Progress
     checkpoint: Path | None
+    identity: Identity
+    model: ModelConfig
     num_steps: int
 
     @property
@@ -77,8 +84,10 @@ def prepare(config: SftConfig) -> Sft:
         validation = ConversationSet.load(files, data, tokenizer, max_samples=data.val_max_samples, title=title)
     sampler, progress = PromptSampler(len(train), data.seed, data.shuffle), Progress()
     per_epoch = sampler.batches_per_epoch(data.train_batch_size)
-    checkpoint = checkpoints.to_resume(trainer)
+    identity = Identity.of(as_dict(config), [ROLE])
+    checkpoint = checkpoints.to_resume(trainer, warn)
     if checkpoint is not None:
+        note_differences(identity, checkpoint)
         progress = checkpoints.read_progress(checkpoint)
         sampler.load_state_dict(progress.sampler)
     return Sft(
@@ -88,6 +97,8 @@ def prepare(config: SftConfig) -> Sft:
         sampler=sampler,
         progress=progress,
         checkpoint=checkpoint,
+        identity=identity,
+        model=model,
         num_steps=trainer.total_training_steps or per_epoch * trainer.total_epochs,
     )
 
@@ -105,27 +116,38 @@ async def run_sft(config: SftConfig) -> int:
             places = await place_trainers(trainer, platform)
             path = Path(config.model.path)
             spec = RoleSpec(role=ROLE, directory=path, engine=config.actor, parallel=config.actor.parallel)
-            group = await start_trainers(spec, places, platform, sft.directory / "logs", trainer.timeout_s)
+            group = await start_trainers(spec, places, platform, sft.directory / "logs", trainer)
+            step, keep = sft.progress.step, sft.identity.keep
+            saver = Saver(sft.directory, [group], trainer, step, keep=keep, warn=warn)
             try:
-                await group.all("build")
-                if sft.checkpoint is not None:
-                    await group.all("load_state", sft.checkpoint / ROLE)
-                await _train(sft, group, tracker)
-                exported = await _export(sft, group)
-            except (asyncio.CancelledError, KeyboardInterrupt):
-                told = Console(stderr=True)
-                told.print(checkpoints.how_to_go_on(sft.directory), markup=False, highlight=False, soft_wrap=True)
-                raise
+                with stop_explained(sft.directory):
+                    peak = device_peak(trainer, config.actor.precision, platform)
+                    exported = await _run(sft, group, saver, tracker, peak)
             finally:
                 group.close()
                 places.close()
-    out = Console()
-    out.print(f"final weights: {exported}", markup=False, highlight=False, soft_wrap=True)
-    out.print(f"report: {write_report(sft.directory)}", markup=False, highlight=False, soft_wrap=True)
+    outcome(f"final weights: {exported}")
+    outcome(f"report: {write_report(sft.directory)}")
     return 0
 
 
-async def _train(sft: Sft, group: WorkerGroup, tracker: Tracker) -> None:
+async def _run(sft: Sft, group: WorkerGroup, saver: Saver, tracker: Tracker, peak: float | None) -> Path:
+    """Everything that the workers do; where the final weights are.  peak: of a device, TFLOP/s."""
+    try:
+        await group.all("build")
+        if sft.checkpoint is not None:
+            await load_state(group, sft.checkpoint)
+        await _train(sft, group, saver, tracker, peak)
+        try:
+            await saver.conclude(_progress(sft))
+        finally:
+            exported = await _export(sft, group)
+    finally:
+        await saver.close()
+    return exported
+
+
+async def _train(sft: Sft, group: WorkerGroup, saver: Saver, tracker: Tracker, peak: float | None) -> None:
     trainer, clock = sft.config.trainer, Clock()
     if trainer.val_before_train and sft.validation is not None and sft.progress.step == 0:
         with clock("validate"):
@@ -133,20 +155,24 @@ async def _train(sft: Sft, group: WorkerGroup, tracker: Tracker) -> None:
         tracker.log(0, metrics | clock.step())
     while sft.progress.step < sft.num_steps:
         step = sft.progress.step + 1
-        last = step == sft.num_steps
-        with clock("update_actor"):
-            rows = sft.sampler.next(sft.config.data.train_batch_size)
-            metrics = await _step(batch_of([sft.train[index] for index in rows]), group)
-        if sft.validation is not None and trainer.test_freq and (step % trainer.test_freq == 0 or last):
+        async with profiled([group], step, trainer):
+            with clock("update_actor"):
+                rows = sft.sampler.next(sft.config.data.train_batch_size)
+                batch = batch_of([sft.train[index] for index in rows])
+                metrics = await _step(batch, group)
+        metrics |= tflop(batch.lengths_S, [Passes(model=sft.model, scored=0, trained=1)])
+        if sft.validation is not None and is_due(trainer.test_freq, step, sft.num_steps):
             with clock("validate"):
                 metrics |= await _validate(sft.validation, group)
         sft.progress.step = step
-        if last or (trainer.save_freq and step % trainer.save_freq == 0):
-            with clock("save"):
-                await _save(sft, group)
         seconds = clock.step()
-        metrics["perf/trained_tokens_per_s"] = metrics.pop("tokens") / seconds["time/update_actor"]
-        tracker.log(step, metrics | seconds)
+        metrics["perf/trained_tokens_per_s"] = sum(batch.lengths_S) / seconds["time/update_actor"]
+        metrics |= utilization(metrics, seconds, trainer.world_size, peak)
+        tracker.log(step, metrics | seconds | saver.metrics())
+        # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
+        if saver.failed or is_due(trainer.save_freq, step, sft.num_steps):
+            with clock("save"):
+                await saver.save(_progress(sft))
 
 
 async def _step(batch: TrainBatch, group: WorkerGroup) -> dict[str, float]:
@@ -155,14 +181,13 @@ async def _step(batch: TrainBatch, group: WorkerGroup) -> dict[str, float]:
     )
     shards = shards_of(batch, balance(batch.lengths_S, group.layout.dp))
     places = group.put([[shard] for shard in shards])
-    result = (await group.map("train_step", places, 0, CrossEntropy(), counts, 1.0, False))[0]
+    result = (await group.map("train_steps", places, CrossEntropy(), [counts], 1.0, False))[0][0]
     routers = {name: value for name, value in result.metrics.items() if name.startswith("router/")}
     return routers | {
         "sft/loss": result.loss,
         "actor/grad_norm": result.grad_norm,
         "actor/lr": result.lr,
         "actor/skipped_updates": float(result.skipped is not None),
-        "tokens": float(counts.tokens),
     }
 
 
@@ -174,7 +199,7 @@ async def _validate(conversations: ConversationSet, group: WorkerGroup) -> dict[
         while len(chosen) < group.layout.dp:  # every rank scores something; what is there twice is not trained
             chosen.append(replace(chosen[0], mask=(False,) * len(chosen[0].mask)))
         batch = batch_of(chosen)
-        scores = await updates.score(group, batch)
+        scores = await updates.score(group, updates.send(group, batch))
         assert scores.logprobs_T is not None
         total -= float(scores.logprobs_T[batch.mask_T].double().sum())
         count += int(batch.mask_T.sum())
@@ -193,11 +218,9 @@ def batch_of(conversations: Sequence[Conversation]) -> TrainBatch:
     )
 
 
-async def _save(sft: Sft, group: WorkerGroup) -> None:
-    incomplete = checkpoints.begin(sft.directory, sft.progress.step, [ROLE])
-    await group.all("save_state", incomplete / ROLE)
+def _progress(sft: Sft) -> Progress:
     sft.progress.sampler = sft.sampler.state_dict()
-    checkpoints.finish(incomplete, sft.progress, sft.config.trainer.max_to_keep)
+    return sft.progress
 
 
 async def _export(sft: Sft, group: WorkerGroup) -> Path:

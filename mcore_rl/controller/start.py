@@ -14,8 +14,12 @@ from mcore_rl.config.trainer import Placement
 from mcore_rl.controller import checkpoints
 from mcore_rl.controller.drawing import Drawing
 from mcore_rl.controller.handover import ActorTrainers, Handover
+from mcore_rl.controller.notices import warn
 from mcore_rl.controller.preparation import Prepared, complete, prepare
+from mcore_rl.controller.revival import Medic, Rollout
+from mcore_rl.controller.reward_engines import start_reward_model
 from mcore_rl.controller.run import REFERENCE, Run
+from mcore_rl.controller.saving import load_state
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.runtime.cluster import ray_cluster, this_host
@@ -43,7 +47,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     trainer, logs = config.trainer, Path(config.trainer.default_local_dir) / "logs"
     async with AsyncExitStack() as stack:
         scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
-        scorer.check_sources(prepared.data_sources())
+        scorer.check_sources(prepared.data_sources)
         tracker = stack.enter_context(
             Tracker.open(
                 trainer.default_local_dir,
@@ -57,7 +61,8 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             checkpoints.set_aside_later(Path(trainer.default_local_dir), prepared.progress.step)
         tracker.now("starting Ray")
         stack.enter_context(ray_cluster(config.ray_init))
-        places = await place(trainer, config.rollout.layout, platform)
+        judge = config.reward_model
+        places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)
         stack.callback(places.close)
 
         tracker.now("starting the trainer")
@@ -67,26 +72,34 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             critic = await _start_role(_critic_role(config), prepared, places, platform, config, stack)
         tracker.now("starting the rollout engines")
         shared = actor if trainer.placement is Placement.colocated else None
-        engines = await start_engines(Path(config.model.path), config.rollout, places, platform, logs, shared)
+        engines = await start_engines(Path(config.model.path), config.rollout, places.rollout, platform, logs, shared)
         for engine in engines:
             stack.push_async_callback(engine.shutdown)
-        pool = pool_of(engines, config.rollout)
+        pool, reward_model = pool_of(engines, config.rollout), None
+        if prepared.encoder is not None:
+            tracker.now("starting the reward model")
+            bundles = places.reward_model
+            reward_model = await start_reward_model(config, prepared.encoder, bundles, platform, logs, shared, stack)
 
         store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         transport = _transport(config, platform, this_host(), store.port)
         await actor.all("connect", transport, config.rollout.layout, BUCKET_BYTES)
         sync = WeightSync(engines, config.rollout.layout, ActorTrainers(actor))
         others = [] if critic is None else [critic]
-        yield Run(
+        medic = Medic(engines, pool, trainer.max_restarts, warn=warn)
+        handover = Handover(actor, others, pool, sync, trainer.placement, reward_model, medic.restart_dead)
+        run = Run(
             config,
             platform,
             tracker,
             prepared,
             actor,
             critic,
-            Drawing(pool, scorer, config),
-            Handover(actor, others, pool, sync, trainer.placement),
+            Drawing(Rollout(pool, handover), scorer, config, reward_model),
+            handover,
         )
+        stack.push_async_callback(run.saver.close)
+        yield run
 
 
 async def _start_role(
@@ -94,13 +107,13 @@ async def _start_role(
 ) -> WorkerGroup:
     """The workers of a role, with the weights to begin with, and the reference's beside them."""
     logs = Path(config.trainer.default_local_dir) / "logs"
-    group = await start_trainers(spec, places, platform, logs, config.trainer.timeout_s)
+    group = await start_trainers(spec, places, platform, logs, config.trainer)
     stack.callback(group.close)
     await group.all("build")
     if spec.role == "actor" and config.needs_reference:
         await group.all("take_snapshot", REFERENCE)  # of what the run began with, also after a resume
     if prepared.checkpoint is not None:
-        await group.all("load_state", prepared.checkpoint / spec.role)
+        await load_state(group, prepared.checkpoint)
     return group
 
 

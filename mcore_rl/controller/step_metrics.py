@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-from torch import Tensor
-
-from mcore_rl.algorithms.ragged import Trained, exact_sum
 from mcore_rl.algorithms.value import explained_variance
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.controller.drawing import Drawn
@@ -53,10 +50,9 @@ def _reward_parts(found: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def actor_metrics(updated: Updated, config: ActorConfig, entropy_T: Tensor, mask_T: Tensor) -> dict[str, float]:
-    """Of the actor's updates.  entropy_T: at each token, before them."""
-    trained = Trained(mask_T)
-    metrics = {"actor/entropy": exact_sum(trained.gather(entropy_T)) / trained.count} if trained.count else {}
+def actor_metrics(updated: Updated, config: ActorConfig, entropy: float) -> dict[str, float]:
+    """Of the actor's updates.  entropy: mean over the responses' tokens, before them."""
+    metrics = {"actor/entropy": entropy}
     if not updated.results:
         return metrics
     wanted = {

@@ -44,9 +44,9 @@ class Groups:
     greedy_S: Tensor | None = None
 
     @property
-    def num_tokens(self) -> int:
-        """Prompts and responses."""
-        return int(self.batch.tokens_T.numel())
+    def num_trained(self) -> int:
+        """Tokens of responses."""
+        return int(np.count_nonzero(self.batch.mask_T.numpy()))
 
 
 def assemble(trajectories: Sequence[Trajectory], greedy: Sequence[float] | None = None) -> Groups:

@@ -27,6 +27,7 @@ from mcore_rl.data.rows import (
     named,
     progress_bar,
     read_files,
+    scored_by_model,
 )
 from mcore_rl.errors import DataError
 
@@ -54,6 +55,11 @@ class PromptRow:
     ground_truth: object
     extra_info: dict[str, Any]
     columns: dict[str, Any]
+
+    @property
+    def scored_by_model(self) -> bool:
+        """``reward_model.style`` is ``model``."""
+        return scored_by_model(self.columns.get("reward_model"))
 
 
 @dataclass
@@ -98,8 +104,8 @@ class PromptSet:
         """The prompts of ``files``, in file order.
 
         max_samples: only so many rows, the first of a shuffle by ``config.seed``, before long ones are left out.
-        title: the key that names the files, as ``data.train_files``.  graded: rows must have a data source and a ground
-        truth; without it, both may be missing.
+        title: the key that names the files, as ``data.train_files``.  graded: rows must have a data source, and a
+        ground truth unless a reward model scores them; without it, both may be missing.
 
         DataError, with every problem found: a file that is missing or no parquet, a column that is missing or of the
         wrong type, a row that is null, empty, no UTF-8, without ground truth or refused by the chat template, prompts
@@ -210,7 +216,7 @@ def _type_problems(file: SourceFile, prompt_key: str, graded: bool) -> Iterator[
         yield f"{file.name}: no column reward_model. {GROUND_TRUTH}"
     else:
         kind = types["reward_model"]
-        if not pa.types.is_struct(kind) or kind.get_field_index("ground_truth") < 0:
+        if not pa.types.is_struct(kind) or all(kind.get_field_index(name) < 0 for name in ("style", "ground_truth")):
             yield f"{file.name}: column reward_model is {kind}, without a ground_truth. {GROUND_TRUTH}"
 
 
@@ -262,7 +268,8 @@ def _rendered(
     if graded:
         if not record["data_source"]:
             return "", "data_source is null or empty. Write the name of the data set"
-        if record["reward_model"] is None or record["reward_model"]["ground_truth"] is None:
+        asked = record["reward_model"]
+        if not scored_by_model(asked) and (asked is None or asked.get("ground_truth") is None):
             return "", "reward_model has no ground_truth. Write the right answer, or leave the row out"
     try:
         kwargs = config.chat_template_kwargs

@@ -6,14 +6,23 @@ Invariant: a row keeps all its columns and its place; its responses are in the o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.data.rows import SourceFile, is_list, is_text, read_files
+from mcore_rl.data.rows import (
+    MESSAGES,
+    SourceFile,
+    clean_messages,
+    is_list,
+    is_messages,
+    is_text,
+    read_files,
+    scored_by_model,
+)
 from mcore_rl.errors import DataError
 from mcore_rl.tracking.atomic import replaced
 
@@ -39,7 +48,7 @@ class ResponseRow:
     """A prompt's row with its responses.
 
     num_tokens, truncated: of each response, 0 and False where the file does not say.  columns: as of a ``PromptRow``,
-    without the responses.
+    without the responses.  messages: of the prompt, where a reward model scores the responses; else none.
     """
 
     id: str
@@ -50,6 +59,12 @@ class ResponseRow:
     responses: tuple[str, ...]
     num_tokens: tuple[int, ...]
     truncated: tuple[bool, ...]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def scored_by_model(self) -> bool:
+        """``reward_model.style`` is ``model``."""
+        return scored_by_model(self.columns["reward_model"])
 
 
 def taken_columns(names: Sequence[str]) -> list[str]:
@@ -81,8 +96,11 @@ class ResponseSet:
         self._file, self._prompt_key, self._response_key = file, prompt_key, response_key
         self.has_lengths = NUM_TOKENS in file.table.column_names
         self.has_finish = FINISH in file.table.column_names
+        types = {column.name: column.type for column in file.table.schema}
+        self._has_messages = prompt_key in types and is_messages(types[prompt_key])
         self.counts: list[int] = []
         self.data_sources: list[str] = []
+        self.by_model: list[bool] = []  # whether a reward model is to score the row
 
     @classmethod
     def load(cls, path: str | Path, prompt_key: str, response_key: str) -> ResponseSet:
@@ -118,6 +136,11 @@ class ResponseSet:
                 assert record is not None, "load has seen this row"
                 yield self._row(self._file.row_id(index), record)
 
+    @property
+    def ids_by_model(self) -> list[str]:
+        """Of the rows that a reward model is to score."""
+        return [self._file.row_id(index) for index, by_model in enumerate(self.by_model) if by_model]
+
     def _check(self, record: dict[str, Any] | None) -> str:
         """What is wrong with a row, "" where nothing is; its number of responses and its data source are kept."""
         if record is None:
@@ -127,7 +150,13 @@ class ResponseSet:
             return f"{self._response_key} is null or empty, or holds a null. Generate it again, or leave the row out"
         if not record["data_source"]:
             return "data_source is null or empty. Write the name of the data set"
-        if record["reward_model"] is None or record["reward_model"]["ground_truth"] is None:
+        asked = record["reward_model"]
+        if scored_by_model(asked):
+            key = self._prompt_key
+            messages = clean_messages(record[key]) if self._has_messages else f"is not {MESSAGES}"
+            if isinstance(messages, str):
+                return f"{key} {messages}, and the reward model reads it. Write {MESSAGES}, or name it as prompt_key"
+        elif asked is None or asked.get("ground_truth") is None:
             return "reward_model has no ground_truth. Write the right answer, or leave the row out"
         for name in (NUM_TOKENS, FINISH):
             if name in record and len(record[name] or ()) != len(responses):
@@ -135,18 +164,22 @@ class ResponseSet:
                 return f"{name} has {have}. Generate it again, or drop the column"
         self.counts.append(len(responses))
         self.data_sources.append(record["data_source"])
+        self.by_model.append(scored_by_model(asked))
         return ""
 
     def _row(self, name: str, record: dict[str, Any]) -> ResponseRow:
         responses = _texts(record.pop(self._response_key))
         lengths, finish = record.pop(NUM_TOKENS, None), record.pop(FINISH, None)
         record.pop(RESPONSES, None)
+        messages = clean_messages(record.pop(self._prompt_key)) if scored_by_model(record["reward_model"]) else []
         record.pop(self._prompt_key, None)
+        assert not isinstance(messages, str), "load has seen this row"
         return ResponseRow(
+            messages=messages,
             id=name,
             data_source=record.pop("data_source"),
             extra_info=record.pop("extra_info", None) or {},
-            ground_truth=record["reward_model"]["ground_truth"],
+            ground_truth=record["reward_model"].get("ground_truth"),
             columns=record,
             responses=tuple(responses),
             num_tokens=tuple(lengths or [0] * len(responses)),
@@ -173,7 +206,9 @@ def _type_problems(file: SourceFile, response_key: str) -> Iterator[str]:
     reward_model = types.get("reward_model")
     if reward_model is None:
         yield f"{file.name}: no column reward_model. {GROUND_TRUTH}"
-    elif not pa.types.is_struct(reward_model) or reward_model.get_field_index("ground_truth") < 0:
+    elif not pa.types.is_struct(reward_model) or all(
+        reward_model.get_field_index(name) < 0 for name in ("style", "ground_truth")
+    ):
         yield f"{file.name}: column reward_model is {reward_model}, without a ground_truth. {GROUND_TRUTH}"
     for name in (NUM_TOKENS, FINISH):
         if name != response_key and name in types and not is_list(types[name]):

@@ -154,6 +154,11 @@ def clean_messages(messages: Any) -> list[dict[str, Any]] | str:
     return cleaned
 
 
+def scored_by_model(reward_model: Any) -> bool:
+    """Whether a row with this value of the column ``reward_model`` asks for a reward model, and not for a grader."""
+    return isinstance(reward_model, dict) and reward_model.get("style") == "model"
+
+
 def named(ids: Sequence[str]) -> str:
     """The first ``MAX_NAMED`` of ``ids``, and how many more there are."""
     more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""

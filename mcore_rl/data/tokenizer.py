@@ -14,8 +14,10 @@ FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.js
 TITLE = "tokenizer"
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedTokenizerBase:
     """transformers' fast tokenizer of a Hugging Face directory.
+
+    trained: its model is; one that only reads needs no eos and no pad token.
 
     DataError, with everything found: no such directory, no tokenizer in it, files that cannot be read, no fast
     tokenizer, no chat template, no eos token, no pad token.  Each names the file and what to put there.
@@ -23,7 +25,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     directory = Path(path).expanduser()
     title = f"{TITLE} {directory}"
     if not directory.is_dir():
-        raise DataError(title, ["is no directory. Name one of a Hugging Face checkpoint (actor.model.tokenizer_path)"])
+        raise DataError(title, ["is no directory. Name one of a Hugging Face checkpoint (model.tokenizer_path)"])
     if not any((directory / name).exists() for name in FILES):
         problem = f"has no tokenizer: none of {', '.join(FILES)}"
         raise DataError(title, [f"{problem}. Copy them from the model, or name their directory as tokenizer_path"])
@@ -34,14 +36,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # what the tokenizers library raises for broken files is nothing else
         problem = f"the files cannot be read: {type(error).__name__}: {error}"
         raise DataError(title, [f"{problem}. Copy the tokenizer's files from the model again"]) from error
-    problems = _problems(tokenizer)
+    problems = _problems(tokenizer, trained)
     if problems:
         raise DataError(title, problems)
     return tokenizer
 
 
-def _problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What training would miss."""
+def _problems(tokenizer: PreTrainedTokenizerBase, trained: bool) -> list[str]:
+    """What training would miss, or reading."""
     found = []
     if not tokenizer.is_fast:
         remedy = "Save it as tokenizer.json with transformers (AutoTokenizer...save_pretrained)"
@@ -50,7 +52,7 @@ def _problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         remedy = "Put the chat template of the model's instruct version there (chat_template.jinja)"
         found.append(f"chat_template.jinja: there is none, and none in tokenizer_config.json. {remedy}")
     for name, example in (("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")):
-        if tokenizer.special_tokens_map.get(name) is None:
+        if trained and tokenizer.special_tokens_map.get(name) is None:
             remedy = f'Write "{name}": "{example}", or another token of its vocabulary, into it'
             found.append(f"tokenizer_config.json: no {name}. {remedy}")
     return found

@@ -63,8 +63,7 @@ def init_groups(layout: Layout, platform: Platform, device: torch.device, seed: 
         expert_tensor_parallel_size=layout.etp,
         create_gloo_process_groups=False,
     )
-    torch.manual_seed(seed)  # routers are initialised by the host's generator
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    seed_random_state(seed)
     rank = dist.get_rank()
     return Groups(
         layout=layout,
@@ -106,6 +105,12 @@ class _SumOverGroup(torch.autograd.Function):
 def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Differentiable sum of ``x`` over ``group``; the gradient is summed too, as every member's loss depends on it."""
     return x if group.size() == 1 else _SumOverGroup.apply(x, group)
+
+
+def seed_random_state(seed: int) -> None:
+    """Of the host's generator, by which routers are initialised, and of Megatron's tracker, by this rank's place."""
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def random_state() -> dict[str, Any]:

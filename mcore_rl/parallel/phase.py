@@ -1,7 +1,8 @@
 """What this process is doing right now, in words, so that an error or a death can say where it happened.
 
 One current phase per process, not per thread: the engine's thread is the one that is asked about.  A phase costs one or
-two microseconds, so it marks microbatches and stages, not operators.  It measures no time and prints nothing.
+two microseconds, so it marks microbatches and stages, not operators.  It measures no time and prints nothing; a
+profiler that does may have phases marked in its trace (``mark_phases``).
 
 The invariant: the mirror, where there is one, always holds the current phase, so that it can be read after this process
 was killed.
@@ -9,28 +10,41 @@ was killed.
 
 from __future__ import annotations
 
+import struct
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 SLOT_BYTES = 256
+_SINCE = struct.Struct("d")  # seconds since the epoch, before the text
+
+Marker = Callable[[str], AbstractContextManager[object]]
 
 _current = ""
 _mirror: memoryview | None = None
+_marker: Marker | None = None
 
 
 class phase:
     """``with phase("forward", microbatch=3):`` reads "forward, microbatch 3", after the phases around it."""
 
-    __slots__ = ("_outer", "_text")
+    __slots__ = ("_mark", "_outer", "_text")
 
     def __init__(self, name: str, **details: object) -> None:
         self._text = name if not details else ", ".join([name, *(f"{key} {value}" for key, value in details.items())])
 
     def __enter__(self) -> None:
-        self._outer = _current
+        self._outer, self._mark = _current, None if _marker is None else _marker(self._text)
+        if self._mark is not None:
+            self._mark.__enter__()
         _enter(f"{self._outer} > {self._text}" if self._outer else self._text)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:  # the innermost phase that it leaves is where it was raised
             error.__dict__.setdefault("_phase", _current)
         _enter(self._outer)
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
 
 
 def current_phase() -> str:
@@ -43,6 +57,12 @@ def phase_of(error: BaseException) -> str:
     return str(error.__dict__.get("_phase", _current))
 
 
+def mark_phases(marker: Marker | None) -> None:
+    """Every phase that is entered from now on is inside ``marker(its own words)``, too; None: no longer."""
+    global _marker
+    _marker = marker
+
+
 def mirror_phase(slot: memoryview) -> None:
     """Copy every change of the phase into ``slot``, ``SLOT_BYTES`` of memory shared with another process."""
     global _mirror
@@ -52,13 +72,19 @@ def mirror_phase(slot: memoryview) -> None:
 
 
 def write_slot(slot: memoryview, text: str) -> None:
-    """Put ``text`` into ``slot``; of a text that is too long, the outermost phases are lost."""
-    slot[:] = text.encode()[-SLOT_BYTES:].ljust(SLOT_BYTES, b"\0")
+    """Put ``text`` into ``slot``, and the time; of a text that is too long, the outermost phases are lost."""
+    room = SLOT_BYTES - _SINCE.size
+    slot[:] = _SINCE.pack(time.time()) + text.encode()[-room:].ljust(room, b"\0")
 
 
 def read_slot(slot: memoryview) -> str:
     """The phase that another process mirrors into ``slot``."""
-    return bytes(slot).rstrip(b"\0").decode(errors="replace")
+    return bytes(slot[_SINCE.size :]).rstrip(b"\0").decode(errors="replace")
+
+
+def read_since(slot: memoryview) -> float:
+    """When that process entered it, or came back to it from one inside; seconds since the epoch, by its own clock."""
+    return float(_SINCE.unpack(slot[: _SINCE.size])[0])
 
 
 def _enter(text: str) -> None:

@@ -7,10 +7,12 @@ import time
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.rewards.cases import read_cases
-from mcore_rl.rewards.confinement import Ending, run_confined
+from mcore_rl.rewards.confinement import ConfinementError, Ending, run_confined, weaknesses
 from mcore_rl.rewards.score import RewardRequest, Score
 
 BUDGET = 0.8  # share of ``reward.timeout_s`` for all test cases together, so that the grader answers before it is ended
+
+WEAK = "Grade code on a machine that confines it, or set reward.code.allow_weak_confinement=true and trust the programs"
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = {"python", "python3", "py"}
@@ -34,8 +36,11 @@ def grade_code(request: RewardRequest, config: RewardConfig) -> Score:
 
     parts: passed, the share that passed of all, and timed_out, the share that ran into a limit of time; without
     ``continuous`` nothing is run after the first case that fails.  Cases for which ``timeout_s`` leaves no time fail.
-    ValueError: the ground truth holds no test cases.  ConfinementError: no program can be run on this machine.
+    ValueError: the ground truth holds no test cases.  ConfinementError: no program can be run on this machine, or none
+    that is confined and ``allow_weak_confinement`` is not set.
     """
+    if not config.code.allow_weak_confinement and weaknesses():
+        raise ConfinementError(f"{'; '.join(weaknesses())}. {WEAK}")
     deadline = time.monotonic() + BUDGET * config.timeout_s
     cases = read_cases(request.ground_truth)
     program = program_of(request.response)

@@ -2,17 +2,21 @@
 
 It takes everything away from its own process first, one layer after the other, and only then reads the program:
 
-- resource limits: CPU time, address space, bytes of a file, open files, no core dump
+- resource limits: CPU time, address space, bytes of a file, open files, no core dump, no queued signals of timers
 - capabilities: none, also where it runs as root; no new privileges
 - Landlock (Linux 5.13 and later): nothing can be opened but Python's own libraries, read-only; no TCP; no signals out
-- seccomp (x86-64 and aarch64): no process is started, no program executed, no socket opened, no other process
-  signalled, traced or renumbered, no file's mode, owner or times changed, no memory outside the limits asked for
+- seccomp (x86-64 and aarch64): no process is started, no program executed, no socket opened but a pair of streams, no
+  other process signalled, traced or renumbered, no file's mode, owner, times, locks or flags changed, none truncated or
+  watched, no disk made to wait, no memory outside the limits asked for
 - where Landlock or seccomp is missing: namespaces of its own for network and IPC if allowed, and a Python audit hook,
   which stops Python code but not C
 
 It uses the standard library only and imports nothing of the package, which cannot be opened any more by then.
-Protocol: argv[1] is JSON (see ``main``).  The result file gets a line with the layers that hold, then one line for each
-value asked for.  Linux header files: landlock.h, seccomp.h, bpf_common.h, audit.h, capability.h, prctl.h, sched.h.
+Landlock's first version is enough: what later ones add, seccomp refuses as well.  ``confinement`` counts threads.
+
+Protocol: argv[1] is JSON (see ``main``).  The status file gets the layers that hold, and is closed before the program
+begins, so that no program can speak for this script.  The result file gets a line for each value asked for.
+Linux header files: landlock.h, seccomp.h, bpf_common.h, audit.h, capability.h, prctl.h, sched.h.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import signal
 import struct
 import sys
 import types
+from contextlib import suppress
 from typing import Any
 
 PRELUDE = (  # names that answers in the style of call-based problems take for granted
@@ -51,10 +56,13 @@ DENIED = {
     "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "process_madvise": (440, 440), "perf_event_open": (298, 241), "bpf": (321, 280), "userfaultfd": (323, 282),
+    "connect": (42, 203), "bind": (49, 200), "syslog": (103, 116), "modify_ldt": (154, None),
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "chroot": (161, 51), "open_by_handle_at": (304, 265),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmctl": (31, 195),
+    # Pages that a pipe or a ring holds are in nobody's address space; the number of rings is the whole machine's.
+    "vmsplice": (278, 75), "io_setup": (206, 0),
     "shmat": (30, 196), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
     "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setattr": (314, 274), "ioprio_set": (251, 30),
@@ -63,19 +71,37 @@ DENIED = {
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
     "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "removexattrat": (466, 466),
-    "file_setattr": (469, 469),
+    "file_setattr": (469, 469), "truncate": (76, 45), "flock": (73, 32),
+    # What others do with files that are none of its business; their number is the user's.
+    "inotify_init": (253, None), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
+    "fanotify_init": (300, 262), "fanotify_mark": (301, 263), "statmount": (457, 457), "listmount": (458, 458),
+    # A disk that writes for others waits, and so would the end of this process.
+    "sync": (162, 81), "syncfs": (306, 267), "fsync": (74, 82), "fdatasync": (75, 83), "msync": (26, 227),
+    "sync_file_range": (277, 84),
 }  # fmt: skip
 CLONE, CLONE3 = (56, 220), (435, 435)
-# Allowed only where the argument of that index is this process, by its id or by 0: (numbers, index, own id allowed).
-ABOUT_ITSELF = {
-    "kill": ((62, 129), 0, True), "tgkill": ((234, 131), 0, True),
-    "prlimit64": ((302, 261), 0, False), "sched_setaffinity": ((203, 122), 0, False),
-}  # fmt: skip
-# Denied for these values of an argument: signals by way of files, keystrokes to a terminal, outliving the grader.
-DENIED_FOR = {
-    "fcntl F_SETOWN F_SETSIG F_SETOWN_EX": ((72, 25), 1, (8, 10, 15)),
-    "ioctl TIOCSTI FIOSETOWN SIOCSPGRP": ((16, 29), 1, (0x5412, 0x8901, 0x8902)),
-    "prctl PR_SET_PDEATHSIG": ((157, 167), 0, (1,)),
+OWN = -1  # stands for this process's id
+AF_UNIX, SOCK_STREAM, SOCK_NONBLOCK, SOCK_CLOEXEC = 1, 1, 0o4000, 0o2000000
+# Allowed only where the argument of each index has one of the values: (numbers, {index: values}).
+ALLOWED_FOR: dict[str, tuple[tuple[int, int], dict[int, tuple[int, ...]]]] = {
+    "kill": ((62, 129), {0: (OWN,)}),
+    "tgkill": ((234, 131), {0: (OWN,)}),
+    "prlimit64": ((302, 261), {0: (0,)}),
+    "sched_setaffinity": ((203, 122), {0: (0,)}),
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ: not whom to signal, leases, pipe sizes
+    "fcntl": ((72, 25), {1: (0, 1, 2, 3, 4, 1030, 1032)}),
+    # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: not the flags of files, terminals' input, whom to signal
+    "ioctl": ((16, 29), {1: (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)}),
+    # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: not to outlive the grader
+    "prctl": ((157, 167), {0: (15, 16, 0x53564D41)}),
+    # As event loops use to wake themselves.  A datagram socket could send to any address.
+    "socketpair": (
+        (53, 199),
+        {
+            0: (AF_UNIX,),
+            1: tuple(SOCK_STREAM | more for more in (0, SOCK_NONBLOCK, SOCK_CLOEXEC, SOCK_NONBLOCK | SOCK_CLOEXEC)),
+        },
+    ),
 }
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -94,8 +120,12 @@ def limit_resources(cpu_s: int, memory_bytes: int, output_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (output_bytes, output_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
-    for none in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE):
+    for none in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING):
         resource.setrlimit(none, (0, 0))
+    # Not 0, where the kernel still starts the program that core_pattern may name (fs/coredump.c).
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory runs out, this ends and not who trains
 
 
 def drop_capabilities() -> None:
@@ -105,10 +135,13 @@ def drop_capabilities() -> None:
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
 
 
-def restrict_files(readable: list[str]) -> bool:
-    """Landlock: only what lies beneath ``readable`` can be opened, for reading.  False where the kernel lacks it."""
+def restrict_files(readable: list[str], newest_abi: int) -> bool:
+    """Landlock: only what lies beneath ``readable`` can be opened, for reading.  False where the kernel lacks it.
+
+    newest_abi: nothing of a later version is used.
+    """
     create, add_rule, restrict = 444, 445, 446
-    abi = libc.syscall(create, None, ctypes.c_size_t(0), 1)
+    abi = min(libc.syscall(create, None, ctypes.c_size_t(0), 1), newest_abi)
     if abi < 1:
         return False
     read_file, read_dir, write_file = 1 << 2, 1 << 3, 1 << 1
@@ -130,7 +163,7 @@ def restrict_files(readable: list[str]) -> bool:
 
 
 def system_call_filter(column: int, architecture: int, pid: int) -> bytes:
-    """The seccomp filter as classic BPF; see DENIED, ABOUT_ITSELF, DENIED_FOR, and that clone makes threads only."""
+    """The seccomp filter as classic BPF; see DENIED and ALLOWED_FOR; clone makes threads only."""
     load, jump_equal, jump_at_least, jump_bits, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
     code: list[tuple[int, int, int, int]] = []
@@ -147,14 +180,13 @@ def system_call_filter(column: int, architecture: int, pid: int) -> bytes:
         judge(numbers, [(answer, 0, 0, refuse)])
     judge(CLONE3, [(answer, 0, 0, 0x00050000 | errno.ENOSYS)])  # its flags are in memory; libc then takes clone
     judge(CLONE, [(load, 0, 0, 16), (jump_bits, 1, 0, CLONE_THREAD), (answer, 0, 0, refuse), (answer, 0, 0, allow)])
-    for own_numbers, index, by_id in ABOUT_ITSELF.values():
-        own = pid if by_id else 0
-        argument = (load, 0, 0, 16 + 8 * index)
-        judge(own_numbers, [argument, (jump_equal, 1, 0, own), (answer, 0, 0, refuse), (answer, 0, 0, allow)])
-    for some_numbers, index, values in DENIED_FOR.values():
-        block = [(load, 0, 0, 16 + 8 * index)]
-        for value in values:
-            block += [(jump_equal, 0, 1, value), (answer, 0, 0, refuse)]
+    for some_numbers, conditions in ALLOWED_FOR.values():
+        block: list[tuple[int, int, int, int]] = []
+        for index, values in conditions.items():
+            block.append((load, 0, 0, 16 + 8 * index))
+            for left, value in zip(range(len(values), 0, -1), values, strict=True):
+                block.append((jump_equal, left, 0, pid if value == OWN else value))
+            block.append((answer, 0, 0, refuse))
         judge(some_numbers, [*block, (answer, 0, 0, allow)])
     code.append((answer, 0, 0, allow))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
@@ -209,7 +241,7 @@ def confine(settings: dict[str, object], readable: list[str]) -> list[str]:
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")
     if os.getppid() != settings["parent"]:
         os._exit(1)
-    if "landlock" in wanted and restrict_files(readable):
+    if "landlock" in wanted and restrict_files(readable, int(settings["landlock_abi"])):  # type: ignore[call-overload]
         holds.append("landlock")
     if "seccomp" in wanted and filter_system_calls():
         holds.append("seccomp")
@@ -262,7 +294,7 @@ def run(job: dict[str, object], result: int) -> None:
 
 
 def main() -> None:
-    """argv[1]: parent, job, result (file descriptors), libraries, layers, cpu_s, memory_bytes, output_bytes."""
+    """argv[1]: parent; job, status, result (file descriptors); libraries, layers, landlock_abi; the limits."""
     settings = json.loads(sys.argv[1])
     with open(settings["job"], "rb") as file:
         job = json.load(file)
@@ -273,7 +305,8 @@ def main() -> None:
     os.chdir("/")
     readable = [*libraries, *SYSTEM_LIBRARIES]
     holds = confine(settings, readable)
-    os.write(settings["result"], json.dumps(holds).encode() + b"\n")
+    os.write(settings["status"], json.dumps(holds).encode())
+    os.close(settings["status"])
     if "audit" in holds:
         refuse_in_python([os.path.realpath(path) for path in readable])
     run(job, settings["result"])

@@ -1,8 +1,8 @@
 """Run a program that nobody trusts: in a process of its own, confined, with limits; see ``confined_program``.
 
 What goes in and out are files in memory, so nothing is left behind whatever happens, and what is expected of the
-program never is in its process.  When ``run_confined`` returns the process is gone; it is killed when its time is over
-and when this process dies.
+program never is in its process.  When ``run_confined`` returns the process is gone; it is killed when its time is over,
+when it has too many threads and when this process dies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from mcore_rl.config.reward import CodeConfig
 
 LAYERS = ("landlock", "seccomp", "namespaces")
 STRONG = {"landlock", "seccomp"}
-STATUS_BYTES = 4096  # of the result file, besides what the program may write
+RESULT_BYTES = 4096  # of a file, besides what the program may print: how values are written takes more than they do
+MAX_THREADS = 64  # their number has no limit of the kernel's for root, and each takes memory beside the address space
+LOOK_S = 0.01  # between two looks at it
 # Hashing is the same in every run.  One thread for linear algebra: each has buffers, and memory is limited.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
 
@@ -70,29 +72,32 @@ def run_confined(
     steps: Sequence[Step] = (),
     timeout_s: float | None = None,
     layers: Sequence[str] = LAYERS,
+    landlock_abi: int = 99,
 ) -> Outcome:
     """Run ``program``, Python source, as a script that reads ``stdin``; with ``steps`` as a module, and then those.
 
     steps: ``("execute", source)``, ``("value", expression)`` or ``("call", (function, arguments))``, of which the
     latter two give a value each; a method of a class ``Solution`` is a function, too.  timeout_s: ``config``'s unless
-    given.  layers: that may be used; fewer for tests only.
+    given.  layers: that may be used; landlock_abi: the newest version of it; fewer and older for tests only.
 
     Raises ConfinementError where the process ended before it was confined; it says what it wrote.
     """
     limit_s = config.timeout_s if timeout_s is None else timeout_s
     with ExitStack() as stack:
-        job, source, stdout, stderr, result = (_memory_file(stack) for _ in range(5))
+        job, source, stdout, stderr, status, result = (_memory_file(stack) for _ in range(6))
         _fill(job, json.dumps({"program": _encodable(program), "steps": list(steps)}))
         _fill(source, _encodable(stdin))
         settings = {
             "parent": os.getpid(),
             "job": job,
+            "status": status,
             "result": result,
             "libraries": libraries(),
             "layers": list(layers),
+            "landlock_abi": landlock_abi,
             "cpu_s": math.ceil(limit_s),
             "memory_bytes": config.memory_mib << 20,
-            "output_bytes": (config.output_kib << 10) + STATUS_BYTES,
+            "output_bytes": (config.output_kib << 10) + RESULT_BYTES,
         }
         process = subprocess.Popen(
             [*_interpreter(), json.dumps(settings)],
@@ -100,20 +105,24 @@ def run_confined(
             stdout=stdout,
             stderr=stderr,
             env=ENVIRONMENT,
-            pass_fds=(job, result),
+            pass_fds=(job, status, result),
             start_new_session=True,
         )
-        ended_by_itself = _wait(process, limit_s)
-        lines = _content(result).splitlines()
+        broken = _wait(process, limit_s)
+        held = _content(status)
         errors = _content(stderr).strip()
         message = errors.rpartition("\n")[2][-500:]
-        in_time = ended_by_itself and process.returncode != -signal.SIGXCPU
-        if in_time and not lines:
+        if process.returncode == -signal.SIGXCPU:
+            broken = Ending.timeout
+        if not held and broken is not Ending.timeout:
             raise ConfinementError(f"no program can be run here (exit code {process.returncode}): {errors[-1000:]}")
-        ending = Ending.timeout if not in_time else Ending.failed if process.returncode else Ending.finished
-        held, values = _read_result(lines)
-        printed = _content(stdout)[: config.output_kib << 10]
-        return Outcome(ending=ending, stdout=printed, values=values, layers=held, message=message)
+        return Outcome(
+            ending=broken or (Ending.failed if process.returncode else Ending.finished),
+            stdout=_content(stdout)[: config.output_kib << 10],
+            values=_read_values(_content(result)),
+            layers=tuple(json.loads(held)) if held else (),
+            message=message,
+        )
 
 
 @cache
@@ -167,27 +176,36 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Whether ``process`` ended within ``limit_s``; it is gone in any case, and its group with it."""
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> Ending | None:
+    """None where ``process`` ended by itself, else the limit that it broke; its group is gone in any case."""
     deadline = time.monotonic() + limit_s
     watched = os.pidfd_open(process.pid)  # ends of processes wake a poll, where Popen.wait sleeps and looks
     try:
         poller = select.poll()
         poller.register(watched, select.POLLIN)
-        ended = bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        while not poller.poll(max(0.0, min(LOOK_S, deadline - time.monotonic())) * 1000):
+            if time.monotonic() >= deadline:
+                return Ending.timeout
+            if _num_threads(process.pid) > MAX_THREADS:
+                return Ending.failed
+        return None
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # before it is waited for: until then the group's number is its own
         process.wait()
         os.close(watched)
-    return ended
 
 
-def _read_result(lines: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(layers, values) of the result file, whose lines the program can have tampered with."""
-    parsed: list[Any] = []
-    for line in lines:
+def _num_threads(pid: int) -> int:
+    """Of a child that was not waited for; by the links of a folder, so that counting many takes no longer."""
+    return os.stat(f"/proc/{pid}/task").st_nlink - 2
+
+
+def _read_values(result: str) -> tuple[str, ...]:
+    """Of the result file, a JSON string in each line, which the program can have tampered with."""
+    values: list[str] = []
+    for line in result.splitlines():
         with suppress(ValueError, RecursionError):
-            parsed.append(json.loads(line))
-    layers, values = (parsed[0], parsed[1:]) if parsed and isinstance(parsed[0], list) else ([], [])
-    return tuple(map(str, layers)), tuple(map(str, values))
+            value = json.loads(line)
+            values.append(value if isinstance(value, str) else line)
+    return tuple(values)

@@ -28,13 +28,16 @@ from multiprocessing.connection import Connection
 from typing import Self
 
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
-from mcore_rl.rewards.code import grade_code
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.rewards.code import WEAK, grade_code
 from mcore_rl.rewards.confinement import ConfinementError, weaknesses
-from mcore_rl.rewards.registry import GRADERS, grader_of
+from mcore_rl.rewards.registry import grader_of
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
-from mcore_rl.rewards.worker import failed
+from mcore_rl.rewards.worker import failed, unpacked
+from mcore_rl.tracking.secrets import without_secrets
 
 MAX_WORKERS = 16
+MAX_ANSWER = 16 << 20  # bytes of a Score
 START_S = 120.0  # for a process to start and to import a custom function's file
 # Not multiprocessing: that would import the main program, and with it torch, into every worker.
 _PROGRAM = (
@@ -56,6 +59,7 @@ class _Worker:
                 [sys.executable, "-P", "-c", _PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                env=without_secrets(custom.env),
                 start_new_session=True,  # Ctrl-C does not reach it, and what it starts can be ended with it
             )
         self._connection = Connection(ours.detach())
@@ -71,7 +75,8 @@ class _Worker:
         """Return once it can grade; ConfigError for a custom function that cannot, TimeoutError, EOFError, OSError."""
         if not self._is_ready:
             self._connection.send(self._settings)
-            refusal = self._receive(START_S)
+            self._wait(START_S)
+            refusal = self._connection.recv()
             if refusal is not None:
                 assert isinstance(refusal, Exception)
                 raise refusal
@@ -80,14 +85,12 @@ class _Worker:
     def grade(self, message: bytes, timeout_s: float) -> Score:
         """Its Score of a pickled request; TimeoutError, EOFError or OSError where there is none."""
         self._connection.send_bytes(message)
-        score = self._receive(timeout_s)
-        assert isinstance(score, Score)
-        return score
+        self._wait(timeout_s)
+        return unpacked(self._connection.recv_bytes(MAX_ANSWER))
 
-    def _receive(self, timeout_s: float) -> object:
+    def _wait(self, timeout_s: float) -> None:
         if not self._connection.poll(timeout_s):
             raise TimeoutError
-        return self._connection.recv()
 
     def kill(self) -> None:
         """End the process and its group at once; the thread that waits for it hears of it."""
@@ -133,10 +136,14 @@ class Scorer:
             return {kind: self._counts[kind] for kind in ERROR_KINDS}
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
-        """ConfigError where a data source has no grader, for the start of a run; with a custom function all have."""
+        """ConfigError where a data source has no grader, for the start of a run; with a custom function all have.
+
+        So it is where it runs programs that this machine cannot confine; see ``CodeConfig.allow_weak_confinement``.
+        """
         if self._custom.path is None:
             for data_source in sorted(set(data_sources)):
-                grader_of(data_source)
+                if grader_of(data_source) is grade_code:
+                    self._check_confinement(data_source)
 
     async def score(self, request: RewardRequest) -> Score:
         """The Score of one response.  ConfigError: its data source has no grader.  Cancelling drops what is queued."""
@@ -168,6 +175,9 @@ class Scorer:
         self.close()
 
     def _check_custom(self) -> None:
+        remedy = "Set it where the run is started, or leave it out"
+        absent = set(self._custom.env) - without_secrets(self._custom.env).keys()
+        refuse_if_any([Violation("custom_reward_function.env", n, "is not set", remedy) for n in sorted(absent)])
         worker = _Worker(self._config, self._custom)
         try:
             worker.wait_until_ready()
@@ -194,7 +204,6 @@ class Scorer:
         """(process for the next response, Score)."""
         doing, limit_s = "starting", START_S
         try:
-            self._warn_of_weak_confinement(request)
             message = pickle.dumps(request)
         except Exception as error:  # noqa: BLE001  whatever pickling a column's value does
             return worker, self._failed("raised", f"the row cannot be sent to a grading process: {error}")
@@ -237,10 +246,17 @@ class Scorer:
             self._workers.discard(worker)
         return worker.end()
 
-    def _warn_of_weak_confinement(self, request: RewardRequest) -> None:
-        if self._confinement_known or self._custom.path is not None or GRADERS[request.data_source] is not grade_code:
+    def _check_confinement(self, data_source: str) -> None:
+        """Refuse programs that would not be confined; where they are allowed all the same, say so once."""
+        if self._confinement_known:
             return
+        try:
+            found = weaknesses()
+        except ConfinementError as error:
+            refusal = Violation("data_source", data_source, str(error), "Grade code on another machine")
+            raise ConfigError([refusal]) from error
+        if found and not self._config.code.allow_weak_confinement:
+            raise ConfigError([Violation("data_source", data_source, "; ".join(found), WEAK)])
+        for weakness in found:
+            logger.warning("Programs are not fully confined on this machine. %s", weakness)
         self._confinement_known = True
-        with suppress(ConfinementError):  # each response will say so
-            for weakness in weaknesses():
-                logger.warning("Programs are not fully confined on this machine. %s", weakness)

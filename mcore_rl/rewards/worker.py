@@ -1,18 +1,20 @@
 """The processes that grade: each takes one response at a time from its pipe and answers with a Score.
 
-Started by ``scorer``.  A worker imports neither torch nor vLLM, ignores Ctrl-C, and ends when its pipe does or when the
-process that started it dies.  Whatever a grader raises or answers becomes a Score; what it cannot report (that it
-hangs, or that its process is gone) is for the scorer to see.
+Started by ``scorer``, without the secrets of the environment.  A worker imports neither torch nor vLLM, ignores Ctrl-C,
+and ends when its pipe does or when the process that started it dies.  Whatever a grader raises or answers becomes a
+Score; what it cannot report (that it hangs, or that its process is gone) is for the scorer to see.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import pickle
 import resource
 import signal
 import sys
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 
 from mcore_rl.config.reward import RewardConfig
@@ -21,6 +23,7 @@ from mcore_rl.rewards.custom import load_custom
 from mcore_rl.rewards.overlong import overlong_penalty
 from mcore_rl.rewards.registry import Grader, grader_of
 from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score, finite
+from mcore_rl.tracking.secrets import redacted
 
 MEMORY_BYTES = 4 << 30  # for graders of ours: of 10^(10^10) in an answer, sympy would fill the machine
 PR_SET_PDEATHSIG = 1
@@ -47,7 +50,24 @@ def grade(request: RewardRequest, config: RewardConfig, custom: Grader | None = 
 
 def failed(kind: str, detail: str, config: RewardConfig) -> Score:
     """The Score of a response that could not be graded; ``kind`` is one of ``ERROR_KINDS``."""
-    return Score(config.error_score, error=f"{kind}: {detail[:MAX_DETAIL]}")
+    return Score(config.error_score, error=f"{kind}: {redacted(detail)[:MAX_DETAIL]}")
+
+
+def packed(score: Score) -> bytes:
+    """For the pipe.  Not by pickle: a custom function may run what a model wrote, which then answers in its place."""
+    return json.dumps(asdict(score)).encode()
+
+
+def unpacked(message: bytes) -> Score:
+    """The Score of ``packed``; ValueError where it is none."""
+    try:
+        found = json.loads(message)
+        value, correct = finite(found.pop("value"), "the score"), found.pop("correct")
+        parts = {str(name): finite(part, name) for name, part in found.pop("parts").items()}
+        said = {name: found[name] if found[name] is None else str(found[name]) for name in ("error", "answer")}
+        return Score(value, parts, correct if correct is None else finite(correct, "correct"), **said)
+    except (AttributeError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"the grading process did not answer with a score: {error!r}") from error
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -80,7 +100,7 @@ def main(descriptor: int, parent: int) -> None:
             score = _answer(message, config, grader)
             if os.getpid() != own:  # a process that a custom function forked has come back from it
                 os._exit(0)
-            connection.send(score)
+            connection.send_bytes(packed(score))
 
 
 def _answer(message: bytes, config: RewardConfig, custom: Grader | None) -> Score:

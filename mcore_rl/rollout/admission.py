@@ -17,6 +17,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import (
     BYTES,
     RolloutConfig,
+    ServingConfig,
     context_violations,
     rollout_config_violations,
     rollout_violations,
@@ -59,10 +60,10 @@ def admit(directory: Path, rollout: RolloutConfig, platform: Platform) -> ModelC
     path = directory / "config.json"
     if not path.is_file():
         raise RolloutError(f"{directory} has no config.json. Name a Hugging Face model directory.")
-    _demand_tested_vllm()
+    demand_tested_vllm()
     refuse_if_any(rollout_config_violations(rollout))
     _, model = model_of(json.loads(path.read_text()))
-    found = rollout_violations(model, rollout.layout) + context_violations(model, rollout)
+    found = engine_violations(model, rollout, platform) + context_violations(model, rollout)
     if rollout.stop and not has_tokenizer(directory):
         problem = f"{directory} has no tokenizer, so that responses have no text"
         found.append(Violation("rollout.stop", rollout.stop, problem, "Write rollout.stop_token_ids"))
@@ -70,20 +71,29 @@ def admit(directory: Path, rollout: RolloutConfig, platform: Platform) -> ModelC
         problem = "the model has no experts" if model.moe is None else "vLLM records routing on accelerators only"
         remedy = "Write rollout.return_routed_experts=false"
         found.append(Violation("rollout.return_routed_experts", True, problem, remedy))
-    if rollout.ep > 1 and not platform.is_accelerator:
-        # cpu_fused_moe gets the experts' global ids and no expert map (experts/cpu_moe.py, 0.32): it reads elsewhere.
-        problem = "vLLM's CPU kernel of the experts cannot spread them"
-        found.append(Violation("rollout.ep", rollout.ep, problem, "Write rollout.ep=1: each is cut over the tp ranks"))
-    refuse_if_any(found + _memory_violations(directory, rollout, platform))
+    refuse_if_any(found + memory_violations(directory, rollout, platform))
     return model
 
 
-def limits_of(name: str, directory: Path, rollout: RolloutConfig, model: ModelConfig) -> Limits:
-    """The limits of engine ``name``."""
+def engine_violations(model: ModelConfig, config: ServingConfig, platform: Platform) -> list[Violation]:
+    """What keeps vLLM from running ``model`` in ``config``'s layout on ``platform``."""
+    found = rollout_violations(model, config.layout)
+    if config.ep > 1 and not platform.is_accelerator:
+        # cpu_fused_moe gets the experts' global ids and no expert map (experts/cpu_moe.py, 0.32): it reads elsewhere.
+        problem = "vLLM's CPU kernel of the experts cannot spread them"
+        found.append(Violation("rollout.ep", config.ep, problem, "Write rollout.ep=1: each is cut over the tp ranks"))
+    return found
+
+
+def limits_of(name: str, directory: Path, config: ServingConfig, model: ModelConfig) -> Limits:
+    """The limits of engine ``name``; one that draws nothing has room for prompts alone."""
+    lengths = (config.max_model_len, 0)
+    if isinstance(config, RolloutConfig):
+        lengths = (config.max_prompt_length, config.max_response_length)
     return Limits(
         name=name,
-        max_prompt_length=rollout.max_prompt_length,
-        max_response_length=rollout.max_response_length,
+        max_prompt_length=lengths[0],
+        max_response_length=lengths[1],
         vocab_size=model.vocab_size,
         has_tokenizer=has_tokenizer(directory),
     )
@@ -132,7 +142,8 @@ def _prompt_problem(request: Request, sampling: Sampling, limits: Limits) -> str
     return None
 
 
-def _demand_tested_vllm() -> None:
+def demand_tested_vllm() -> None:
+    """RolloutError where vLLM is missing, or of a version that was not tested."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -147,7 +158,7 @@ def _demand_tested_vllm() -> None:
         raise RolloutError(f"{name} {version} is installed, and only {TESTED_VLLM} is tested. {remedy}")
 
 
-def _memory_violations(directory: Path, rollout: RolloutConfig, platform: Platform) -> list[Violation]:
+def memory_violations(directory: Path, rollout: ServingConfig, platform: Platform) -> list[Violation]:
     """What does not fit for certain: a rank holds at least its even share of the weights, in the engine's dtype."""
     with Checkpoint.open(directory) as checkpoint:
         numbers = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())

@@ -4,7 +4,7 @@
 samples travel by pickle over a pipe, samples as soon as they are finished.  On a cluster Ray starts the processes.
 
 The invariant: whatever becomes of vLLM's processes, whoever waits for the engine hears of it within seconds, and when
-the engine is shut down or dead, or this program ends, none of its processes is alive.
+the engine is shut down or dead, or this program ends, none of its processes is alive and its sockets are gone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import shutil
 import tempfile
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
@@ -26,11 +27,11 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Self
 
-from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import inherited_environment
-from mcore_rl.rollout.admission import admit
+from mcore_rl.rollout.classifier import admit_engine
 from mcore_rl.rollout.engine_log import death, first_cause
 from mcore_rl.rollout.engine_server import START, Settings, serve
 from mcore_rl.rollout.environment import engine_environment, usable_cores
@@ -44,7 +45,7 @@ SETTLE_S = 1.0  # between the end of the pipe and the end of the process
 def start_engine(
     name: str,
     directory: Path,
-    rollout: RolloutConfig,
+    config: ServingConfig,
     *,
     cores: Sequence[int] | None = None,
     device_ids: Sequence[str] | None = None,
@@ -53,40 +54,44 @@ def start_engine(
     log: Path | None = None,
     wait: bool = True,
 ) -> EngineProcess:
-    """An engine of ``rollout``'s tp ranks with the weights of ``directory``, ready after 10 s and more.
+    """An engine of ``config``'s tp ranks with the weights of ``directory``, ready after 10 s and more.
 
     name: in messages.  cores: that it computes on, on CPU; None: all that this process may use.  device_ids: the
     accelerators that it sees; None: those that this process sees.  extension, version: see ``VllmEngine.start``.
     log: where the output of its processes goes; None: to a file that is removed unless the engine fails.  wait: False
-    returns at once, for starting several; ``wait_until_ready`` then raises what this would.
+    returns at once, for starting several; ``wait_until_ready`` then raises what this would.  config: a RolloutConfig's
+    engine draws, a RewardModelConfig's classifies.
 
-    Raises ConfigError and RolloutError: before a process is started for what ``admit`` can tell, else once it failed.
+    Raises ConfigError and RolloutError: before a process is started for what ``admit_engine`` can tell, else once it
+    failed.
     """
-    platform = detect(rollout.device)
-    admit(directory, rollout, platform)
+    platform = detect(config.device)
+    admit_engine(directory, config, platform)
     chosen = tuple(usable_cores() if cores is None else cores)
     temporary = log is None
     if log is None:
         descriptor, path = tempfile.mkstemp(prefix=f"{name}-", suffix=".log")
         os.close(descriptor)
         log = Path(path)
+    scratch = Path(tempfile.mkdtemp(prefix="mcore-rl-engine-"))
     settings = Settings(
         name=name,
         directory=directory,
-        rollout=rollout,
+        config=config,
         platform=platform,
         cores=chosen,
         extension=extension,
         version=version,
         log=log,
+        scratch=scratch,
     )
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(settings, theirs), name=name)
-    with inherited_environment(engine_environment(platform, rollout, chosen, device_ids)):
+    with inherited_environment(engine_environment(platform, config, chosen, device_ids, scratch)):
         process.start()
     theirs.close()  # so that the pipe ends when the child does
-    engine = EngineProcess(name, process, ours, log, temporary=temporary)
+    engine = EngineProcess(name, process, ours, settings, temporary=temporary)
     if wait:
         engine.wait_until_ready()
     return engine
@@ -106,11 +111,16 @@ class _Caller:
 
 
 class EngineProcess:
-    """A ``RolloutEngine`` in a process of its own; see there.  Made by ``start_engine``; a context manager."""
+    """A ``RolloutEngine`` or ``Classifier`` in a process of its own; see there.
 
-    def __init__(self, name: str, process: SpawnProcess, connection: Connection, log: Path, *, temporary: bool) -> None:
+    Made by ``start_engine``; a context manager.
+    """
+
+    def __init__(
+        self, name: str, process: SpawnProcess, connection: Connection, settings: Settings, *, temporary: bool
+    ) -> None:
         self._name, self._process, self._connection = name, process, connection
-        self._log, self._temporary = log, temporary
+        self._log, self._scratch, self._temporary = settings.log, settings.scratch, temporary
         self._doing = "starting"
         self._started: Future[None] = Future()
         self._dead: DeadEngineError | None = None
@@ -159,7 +169,11 @@ class EngineProcess:
 
     def _end(self) -> None:
         self._process.kill()  # by itself, too: it leads no group before it runs
+        self._clear()
+
+    def _clear(self) -> None:
         end_group(self.pid)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
         """See ``RolloutEngine.generate``."""
@@ -174,6 +188,10 @@ class EngineProcess:
         async with aclosing(parts):
             async for part in parts:
                 yield part
+
+    async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
+        """See ``Classifier.classify``."""
+        return list(await self._ask(f"scoring {len(texts)} texts", "classify", tuple(texts)))
 
     async def abort(self, keys: Iterable[tuple[str, int]] | None = None) -> None:
         """See ``RolloutEngine.abort``."""
@@ -289,7 +307,7 @@ class EngineProcess:
         if self._dead is None:
             self._process.join(SETTLE_S)
         code = self._process.exitcode
-        end_group(self.pid)
+        self._clear()
         told = None if self._dead is None else str(self._dead)
         cause = "stopped answering" if code is None else f"was {death(code)}" if code < 0 else death(code)
         wrote = first_cause(self._log, {}) if code and code > 0 else ""

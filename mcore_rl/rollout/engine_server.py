@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -17,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import McoreRLError, RolloutError
 from mcore_rl.parallel.device import Platform
 
@@ -30,16 +31,17 @@ ITERATED = ("generate", "stream")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a child is told; see ``start_engine``.  log: where its output goes."""
+    """What a child is told; see ``start_engine``.  log: where its output goes.  scratch: a folder that ends with it."""
 
     name: str
     directory: Path
-    rollout: RolloutConfig
+    config: ServingConfig
     platform: Platform
     cores: tuple[int, ...]
     extension: str | None
     version: int
     log: Path
+    scratch: Path
 
 
 def serve(settings: Settings, connection: Connection) -> None:
@@ -52,7 +54,7 @@ def serve(settings: Settings, connection: Connection) -> None:
     _have_own_tracker()
     if sys.platform == "linux" and not settings.platform.is_accelerator:
         os.sched_setaffinity(0, settings.cores)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(settings.scratch,), daemon=True).start()
     asyncio.run(_Server(connection).run(settings))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -92,7 +94,7 @@ class _Server:
             return await VllmEngine.start(
                 settings.name,
                 settings.directory,
-                settings.rollout,
+                settings.config,
                 settings.platform,
                 extension=settings.extension,
                 version=settings.version,
@@ -155,8 +157,9 @@ def _have_own_tracker() -> None:
         resource_tracker.ensure_running()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(scratch: Path) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.config.reward_model import RewardModelConfig
+from mcore_rl.config.rollout import RolloutConfig, ServingConfig
 from mcore_rl.parallel.device import Platform, consistent_environment, num_cores
+from mcore_rl.tracking.secrets import secret_names
 
 CPU_KV_CACHE_BYTES = 2**30  # where none are asked for; vLLM would take gpu_memory_utilization of the machine
 CPU_BATCHED_TOKENS = 4096  # of one step, where no number is asked for
@@ -27,23 +29,32 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def engine_environment(
-    platform: Platform, rollout: RolloutConfig, cores: Sequence[int], device_ids: Sequence[str] | None = None
+    platform: Platform,
+    config: ServingConfig,
+    cores: Sequence[int],
+    device_ids: Sequence[str] | None = None,
+    scratch: Path | None = None,
 ) -> dict[str, str | None]:
     """Variables that the process of one engine must be started with, before it imports anything; None means unset.
 
     cores: that the engine computes on, CPU only; each rank gets its share of them as its OpenMP threads, bound.  Where
-    ranks are more than cores, they share.  device_ids: the accelerators it sees; None leaves the masks alone.
+    ranks are more than cores, they share.  device_ids: the accelerators it sees; None leaves the masks alone.  scratch:
+    the folder of the sockets that vLLM's processes meet at, which nobody removes where they are killed; None: the
+    folder for temporary files.
     """
-    environment: dict[str, str | None] = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    environment: dict[str, str | None] = dict.fromkeys(secret_names())  # so its log has none
+    environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    if scratch is not None:
+        environment["VLLM_RPC_BASE_PATH"] = str(scratch)
     if platform.is_accelerator:
         if device_ids is not None:
             environment |= consistent_environment(platform.kind, device_ids)
         return environment
-    shares = core_shares(cores, rollout.tp)
+    shares = core_shares(cores, config.tp)
     return environment | consistent_environment(platform.kind, ()) | {
         # One rank runs in the process of vLLM's EngineCore itself: the platform would give it one more, and an import
         # of vLLM (platforms/cpu.py, check_and_update_config).
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if rollout.tp > 1 else "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if config.tp > 1 else "0",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
         "OMP_NUM_THREADS": str(len(shares[0])),
         "TORCHDYNAMO_DISABLE": "1",  # what it would compile takes 5 to 30 s and gains nothing on the CPU
@@ -63,39 +74,45 @@ def core_shares(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
 
 
 def engine_arguments(
-    directory: Path, rollout: RolloutConfig, model: ModelConfig, platform: Platform, extension: str | None
+    directory: Path, config: ServingConfig, model: ModelConfig, platform: Platform, extension: str | None
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's ``AsyncEngineArgs`` for ``directory``, a Hugging Face checkpoint.
 
     extension: dotted name of the class whose methods vLLM's workers get (``worker_extension_cls``).
     """
-    layout = rollout.layout
+    layout = config.layout
     arguments: dict[str, Any] = dict(
         model=str(directory),
         skip_tokenizer_init=not has_tokenizer(directory),
-        dtype=rollout.dtype.value,
-        max_model_len=rollout.max_model_len,
+        dtype=config.dtype.value,
+        max_model_len=config.max_model_len,
         tensor_parallel_size=layout.tp,
         data_parallel_size=layout.engine_dp,
         enable_expert_parallel=layout.ep > 1,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
-        max_num_seqs=rollout.max_num_seqs,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
-        enable_prefix_caching=rollout.enable_prefix_caching,
-        enforce_eager=rollout.enforce_eager,
-        enable_sleep_mode=rollout.enable_sleep_mode and platform.is_accelerator,
-        enable_return_routed_experts=rollout.return_routed_experts,
-        # Of the distribution that tokens are drawn from, not of the raw logits, which is vLLM's default.
-        logprobs_mode="processed_logprobs",
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enforce_eager=config.enforce_eager,
+        enable_sleep_mode=config.enable_sleep_mode and platform.is_accelerator,
         generation_config="vllm",  # sampling is what we say; what the checkpoint recommends is for chat
         disable_log_stats=True,
         worker_extension_cls=extension or "",
     )
+    if isinstance(config, RolloutConfig):
+        arguments["enable_return_routed_experts"] = config.return_routed_experts
+        # Of the distribution that tokens are drawn from, not of the raw logits, which is vLLM's default.
+        arguments["logprobs_mode"] = "processed_logprobs"
+    if isinstance(config, RewardModelConfig):
+        # Said, because files of other tools in the directory (modules.json) may say otherwise.  The last token's score
+        # as the head gives it: vLLM's default is its sigmoid (ClassifierPoolerHead, 0.32).
+        pooler = {"seq_pooling_type": "LAST", "use_activation": False}
+        arguments |= dict(runner="pooling", convert="classify", pooler_config=pooler)
     if layout.tp > 1:
         arguments["distributed_executor_backend"] = "mp"
     if not platform.is_accelerator:
-        arguments |= _on_cpu(rollout, model)
+        arguments |= _on_cpu(config, model)
     if model.moe is not None and model.moe.expert_bias:
         # vLLM's DeepSeek builds and loads the bias only where config.json has this field, which transformers 5 leaves
         # out (deepseek_v2.py, 0.32: topk_method).
@@ -103,15 +120,15 @@ def engine_arguments(
     return arguments
 
 
-def _on_cpu(rollout: RolloutConfig, model: ModelConfig) -> dict[str, Any]:
-    wanted = rollout.max_num_batched_tokens or CPU_BATCHED_TOKENS
+def _on_cpu(config: ServingConfig, model: ModelConfig) -> dict[str, Any]:
+    wanted = config.max_num_batched_tokens or CPU_BATCHED_TOKENS
     found: dict[str, Any] = dict(
-        kv_cache_memory_bytes=rollout.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES,
         enforce_eager=True,  # and with it no warm-up; see TORCHDYNAMO_DISABLE
         # A prompt cut over two steps has vLLM turn the generator of its seed back, which ends the engine: "CPU
         # Generator does not use offset" (gpu_model_runner.py, 0.32, _bookkeeping_sync).  So every prompt fits one step.
         enable_chunked_prefill=False,
-        max_num_batched_tokens=max(wanted, rollout.max_model_len, rollout.max_num_seqs),
+        max_num_batched_tokens=max(wanted, config.max_model_len, config.max_num_seqs),
     )
     if model.mla is not None and model.mla.interleaved:
         # The CPU's kernel of the rotary embedding is silently wrong where pairs are interleaved.

@@ -40,6 +40,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from mcore_rl.errors import WeightMapError
+from mcore_rl.rollout.arrival import Blocks
 from mcore_rl.rollout.packed_experts import unpacked_experts
 from mcore_rl.weights.box import Box
 from mcore_rl.weights.rollout_table import RolloutTable, StoredTensor
@@ -74,7 +75,7 @@ class LiveWeights:
         self._names = {name for name, _ in model.named_parameters()}
         self._left: dict[nn.Module, int] = {}
         self._begun: set[nn.Module] = set()
-        self._free: list[Tensor] = []
+        self.blocks = Blocks(vllm_config.device_config.device)
         self._lent: dict[nn.Module, list[Tensor]] = {}
 
     def _missing(self) -> Iterator[str]:
@@ -106,13 +107,19 @@ class LiveWeights:
     # Writing
 
     def start(self) -> None:
-        """Take the modules apart; until ``finish`` none of them can run."""
+        """Take the modules apart; until ``finish`` none of them can run.
+
+        Weights that are packed beside the module's parameters are dropped: all that comes takes their memory.
+        """
+        for module in {*(place.module for place in self.places.values()), *self._tied_heads()}:
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = None
         with self._vllm():
             initialize_layerwise_reload(self.model)
             for module in self._modules.values():
                 if _cpu_experts(module) is not None:
                     module.quant_method.moe_kernel = None  # see above
-        self._left, self._begun, self._free, self._lent = {}, set(), [], {}
+        self._forget()
         for name, place in self.places.items():
             self._left[place.module] = self._left.get(place.module, 0) + self.elements(name)
 
@@ -124,23 +131,44 @@ class LiveWeights:
 
     @torch.no_grad()
     def write(self, name: str, slot: int | None, box: Box, values: Tensor) -> None:
-        """``values`` to ``box`` of a stored tensor (of its expert ``slot``, where it is stacked), each element once."""
-        place = self.places[name]
-        module = place.module
+        """``values`` to ``box`` of a stored tensor (of its expert ``slot``, where it is stacked), each element once.
+
+        values: may lie there already, in what ``space`` gave.
+        """
+        module = self.places[name].module
+        view = self._view(name, slot, box)
+        if view.data_ptr() != values.data_ptr():
+            view.copy_(values)
+        self._left[module] -= values.numel()
+        assert self._left[module] >= 0, f"{name} was written twice"
+        if self._left[module] == 0:
+            self._process(module)
+            for block in self._lent.pop(module, []):
+                self.blocks.take_back(block)
+
+    def _process(self, module: nn.Module) -> None:
         with self._vllm(), self.vllm_config.device_config.device:
-            if module not in self._begun:
-                self._begun.add(module)
-                self._materialize(module)
-                self._zero_padding(module)
-            tensor = getattr(module, place.attribute).data
-            view_of(tensor if slot is None else tensor[slot], box).copy_(values)
-            self._left[module] -= values.numel()
-            assert self._left[module] >= 0, f"{name} was written twice"
-            if self._left[module] == 0:
-                # Our tensors are not on the meta device any more and no loader's arguments are kept, so what it still
-                # does is to process the module and to copy the result into the tensors of before.
-                _layerwise_process(module, get_layerwise_info(module))
-                self._free += self._lent.pop(module, [])
+            # Our tensors are not on the meta device any more and no loader's arguments are kept, so what it still does
+            # is to process the module and to copy the result into the tensors of before.
+            _layerwise_process(module, get_layerwise_info(module))
+
+    def space(self, name: str, slot: int | None, box: Box, dtype: torch.dtype) -> Tensor | None:
+        """The memory of ``box`` of a stored tensor, uint8; None where it is of another dtype or in several pieces.
+
+        What is put there counts once it is given to ``write``.
+        """
+        view = self._view(name, slot, box)
+        return view.view(-1).view(torch.uint8) if view.is_contiguous() and view.dtype == dtype else None
+
+    def _view(self, name: str, slot: int | None, box: Box) -> Tensor:
+        place = self.places[name]
+        if place.module not in self._begun:
+            self._begun.add(place.module)
+            with self.vllm_config.device_config.device:
+                self._materialize(place.module)
+                self._zero_padding(place.module)
+        tensor = getattr(place.module, place.attribute).data
+        return view_of(tensor if slot is None else tensor[slot], box)
 
     def _materialize(self, module: nn.Module) -> None:
         """As vLLM's ``materialize_layer`` (reload/meta.py), in memory that modules use one after another.
@@ -151,12 +179,7 @@ class LiveWeights:
         for name, meta in get_layer_tensors(module).items():
             if name not in SKIP_TENSORS and meta.is_meta:
                 size = meta.numel() * meta.dtype.itemsize
-                fitting = [block for block in self._free if len(block) >= size]
-                block = min(fitting, key=len, default=None)
-                if block is None:
-                    block = torch.empty(size, dtype=torch.uint8)
-                else:
-                    self._free = [other for other in self._free if other is not block]
+                block = self.blocks.lend(size)
                 self._lent.setdefault(module, []).append(block)
                 tensor = block[:size].view(meta.dtype).as_strided(meta.shape, meta.stride())
                 tensor.__class__, tensor.__dict__ = meta.__class__, dict(meta.__dict__)
@@ -188,7 +211,7 @@ class LiveWeights:
     @torch.no_grad()
     def finish(self) -> None:
         """Put everything together again."""
-        self._free = []
+        self._forget()
         with self._vllm(), self.vllm_config.device_config.device:
             finalize_layerwise_reload(self.model, self.vllm_config.model_config)
             for head in self._tied_heads():
@@ -205,7 +228,11 @@ class LiveWeights:
                 if info.kernel_tensors is not None:
                     _place_kernel_tensors(module, info)
                 info.reset()
-        self._left, self._begun, self._free, self._lent = {}, set(), [], {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._left, self._begun, self._lent = {}, set(), {}
+        self.blocks = Blocks(self.blocks.device)
 
     def _vllm(self) -> Any:
         return set_current_vllm_config(self.vllm_config)

@@ -11,7 +11,7 @@ The invariant: which engine draws a sample changes nothing about it (``seed_of``
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ class EnginePool:
         """What messages call it."""
         return f"pool of {', '.join(place.engine.name for place in self._places)}"
 
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
         """See ``RolloutEngine.generate``."""
         parts: asyncio.Queue[Sample | Exception] = asyncio.Queue()
         groups = sorted(_by_prompt(requests), key=lambda group: len(group) * len(group[0].tokens), reverse=True)
@@ -75,6 +75,11 @@ class EnginePool:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def forget_deaths(self) -> None:
+        """All engines live again, those that died under their old names."""
+        for place in self._places:
+            place.cause = None
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncIterator[Chunk | Sample]:
         """See ``RolloutEngine.stream``; a death is raised, requeue or not, since parts of it were seen already."""

@@ -199,6 +199,34 @@ class Statistics:
         return self.generated_tokens / self.busy_s if self.busy_s else 0.0
 
 
+class Classifier(Protocol):
+    """One engine of a reward model, of one or more ranks.  Raises DeadEngineError as a ``RolloutEngine`` does."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
+        """The head's number at the last token of each text, as it is, finite or not; or what vLLM says instead of one.
+
+        texts: tokens, at least one and at most ``reward_model.max_length`` each.
+        """
+        ...
+
+    async def sleep(self, level: int = 1) -> None:
+        """See ``RolloutEngine.sleep``."""
+        ...
+
+    async def wake(self) -> None:
+        """See ``RolloutEngine.wake``."""
+        ...
+
+    async def shutdown(self) -> None:
+        """See ``RolloutEngine.shutdown``."""
+        ...
+
+
 class RolloutEngine(Protocol):
     """One engine, of one or more ranks.  All methods but ``generate`` and ``stream`` return when it is done.
 

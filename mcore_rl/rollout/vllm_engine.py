@@ -20,14 +20,16 @@ import psutil
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
-from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import DeadEngineError, McoreRLError, RolloutError
 from mcore_rl.parallel.device import Platform
-from mcore_rl.rollout.admission import Limits, admit, admit_requests, limits_of
+from mcore_rl.rollout.admission import Limits, admit_requests, limits_of
+from mcore_rl.rollout.classifier import admit_engine
 from mcore_rl.rollout.engine_log import first_cause, first_exception
 from mcore_rl.rollout.environment import engine_arguments
 from mcore_rl.rollout.meter import Meter
@@ -45,7 +47,7 @@ STOP_S, STOP_ON_CPU_S = 5.0, 0.0
 
 
 class VllmEngine:
-    """A ``RolloutEngine``; see there.  Made by ``start``."""
+    """A ``RolloutEngine`` or a ``Classifier``, as it was started; see there.  Made by ``start``."""
 
     def __init__(self, llm: AsyncLLM, meter: Meter, limits: Limits, log: Path | None, stop_s: float) -> None:
         self._llm, self._meter, self._limits, self._log, self._stop_s = llm, meter, limits, log, stop_s
@@ -68,7 +70,7 @@ class VllmEngine:
         cls,
         name: str,
         directory: Path,
-        rollout: RolloutConfig,
+        config: ServingConfig,
         platform: Platform,
         *,
         extension: str | None = None,
@@ -81,14 +83,14 @@ class VllmEngine:
         methods vLLM's workers get.  version: of the weights in ``directory``.  log: the file that this process's output
         goes to, where it does, to be asked for the cause of a death.
 
-        Raises what ``admit`` raises, and RolloutError with the first cause where vLLM does not start.
+        Raises what ``admit_engine`` raises, and RolloutError with the first cause where vLLM does not start.
         """
-        model = admit(directory, rollout, platform)
-        arguments = engine_arguments(directory, rollout, model, platform, extension)
+        model = admit_engine(directory, config, platform)
+        arguments = engine_arguments(directory, config, model, platform, extension)
         try:
-            config = AsyncEngineArgs(**arguments).create_engine_config()
-            executor = Executor.get_class(config)
-            llm = AsyncLLM(config, executor, log_stats=False, log_requests=False, stat_loggers=[Meter])
+            settings = AsyncEngineArgs(**arguments).create_engine_config()
+            executor = Executor.get_class(settings)
+            llm = AsyncLLM(settings, executor, log_stats=False, log_requests=False, stat_loggers=[Meter])
             await llm.update_weight_version(str(version))
         except Exception as error:  # vLLM raises whatever its models, its checks and its processes do
             cause = first_cause(log, {}) or _words(error)
@@ -96,7 +98,7 @@ class VllmEngine:
             raise RolloutError(f"{name}: vLLM does not start with {directory}: {cause}{where}") from error
         (meter,) = llm.logger_manager.stat_loggers
         stop_s = STOP_S if platform.is_accelerator else STOP_ON_CPU_S
-        return cls(llm, meter, limits_of(name, directory, rollout, model), log, stop_s)
+        return cls(llm, meter, limits_of(name, directory, config, model), log, stop_s)
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
         """See ``RolloutEngine.generate``."""
@@ -110,6 +112,10 @@ class VllmEngine:
         async with aclosing(self._run([request], sampling, RequestOutputKind.DELTA)) as parts:
             async for part in parts:
                 yield part
+
+    async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
+        """See ``Classifier.classify``."""
+        return await self._alive(self._classify(texts), f"scoring {len(texts)} texts")
 
     async def abort(self, keys: Iterable[tuple[str, int]] | None = None) -> None:
         """See ``RolloutEngine.abort``."""
@@ -220,6 +226,21 @@ class VllmEngine:
             parts.put_nowait(error)
         finally:
             del self._ids[vllm_id]
+
+    async def _classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
+        return list(await asyncio.gather(*map(self._classify_one, texts)))
+
+    async def _classify_one(self, tokens: Sequence[int]) -> float | str:
+        tasks = await self._llm.get_supported_tasks()
+        # A head of its own (Qwen2ForRewardModel) is asked at every token.
+        params = PoolingParams(task="classify" if "classify" in tasks else "token_classify")
+        outputs = self._llm.encode(tokens_input(list(tokens)), params, str(next(self._count)))
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.error is not None:
+                    return str(output.error.message)
+                return float(output.outputs.data.flatten()[-1])
+        return "vLLM ended without an answer"
 
     async def _watch(self) -> None:
         while not self._llm.errored and all(map(is_alive, self._below)):

@@ -36,8 +36,12 @@ class Incoming(Protocol):
         """Meet all who send and receive."""
         ...
 
-    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-        """For each (training rank, bytes) its message, uint8 [bytes]; good until the next one is asked for."""
+    def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
+        """For each (training rank, bytes) its message, uint8 [bytes]; good until the next one is asked for.
+
+        place: memory for message number n, uint8, of its size; asked once for each, in order, and not for much more
+        than is on its way.  A transport that has messages in memory of its own yields that, and asks for none.
+        """
         ...
 
     def named(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
@@ -63,8 +67,8 @@ class Opening:
 
     family: its name.  parallel, world_size: of training.  rollout: of all engines together; first_rank: the first
     rollout rank of this engine.  dtype: torch's name of that of the weights as they are sent.  message_bytes: the most
-    in one direct message.  bucket_bytes: likewise by names.  plan: ``messages.plan_id`` of the sender.  connect: makes
-    the transport's end of a rollout rank.
+    in one direct message.  in_place: of ``messages_to``.  bucket_bytes: the most by names.  plan: ``messages.plan_id``
+    of the sender.  connect: makes the transport's end of a rollout rank.
     """
 
     family: str
@@ -75,6 +79,7 @@ class Opening:
     first_rank: int
     dtype: str
     message_bytes: int
+    in_place: bool
     bucket_bytes: int
     plan: str
     connect: Callable[[int], Incoming]

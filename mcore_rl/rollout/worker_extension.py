@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,10 +28,11 @@ from torch import Tensor
 
 from mcore_rl.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.rollout.arrival import freed_memory_kept, one_thread
 from mcore_rl.rollout.live_weights import LiveWeights
 from mcore_rl.rollout.weight_channel import Answer, Mode, Opening
 from mcore_rl.weights.fingerprint import added, fingerprint
-from mcore_rl.weights.messages import Message, messages_to, plan_id
+from mcore_rl.weights.messages import Message, Part, messages_to, plan_id
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.safetensors import TensorSpec
@@ -47,37 +49,60 @@ class _Updates:
         latent = bool(vllm_config.model_config.use_mla)
         rollout = RolloutTable(FAMILIES[opening.family], opening.model, opening.rollout, latent_attention=latent)
         plan = plan_reshard(table, rollout, self.dtype.itemsize)
-        if plan_id(plan, opening.message_bytes) != opening.plan:
+        if plan_id(plan, opening.message_bytes, opening.in_place) != opening.plan:
             remedy = (
                 f"Install one version of mcore_rl on both sides; make the RolloutTable with latent_attention={latent}"
             )
             raise SyncError(f"Rollout rank {self.rank} makes another reshard plan than the trainer. {remedy}")
         self.live = LiveWeights(model, vllm_config, rollout, self.rank)
-        self.expected: list[Message] = messages_to(plan, self.rank, opening.message_bytes)
+        self.expected: list[Message] = messages_to(plan, self.rank, opening.message_bytes, opening.in_place)
         self.specs = {
             name: TensorSpec(name, getattr(torch, info.dtype) if info.dtype else self.dtype, info.shape)
             for name, info in table.hf_tensors.items()
         }
+        self.in_place = opening.in_place
         self.incoming = opening.connect(self.rank)
 
     def receive(self, mode: Mode) -> None:
+        """All of an update, once everybody is there."""
+        with freed_memory_kept(), one_thread() if self.in_place else nullcontext():
+            self._receive(mode)
+
+    def _receive(self, mode: Mode) -> None:
+        self.lent: dict[int, Tensor] = {}  # message -> block that it comes to lie in
         self.live.start()
         if mode is Mode.direct:
             wanted = [(message.source_rank, message.num_bytes) for message in self.expected]
-            for message, data in zip(self.expected, self.incoming.messages(wanted), strict=True):
+            incoming = self.incoming.messages(wanted, self.place)
+            for index, (message, data) in enumerate(zip(self.expected, incoming, strict=True)):
                 self.unpack(message, data)
+                if (block := self.lent.pop(index, None)) is not None:
+                    self.live.blocks.take_back(block)
             if unwritten := self.live.unwritten():
                 raise SyncError(f"Nothing, or not all, came for {', '.join(unwritten[:5])}, {len(unwritten)} in all")
         elif unloaded := self.live.load_named(self.incoming.named(self.specs)):
             raise SyncError(f"vLLM's load_weights set nothing of {', '.join(unloaded[:5])}, {len(unloaded)} in all")
         self.live.finish()
 
+    def place(self, index: int) -> Tensor:
+        """Where message ``index`` may come to lie: where it belongs, if it is one part that lies in one piece there."""
+        message = self.expected[index]
+        first, *others = message.parts
+        space = None if others else self.live.space(first.target, first.slot, first.target_box, self._dtype_of(first))
+        if space is None:
+            self.lent[index] = self.live.blocks.lend(message.num_bytes)
+            return self.lent[index][: message.num_bytes]
+        return space
+
     def unpack(self, message: Message, data: Tensor) -> None:
         """Write the parts of a message."""
         for part in message.parts:
-            dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)
-            values = data[part.begin : part.begin + part.num_bytes].view(dtype).view(part.target_box.shape)
-            self.live.write(part.target, part.slot, part.target_box, values)
+            values = data[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
+            self.live.write(part.target, part.slot, part.target_box, values.view(part.target_box.shape))
+
+    def _dtype_of(self, part: Part) -> torch.dtype:
+        dtype: torch.dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)
+        return dtype
 
 
 class WeightReceiver:

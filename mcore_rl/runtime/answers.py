@@ -5,14 +5,19 @@ from __future__ import annotations
 import faulthandler
 import mmap
 import os
+import pickle
 import signal
+import struct
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from mcore_rl.parallel.failure import Failure
-from mcore_rl.parallel.phase import SLOT_BYTES, mirror_phase, phase, read_slot
+from mcore_rl.parallel.phase import SLOT_BYTES, mirror_phase, phase, read_since, read_slot
+from mcore_rl.tracking.secrets import forget_secrets
 
 
 @dataclass(frozen=True)
@@ -23,12 +28,21 @@ class Answer:
     failure: Failure | None = None
 
 
+@dataclass(frozen=True)
+class Whereabouts:
+    """Of a worker.  node_id: Ray's."""
+
+    pid: int
+    node_id: str
+
+
 class Answering:
     """A worker process: output to ``log``, the current phase to a file beside it, calls by name to ``Answer``."""
 
     def __init__(self, rank: int, log: Path) -> None:
         self.rank = rank
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the controller too, and it decides
+        forget_secrets()  # that a cluster was started with; so the log has none
         log.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (sys.stdout, sys.stderr):
@@ -36,24 +50,49 @@ class Answering:
         for number in (1, 2):
             os.dup2(descriptor, number)
         faulthandler.enable(file=2)
+        self._stacks = open(stacks_file(log), "w")  # noqa: SIM115  as long as the process lives
+        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)  # the watchdog asks for them
         with open(phase_file(log), "w+b") as file:
             file.write(bytes(SLOT_BYTES))
             file.flush()
             self._mirror = mmap.mmap(file.fileno(), SLOT_BYTES)
         mirror_phase(memoryview(self._mirror))
 
-    def call(self, method: str, *args: Any) -> Answer:
-        """``method`` of this worker."""
+    def whereabouts(self) -> Whereabouts:
+        """Where this process can be sent a signal."""
+        return Whereabouts(os.getpid(), ray.get_runtime_context().get_node_id())
+
+    def call(self, message: bytes, *shard: object) -> Answer:
+        """What ``message``, of ``message_of``, asks of this worker, and of ``shard`` before its other arguments."""
         try:
+            method, args = pickle.loads(message)
             with phase(method):
-                return Answer(value=getattr(self, method)(*args))
+                return Answer(value=getattr(self, method)(*shard, *args))
         except BaseException as error:  # noqa: BLE001  raised by the controller, which knows the others
             return Answer(failure=Failure.of_error(self.rank, error))
+
+
+def message_of(method: str, args: tuple[object, ...]) -> bytes:
+    """What workers are told: written once for all of them, since Ray would pickle arguments again for each."""
+    return pickle.dumps((method, args), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def phase_file(log: Path) -> Path:
     """Where the worker that logs to ``log`` mirrors its phase."""
     return log.with_suffix(".phase")
+
+
+def phase_since(log: Path) -> float | None:
+    """When the worker that logs to ``log`` entered its phase, seconds since the epoch; None where that is unknown."""
+    try:
+        return read_since(memoryview(phase_file(log).read_bytes()))
+    except (OSError, struct.error):
+        return None
+
+
+def stacks_file(log: Path) -> Path:
+    """Where the worker that logs to ``log`` writes the Python stacks of its threads, each time that it is asked."""
+    return log.with_suffix(".stacks")
 
 
 def last_phase(log: Path) -> str:

@@ -14,6 +14,8 @@ import ray
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.parallel.device import num_cores
+from mcore_rl.parallel.launch import inherited_environment
+from mcore_rl.tracking.secrets import secret_names
 
 KNOCK_S = 10.0  # for a head node to answer
 
@@ -42,7 +44,10 @@ def _connect(config: RayInitConfig) -> None:
     options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     if config.address is None:
         cpus = num_cores() if config.num_cpus is None else config.num_cpus
-        ray.init(num_cpus=cpus, **options)
+        # Ray's processes, and so all workers, start without secrets, but for those that Ray itself answers to.
+        hidden = {name for name in secret_names() if not name.startswith("RAY_")}
+        with inherited_environment(dict.fromkeys(hidden)):
+            ray.init(num_cpus=cpus, **options)
         return
     try:
         _knock(config.address)

@@ -7,7 +7,7 @@ Colocated engines take turns with the trainer on its bundles; separate ones have
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from mcore_rl.parallel.device import Platform
 WAIT_S = 120.0  # for a cluster whose nodes are still coming
 CPUS = 1.0  # of an accelerator's bundle
 TRAINER = ("trainer.nnodes", "trainer.n_gpus_per_node")  # what is too much where a reservation fails
-ENGINES = ("rollout.dp", "rollout.tp")
 ROLES_PER_DEVICE = 4  # actor, critic, reward model, and room: Ray counts the shares, nobody enforces them
 
 
@@ -42,12 +41,16 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Places:
-    """train: of each training rank.  rollout: of each engine.  share: accelerators that one training process counts."""
+    """train: of each training rank.  rollout, reward_model: of each engine.
+
+    share: accelerators that one training process counts.
+    """
 
     train: tuple[Bundle, ...]
     rollout: tuple[Bundle, ...]
     share: float
     groups: tuple[PlacementGroup, ...]
+    reward_model: tuple[Bundle, ...] = ()
 
     def close(self) -> None:
         """Give the resources back."""
@@ -55,44 +58,51 @@ class Places:
             remove_placement_group(group)
 
 
-def placement_violations(trainer: TrainerConfig, layout: RolloutLayout, platform: Platform) -> list[Violation]:
-    """What keeps ``layout``'s engines from standing where ``trainer`` says."""
+def placement_violations(
+    trainer: TrainerConfig, layout: RolloutLayout, platform: Platform, key: str = "rollout"
+) -> list[Violation]:
+    """What keeps ``layout``'s engines from standing where ``trainer`` says.  key: of the group that has their sizes."""
     each, per_node = layout.tp * layout.engine_dp, trainer.n_gpus_per_node
     if not platform.is_accelerator or trainer.placement is Placement.separate:
         return []
     found = []
     if layout.world_size > trainer.world_size:
-        problem = f"with rollout.tp={layout.tp} needs {layout.world_size} devices of the trainer's {trainer.world_size}"
-        remedy = f"Write rollout.dp={max(1, trainer.world_size // layout.tp)}, or trainer.placement=separate"
-        found.append(Violation("rollout.dp", layout.dp, problem, remedy))
+        problem = f"with {key}.tp={layout.tp} needs {layout.world_size} devices of the trainer's {trainer.world_size}"
+        remedy = f"Write {key}.dp={max(1, trainer.world_size // layout.tp)}, or trainer.placement=separate"
+        found.append(Violation(f"{key}.dp", layout.dp, problem, remedy))
     if per_node % each:
         problem = f"an engine of {each} devices does not divide trainer.n_gpus_per_node={per_node}"
-        found.append(Violation("rollout.tp", layout.tp, problem, f"Write a divisor of {per_node}"))
+        found.append(Violation(f"{key}.tp", layout.tp, problem, f"Write a divisor of {per_node}"))
     return found
 
 
-async def place(trainer: TrainerConfig, layout: RolloutLayout, platform: Platform) -> Places:
+async def place(
+    trainer: TrainerConfig, layout: RolloutLayout, platform: Platform, reward_model: RolloutLayout | None = None
+) -> Places:
     """Reserve bundles for the training ranks and the engines, and wait until they are there.
 
+    layout: of the rollout engines.  reward_model: of its engines, where there is one; they stand where rollout engines
+    would.
     Raises ConfigError where the cluster has not what is asked for, or not in ``WAIT_S``.
     """
-    refuse_if_any(placement_violations(trainer, layout, platform))
-    each = layout.tp * layout.engine_dp
-    num_engines = layout.world_size // each
+    layouts = {"rollout": layout} | ({} if reward_model is None else {"reward_model": reward_model})
+    refuse_if_any([each for key in layouts for each in placement_violations(trainer, layouts[key], platform, key)])
     separate = trainer.placement is Placement.separate
     if not platform.is_accelerator:
-        return await _on_cpu(trainer.world_size, num_engines)
+        return await _on_cpu(trainer.world_size, {key: _num_engines(each) for key, each in layouts.items()})
     device = {"CPU": CPUS, "GPU": 1.0}
     wanted = [[device] * trainer.n_gpus_per_node for _ in range(trainer.nnodes)]
     if separate:
-        wanted += _engine_bundles(layout)
+        wanted += [bundles for each in layouts.values() for bundles in _engine_bundles(each)]
     groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in wanted]
     await _ready(groups, f"{trainer.nnodes} nodes of {trainer.n_gpus_per_node} accelerators each", TRAINER)
     train = tuple(Bundle(group, i) for group in groups[: trainer.nnodes] for i in range(trainer.n_gpus_per_node))
-    rollout = tuple(Bundle(group, 0) for group in groups[trainer.nnodes :])
-    if not separate:
-        rollout = tuple(train[engine * each] for engine in range(num_engines))
-    return Places(train, rollout, 1 / ROLES_PER_DEVICE, tuple(groups))
+    own = iter(groups[trainer.nnodes :])
+    places = {}
+    for key, each in layouts.items():
+        devices, count = each.tp * each.engine_dp, _num_engines(each)
+        places[key] = tuple(Bundle(next(own), 0) if separate else train[engine * devices] for engine in range(count))
+    return Places(train, share=1 / ROLES_PER_DEVICE, groups=tuple(groups), **places)
 
 
 async def place_trainers(trainer: TrainerConfig, platform: Platform) -> Places:
@@ -100,29 +110,38 @@ async def place_trainers(trainer: TrainerConfig, platform: Platform) -> Places:
     return await place(replace(trainer, placement=Placement.colocated), RolloutLayout(), platform)
 
 
-async def place_engines(layout: RolloutLayout, platform: Platform) -> Places:
-    """As ``place``, for a run without trainer: every engine has devices of its own."""
-    num_engines = layout.world_size // (layout.tp * layout.engine_dp)
+async def place_engines(layout: RolloutLayout, platform: Platform, key: str = "rollout") -> Places:
+    """As ``place``, for a run without trainer: every engine has devices of its own.  key: see ``placement_violations``.
+
+    They are ``Places.rollout``, whatever they run.
+    """
+    num_engines = _num_engines(layout)
     if not platform.is_accelerator:
-        return replace(await _on_cpu(1, num_engines), train=())
+        return replace(await _on_cpu(1, {"rollout": num_engines}), train=())
     groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in _engine_bundles(layout)]
-    await _ready(groups, f"{num_engines} times {layout.tp * layout.engine_dp} accelerators of one node", ENGINES)
+    wanted = f"{num_engines} times {layout.tp * layout.engine_dp} accelerators of one node"
+    await _ready(groups, wanted, (f"{key}.dp", f"{key}.tp"))
     return Places((), tuple(Bundle(group, 0) for group in groups), 0.0, tuple(groups))
+
+
+def _num_engines(layout: RolloutLayout) -> int:
+    return layout.world_size // (layout.tp * layout.engine_dp)
 
 
 def _engine_bundles(layout: RolloutLayout) -> list[list[dict[str, float]]]:
     """Of the group of each engine: one bundle with all of its devices."""
     each = layout.tp * layout.engine_dp
-    return [[{"CPU": CPUS * each, "GPU": float(each)}]] * (layout.world_size // each)
+    return [[{"CPU": CPUS * each, "GPU": float(each)}]] * _num_engines(layout)
 
 
-async def _on_cpu(world_size: int, num_engines: int) -> Places:
+async def _on_cpu(world_size: int, num_engines: Mapping[str, int]) -> Places:
     """All take turns on the cores there are; which core computes what is for threads and affinity, not for Ray."""
     share = float(ray.cluster_resources().get("CPU", 0)) / world_size
     group = placement_group([{"CPU": share}] * world_size, strategy="PACK")
     await _ready([group], f"{world_size} times {share:g} cores", TRAINER)
     train = tuple(Bundle(group, rank) for rank in range(world_size))
-    return Places(train, tuple(train[engine % world_size] for engine in range(num_engines)), 0.0, (group,))
+    places = {key: tuple(train[engine % world_size] for engine in range(count)) for key, count in num_engines.items()}
+    return Places(train, share=0.0, groups=(group,), **places)
 
 
 async def _ready(groups: Sequence[PlacementGroup], wanted: str, keys: tuple[str, str]) -> None:

@@ -7,7 +7,7 @@ own, and ends with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.config.rollout import RolloutConfig, ServingConfig
 from mcore_rl.errors import DeadEngineError, McoreRLError
 from mcore_rl.rollout.engine_process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Chunk, Pause, Request, Sample, Sampling, Statistics
@@ -31,7 +31,7 @@ class RolloutWorker:
         self._engine: EngineProcess | None = None
 
     async def start(
-        self, directory: Path, rollout: RolloutConfig, cores: Sequence[int] | None, device_ids: Sequence[str] | None,
+        self, directory: Path, config: ServingConfig, cores: Sequence[int] | None, device_ids: Sequence[str] | None,
         log: Path,
     ) -> McoreRLError | None:  # fmt: skip
         """Start the engine; the error of it, if any, as a value: Ray would wrap what is raised."""
@@ -40,10 +40,10 @@ class RolloutWorker:
             engine = start_engine(
                 self._name,
                 directory,
-                rollout,
+                config,
                 cores=cores,
                 device_ids=device_ids,
-                extension=EXTENSION,
+                extension=EXTENSION if isinstance(config, RolloutConfig) else None,  # others' weights never change
                 log=log,
                 wait=False,
             )
@@ -95,10 +95,15 @@ class RolloutWorker:
 
 
 class RayEngine:
-    """A ``RolloutEngine`` whose process is below ``worker``, a Ray actor of ``RolloutWorker``."""
+    """A ``RolloutEngine`` or ``Classifier`` whose process is below ``worker``, a Ray actor of ``RolloutWorker``.
 
-    def __init__(self, name: str, worker: Any) -> None:
-        self._name, self.worker = name, worker
+    new_worker: makes that actor, and another one should it die.
+    """
+
+    def __init__(self, name: str, new_worker: Callable[[], Any]) -> None:
+        self._name, self._new_worker = name, new_worker
+        self.worker = new_worker()
+        self._started: tuple[Any, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -106,11 +111,19 @@ class RayEngine:
         return self._name
 
     async def start(
-        self, directory: Path, rollout: RolloutConfig, *, cores: Sequence[int] | None, device_ids: Sequence[str] | None,
+        self, directory: Path, config: ServingConfig, *, cores: Sequence[int] | None, device_ids: Sequence[str] | None,
         log: Path,
     ) -> None:  # fmt: skip
         """Load the checkpoint.  Raises what ``start_engine`` raises."""
-        await self._done(self.worker.start.remote(directory, rollout, cores, device_ids, log), "starting")
+        self._started = (directory, config, cores, device_ids, log)
+        await self._done(self.worker.start.remote(*self._started), "starting")
+
+    async def restart(self) -> None:
+        """Begin anew, as ``start`` did, with the checkpoint's weights; what is left of the old processes ends."""
+        assert self._started is not None, "start the engine first"
+        await self.shutdown()
+        self.worker = self._new_worker()
+        await self._done(self.worker.start.remote(*self._started), "starting again")
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
         """See ``RolloutEngine.generate``; samples come when all of ``requests`` are finished."""
@@ -128,6 +141,10 @@ class RayEngine:
         parts = self.worker.stream.options(num_returns="streaming").remote(request, sampling)
         async for part in parts:
             yield await self._done(part, "streaming a sample")
+
+    async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
+        """See ``Classifier.classify``."""
+        return list(await self._done(self.worker.call.remote("classify", texts), f"scoring {len(texts)} texts"))
 
     async def abort(self, keys: Iterable[tuple[str, int]] | None = None) -> None:
         """See ``RolloutEngine.abort``."""

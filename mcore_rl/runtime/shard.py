@@ -5,8 +5,9 @@ The controller copies nothing: pickled out of band, the views are written once, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pickle import PickleBuffer
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,23 @@ class Shard:
         tensors = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in self.fields.items()}
         tensors["tokens_T"] = tensors["tokens_T"].long()
         return TrainBatch(lengths_S=self.lengths_S, **tensors)
+
+    def __reduce__(self) -> tuple[Callable[..., Shard], tuple[object, ...]]:
+        """As plain buffers, which Ray's pickler takes as they are: for an array it calls back into Python."""
+        rows = {name: (parts[0].dtype.str, parts[0].shape[1:]) for name, parts in self.fields.items()}
+        buffers = [[PickleBuffer(part.data) for part in parts] for parts in self.fields.values()]
+        return _shard, (self.lengths_S, rows, buffers)
+
+
+def _shard(
+    lengths_S: tuple[int, ...], rows: dict[str, tuple[str, tuple[int, ...]]], buffers: list[list[memoryview]]
+) -> Shard:
+    """rows: type of an element and shape of a token's row, of each field."""
+    fields = {
+        name: [np.frombuffer(part, dtype).reshape(-1, *shape) for part in parts]
+        for (name, (dtype, shape)), parts in zip(rows.items(), buffers, strict=True)
+    }
+    return Shard(lengths_S, fields)
 
 
 def shards_of(batch: TrainBatch, members: Sequence[Sequence[int]]) -> list[Shard]:

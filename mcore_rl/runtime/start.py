@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.config.rollout import RolloutConfig, ServingConfig
+from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.parallel.device import Platform, num_cores
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rollout.environment import core_shares, usable_cores
 from mcore_rl.rollout.pool import EnginePool
-from mcore_rl.runtime.placement import Places
+from mcore_rl.runtime.placement import Bundle, Places
 from mcore_rl.runtime.rollout_worker import RayEngine, RolloutWorker
 from mcore_rl.runtime.train_worker import RoleSpec, TrainWorker
+from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
 
 
 async def start_trainers(
-    spec: RoleSpec, places: Places, platform: Platform, logs: Path, timeout_s: float
+    spec: RoleSpec, places: Places, platform: Platform, logs: Path, trainer: TrainerConfig
 ) -> WorkerGroup:
     """The training processes of one role, in their process groups; ``build`` is the next that they are asked.
 
@@ -42,11 +45,12 @@ async def start_trainers(
         for rank, place in enumerate(places.train)
     ]
     layout = Layout.of(spec.parallel, world_size)
-    group = WorkerGroup(spec.role, workers, layout, ["its node"] * world_size, files)
+    watchdog = Watchdog(trainer.watchdog)
+    group = WorkerGroup(spec.role, workers, layout, ["its node"] * world_size, files, watchdog)
     try:
-        group.hosts = await group.all("host")
+        await group.locate()
         address, port = await group.one(0, "rendezvous")
-        await group.all("join", address, port, spec, timeout_s)
+        await group.all("join", address, port, spec, trainer.timeout_s)
     except BaseException:
         group.close()
         raise
@@ -55,26 +59,30 @@ async def start_trainers(
 
 async def start_engines(
     directory: Path,
-    rollout: RolloutConfig,
-    places: Places,
+    config: ServingConfig,
+    bundles: Sequence[Bundle],
     platform: Platform,
     logs: Path,
     trainers: WorkerGroup | None = None,
+    *,
+    name: str = "engine",
 ) -> list[RayEngine]:
-    """All engines, ready.  trainers: whose devices they share, where they do; None: each has what its bundle has.
+    """All engines, ready, one in each of ``bundles``; called ``name`` and their number.
+
+    trainers: whose devices they share, where they do; None: each has what its bundle has.
 
     On CPU the engines share this machine's cores, each its own where there are enough.
     """
-    layout = rollout.layout
+    layout = config.layout
     each = layout.tp * layout.engine_dp
     shared = trainers is not None
-    workers: list[Any] = [
-        ray.remote(RolloutWorker)
-        .options(**place.options({"num_cpus": 0, "num_gpus": 0 if shared or not platform.is_accelerator else each}))
-        .remote(f"engine {index}")
-        for index, place in enumerate(places.rollout)
-    ]
-    engines = [RayEngine(f"engine {index}", worker) for index, worker in enumerate(workers)]
+    num_gpus = 0 if shared or not platform.is_accelerator else each
+
+    def new_worker(index: int) -> Any:
+        options = bundles[index].options({"num_cpus": 0, "num_gpus": num_gpus})
+        return ray.remote(RolloutWorker).options(**options).remote(f"{name} {index}")
+
+    engines = [RayEngine(f"{name} {index}", partial(new_worker, index)) for index in range(len(bundles))]
     cores: Sequence[Sequence[int] | None] = [None] * len(engines)
     device_ids: list[list[str] | None] = [None] * len(engines)
     if not platform.is_accelerator:
@@ -85,15 +93,16 @@ async def start_engines(
             [device for rank in range(index * each, (index + 1) * each) for device in ids[rank]]
             for index in range(len(engines))
         ]
+    file_name = name.replace(" ", "-")
     starting = [
-        engine.start(directory, rollout, cores=cores[i], device_ids=device_ids[i], log=logs / f"engine-{i}.log")
+        engine.start(directory, config, cores=cores[i], device_ids=device_ids[i], log=logs / f"{file_name}-{i}.log")
         for i, engine in enumerate(engines)
     ]
     results = await asyncio.gather(*starting, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:
-        for worker in workers:
-            ray.kill(worker)
+        for engine in engines:
+            ray.kill(engine.worker)
         raise errors[0]
     return engines
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
+from mcore_rl.algorithms.ragged import sequence_sums
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
@@ -24,6 +25,7 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Memory, detect, device_of, memory, set_device
 from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.phase import mark_phases
 from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.cluster import this_host
@@ -33,13 +35,15 @@ from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.offload import Moved, Part
-from mcore_rl.training.run_state import load_run_state, save_run_state
+from mcore_rl.training.run_state import begin_save, load_run_state, num_state_bytes
 from mcore_rl.types import Denominators, StepResult, TokenScores
-from mcore_rl.weights.companions import read_config
+from mcore_rl.weights.companions import copy_companions, read_config
 from mcore_rl.weights.export import save_hf
 from mcore_rl.weights.hf_directory import Checkpoint
 from mcore_rl.weights.load import load_hf
+from mcore_rl.weights.rank_state import COMPANIONS
 from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.state_writer import StateWriter, Written
 from mcore_rl.weights.table import Table
 
 LOCAL = 0  # Ray shows each worker its own accelerator, and no other
@@ -110,27 +114,41 @@ class TrainWorker(Answering):
             critic=spec.critic,
             trainable=spec.trainable,
         )
+        self._writer = StateWriter(self.platform)
         with Checkpoint.open(spec.directory) as checkpoint:
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
 
     def score(self, shard: Shard, temperature: float, with_entropy: bool, snapshot: str | None) -> TokenScores | None:
-        """``Engine.score``; of the leader of each data-parallel coordinate, since its peers would say the same."""
-        scores = self.engine.score(shard.batch(), temperature=temperature, with_entropy=with_entropy, snapshot=snapshot)
-        return scores if self._leads else None
+        """``Engine.score``; of the leader of each data-parallel coordinate, since its peers would say the same.
 
-    def train_step(
+        Of entropy, only the sums over trained tokens.
+        """
+        batch = shard.batch()
+        scores = self.engine.score(batch, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot)
+        if not self._leads:
+            return None
+        if scores.entropy_T is None:
+            return scores
+        trained_T = scores.entropy_T.double().masked_fill_(~batch.mask_T, 0)
+        return replace(scores, entropy_T=None, entropy_S=sequence_sums(trained_T, batch.lengths_S))
+
+    def train_steps(
         self,
         shards: Sequence[Shard],
-        number: int,
         loss: Loss,
-        denominators: Denominators,
+        denominators: Sequence[Denominators],
         temperature: float,
         with_entropy: bool,
-    ) -> StepResult | None:
-        """``Engine.train_step`` on minibatch ``number`` of the step's ``shards``; of rank 0, since all say the same."""
-        batch = shards[number].batch()
-        step = self.engine.train_step(batch, loss, denominators, temperature=temperature, with_entropy=with_entropy)
-        return step if self.rank == 0 else None
+        kl_to: str | None = None,
+    ) -> list[StepResult] | None:
+        """``Engine.train_step`` on one minibatch after the other; of rank 0, since all say the same."""
+        found = [
+            self.engine.train_step(
+                shard.batch(), loss, counts, temperature=temperature, with_entropy=with_entropy, kl_to=kl_to
+            )
+            for shard, counts in zip(shards, denominators, strict=True)
+        ]
+        return found if self.rank == 0 else None
 
     def take_snapshot(self, name: str) -> None:
         """Keep the weights as they are under ``name``."""
@@ -148,13 +166,32 @@ class TrainWorker(Answering):
         """Of this worker's device and process."""
         return memory(self.platform)
 
-    def save_state(self, directory: Path) -> None:
-        """All that this rank needs to go on, into a directory that is there."""
-        save_run_state(self.engine, directory)
+    def num_state_bytes(self) -> int:
+        """Bytes of disk that ``save_state`` takes."""
+        return num_state_bytes(self.engine, self.table)
 
-    def load_state(self, directory: Path) -> None:
-        """What ``save_state`` wrote, bit for bit."""
-        load_run_state(self.engine, directory)
+    def save_state(self, directory: Path, behind: bool) -> None:
+        """All that this rank needs to go on, into the empty ``directory``; ``saved`` says what became of it.
+
+        behind: return once it is copied to host memory, else once it is written.
+        """
+        begin_save(
+            self.engine, self.table, directory, self._writer, behind=behind, beside=partial(self._beside, directory)
+        )
+
+    def saved(self) -> Written | None:
+        """What became of the file that ``save_state`` began; None while it is being written."""
+        return self._writer.outcome()
+
+    def _beside(self, directory: Path) -> None:
+        """So that the checkpoint can be made a Hugging Face one by itself."""
+        if self.rank == 0:
+            (directory / COMPANIONS).mkdir()
+            copy_companions(self.spec.directory, directory / COMPANIONS, self.engine.dtype, critic=self.table.critic)
+
+    def load_state(self, directory: Path) -> bool:
+        """What ``save_state`` of all ranks wrote; whether in this layout, so that all goes on bit for bit."""
+        return load_run_state(self.engine, self.table, directory)
 
     def save_hf(self, target: Path, source: Path) -> None:
         """A Hugging Face checkpoint of the live weights, whole and under its name; collective."""
@@ -190,12 +227,14 @@ class TrainWorker(Answering):
         return expected_weights(self.publisher, version)
 
     def start_profile(self) -> None:
-        """Trace what this process computes from now on, by torch's profiler."""
+        """Trace what this process computes from now on, by torch's profiler, with its phases."""
         self._profile = torch.profiler.profile()
         self._profile.start()
+        mark_phases(torch.profiler.record_function)
 
     def stop_profile(self, directory: Path) -> None:
-        """Write the trace since ``start_profile``, for chrome://tracing or Perfetto."""
+        """Write the trace since ``start_profile``, for Perfetto or chrome://tracing."""
+        mark_phases(None)
         self._profile.stop()
         directory.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(directory / f"{self.spec.role}-rank-{self.rank}.json"))

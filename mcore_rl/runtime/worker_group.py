@@ -12,40 +12,52 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayError
 
-from mcore_rl.errors import WorkerError
+from mcore_rl.errors import DeadWorkerError, WorkerError
 from mcore_rl.parallel.failure import Cause, Failure, failure_message, first_cause
 from mcore_rl.parallel.layout import Layout
-from mcore_rl.runtime.answers import Answer, last_phase
+from mcore_rl.runtime.answers import Answer, Whereabouts, last_phase, message_of
+from mcore_rl.runtime.watchdog import Watchdog, look_at, summary, write_hung
 
+POLL_S = 0.2  # between looks at the calls that are under way: how soon a failure is noticed
 SETTLE_S = 0.2  # once a worker has failed by itself: for answers that are already on their way
+DEVICE_FAILED = "AcceleratorError"  # torch's, of what a device or its driver reports
 GRACE_S = 3.0  # once one failed because its peers were gone: for the one that caused it
 
 
 class WorkerGroup:
     """``workers``: Ray actors of an ``Answering`` class, in the order of the ranks of ``layout``.
 
-    hosts, logs: of each.
+    hosts, logs: of each.  watchdog: says when a call counts as hung.
     """
 
     def __init__(
-        self, role: str, workers: Sequence[Any], layout: Layout, hosts: Sequence[str], logs: Sequence[Path]
+        self,
+        role: str,
+        workers: Sequence[Any],
+        layout: Layout,
+        hosts: Sequence[str],
+        logs: Sequence[Path],
+        watchdog: Watchdog,
     ) -> None:
         assert len(workers) == layout.world_size == len(hosts) == len(logs)
         self.role, self.layout = role, layout
         self._workers, self.hosts, self._logs = list(workers), list(hosts), list(logs)
+        self._watchdog, self._whereabouts = watchdog, list[Whereabouts]()
+        self._under_way: list[object] = []  # calls, in the order in which workers answer them
         # Of each data-parallel coordinate, the rank that answers for all of its peers.
         self.leaders = [layout.rank_of(tp=0, cp=0, dp=dp, pp=0) for dp in range(layout.dp)]
 
     async def all(self, method: str, *args: object) -> list[Any]:
         """Every worker's result, in the order of the ranks."""
-        return await self._collect(method, [worker.call.remote(method, *args) for worker in self._workers])
+        message = message_of(method, args)
+        return await self._collect(method, [worker.call.remote(message) for worker in self._workers])
 
     def put(self, shards: Sequence[object]) -> list[Any]:
         """References to the shards of the data-parallel coordinates, for several calls of ``map``."""
@@ -57,8 +69,9 @@ class WorkerGroup:
 
         places: what ``put`` returned.  args: small; they go with each call.
         """
+        message = message_of(method, args)
         calls = [
-            worker.call.remote(method, places[self.layout.coords(rank).dp], *args)
+            worker.call.remote(message, places[self.layout.coords(rank).dp])
             for rank, worker in enumerate(self._workers)
         ]
         results = await self._collect(method, calls)
@@ -66,7 +79,12 @@ class WorkerGroup:
 
     async def one(self, rank: int, method: str, *args: object) -> Any:
         """The result of one worker alone: nothing collective."""
-        return (await self._collect(method, [self._workers[rank].call.remote(method, *args)], [rank]))[0]
+        return (await self._collect(method, [self._workers[rank].call.remote(message_of(method, args))], [rank]))[0]
+
+    async def locate(self) -> None:
+        """Learn where the workers run, for the day on which they answer no more."""
+        self.hosts = await self.all("host")
+        self._whereabouts = await self.all("whereabouts")
 
     def close(self) -> None:
         """End the processes."""
@@ -78,28 +96,50 @@ class WorkerGroup:
         return f"{self.role} rank {rank} ({self.layout.coords(rank)})"
 
     async def _collect(self, method: str, calls: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
+        """Waits in a thread for all at once: a coroutine for each call would cost more than the call itself."""
         ranks = range(len(calls)) if ranks is None else ranks
-        tasks = {asyncio.ensure_future(self._answer(rank, call)): rank for rank, call in zip(ranks, calls, strict=True)}
-        waiting, until, failures = set(tasks), float("inf"), list[Failure]()
-        while waiting:
-            limit = None if until == float("inf") else max(0.0, until - time.monotonic())
-            done, waiting = await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            failures += [failure for task in done if (failure := task.result().failure) is not None]
-            if failures:
-                settle = SETTLE_S if first_cause(failures).cause is Cause.own else GRACE_S
-                until = min(until, time.monotonic() + settle)
-            if not done and waiting:
-                break
-        for task in waiting:
-            task.cancel()
-        answers = {rank: task.result() for task, rank in tasks.items() if task.done() and not task.cancelled()}
+        rank_of = dict(zip(calls, ranks, strict=True))
+        waiting, until, begin = list(calls), float("inf"), time.monotonic()
+        limit_s, turn = self._watchdog.limit_s(method), object()
+        self._under_way.append(turn)
+        answers: dict[int, Answer] = {}
+        try:
+            while waiting and time.monotonic() < until:
+                done, waiting = await asyncio.to_thread(ray.wait, waiting, num_returns=len(waiting), timeout=POLL_S)
+                new = {rank_of[call]: answer for call, answer in zip(done, self._answers(done, rank_of), strict=True)}
+                answers |= new
+                if failures := [answer.failure for answer in new.values() if answer.failure is not None]:
+                    settle = SETTLE_S if first_cause(failures).cause is Cause.own else GRACE_S
+                    until = min(until, time.monotonic() + settle)
+                if self._under_way[0] is not turn:  # workers answer one call after the other
+                    begin = time.monotonic()
+                elif waiting and until == float("inf") and time.monotonic() - begin > limit_s:
+                    raise await asyncio.to_thread(self._hung, method, limit_s)
+        finally:
+            self._under_way.remove(turn)
         if any(answer.failure is not None for answer in answers.values()):
             self._raise(method, ranks, answers)
+        self._watchdog.took(method, time.monotonic() - begin)
         return [answers[rank].value for rank in ranks]
 
-    async def _answer(self, rank: int, call: Any) -> Answer:
+    def _hung(self, method: str, limit_s: float) -> DeadWorkerError:
+        """All ranks are looked at, also those that have answered: they may be what the others wait for."""
+        what = f"{self.role}: no answer to {method} after {limit_s:.0f} s (trainer.watchdog says how long is too long)"
+        titles = [self.title(rank) for rank in range(self.layout.world_size)]
+        hung = look_at(titles, self.hosts, self._logs, self._whereabouts)
+        path = write_hung(self._logs[0].parent, what, hung)
+        return DeadWorkerError("\n".join([what, *summary(hung), f"The stacks of all ranks are in {path}"]))
+
+    def _answers(self, done: Sequence[Any], rank_of: Mapping[Any, int]) -> list[Answer]:
         try:
-            answer: Answer = await call
+            found: list[Answer] = ray.get(list(done))
+        except RayError:  # of one of them
+            return [self._answer(rank_of[call], call) for call in done]
+        return found
+
+    def _answer(self, rank: int, call: Any) -> Answer:
+        try:
+            answer: Answer = ray.get(call)
         except RayError as error:
             what = "killed by the kernel or by Ray for want of memory" if isinstance(error, OutOfMemoryError) else ""
             what = what or f"its process died ({_reason(error)})"
@@ -122,7 +162,9 @@ class WorkerGroup:
             others[rank] = done if failure is None else failure.aftermath()
         titles = [self.title(rank) for rank in range(self.layout.world_size)]
         message = failure_message(first, self.hosts[first.rank], titles, others)
-        raise WorkerError(f"{message}\nIts output is in {self._logs[first.rank]}")
+        is_mistake = first.cause is Cause.own and first.traceback and not first.what.startswith(DEVICE_FAILED)
+        kind = WorkerError if is_mistake else DeadWorkerError
+        raise kind(f"{message}\nIts output is in {self._logs[first.rank]}")
 
 
 def _reason(error: RayError) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class DeviceIpcTransport:
 
     address: Address
     platform: Platform
+    in_place: ClassVar[bool] = False
 
     def outgoing(self, rank: int, device: torch.device) -> SlotSender:
         """See ``Transport``."""

@@ -8,9 +8,10 @@ version before is removed once all have applied the new one.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class DirectoryTransport:
 
     address: Address
     root: Path
+    in_place: ClassVar[bool] = False
 
     def outgoing(self, rank: int, device: torch.device) -> DirectoryWriter:
         """See ``Transport``."""
@@ -101,7 +103,7 @@ class DirectoryReceiving(Receiving):
         self._version = version
         super().begin(version)
 
-    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
         """Refused as the writer refuses, in the same words: either side may be the first to say so."""
         raise SyncError(WHOLE_ONLY)
 

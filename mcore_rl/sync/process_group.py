@@ -7,10 +7,11 @@ leaves, which ends the waits of its own peers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ class ProcessGroupTransport:
 
     address: Address
     backend: str
+    in_place: ClassVar[bool] = True
 
     def outgoing(self, rank: int, device: torch.device) -> PointToPoint:
         """See ``Transport``."""
@@ -130,36 +132,36 @@ class PointToPoint:
 
 
 class PointToPointReceiving(Receiving):
-    """While one message is taken apart, the next arrives."""
+    """While a message is taken apart, the next ones arrive."""
+
+    in_place = True
 
     def __init__(self, members: Members, group: dist.ProcessGroup, bucket_bytes: int) -> None:
         super().__init__(members, bucket_bytes)
         self._group: dist.ProcessGroup | None = group
-        self._device = torch.get_default_device()
 
-    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
         """See ``Incoming``."""
+        room = 2 * max((size for _, size in wanted), default=0)  # bytes that may be on their way
+        coming = deque[tuple[Tensor, Any]]()
+        posted = 0
+        for source, size in wanted:
+            while posted < len(wanted) and wanted[posted][1] <= room:
+                room -= wanted[posted][1]
+                message = place(posted)
+                coming.append((message, self._receive(message, wanted[posted][0])))
+                posted += 1
+            message, work = coming.popleft()
+            _wait([work], source, self.members)
+            yield message
+            room += size
+
+    def _receive(self, message: Tensor, source: int) -> Any:
         assert self._group is not None, "the channel is closed"
-        sizes = [max((size for _, size in wanted[first::NUM_BUFFERS]), default=0) for first in range(NUM_BUFFERS)]
-        memory = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
-        works = list[Any]()
-
-        def post(index: int) -> None:
-            if index < len(wanted):
-                assert self._group is not None
-                source, size = wanted[index]
-                try:
-                    works.append(self._group.recv([memory[index % NUM_BUFFERS][:size]], source, 0))
-                except RuntimeError as error:
-                    raise PeerLostError(source, f"{self.members.address.title(source)}: {error}") from error
-
-        for index in range(NUM_BUFFERS):
-            post(index)
-        for index, (source, size) in enumerate(wanted):
-            _wait([works[index]], source, self.members)
-            works[index] = None
-            yield memory[index % NUM_BUFFERS][:size]
-            post(index + NUM_BUFFERS)
+        try:
+            return self._group.recv([message], source, 0)
+        except RuntimeError as error:
+            raise PeerLostError(source, f"{self.members.address.title(source)}: {error}") from error
 
     def close(self) -> None:
         """See ``Incoming``."""

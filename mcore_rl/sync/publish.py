@@ -1,8 +1,9 @@
 """The trainer's end of a weight update: one ``Publisher`` on every training rank.
 
-The plan is made once.  ``publish`` packs this rank's live parameters into messages, two at a time, and sends them along
-it; ``mode=names`` sends the export stream instead, the reference for the first.  Who pauses the engines and calls their
-workers is ``update``; what they hold afterwards is for ``check``.
+The plan is made once.  ``publish`` sends this rank's live parameters along it: large parts from where they lie, if the
+transport can, and the rest packed into messages, two at a time.  ``mode=names`` sends the export stream instead, the
+reference for the first.  Who pauses the engines and calls their workers is ``update``; what they hold afterwards is for
+``check``.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Publisher:
         self.chunks, self.table, self.rollout, self.rank = chunks, table, rollout, rank
         self.transport, self.dtype, self.bucket_bytes = transport, dtype, bucket_bytes
         self.plan = plan_reshard(table, rollout, dtype.itemsize)
-        self.sent: list[Message] = messages_from(self.plan, rank, self.message_bytes)
+        self.sent: list[Message] = messages_from(self.plan, rank, self.message_bytes, transport.in_place)
         self.tensors = {(each.local.chunk, each.local.name): each.tensor for each in bind(chunks, table, rank)}
         self._outgoing: Outgoing | None = None
 
@@ -149,17 +150,23 @@ class Publisher:
     @torch.no_grad()
     def _direct(self, outgoing: Outgoing, clock: _Clock) -> int:
         for message in self.sent:
-            with clock.waiting():
-                buffer = outgoing.buffer(message.num_bytes)
-            with clock.packing():
-                self._pack(message, buffer)
-            outgoing.send(buffer, message.target_rank)
+            outgoing.send(self._filled(message, outgoing, clock), message.target_rank)
         return sum(message.num_bytes for message in self.sent)
 
-    def _pack(self, message: Message, buffer: Tensor) -> None:
-        for part in message.parts:
-            space = buffer[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
-            space.view(part.target_box.shape).copy_(self.live(part))
+    def _filled(self, message: Message, outgoing: Outgoing, clock: _Clock) -> Tensor:
+        """The bytes of a message: where they lie, or packed into a buffer."""
+        first, *others = message.parts
+        if self.transport.in_place and not others:
+            live = self.live(first)
+            if live.is_contiguous() and live.dtype == self._dtype_of(first):
+                return live.view(-1).view(torch.uint8)
+        with clock.waiting():
+            buffer = outgoing.buffer(message.num_bytes)
+        with clock.packing():
+            for part in message.parts:
+                space = buffer[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
+                space.view(part.target_box.shape).copy_(self.live(part))
+        return buffer
 
     def live(self, part: Part) -> Tensor:
         """The elements of ``part`` as they are now."""
@@ -256,7 +263,8 @@ def opening_of(
         first_rank=first_rank,
         dtype=str(dtype).removeprefix("torch."),
         message_bytes=message_bytes(table, bucket_bytes),
+        in_place=transport.in_place,
         bucket_bytes=bucket_bytes,
-        plan=plan_id(plan, message_bytes(table, bucket_bytes)),
+        plan=plan_id(plan, message_bytes(table, bucket_bytes), transport.in_place),
         connect=connector(transport, bucket_bytes),
     )

@@ -11,6 +11,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class SharedMemoryTransport:
 
     address: Address
     directory: Path = Path("/dev/shm")
+    in_place: ClassVar[bool] = False
 
     def outgoing(self, rank: int, device: torch.device) -> SlotSender:
         """See ``Transport``."""

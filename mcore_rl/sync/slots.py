@@ -6,7 +6,7 @@ again when the receiver says so there, so nothing is read before it is written n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -104,7 +104,7 @@ class SlotReceiving(Receiving):
         self._memory = memory
         self._received: dict[int, int] = {}
 
-    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
         """See ``Incoming``."""
         mapped: dict[bytes, Tensor] = {}
         me = self.members.member - self.members.address.num_trainers

@@ -8,7 +8,7 @@ shared_memory   one host, no accelerator: a message is written once and read whe
 device_ipc      one GPU: as shared_memory, in the GPU's memory
 directory       safetensors files on a file system that all see; by names only
 
-Invariant: a process holds at most two messages.
+Invariant: of messages on their way a process holds at most the bytes of two of the largest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +37,10 @@ class Outgoing(Protocol):
         ...
 
     def send(self, message: Tensor, rollout_rank: int) -> None:
-        """Send what ``buffer`` gave.  It may be sent to several ranks; it is free again when all have it."""
+        """Send what ``buffer`` gave, to any number of ranks; it is free again when all have it.
+
+        A transport that is ``in_place`` sends any other uint8 memory too, which must not change until ``flush``.
+        """
         ...
 
     def flush(self) -> None:
@@ -56,6 +59,8 @@ class Outgoing(Protocol):
 class Receiving:
     """What all receiving ends share; ``rollout.weight_channel.Incoming`` but for ``messages``."""
 
+    in_place: ClassVar[bool] = False  # of its transport
+
     def __init__(self, members: Members, bucket_bytes: int) -> None:
         self.members, self.bucket_bytes = members, bucket_bytes
 
@@ -63,15 +68,17 @@ class Receiving:
         """See ``Incoming``."""
         self.members.meet(f"update {version}")
 
-    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+    def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
         """See ``Incoming``."""
         raise NotImplementedError
 
     def named(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
         """See ``Incoming``: each bucket of the export stream is one message of training rank 0."""
         buckets = [offsets_of([specs[name] for name in names]) for names in buckets_of(specs, self.bucket_bytes)]
-        for bucket, message in zip(buckets, self.messages([(0, size) for _, size in buckets]), strict=True):
-            kept = message.clone()  # vLLM keeps what it was given until a module is complete
+        wanted = [(0, size) for _, size in buckets]
+        for bucket, message in zip(buckets, self.messages(wanted, lambda index: _new(wanted[index][1])), strict=True):
+            # vLLM keeps what it was given until a module is complete.
+            kept = message if self.in_place else message.clone()
             for spec, begin in bucket[0]:
                 yield spec.name, kept[begin : begin + spec.num_bytes].view(spec.dtype).view(spec.shape)
 
@@ -96,6 +103,11 @@ class Transport(Protocol):
         """Where the members meet."""
         ...
 
+    @property
+    def in_place(self) -> bool:
+        """Whether it sends from any memory and receives into any: else messages pass through memory of its own."""
+        ...
+
     def outgoing(self, rank: int, device: torch.device) -> Outgoing:
         """The end of a training rank.  Collective over all members."""
         ...
@@ -112,6 +124,10 @@ def at_attempt(transport: AnyTransport, attempt: int) -> AnyTransport:
     """The same transport at a place in the store that no attempt before has written to."""
     address = replace(transport.address, name=f"{transport.address.name}/{attempt}")
     return replace(transport, address=address)  # type: ignore[type-var]  # every transport is a frozen dataclass
+
+
+def _new(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def connector(transport: Transport, bucket_bytes: int) -> Callable[[int], Receiving]:

@@ -2,7 +2,8 @@
 
 Engines pause and refuse new samples, their workers receive while the training ranks publish, and only when every one of
 them is done do the engines take the version and go on.  Whatever fails, every engine is told that its weights are not
-whole, and keeps refusing until an update is complete.  The first update is checked before anybody generates with it.
+whole, and keeps refusing until an update is complete.  The first update of a channel, which an engine that was started
+again joins anew, is checked before anybody generates with it.
 """
 
 from __future__ import annotations
@@ -62,13 +63,14 @@ class WeightSync:
         openings = {rank: await self.trainers.opening(rank, self._attempt) for rank in self.engines}
         joining = [_call(engine, "sync_open", openings[rank]) for rank, engine in self.engines.items()]
         await _all(*joining, self.trainers.open(self._attempt))
-        self._is_open = True
+        self._is_open, self._is_checked = True, False
 
     async def update(self, version: int, mode: Mode = Mode.direct, pause: Pause = Pause.keep) -> list[Published]:
         """Bring the trainers' weights into all engines as ``version``; what each training rank did.
 
         pause: what becomes of samples under way (``Pause.keep``: they are frozen, go on with the new weights and report
-        a version for each span of tokens).  Opens the channel where it is not open; the first update is checked.
+        a version for each span of tokens).  Opens the channel where it is not open; the first update of a channel is
+        checked.
 
         Raises SyncError with the first cause, or DeadEngineError where an engine is gone; all engines then refuse to
         generate until an update is complete.

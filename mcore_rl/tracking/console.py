@@ -24,11 +24,12 @@ COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("acc", 6, ("reward/accuracy",)),
     ("val", 6, ("val/{data_source}/accuracy",)),
     ("length", 7, ("response/length_mean",)),
-    ("entropy", 8, ("actor/entropy",)),
+    ("entropy", 7, ("actor/entropy",)),
     ("KL", 8, ("kl/loss", "kl/reward", "actor/kl_k3")),  # to the reference, where there is one; else of the update
     ("grad", 8, ("actor/grad_norm",)),
     ("logp diff", 9, ("rollout/logprob_diff_mean",)),
     ("tok/s", 7, ("perf/generated_tokens_per_s",)),
+    ("MFU", 5, ("perf/mfu",)),
     ("seconds", 7, ("time/step",)),
 )
 SUPERVISED_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
@@ -37,6 +38,7 @@ SUPERVISED_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("grad", 8, ("actor/grad_norm",)),
     ("lr", 8, ("actor/lr",)),
     ("tok/s", 7, ("perf/trained_tokens_per_s",)),
+    ("MFU", 5, ("perf/mfu",)),
     ("seconds", 7, ("time/step",)),
 )
 MAX_WIDTH = 100

@@ -121,11 +121,19 @@ _VALIDATION = (
 _PERFORMANCE = (
     Metric("perf/generated_tokens_per_s", "tokens/s", "mean", "of responses, while generating", "tok/s", "up"),
     Metric("perf/trained_tokens_per_s", "tokens/s", "mean", "of the batch, while updating", "trained tok/s", "up"),
-    Metric("perf/mfu", "share", "mean", "model flops of updates over the devices' peak", "MFU", "up"),
+    Metric("perf/mfu", "share", "mean", "of updates: tflops_per_device over the device's peak", "MFU", "up"),
+    Metric("perf/mfu_logprobs", "share", "mean", "the same of log-probs and values", "MFU of log-probs", "up"),
+    Metric("perf/tflops_per_device", "TFLOP/s", "mean", "tflop_updates, while updating", "updates", "up"),
+    Metric("perf/tflops_per_device_logprobs", "TFLOP/s", "mean", "tflop_logprobs, while scoring", "log-probs", "up"),
+    Metric("perf/tflop_updates", "TFLOP", "sum", "that the models need for the step's updates", "TFLOP of updates"),
+    Metric("perf/tflop_logprobs", "TFLOP", "sum", "that they need for log-probs and values", "TFLOP of log-probs"),
     Metric("perf/memory_host_gib", "GiB", "max", "resident, of all processes of this run on one host", "host", "down"),
     Metric("perf/memory_device_gib", "GiB", "max", "peak allocated, of a device", "device", "down"),
     Metric("perf/balance", "1", "max", "tokens of a data-parallel rank over the mean; 1 is even", "balance", "down"),
     Metric("perf/overhead_share", "share", "mean", "of the step that no phase accounts for", "overhead", "down"),
+    Metric("perf/checkpoint_s", "s", "last", "from its begin to its name, of the last one that was finished", "save s"),
+    Metric("perf/checkpoint_gib", "GiB", "last", "of that checkpoint, on the disk", "checkpoint"),
+    Metric("perf/failed_saves", "saves", "sum", "that failed since the last step; each is tried again", "lost", "down"),
     Metric("progress/epoch", "epochs", "last", "of the training data seen", "epoch"),
 )
 
@@ -141,7 +149,7 @@ PHASES = {
     "update_actor": "the actor is trained",
     "sync": "weights go to the rollout engines",
     "validate": "validation, drawing and grading included",
-    "save": "the checkpoint is written",
+    "save": "the step waits for a checkpoint or an export; of the one before, as a rule",
 }
 
 _TIME = (

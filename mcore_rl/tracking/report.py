@@ -35,6 +35,8 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Clipped tokens", ("actor/clip_fraction_low", "actor/clip_fraction_high", "actor/clip_fraction_dual")),
     ("Explained variance of the critic", ("value/explained_variance",)),
     ("Throughput", ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s")),
+    ("Model FLOPs utilisation", ("perf/mfu", "perf/mfu_logprobs")),
+    ("TFLOP/s of a device", ("perf/tflops_per_device", "perf/tflops_per_device_logprobs")),
 )
 
 

@@ -7,6 +7,8 @@
     logs/              of loggers and workers
     earlier/N/         what an earlier run in the same directory left; nothing of a user's is deleted
 
+No file of it holds the value of a secret of the environment; see ``secrets``.
+
 A resumed run goes on after the step it resumed from: what was recorded of later steps is replaced as they are redone.
 """
 
@@ -31,6 +33,7 @@ import yaml
 import mcore_rl
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.samples import sample_files
+from mcore_rl.tracking.secrets import redact, without_secrets
 
 PACKAGES = (
     "torch",
@@ -66,7 +69,10 @@ def prepare(
     resumed_step: int | None,
     devices: Mapping[str, Any],
 ) -> None:
-    """Write config.yaml and environment.json, and make room for the steps after ``resumed_step``; None: for all."""
+    """Write config.yaml and environment.json, and make room for the steps after ``resumed_step``; None: for all.
+
+    config: without secrets already; the tracker tells loggers the same.
+    """
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     if resumed_step is None:
         set_aside([run_dir / name for name in RECORDS if (run_dir / name).exists()], run_dir)
@@ -87,7 +93,7 @@ def prepare(
         "hardware": _hardware() | plain(devices),
     }
     with replaced(run_dir / "environment.json") as new:
-        new.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(redact(found), indent=2) + "\n", encoding="utf-8")
 
 
 def set_aside(paths: Sequence[Path], directory: Path) -> None:
@@ -118,7 +124,9 @@ def _commit() -> str | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        environment = without_secrets()
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, env=environment)
+        return answer.stdout.strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")) != root.resolve():

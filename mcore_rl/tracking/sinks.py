@@ -1,8 +1,8 @@
 """The tracker: everything that is told of a run, behind one object.
 
-The run directory always is told; the loggers of ``trainer.logger`` besides.  A logger that cannot start ends the run
-before it begins, because the user asked for it; one that fails later, as a disk or a network may, is warned about once,
-because hours of training are worth more than a curve.
+The run directory always is told; the loggers of ``trainer.logger`` besides; none of them the value of a secret (see
+``secrets``).  A logger that cannot start ends the run before it begins, because the user asked for it; one that fails
+later, as a disk or a network may, is warned about once, because hours of training are worth more than a curve.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mcore_rl.tracking.jsonl import MetricsFile
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.tracking.run_directory import plain, prepare
 from mcore_rl.tracking.samples import Kind, write_samples
+from mcore_rl.tracking.secrets import redact
 from mcore_rl.tracking.tensorboard_sink import TensorboardSink
 from mcore_rl.tracking.wandb_sink import WandbSink
 
@@ -121,7 +122,7 @@ class Tracker:
         ConfigError: the directory cannot be written, or a logger cannot start; all of them, each with the remedy.
         """
         run_dir, keep = Path(run_dir), -1 if resumed_step is None else resumed_step
-        values = plain(config)
+        values = redact(plain(config))
         makers: dict[Logger, Callable[[], Sink]] = {
             Logger.wandb: lambda: WandbSink(run_dir, trainer, values, resumed_step is not None),
             Logger.tensorboard: lambda: TensorboardSink(run_dir, trainer, keep + 1),
@@ -166,7 +167,8 @@ class Tracker:
         Loggers show the first ``trainer.log_val_generations`` of validation.  The rows are no longer the caller's to
         change: they are written while the run goes on.
         """
-        self._tell(lambda sink: sink.samples(step, kind, rows))
+        shown = redact(rows)
+        self._tell(lambda sink: sink.samples(step, kind, shown))
 
     def now(self, text: str, done: float | None = None, total: float | None = None) -> None:
         """What is happening, for the live line.  done, total: how far it is, in anything that can be counted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.secrets import redact
 
 
 class WandbSink:
@@ -25,9 +27,10 @@ class WandbSink:
         self._wandb: Any = wandb
         self._num_shown = trainer.log_val_generations
         logs = run_dir / "logs"
+        sys.argv[1:] = redact(sys.argv[1:])  # wandb writes them down (wandb_settings.py, 0.31, _args)
         self._run: Any = wandb.init(
-            project=trainer.project_name,
-            name=trainer.experiment_name,
+            project=redact(trainer.project_name),
+            name=redact(trainer.experiment_name),
             config=dict(config),
             dir=str(logs),
             id=_run_id(logs / "wandb_id", resumed),

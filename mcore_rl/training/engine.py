@@ -12,6 +12,8 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +25,11 @@ from mcore_rl.config.engine import AuxLoss, Dispatcher, EngineConfig, LayerSpec,
 from mcore_rl.config.model import ModelConfig, model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any
-from mcore_rl.parallel.device import Platform, have_transformer_engine
+from mcore_rl.parallel.device import Platform, have_transformer_engine, pinned_empty_like
 from mcore_rl.parallel.groups import Groups, sum_over
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
+from mcore_rl.training.full_kl import full_kl
 from mcore_rl.training.layers import transformer_engine_lacks
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches
@@ -154,7 +157,7 @@ class Engine:
         names = ["values_T"] if self.critic else ["logprobs_T", "entropy_T"][: 1 + with_entropy]
         out = torch.zeros(len(names), batch.tokens_T.numel(), device=self.groups.device)
 
-        def keep(microbatch: Microbatch, output: Tensor) -> Tensor:
+        def keep(microbatch: Microbatch, output: Tensor) -> None:
             if self.critic:
                 values = [output.float().view(-1)]
             else:
@@ -162,15 +165,10 @@ class Engine:
                 values = [score_N for score_N in scores if score_N is not None]
             for row, value_N in zip(out, values, strict=True):
                 microbatch.scatter_to_targets(value_N, row)
-            return out.new_zeros(())
 
-        with phase("score", role=self.role), torch.no_grad(), self._weights(snapshot):
-            for model in self.models:
-                model.eval()
+        with phase("score", role=self.role), torch.no_grad():
             microbatches = self._microbatches(batch)
-            if self.routing is not None:
-                self.routing.begin(Purpose.score, batch, record=record_routing)
-            run_schedule(self.models, microbatches, self._announce, keep, forward_only=True)
+            self._forward(batch, microbatches, keep, snapshot, record_routing=record_routing)
             dist.all_reduce(out, group=self.groups.cp)
             dist.all_reduce(out, group=self.groups.pp)
             routing_TLK = None
@@ -186,10 +184,13 @@ class Engine:
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        kl_to: str | None = None,
     ) -> StepResult:
         """One optimizer step on one minibatch.  ``loss`` returns sums; ``denominators`` count the global minibatch.
 
-        with_entropy: let the loss see entropies (they cost time where they are not wanted).
+        with_entropy: let the loss see entropies (they cost time where they are not wanted).  kl_to: let it see the
+        exact KL to the policy of this snapshot, which costs a forward pass of it, and host memory for its logits at the
+        trained tokens of the minibatch.
         A non-finite loss or gradient skips the step; ``max_nonfinite_steps`` in a row raise NonFiniteError on all
         ranks.
         """
@@ -201,18 +202,24 @@ class Engine:
         sums = _RunningSums(self.groups)
 
         def differentiate(microbatch: Microbatch, output: Tensor) -> Tensor:
-            found = loss(self._loss_inputs(batch, microbatch, output, temperature, with_entropy))
+            inputs = self._loss_inputs(batch, microbatch, output, temperature, with_entropy)
+            if kl_to is not None:
+                reference_MV, logits_NV = kept[microbatch.index], output.view(-1, output.shape[-1])
+                kl_N = full_kl(logits_NV, reference_MV, inputs.mask_N, temperature=temperature, **self._vocabulary)
+                inputs = replace(inputs, full_kl_N=kl_N)
+            found = loss(inputs)
             total = found.total / denominators.loss
             self._watch.loss(total, microbatch.index)
             sums.add(total, found.metrics)
             return total
 
         with phase("train_step", role=self.role):
+            microbatches = self._microbatches(batch)
+            kept = {} if kl_to is None else self._logits_of(kl_to, batch, microbatches)
             for chunk in self.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
             self.optimizer.megatron.zero_grad()
-            microbatches = self._microbatches(batch)
             if self.routing is not None:
                 if self.config.moe.aux_loss is AuxLoss.batch:
                     self._count_choices(batch, microbatches)
@@ -256,6 +263,41 @@ class Engine:
             )
         return reason
 
+    def _forward(
+        self,
+        batch: TrainBatch,
+        microbatches: list[Microbatch],
+        on_output: Callable[[Microbatch, Tensor], None],
+        snapshot: str | None,
+        *,
+        record_routing: bool = False,
+    ) -> None:
+        """All microbatches through the model, without gradient."""
+
+        def finish(microbatch: Microbatch, output: Tensor) -> Tensor:
+            on_output(microbatch, output)
+            return torch.zeros((), device=self.groups.device)
+
+        with torch.no_grad(), self._weights(snapshot):
+            for model in self.models:
+                model.eval()
+            if self.routing is not None:
+                self.routing.begin(Purpose.score, batch, record=record_routing)
+            run_schedule(self.models, microbatches, self._announce, finish, forward_only=True)
+
+    def _logits_of(self, snapshot: str, batch: TrainBatch, microbatches: list[Microbatch]) -> dict[int, Tensor]:
+        """Logits at the trained rows of each microbatch, [M, V_local], in host memory; {} but on the last stage."""
+        kept: dict[int, Tensor] = {}
+
+        def keep(microbatch: Microbatch, output: Tensor) -> None:
+            mask_N = microbatch.at_targets(batch.mask_T)
+            logits_MV = output.view(-1, output.shape[-1])[mask_N]
+            kept[microbatch.index] = pinned_empty_like(self.platform, logits_MV).copy_(logits_MV)
+
+        with phase("reference"):
+            self._forward(batch, microbatches, keep, snapshot)
+        return kept
+
     def _weights(self, snapshot: str | None) -> AbstractContextManager[None]:
         return nullcontext() if snapshot is None else self.snapshots.swapped(snapshot)
 
@@ -282,13 +324,20 @@ class Engine:
         return token_logprobs(
             output.view(-1, output.shape[-1]),
             microbatch.labels_N,
-            vocab_size=self.model.vocab_size,
             temperature=temperature,
-            soft_cap=self.model.output_soft_cap,
             with_entropy=with_entropy,
-            group=self.groups.tp,
-            chunk_bytes=cache_sized_chunk_bytes(self.platform),
+            **self._vocabulary,
         )
+
+    @property
+    def _vocabulary(self) -> dict[str, Any]:
+        """How logits are read, whatever is made of them."""
+        return {
+            "vocab_size": self.model.vocab_size,
+            "soft_cap": self.model.output_soft_cap,
+            "group": self.groups.tp,
+            "chunk_bytes": cache_sized_chunk_bytes(self.platform),
+        }
 
     def _loss_inputs(
         self, batch: TrainBatch, microbatch: Microbatch, output: Tensor, temperature: float, with_entropy: bool

@@ -37,6 +37,14 @@ class Moved:
     seconds: float
 
 
+@dataclass(frozen=True)
+class InHost:
+    """What a tensor that is away holds.  unchanging: its memory is not used again, for as long as it is held here."""
+
+    tensor: Tensor
+    unchanging: bool
+
+
 @dataclass
 class _Away:
     storage: torch.UntypedStorage
@@ -69,6 +77,21 @@ class Offload:
         """AssertionError where one of ``parts`` is away: a kernel that read it would take the process down."""
         away = [part.value for part in parts if part in self._away]
         assert not away, f"in host memory: {', '.join(away)}; onload first"
+
+    def away(self, tensors: Iterable[Tensor]) -> list[InHost | None]:
+        """For each of ``tensors`` the host memory that holds it; None where it is on the device."""
+        kept = {away.storage._cdata: away.kept for parts in self._away.values() for away in parts}
+        found = list[InHost | None]()
+        for tensor in tensors:
+            host = kept.get(tensor.untyped_storage()._cdata)
+            if host is None:
+                found.append(None)
+                continue
+            assert tensor.is_contiguous(), "what has gaps is not one range of bytes"
+            begin = tensor.storage_offset() * tensor.itemsize
+            part = host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            found.append(InHost(part, unchanging=not self._platform.is_accelerator))
+        return found
 
     def offload(self, parts: Iterable[Part] = tuple(Part)) -> Moved:
         """Copy ``parts`` to pinned host memory and free their device memory.  Gradients are freed without a copy."""

@@ -1,13 +1,15 @@
-"""What one rank of an engine needs to go on as if it had never stopped: weights, optimizer, counters, random state.
+"""What an engine needs to go on as if it had never stopped: weights, main weights, moments, counters, random state.
 
-One file for each rank, in the layout that wrote it, bit for bit.  For another layout, or another program, save the
-weights alone (``checkpoint.save_megatron``, ``weights.export.save_hf``).
+Every rank keeps its part (``weights/rank_state.py``) and takes over, from the files of all ranks, what its layout
+needs: in the layout that wrote them bit for bit, random state included; in another, every weight and moment of the
+whole model bit for bit, and a random state that follows from the seed and the step.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,122 +17,242 @@ import torch
 from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
-from mcore_rl.parallel.groups import random_state, restore_random_state
+from mcore_rl.parallel.groups import random_state, restore_random_state, seed_random_state
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import Part
+from mcore_rl.weights.binding import Bound, bind
+from mcore_rl.weights.box import offset_of, row_major_strides
+from mcore_rl.weights.rank_state import (
+    MAIN,
+    MOMENTS,
+    RANDOM,
+    WEIGHT,
+    RankState,
+    Shard,
+    pieces_of_range,
+    state_file,
+)
+from mcore_rl.weights.safetensors import read_whole
+from mcore_rl.weights.state_writer import StateWriter
+from mcore_rl.weights.stored_state import StoredState
+from mcore_rl.weights.table import Piece, Table
 
-FORMAT = 1
+HOST = "host"  # the random state that is not of Megatron's tracker
+Wanted = tuple[str, Piece]  # of which kind, and which part of the whole
 
 
-def state_file(directory: Path, engine: Engine) -> Path:
-    """Where this rank's state is."""
-    return directory / f"rank_{engine.groups.rank:05d}.pt"
+@dataclass(frozen=True)
+class _Range:
+    """Elements ``begin`` to ``end``, row-major, of a trained tensor: what this rank's optimizer holds of it, ``main``.
+
+    state: the inner optimizer's, of all its tensors.
+    """
+
+    bound: Bound
+    begin: int
+    end: int
+    main: Tensor
+    state: dict[Tensor, dict[str, Any]]
 
 
 @torch.no_grad()
-def save_run_state(engine: Engine, directory: Path) -> None:
-    """Write this rank's file into ``directory``, under a temporary name until it is whole.
+def begin_save(
+    engine: Engine,
+    table: Table,
+    directory: Path,
+    writer: StateWriter,
+    *,
+    behind: bool,
+    beside: Callable[[], None] = lambda: None,
+) -> None:
+    """Let ``writer`` write this rank's file into ``directory``; what becomes of it is ``writer.outcome()``.
 
-    CheckpointError: the disk is full, or fails.
+    table: of the engine's model and layout.  behind, beside: see ``StateWriter.begin``.  Weights and optimizer may be
+    in host memory (``Offload``), and are read there.
     """
+    state, tensors = _state_of(engine, table)
+    contents, unchanging = dict[str, Tensor](), set[str]()
+    for name, host in zip(tensors, engine.memory.away(tensors.values()), strict=True):
+        contents[name] = tensors[name] if host is None else host.tensor
+        if host is not None and host.unchanging:
+            unchanging.add(name)
+    path, metadata = state_file(directory, state.rank), state.metadata()
+    writer.begin(path, contents, metadata, behind=behind, unchanging=unchanging, beside=beside)
+
+
+def num_state_bytes(engine: Engine, table: Table) -> int:
+    """Bytes that a save of this rank takes on the disk, but for the header."""
+    return sum(tensor.nbytes for tensor in _state_of(engine, table)[1].values())
+
+
+@torch.no_grad()
+def load_run_state(engine: Engine, table: Table, directory: Path) -> bool:
+    """Take over what all ranks kept in ``directory``; whether in this layout, so that all goes on bit for bit.
+
+    CheckpointError, before anything is changed: a file that is missing or damaged, another role, parts that this
+    model needs and no file holds.
+    """
+    engine.memory.require(Part.weights, Part.optimizer)
+    rank, layout = engine.groups.rank, engine.groups.layout
+    with StoredState.open(directory, prefer=rank) as stored:
+        first = stored.ranks[0]
+        if (first.role, first.critic) != (engine.role, engine.critic):
+            raise CheckpointError(str(directory), [f"holds the {first.role}; give the directory of the {engine.role}"])
+        bound = bind(engine.models, table, rank)
+        ranges = _ranges(engine, bound)
+        wanted = [*_wanted_weights(bound, table, stored), *_wanted_main(ranges, table, first.adam_step)]
+        problems = list(stored.mismatches({name: info.shape for name, info in table.hf_tensors.items()}))
+        problems += [problem for kind, piece in wanted if (problem := stored.missing(kind, piece.hf, piece.hf_box))]
+        if problems:
+            raise CheckpointError(str(directory), problems)
+        for each in bound:
+            _fill(stored, _weight_kind(stored, each), table, each, 0, each.tensor.detach().view(-1))
+        _start_adam(engine, first.adam_step)
+        for held in ranges:
+            for kind, row in _rows(held, first.adam_step):
+                _fill(stored, kind, table, held.bound, held.begin, row)
+        engine.num_skipped = first.num_skipped
+        if engine.optimizer is not None:
+            engine.optimizer.num_steps = first.num_steps
+        same = (first.layout, first.world_size) == (str(layout), layout.world_size)
+        if same:
+            restore_random_state(_stored_random_state(stored))
+        else:
+            seed_random_state(zlib.crc32(f"{engine.config.seed}/{first.num_steps}".encode()))
+    return same
+
+
+def _state_of(engine: Engine, table: Table) -> tuple[RankState, dict[str, Tensor]]:
+    """What is to be kept, and its tensors by the names that the file gives them."""
     assert engine.snapshots.swapped_in is None, "the weights in place are those of a snapshot"
-    engine.memory.require(Part.weights, Part.optimizer)
-    path = state_file(directory, engine)
-    partial = path.with_suffix(".partial")
-    state = {
-        "format": FORMAT,
-        "role": engine.role,
-        "layout": str(engine.groups.layout),
-        "weights": list(_weights(engine)),
-        "optimizer": _optimizer_state(engine),
-        "num_skipped": engine.num_skipped,
-        "random": random_state(),
+    groups, optimizer, adam_step = engine.groups, engine.optimizer, _adam_step(engine)
+    bound, shards, tensors = bind(engine.models, table, groups.rank), list[Shard](), dict[str, Tensor]()
+
+    def keep(each: Bound, begin: int, rows: dict[str, Tensor]) -> None:
+        shape, end = table.shape(each.local), begin + next(iter(rows.values())).numel()
+        pieces = pieces_of_range(table.pieces(each.local), shape, begin, end)
+        name = f"{each.local.chunk}/{each.local.name}"
+        shards.append(Shard(name, shape, begin, end, pieces, tuple(rows)))
+        tensors.update({f"{kind}/{name}": row for kind, row in rows.items()})
+
+    for held in _ranges(engine, bound):
+        keep(held.bound, held.begin, dict(_rows(held, adam_step)))
+    for each in bound:
+        if not _is_trained(engine, each.tensor):
+            keep(each, 0, {WEIGHT: each.tensor.detach().view(-1)})
+    random = random_state()
+    tensors |= {f"{RANDOM}/{HOST}": random["host"]}
+    tensors |= {f"{RANDOM}/{name}": state for name, state in random["tracker"].items()}
+    state = RankState(
+        role=engine.role,
+        rank=groups.rank,
+        world_size=groups.layout.world_size,
+        layout=str(groups.layout),
+        critic=engine.critic,
+        dtype=str(engine.dtype).removeprefix("torch."),
+        num_steps=0 if optimizer is None else optimizer.num_steps,
+        num_skipped=engine.num_skipped,
+        adam_step=adam_step,
+        shards=tuple(shards),
+    )
+    return state, tensors
+
+
+def _stored_random_state(stored: StoredState) -> dict[str, Any]:
+    found = {
+        name.removeprefix(f"{RANDOM}/"): read_whole(info)
+        for name, info in stored.tensors[0].items()
+        if name.startswith(f"{RANDOM}/")
     }
-    try:
-        with open(partial, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError where the disk is full
-        raise CheckpointError(
-            str(directory), [f"{path.name} cannot be written: {error}. Mend that and go on"]
-        ) from error
+    return {"host": found.pop(HOST), "tracker": found}
 
 
-@torch.no_grad()
-def load_run_state(engine: Engine, directory: Path) -> None:
-    """Take over what ``save_run_state`` wrote for this rank.
-
-    CheckpointError: no such file, one that is cut off, or one of another layout, model or precision.
-    """
-    engine.memory.require(Part.weights, Part.optimizer)
-    path = state_file(directory, engine)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        problem = f"{path.name} is missing. Resume with as many processes as wrote it, or from another step"
-        raise CheckpointError(str(directory), [problem]) from error
-    except Exception as error:  # whatever a file that is cut off makes of torch.load
-        cause = (str(error) or type(error).__name__).splitlines()[0]
-        problem = f"{path.name} cannot be read: {cause}. Resume from another step"
-        raise CheckpointError(str(directory), [problem]) from error
-    layout = str(engine.groups.layout)
-    problems = []
-    if (state["format"], state["role"], state["layout"]) != (FORMAT, engine.role, layout):
-        written = f"format {state['format']}, {state['role']}, {state['layout']}"
-        problems.append(f"{path.name} is of {written}; this is format {FORMAT}, {engine.role}, {layout}")
-    live = list(_weights(engine))
-    if [(tensor.shape, tensor.dtype) for tensor in live] != [(kept.shape, kept.dtype) for kept in state["weights"]]:
-        problems.append(f"{path.name} is of another model or precision")
-    if problems:
-        raise CheckpointError(
-            str(directory), [f"{problem}. Resume with what the run began with" for problem in problems]
-        )
-    for tensor, kept in zip(live, state["weights"], strict=True):
-        tensor.copy_(kept)
-    _restore_optimizer(engine, state["optimizer"])
-    engine.num_skipped = state["num_skipped"]
-    restore_random_state(state["random"])
+def _is_trained(engine: Engine, tensor: Tensor) -> bool:
+    return engine.optimizer is not None and tensor.requires_grad
 
 
-def _weights(engine: Engine) -> Iterator[Tensor]:
-    for model in engine.models:
-        yield from model.parameters()
-        yield from model.buffers()
+def _ranges(engine: Engine, bound: Sequence[Bound]) -> list[_Range]:
+    """Of the trained tensors of this rank, in the order of the table; what other data ranks hold is not among them."""
+    if engine.optimizer is None:
+        return []
+    bound_of, found = {id(each.tensor): each for each in bound}, list[_Range]()
+    for part in engine.optimizer.megatron.chained_optimizers:
+        if part.is_stub_optimizer:  # this rank has no tensors of its kind
+            continue
+        for parameter, (group, index) in part.model_param_group_index_map.items():
+            place = part._get_model_param_range_map(parameter)["param"]
+            main = part.optimizer.param_groups[group]["params"][index]
+            assert main.is_contiguous() and main.numel() == place.end - place.start
+            found.append(_Range(bound_of[id(parameter)], place.start, place.end, main, part.optimizer.state))
+    return found
 
 
-def _optimizer_state(engine: Engine) -> dict[str, Any] | None:
+def _rows(held: _Range, adam_step: int | None) -> Iterator[tuple[str, Tensor]]:
+    """(kind, the elements of ``held``), of main weights and moments."""
+    yield MAIN, held.main.detach()
+    if adam_step is not None:
+        yield from ((moment, held.state[held.main][moment]) for moment in MOMENTS)
+
+
+def _weight_kind(stored: StoredState, bound: Bound) -> str:
+    """What live weights follow from: main weights where there are any, which are cast."""
+    return MAIN if stored.holds(MAIN, bound.local.hf_names[0]) else WEIGHT
+
+
+def _wanted_weights(bound: Sequence[Bound], table: Table, stored: StoredState) -> Iterator[Wanted]:
+    for each in bound:
+        yield from ((_weight_kind(stored, each), piece) for piece in table.pieces(each.local))
+
+
+def _wanted_main(ranges: Sequence[_Range], table: Table, adam_step: int | None) -> Iterator[Wanted]:
+    kinds = (MAIN,) if adam_step is None else (MAIN, *MOMENTS)
+    for each in ranges:
+        local = each.bound.local
+        for piece in pieces_of_range(table.pieces(local), table.shape(local), each.begin, each.end):
+            yield from ((kind, piece) for kind in kinds)
+
+
+def _fill(stored: StoredState, kind: str, table: Table, bound: Bound, begin: int, row: Tensor) -> None:
+    """Read what belongs in ``row``, the elements of a local tensor from ``begin`` on; padding becomes zero."""
+    shape = table.shape(bound.local)
+    strides = row_major_strides(shape)
+    pieces = pieces_of_range(table.pieces(bound.local), shape, begin, begin + row.numel())
+    if sum(piece.hf_box.num_elements for piece in pieces) < row.numel():
+        row.zero_()
+    for piece in pieces:
+        place = row.storage_offset() + offset_of(piece.local_start, strides) - begin
+        stored.read_into(kind, piece.hf, piece.hf_box, row.as_strided(piece.shape, strides, place))
+
+
+def _adam_step(engine: Engine) -> int | None:
+    """How many steps Adam counts, which is the same for all that this rank trains; None before the first."""
     if engine.optimizer is None:
         return None
-    parts = []
+    steps = set()
+    for part in engine.optimizer.megatron.chained_optimizers:
+        if not part.is_stub_optimizer:
+            for group in part.optimizer.param_groups:  # torch counts for each tensor, the fused ones for a group
+                steps |= {int(part.optimizer.state[main].get("step", group.get("step", 0))) for main in group["params"]}
+    assert len(steps) <= 1, f"the optimizer counts differently for different weights: {steps}"
+    return max(steps, default=0) or None
+
+
+def _start_adam(engine: Engine, step: int | None) -> None:
+    """Moments to be filled, and Adam's count; none where ``step`` is None."""
+    if engine.optimizer is None:
+        return
     for part in engine.optimizer.megatron.chained_optimizers:
         inner = part.optimizer
-        parts.append(
-            [
-                {
-                    "step": group.get("step", 0),
-                    "main": list(group["params"]),
-                    "state": [dict(inner.state.get(parameter, {})) for parameter in group["params"]],
-                }
-                for group in inner.param_groups
-            ]
-        )
-    return {"num_steps": engine.optimizer.num_steps, "parts": parts}
-
-
-def _restore_optimizer(engine: Engine, kept: dict[str, Any] | None) -> None:
-    if engine.optimizer is None or kept is None:
-        return
-    engine.optimizer.num_steps = kept["num_steps"]
-    for part, groups in zip(engine.optimizer.megatron.chained_optimizers, kept["parts"], strict=True):
-        inner = part.optimizer
-        for group, held in zip(inner.param_groups, groups, strict=True):
-            if "step" in group:
-                group["step"] = held["step"]
-            for parameter, main, state in zip(group["params"], held["main"], held["state"], strict=True):
-                parameter.copy_(main)
-                inner.state[parameter] = {  # copied: a file's memory cannot be given back, as offloading does
-                    name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) and value.dim() else value
-                    for name, value in state.items()
-                }
+        for group in inner.param_groups if not part.is_stub_optimizer else ():
+            counts_by_tensor = isinstance(inner, torch.optim.AdamW)
+            if not counts_by_tensor:
+                group["step"] = step or 0
+            for main in group["params"]:
+                if step is None:
+                    inner.state.pop(main, None)
+                    continue
+                state = inner.state[main]
+                for moment in MOMENTS:
+                    state.setdefault(moment, torch.zeros_like(main))
+                if counts_by_tensor:
+                    state["step"] = torch.tensor(float(step))

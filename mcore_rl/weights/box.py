@@ -99,3 +99,45 @@ def windows(box: Box, strides: Sequence[int], max_elements: int) -> Iterator[Box
         start = (*box.start[:dim], begin + index, *box.start[dim + 1 :])
         shape = (*box.shape[:dim], min(step, size - index), *box.shape[dim + 1 :])
         yield from windows(Box(start, shape), strides, max_elements)
+
+
+def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+    """Elements ``begin`` to ``end`` (exclusive) of a row-major tensor of ``shape``, as boxes, in their order.
+
+    Of a matrix at most three: the rest of a row, whole rows, the beginning of a row.
+    """
+    if begin >= end:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row, rest = prod(shape[1:]), tuple(shape[1:])
+
+    def part_of_row(index: int, from_: int, to: int) -> Iterator[Box]:
+        return (Box((index, *part.start), (1, *part.shape)) for part in boxes_of_range(rest, from_, to))
+
+    first, last = -(-begin // row), end // row  # whole rows
+    if first > last:
+        yield from part_of_row(last, begin - last * row, end - last * row)
+        return
+    if first * row > begin:
+        yield from part_of_row(first - 1, begin % row, row)
+    if last > first:
+        yield Box((first, *(0 for _ in rest)), (last - first, *rest))
+    yield from part_of_row(last, 0, end - last * row)
+
+
+def without(box: Box, hole: Box) -> list[Box]:
+    """``box`` less what it shares with ``hole``, in boxes that do not overlap."""
+    shared = box.shared(hole)
+    if shared is None:
+        return [box]
+    left = []
+    start, end = list(box.start), list(box.end)
+    for dim, (begin, stop) in enumerate(zip(shared.start, shared.end, strict=True)):
+        for low, high in ((start[dim], begin), (stop, end[dim])):
+            if low < high:
+                corner, far = [*start[:dim], low, *start[dim + 1 :]], [*end[:dim], high, *end[dim + 1 :]]
+                left.append(Box(tuple(corner), tuple(b - a for a, b in zip(corner, far, strict=True))))
+        start[dim], end[dim] = begin, stop
+    return left

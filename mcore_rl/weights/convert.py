@@ -34,6 +34,8 @@ from mcore_rl.weights.hf_directory import Checkpoint
 from mcore_rl.weights.load import check_checkpoint
 from mcore_rl.weights.megatron_checkpoint import MegatronCheckpoint, Readable, plan_stored, write_stored
 from mcore_rl.weights.new_directory import NewDirectory
+from mcore_rl.weights.rank_state import COMPANIONS
+from mcore_rl.weights.run_weights import RunWeights, role_directory
 from mcore_rl.weights.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes
 from mcore_rl.weights.sharded_writer import ShardedWriter
 from mcore_rl.weights.table import Table
@@ -101,6 +103,18 @@ def open_megatron(directory: Path, config: Path | None = None) -> MegatronCheckp
     return MegatronCheckpoint(stored, family, model)
 
 
+def open_run(directory: Path, config: Path | None = None) -> RunWeights | None:
+    """The weights in a run's checkpoint, ``RUN/checkpoints/step_N`` or a role in it; None where it is none.
+
+    config: as in ``open_megatron``.  Raises as ``read_model`` and ``RunWeights`` do.
+    """
+    role = role_directory(directory)
+    if role is None:
+        return None
+    _, family, model = read_model(role / COMPANIONS if config is None else config)
+    return RunWeights(role, family, model)
+
+
 def to_megatron(
     hf: Path, out: Path, *, parallel: ParallelConfig | None = None, dtype: torch.dtype | None = None, report: Report
 ) -> Converted:
@@ -146,22 +160,27 @@ def to_megatron(
 def to_hf(
     megatron: Path, out: Path, *, config: Path | None = None, dtype: torch.dtype | None = None, report: Report
 ) -> Converted:
-    """Write the Megatron checkpoint ``megatron`` as a Hugging Face checkpoint into the new directory ``out``.
+    """Write the checkpoint ``megatron`` as a Hugging Face checkpoint into the new directory ``out``.
 
-    config: the directory of config.json, tokenizer and kin; None takes those that ``to_megatron`` put there.
+    megatron: a Megatron checkpoint, or one of a run (``open_run``).
+
+    config: the directory of config.json, tokenizer and kin; None takes those that were put there with it.
     dtype: to cast to; None keeps each tensor's.  report: called as the work goes on.
 
-    Raises as ``open_megatron`` and ``ShardedWriter`` do; CheckpointError where a chunk is damaged, a file cannot be
-    read or written, or what was written is not what was read.  Whatever is raised, nothing then has the name ``out``.
+    Raises as ``open_megatron``, ``open_run`` and ``ShardedWriter`` do; CheckpointError where a file is damaged, cannot
+    be read or written, or what was written is not what was read.  Whatever is raised, nothing then has the name ``out``.
     """
-    source = open_megatron(megatron, config)
+    run = open_run(megatron, config)
+    source = open_megatron(megatron, config) if run is None else run
+    companions = config or (megatron / HF if run is None else run.companions)
     present = {name: spec.dtype for name, spec in source.tensors.items()}
     dtypes = _cast(present, source.table, dtype)
     specs = {name: TensorSpec(name, dtypes[name], spec.shape) for name, spec in source.tensors.items()}
     total = sum(spec.num_bytes for spec in specs.values())
     with ShardedWriter(out, list(specs.values())) as writer:
-        _refuse_damage(source, report)
-        copy_companions(config or megatron / HF, writer.incomplete, _most(specs), critic=source.critic)
+        if problems := source.damage(lambda num_bytes, of: report("check source", num_bytes, of)):
+            raise CheckpointError(str(megatron), problems)
+        copy_companions(companions, writer.incomplete, _most(specs), critic=source.table.critic)
         memory = _memory()
         for spec in specs.values():
             for window in _windows(spec):
@@ -175,7 +194,7 @@ def to_hf(
                 _verify(source, written, written.tensors, specs, directory, report)
 
         writer.finish(verify)
-    source.stored.close()
+    source.close()
     return Converted(writer.directory.path, source.table.family.name, len(specs), total)
 
 
@@ -209,17 +228,6 @@ def _memory() -> Tensor:
 
 def _part(memory: Tensor, window: Box, spec: TensorSpec) -> Tensor:
     return memory[: prod(window.shape) * spec.dtype.itemsize].view(spec.dtype).view(window.shape)
-
-
-def _refuse_damage(source: MegatronCheckpoint, report: Report) -> None:
-    """Hold every chunk against the CRC-32 that was saved with it."""
-    total = sum(source.stored.tensors[key].num_bytes for key in source.used_keys)
-    problems = list[str]()
-    for key in source.used_keys:
-        problems += source.stored.damage(key)
-        report("check source", source.stored.tensors[key].num_bytes, total)
-    if problems:
-        raise CheckpointError(str(source.stored.directory), problems)
 
 
 def _verify(

@@ -113,6 +113,18 @@ class MegatronCheckpoint:
                 stored = Box((*place.lead, *start), (1,) * len(place.lead) + shape)
                 self.stored.read_into(place.key, stored, view_of(out, into)[(None,) * len(place.lead)])
 
+    def damage(self, progress: Callable[[int, int], None]) -> list[str]:
+        """Hold every chunk against the CRC-32 that was saved with it; progress: bytes just read, and those to read."""
+        total, problems = sum(self.stored.tensors[key].num_bytes for key in self.used_keys), list[str]()
+        for key in self.used_keys:
+            problems += self.stored.damage(key)
+            progress(self.stored.tensors[key].num_bytes, total)
+        return problems
+
+    def close(self) -> None:
+        """Close the files."""
+        self.stored.close()
+
     def _layer_problems(self) -> Iterator[str]:
         found, expected = self.keys.num_layers_named, self.table.model.num_layers
         if found not in (0, expected):

@@ -2,7 +2,7 @@
 
 A message goes from one training rank to one rollout rank and is the parts of copies, one after another, in at most a
 given number of bytes (a larger copy is cut).  ``messages_from`` and ``messages_to`` answer from one side's rows of the
-plan alone.
+plan alone.  ``in_place``: large parts come alone, so that each side may use them where they lie, without packing.
 
 Invariant: both sides order their messages by (place in the model, tensor, source, target, number).  The earliest
 message that is still on its way is then the next one of its sender and of its receiver, so that sending and receiving
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from mcore_rl.weights.box import Box, row_major_strides, windows
 from mcore_rl.weights.reshard import Copy, ReshardPlan
 from mcore_rl.weights.rollout_table import itemsize_of
+
+ALONE = 32  # a part of one 32nd of the largest message is large
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +57,28 @@ class Message:
     num_bytes: int
 
 
-def messages_from(plan: ReshardPlan, rank: int, max_bytes: int) -> list[Message]:
+def messages_from(plan: ReshardPlan, rank: int, max_bytes: int, in_place: bool) -> list[Message]:
     """What training rank ``rank`` sends, in order.  max_bytes: of a message, at least one element."""
-    return _messages(plan, plan.copies_from(rank), max_bytes)
+    return _messages(plan, plan.copies_from(rank), max_bytes, in_place)
 
 
-def messages_to(plan: ReshardPlan, rank: int, max_bytes: int) -> list[Message]:
+def messages_to(plan: ReshardPlan, rank: int, max_bytes: int, in_place: bool) -> list[Message]:
     """What rollout rank ``rank`` receives, in order."""
-    return _messages(plan, plan.copies_to(rank), max_bytes)
+    return _messages(plan, plan.copies_to(rank), max_bytes, in_place)
 
 
-def plan_id(plan: ReshardPlan, max_bytes: int) -> str:
+def plan_id(plan: ReshardPlan, max_bytes: int, in_place: bool) -> str:
     """A hash of all that ``messages_from`` and ``messages_to`` follow from; two that agree cut alike."""
-    digest = hashlib.sha256(repr((plan.itemsize, max_bytes, plan.geometries)).encode())
+    digest = hashlib.sha256(repr((plan.itemsize, max_bytes, in_place, plan.geometries)).encode())
     digest.update(repr([(rule.name, rule.dtype) for rule in plan.rollout.rules]).encode())
     for column in (plan.source_rank, plan.source, plan.target_rank, plan.target, plan.geometry):
         digest.update(column.tobytes())
     return digest.hexdigest()
 
 
-def _messages(plan: ReshardPlan, copies: Iterable[tuple[int, list[Copy]]], max_bytes: int) -> list[Message]:
+def _messages(
+    plan: ReshardPlan, copies: Iterable[tuple[int, list[Copy]]], max_bytes: int, in_place: bool
+) -> list[Message]:
     rules = plan.rollout.rules
     numbers = {rule.name.format(l=layer): n for n, rule in enumerate(rules) for layer in plan.rollout.layers(rule)}
     streams: dict[tuple[int, int], list[tuple[int, int, Copy]]] = {}
@@ -85,7 +89,7 @@ def _messages(plan: ReshardPlan, copies: Iterable[tuple[int, list[Copy]]], max_b
     found = []
     for (source_rank, target_rank), stream in streams.items():
         stream.sort(key=lambda entry: entry[:2])  # stable: within a tensor as the plan has them
-        cut = _cut(plan, stream, max_bytes)
+        cut = _cut(plan, stream, max_bytes, max_bytes // ALONE if in_place else max_bytes)
         for index, (first, parts) in enumerate(cut):
             message = Message(source_rank, target_rank, tuple(parts), parts[-1].begin + parts[-1].num_bytes)
             found.append(((*first, source_rank, target_rank, index), message))
@@ -93,9 +97,12 @@ def _messages(plan: ReshardPlan, copies: Iterable[tuple[int, list[Copy]]], max_b
 
 
 def _cut(
-    plan: ReshardPlan, stream: list[tuple[int, int, Copy]], max_bytes: int
+    plan: ReshardPlan, stream: list[tuple[int, int, Copy]], max_bytes: int, alone: int
 ) -> list[tuple[tuple[int, int], list[Part]]]:
-    """((place, tensor) of the first part, parts) of each message of one pair of ranks."""
+    """((place, tensor) of the first part, parts) of each message of one pair of ranks.
+
+    alone: bytes of a part that shares its message with no other.
+    """
     found: list[tuple[tuple[int, int], list[Part]]] = []
     used = max_bytes
     for place, number, copy in stream:
@@ -104,7 +111,7 @@ def _cut(
         for box in windows(copy.target_box, row_major_strides(copy.target_box.shape), max_bytes // itemsize):
             num_bytes = box.num_elements * itemsize
             begin = -(-used // itemsize) * itemsize  # where a tensor of its dtype may begin
-            if begin + num_bytes > max_bytes:
+            if begin + num_bytes > max_bytes or num_bytes >= alone:
                 found.append(((place, number), []))
                 begin = 0
             parts = found[-1][1]
@@ -112,5 +119,5 @@ def _cut(
             parts.append(
                 Part(copy.chunk, copy.source, source_box, copy.target, copy.slot, box, begin, num_bytes, rule.dtype)
             )
-            used = begin + num_bytes
+            used = max_bytes if num_bytes >= alone else begin + num_bytes
     return found

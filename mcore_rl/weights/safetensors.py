@@ -146,6 +146,14 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], list[str]]:
     return tensors, [f"{path.name}: {problem}. {again}" for problem in problems]
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """What the header of ``path`` says beside its tensors.  For a file that ``read_header`` found no problem with."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        found: dict[str, str] = json.loads(file.read(length)).get(METADATA, {})
+    return found
+
+
 class _Pairs(list[tuple[str, Any]]):
     """A JSON object that still shows a name that stands in it twice."""
 
@@ -226,6 +234,14 @@ def read_box(file: int, info: TensorInfo, box: Box, out: Tensor) -> None:
         remedy = "It changed or its disk failed while it was read: download it again"
         message = f"{info.file.name}: {problem}, at tensor {info.name}, bytes {info.begin} to {info.end}. {remedy}"
         raise CheckpointError(str(info.file.parent), [message]) from error
+
+
+def read_whole(info: TensorInfo) -> Tensor:
+    """All of ``info`` as a new CPU tensor.  For what is small: it opens the file for itself."""
+    out = torch.empty(info.shape, dtype=info.dtype)
+    with info.file.open("rb") as file:
+        read_box(file.fileno(), info, Box.whole(info.shape), out)
+    return out
 
 
 def _is_plain(out: Tensor, dtype: torch.dtype) -> bool:

@@ -44,7 +44,8 @@ class Case:
             lengths_S=self.lengths,
             mask_T=torch.tensor(list(chain.from_iterable(self.masks))),
             group_S=torch.tensor(self.groups),
-            rewards_T=torch.tensor(list(chain.from_iterable(self.rewards)), dtype=dtype),
+            outcome_S=torch.zeros(len(self.masks), dtype=dtype),
+            process_T=torch.tensor(list(chain.from_iterable(self.rewards)), dtype=dtype),
             values_T=torch.tensor(list(chain.from_iterable(self.values)), dtype=dtype),
             greedy_S=torch.tensor(self.greedy, dtype=dtype),
         )

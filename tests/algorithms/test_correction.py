@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.correction import correct
+from mcore_rl.algorithms.ragged import Trained
 from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, RolloutCorrectionConfig
 from tests.algorithms.cases import ALL, Case
 
@@ -24,7 +25,7 @@ def logprobs(case: Case, seed: int) -> tuple[list[list[float]], list[list[float]
 
 def found(case: Case, old: list[list[float]], rollout: list[list[float]], config: RolloutCorrectionConfig):  # type: ignore[no-untyped-def]
     flat = [torch.tensor([x for row in rows for x in row], dtype=torch.float64) for rows in (old, rollout)]
-    return correct(flat[0], flat[1], case.inputs().mask_T, case.lengths, config)
+    return correct(flat[0], flat[1], case.inputs().trained, case.lengths, config)
 
 
 @pytest.mark.parametrize("mode", list(CorrectionMode))
@@ -61,19 +62,19 @@ def test_metrics(level: CorrectionLevel) -> None:
         tokens = [x for row in rows for x in row]
         units = [math.fsum(row) for row in rows if row] if level is CorrectionLevel.sequence else tokens
         w, n = [math.exp(x) for x in units], len(units)
-        expected = dict.fromkeys(
-            ("logprob_diff_mean", "logprob_diff_max", "kl_k1", "kl_k3", "ratio_mean", "effective_sample_size",
-             "above_upper", "masked"), 0.0)  # fmt: skip
+        weighing = {"ratio_mean": 0.0, "effective_sample_size": 0.0, "above_upper": 0.0, "masked": 0.0}
+        expected = {"logprob_diff_mean": 0.0, "logprob_diff_max": 0.0, "kl_k3": 0.0} | weighing
         if tokens:
             expected |= {
                 "logprob_diff_mean": sum(map(abs, tokens)) / len(tokens),
                 "logprob_diff_max": max(map(abs, tokens)),
-                "kl_k1": -sum(tokens) / len(tokens),
                 "kl_k3": sum(math.exp(x) - 1 - x for x in tokens) / len(tokens),
                 "ratio_mean": sum(w) / n,
                 "effective_sample_size": sum(w) ** 2 / (n * sum(x * x for x in w)),
                 "above_upper": sum(x > 1.5 for x in w) / n,
             }
+        if level is CorrectionLevel.none:  # nothing is weighed
+            expected = {key: value for key, value in expected.items() if key not in weighing}
         metrics = found(case, old, rollout, config).metrics
         assert metrics == pytest.approx({KEY + key: value for key, value in expected.items()}), name
 
@@ -99,11 +100,11 @@ def test_huge_ratios_are_clamped_and_numbers_that_are_none_are_masked() -> None:
     rollout_T = torch.tensor([0.0, -900.0, 899.0, -1.0, -1.0])
     mask_T = torch.tensor([False, True, True, True, True])
     unbounded = RolloutCorrectionConfig(level=CorrectionLevel.token, upper=1e30, lower=0.0)
-    result = correct(old_T[:4], rollout_T[:4], mask_T[:4], (4,), unbounded)
+    result = correct(old_T[:4], rollout_T[:4], Trained(mask_T[:4]), (4,), unbounded)
     assert result.weights_T is not None
     assert result.weights_T.tolist() == pytest.approx([0, math.exp(20), math.exp(-20), 1], rel=1e-5)
     assert result.metrics[KEY + "effective_sample_size"] == pytest.approx(1 / 3)
     masking = RolloutCorrectionConfig(level=CorrectionLevel.token, mode=CorrectionMode.mask)
-    masked = correct(old_T, rollout_T, mask_T, (5,), masking)
+    masked = correct(old_T, rollout_T, Trained(mask_T), (5,), masking)
     assert masked.mask_T.tolist() == [False, False, False, True, False]
     assert masked.weights_T is not None and masked.weights_T.tolist() == [0, 0, 0, 1, 0]

@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
 from mcore_rl.algorithms.losses.registry import POLICY_LOSSES
 from mcore_rl.algorithms.policy import policy_loss
+from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.roles import ActorConfig, LossAggregation, LossMode
 from tests.algorithms.loss_cases import (
@@ -56,9 +57,10 @@ def token_loss(mode: LossMode, logprob: Tensor, old: float, advantage: float, me
     return -advantage * (ratio if ratio >= 1 - LOW else ratio.detach() * 0 + 1 - LOW)
 
 
-def kl_by_hand(kind: KlPenalty, logprob: Tensor, reference: float) -> Tensor:
+def kl_by_hand(kind: KlPenalty, logprob: Tensor, reference: float, full_kl: Tensor) -> Tensor:
     difference = logprob - reference
     return {
+        KlPenalty.full: full_kl,
         KlPenalty.k1: difference,
         KlPenalty.k2: difference**2 / 2,
         KlPenalty.k3: torch.exp(-difference) - 1 + difference,
@@ -83,7 +85,7 @@ def by_hand(batch: Minibatch, config: ActorConfig) -> tuple[Tensor, dict[str, fl
             advantage, logprob = float(x["advantages"][t]), x["logprobs"][t]
             mine = token_loss(config.loss_mode, logprob, float(x["old_logprobs"][t]), advantage, mean_change)
             mine = mine * float(x["weights"][t])
-            kl = kl_by_hand(config.kl_loss_type, logprob, float(x["ref_logprobs"][t]))
+            kl = kl_by_hand(config.kl_loss_type, logprob, float(x["ref_logprobs"][t]), x["full_kl"][t])
             ratio = torch.tensor(mean_change if config.loss_mode is LossMode.gspo else moved).exp()
             low, high = ratio < 1 - LOW, ratio > 1 + HIGH
             if config.loss_mode is not LossMode.cispo:
@@ -111,12 +113,12 @@ def by_hand(batch: Minibatch, config: ActorConfig) -> tuple[Tensor, dict[str, fl
 @pytest.mark.parametrize("mode", list(LossMode))
 def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: LossMode, aggregation: LossAggregation) -> None:
     met: dict[str, float] = {}
-    for seed, kind in zip(range(6), list(KlPenalty) * 2, strict=True):
+    for seed, kind in zip(range(8), list(KlPenalty) * 2, strict=True):
         batch = drawn(seed, lengths=(2, 5, 1, 17, 30, 4))
         config = actor(mode, aggregation, **EVERYTHING, kl_loss_type=kind)
         expected, metrics, denominator = by_hand(batch, config)
         found = policy_loss(config)(whole(batch))
-        assert loss_denominator(batch.mask, batch.lengths, aggregation, CONSTANT) == denominator
+        assert loss_denominator(sequence_counts(batch.mask, batch.lengths), aggregation, CONSTANT) == denominator
         torch.testing.assert_close(found.total / denominator, expected, atol=1e-12, rtol=1e-12)
         gradients = batch.gradients(found.total / denominator)
         for mine, theirs in zip(gradients, batch.gradients(expected), strict=True):

@@ -76,10 +76,33 @@ def test_trained_tokens_are_taken_out_and_put_back(mask: list[int]) -> None:
 
 def test_spread_over_several_chunks() -> None:
     x_M = torch.randn(2 * CHUNK + 3, generator=torch.Generator().manual_seed(1)) + 5
-    found, x = spread(x_M), [float(each) for each in x_M]
+    found, x = spread(torch.split(x_M, CHUNK)), [float(each) for each in x_M]
     mean = math.fsum(x) / len(x)
-    assert exact_sum(x_M) == pytest.approx(math.fsum(x), rel=1e-12)
+    assert exact_sum(torch.split(x_M, CHUNK)) == pytest.approx(math.fsum(x), rel=1e-12)
     assert found.mean == pytest.approx(mean, rel=1e-12)
-    # Differences from the mean are float32.
-    assert found.variance == pytest.approx(math.fsum((each - mean) ** 2 for each in x) / len(x), rel=1e-6)
+    assert found.variance == pytest.approx(math.fsum((each - mean) ** 2 for each in x) / len(x), rel=1e-12)
     assert (found.low, found.high) == (min(x), max(x))
+
+
+def test_chunks_are_what_gather_returns() -> None:
+    generator = torch.Generator().manual_seed(2)
+    sizes = [3, CHUNK - 1, 1, 5, CHUNK * 2 + 7, 1, 2, 9, CHUNK // 2, CHUNK // 2, CHUNK // 2, CHUNK]
+    for first in (False, True):  # whether the sizes begin with a run that is trained
+        mask_T = torch.cat([torch.full((size,), (number % 2 == 0) == first) for number, size in enumerate(sizes)])
+        x_T, y_T = torch.randn(2, len(mask_T), generator=generator)
+        trained = Trained(mask_T)
+        chunks = list(trained.chunks(x_T, y_T))
+        assert torch.equal(torch.cat([x for x, _ in chunks]), x_T[mask_T])
+        assert torch.equal(torch.cat([y for _, y in chunks]), y_T[mask_T])
+        assert all(len(x) == len(y) > 0 for x, y in chunks) and len(chunks) < len(sizes) // 2
+    assert list(Trained(torch.zeros(3, dtype=torch.bool)).chunks(torch.ones(3))) == []
+
+
+def test_equal_values_do_not_vary() -> None:
+    assert spread([torch.full((7,), 0.1)] * 3).variance == 0.0
+
+
+def test_each_trained_token_is_filled_with_its_sequence_s_value() -> None:
+    mask_T = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 0, 0, 0, 1], dtype=torch.bool)
+    found_T = Trained(mask_T).fill(torch.tensor([3.0, 5.0, 7.0, 9.0, 11.0]), (3, 1, 5, 1, 2))
+    assert found_T.tolist() == [0, 3, 3, 0, 0, 7, 0, 7, 0, 0, 0, 11]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
+from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.algorithms.value import explained_variance, value_loss
 from mcore_rl.config.roles import CriticConfig, LossAggregation
 from tests.algorithms.loss_cases import assert_same, drawn, over_context, over_microbatches, partitions, whole
@@ -40,7 +41,9 @@ def test_loss_gradient_and_metrics_are_those_of_the_formula(aggregation: LossAgg
     assert float(found.metrics["critic/vf_clip_fraction"]) == clipped
     assert bool(clipped) == bool(limit)
     denominator = {LossAggregation.token_mean: trained, LossAggregation.sum_over_constant: 7.0 * sequences}
-    assert loss_denominator(batch.mask, batch.lengths, aggregation, 7.0) == denominator.get(aggregation, sequences)
+    assert loss_denominator(sequence_counts(batch.mask, batch.lengths), aggregation, 7.0) == denominator.get(
+        aggregation, sequences
+    )
 
     metrics = {name: float(value) for name, value in found.metrics.items()}
     errors = (batch.fields["returns"] - batch.fields["values"].detach())[batch.mask]

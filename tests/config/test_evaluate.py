@@ -26,11 +26,13 @@ def test_a_path_is_enough() -> None:
         ("k=[2,2]", "k=[2, 2]: names a number twice"),
         ("max_response_length=0", "max_response_length=0: must be positive"),
         ("reward.overlong.enable=true", "reward.overlong.enable=True: how long a response is too long"),
+        ("reward_model.enable=true reward_model.max_length=9", "reward_model.model.path=: is not set"),
+        ("reward_model.enable=true reward_model.model.path=m", "reward_model.max_length=None: is not set"),
         ("reward.timeout_s=0", "reward.timeout_s=0.0: must be positive"),
     ],
 )
 def test_what_cannot_be_is_refused(override: str, said: str) -> None:
-    found = refusals("path=r.parquet", override)
+    found = refusals("path=r.parquet", *override.split())
     assert len(found) == 1 and found[0].startswith(said), found
 
 

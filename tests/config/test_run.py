@@ -50,8 +50,8 @@ def test_the_roles_that_an_algorithm_needs() -> None:
 def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
     run = run_of("data.max_response_length=77", "trainer.device=cpu", "actor.precision=float32", "algorithm=opo")
     assert run.rollout.max_response_length == 77
-    assert {run.rollout.device, run.actor.device, run.critic.device} == {run.trainer.device}
-    assert run.rollout.dtype is run.critic.precision is run.actor.precision
+    assert {each.device for each in (run.rollout, run.actor, run.critic, run.reward_model)} == {run.trainer.device}
+    assert run.rollout.dtype is run.critic.precision is run.actor.precision is run.reward_model.dtype
     assert run.actor.ppo_mini_batch_size == run.critic.ppo_mini_batch_size == run.data.train_batch_size
 
 
@@ -88,6 +88,16 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
             "data.train_batch_size=1024",
         ),
         ("rollout.max_response_length=9", "rollout.max_response_length=9: differs from data.max_response_length=512"),
+        # the reward model
+        ("reward_model.enable=true", "reward_model.model.path=: is not set. Write reward_model.model.path=DIR"),
+        (
+            "reward_model.enable=true reward_model.model.path=m reward_model.max_length=0",
+            "reward_model.max_length=0: must be positive",
+        ),
+        (
+            "reward_model.enable=true reward_model.model.path=m reward_model.gpu_memory_utilization=0.6",
+            "reward_model.gpu_memory_utilization=0.6: and rollout.gpu_memory_utilization=0.5 are more than a device",
+        ),
         # algorithms
         ("rollout.n=1", "rollout.n=1: algorithm.adv_estimator=grpo compares the samples of a prompt"),
         ("algorithm=ppo algorithm.filter_groups.enable=true", "rollout.n=1: algorithm.filter_groups.enable looks"),
@@ -101,6 +111,7 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         ("trainer.critic_warmup=3", "trainer.critic_warmup=3: there is no critic"),
         ("algorithm.gamma=1.1", "algorithm.gamma=1.1: must lie in [0, 1]"),
         ("algorithm.lam=-0.1", "algorithm.lam=-0.1: must lie in [0, 1]"),
+        ("algorithm.kl_penalty=full", "algorithm.kl_penalty=full: rewards are of the tokens that were drawn"),
         ("algorithm.kl_ctrl.kl_coef=-1", "algorithm.kl_ctrl.kl_coef=-1.0: must not be negative"),
         (
             "algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0",
@@ -113,6 +124,7 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         # roles
         ("actor.clip_ratio=-0.1", "actor.clip_ratio=-0.1: must not be negative"),
         ("actor.clip_ratio_c=1.2", "actor.clip_ratio_c=1.2: must exceed 1 + the upper clip range, 1.2"),
+        ("actor.full_kl_gib=-1", "actor.full_kl_gib=-1.0: must not be negative"),
         ("actor.loss_agg_constant=0", "actor.loss_agg_constant=0.0: must be positive"),
         ("actor.optim.lr=-1", "actor.optim.lr=-1.0: must not be negative"),
         ("actor.optim.betas=[0.9]", "actor.optim.betas=[0.9]: there are two, and not 1"),
@@ -133,6 +145,8 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         ),
         ("trainer.nnodes=0", "trainer.nnodes=0: must be positive"),
         ("trainer.total_training_steps=0", "trainer.total_training_steps=0: must be positive"),
+        ("trainer.profile_steps=[3,0]", "trainer.profile_steps=[3, 0]: steps count from 1"),
+        ("trainer.device_peak_tflops=0", "trainer.device_peak_tflops=0.0: must be positive"),
         ("trainer.max_to_keep=0", "trainer.max_to_keep=0: must be positive"),
         ("trainer.save_freq=-1", "trainer.save_freq=-1: must not be negative"),
         ("trainer.resume_mode=path", "trainer.resume_from_path=None: says nothing, and trainer.resume_mode=path needs"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,8 @@ from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.drawing import Drawing, Drawn
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.rewards.score import RewardRequest
+from mcore_rl.errors import DeadEngineError
+from mcore_rl.rewards.score import RewardRequest, Score
 from tests.support.scripted_rollout import ScriptedEngine, ScriptedScorer, row
 
 Rows = Callable[[int], list[PromptRow]]
@@ -172,6 +174,56 @@ def test_an_engine_that_fails_leaves_no_grading_behind() -> None:
         assert scorer.running == 0
 
     asyncio.run(fail())
+
+
+class Judge:
+    """A reward model that gives 100 and remembers whom it was told of; or dies of it."""
+
+    def __init__(self, dies: bool = False) -> None:
+        self.dies = dies
+        self.told: list[tuple[object, str]] = []
+
+    async def score(self, messages: object, request: RewardRequest) -> Score:
+        self.told.append((messages, request.response))
+        if self.dies:
+            raise DeadEngineError("reward engine 0 died")
+        return Score(100.0)
+
+
+def judged(number: int) -> PromptRow:
+    columns = {"reward_model": {"style": "model" if number % 2 else "rule"}}
+    return replace(row(number), messages=[{"role": "user", "content": str(number)}], columns=columns)
+
+
+def test_rows_that_ask_for_the_reward_model_are_scored_by_it_and_others_are_not() -> None:
+    judge, scorer = Judge(), ScriptedScorer(lambda request: 1.0)
+    drawing = Drawing(ScriptedEngine(), scorer, config(wanted=4), judge)  # type: ignore[arg-type]
+    drawn = asyncio.run(drawing.step(1, lambda count: [judged(i) for i in range(count)], lambda done, of: None))
+    assert [each.score.value for each in drawn.trajectories] == [1.0, 1.0, 100.0, 100.0] * 2
+    assert {messages[0]["content"] for messages, _ in judge.told} == {"1", "3"}  # type: ignore[index]
+    assert sorted(response for _, response in judge.told) == [f"0.{i}/file:{i}#{n}" for i in (1, 3) for n in (0, 1)]
+    assert {request.ground_truth for request in scorer.requests} == {"0", "2"}
+    found = asyncio.run(drawing.validation([judged(1)], lambda done, of: None))
+    assert [each.score.value for each in found] == [100.0, 100.0]
+
+
+def test_without_a_reward_model_the_scorer_has_them_all() -> None:
+    drawing = Drawing(ScriptedEngine(), ScriptedScorer(lambda request: 1.0), config())  # type: ignore[arg-type]
+    drawn = asyncio.run(drawing.step(1, lambda count: [judged(1)] * count, lambda done, of: None))
+    assert {each.score.value for each in drawn.trajectories} == {1.0}
+
+
+def test_a_reward_model_that_dies_ends_the_drawing_at_once() -> None:
+    class Endless(ScriptedEngine):
+        async def generate(self, requests, sampling):  # type: ignore[no-untyped-def]
+            async for each in super().generate(requests, sampling):
+                yield each
+                await asyncio.sleep(3600 if len(judge.told) else 0)
+
+    judge = Judge(dies=True)
+    drawing = Drawing(Endless(), ScriptedScorer(differing()), config(wanted=4), judge)  # type: ignore[arg-type]
+    with pytest.raises(DeadEngineError, match="reward engine 0 died"):
+        asyncio.run(drawing.step(1, lambda count: [judged(i) for i in range(count)], lambda done, of: None))
 
 
 def test_validation_draws_as_it_is_told_and_the_same_every_time() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig
+from dataclasses import replace
+
+from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig, KlPenalty
 from mcore_rl.config.data import SftDataConfig
+from mcore_rl.config.engine import Precision
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.roles import ActorConfig, CriticConfig
 from mcore_rl.config.rollout import RolloutConfig
@@ -78,3 +81,30 @@ def test_fine_tuning_is_held_against_the_model_too() -> None:
     (found,) = model_sft_violations(settings(size=3), models.dense())
     assert str(found) == "data.train_batch_size=3: is fewer than the 4 data-parallel ranks. Write 4 or more"
     assert model_sft_violations(settings(size=3, axes="tp=2"), models.dense()) == []
+
+
+def test_a_full_kl_must_fit_into_the_memory_that_it_may_take() -> None:
+    """4 ranks of data parallelism train 12 or 13 of 50 sequences, of which 64 tokens each; 48 of 96 columns."""
+    model = replace(models.dense(), vocab_size=96)
+    settings = run(8, n=5, mini=10, actor="tp=2")
+    settings.data.max_prompt_length = settings.data.max_response_length = 64
+    settings.actor.use_kl_loss, settings.actor.kl_loss_type = True, KlPenalty.full
+    assert model_run_violations(settings, model) == []
+    needed = 13 * 64 * 48 * 2 / 2**30
+    settings.actor.full_kl_gib = needed
+    assert model_run_violations(settings, model) == []
+    settings.actor.full_kl_gib = 0.99 * needed
+    (found,) = model_run_violations(settings, model)
+    assert found.key == "actor.kl_loss_type" and "832 tokens x 48 columns x 2 bytes" in found.problem
+    assert "actor.kl_loss_type=k3" in found.remedy
+    settings.actor.kl_loss_type = KlPenalty.k3
+    assert model_run_violations(settings, model) == []
+
+
+def test_a_context_rank_keeps_its_part_of_a_full_kl() -> None:
+    settings = run(4, n=4, mini=4, actor="cp=4")
+    settings.data.max_prompt_length, settings.data.max_response_length = 28, 100
+    settings.actor.use_kl_loss, settings.actor.kl_loss_type = True, KlPenalty.full
+    settings.actor.precision, settings.actor.full_kl_gib = Precision.float32, 0.0
+    (found,) = model_run_violations(settings, models.dense())
+    assert f"512 tokens x {models.dense().vocab_size} columns x 4 bytes" in found.problem

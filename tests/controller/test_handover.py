@@ -29,6 +29,19 @@ class Told:
         self.log.append(("update", version))
 
 
+class Judges:
+    """A reward model's engines, which write down what they are told."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    async def wake(self) -> None:
+        self.log.append("judges wake")
+
+    async def sleep(self) -> None:
+        self.log.append("judges sleep")
+
+
 def handover(placement: Placement) -> tuple[Handover, list[Any]]:
     log: list[Any] = []
     actor, critic, rest = Told("actor", log), Told("critic", log), Told("", log)
@@ -63,6 +76,22 @@ def test_for_a_moment_the_engines_keep_their_weights() -> None:
     asyncio.run(both.to_training(for_a_moment=True))
     asyncio.run(both.to_rollout(4))
     assert ("update", 4) in log
+
+
+def test_a_reward_model_is_awake_while_the_rollout_is() -> None:
+    log: list[Any] = []
+    actor, rest = Told("actor", log), Told("", log)
+    both = Handover(actor, [], rest, rest, Placement.colocated, Judges(log))  # type: ignore[arg-type]
+    asyncio.run(both.to_rollout(0))
+    assert log[-2:] == [("actor", "offload", (Part.weights,)), "judges wake"], "once the trainer has left"
+    log.clear()
+    asyncio.run(both.to_training())
+    assert log == ["judges sleep", ("sleep", DROP_WEIGHTS), ("actor", "onload")]
+    log.clear()
+    apart = Handover(actor, [], rest, rest, Placement.separate, Judges(log))  # type: ignore[arg-type]
+    asyncio.run(apart.to_rollout(0))
+    asyncio.run(apart.to_training())
+    assert log == [("update", 0)]
 
 
 def test_separate_only_weights_travel() -> None:

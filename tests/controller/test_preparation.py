@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.config.compose import compose
@@ -15,6 +16,7 @@ from mcore_rl.controller.checkpoints import Progress, begin, finish
 from mcore_rl.controller.preparation import Prepared, complete, prepare
 from mcore_rl.errors import McoreRLError
 from mcore_rl.parallel.device import detect
+from tests.support import reward_models
 from tests.support.run_task import overrides, write_task
 
 CPU = detect(Device.cpu)
@@ -43,7 +45,7 @@ def test_steps_are_counted_in_epochs_or_as_written(task: Path, tmp_path: Path) -
     found = prepared(task, tmp_path)
     assert found.train is not None and found.validation is not None
     assert (len(found.train), len(found.validation), found.num_steps) == (40, 6, 5)
-    assert set(found.data_sources()) == {"arithmetic"}
+    assert found.data_sources == {"arithmetic"}
     assert found.checkpoint is None and found.progress == Progress()
     assert prepared(task, tmp_path, "trainer.total_epochs=3").num_steps == 15
     assert prepared(task, tmp_path, "trainer.total_training_steps=7", "trainer.total_epochs=3").num_steps == 7
@@ -117,3 +119,51 @@ def test_a_tokenizer_without_a_chat_template_is_named(task: Path, tmp_path: Path
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
     assert "chat template" in refusal(task, tmp_path / "run", f"model.path={tmp_path}/model")
     assert prepared(task, tmp_path / "run", f"model.path={tmp_path}/model", f"model.tokenizer_path={task}/model")
+
+
+@pytest.fixture(scope="module")
+def judged(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``task`` with a reward model, and validation rows that ask for it."""
+    directory = tmp_path_factory.mktemp("judged")
+    shutil.copytree(task, directory, dirs_exist_ok=True)
+    reward_models.write_judge(directory / "judge")
+    rows = pq.read_table(task / "val.parquet").to_pylist()
+    for row in rows:
+        row |= {"reward_model": {"style": "model", "ground_truth": None}, "data_source": "chat"}
+    reward_models.write_rows(directory / "val.parquet", rows)
+    return directory
+
+
+def test_a_reward_model_is_prepared_for_rows_that_ask_for_it(judged: Path, tmp_path: Path) -> None:
+    enabled = ["reward_model.enable=true", f"reward_model.model.path={judged}/judge"]
+    found = prepared(judged, tmp_path, *enabled)
+    assert found.encoder is not None and found.encoder.max_length == 64 + 12
+    assert found.data_sources == {"arithmetic"}, "nobody need know how to grade chat"
+    longer = prepared(judged, tmp_path, *enabled, "reward_model.max_length=99")
+    assert longer.encoder is not None and longer.encoder.max_length == 99
+    assert prepared(judged, tmp_path).encoder is None, "the task's own function grades every row"
+
+
+def test_rows_and_reward_models_without_each_other_are_refused(task: Path, judged: Path, tmp_path: Path) -> None:
+    said = refusal(judged, tmp_path, "custom_reward_function.path=null")
+    assert "reward_model.enable=False: reward_model.style is model in 6 rows, and nobody scores them; " in said
+    assert "val.parquet:0 is the first. Write reward_model.enable=true reward_model.model.path=DIR" in said
+    enabled = ["reward_model.enable=true", f"reward_model.model.path={judged}/judge"]
+    said = refusal(task, tmp_path, *enabled)
+    assert "reward_model.enable=True: no row asks for it: reward_model.style is model in none. Write the style" in said
+
+
+def test_a_reward_model_s_problems_are_told_with_the_others(judged: Path, tmp_path: Path) -> None:
+    wrong = [f"reward_model.model.path={judged}/model", "reward_model.tp=3", "actor.parallel.tp=4"]
+    said = refusal(judged, tmp_path, "reward_model.enable=true", *wrong)
+    assert "['MixtralForCausalLM']: is a language model" in said and "actor.parallel." in said
+
+
+def test_a_template_that_refuses_the_rows_is_named_with_the_first(judged: Path, tmp_path: Path) -> None:
+    shutil.copytree(judged / "judge", tmp_path / "judge")
+    (tmp_path / "judge" / "chat_template.jinja").write_text(
+        "{% if '?' in messages[0]['content'] %}{{ raise_exception('no questions') }}{% endif %}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    said = refusal(judged, tmp_path, "reward_model.enable=true", f"reward_model.model.path={tmp_path}/judge")
+    assert "val.parquet:0: the chat template refuses the conversation: no questions" in said

@@ -24,12 +24,14 @@ from mcore_rl.controller.loop import train
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.start import open_run
 from mcore_rl.errors import DeadEngineError, WorkerError
+from tests.support import prompt_files
 from tests.support.run_task import holders_of, is_in, nothing_left, overrides, write_task
 
-STEPS, SAVED = 3, 2
+STEPS, SAVED, PROFILED = 3, 2, 1
 SPEED = ("time/", "perf/")  # metrics that no two runs share
 # Of how vLLM happened to batch requests: rounding, of which nothing that is trained depends.
 AGREEMENT = ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl")
+SAVE = {"perf/checkpoint_s", "perf/checkpoint_gib"}  # in the step in which it gets its name
 ALWAYS = {
     "reward/mean", "reward/std", "reward/min", "reward/max",
     "response/length_mean", "response/length_min", "response/length_max", "response/clip_share",
@@ -42,6 +44,7 @@ ALWAYS = {
     "actor/skipped_updates", "actor/clip_fraction_low", "actor/clip_fraction_high", "actor/clip_fraction_dual",
     "router/load_max", "router/load_min", "router/load_entropy",
     "perf/generated_tokens_per_s", "perf/trained_tokens_per_s", "perf/memory_host_gib", "perf/balance",
+    "perf/tflop_updates", "perf/tflop_logprobs", "perf/tflops_per_device", "perf/tflops_per_device_logprobs",
     "perf/overhead_share", "progress/epoch",
     "time/step", "time/generate", "time/sync", "time/logprobs", "time/reference", "time/advantages",
     "time/update_actor",
@@ -66,7 +69,12 @@ class Observed:
 
 
 def config(task: Path, directory: Path) -> RunConfig:
-    steps = [f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={SAVED}"]
+    steps = [
+        f"trainer.total_training_steps={STEPS}",
+        f"trainer.save_freq={SAVED}",
+        f"trainer.profile_steps=[{PROFILED}]",
+        "trainer.max_restarts=0",
+    ]
     return compose(RunConfig, "train", overrides(task, directory, *steps, f"trainer.test_freq={STEPS}"))
 
 
@@ -135,11 +143,10 @@ def test_every_step_says_all_there_is_to_say(whole: Observed) -> None:
     assert list(whole.metrics) == [1, 2, 3]
     for step, metrics in whole.metrics.items():
         assert ALWAYS <= metrics.keys(), step
-        extra = metrics.keys() - ALWAYS - {"router/z_loss", "router/aux_loss"}
+        extra = metrics.keys() - ALWAYS - {"router/z_loss", "router/aux_loss"} - (SAVE if step == STEPS else set())
         validated = {f"val/arithmetic/{name}" for name in ("reward", "response_length", "clip_share", "prompts")}
-        assert extra == (validated | {"time/validate"} if step == STEPS else set()) | (
-            {"time/save"} if step == STEPS else set()
-        )
+        expected = validated | {"time/validate", "time/save"} if step == STEPS else set()
+        assert extra == expected
 
 
 def test_the_first_minibatch_is_on_policy(whole: Observed) -> None:
@@ -186,6 +193,42 @@ def test_a_resumed_run_goes_on_bit_for_bit(whole: Observed, resumed: Observed) -
     assert ours == theirs
     assert resumed.checksums == whole.checksums
     assert len(whole.checksums) == 2
+
+
+def test_operations_are_those_of_the_tokens(whole: Observed) -> None:
+    """Of 2 layers: 512 x 64 in attention, 4 columns of the router, 2 experts of 3 x 64 x 96; and the vocabulary."""
+    for step, metrics in whole.metrics.items():
+        rows, tokenizer = whole.rollouts(step), prompt_files.tokenizer()
+        assert metrics["perf/tflop_updates"] == pytest.approx(1.5 * metrics["perf/tflop_logprobs"]), "3 passes and 2"
+        num_tokens = 32 * (metrics["prompt/length_mean"] + metrics["response/length_mean"])
+        a_layer = 64 * (64 + 2 * 32) + 64 * 64 + 4 * 64 + 2 * 3 * 64 * 96
+        matrices = 2 * (2 * a_layer + len(tokenizer) * 64) * num_tokens
+        assert len(rows) == 32
+        # Attention: 2 layers, 2 heads, 2 x (32 + 32) operations a pair, of which there are half the squares and more.
+        found = metrics["perf/tflop_logprobs"] * 1e12 / 2 - matrices
+        least = 2 * 2 * 2 * 64 * 32 * (num_tokens / 32) * (num_tokens / 32 + 1) / 2
+        assert least <= found < 1.5 * least
+
+
+def test_a_chosen_step_is_traced(whole: Observed) -> None:
+    """Every training process, with its phases around the operators, and no other step."""
+    assert [path.name for path in (whole.directory / "profiles").iterdir()] == [f"step_{PROFILED}"]
+    traces = sorted((whole.directory / "profiles" / f"step_{PROFILED}").iterdir())
+    assert [path.name for path in traces] == ["actor-rank-0.json", "actor-rank-1.json"]
+    for path in traces:
+        events = [each for each in json.loads(path.read_text())["traceEvents"] if each.get("ph") == "X"]
+        spans = {each["name"]: each for each in events if each["cat"] == "user_annotation"}
+        assert {
+            "score", "train_steps", "score, role actor", "train_step, role actor", "forward, microbatch 0",
+            "loss, microbatch 0", "optimizer", "publish",
+        } <= spans.keys()  # fmt: skip
+        around = spans["train_steps"]
+        inside = {
+            each["name"]
+            for each in events
+            if around["ts"] <= each["ts"] and each["ts"] + each["dur"] <= around["ts"] + around["dur"]
+        }
+        assert "aten::mm" in inside and "optimizer" in inside
 
 
 def test_checkpoints_are_saved_when_they_are_due(whole: Observed) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.controller.drawing import Drawn
@@ -60,8 +59,7 @@ def test_the_actor_s_updates_are_counted() -> None:
         ],
         trained=[4, 2],
     )  # fmt: skip
-    entropy_T, mask_T = torch.tensor([9.0, 1.0, 2.0]), torch.tensor([False, True, True])
-    metrics = actor_metrics(updated, ActorConfig(use_kl_loss=True, kl_loss_coef=0.5), entropy_T, mask_T)
+    metrics = actor_metrics(updated, ActorConfig(use_kl_loss=True, kl_loss_coef=0.5), 1.5)
     assert known(metrics) == pytest.approx(
         {
             "actor/entropy": 1.5, "actor/ratio_first": 1.0, "actor/kl_k3": 1.0, "actor/kl_k1": 1.0, "kl/loss": 1.5,
@@ -72,9 +70,7 @@ def test_the_actor_s_updates_are_counted() -> None:
 
 
 def test_a_step_without_updates_tells_of_entropy_alone() -> None:
-    mask_T = torch.tensor([True])
-    assert actor_metrics(Updated(), ActorConfig(), torch.tensor([3.0]), mask_T) == {"actor/entropy": 3.0}
-    assert actor_metrics(Updated(), ActorConfig(), torch.tensor([3.0]), ~mask_T) == {}
+    assert actor_metrics(Updated(), ActorConfig(), 3.0) == {"actor/entropy": 3.0}
     assert critic_metrics(Updated()) == {}
 
 

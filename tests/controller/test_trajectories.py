@@ -36,7 +36,7 @@ def test_tokens_masks_and_logprobs_stand_side_by_side() -> None:
     assert found.group_S.tolist() == [0, 0, 1]
     assert found.scores_S.tolist() == [1.0, 0.0, 0.5]
     assert found.truncated_S.tolist() == [False, True, False]
-    assert found.greedy_S is None and found.num_tokens == 13
+    assert found.greedy_S is None and found.num_trained == 6
 
 
 def test_a_greedy_score_goes_to_all_of_its_group() -> None:

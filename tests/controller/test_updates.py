@@ -12,7 +12,7 @@ import torch
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.roles import ActorConfig, LossAggregation
-from mcore_rl.controller.updates import Updated, minibatches, score, update
+from mcore_rl.controller.updates import Updated, minibatches, score, send, update
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.types import Denominators, StepResult, TokenScores, TrainBatch
 from tests.support.batches import LENGTHS, ragged
@@ -36,12 +36,16 @@ class Ranks:
             self.arguments = args
             batches = [place.batch() for place in places]
             self.scored += batches
-            return [TokenScores(logprobs_T=_says(batch), entropy_T=2 * _says(batch)) for batch in batches]
-        number, *rest = args
-        batches = [place[number].batch() for place in places]
-        self.trained.append((batches, *rest))  # type: ignore[arg-type]
-        result = StepResult(loss=1.0, grad_norm=2.0, lr=0.1, skipped=None, metrics={"actor/ratio": float(number)})
-        return [result] * self.layout.dp
+            return [TokenScores(logprobs_T=_says(batch), entropy_S=_sums(batch)) for batch in batches]
+        loss, counts, *rest = args
+        for number, each in enumerate(counts):
+            batches = [place[number].batch() for place in places]
+            self.trained.append((batches, loss, each, *rest))
+        results = [
+            StepResult(loss=1.0, grad_norm=2.0, lr=0.1, skipped=None, metrics={"actor/ratio": float(number)})
+            for number in range(len(counts))
+        ]
+        return [results, *[None] * (self.layout.dp - 1)]
 
 
 def _says(batch: TrainBatch) -> torch.Tensor:
@@ -49,12 +53,16 @@ def _says(batch: TrainBatch) -> torch.Tensor:
     return torch.cat([torch.arange(n) + 1000 * n + 0.5 for n in batch.lengths_S]) + batch.tokens_T / 1024
 
 
+def _sums(batch: TrainBatch) -> torch.Tensor:
+    return torch.stack([part.double().sum() for part in torch.split(_says(batch), list(batch.lengths_S))])
+
+
 @pytest.mark.parametrize("dp", [1, 2, 3, 10])
 def test_scores_come_back_in_the_order_of_the_batch(dp: int) -> None:
     batch, group = ragged(101), Ranks(dp)
-    found = asyncio.run(score(group, batch, temperature=0.7, with_entropy=True, snapshot="s"))  # type: ignore[arg-type]
+    found = asyncio.run(score(group, send(group, batch), temperature=0.7, with_entropy=True, snapshot="s"))  # type: ignore[arg-type]
     assert found.logprobs_T is not None and torch.equal(found.logprobs_T, _says(batch))
-    assert found.entropy_T is not None and torch.equal(found.entropy_T, 2 * _says(batch))
+    assert found.entropy_S is not None and torch.equal(found.entropy_S, _sums(batch))
     assert found.values_T is None
     assert group.arguments == (0.7, True, "s")
     assert sorted(n for each in group.scored for n in each.lengths_S) == sorted(LENGTHS)
@@ -80,7 +88,6 @@ def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> No
         together = torch.cat([each.advantages_T[each.mask_T] for each in sent])  # type: ignore[index]
         assert torch.equal(together.sort().values, whole.advantages_T[whole.mask_T].sort().values)  # type: ignore[index]
     assert done.trained == [int(batch.select(members).mask_T.sum()) for members in parts]
-    assert done.num_tokens == sum(LENGTHS)
     assert [result.metrics["actor/ratio"] for result in done.results] == [0.0, 1.0]
 
 

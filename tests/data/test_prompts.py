@@ -78,6 +78,19 @@ def test_other_forms_of_the_schema(tmp_path: Path) -> None:
     assert (second.data_source, second.extra_info) == ("sums", {})
 
 
+def test_rows_for_a_reward_model_need_no_ground_truth(tmp_path: Path) -> None:
+    rows = [
+        row(reward_model={"style": style, "ground_truth": truth}) for style, truth in (("model", None), ("rule", "5"))
+    ]
+    found = load(write(tmp_path / "a.parquet", rows))
+    assert [found[index].scored_by_model for index in range(2)] == [True, False]
+    assert [found[index].ground_truth for index in range(2)] == [None, "5"]
+    alone = load(write(tmp_path / "b.parquet", [row(reward_model={"style": "model"})]))
+    assert alone[0].scored_by_model and alone[0].ground_truth is None
+    with pytest.raises(DataError, match="reward_model has no ground_truth"):
+        load(write(tmp_path / "c.parquet", [row(reward_model={"style": "rule"})]))
+
+
 def test_without_grading_a_column_of_messages_is_enough(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", [{"prompt": user("2 + 2?"), "level": 3}])
     found = load(path, graded=False)[0]

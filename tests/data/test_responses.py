@@ -63,6 +63,21 @@ def test_files_of_others_need_the_responses_alone(tmp_path: Path) -> None:
     assert ragged.counts == [1, 2]
 
 
+def test_rows_for_a_reward_model_keep_their_messages_and_need_no_ground_truth(tmp_path: Path) -> None:
+    rows = [answered("a", reward_model={"style": style, "ground_truth": truth})
+            for style, truth in (("model", None), ("rule", "5"))]  # fmt: skip
+    found = ResponseSet.load(write(tmp_path / "r.parquet", rows), "prompt", "responses")
+    assert found.by_model == [True, False] and found.ids_by_model == ["r.parquet:0"]
+    assert [(each.scored_by_model, each.ground_truth, each.messages) for each in found] == [
+        (True, None, rows[0]["prompt"]), (False, "5", [])
+    ]  # fmt: skip
+    rows[0]["prompt"] = None
+    (problem,) = refusal(write(tmp_path / "null.parquet", rows))
+    assert problem.startswith("null.parquet:0: prompt is null, and the reward model reads it. Write a list of {role")
+    (problem,) = refusal(write(tmp_path / "text.parquet", [each | {"prompt": "why?"} for each in rows]))
+    assert problem.startswith("text.parquet:0: prompt is not a list of {role, content}, and the reward model reads it")
+
+
 def test_every_broken_row_is_named(tmp_path: Path) -> None:
     rows = [
         answered("a"),

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pytest
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, OptimizerConfig, Precision, Recompute
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.families.flops import matmul_parameters, train_flops
 from mcore_rl.parallel.device import (
     Platform,
     detect,
@@ -32,9 +33,9 @@ from mcore_rl.parallel.device import (
 from mcore_rl.parallel.groups import destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.training.engine import Engine
 from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
-from tests.gpu.model_flops import num_matmul_parameters, num_parameters, peak_bf16, train_step_flops
 from tests.support import models
 
 WARM_UP, STEPS = 2, 6
@@ -183,14 +184,22 @@ def together(platform: Platform, case: Case) -> tuple[Case, ...]:
     return tuple((name, LayerSpec.local, recompute) for name in NAMES for recompute in LEAST_MEMORY)
 
 
+def num_parameters(model: ModelConfig) -> int:
+    """All matrices: those of every expert, and an embedding that is not tied to the output."""
+    if model.moe is not None:
+        model = replace(model, moe=replace(model.moe, top_k=model.moe.num_experts))
+    embedding = 0 if model.tie_output else model.vocab_size * model.hidden_size
+    return matmul_parameters(model) + embedding
+
+
 def describe(platform: Platform, size: Size, found: Trained) -> str:
-    flops, peak = train_step_flops(size.model, size.lengths), peak_bf16(platform.device_name)
-    rate = flops / found.step_s
+    peak = peak_tflops(platform.device_name, Precision.bfloat16)
+    rate = train_flops(size.model, size.lengths) / 1e12 / found.step_s
     mfu = "no peak is known for it" if peak is None else f"MFU {rate / peak:.1%}"
-    active = num_matmul_parameters(size.model) / 1e6
+    active = matmul_parameters(size.model) / 1e6
     return (
         f"{num_parameters(size.model) / 1e6:.1f}M parameters ({active:.1f}M a token), {sum(size.lengths)} tokens: "
-        f"{found.step_s:.3f} s a step, {rate / 1e12:.3f} TFLOP/s on {platform.device_name}, {mfu}, "
+        f"{found.step_s:.3f} s a step, {rate:.3f} TFLOP/s on {platform.device_name}, {mfu}, "
         f"peak {found.peak_bytes / GIB:.1f} GiB; loss {found.losses[0]:.3f} to {found.losses[-1]:.3f}"
     )
 
@@ -248,13 +257,4 @@ def counted_matmul_flops(rank: Rank) -> dict[str, int]:
 def test_flops_of_matrices_are_those_that_torch_counts() -> None:
     for name, counted in run_ranks(counted_matmul_flops, 1, timeout_s=120)[0].items():
         model, lengths = SIZES[False][name].model, SIZES[False][name].lengths
-        assert counted == 6 * num_matmul_parameters(model) * sum(lengths), name
-
-
-def test_flops_of_attention_are_half_of_all_pairs() -> None:
-    """By hand: 2 layers of 4 heads of 16; one sequence of 10 tokens, another of 30."""
-    model = models.dense(num_layers=2)
-    matrices = 6 * num_matmul_parameters(model) * 40
-    pairs = (10 * 10 + 30 * 30) / 2
-    forward = 2 * 4 * (2 * 16 + 2 * 16) * pairs  # layers, heads, a product with a key and with a value
-    assert train_step_flops(model, (10, 30)) - matrices == pytest.approx(3 * forward)
+        assert counted == 6 * matmul_parameters(model) * sum(lengths), name

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 
 import pytest
 
-from mcore_rl.rewards.cases import AssertCase, CallCase, ScriptCase, read_cases, read_literal, same_output
+from mcore_rl.rewards.cases import AssertCase, CallCase, Condition, ScriptCase, read_cases, read_literal, same_output
 from mcore_rl.rewards.confinement import Ending, Outcome
 
 
@@ -35,12 +36,94 @@ def test_asserts_are_sent_without_what_is_expected(key: str | None) -> None:
         AssertCase(steps=(("value", "f(1)"),), expected=((2, 3),)),
         AssertCase(steps=(("value", "f(2)"),), expected=([4],)),
         AssertCase(steps=(("value", "bool(f(3))"),), expected=(True,)),
-        AssertCase(steps=(("execute", "import math"), ("value", "bool(math.isclose(f(4), 5))")), expected=(True,)),
+        AssertCase(
+            steps=(("execute", "import math"), ("value", "(f(4),)")),
+            expected=(Condition("math.isclose(values[0], 5)"),),
+        ),
     ]
 
 
-def test_tests_in_functions_must_reach_their_end() -> None:
-    (case,) = read_cases(["def check(g):\n    assert g(1) == 2\ncheck(f)"])
+@pytest.mark.parametrize(
+    ("condition", "asked", "judged", "right", "wrong"),
+    [
+        ("abs(f(1) - 0.5) < 1e-06", "(f(1),)", "abs(values[0] - 0.5) < 1e-06", "(0.5,)", "(0.6,)"),
+        ("isclose(f(1), 0.5, abs_tol=0.1)", "(f(1),)", "isclose(values[0], 0.5, abs_tol=0.1)", "(0.45,)", "(0.3,)"),
+        ("math.isclose(f(1), math.pi * 2)", "(f(1),)", "math.isclose(values[0], math.pi * 2)", "(6.283185307179586,)",
+         "(6.28,)"),
+        ("sorted(f([3, 1])) in ([1], [2])", "(sorted(f([3, 1])),)", "values[0] in ([1], [2])", "([2],)", "([3],)"),
+        ("f(1) in {2, 3} and len(g(4)) > 5", "(f(1), len(g(4)))", "values[0] in {2, 3} and values[1] > 5", "(2, 6)",
+         "(2, 5)"),
+        ("Solution().f(1) != 2", "(Solution().f(1),)", "values[0] != 2", "(3,)", "(2,)"),
+        ("f(1)[0] < 2 < len(f(1))", "(f(1), len(f(1)))", "values[0][0] < 2 < values[1]", "([1], 3)", "([1], 2)"),
+        ("result[:2] == 'ab' + 'c'[:0]", "(result,)", "values[0][:2] == 'ab' + 'c'[:0]", "('abx',)", "('b',)"),
+    ],
+)  # fmt: skip
+def test_conditions_are_judged_here(condition: str, asked: str, judged: str, right: str, wrong: str) -> None:
+    (case,) = read_cases([f"assert {condition}"])
+    assert case == AssertCase(steps=(("value", asked),), expected=(Condition(judged),))
+    assert case.passed(outcome(right))
+    for bad in (wrong, "(<object>,)", "True", "()", "'xxx'", "(1" + "0" * 5000 + ",) * 9"):
+        assert not case.passed(outcome(bad)), bad
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "f(1)",
+        "not f(1)",
+        "f(1) is None",
+        "f(1) is not None",
+        "f(1) == g(2)",
+        "isinstance(f(1), int)",
+        "all(f(i) == 2 * i for i in range(10))",
+        "np.allclose(f(1), [1.0, 2.0])",
+        "(lambda value: value == 3)(f(1))",
+        "().__class__ == 3 + f(1)",
+    ],
+)
+def test_conditions_that_only_the_program_can_judge(condition: str) -> None:
+    (case,) = read_cases([f"assert {condition}"])
+    assert case == AssertCase(steps=(("value", ast.unparse(ast.parse(f"bool({condition})"))),), expected=(True,))
+
+
+def test_a_condition_reaches_nothing_but_its_judges() -> None:
+    for source in ("open('/etc/passwd')", "__import__('os')", "values.__class__.__mro__[5]", "1 / 0", "values[9]"):
+        assert not Condition(source).holds((1,))
+    assert Condition("values[0] == abs(-1)").holds((1,))
+
+
+def test_a_check_of_a_candidate_is_taken_apart() -> None:
+    """As HumanEval writes it: neither its definition nor what it expects goes to the program."""
+    source = """
+METADATA = {"author": "x"}
+def check(candidate):
+    "The tests."
+    numbers = [1, 2]
+    assert candidate(numbers) == 3, "one"
+    assert abs(candidate([0.5]) - 0.5) < 1e-6
+    for number in []:
+        pass
+check(total)
+"""
+    (case,) = read_cases([source])
+    assert isinstance(case, AssertCase)
+    values = [text for verb, text in case.steps if verb == "value"]
+    assert values == ["total(numbers)", "(total([0.5]),)"]
+    assert case.expected == (3, Condition("abs(values[0] - 0.5) < 1e-06"))
+    assert not any("check" in text or "3" in text for _, text in case.steps)
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        "def check(g):\n    if g is None: return\n    assert g(1) == 2",
+        "def check(g, n=1):\n    assert g(n) == 2",
+        "def check(*g):\n    assert g[0](1) == 2",
+        "@wraps\ndef check(g):\n    assert g(1) == 2",
+    ],
+)
+def test_tests_in_other_functions_must_reach_their_end(definition: str) -> None:
+    (case,) = read_cases([f"{definition}\ncheck(f)"])
     assert isinstance(case, AssertCase)
     assert [verb for verb, _ in case.steps] == ["execute", "execute", "value"]
     assert case.passed(outcome("True"))

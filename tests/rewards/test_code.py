@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from mcore_rl.config.reward import CodeConfig, RewardConfig
 from mcore_rl.rewards import code
 from mcore_rl.rewards.cases import read_cases
 from mcore_rl.rewards.code import grade_code, program_of
-from mcore_rl.rewards.confinement import Outcome, run_confined
+from mcore_rl.rewards.confinement import ConfinementError, Outcome, run_confined
 from mcore_rl.rewards.score import RewardRequest, Score
 
 DOUBLE = json.dumps({"inputs": ["1", "2", "3", "4"], "outputs": ["2", "4", "6", "8"]})
@@ -77,21 +78,56 @@ def test_values_of_subclasses_equal_their_literals(value: str, test: str) -> Non
     assert grade(f"def f(): return {value}", [test]).value == 1.0
 
 
+FORGED = """
+import os
+for descriptor in range(3, 64):
+    try: os.write(descriptor, {text!r})
+    except OSError: pass
+os._exit(0)
+"""
+TRICKS = [
+    "import sys; sys.exit(0)",
+    "import os; os._exit(0)",
+    "import atexit, os; atexit.register(os._exit, 0)\ndef f(): return 4",
+    "class Same:\n    def __eq__(self, other): return True\ndef f(): return Same()",
+    "class Same:\n    def __eq__(self, other): return True\n    __repr__ = lambda self: '<same>'\nf = Same",
+    "class Number(float):\n    __sub__ = lambda *_: 0\n    __eq__ = lambda *_: True\ndef f(): return Number(4)",
+    "import builtins; builtins.repr = lambda value: '3'\ndef f(): return 4",
+    "import builtins; builtins.bool = lambda value: True; builtins.abs = lambda value: 0\ndef f(): return 4",
+    "import math; math.isclose = lambda *_, **__: True\ndef f(): return 4",
+    "import json; json.dumps = lambda value: 'true'\ndef f(): return 4",
+    "import sys\ndef f(): sys.excepthook = print; raise AssertionError",
+    "import sys\ndef f():\n    sys._getframe(1).f_locals['value'] = 5; return 4",
+    "def f(): return 4\nf.__eq__ = lambda other: True",
+    "class E(Exception):\n    def __str__(self): raise SystemExit(0)\ndef f(): raise E",
+    "def f(): return '5'",
+    "def f(): return '\\ud800'",
+    "def f(): return '\\x00' * 100",
+    "import os; os.write(1, bytes(range(256)))\ndef f(): return bytes(range(256))",
+    "def f():\n    x = []\n    x.append(x)\n    return x",
+    "def f():\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
+    "def f(): return 10 ** 10 ** 5",
+    "def f(): return {2 ** 61 * n for n in range(2000)}",
+    *(FORGED.format(text=text) for text in (b"True\n", b'"True"\n', b'[]\n"True"\n', b'"True"\n"True"\n', b"[]\n")),
+    "raise SystemExit",
+    "",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "response",
+    "test",
     [
-        "import sys; sys.exit(0)",
-        "import os; os._exit(0)",
-        "class Same:\n    def __eq__(self, other): return True\ndef f(): return Same()",
-        "class Same:\n    def __eq__(self, other): return True\n    __repr__ = lambda self: '<same>'\nf = Same",
-        "import builtins; builtins.repr = lambda value: '3'\ndef f(): return 4",
-        "def f(): return 4\nf.__eq__ = lambda other: True",
-        "raise SystemExit",
-        "",
+        "assert f() == 5",
+        "import math\nassert math.isclose(f(), 5.25)",
+        "def check(candidate):\n    assert abs(candidate() - 5.5) < 1e-6\ncheck(f)",
     ],
 )
-def test_known_tricks_pass_no_assert(response: str) -> None:
-    assert grade(response, ["assert f() == 5"]).value == 0.0
+def test_known_tricks_pass_no_assert(test: str) -> None:
+    """Programs that imitate what the grader says, or change what it compares with."""
+    assert [trick for trick in TRICKS if grade(trick, [test], continuous=True).value != 0.0] == []
+    number = re.search(r"5[.\d]*", test)
+    assert number is not None
+    assert grade(f"def f(): return {number[0]}", [test]).value == 1.0
 
 
 def test_what_is_expected_is_not_in_the_process() -> None:
@@ -132,6 +168,14 @@ def test_text_that_cannot_be_encoded_is_a_wrong_program() -> None:
     assert grade("print(2 * int(input())) \ud800").value == 0.0
     assert grade("# \ud800\nprint(2 * int(input()))").value == 1.0
     assert grade("print(2 * int(input())) # \0").value == 0.0
+
+
+def test_without_confinement_no_program_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "weaknesses", lambda: ("seccomp is missing",))
+    with pytest.raises(ConfinementError, match=r"seccomp is missing. Grade code on .*allow_weak_confinement=true"):
+        grade("print(2 * int(input()))")
+    config = RewardConfig(code=CodeConfig(allow_weak_confinement=True))
+    assert grade_code(RewardRequest(("p", 0), "code", "print(2 * int(input()))", DOUBLE), config).value == 1.0
 
 
 def test_rows_without_cases_are_named() -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.rewards.confined_program import (
-    ABOUT_ITSELF,
+    ALLOWED_FOR,
     ARCHITECTURES,
     CLONE,
     CLONE3,
     CLONE_THREAD,
     DENIED,
-    DENIED_FOR,
+    OWN,
     system_call_filter,
 )
 
@@ -74,23 +74,44 @@ def test_clone_makes_threads_only(machine: str) -> None:
 
 
 @both
-def test_calls_about_other_processes_are_refused(machine: str) -> None:
+def test_calls_are_allowed_for_these_arguments_only(machine: str) -> None:
     column = ARCHITECTURES[machine][0]
-    for name, (numbers, index, by_id) in ABOUT_ITSELF.items():
-        arguments = [0] * 6
-        for pid, allowed in ((PID if by_id else 0, True), (PID + 1, False), (1, False), (0xFFFFFFFF, False)):
-            arguments[index] = pid
-            assert verdict(machine, numbers[column], *arguments) == (ALLOW if allowed else EPERM), (name, pid)
+    for name, (numbers, conditions) in ALLOWED_FOR.items():
+        good = [0] * 6
+        for index, values in conditions.items():
+            good[index] = PID if values[0] == OWN else values[0]
+        for index, values in conditions.items():
+            own = [PID if value == OWN else value for value in values]
+            for value in (*own, PID + 1, 5000, 8, 0x5412, 0xFFFFFFFF, 1 << 20):
+                found = verdict(machine, numbers[column], *good[:index], value, *good[index + 1 :])
+                assert found == (ALLOW if value in own else EPERM), (name, value)
 
 
 @both
-def test_some_values_are_refused(machine: str) -> None:
-    column = ARCHITECTURES[machine][0]
-    for name, (numbers, index, values) in DENIED_FOR.items():
-        for value in (*values, 99):
-            arguments = [1 if index else 0] * 6
-            arguments[index] = value
-            assert verdict(machine, numbers[column], *arguments) == (ALLOW if value == 99 else EPERM), (name, value)
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("kill", (0, 9)),  # the group
+        ("kill", (1, 9)),
+        ("tgkill", (PID + 1, PID + 1, 9)),
+        ("prlimit64", (PID, 7)),
+        ("fcntl", (0, 8, 1)),  # F_SETOWN
+        ("fcntl", (0, 10, 1)),  # F_SETSIG
+        ("fcntl", (0, 1024, 1)),  # F_SETLEASE
+        ("fcntl", (0, 1026, 1)),  # F_NOTIFY
+        ("fcntl", (0, 1031, 1 << 20)),  # F_SETPIPE_SZ
+        ("ioctl", (0, 0x5412)),  # TIOCSTI
+        ("ioctl", (0, 0x40086602)),  # FS_IOC_SETFLAGS
+        ("ioctl", (0, 0x40806685)),  # FS_IOC_ENABLE_VERITY
+        ("prctl", (1, 0)),  # PR_SET_PDEATHSIG
+        ("prctl", (4, 1)),  # PR_SET_DUMPABLE
+        ("prctl", (62, 1)),  # PR_SCHED_CORE
+        ("socketpair", (1, 2)),  # datagrams
+        ("socketpair", (30, 1)),  # TIPC
+    ],
+)
+def test_what_these_calls_could_do_to_others(machine: str, name: str, arguments: tuple[int, ...]) -> None:
+    assert verdict(machine, ALLOWED_FOR[name][0][ARCHITECTURES[machine][0]], *arguments) == EPERM
 
 
 @both
@@ -108,10 +129,10 @@ def test_the_numbers_are_those_of_linux(machine: str) -> None:
     known = {name: int(number) for name, number in found}
     column = ARCHITECTURES[machine][0]
     table = {name: numbers[column] for name, numbers in DENIED.items()}
-    table |= {name: numbers[column] for name, (numbers, _, _) in ABOUT_ITSELF.items()}
-    table |= {name.split()[0]: numbers[column] for name, (numbers, _, _) in DENIED_FOR.items()}
+    table |= {name: numbers[column] for name, (numbers, _) in ALLOWED_FOR.items()}
     table |= {"clone": CLONE[column], "clone3": CLONE3[column]}
-    newer = {"setxattrat", "removexattrat", "file_setattr", "fchmodat2", "memfd_secret"}  # than some headers
+    newer = {"setxattrat", "removexattrat", "file_setattr", "fchmodat2", "memfd_secret"}
+    newer |= {"statmount", "listmount"}  # than some headers
     wrong = {name: number for name, number in table.items() if number != known.get(name) and name not in newer}
     assert wrong == {}
     assert all(known.get(name, table[name]) == table[name] for name in newer)

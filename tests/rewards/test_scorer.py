@@ -16,9 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
+from mcore_rl.config.reward import CodeConfig, CustomRewardFunction, RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards import scorer as scorer_module
+from mcore_rl.rewards.confinement import ConfinementError
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rewards.scorer import Scorer
 from tests.rewards.test_gsm8k import gold_solutions
@@ -46,6 +47,15 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
             os.kill(os.getpid(), 2)
             return 4.0
         case "pid": return os.getpid()
+        case "pickle":
+            import stat
+            from multiprocessing.connection import Connection
+            numbers = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
+            sockets = [number for number in numbers if number > 2 and stat.S_ISSOCK(os.fstat(number).st_mode)]
+            kept = [Connection(number) for number in sockets]  # of them, the event loop's own
+            for each in kept:
+                each.send(KeyError("unpickled"))
+            time.sleep(600)
         case "stray": return os.fork() and 1.0
         case "pids":
             child = os.fork()
@@ -65,6 +75,7 @@ BAD = {
     "nan": ("not_a_number", "the score is nan"),
     "none": ("not_a_number", "the score is None"),
     "text": ("not_a_number", "the score is '1.0'"),
+    "pickle": ("raised", "codec can't decode"),  # who has taken the process over is heard, and not unpickled
     "\ud800 lone": ("raised", "ValueError"),
 }
 
@@ -193,14 +204,72 @@ def test_closing_ends_what_hangs_and_cancels_who_waits(custom: CustomRewardFunct
     assert [type(found) for found in asyncio.run(close_in_between())] == [asyncio.CancelledError] * 3
 
 
-def test_weak_confinement_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(scorer_module, "weaknesses", lambda: ("Landlock is missing.",))
-    program = RewardRequest(("p", 0), "code", "print(3)", {"inputs": [""], "outputs": ["3"]})
+PROGRAM = RewardRequest(("p", 0), "code", "print(3)", {"inputs": [""], "outputs": ["3"]})
+
+
+def test_weak_confinement_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer_module, "weaknesses", lambda: ("Landlock is missing", "seccomp is missing"))
     with Scorer(RewardConfig(num_workers=1)) as scorer:
+        scorer.check_sources(["gsm8k"])
+        with pytest.raises(ConfigError, match=r"=code: Landlock is missing; seccomp is missing\. Grade .*weak_conf"):
+            scorer.check_sources(["gsm8k", "code"])
+        with pytest.raises(ConfigError, match="Landlock is missing"):
+            asyncio.run(scorer.score(PROGRAM))
+
+
+def test_a_machine_that_runs_no_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> tuple[str, ...]:
+        raise ConfinementError("no program can be run here")
+
+    monkeypatch.setattr(scorer_module, "weaknesses", fail)
+    with (
+        Scorer(RewardConfig(num_workers=1)) as scorer,
+        pytest.raises(ConfigError, match=r"no program can be run here\. Grade code on another machine"),
+    ):
+        scorer.check_sources(["code"])
+
+
+def test_weak_confinement_that_is_allowed_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scorer_module, "weaknesses", lambda: ("Landlock is missing.",))
+    with Scorer(RewardConfig(num_workers=1, code=CodeConfig(allow_weak_confinement=True))) as scorer:
         asyncio.run(scorer.score(gsm8k("#### 18")))
         assert caplog.messages == []
-        assert [score.value for score in asyncio.run(scorer.score_all([program] * 3))] == [1.0] * 3
+        assert [score.value for score in asyncio.run(scorer.score_all([PROGRAM] * 3))] == [1.0] * 3
     assert caplog.messages == ["Programs are not fully confined on this machine. Landlock is missing."]
+
+
+SECRETIVE = """
+import os
+KEYS = ("JUDGE_API_KEY", "OTHER_API_KEY", "PGPASSWORD", "HTTPS_PROXY", "PLAIN")
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "raise":
+        raise ValueError("refused: Bearer " + os.environ["JUDGE_API_KEY"])
+    return {"score": 1, "pred": ",".join(key for key in KEYS if key in os.environ)}
+"""
+
+
+def test_graders_have_no_secrets_but_those_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in Python's copy of the environment nor in the kernel's, nor in what an error says of it."""
+    (tmp_path / "reward.py").write_text(SECRETIVE)
+    values = {"JUDGE_API_KEY": "sk-judge-123456", "OTHER_API_KEY": "sk-other-123456", "PGPASSWORD": "hunter2hunter2"}
+    values |= {"HTTPS_PROXY": "http://user:hunter2hunter2@proxy:1", "PLAIN": "plain"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    for named, seen in (([], "PLAIN"), (["JUDGE_API_KEY"], "JUDGE_API_KEY,PLAIN")):
+        custom = CustomRewardFunction(path=str(tmp_path / "reward.py"), env=named)
+        with Scorer(RewardConfig(num_workers=1), custom) as scorer:
+            assert asyncio.run(scorer.score(mine("1"))).answer == seen
+            (worker,) = scorer._workers
+            environ = Path(f"/proc/{worker.pid}/environ").read_text()
+            assert [name for name in values if values[name] in environ] == seen.split(",")
+            error = asyncio.run(scorer.score(mine("raise"))).error
+            expected = "raised: ValueError: refused: Bearer ***" if named else "raised: KeyError: 'JUDGE_API_KEY'"
+            assert error == expected
+    monkeypatch.delenv("JUDGE_API_KEY")
+    with pytest.raises(ConfigError, match=r"custom_reward_function\.env=JUDGE_API_KEY: is not set"):
+        Scorer(RewardConfig(num_workers=1), custom)
 
 
 MAIN = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 from mcore_rl.config.reward import OverlongConfig, RewardConfig
 from mcore_rl.rewards.score import RewardRequest, Score
-from mcore_rl.rewards.worker import grade
+from mcore_rl.rewards.worker import grade, packed, unpacked
 
 CONFIG = RewardConfig(error_score=-0.5, overlong=OverlongConfig(enable=True, length=100, penalty_factor=0.5))
 REQUEST = RewardRequest(("p", 0), "gsm8k", "#### 18", "18", {}, num_tokens=950, max_tokens=1000)
@@ -48,6 +49,36 @@ def test_a_broken_row_is_an_error_of_that_response() -> None:
     score = grade(RewardRequest(("p", 0), "gsm8k", "#### 18", "many"), CONFIG)
     assert score.error is not None
     assert score.error.startswith("raised: ValueError: ground truth 'many' is not a number")
+
+
+def test_scores_travel_whole() -> None:
+    full = Score(0.1, {"a": 1 / 3, "ü": -1e-300}, correct=1.0, answer="\ud800 x")
+    for score in (full, Score(1.0), Score(-0.5, error="raised: \0")):
+        assert unpacked(packed(score)) == score
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, ("raise SystemExit('unpickled')",)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pickle.dumps(Bomb()),
+        b"",
+        b"null",
+        b"[" * 100_000,
+        b'{"value": 1}',
+        b'{"value": NaN, "parts": {}, "correct": null, "error": null, "answer": null}',
+        b'{"value": 1, "parts": {"a": "1"}, "correct": null, "error": null, "answer": null}',
+        b'{"value": 1, "parts": [], "correct": null, "error": null, "answer": null}',
+        b'{"value": 1, "parts": {}, "correct": Infinity, "error": null, "answer": null}',
+    ],
+)
+def test_what_is_no_score_is_refused(message: bytes) -> None:
+    with pytest.raises(ValueError, match=r"not answer with a score|Expecting|decode|finite number"):
+        unpacked(message)
 
 
 def test_it_loads_nothing_heavy() -> None:

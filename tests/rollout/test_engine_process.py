@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -30,16 +31,18 @@ if sys.argv[3] == "stay":
 """
 
 
-def program(directory: Path, log: Path, mode: str) -> subprocess.Popen[str]:
+def program(directory: Path, log: Path, mode: str, temporary: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", PROGRAM, str(directory), str(log), mode]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)})
 
 
 @pytest.mark.parametrize("mode", ["stay", "end"])
 def test_no_process_outlives_the_program(mode: str, tmp_path: Path) -> None:
-    """Killed, or at its end without a word, while the engine is still starting."""
+    """Killed, or at its end without a word, while the engine is still starting; nor is a temporary file left."""
     rollouts.write("llama", tmp_path)
-    with program(tmp_path, tmp_path / "log", mode) as parent:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    with program(tmp_path, tmp_path / "log", mode, temporary) as parent:
         assert parent.stdout is not None
         leader = int(parent.stdout.readline())
         if mode == "stay":
@@ -47,10 +50,15 @@ def test_no_process_outlives_the_program(mode: str, tmp_path: Path) -> None:
             while not group_of(leader):  # it leads a group once it runs
                 assert time.monotonic() < deadline and psutil.pid_exists(leader)
                 time.sleep(0.05)
+            assert [each.name for each in temporary.iterdir() if each.name.startswith("mcore-rl-engine-")]
+            while len(psutil.Process(leader).threads()) < 2:  # that which ends it with its parent
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
             parent.send_signal(signal.SIGKILL)
         parent.wait(30)
         wait_until_gone(leader)
         assert not psutil.pid_exists(leader) or psutil.Process(leader).status() == psutil.STATUS_ZOMBIE
+    assert list(temporary.iterdir()) == []
 
 
 def test_an_engine_that_does_not_start_says_why_and_leaves_its_output(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.environment import core_shares, engine_arguments, engine_environment, has_tokenizer
-from tests.support import models
+from tests.support import models, reward_models
 
 CPU = detect(Device.cpu)
 ROCM = replace(CPU, kind=Device.rocm, device_type="cuda", num_devices=8)
@@ -46,6 +46,14 @@ def test_an_accelerator_gets_its_masks_and_nothing_of_the_cpu() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in engine_environment(ROCM, RolloutConfig(), (0,))
 
 
+def test_engines_have_no_secrets_and_a_place_for_sockets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "sk-123456")
+    for platform in (CPU, ROCM):
+        found = engine_environment(platform, RolloutConfig(), (0,), scratch=Path("/scratch"))
+        assert found["SOME_API_KEY"] is None and found["VLLM_RPC_BASE_PATH"] == "/scratch"
+        assert "VLLM_RPC_BASE_PATH" not in engine_environment(platform, RolloutConfig(), (0,))
+
+
 def test_arguments_on_the_cpu_and_on_an_accelerator(tmp_path: Path) -> None:
     rollout = RolloutConfig(tp=2, max_prompt_length=5000, dtype=Precision.float32)
     cpu = engine_arguments(tmp_path, rollout, models.dense(), CPU, "package.module.Class")
@@ -56,6 +64,7 @@ def test_arguments_on_the_cpu_and_on_an_accelerator(tmp_path: Path) -> None:
     assert cpu["logprobs_mode"] == "processed_logprobs" and cpu["skip_tokenizer_init"]
     rocm = engine_arguments(tmp_path, rollout, models.dense(), ROCM, None)
     assert rocm["kv_cache_memory_bytes"] is None and rocm["enable_sleep_mode"]
+    assert "runner" not in cpu and "pooler_config" not in cpu
     assert "enable_chunked_prefill" not in rocm and "compilation_config" not in rocm and not rocm["enforce_eager"]
 
 
@@ -85,3 +94,10 @@ def test_a_tokenizer_is_found_by_its_files(tmp_path: Path) -> None:
     assert not has_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert has_tokenizer(tmp_path)
+
+
+def test_a_reward_model_s_engine_gives_the_last_token_s_score_as_it_is(tmp_path: Path) -> None:
+    found = engine_arguments(tmp_path, reward_models.config(tmp_path, tp=2), models.dense(), CPU, None)
+    assert (found["runner"], found["convert"], found["max_model_len"]) == ("pooling", "classify", 200)
+    assert found["pooler_config"] == {"seq_pooling_type": "LAST", "use_activation": False}
+    assert (found["tensor_parallel_size"], found["dtype"]) == (2, "float32") and "logprobs_mode" not in found

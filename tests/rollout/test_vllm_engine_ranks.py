@@ -65,6 +65,8 @@ def test_a_rank_that_is_killed_ends_the_engine_with_its_cause(engine: EngineProc
     maps = [part.path for process in group_of(engine.pid) for part in process.memory_maps()]
     mapped = {Path(path) for path in maps if path.startswith(("/dev/shm/vllm_", "/dev/shm/psm_"))}
     assert len({file.name.partition("_")[0] for file in mapped}) == 2, "its kernels' memory and Python's"
+    sockets = list(engine._scratch.iterdir())
+    assert sockets and all(each.is_socket() for each in sockets)
 
     async def run() -> float:
         task = asyncio.create_task(collect(engine, requests_of(prompts(2), 100), Sampling(max_tokens=64)))
@@ -84,6 +86,7 @@ def test_a_rank_that_is_killed_ends_the_engine_with_its_cause(engine: EngineProc
     with pytest.raises(DeadEngineError, match="VllmWorker"):
         asyncio.run(engine.version())
     wait_until_gone(engine.pid)
+    assert not engine._scratch.exists()
     deadline = time.monotonic() + 30
     while left := [file for file in mapped if file.exists()]:  # a resource tracker removes some, as soon as it notices
         assert time.monotonic() < deadline, left

@@ -25,7 +25,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine() -> RayEngine:
-    return RayEngine("engine 7", ray.remote(Scripted).options(num_cpus=0).remote("engine 7"))
+    return RayEngine("engine 7", lambda: ray.remote(Scripted).options(num_cpus=0).remote("engine 7"))
 
 
 def request(name: str, index: int = 0) -> Request:
@@ -74,7 +74,7 @@ def test_cancelling_reaches_the_engine(engine: RayEngine) -> None:
 
 
 def test_an_actor_that_is_gone_is_a_dead_engine_and_can_be_shut_down() -> None:
-    engine = RayEngine("engine 9", ray.remote(Scripted).options(num_cpus=0).remote("engine 9"))
+    engine = RayEngine("engine 9", lambda: ray.remote(Scripted).options(num_cpus=0).remote("engine 9"))
     asyncio.run(engine.version())
     ray.kill(engine.worker)
     with pytest.raises(DeadEngineError, match="engine 9 died while generating 1 samples: its Ray actor is gone"):

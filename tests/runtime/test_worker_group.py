@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from ray.exceptions import OutOfMemoryError
 from torch.distributed import TCPStore
 
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.errors import ConfigError, WorkerError
 from mcore_rl.parallel.layout import Layout
-from mcore_rl.runtime.answers import last_phase, phase_file
+from mcore_rl.parallel.phase import SLOT_BYTES, write_slot
+from mcore_rl.runtime.answers import last_phase, phase_file, phase_since
+from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
 from tests.support.answerers import VIOLATION, Talker
 from tests.support.run_task import still_alive
@@ -33,13 +36,17 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+def patient() -> Watchdog:
+    return Watchdog(WatchdogConfig())
+
+
 def start(role: str, layout: str, world_size: int, folder: Path) -> WorkerGroup:
     shape = Layout.of(parse_layout(layout), world_size)
     logs = [folder / f"{role}-{rank}.log" for rank in range(world_size)]
     environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
     actor = ray.remote(Talker).options(num_cpus=0, runtime_env=environment)
     workers = [actor.remote(rank, log) for rank, log in enumerate(logs)]
-    return WorkerGroup(role, workers, shape, [f"node{rank // 2}" for rank in range(world_size)], logs)
+    return WorkerGroup(role, workers, shape, [f"node{rank // 2}" for rank in range(world_size)], logs, patient())
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +98,13 @@ def test_peers_read_one_copy_where_it_lies(four: WorkerGroup) -> None:
         def __init__(self, rank: int) -> None:
             self.call, self.rank = self, rank
 
-        def remote(self, method: str, *references: Any) -> Awaitable[Any]:
+        def remote(self, message: bytes, *references: Any) -> Any:
             calls[self.rank] = references
-            return four._workers[self.rank].call.remote(method, *references)
+            return four._workers[self.rank].call.remote(message, *references)
 
-    recorded = WorkerGroup("talker", [Recording(rank) for rank in range(4)], four.layout, four.hosts, four._logs)
+    recorded = WorkerGroup(
+        "talker", [Recording(rank) for rank in range(4)], four.layout, four.hosts, four._logs, patient()
+    )
     places = recorded.put([np.zeros(1 << 18), np.ones(1 << 18)])
     assert asyncio.run(recorded.map("is_shared", places)) == [True, True]
     left, right = places
@@ -158,14 +167,18 @@ def test_a_killed_worker_is_named_with_what_it_was_doing(pair: WorkerGroup, stor
 
 
 def test_a_worker_that_the_kernel_killed_for_memory_is_named_so(tmp_path: Path) -> None:
+    @ray.remote(num_cpus=0)
+    def killed() -> None:
+        raise OutOfMemoryError("Task was killed due to the node running low on memory.")
+
     class Doomed:
         def __init__(self) -> None:
             self.call = self
 
-        async def remote(self, method: str) -> None:
-            raise OutOfMemoryError("Task was killed due to the node running low on memory.")
+        def remote(self, message: bytes) -> Any:
+            return killed.remote()
 
-    group = WorkerGroup("actor", [Doomed()], Layout.of(parse_layout(""), 1), ["here"], [tmp_path / "0.log"])
+    group = WorkerGroup("actor", [Doomed()], Layout.of(parse_layout(""), 1), ["here"], [tmp_path / "0.log"], patient())
     with pytest.raises(
         WorkerError, match=r"actor rank 0 .* failed on here: killed by the kernel or by Ray for want of"
     ):
@@ -175,5 +188,9 @@ def test_a_worker_that_the_kernel_killed_for_memory_is_named_so(tmp_path: Path) 
 def test_a_phase_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     log = tmp_path / "0.log"
     assert last_phase(log) == ""
-    phase_file(log).write_bytes(b"forward" + bytes(249))
+    assert phase_since(log) is None
+    slot = bytearray(SLOT_BYTES)
+    write_slot(memoryview(slot), "forward")
+    phase_file(log).write_bytes(slot)
     assert last_phase(log) == "forward"
+    assert phase_since(log) == pytest.approx(time.time(), abs=SOON_S)

@@ -66,6 +66,14 @@ class Talker(Answering):
             TCPStore("127.0.0.1", port, is_master=False, timeout=LONG).wait(["let go"], LONG)
         return "let go"
 
+    def hangs(self, rank: int, port: int) -> None:
+        """Rank ``rank`` waits until the store at ``port`` lets go, its peers for it in a collective."""
+        if self.rank == rank:
+            with phase("reading the data"):
+                TCPStore("127.0.0.1", port, is_master=False, timeout=LONG).wait(["let go"], LONG)
+        with phase("gradients", microbatch=4):
+            dist.all_reduce(torch.ones(1))
+
     def dies(self, rank: int) -> None:
         """Rank ``rank`` is killed while its peers wait for it in a collective."""
         if self.rank == rank:

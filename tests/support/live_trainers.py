@@ -114,39 +114,40 @@ class _Rank:
 
     def skip(self, name: str) -> None:
         """From now on, put nothing into messages for tensor ``name``."""
-        pack = self.publisher._pack
+        filled = self.publisher._filled
 
-        def without(message: Any, buffer: torch.Tensor) -> None:
-            pack(message, buffer)
+        def without(message: Any, *how: Any) -> torch.Tensor:
+            data = filled(message, *how).clone()  # it may be the weight itself
             for part in message.parts:
                 if part.source == name:
-                    buffer[part.begin : part.begin + part.num_bytes].zero_()
+                    data[part.begin : part.begin + part.num_bytes].zero_()
+            return data
 
-        self.publisher._pack = without  # type: ignore[method-assign]
+        self.publisher._filled = without  # type: ignore[method-assign]
 
     def mend(self) -> None:
         """Publish what there is."""
         self.publisher.tensors |= self.real
         self.real = {}
-        self.publisher.__dict__.pop("_pack", None)
+        self.publisher.__dict__.pop("_filled", None)
 
     def stumble(self, only: int, message: str | None) -> None:
         """On rank ``only``: half-way, the next publishing raises ``message``, or waits until it may ``go_on``."""
         if self.rank.rank != only:
             return
-        pack, middle = self.publisher._pack, len(self.publisher.sent) // 2
+        filled, middle = self.publisher._filled, len(self.publisher.sent) // 2
 
-        def stumbling(message_: Any, buffer: torch.Tensor) -> None:
+        def stumbling(message_: Any, *how: Any) -> torch.Tensor:
             if message_ is self.publisher.sent[middle]:
-                self.publisher.__dict__.pop("_pack")
+                self.publisher.__dict__.pop("_filled")
                 if message is not None:
                     raise ValueError(message)
                 self.store.set("stumbling", b"")
                 self.store.wait(["go on"], timedelta(seconds=60))
                 self.store.delete_key("go on")
-            pack(message_, buffer)
+            return filled(message_, *how)
 
-        self.publisher._pack = stumbling  # type: ignore[method-assign]
+        self.publisher._filled = stumbling  # type: ignore[method-assign]
 
     def leave(self) -> None:
         if "publisher" in self.__dict__:

@@ -50,9 +50,11 @@ class Recorder:
     """A transport and both of its ends, for one training rank: keeps a copy of what is sent."""
 
     address: Address
+    in_place: bool = False
     sent: dict[int, list[Tensor]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     longest: int = 0
+    num_buffers: int = 0
     is_full: bool = False
 
     @property
@@ -76,6 +78,7 @@ class Recorder:
         if self.is_full:
             raise ValueError("no room")
         self.longest = max(self.longest, num_bytes)
+        self.num_buffers += 1
         return torch.full((num_bytes,), 0xAB, dtype=torch.uint8)  # what is not written shows
 
     def send(self, message: Tensor, rollout_rank: int) -> None:
@@ -110,7 +113,8 @@ class World:
         publisher = self.publishers[0]
         held = {t.name: torch.zeros(self.rollout.shape(t), dtype=publisher.dtype) for t in self.rollout.tensors(target)}
         streams = {rank: iter(self.end(rank).sent[target]) for rank in range(len(self.publishers))}
-        for message in messages_to(publisher.plan, target, publisher.message_bytes):
+        in_place = publisher.transport.in_place
+        for message in messages_to(publisher.plan, target, publisher.message_bytes, in_place):
             data = next(streams[message.source_rank])
             assert len(data) == message.num_bytes
             for part in message.parts:
@@ -136,7 +140,13 @@ class World:
 
 
 def world(
-    directory: Path, name: str, training: str, rollout: str, dtype: torch.dtype = torch.float32, world_size: int = 2
+    directory: Path,
+    name: str,
+    training: str,
+    rollout: str,
+    dtype: torch.dtype = torch.float32,
+    world_size: int = 2,
+    in_place: bool = False,
 ) -> World:
     checkpoints.write(name, directory)
     table = Table(FAMILIES[name], checkpoints.MODELS[name], parse_layout(training), world_size)
@@ -149,7 +159,7 @@ def world(
             address = Address(
                 host="nowhere", port=1, name="x", num_trainers=world_size, num_rollout=target.layout.world_size
             )
-            transport = Recorder(address)
+            transport = Recorder(address, in_place)
             publishers.append(Publisher(chunks, table, target, rank, transport, dtype=dtype, bucket_bytes=BUCKET_BYTES))
             publishers[-1].open()
     return World(directory, target, publishers)
@@ -157,10 +167,11 @@ def world(
 
 @pytest.mark.parametrize(("name", "training", "rollout"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("in_place", [False, True])
 def test_each_rollout_rank_is_sent_what_it_stores(
-    tmp_path: Path, name: str, training: str, rollout: str, dtype: torch.dtype
+    tmp_path: Path, name: str, training: str, rollout: str, dtype: torch.dtype, in_place: bool
 ) -> None:
-    made = world(tmp_path, name, training, rollout, dtype)
+    made = world(tmp_path, name, training, rollout, dtype, in_place=in_place)
     published = [publisher.publish(3) for publisher in made.publishers]
     for target in range(made.rollout.layout.world_size):
         received, expected = made.received(target), made.by_hand(target)
@@ -173,12 +184,16 @@ def test_each_rollout_rank_is_sent_what_it_stores(
         assert (one.version, one.mode, one.bytes_over_bound) == (3, Mode.direct, 1.0)
         assert one.gb_per_s > 0 and one.pack_s + one.wait_s <= one.seconds
         assert made.end(rank).longest <= made.publishers[rank].message_bytes == BUCKET_BYTES // 4
+        # The model is float32, so that nothing else can be sent from where it lies.
+        packed = sum(len(messages) for messages in made.end(rank).sent.values())
+        assert (made.end(rank).num_buffers < packed) == (in_place and dtype == torch.float32)
         assert made.end(rank).said == ["open", "update 3", "flush", "applied", "release"]
 
 
-def test_what_is_sent_is_what_the_weights_are_at_that_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_is_sent_is_what_the_weights_are_at_that_moment(tmp_path: Path, in_place: bool) -> None:
     """Not what they were when the plan was made; and dead padding of the vocabulary is not sent."""
-    made = world(tmp_path, "llama", "tp=2", "tp=1")
+    made = world(tmp_path, "llama", "tp=2", "tp=1", in_place=in_place)
     for publisher in made.publishers:
         for tensor in publisher.tensors.values():
             tensor.mul_(2)

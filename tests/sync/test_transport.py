@@ -33,13 +33,18 @@ def filling(source: int, target: int, number: int) -> int:
 
 def send(transport: Transport, rank: int, until: int) -> None:
     outgoing = transport.outgoing(rank, torch.device("cpu"))
+    mine: list[torch.Tensor] = []
     try:
         outgoing.members.meet("begin")
         for number, size in enumerate(SIZES):
             if number == until:
                 os.kill(os.getpid(), signal.SIGKILL)
             for target in range(2):
-                outgoing.send(outgoing.buffer(size).fill_(filling(rank, target, number)), target)
+                if transport.in_place and number % 2:
+                    mine.append(torch.full((size,), filling(rank, target, number), dtype=torch.uint8))
+                    outgoing.send(mine[-1], target)
+                else:
+                    outgoing.send(outgoing.buffer(size).fill_(filling(rank, target, number)), target)
         outgoing.flush()
         outgoing.members.meet("applied")
         outgoing.release()
@@ -53,10 +58,25 @@ def receive(transport: Transport, rank: int) -> None:
     wanted = [(source, size) for size in SIZES for source in range(2)]
     try:
         receiving.begin(1)
-        for index, message in enumerate(receiving.messages(wanted)):
+        ground = torch.zeros(sum(size for _, size in wanted), dtype=torch.uint8)
+        places = ground.split([size for _, size in wanted])
+        asked, on_their_way = [], 0
+
+        def place(index: int) -> torch.Tensor:
+            nonlocal on_their_way
+            asked.append(index)
+            on_their_way += wanted[index][1]
+            assert on_their_way <= 2 * max(SIZES), "more than two messages' bytes at once"
+            return places[index]
+
+        for index, message in enumerate(receiving.messages(wanted, place)):
             source, size = wanted[index]
             assert len(message) == size
             assert (message == filling(source, rank, index // 2)).all(), (index, message[:5])
+            if transport.in_place:
+                assert message.data_ptr() == places[index].data_ptr()
+                on_their_way -= size
+        assert asked == (list(range(len(wanted))) if transport.in_place else [])
         receiving.finish()
     except Exception as error:
         raise receiving.failed(error, "receiving") from error

@@ -21,9 +21,10 @@ STEP = {
     "actor/grad_norm": 0.52,
     "rollout/logprob_diff_mean": 2.5e-6,
     "perf/generated_tokens_per_s": 2534.0,
+    "perf/mfu": 0.384,
     "time/step": 12.34,
 }
-VALUES = ["0.513", "41.0%", "30.0%", "131", "0.811", "-1.2e-05", "0.520", "2.5e-06", "2534", "12.3"]
+VALUES = ["0.513", "41.0%", "30.0%", "131", "0.811", "-1.2e-05", "0.520", "2.5e-06", "2534", "38.4%", "12.3"]
 
 
 def written(terminal: bool, steps: range, metrics: dict[str, float], total: int = 1000) -> str:
@@ -62,7 +63,7 @@ def test_on_a_terminal_a_step_is_a_row_under_its_heads() -> None:
     assert all(len(line) <= MAX_WIDTH for line in rows + heads)
     ends = [
         match.end()
-        for match in re.finditer(r"step|reward|acc|val|length|entropy|KL|grad|logp diff|tok/s|seconds", heads[0])
+        for match in re.finditer(r"step|reward|acc|val|length|entropy|KL|grad|logp diff|tok/s|MFU|seconds", heads[0])
     ]
     assert ends == [match.end() for match in re.finditer(r"\S+", rows[0])]
 
@@ -75,7 +76,8 @@ def test_a_terminal_gets_its_cursor_back() -> None:
 
 @pytest.mark.parametrize("size", [1.0, 1e-7, 123456.0, 9.9e14, float("nan")])
 def test_no_row_is_wider_than_it_may(size: float) -> None:
-    wide = {key: 1.0 if "accuracy" in key else -size if "diff" in key or "kl" in key else size for key in STEP}
+    wide = {key: -size if "diff" in key or "kl" in key else size for key in STEP}
+    wide |= {"reward/accuracy": 1.0, "val/a/accuracy": 1.0, "val/b/accuracy": 1.0, "perf/mfu": 0.999}
     text = ESCAPES.sub("", written(True, range(99_999, 100_000), wide, total=99_999))
     row = next(line for line in re.split(r"[\r\n]+", text) if line.startswith("99999/99999"))
     assert len(row.rstrip()) <= MAX_WIDTH

@@ -60,6 +60,22 @@ class Recording(Failing):
         self.heard.append("closed")
 
 
+def test_nobody_is_told_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a file of the run directory nor a logger; the caller's rows stay as they are."""
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-fake-123456")
+    monkeypatch.setattr(sys, "argv", ["mcore-rl", "train", "judge.key=sk-fake-123456"])
+    recording, rows = Recording(), [{"error": "401: sk-fake-123456", "extra_info": {"urls": ["x?k=sk-fake-123456"]}}]
+    with Tracker.open(tmp_path, TrainerConfig(logger=[]), {"judge": {"key": "sk-fake-123456"}}, 1) as tracker:
+        tracker._sinks += (recording,)
+        tracker.samples(1, "rollouts", rows)
+    assert recording.heard[0] == (1, "rollouts", [{"error": "401: ***", "extra_info": {"urls": ["x?k=***"]}}])
+    assert rows[0]["error"] == "401: sk-fake-123456"
+    assert "key: '***'" in (tmp_path / "config.yaml").read_text()
+    assert json.loads((tmp_path / "environment.json").read_text())["command"][-1] == "judge.key=***"
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or b"sk-fake" not in path.read_bytes()
+
+
 def test_a_run_is_recorded_and_shown(tmp_path: Path) -> None:
     out = io.StringIO()
     with open_tracker(tmp_path, (Logger.console,), out, devices={"device": "cpu"}) as tracker:

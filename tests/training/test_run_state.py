@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.config.engine import Precision
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.groups import Groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import Part
-from mcore_rl.training.run_state import load_run_state, save_run_state, state_file
-from tests.support import batches, engines, models
+from mcore_rl.training.run_state import load_run_state, num_state_bytes
+from mcore_rl.weights.rank_state import state_file
+from mcore_rl.weights.table import Table
+from tests.support import checkpoints, engines
 from tests.support.engines import same_bits
+from tests.support.saved_states import engine_of, save, table_of, train
 
-PRECISIONS = {"float32": Precision.float32, "bfloat16": Precision.bfloat16}
+FAMILY, MODEL = "mixtral", checkpoints.MODELS["mixtral"]
 CASES = [("float32", "ep=2"), ("bfloat16", "ep=2"), ("float32", "tp=2")]  # bfloat16 has main weights besides
 BEFORE, AFTER = 2, 2  # steps
 
@@ -33,105 +35,136 @@ class Observed:
     losses: dict[tuple[str, str], dict[str, list[float]]] = field(default_factory=dict)
     draws: dict[tuple[str, str], dict[str, Tensor]] = field(default_factory=dict)
     steps: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    round_trip: bool = False
+    before_a_step: bool = False
     refusals: dict[str, str] = field(default_factory=dict)
-    files: list[str] = field(default_factory=list)
-
-
-def _engine(groups: Groups, precision: str, layout: str, role: str = "actor", num_layers: int = 2) -> Engine:
-    settings = engines.config(precision=PRECISIONS[precision])
-    return engines.build(groups, models.moe(num_layers=num_layers), settings, layout=layout, role=role)
-
-
-def _train(engine: Engine, groups: Groups, first: int, count: int) -> list[float]:
-    losses = []
-    for step in range(first, first + count):
-        batch = batches.ragged(101, seed=step)
-        share, counts = engines.share_of(batch, groups), batches.denominators(batch)
-        losses.append(engine.train_step(share, batches.policy_loss, counts, with_entropy=True).loss)
-    return losses
 
 
 def _bits(engine: Engine) -> list[Tensor]:
     return [*engines.weights_of(engine).values(), *engines.state_of(engine)]
 
 
-def _observe(found: Observed, groups: Groups, precision: str, layout: str, folder: Path) -> None:
-    key = precision, layout
+def _observe(found: Observed, groups: Groups, precision: str, layout: str, root: Path) -> None:
+    key, folder = (precision, layout), root / f"{precision} {layout}"
     bits, losses, draws = found.bits.setdefault(key, {}), found.losses.setdefault(key, {}), {}
     found.draws[key] = draws
-    whole = _engine(groups, precision, layout)
-    _train(whole, groups, 0, BEFORE)
+    table = table_of(groups, FAMILY, MODEL, layout)
+    whole = engine_of(groups, table, layout, root / FAMILY, precision)
+    train(whole, groups, 0, BEFORE)
     bits["save"] = _bits(whole)
-    save_run_state(whole, folder)
+    whole.memory.offload(list(Part))  # as a trainer is while the engines draw
+    written = save(whole, table, folder, behind=precision == "float32")
+    assert written.problem is None and written.sum is not None
+    found.sizes.append((num_state_bytes(whole, table), written.sum.num_bytes))
+    whole.memory.onload(list(Part))
+    assert same_bits(_bits(whole), bits["save"])
     draws["whole"] = torch.rand(4)
-    losses["whole"] = _train(whole, groups, BEFORE, AFTER)
+    losses["whole"] = train(whole, groups, BEFORE, AFTER)
     bits["end"] = _bits(whole)
 
-    fresh = _engine(groups, precision, layout)
+    fresh = engine_of(groups, table, layout, root / FAMILY, precision)
     torch.manual_seed(99)
-    _train(fresh, groups, 7, 1)  # another course, of which nothing may stay
-    load_run_state(fresh, folder)
+    train(fresh, groups, 7, 1)  # another course, of which nothing may stay
+    assert load_run_state(fresh, table, folder)
     draws["resumed"] = torch.rand(4)
     bits["loaded"] = _bits(fresh)
     fresh.memory.offload(list(Part))
     fresh.memory.onload(list(Part))
-    losses["resumed"] = _train(fresh, groups, BEFORE, AFTER)
+    losses["resumed"] = train(fresh, groups, BEFORE, AFTER)
     bits["resumed"] = _bits(fresh)
     assert whole.optimizer is not None and fresh.optimizer is not None
     found.steps[key] = whole.optimizer.num_steps, fresh.optimizer.num_steps
 
 
-def _refusal(engine: Engine, folder: Path) -> str:
+def _there_and_back(groups: Groups, root: Path) -> bool:
+    """bfloat16 from ep=2 to this layout, kept here; whether its parts are those that were kept there is seen later."""
+    table = table_of(groups, FAMILY, MODEL, "tp=2")
+    engine = engine_of(groups, table, "tp=2", root / FAMILY, "bfloat16")
+    assert not load_run_state(engine, table, root / "bfloat16 ep=2")
+    return save(engine, table, root / "there").problem is None
+
+
+def _before_a_step(groups: Groups, root: Path) -> bool:
+    """A critic's warm-up leaves the actor without moments; what is loaded over others has none either."""
+    table = table_of(groups, FAMILY, MODEL, "tp=2")
+    engine = engine_of(groups, table, "tp=2", root / FAMILY)
+    first = _bits(engine)
+    save(engine, table, root / "first")
+    train(engine, groups, 0, 1)
+    load_run_state(engine, table, root / "first")
+    return same_bits(_bits(engine), first)
+
+
+def _refusal(engine: Engine, table: Table, folder: Path) -> str:
     before = _bits(engine)
     with pytest.raises(CheckpointError) as error:
-        load_run_state(engine, folder)
+        load_run_state(engine, table, folder)
     assert same_bits(_bits(engine), before), "what was refused changed nothing"
     return str(error.value)
 
 
-def _observe_refusals(found: Observed, groups: Groups, folder: Path) -> None:
-    engine = _engine(groups, "float32", "tp=2")
-    found.refusals["missing"] = _refusal(engine, folder / "nowhere")
-    found.refusals["other layout"] = _refusal(engine, folder / "float32 ep=2")
-    save_run_state(engine, folder)
-    found.refusals["other role"] = _refusal(_engine(groups, "float32", "tp=2", role="critic"), folder)
-    found.refusals["other model"] = _refusal(_engine(groups, "float32", "tp=2", num_layers=1), folder)
-    found.refusals["other precision"] = _refusal(_engine(groups, "bfloat16", "tp=2"), folder)
-    path = state_file(folder, engine)
-    whole = path.read_bytes()
-    for name, text in {"cut off": whole[: len(whole) // 2], "empty": b"", "no state": b"hello"}.items():
+def _observe_refusals(found: Observed, groups: Groups, root: Path) -> None:
+    table, saved = table_of(groups, FAMILY, MODEL, "tp=2"), root / "float32 tp=2"
+    engine = engine_of(groups, table, "tp=2", root / FAMILY)
+    found.refusals["nothing"] = _refusal(engine, table, root / "nowhere")
+    critic = engine_of(groups, table, "tp=2", root / FAMILY, role="critic")
+    found.refusals["other role"] = _refusal(critic, table, saved)
+    for name, model in {
+        "fewer layers": replace(MODEL, num_layers=3),
+        "wider": replace(MODEL, ffn_hidden_size=64),
+    }.items():
+        if name == "wider":
+            assert MODEL.moe is not None
+            model = replace(MODEL, moe=replace(MODEL.moe, ffn_hidden_size=32))
+        other = table_of(groups, FAMILY, model, "tp=2")
+        found.refusals[name] = _refusal(engines.build(groups, model, layout="tp=2"), other, saved)
+    path = state_file(saved, groups.rank)
+    kept = path.read_bytes()
+    for name, text in {"cut off": kept[:-7], "empty": b"", "no state": b"hello, world"}.items():
+        torch.distributed.barrier()
         path.write_bytes(text)
-        found.refusals[name] = _refusal(engine, folder)
-    path.write_bytes(whole)
-    save_run_state(engine, folder)
-    found.files = sorted(os.listdir(folder))
-    try:
-        with pytest.raises(CheckpointError) as error:
-            save_run_state(engine, folder / "never made")
-        found.refusals["no directory"] = str(error.value)
-    finally:
-        load_run_state(engine, folder)
+        torch.distributed.barrier()
+        found.refusals[name] = _refusal(engine, table, saved)
+        torch.distributed.barrier()
+        path.write_bytes(kept)
+    torch.distributed.barrier()
+    if groups.rank == 0:
+        os.rename(path, path.with_suffix(".away"))
+    torch.distributed.barrier()
+    found.refusals["missing"] = _refusal(engine, table, saved)
+    written = save(engine, table, root / "never made")
+    found.refusals["no directory"] = str(written.problem)
 
 
-def _ranks(rank: Rank, folder: Path) -> Observed:
+def _ranks(rank: Rank, root: Path) -> Observed:
     found = Observed()
     with engines.world(rank):
         for layout in ("ep=2", "tp=2"):
             with engines.groups_of(layout) as groups:
-                for case in CASES:
-                    if case[1] == layout:
-                        _observe(found, groups, *case, folder / " ".join(case))
+                for precision, of in CASES:
+                    if of == layout:
+                        _observe(found, groups, precision, layout, root)
                 if layout == "tp=2":
-                    _observe_refusals(found, groups, folder)
+                    found.before_a_step = _before_a_step(groups, root)
+                    assert _there_and_back(groups, root)
+                    _observe_refusals(found, groups, root)
+        torch.distributed.barrier()
+        with engines.groups_of("ep=2") as groups:
+            table = table_of(groups, FAMILY, MODEL, "ep=2")
+            engine = engine_of(groups, table, "ep=2", root / FAMILY, "bfloat16")
+            load_run_state(engine, table, root / "there")
+            found.round_trip = same_bits(_bits(engine), found.bits["bfloat16", "ep=2"]["save"])
     return found
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Observed]:
-    folder = tmp_path_factory.mktemp("states")
-    for case in CASES:
-        (folder / " ".join(case)).mkdir()
-    return run_ranks(_ranks, 2, (folder,), timeout_s=200)
+    root = tmp_path_factory.mktemp("states")
+    checkpoints.write(FAMILY, root / FAMILY)
+    for name in [*(" ".join(case) for case in CASES), "there", "first"]:
+        (root / name).mkdir()
+    return run_ranks(_ranks, 2, (root,), timeout_s=400)
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
@@ -146,24 +179,36 @@ def test_a_fresh_engine_goes_on_bit_for_bit(ranks: list[Observed], case: tuple[s
         assert torch.equal(found.draws[case]["resumed"], found.draws[case]["whole"]), "random numbers go on too"
 
 
+def test_bfloat16_to_another_layout_and_back_is_bit_for_bit(ranks: list[Observed]) -> None:
+    assert all(found.round_trip for found in ranks)
+
+
+def test_before_the_first_step_there_are_no_moments(ranks: list[Observed]) -> None:
+    assert all(found.before_a_step for found in ranks)
+
+
+def test_a_save_is_as_large_as_it_says(ranks: list[Observed]) -> None:
+    """But for the header; weights are not kept beside the main weights that they are a cast of."""
+    for found in ranks:
+        for said, written in found.sizes:
+            assert said < written < said + 120_000
+        float32, bfloat16, _ = (said for said, _ in found.sizes)
+        assert float32 == bfloat16
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("missing", "rank_00001.pt is missing. Resume with as many processes as wrote it, or from another step"),
-        ("other layout", "this is format 1, actor, "),
-        ("other role", "this is format 1, critic, "),
-        ("other model", "rank_00001.pt is of another model or precision. Resume with what the run began with"),
-        ("other precision", "rank_00001.pt is of another model or precision. Resume with what the run began with"),
-        ("cut off", "rank_00001.pt cannot be read: "),
-        ("empty", "rank_00001.pt cannot be read: "),
-        ("no state", "rank_00001.pt cannot be read: "),
-        ("no directory", "rank_00001.pt cannot be written: "),
+        ("nothing", "rank_00000.safetensors is missing, and so are all others. Resume from another step"),
+        ("other role", "holds the actor; give the directory of the critic"),
+        ("fewer layers", "has shape (48,), and the model no such tensor. Give a checkpoint of this model"),
+        ("wider", "has shape (64, 48), and the model shape (32, 48). Give a checkpoint of this model"),
+        ("cut off", "rank_00001.safetensors: truncated: expected"),
+        ("empty", "rank_00001.safetensors: truncated"),
+        ("no state", "rank_00001.safetensors: "),
+        ("missing", "rank_00000.safetensors is missing. Resume from another step"),
+        ("no directory", "rank_00001.safetensors cannot be written: No such file or directory"),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(ranks: list[Observed], what: str, said: str) -> None:
     assert said in ranks[1].refusals[what]
-
-
-def test_no_partial_file_stays(ranks: list[Observed]) -> None:
-    assert [name for name in ranks[0].files if name.endswith(".partial")] == []
-    assert "rank_00000.pt" in ranks[0].files and "rank_00001.pt" in ranks[0].files

@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mcore_rl.weights.box import Box, is_one_run, offset_of, row_major_strides, span_of, windows
+from mcore_rl.weights.box import (
+    Box,
+    boxes_of_range,
+    is_one_run,
+    offset_of,
+    row_major_strides,
+    span_of,
+    windows,
+    without,
+)
 
 WHOLE = np.arange(4 * 6 * 5).reshape(4, 6, 5)
 BOXES = [
@@ -75,3 +84,23 @@ def test_moving_keeps_the_elements() -> None:
 )
 def test_fits(box: Box, fits: bool) -> None:
     assert box.fits((4, 6)) == fits
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 5), (7, 3), (11,), (1, 1, 4)])
+def test_a_range_of_elements_is_boxes_in_order(shape: tuple[int, ...]) -> None:
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    for begin in range(whole.size + 1):
+        for end in range(begin, whole.size + 1):
+            parts = [cut(box, whole).ravel() for box in boxes_of_range(shape, begin, end)]
+            assert np.array_equal(np.concatenate([np.empty(0, int), *parts]), np.arange(begin, end))
+            assert len(parts) <= 2 * len(shape) - 1
+            assert all(part.size for part in parts)
+
+
+@pytest.mark.parametrize("box", BOXES)
+@pytest.mark.parametrize("hole", [*BOXES, Box((0, 0, 0), (2, 1, 5)), Box((3, 0, 0), (1, 6, 2))])
+def test_what_is_left_without_a_hole(box: Box, hole: Box) -> None:
+    left = without(box, hole)
+    found = np.concatenate([np.empty(0, int), *(cut(part).ravel() for part in left)])
+    assert len(set(found)) == len(found), "no element twice"
+    assert set(found) == set(cut(box).ravel()) - set(cut(hole).ravel())

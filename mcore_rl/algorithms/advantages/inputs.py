@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.ragged import Trained, at_tokens, sequence_counts, sequence_sums
+from mcore_rl.algorithms.ragged import Trained, last_trained, sequence_counts, sequence_sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,15 +16,16 @@ class AdvantageInputs:
     """All sequences of one step, on the controller.  Floating tensors share one dtype, float32.
 
     lengths_S: tokens of each sequence.  mask_T: bool, trained tokens.  group_S: int64, which prompt each sequence is a
-    sample of, in any order and numbering.  rewards_T: token-level, KL penalty included, the response's score on its
-    last trained token; read at trained tokens only.  values_T: the critic's.  greedy_S: score of the greedy response
-    to the same prompt (ReMax).
+    sample of, in any order and numbering.  outcome_S: the response's score, finite, the reward of its last trained
+    token.  process_T: rewards of tokens beside that, such as the KL penalty; read at trained tokens only.  values_T:
+    the critic's.  greedy_S: score of the greedy response to the same prompt (ReMax).
     """
 
     lengths_S: tuple[int, ...]
     mask_T: Tensor
     group_S: Tensor
-    rewards_T: Tensor
+    outcome_S: Tensor
+    process_T: Tensor | None = None
     values_T: Tensor | None = None
     greedy_S: Tensor | None = None
 
@@ -33,9 +34,10 @@ class AdvantageInputs:
         assert self.mask_T.dtype == torch.bool, "masks are bool"
         for name, tensor, rows in (
             ("mask_T", self.mask_T, num_tokens),
-            ("rewards_T", self.rewards_T, num_tokens),
+            ("process_T", self.process_T, num_tokens),
             ("values_T", self.values_T, num_tokens),
             ("group_S", self.group_S, num_sequences),
+            ("outcome_S", self.outcome_S, num_sequences),
             ("greedy_S", self.greedy_S, num_sequences),
         ):
             assert tensor is None or tensor.shape == (rows,), f"{name} is {tuple(tensor.shape)}, not {(rows,)}"
@@ -51,13 +53,28 @@ class AdvantageInputs:
         return Trained(self.mask_T)
 
     @cached_property
+    def rewards_T(self) -> Tensor:
+        """All rewards of each token, 0 at untrained tokens.
+
+        The score of a sequence without a trained token goes nowhere: there is no action that could have earned it.
+        """
+        if self.process_T is None:
+            rewards_T = torch.zeros(self.mask_T.numel(), dtype=self.outcome_S.dtype)
+        else:
+            rewards_T = self.process_T.masked_fill(~self.mask_T, 0)
+        rewards_T[last_trained(self.mask_T, self.lengths_S)] += self.outcome_S[self.counts_S > 0]
+        return rewards_T
+
+    @cached_property
     def scores_S(self) -> Tensor:
         """Sum of the rewards of each sequence's trained tokens."""
-        return sequence_sums(self.rewards_T.masked_fill(~self.mask_T, 0), self.lengths_S)
+        if self.process_T is None:
+            return torch.where(self.counts_S > 0, self.outcome_S, 0)
+        return sequence_sums(self.rewards_T, self.lengths_S)
 
     def spread(self, x_S: Tensor) -> Tensor:
         """``x_S`` at each trained token of its sequence, 0 elsewhere; [T]."""
-        return at_tokens(x_S, self.lengths_S).masked_fill_(~self.mask_T, 0)
+        return self.trained.fill(x_S, self.lengths_S)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.ragged import Trained, spread
+from mcore_rl.algorithms.ragged import CHUNK, Trained, spread
 
 EPSILON = 1e-8  # added to the variance, as in verl
 
@@ -22,6 +22,6 @@ def whiten(x_T: Tensor, mask_T: Tensor) -> Tensor:
     if not trained.count:
         return torch.zeros_like(x_T)
     x_M = trained.gather(x_T)
-    found = spread(x_M)
+    found = spread(torch.split(x_M, CHUNK))
     scale = math.sqrt(found.variance * trained.count / max(trained.count - 1, 1) + EPSILON)
     return trained.scatter(x_M.sub_(found.mean).div_(scale))

@@ -6,12 +6,9 @@ whole of it: on no microbatch, packing or context rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from mcore_rl.algorithms.losses.token_losses import masked_sum
-from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.types import LossInputs
 
@@ -28,16 +25,13 @@ def sum_token_losses(loss_N: Tensor, inputs: LossInputs, mode: LossAggregation) 
     return masked_sum(loss_N, inputs.mask_N)
 
 
-def loss_denominator(
-    mask_T: Tensor, lengths_S: Sequence[int], mode: LossAggregation, constant: float | None = None
-) -> float:
-    """``Denominators.loss`` of a global minibatch, all data-parallel ranks together.
+def loss_denominator(counts_S: Tensor, mode: LossAggregation, constant: float | None = None) -> float:
+    """``Denominators.loss`` of a global minibatch, all data-parallel ranks together.  counts_S: trained tokens.
 
-    Trained tokens for ``token_mean``, else sequences that have some; for ``sum_over_constant`` those times
+    All of them for ``token_mean``, else the sequences that have some; for ``sum_over_constant`` those times
     ``constant`` (tokens: ``loss_agg_constant``, or the longest response allowed).  0.0 where nothing is trained: such
     a minibatch takes no step.
     """
-    counts_S = sequence_counts(mask_T, lengths_S)
     if mode is LossAggregation.token_mean:
         return float(counts_S.sum())
     sequences = float((counts_S > 0).sum())

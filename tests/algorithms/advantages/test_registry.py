@@ -195,7 +195,7 @@ def test_what_stands_at_untrained_tokens_poisons_nothing(estimator: AdvEstimator
         assert clean.values_T is not None
         broken = replace(
             clean,
-            rewards_T=clean.rewards_T.masked_fill(~clean.mask_T, math.nan),
+            process_T=clean.rewards_T.masked_fill(~clean.mask_T, math.nan),
             values_T=clean.values_T.masked_fill(~clean.mask_T, math.inf),
         )
         assert torch.equal(
@@ -215,7 +215,7 @@ def test_gae_by_hand_numbers() -> None:
         lengths_S=(3,),
         mask_T=torch.tensor([False, True, True]),
         group_S=torch.tensor([0]),
-        rewards_T=torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64),
+        outcome_S=torch.tensor([1.0], dtype=torch.float64),
         values_T=torch.tensor([0.0, 0.5, 0.25], dtype=torch.float64),
     )
     config = AlgorithmConfig(adv_estimator=AdvEstimator.gae, gamma=0.5, lam=0.5)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.losses.aggregation import loss_denominator, sum_token_losses
+from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.roles import LossAggregation
 from tests.algorithms.loss_cases import drawn, whole
 
@@ -23,13 +24,13 @@ MASK_T = torch.tensor([0, 1, 1, 0, 0, 0, 1, 0, 1, 0], dtype=torch.bool)  # the s
     ],
 )
 def test_sequences_without_a_trained_token_do_not_count(mode: LossAggregation, expected: float) -> None:
-    assert loss_denominator(MASK_T, LENGTHS, mode, 50.0) == expected
-    assert loss_denominator(torch.zeros_like(MASK_T), LENGTHS, mode, 50.0) == 0.0
+    assert loss_denominator(sequence_counts(MASK_T, LENGTHS), mode, 50.0) == expected
+    assert loss_denominator(torch.zeros(len(LENGTHS)), mode, 50.0) == 0.0
 
 
 def test_the_constant_is_needed() -> None:
     with pytest.raises(AssertionError, match="constant"):
-        loss_denominator(MASK_T, LENGTHS, LossAggregation.sum_over_constant)
+        loss_denominator(sequence_counts(MASK_T, LENGTHS), LossAggregation.sum_over_constant)
 
 
 @pytest.mark.parametrize("mode", list(LossAggregation))
@@ -38,7 +39,7 @@ def test_a_loss_of_1_everywhere_is_1_under_every_mean(mode: LossAggregation) -> 
     inputs = whole(batch)
     total = sum_token_losses(torch.ones(len(inputs.mask_N), dtype=torch.float64), inputs, mode)
     trained = float(batch.mask.sum())
-    means = float(total) / loss_denominator(batch.mask, batch.lengths, mode, trained)
+    means = float(total) / loss_denominator(sequence_counts(batch.mask, batch.lengths), mode, trained)
     sequences = sum(bool(batch.mask[batch.sequence == index].any()) for index in range(len(batch.lengths)))
     expected = {
         LossAggregation.seq_mean_token_sum: trained / sequences,

@@ -1,0 +1,70 @@
+"""A run that is told to leave: it saves what is complete, and ends so that a launcher starts it again.
+
+Slurm sends SIGTERM before it takes a job's nodes away, and what ``--signal`` names before a time limit.  Neither leaves
+time for a step; so one that has changed nothing yet is given up, and one that is changing weights is finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, try again
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Left(Exception):
+    """The step is given up; it has changed nothing."""
+
+
+class Leaving:
+    """asked_by: name of the signal that came; None while the run may stay."""
+
+    def __init__(self) -> None:
+        self.asked_by: str | None = None
+        self._asked = asyncio.Event()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within: ``SIGNALS`` ask; a second one ends the run at once, as Ctrl-C does.  In the main thread alone."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def asked(number: signal.Signals) -> None:
+            if self.asked_by is not None:
+                task.cancel()
+            self.asked_by = number.name
+            self._asked.set()
+
+        for number in SIGNALS:
+            loop.add_signal_handler(number, asked, number)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def unless_asked(self) -> None:
+        """Left: it was asked."""
+        if self._asked.is_set():
+            raise Left
+
+    async def unless(self, work: Awaitable[T]) -> T:
+        """The result of ``work``, which may be given up at any moment.  Left: it was, or was not begun."""
+        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
+        try:
+            await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
+            if not self._asked.is_set():
+                return await task
+        finally:
+            asked.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        task.cancelled() or task.exception()
+        raise Left

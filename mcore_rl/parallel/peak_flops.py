@@ -1,0 +1,45 @@
+"""What devices could compute at best, from their vendors' data sheets: the denominator of MFU.
+
+Dense rates, without structured sparsity; data sheets of NVIDIA print them with it, which doubles them.  float32 is what
+torch computes unless it is told otherwise (``torch.set_float32_matmul_precision``), which this package does not do: no
+TF32.  A device that is not here has no peak, and whoever knows it states it (``trainer.device_peak_tflops``); nothing
+is derived from clocks and cores.
+
+Sources, all "data sheet" or product page of that name: NVIDIA A100 (2020), NVIDIA H100 (SXM, PCIe; NVL in its later
+edition), NVIDIA H200 (SXM, NVL), NVIDIA HGX B200; AMD Instinct MI250X, MI300X and MI325X.
+"""
+
+from __future__ import annotations
+
+import re
+
+from mcore_rl.config.engine import Precision
+
+# What a device calls itself contains the words of a row; the first row that fits counts.  TFLOP/s: bfloat16, float32.
+PEAKS: tuple[tuple[str, float, float | None], ...] = (
+    ("H100 PCIe", 756.0, 51.0),
+    ("H100 NVL", 835.5, 60.0),
+    ("H100", 989.5, 67.0),
+    ("H200 NVL", 835.5, 60.0),
+    ("H200", 989.5, 67.0),
+    ("A100", 312.0, 19.5),
+    ("B200", 2250.0, None),  # its sheets disagree on float32
+    ("MI300X", 1307.4, 163.4),
+    ("MI325X", 1307.4, 163.4),
+    ("MI250X", 191.5, 47.85),  # of one of its two dies, each of which is a device to torch; the sheet has both
+)
+
+
+def peak_tflops(device_name: str, precision: Precision) -> float | None:
+    """TFLOP/s of a device for matrices of ``precision``; None where it is not known.
+
+    device_name: ``Platform.device_name``.  Of different devices in one machine, and of a part of one (MIG), no peak is
+    known.
+    """
+    names = device_name.split(", ")
+    if len(names) > 1 or re.search(r"\bMIG\b", device_name):
+        return None
+    for words, bfloat16, float32 in PEAKS:
+        if all(re.search(rf"\b{word}\b", device_name) for word in words.split()):
+            return bfloat16 if precision is Precision.bfloat16 else float32
+    return None

@@ -1,0 +1,73 @@
+"""How a worker's process is set while weights arrive, and as it was again afterwards: memory, and threads.
+
+Memory that the system has just given costs more to touch for the first time than to fill (0.25 s per GB, of pages of
+4 KiB), and an update on the CPU allocates as much as it frees: each layer is packed anew.  So what is freed is kept
+and used again until the update is over; then all that nobody needs goes back at once.  By glibc's ``mallopt``; with
+another C library nothing is done, and updates are slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+# malloc.h of glibc, and the values that its own adjustment ends at (malloc.c, 2.36: DEFAULT_MMAP_MAX,
+# DEFAULT_MMAP_THRESHOLD_MAX and twice that).
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+MMAP_MAX, MMAP_THRESHOLD, TRIM_THRESHOLD = 1 << 16, 32 << 20, 64 << 20
+
+
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """What is freed in here serves what is allocated in here; at the end what is free is given back to the system."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        yield
+        return
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
+    try:
+        yield
+    finally:
+        libc.mallopt(M_MMAP_MAX, MMAP_MAX)
+        libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+        libc.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
+        libc.malloc_trim(0)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """This thread computes alone.
+
+    For what is done beside a transport's own threads: one core keeps up with them, and threads that wait for one
+    another would take theirs.
+    """
+    num_threads = torch.get_num_threads()
+    torch._C.set_num_threads(1)  # torch's own, which vLLM replaces (v1/worker/cpu_worker.py, 0.32)
+    try:
+        yield
+    finally:
+        torch._C.set_num_threads(num_threads)
+
+
+class Blocks:
+    """Memory that is lent, taken back and lent again, until all of it is dropped with this."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: list[Tensor] = []
+
+    def lend(self, num_bytes: int) -> Tensor:
+        """Uint8 [at least num_bytes], of any content: the smallest free one, or a new one of just that size."""
+        fitting = [index for index, block in enumerate(self._free) if len(block) >= num_bytes]
+        if not fitting:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._free.pop(min(fitting, key=lambda index: len(self._free[index])))
+
+    def take_back(self, block: Tensor) -> None:
+        """What ``lend`` gave."""
+        self._free.append(block)

@@ -1,0 +1,158 @@
+"""A call of the workers that takes too long: noticed, and told with what every rank is doing.
+
+Workers that hang in a collective answer nothing, and neither does one that hangs in C with Python's lock; so each is
+sent a signal, on its own machine, and writes its stacks as for a crash.  The rest is read from the run's logs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mcore_rl.config.trainer import WatchdogConfig
+from mcore_rl.runtime.answers import Whereabouts, last_phase, phase_since, stacks_file
+
+STACKS_S = 10.0  # that workers have to write them
+SHOWN = 8  # groups of ranks that do the same, on the screen; all are in the file
+ENOUGH = 2  # answers before the longest tells anything
+COLLECTIVE = re.compile(r'File ".*distributed_c10d\.py", line \d+ in (?!wrapper)(\w+)')
+
+
+class Watchdog:
+    """How long each method may take, learned from how long it took."""
+
+    def __init__(self, config: WatchdogConfig) -> None:
+        self._config = config
+        self._longest: dict[str, float] = defaultdict(float)
+        self._count: dict[str, int] = defaultdict(int)
+
+    def limit_s(self, method: str) -> float:
+        """After which a call of ``method`` counts as hung."""
+        config = self._config
+        if not config.limit_s:
+            return float("inf")
+        if self._count[method] < ENOUGH:
+            return config.limit_s
+        return min(config.limit_s, max(config.least_s, config.factor * self._longest[method]))
+
+    def took(self, method: str, seconds: float) -> None:
+        """A call of ``method`` was answered."""
+        self._count[method] += 1
+        self._longest[method] = max(self._longest[method], seconds)
+
+
+@dataclass(frozen=True)
+class Hung:
+    """What one rank was doing.  phase: "" outside any; since_s: for how long.  collective: "" where it is in none."""
+
+    title: str
+    host: str
+    phase: str
+    since_s: float | None
+    collective: str
+    stacks: str
+
+    def line(self) -> str:
+        """For the screen, without the rank."""
+        since = "" if self.since_s is None else f" for {self.since_s:.0f} s"
+        inside = f", waiting in {self.collective}" if self.collective else ""
+        return f"in {self.phase or 'no phase'}{since}{inside}"
+
+
+def look_at(
+    titles: Sequence[str], hosts: Sequence[str], logs: Sequence[Path], whereabouts: Sequence[Whereabouts]
+) -> list[Hung]:
+    """What workers are doing, by their logs and stacks; waits for the latter, ``STACKS_S`` at most."""
+    before = [_size(stacks_file(log)) for log in logs]
+    _ask_for_stacks(whereabouts)
+    until, sizes = time.monotonic() + STACKS_S, before
+    while time.monotonic() < until:
+        time.sleep(0.3)
+        new = [_size(stacks_file(log)) for log in logs]
+        if new == sizes and all(now > then for now, then in zip(new, before, strict=True)):
+            break
+        sizes = new
+    found = []
+    for title, host, log, start in zip(titles, hosts, logs, before, strict=True):
+        stacks, since = _text(stacks_file(log), start), phase_since(log)
+        collective = COLLECTIVE.search(stacks)
+        found.append(
+            Hung(
+                title=title,
+                host=host,
+                phase=last_phase(log),
+                since_s=None if since is None else max(0.0, time.time() - since),
+                collective="" if collective is None else collective[1],
+                stacks=stacks or "no stacks: the process is gone, or its machine does not answer\n",
+            )
+        )
+    return found
+
+
+def write_hung(directory: Path, what: str, hung: Sequence[Hung]) -> Path:
+    """``hang_<time>.txt`` in ``directory``: every rank with its stacks."""
+    path = directory / time.strftime("hang_%Y%m%d-%H%M%S.txt")
+    parts = [f"{each.title} on {each.host}: {each.line()}\n{each.stacks}" for each in hung]
+    path.write_text("\n".join([what, "", *parts]))
+    return path
+
+
+def summary(hung: Sequence[Hung]) -> list[str]:
+    """Lines for the screen: ranks that do the same together, the fewest first, since they keep the others waiting."""
+    alike: dict[tuple[str, str], list[Hung]] = defaultdict(list)
+    for each in hung:
+        alike[each.phase, each.collective].append(each)
+    groups = sorted(alike.values(), key=len)
+    lines = []
+    for group in groups[:SHOWN]:
+        others = f" and {len(group) - 1} others" if len(group) > 1 else ""
+        lines.append(f"  {group[0].title} on {group[0].host}{others}: {group[0].line()}")
+    return lines + ([f"  and {len(groups) - SHOWN} more that differ"] if len(groups) > SHOWN else [])
+
+
+def _ask_for_stacks(whereabouts: Sequence[Whereabouts]) -> None:
+    nodes: dict[str, list[int]] = defaultdict(list)
+    for each in whereabouts:
+        nodes[each.node_id].append(each.pid)
+    calls = [
+        ray.remote(_signal)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        .remote(pids)
+        for node_id, pids in nodes.items()
+    ]
+    try:
+        ray.wait(calls, num_returns=len(calls), timeout=STACKS_S)
+    except RayError:
+        return  # no machine that would answer; their phases are known all the same
+
+
+def _signal(pids: Sequence[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGUSR2)
+        except ProcessLookupError:
+            continue
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _text(path: Path, start: int) -> str:
+    try:
+        return path.read_bytes()[start:].decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,72 @@
+"""What a worker's process is while weights arrive: memory is used again and given back, threads are as they were."""
+
+from __future__ import annotations
+
+import multiprocessing
+import platform
+import resource
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+
+import psutil
+import pytest
+import torch
+
+from mcore_rl.rollout.arrival import Blocks, freed_memory_kept, one_thread
+
+NUM_ROUNDS, NUM_BLOCKS, BLOCK_BYTES = 8, 4, 40 << 20  # more than glibc ever takes from its heap by itself
+PAGES = NUM_BLOCKS * BLOCK_BYTES // resource.getpagesize()
+
+
+def test_blocks_are_lent_again_the_smallest_that_is_large_enough() -> None:
+    blocks = Blocks(torch.device("cpu"))
+    large, small = blocks.lend(100), blocks.lend(50)
+    assert (len(large), len(small), large.dtype) == (100, 50, torch.uint8)
+    assert blocks.lend(10).data_ptr() not in {large.data_ptr(), small.data_ptr()}, "both are lent"
+    for block in (large, small):
+        blocks.take_back(block)
+    assert blocks.lend(40) is small
+    assert blocks.lend(40) is large, "and it keeps its size"
+    blocks.take_back(large)
+    assert len(blocks.lend(101)) == 101
+    assert blocks.lend(100) is large
+
+
+def _faults_and_growth(keep: bool) -> tuple[list[int], int]:
+    """Pages touched for the first time in each round of filling blocks, and bytes that the process has more at the end.
+
+    As in an update: all of a round's blocks are freed before those of the next are allocated.
+    """
+    resident = psutil.Process().memory_info().rss
+    found = []
+    with freed_memory_kept() if keep else nullcontext():
+        for _ in range(NUM_ROUNDS):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            blocks = [torch.empty(BLOCK_BYTES, dtype=torch.uint8).fill_(1) for _ in range(NUM_BLOCKS)]
+            del blocks
+            found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return found, psutil.Process().memory_info().rss - resident
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="by glibc's mallopt")
+def test_freed_memory_is_used_again_and_goes_back_at_the_end() -> None:
+    """After some rounds: glibc asks for a little more room than a block has (memalign), so that blocks have to meet."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+        without, _ = processes.submit(_faults_and_growth, False).result()
+        kept, growth = processes.submit(_faults_and_growth, True).result()
+        after, _ = processes.submit(_faults_and_growth, False).result()
+    assert min(without) >= PAGES, "else nothing is proven here"
+    assert kept[-1] <= PAGES // 2
+    assert growth < BLOCK_BYTES
+    assert min(after) >= PAGES, "such blocks come from the system again"
+
+
+def test_one_thread_and_then_as_many_as_before() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

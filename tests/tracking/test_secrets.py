@@ -1,0 +1,66 @@
+"""Which variables are secrets, who goes without them, and what is left of text that holds their values."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mcore_rl.tracking.secrets import forget_secrets, is_secret, redact, redacted, secret_names, without_secrets
+
+SECRET = (
+    "OPENAI_API_KEY WANDB_API_KEY API_KEY API_KEY_2 APIKEY openai_api_key SSH_PRIVATE_KEY SIGNING_KEYS "
+    "HF_TOKEN HUGGING_FACE_HUB_TOKEN GITHUB_TOKEN GITHUB_PAT NPM_AUTH RAY_AUTH_TOKEN KAGGLE_KEY SSH_AUTH_SOCK "
+    "AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID AWS_SESSION_TOKEN AWS_PROFILE AZURE_CLIENT_SECRET DJANGO_SECRETS "
+    "MYSQL_PWD PGPASSWORD DB_PASSWORD DB_PASSWD KEY_PASSPHRASE GOOGLE_APPLICATION_CREDENTIALS SESSION_COOKIE "
+)
+OPEN = (
+    "PATH HOME PWD OLDPWD USER LANG OMP_NUM_THREADS TOKENIZERS_PARALLELISM KEYBOARD HF_HOME WANDB_MODE "
+    "PYTHONPATH RAY_ADDRESS SECRETARY AUTHOR XDG_SESSION_ID PATTERN COMPATIBLE "
+)
+
+
+@pytest.mark.parametrize("name", SECRET.split())
+def test_names_that_hold_secrets(name: str) -> None:
+    assert is_secret(name, "x")
+
+
+@pytest.mark.parametrize("name", OPEN.split())
+def test_names_that_do_not(name: str) -> None:
+    assert not is_secret(name, "http://proxy:8080/a:b@c")
+
+
+def test_a_password_in_a_url_is_one() -> None:
+    environ = {
+        "DATABASE_URL": "postgres://me:opensesame@host/db",
+        "HTTPS_PROXY": "http://proxy:8080",
+        "HF_TOKEN": "hf_1",
+    }
+    assert secret_names(environ) == {"DATABASE_URL", "HF_TOKEN"}
+    assert without_secrets(environ=environ) == {"HTTPS_PROXY": "http://proxy:8080"}
+    assert without_secrets(["HF_TOKEN", "NOT_SET"], environ).keys() == {"HTTPS_PROXY", "HF_TOKEN"}
+    assert redacted("postgres://me:opensesame@host/db", environ) == "postgres://me:***@host/db"
+
+
+def test_text_and_what_holds_text() -> None:
+    environ = {"A_KEY": "sk-123456", "B_KEY": "sk-123456789", "C_KEY": "short", "D": "sk-no-secret", "E_KEY": ""}
+    assert redacted("x sk-123456789 y sk-123456, short sk-no-secret", environ) == "x *** y ***, short sk-no-secret"
+    value = {"a": ["--key=sk-123456", 3, None, ("sk-123456",)], "sk-123456": {"b": 0.5}}
+    assert redact(value, environ) == {"a": ["--key=***", 3, None, ["***"]], "***": {"b": 0.5}}
+    assert redact(value, {}) is value
+
+
+def test_each_line_of_a_key_in_several() -> None:
+    environ = {"DEPLOY_KEY": "-----BEGIN\nMIIEvQIBADAN\nBgkqhkiG9w0B\n"}
+    assert redacted("of MIIEvQIBADAN", environ) == "of ***"
+    assert redacted(environ["DEPLOY_KEY"], environ) == "***"
+
+
+def test_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in secret_names():
+        monkeypatch.delenv(name)  # and comes back
+    monkeypatch.setenv("SOME_API_KEY", "sk-123456")
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    forget_secrets()
+    assert "SOME_API_KEY" not in os.environ
+    assert "OMP_NUM_THREADS" in os.environ
