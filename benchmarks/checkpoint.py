@@ -10,8 +10,9 @@ the same bytes, from memory, written by plain writes of the same size to one fil
 the checkpoint is summed besides.
 
 Times are the best of the repetitions; that of the first save behind the run, which gets its host memory, is shown by
-itself.  Exits with 1 where a step waits for more than 10 % of what it waits for without ``trainer.async_save``, where
-writing is slower than 0.7 of the limit, or where what is read back is not what was saved.
+itself.  Exits with 1 where a step waits for more than 10 % of what it waits for without ``trainer.async_save`` (from
+the device: on an accelerator; on a CPU that is a copy within one memory, which a quick disk comes near), where writing
+is slower than 0.7 of the limit, or where what is read back is not what was saved.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Report:
     """
 
     device_name: str
+    is_accelerator: bool
     num_bytes: int
     waits_at_once_s: float
     waits_behind_s: float
@@ -98,7 +100,7 @@ class Report:
     @property
     def passed(self) -> bool:
         """Whether all three conditions hold."""
-        waits = max(self.wait_share, self.away_share)
+        waits = max(self.wait_share, self.away_share) if self.is_accelerator else self.away_share
         return self.unchanged and waits <= MAX_WAIT and self.speed_share >= MIN_SPEED
 
 
@@ -181,6 +183,7 @@ def measure(rank: Rank, device: Device, directory: Path, repetitions: int) -> Re
     best = {what: min(seconds) for what, seconds in found.items()}
     return Report(
         device_name=platform.device_name,
+        is_accelerator=platform.is_accelerator,
         num_bytes=len(memory),
         waits_at_once_s=best["at once"],
         waits_behind_s=best["behind"],
@@ -200,9 +203,10 @@ def table_of(report: Report) -> Rows:
     table.add_column("what")
     for name in ("ms", "GB/s", "share", "target"):
         table.add_column(name, justify="right")
+    on_device = f"<= {MAX_WAIT:.0%}" if report.is_accelerator else ""
     rows = [
         ("a step waits, at once", report.waits_at_once_s, "", ""),
-        ("behind the run, from the device", report.waits_behind_s, f"{report.wait_share:.1%}", f"<= {MAX_WAIT:.0%}"),
+        ("behind the run, from the device", report.waits_behind_s, f"{report.wait_share:.1%}", on_device),
         ("the same, the first time", report.first_s, "", ""),
         ("behind the run, away from it", report.waits_away_s, f"{report.away_share:.1%}", f"<= {MAX_WAIT:.0%}"),
         ("plain writes and fsync", report.plain_s, "", ""),

@@ -51,6 +51,7 @@ from mcore_rl.config.trainer import Placement
 from mcore_rl.controller import loop
 from mcore_rl.controller.drawing import Drawn
 from mcore_rl.controller.handover import Handover
+from mcore_rl.controller.leaving import Leaving
 from mcore_rl.controller.trajectories import Trajectory, sample_rows
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.parallel.device import detect, memory
@@ -227,7 +228,7 @@ def simulated_run(
     return SimpleNamespace(
         config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), actor=actor,
         critic=critic if needs_critic else None, drawing=SimpleNamespace(step=step), next_rows=None,
-        reporting=lambda _: None, passes=lambda *_: [], keep_rollouts=keep_rollouts,
+        reporting=lambda _: None, passes=lambda *_: [], keep_rollouts=keep_rollouts, leaving=Leaving(),
         kl=KlController(config.algorithm.kl_ctrl),
         actor_loss=policy_loss(config.actor), critic_loss=value_loss(config.critic), on_accelerator=False, epoch=0.0,
         handover=Handover(actor, [critic] if needs_critic else [], Nothing(), Nothing(actor), Placement.colocated),
@@ -311,6 +312,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=3, help="the best counts")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # as in a run
     console = Console(width=max(Console().width, 110))
     console.print(machine())
     results = large_all(options)

@@ -89,9 +89,10 @@ class Trained:
         """``x_S`` at each trained token of its sequence, 0 elsewhere; [T].  No run may go on into a next sequence."""
         ends = np.cumsum(self._sizes, dtype=np.int64)[self._first :: 2]
         places = np.searchsorted(np.cumsum(lengths_S), ends)  # where a run ends, so does no earlier sequence
-        values, filled = x_S.numpy(), np.zeros(len(self.mask_T), dtype=x_S.numpy().dtype)
+        values, filled, done = x_S.numpy(), np.empty(len(self.mask_T), dtype=x_S.numpy().dtype), 0
         for end, size, place in zip(ends.tolist(), self._sizes[self._first :: 2], places.tolist(), strict=True):
-            filled[end - size : end] = values[place]
+            filled[done : end - size], filled[end - size : end], done = 0, values[place], end
+        filled[done:] = 0
         return torch.from_numpy(filled)
 
     def _runs(self, x_T: Tensor) -> tuple[Tensor, ...]:

@@ -105,6 +105,7 @@ class Handover:
         if self._restart_dead is None:
             raise error
         await self._restart_dead(error)
+        self._sync.rejoin()
         self._held = None
 
     async def _to_rollout(self, version: int) -> None:

@@ -29,8 +29,9 @@ UNIMPORTANT = ("_name_or_path", "transformers_version", "use_cache", "torch_dtyp
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """config: as it was composed, without secrets.  model: its config.json.  data: name, bytes and checksum of each
-    training file.  roles: that are trained.
+    """config: as it was composed, without secrets.  model: its config.json.
+
+    data: name, bytes and checksum of each training file.  roles: that are trained.
     """
 
     config: dict[str, Any]

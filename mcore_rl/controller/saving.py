@@ -149,8 +149,8 @@ async def load_state(group: WorkerGroup, checkpoint: Path) -> None:
     """The workers of ``group`` take over what was saved of their role; a note says so where bits may differ then."""
     same_layout = await group.all("load_state", checkpoint / group.role)
     if not all(same_layout):
-        said = f"{group.role}: {checkpoint} was written in another layout than {group.layout}"
-        note(f"{said}. Weights and optimizer are the same; sums are taken in another order, and bits may now differ")
+        said = f"{group.role}: {checkpoint} was written in another layout. Weights and optimizer are the same"
+        note(f"{said}; sums are now taken in another order, with other random numbers, so that bits may differ")
 
 
 async def _written(group: WorkerGroup) -> list[Written]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.config.compose import as_dict
@@ -24,6 +25,7 @@ from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.runtime.cluster import ray_cluster, this_host
 from mcore_rl.runtime.placement import Places, place
+from mcore_rl.runtime.rollout_worker import RayEngine
 from mcore_rl.runtime.start import pool_of, start_engines, start_trainers
 from mcore_rl.runtime.train_worker import RoleSpec
 from mcore_rl.runtime.worker_group import WorkerGroup
@@ -46,6 +48,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     prepared = prepare(config, platform)
     trainer, logs = config.trainer, Path(config.trainer.default_local_dir) / "logs"
     async with AsyncExitStack() as stack:
+        stack.enter_context(_one_thread())
         scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
         scorer.check_sources(prepared.data_sources)
         tracker = stack.enter_context(
@@ -81,10 +84,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             bundles = places.reward_model
             reward_model = await start_reward_model(config, prepared.encoder, bundles, platform, logs, shared, stack)
 
-        store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        transport = _transport(config, platform, this_host(), store.port)
-        await actor.all("connect", transport, config.rollout.layout, BUCKET_BYTES)
-        sync = WeightSync(engines, config.rollout.layout, ActorTrainers(actor))
+        sync = await _weight_sync(config, platform, actor, engines, stack)
         others = [] if critic is None else [critic]
         medic = Medic(engines, pool, trainer.max_restarts, warn=warn)
         handover = Handover(actor, others, pool, sync, trainer.placement, reward_model, medic.restart_dead)
@@ -100,6 +100,26 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         )
         stack.push_async_callback(run.saver.close)
         yield run
+
+
+async def _weight_sync(
+    config: RunConfig, platform: Platform, actor: WorkerGroup, engines: Sequence[RayEngine], stack: AsyncExitStack
+) -> WeightSync:
+    """Updates from ``actor`` to ``engines``, whose members meet at a store that ``stack`` keeps."""
+    store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    stack.callback(lambda kept: None, store)
+    transport = _transport(config, platform, this_host(), store.port)
+    await actor.all("connect", transport, config.rollout.layout, BUCKET_BYTES)
+    return WeightSync(engines, config.rollout.layout, ActorTrainers(actor))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """What the controller computes is in pieces too small for a team of threads, and the cores are the others'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 async def _start_role(

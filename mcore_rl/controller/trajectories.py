@@ -56,14 +56,15 @@ def assemble(trajectories: Sequence[Trajectory], greedy: Sequence[float] | None 
     """
     lengths = [len(each.row.tokens) + len(each.sample.tokens) for each in trajectories]
     tokens_T = np.empty(sum(lengths), dtype=np.int32)
-    mask_T, logprobs_T = np.zeros(len(tokens_T), dtype=bool), np.zeros(len(tokens_T), dtype=np.float32)
+    mask_T, logprobs_T = np.empty(len(tokens_T), dtype=bool), np.empty(len(tokens_T), dtype=np.float32)
     prompt, row, end = np.empty(0, dtype=np.int32), None, 0
     for each in trajectories:
         if each.row is not row:  # the samples of a prompt follow one another
             prompt, row = np.asarray(each.row.tokens, dtype=np.int32), each.row
         start, end = end + len(prompt), end + len(prompt) + len(each.sample.tokens)
         tokens_T[start - len(prompt) : start], tokens_T[start:end] = prompt, each.sample.tokens
-        mask_T[start:end], logprobs_T[start:end] = True, each.sample.logprobs
+        mask_T[start - len(prompt) : start], mask_T[start:end] = False, True
+        logprobs_T[start - len(prompt) : start], logprobs_T[start:end] = 0, each.sample.logprobs
     batch = TrainBatch(
         lengths_S=tuple(lengths),
         tokens_T=torch.from_numpy(tokens_T),
@@ -99,9 +100,10 @@ def sample_rows(
     step: int, trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
     """What is kept of each response, to be read by people."""
-    prompts = {each.row.tokens: "" for each in trajectories}
-    texts = tokenizer.batch_decode([list(tokens) for tokens in prompts], skip_special_tokens=True)
-    prompts = dict(zip(prompts, texts, strict=True))
+    prompts = {
+        tokens: tokenizer.decode(np.asarray(tokens), skip_special_tokens=True)
+        for tokens in dict.fromkeys(each.row.tokens for each in trajectories)
+    }
     return [
         {
             "step": step,

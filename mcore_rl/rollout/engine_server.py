@@ -6,8 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import pickle
-import shutil
-import signal
+import subprocess
 import sys
 import threading
 import warnings
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import McoreRLError, RolloutError
 from mcore_rl.parallel.device import Platform
+from mcore_rl.rollout import engine_guard
 
 if TYPE_CHECKING:
     from mcore_rl.rollout.vllm_engine import VllmEngine
@@ -54,7 +54,8 @@ def serve(settings: Settings, connection: Connection) -> None:
     _have_own_tracker()
     if sys.platform == "linux" and not settings.platform.is_accelerator:
         os.sched_setaffinity(0, settings.cores)
-    threading.Thread(target=_end_with_parent, args=(settings.scratch,), daemon=True).start()
+    _have_guard(settings.scratch)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     asyncio.run(_Server(connection).run(settings))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -157,9 +158,16 @@ def _have_own_tracker() -> None:
         resource_tracker.ensure_running()
 
 
-def _end_with_parent(scratch: Path) -> None:
+def _have_guard(scratch: Path) -> None:
+    """Start what ends this process group when this process has ended, also where it is killed."""
+    reading, _ = os.pipe()  # nobody inherits the other end, which is open as long as this process lives
+    command = [sys.executable, "-I", "-S", engine_guard.__file__, str(reading), str(os.getpgrp()), str(scratch)]
+    subprocess.Popen(command, pass_fds=[reading], stdin=subprocess.DEVNULL, start_new_session=True)
+    os.close(reading)
+
+
+def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(scratch, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
+    os._exit(1)  # the guard does the rest

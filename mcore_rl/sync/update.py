@@ -65,6 +65,10 @@ class WeightSync:
         await _all(*joining, self.trainers.open(self._attempt))
         self._is_open, self._is_checked = True, False
 
+    def rejoin(self) -> None:
+        """An engine was started again, and is no member of the channel: all join anew at the next update."""
+        self._is_open = False
+
     async def update(self, version: int, mode: Mode = Mode.direct, pause: Pause = Pause.keep) -> list[Published]:
         """Bring the trainers' weights into all engines as ``version``; what each training rank did.
 

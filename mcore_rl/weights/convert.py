@@ -168,7 +168,8 @@ def to_hf(
     dtype: to cast to; None keeps each tensor's.  report: called as the work goes on.
 
     Raises as ``open_megatron``, ``open_run`` and ``ShardedWriter`` do; CheckpointError where a file is damaged, cannot
-    be read or written, or what was written is not what was read.  Whatever is raised, nothing then has the name ``out``.
+    be read or written, or what was written is not what was read.  Whatever is raised, nothing then has the name
+    ``out``.
     """
     run = open_run(megatron, config)
     source = open_megatron(megatron, config) if run is None else run

@@ -214,6 +214,8 @@ def test_killed_while_it_saves_there_is_a_whole_one(
     # then what is in it.
     assert len(done) == min(number, CHANGES) and (done[-1] == "killed") == (number <= CHANGES), done
     assert steps(tmp_path) in ([1, 2], [1, 2, 3], [2, 3])
+    named = [path for path in (tmp_path / "checkpoints").iterdir() if path.name.removeprefix("step_").isdecimal()]
+    assert sorted(named) == complete_checkpoints(tmp_path), "what has its name is whole"
     assert resume(tmp_path) in [tmp_path / "checkpoints" / f"step_{step}" for step in (2, 3)]
     write(tmp_path, 4)
     remove_old(tmp_path, trainer, -1)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -59,6 +60,32 @@ def test_no_process_outlives_the_program(mode: str, tmp_path: Path) -> None:
         wait_until_gone(leader)
         assert not psutil.pid_exists(leader) or psutil.Process(leader).status() == psutil.STATUS_ZOMBIE
     assert list(temporary.iterdir()) == []
+
+
+def test_what_the_engine_s_process_started_ends_with_it(tmp_path: Path) -> None:
+    """vLLM's core runs in a process below, which waits for ever where the one above it is killed."""
+    rollouts.write("llama", tmp_path)
+    engine = start_engine("rollout-0", tmp_path, rollouts.config(), log=tmp_path / "log")
+    group = group_of(engine.pid)
+    assert len(group) > 1
+    scratch = Path(engine._scratch)
+    assert scratch.is_dir()
+    os.kill(engine.pid, signal.SIGKILL)
+    try:
+        deadline = time.monotonic() + 60
+        while running(group) or scratch.exists():
+            assert time.monotonic() < deadline, running(group)
+            time.sleep(0.05)
+    finally:
+        engine.close()
+
+
+def running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    found = []
+    for each in processes:
+        with suppress(psutil.NoSuchProcess):
+            found += [each] if each.is_running() and each.status() != psutil.STATUS_ZOMBIE else []
+    return found
 
 
 def test_an_engine_that_does_not_start_says_why_and_leaves_its_output(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from mcore_rl.weights.table import Table
 from tests.support import batches, engines, full_weights
 from tests.support.engines import CPU
 
+LENGTHS = (9, 5, 12, 7)  # a microbatch for each of four data-parallel ranks
 PRECISIONS = {"float32": Precision.float32, "bfloat16": Precision.bfloat16}
 
 
@@ -57,7 +58,7 @@ def train(engine: Engine, groups: Groups, first: int, count: int) -> list[float]
     """Losses of steps ``first`` and on, each on a batch that its number seeds."""
     losses = []
     for step in range(first, first + count):
-        batch = batches.ragged(101, seed=step)
+        batch = batches.ragged(101, LENGTHS, seed=step)
         share, counts = engines.share_of(batch, groups), batches.denominators(batch)
         losses.append(engine.train_step(share, batches.policy_loss, counts, with_entropy=True).loss)
     return losses

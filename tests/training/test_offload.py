@@ -62,6 +62,9 @@ class Observed:
     scores: tuple[TokenScores, TokenScores] | None = None
     are_gradients_zero: bool = False
     refusals: dict[str, str] = field(default_factory=dict)
+    in_host: list[Tensor | None] = field(default_factory=list)
+    on_device: list[Tensor] = field(default_factory=list)
+    none_away: bool = False
 
 
 @dataclass
@@ -112,10 +115,15 @@ def _observe_kind(groups: Groups, model: ModelConfig, precision: Precision) -> O
     memory_of = engine.memory
     found.here["at first"] = _here(engine)
     found.moved["out"] = memory_of.offload().num_bytes
+    assert engine.optimizer is not None
+    tensors = [*engine.models[0].parameters(), *engine.optimizer.state_tensors()]
+    found.in_host = [None if host is None else host.tensor.clone() for host in memory_of.away(tensors)]
     found.here["away"], found.is_away["away"] = _here(engine), [memory_of.is_away(part) for part in Part]
     found.moved["out again"] = memory_of.offload().num_bytes
     found.refusals = _refusals(engine)
     found.moved["back"] = memory_of.onload().num_bytes
+    found.on_device = [tensor.detach().clone() for tensor in tensors]
+    found.none_away = memory_of.away(tensors) == [None] * len(tensors)
     found.here["back"], found.is_away["back"] = _here(engine), [memory_of.is_away(part) for part in Part]
     found.moved["back again"] = memory_of.onload().num_bytes
     found.are_gradients_zero = not any(parameter.main_grad.any() for parameter in engine.models[0].parameters())
@@ -192,6 +200,11 @@ def test_exactly_what_is_there_moves(observed: Observed, kind: tuple[str, Precis
 
 def test_nothing_stays(observed: Observed) -> None:
     assert observed.here["away"] == dict.fromkeys(Part, 0)
+
+
+def test_what_is_away_can_be_read_where_it_is(observed: Observed) -> None:
+    """As a checkpoint does, without bringing it back."""
+    assert engines.same_bits(observed.in_host, observed.on_device) and observed.none_away
 
 
 def test_moving_twice_does_nothing(observed: Observed) -> None:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.support import checkpoints
+from tests.support import checkpoints, rank_files
 from tests.support.engines import same_bits
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
@@ -64,6 +64,18 @@ def test_there_and_back_and_a_look(tool: ModuleType, hf: Path, tmp_path: Path, c
         assert cell in out
     assert tool.main(["to-hf", "--megatron", megatron, "--out", again]) == 0
     assert same_bits(checkpoints.tensors(Path(again)), checkpoints.tensors(hf))
+
+
+def test_a_checkpoint_of_a_run(tool: ModuleType, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rank_files.write_run(tmp_path / "step_3", "mixtral", hf, "tp=2,ep=2", 4)
+    assert tool.main(["to-hf", "--run", str(tmp_path / "step_3"), "--out", str(tmp_path / "out")]) == 0
+    out, _ = _said(capsys)
+    assert "mixtral; verified 79 tensors, 780,864 bytes, by checksum against the source" in out
+    assert same_bits(checkpoints.tensors(tmp_path / "out"), checkpoints.tensors(hf))
+    (tmp_path / "step_3" / "actor" / "rank_00002.safetensors").unlink()
+    assert tool.main(["to-hf", "--run", str(tmp_path / "step_3"), "--out", str(tmp_path / "again")]) == 2
+    _, errors = _said(capsys)
+    assert "rank_00002.safetensors is missing" in errors
 
 
 def test_an_error_is_one_message_and_a_traceback_only_on_request(

@@ -49,6 +49,15 @@ def test_the_dtype_is_that_of_training_unless_another_is_asked_for(tmp_path: Pat
     assert same_bits(checkpoints.tensors(tmp_path / "live"), {key: each.bfloat16() for key, each in expected.items()})
 
 
+def test_what_must_be_float32_stays_that(tmp_path: Path) -> None:
+    checkpoints.write("deepseek_v3", tmp_path / "hf")
+    rank_files.write_run(tmp_path / "step_7", "deepseek_v3", tmp_path / "hf", "ep=2", 2, dtype="bfloat16")
+    to_hf(tmp_path / "step_7", tmp_path / "out", report=_quiet)
+    written = checkpoints.tensors(tmp_path / "out")
+    biases = {name for name in written if name.endswith("e_score_correction_bias")}
+    assert biases and {name for name, tensor in written.items() if tensor.dtype is torch.float32} == biases
+
+
 def test_what_was_damaged_is_refused(step: Path, tmp_path: Path) -> None:
     path = state_file(step / "actor", 1)
     content = bytearray(path.read_bytes())

@@ -1,0 +1,51 @@
+"""A small process beside an engine's: once that is gone, however it ended, it ends what is left of its process group.
+
+vLLM's own processes wait for ever where the one that started them is killed.  Run as a file, not as a module of the
+package, so that it starts in milliseconds.  Resource trackers are left alone: they remove shared memory and semaphores
+of those that were ended, and then end themselves.
+
+Arguments: a descriptor that ends when the engine's process does, its process group, and a folder that is removed then.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+GRACE_S = 3.0  # for an engine that was shut down in order
+
+
+def main(descriptor: int, group: int, scratch: str) -> None:
+    """Wait, and clean up."""
+    os.read(descriptor, 1)
+    until = time.monotonic() + GRACE_S
+    while left(group) and time.monotonic() < until:
+        time.sleep(0.05)
+    for pid in left(group):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def left(group: int) -> list[int]:
+    """Processes of ``group``, but for resource trackers and those that have ended and wait for their parent."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, its_group = (path / "stat").read_text().rpartition(")")[2].split()[:3]
+            command = (path / "cmdline").read_bytes()
+        except OSError:  # it has just ended
+            continue
+        if int(its_group) == group and state not in "ZX" and b"resource_tracker" not in command:
+            found.append(int(path.name))
+    return found
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
