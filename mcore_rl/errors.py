@@ -118,5 +118,9 @@ class DeadWorkerError(WorkerError):
     """It died, hung, or lost its device or its peers: begun again, the run may well get on, unlike after an error."""
 
 
+class AlarmError(McoreRLError):
+    """A guard stopped the run; the message says what went wrong, and what to do."""
+
+
 class NonFiniteError(McoreRLError):
     """Too many steps in a row had a non-finite loss or gradient."""

@@ -46,6 +46,27 @@ class WatchdogConfig:
 
 
 @dataclass(kw_only=True)
+class GuardConfig:
+    """What raises an alarm, from means over ``window`` steps; 0 steps: nothing does.
+
+    reward_drop: share of what the reward had gained that was lost again.  entropy_share: of the entropy at first, below
+    which it collapsed.  max_logprob_diff: between sampler and trainer, nats.  max_kl: to the reference, nats; None is
+    any.  max_clip_share: of responses that are cut off.  stop: an alarm ends the run, after a checkpoint.
+    check_weights_freq: every tensor that the engines hold is compared with the trainer's in each update that it
+    divides; 0 is the first update only.
+    """
+
+    window: int = 10
+    reward_drop: float = 0.5
+    entropy_share: float = 0.1
+    max_logprob_diff: float = 0.1
+    max_kl: float | None = None
+    max_clip_share: float = 0.9
+    stop: bool = False
+    check_weights_freq: int = 0
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     """The run.
 
@@ -90,6 +111,7 @@ class TrainerConfig:
     device_peak_tflops: float | None = None
     max_restarts: int = 3
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    guards: GuardConfig = field(default_factory=GuardConfig)
 
     @property
     def world_size(self) -> int:
@@ -142,6 +164,14 @@ def trainer_violations(trainer: TrainerConfig) -> list[Violation]:
             found.append(
                 Violation(f"trainer.{name}", getattr(trainer, name), "must not be negative", "Write 0 or more")
             )
+    guards = trainer.guards
+    for name in ("window", "check_weights_freq", "reward_drop", "entropy_share", "max_logprob_diff", "max_clip_share"):
+        if not getattr(guards, name) >= 0:
+            remedy = "Write 0 or more"
+            found.append(Violation(f"trainer.guards.{name}", getattr(guards, name), "must not be negative", remedy))
+    if guards.window == 1:
+        remedy = "Write 2 or more, or 0 for no alarms"
+        found.append(Violation("trainer.guards.window", 1, "of one step, there is no mean", remedy))
     watchdog = trainer.watchdog
     for name, least in (("limit_s", 0.0), ("factor", 1.0), ("least_s", 0.0)):
         value = getattr(watchdog, name)

@@ -52,6 +52,7 @@ class Handover:
 
     reward_model: whose engines are awake while the rollout's are; their weights stay, in host memory meanwhile.
     restart_dead: returns when all engines live again, or raises the death that it was told of; None: it is raised.
+    check_freq: engines' weights are compared with the actor's in each version that it divides; 0 is the first only.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class Handover:
         placement: Placement,
         reward_model: RewardModel | None = None,
         restart_dead: Callable[[DeadEngineError], Awaitable[None]] | None = None,
+        check_freq: int = 0,
     ) -> None:
-        self._restart_dead = restart_dead
+        self._restart_dead, self._check_freq = restart_dead, check_freq
         self._actor, self._others, self._engines, self._sync = actor, list(others), engines, sync
         self._reward_model = reward_model
         self._colocated = placement is Placement.colocated
@@ -116,6 +118,8 @@ class Handover:
             await self._engines.wake()
         if self._held != version:
             await self._sync.update(version)
+            if self._check_freq and version % self._check_freq == 0:
+                await self._sync.check()
             self._held = version
         if self._colocated:
             await self._actor.all("offload", [Part.weights])

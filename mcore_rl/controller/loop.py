@@ -19,7 +19,7 @@ from mcore_rl.controller.utilization import tflop, utilization
 async def train(run: Run) -> None:
     """From the step after ``run.progress.step`` to the last, with validation and checkpoints in between.
 
-    Left: it was told to leave, and did after the step that ``run.progress`` says.
+    Left: it was told to leave, and did after the step that ``run.progress`` says.  AlarmError: a guard stopped it.
     """
     trainer, begin = run.config.trainer, run.progress.step
     await run.handover.to_rollout(begin)
@@ -40,6 +40,7 @@ async def train(run: Run) -> None:
         # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
         if is_due(trainer.save_freq, step, run.num_steps) or run.saver.failed:
             await run.save()
+        await run.guard(metrics)
         run.leaving.unless_asked()
 
 

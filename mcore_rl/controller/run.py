@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.controller import checkpoints
 from mcore_rl.controller.checkpoints import Progress
 from mcore_rl.controller.drawing import Drawing
+from mcore_rl.controller.guards import Guards
 from mcore_rl.controller.handover import Handover
 from mcore_rl.controller.leaving import Leaving, Left
 from mcore_rl.controller.notices import warn
@@ -22,9 +23,11 @@ from mcore_rl.controller.trajectories import Trajectory, sample_rows
 from mcore_rl.controller.utilization import Passes, device_peak
 from mcore_rl.controller.validation import overall, validate
 from mcore_rl.data.prompts import PromptRow
+from mcore_rl.errors import AlarmError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.tracking.clock import Clock
+from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker
 
 REFERENCE = "reference"  # the snapshot of the actor's first weights
@@ -54,6 +57,7 @@ class Run:
         self.device_peak = device_peak(config.trainer, config.actor.precision, platform)
         self.leaving = Leaving()
         self.directory = Path(config.trainer.default_local_dir)
+        self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
         self.actor_loss: ActorLoss = policy_loss(config.actor)
         self.critic_loss: CriticLoss = value_loss(config.critic)
         self.clock = Clock()
@@ -144,6 +148,15 @@ class Run:
         """A checkpoint of the step that is complete, from wherever the trainer's memory is."""
         with self.clock("save"):
             await self.saver.save(self._progress())
+
+    async def guard(self, metrics: Mapping[str, float]) -> None:
+        """Tell what is wrong with the run.  AlarmError: something is, and ``trainer.guards.stop``."""
+        alarms = self.guards.see(metrics)
+        for alarm in alarms:
+            warn(f"step {self.progress.step}: {alarm}")
+        if alarms and self.config.trainer.guards.stop:
+            await self.conclude_saving()
+            raise AlarmError(f"stopped after step {self.progress.step} (trainer.guards.stop): {'; '.join(alarms)}")
 
     async def conclude_saving(self) -> None:
         """The step that is complete has a checkpoint.  CheckpointError: it cannot be written."""

@@ -86,8 +86,9 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
 
         sync = await _weight_sync(config, platform, actor, engines, stack)
         others = [] if critic is None else [critic]
+        check = trainer.guards.check_weights_freq
         medic = Medic(engines, pool, trainer.max_restarts, warn=warn)
-        handover = Handover(actor, others, pool, sync, trainer.placement, reward_model, medic.restart_dead)
+        handover = Handover(actor, others, pool, sync, trainer.placement, reward_model, medic.restart_dead, check)
         run = Run(
             config,
             platform,
