@@ -132,8 +132,8 @@ def marked(mark: str) -> list[str]:
     return found
 
 
-def start(task: Path, directory: Path, mark: str = "", *more: str) -> Started:
-    """``mcore-rl train`` of three steps, a checkpoint after each.  mark: an environment variable with its value."""
+def start(task: Path, directory: Path, mark: str = "", *more: str, steps: int = STEPS) -> Started:
+    """``mcore-rl train``, a checkpoint after each step.  mark: an environment variable with its value."""
     calls = directory.with_name(f"{directory.name}-calls")
     reward = directory.with_name(f"{directory.name}-reward.py")
     if not reward.is_file():
@@ -141,7 +141,7 @@ def start(task: Path, directory: Path, mark: str = "", *more: str) -> Started:
     settings = overrides(
         task,
         directory,
-        f"trainer.total_training_steps={STEPS}",
+        f"trainer.total_training_steps={steps}",
         "trainer.save_freq=1",
         f"custom_reward_function.path={reward}",
         *more,
@@ -167,14 +167,14 @@ class Bits:
     states: dict[str, Any]
 
 
-def bits_of(directory: Path) -> Bits:
+def bits_of(directory: Path, steps: int = STEPS) -> Bits:
     """metrics: every line, without speed.  states: sums of the ranks' files in the last checkpoint."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     metrics = [{k: v for k, v in line.items() if not k.startswith(SPEED) and k not in AGREEMENT} for line in lines]
     rollouts = {
-        step: pq.read_table(directory / "rollouts" / f"step_{step}.parquet").to_pylist() for step in range(1, STEPS + 1)
+        step: pq.read_table(directory / "rollouts" / f"step_{step}.parquet").to_pylist() for step in range(1, steps + 1)
     }
-    manifest = json.loads((directory / "checkpoints" / f"step_{STEPS}" / "manifest.json").read_text())
+    manifest = json.loads((directory / "checkpoints" / f"step_{steps}" / "manifest.json").read_text())
     states = {name: each for name, each in manifest["files"].items() if "/" in name and name.startswith("actor")}
     return Bits(metrics, rollouts, states)
 
