@@ -115,8 +115,8 @@ def check(result: int, what: str) -> int:
 
 
 def limit_resources(cpu_s: int, memory_bytes: int, output_bytes: int) -> None:
-    """The kernel's own limits; soft and hard alike, so that they cannot be raised."""
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    """The kernel's own limits; hard ones too, so that they cannot be raised."""
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # at the first SIGXCPU, which says why; then SIGKILL
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (output_bytes, output_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))

@@ -56,7 +56,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(task: Path, tmp_path: Path) ->
     first = prepared(task, tmp_path)
     seen = first.sampler.next(8)
     state = Progress(step=1, sampler=first.sampler.state_dict(), kl=first.kl.state_dict() | {"coef": 0.5}, best=0.25)
-    path = finish(begin(tmp_path, 1, ["actor"]), state, None)
+    path = finish(begin(tmp_path, state, ["actor"], first.identity.keep), {})
     again = prepared(task, tmp_path, "algorithm.kl_ctrl.type=adaptive")
     assert again.checkpoint == path and again.progress == state and again.kl.coef == 0.5
     assert again.sampler.next(8) == first.sampler.next(8) != seen
@@ -94,7 +94,7 @@ def test_what_follows_from_other_fields_is_filled_in(task: Path, monkeypatch: py
         ("algorithm=ppo critic.parallel.ep=8", "critic.parallel."),
         ("rollout.tp=3", "rollout.tp=3: does not divide"),
         ("actor.loss_agg_constant=0", "actor.loss_agg_constant=0.0: must be positive"),
-        ("trainer.resume_mode=path trainer.resume_from_path=nowhere", "trainer.resume_from_path=nowhere: is no compl"),
+        ("trainer.resume_mode=path trainer.resume_from_path=nowhere", "trainer.resume_from_path=nowhere: is no sound"),
         (
             "trainer.n_gpus_per_node=8 actor.parallel.ep=1 actor.ppo_mini_batch_size=1",
             "actor.ppo_mini_batch_size=1: makes 4 sequences a step, fewer than the 8 data-parallel ranks of the actor. "

@@ -25,7 +25,7 @@ class Ranks:
         self.layout = Layout.of(parse_layout(""), dp)
         self.silent = silent
         self.scored: list[TrainBatch] = []
-        self.trained: list[tuple[list[TrainBatch], ActorLoss, Denominators, float, bool]] = []
+        self.trained: list[tuple[list[TrainBatch], ActorLoss, Denominators, float, bool, str | None]] = []
 
     def put(self, shards: Sequence[object]) -> list[Any]:
         assert len(shards) == self.layout.dp
@@ -76,13 +76,13 @@ def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> No
     loss, parts = policy_loss(ActorConfig()), [[0, 3, 4, 6, 9], [8, 1, 2, 5, 7]]
     done = asyncio.run(update(group, batch, loss, parts, temperature=0.5))  # type: ignore[arg-type]
     assert len(group.trained) == 2
-    for members, (sent, sent_loss, counts, temperature, with_entropy) in zip(parts, group.trained, strict=True):
+    for members, (sent, sent_loss, counts, temperature, with_entropy, kl_to) in zip(parts, group.trained, strict=True):
         whole = batch.select(members)
         assert sorted(n for each in sent for n in each.lengths_S) == sorted(whole.lengths_S)
         assert counts == Denominators(
             loss=float(whole.mask_T.sum()), tokens=sum(whole.lengths_S), sequences=len(members)
         )
-        assert (sent_loss, temperature, with_entropy) == (loss, 0.5, False)
+        assert (sent_loss, temperature, with_entropy, kl_to) == (loss, 0.5, False, None)
         tokens = torch.cat([each.tokens_T for each in sent]).sort().values
         assert torch.equal(tokens, whole.tokens_T.sort().values)
         together = torch.cat([each.advantages_T[each.mask_T] for each in sent])  # type: ignore[index]
@@ -95,7 +95,7 @@ def test_what_the_sum_is_divided_by_is_counted_over_the_minibatch() -> None:
     batch, group = ragged(101), Ranks(2)
     config = ActorConfig(loss_agg_mode=LossAggregation.sum_over_constant, loss_agg_constant=7.0, entropy_coeff=0.1)
     asyncio.run(update(group, batch, policy_loss(config), [[0, 2]], temperature=1.0))  # type: ignore[arg-type]
-    ((_, _, counts, _, with_entropy),) = group.trained
+    ((_, _, counts, _, with_entropy, _),) = group.trained
     assert counts.loss == 2 * 7.0 and with_entropy
 
 

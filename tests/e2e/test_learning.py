@@ -98,7 +98,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float,
         async with open_run(configuration(task, folder / "first", *CASES["ppo"])) as started:
             for group in roles(started):
                 (folder / group.role).mkdir()
-                await group.all("save_state", folder / group.role)
+                await group.all("save_state", folder / group.role, False)
             course = Course(started, task, folder)
             found = {name: await course.take(name, overrides) for name, overrides in CASES.items()}
             found["flipped"] = await course.take("flipped", CASES["grpo"], flipped=True)
