@@ -110,7 +110,7 @@ def test_a_file_that_shrinks_is_seen(tmp_path: Path) -> None:
     rank_files.write_ranks(tmp_path / "actor", "llama", whole, "", 1)
     with StoredState.open(tmp_path / "actor") as stored:
         path = state_file(tmp_path / "actor", 0)
-        path.write_bytes(path.read_bytes()[:-1000])
-        name, tensor = next(reversed(whole.items()))
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])  # tensors at its end, whichever they are
         with pytest.raises(CheckpointError, match="ends too early"):
-            stored.read_into(MAIN, name, Box.whole(tensor.shape), torch.empty(tensor.shape))
+            for name, tensor in whole.items():
+                stored.read_into(MAIN, name, Box.whole(tensor.shape), torch.empty(tensor.shape))
