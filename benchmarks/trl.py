@@ -92,6 +92,7 @@ def ours(model: Path, train: Path, lengths: str, steps: int, folder: Path) -> di
         f"actor.ppo_mini_batch_size={PROMPTS}", "actor.precision=float32", "actor.microbatch_tokens=8192",
         "actor.parallel.ep=2", "trainer.n_gpus_per_node=2", "rollout.kv_cache_memory_bytes=268435456",
         f"rollout.max_num_seqs={PROMPTS * GROUP}", "trainer.val_before_train=false", "trainer.test_freq=0",
+        "actor.use_kl_loss=false",
         "trainer.save_freq=0", f"trainer.total_training_steps={steps}", "trainer.resume_mode=off",
         "trainer.logger=[]", f"actor.optim.lr={LEARNING_RATE}", f"custom_reward_function.path={reward}",
     )  # fmt: skip
