@@ -30,7 +30,7 @@ from mcore_rl.rewards.scorer import Scorer
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 WORKER_BYTES = 64 << 20  # of a grading process, resident
-LATE_THREADS = 4096  # a bomb's between two looks at it, on a busy machine
+LATE_THREADS = 20_000  # a bomb's between two looks at it, where the looker waits for a core; pids end at 32,768
 HONEST = "n = int(input())\nprint(2 * n)"
 # Starts threads by the kernel's own call, on one stack, so that the address space does not limit them.
 RAW_THREADS = """
