@@ -29,20 +29,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from offload import trained_engine  # stands beside this file
 from rich.console import Console
 from rich.table import Table as Rows
 
-from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, OptimizerConfig, Precision
+from mcore_rl.config.engine import Device
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.families.registry import FAMILIES
-from mcore_rl.parallel.device import Platform, detect, device_of
-from mcore_rl.parallel.groups import init_groups
+from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import Rank, run_ranks
-from mcore_rl.parallel.layout import Layout
-from mcore_rl.training.engine import Engine
 from mcore_rl.training.run_state import begin_save, load_run_state
-from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 from mcore_rl.weights.manifest import BLOCK_BYTES, sum_of
 from mcore_rl.weights.rank_state import state_file
 from mcore_rl.weights.state_writer import StateWriter, Written
@@ -104,28 +100,6 @@ class Report:
         return self.unchanged and waits <= MAX_WAIT and self.speed_share >= MIN_SPEED
 
 
-def negative_log_likelihood(inputs: LossInputs) -> LossSums:
-    assert inputs.logprobs_N is not None
-    return LossSums(total=-(inputs.logprobs_N * inputs.mask_N).sum(), metrics={})
-
-
-def trained_engine(rank: Rank, platform: Platform) -> tuple[Engine, Table]:
-    """An engine after one step, so that the optimizer's moments exist."""
-    rank.init_process_group(platform)
-    groups = init_groups(Layout.of(ParallelConfig(), 1), platform, device_of(platform, 0), seed=1)
-    config = EngineConfig(
-        device=platform.kind,
-        precision=Precision.bfloat16,
-        layer_spec=LayerSpec.local,
-        microbatch_tokens=64,
-        optim=OptimizerConfig(lr=1e-4),
-    )
-    engine = Engine("actor", MODEL, ParallelConfig(), config, groups, platform)
-    batch = TrainBatch(lengths_S=(32,), tokens_T=torch.arange(32), mask_T=torch.arange(32) > 0)
-    engine.train_step(batch, negative_log_likelihood, Denominators(loss=31.0, tokens=32, sequences=1))
-    return engine, Table(FAMILIES["llama"], MODEL)
-
-
 def timed(run: Callable[[], object]) -> float:
     begin = time.perf_counter()
     run()
@@ -150,7 +124,7 @@ def write_plainly(path: Path, memory: memoryview) -> None:
 def measure(rank: Rank, device: Device, directory: Path, repetitions: int) -> Report:
     """What one process sees of all of it."""
     platform = detect(device)
-    engine, table = trained_engine(rank, platform)
+    engine, table = trained_engine(rank, platform, MODEL), Table(FAMILIES["llama"], MODEL)
     writer, path = StateWriter(platform), state_file(directory, 0)
     found: dict[str, list[float]] = {"at once": [], "behind": [], "away": [], "written": [], "plain": []}
 

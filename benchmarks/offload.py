@@ -82,8 +82,8 @@ def negative_log_likelihood(inputs: LossInputs) -> LossSums:
     return LossSums(total=-(inputs.logprobs_N * inputs.mask_N).sum(), metrics={})
 
 
-def trained_engine(rank: Rank, platform: Platform) -> Engine:
-    """An engine after one step, so that the optimizer's moments exist."""
+def trained_engine(rank: Rank, platform: Platform, model: ModelConfig = MODEL) -> Engine:
+    """An engine of ``model`` after one step, so that the optimizer's moments exist."""
     rank.init_process_group(platform)
     groups = init_groups(Layout.of(ParallelConfig(), 1), platform, device_of(platform, 0), seed=1)
     config = EngineConfig(
@@ -93,7 +93,7 @@ def trained_engine(rank: Rank, platform: Platform) -> Engine:
         microbatch_tokens=64,
         optim=OptimizerConfig(lr=1e-4),
     )
-    engine = Engine("actor", MODEL, ParallelConfig(), config, groups, platform)
+    engine = Engine("actor", model, ParallelConfig(), config, groups, platform)
     batch = TrainBatch(lengths_S=(32,), tokens_T=torch.arange(32), mask_T=torch.arange(32) > 0)
     engine.train_step(batch, negative_log_likelihood, Denominators(loss=31.0, tokens=32, sequences=1))
     return engine

@@ -20,12 +20,10 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import FileIO
 from itertools import takewhile
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +31,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.box import Box, row_major_strides
+from mcore_rl.weights.open_files import OpenFiles
 from mcore_rl.weights.safetensors import WINDOW_BYTES, TensorInfo, read_box, view_of
 
 METADATA = ".metadata"
@@ -65,12 +64,12 @@ class StoredTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-class DistributedCheckpoint:
+class DistributedCheckpoint(OpenFiles):
     """The tensors of an opened directory, and reading boxes of them.  Closing, or leaving a ``with``, closes files."""
 
     def __init__(self, directory: Path, tensors: dict[str, StoredTensor], others: tuple[str, ...]) -> None:
-        self.directory, self.tensors, self.others = directory, tensors, others
-        self._files: dict[Path, FileIO] = {}
+        super().__init__(directory)
+        self.tensors, self.others = tensors, others
         self._records: dict[Chunk, _Record] = {}
         self._found: dict[str, tuple[int, dict[tuple[int, ...], list[Chunk]]]] = {}
 
@@ -127,24 +126,12 @@ class DistributedCheckpoint:
         """What is wrong with the bytes of tensor ``key``, by the CRC-32 that ``torch.save`` put beside each chunk."""
         for chunk in self.tensors[key].chunks:
             record = self._record(self.tensors[key], chunk)
-            file, value = self._file(chunk.file), 0
+            file, value = self.descriptor(chunk.file), 0
             for begin in range(record.begin, record.end, WINDOW_BYTES):
                 value = zlib.crc32(os.pread(file, min(WINDOW_BYTES, record.end - begin), begin), value)
             if value != record.crc:
                 found = f"expected crc32:{record.crc:08x}, found crc32:{value:08x}"
                 yield f"{chunk.file.name}: {key} at {chunk.box.start} is damaged: {found}. {_AGAIN}"
-
-    def close(self) -> None:
-        """Close the files; reading opens them again."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def _chunks_of(self, tensor: StoredTensor, box: Box) -> Iterator[Chunk]:
         """The chunks that overlap ``box``: looked up by the leading dimensions that every chunk holds one index of."""
@@ -161,7 +148,7 @@ class DistributedCheckpoint:
         yield from (chunk for chunk in near if chunk.box.overlaps(box))
 
     def _read_part(self, tensor: StoredTensor, chunk: Chunk, part: Box, out: Tensor) -> None:
-        record, file = self._record(tensor, chunk), self._file(chunk.file)
+        record, file = self._record(tensor, chunk), self.descriptor(chunk.file)
         if record.strides == row_major_strides(chunk.box.shape):
             info = TensorInfo(tensor.key, tensor.dtype, chunk.box.shape, chunk.file, record.begin, record.end)
             read_box(file, info, part, out)
@@ -172,7 +159,7 @@ class DistributedCheckpoint:
     def _record(self, tensor: StoredTensor, chunk: Chunk) -> _Record:
         if chunk not in self._records:
             try:
-                record = _find_record(self._file(chunk.file), chunk)
+                record = _find_record(self.descriptor(chunk.file), chunk)
             except (OSError, ValueError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError) as error:
                 problem = f"{chunk.file.name}: holds no tensor at bytes {chunk.begin} to {chunk.begin + chunk.length}"
                 problem += f", where {tensor.key} should be ({error}). {_AGAIN}"
@@ -185,17 +172,6 @@ class DistributedCheckpoint:
                 raise CheckpointError(str(self.directory), [problem])
             self._records[chunk] = record
         return self._records[chunk]
-
-    def _file(self, path: Path) -> int:
-        if path not in self._files:
-            try:
-                self._files[path] = FileIO(path)
-            except OSError as error:
-                problem = (
-                    f"{path.name}: cannot be opened: {error.strerror}. It was there when the checkpoint was opened"
-                )
-                raise CheckpointError(str(self.directory), [problem]) from error
-        return self._files[path].fileno()
 
 
 def _stored_tensor(

@@ -11,16 +11,15 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
-from io import FileIO
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Self
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.box import Box, row_major_strides, windows
+from mcore_rl.weights.open_files import OpenFiles
 from mcore_rl.weights.safetensors import WINDOW_BYTES, TensorInfo, checksum_of, read_box, read_header
 
 SINGLE = "model.safetensors"
@@ -28,16 +27,15 @@ INDEX = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"  # of the companion that an FP8 tensor has; see block_fp8
 
 
-class Checkpoint:
+class Checkpoint(OpenFiles):
     """The tensors of an opened directory, and reading boxes of them.
 
     Holds open the files that were read; ``close``, or leaving a ``with``, closes them.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, TensorInfo]) -> None:
-        self.directory = directory
+        super().__init__(directory)
         self.tensors = MappingProxyType(dict(tensors))
-        self._files: dict[Path, FileIO] = {}
 
     @classmethod
     def open(cls, directory: Path | str) -> Checkpoint:
@@ -93,18 +91,6 @@ class Checkpoint:
         """``safetensors.checksum`` of tensor ``name``, holding at most ``WINDOW_BYTES`` of it."""
         return checksum_of(self._parts(self.tensors[name]))
 
-    def close(self) -> None:
-        """Close the files; reading opens them again."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     def _parts(self, info: TensorInfo) -> Iterator[Tensor]:
         limit = WINDOW_BYTES // info.dtype.itemsize
         for window in windows(Box.whole(info.shape), row_major_strides(info.shape), limit):
@@ -113,18 +99,7 @@ class Checkpoint:
             yield part
 
     def _read(self, info: TensorInfo, box: Box, out: Tensor) -> None:
-        read_box(self._descriptor(info.file), info, box, out)
-
-    def _descriptor(self, path: Path) -> int:
-        if path not in self._files:
-            try:
-                self._files[path] = FileIO(path)
-            except OSError as error:
-                problem = (
-                    f"{path.name}: cannot be opened: {error.strerror}. It was there when the checkpoint was opened"
-                )
-                raise CheckpointError(str(self.directory), [problem]) from error
-        return self._files[path].fileno()
+        read_box(self.descriptor(info.file), info, box, out)
 
 
 def _find_shards(directory: Path) -> tuple[dict[str, set[str] | None], list[str]]:

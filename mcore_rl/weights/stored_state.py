@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.box import Box, without
+from mcore_rl.weights.open_files import OpenFiles
 from mcore_rl.weights.rank_state import RankState, state_file
 from mcore_rl.weights.safetensors import TensorInfo, read_box, read_header, read_metadata, view_of
 from mcore_rl.weights.table import Piece
@@ -34,11 +32,12 @@ class _Source:
     piece: Piece
 
 
-class StoredState:
+class StoredState(OpenFiles):
     """The files of one role.  ranks: what they say of themselves, in order.  tensors: of each, by name."""
 
     def __init__(self, directory: Path, ranks: Sequence[RankState], tensors: Sequence[dict[str, TensorInfo]]) -> None:
-        self.directory, self.ranks, self.tensors = directory, tuple(ranks), tuple(tensors)
+        super().__init__(directory)
+        self.ranks, self.tensors = tuple(ranks), tuple(tensors)
         self._sources: dict[tuple[str, str], list[_Source]] = defaultdict(list)
         for state, held in zip(ranks, tensors, strict=True):
             for shard in state.shards:
@@ -49,7 +48,6 @@ class StoredState:
                     whole = TensorInfo(info.name, info.dtype, shard.shape, info.file, begin, info.end)
                     for piece in shard.pieces:
                         self._sources[kind, piece.hf].append(_Source(whole, piece))
-        self._files: dict[Path, FileIO] = {}
 
     @classmethod
     def open(cls, directory: Path, prefer: int | None = None) -> StoredState:
@@ -117,36 +115,14 @@ class StoredState:
             for each in left:
                 if (wanted := each.shared(part)) is not None:
                     place = wanted.moved(source.piece.hf_start, source.piece.local_start)
-                    read_box(self._descriptor(source.info.file), source.info, place, view_of(out, wanted.within(box)))
+                    read_box(self.descriptor(source.info.file), source.info, place, view_of(out, wanted.within(box)))
                 rest += without(each, part)
             left = rest
             if not left:
                 return
         assert not left, f"{kind} of {hf}: nobody asked whether it is there"
 
-    def close(self) -> None:
-        """Close the files; reading opens them again."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     def _parts(self, kind: str, hf: str, box: Box) -> Iterator[tuple[_Source, Box]]:
         for source in self._sources.get((kind, hf), ()):
             if (shared := box.shared(source.piece.hf_box)) is not None:
                 yield source, shared
-
-    def _descriptor(self, path: Path) -> int:
-        if path not in self._files:
-            try:
-                self._files[path] = FileIO(path)
-            except OSError as error:
-                raise CheckpointError(
-                    str(self.directory), [f"{path.name}: cannot be opened: {error.strerror}"]
-                ) from error
-        return self._files[path].fileno()

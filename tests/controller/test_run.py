@@ -25,12 +25,9 @@ from mcore_rl.controller.run import Run
 from mcore_rl.controller.start import open_run
 from mcore_rl.errors import DeadEngineError, WorkerError
 from tests.support import prompt_files
-from tests.support.run_task import holders_of, is_in, nothing_left, overrides, write_task
+from tests.support.run_task import AGREEMENT, SPEED, holders_of, is_in, nothing_left, overrides, write_task
 
 STEPS, SAVED, PROFILED = 3, 2, 1
-SPEED = ("time/", "perf/")  # metrics that no two runs share
-# Of how vLLM happened to batch requests: rounding, of which nothing that is trained depends.
-AGREEMENT = ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl")
 SAVE = {"perf/checkpoint_s", "perf/checkpoint_gib"}  # in the step in which it gets its name
 ALWAYS = {
     "reward/mean", "reward/std", "reward/min", "reward/max",

@@ -23,12 +23,9 @@ import psutil
 import pyarrow.parquet as pq
 
 from mcore_rl.runtime.answers import last_phase
-from tests.support.run_task import GONE_S, overrides
+from tests.support.run_task import AGREEMENT, GONE_S, SPEED, holders_of, overrides
 
 STEPS = 3
-SPEED = ("time/", "perf/")  # metrics that no two runs share
-# Of how vLLM happened to batch requests: rounding, of which nothing that is trained depends.
-AGREEMENT = ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl")
 PATIENCE_S = 400.0  # for anything, on a busy machine
 REWARD = '''
 """Writes down each call, so that whoever watches knows how far the drawing is."""
@@ -77,15 +74,7 @@ class Started:
 
     def holders(self, log: str) -> list[psutil.Process]:
         """Processes below the run's whose output goes to ``logs/`` ``log``."""
-        path = str(self.directory / "logs" / log)
-        found = []
-        for each in psutil.Process(self.process.pid).children(recursive=True):
-            try:
-                if any(file.path == path for file in each.open_files()):
-                    found.append(each)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return found
+        return holders_of(self.directory / "logs" / log, self.process.pid)
 
     def kill(self, log: str) -> None:
         """The processes that write to ``log``, at once."""

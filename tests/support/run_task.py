@@ -17,6 +17,9 @@ from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.runtime.answers import last_phase
 from tests.support import prompt_files
 
+SPEED = ("time/", "perf/")  # metrics that no two runs share
+# Of how vLLM happened to batch requests: rounding, of which nothing that is trained depends.
+AGREEMENT = ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl")
 GONE_S = 60.0  # for processes that were told to end, on a busy machine
 REWARD = '''
 """A random model cannot calculate; this differs between its responses, and anybody can tell what it must be."""
@@ -88,9 +91,9 @@ def overrides(task: Path, run_dir: Path, *more: str) -> list[str]:
     ]
 
 
-def descendants() -> set[psutil.Process]:
-    """Processes below this one."""
-    return set(psutil.Process().children(recursive=True))
+def descendants(of: int | None = None) -> set[psutil.Process]:
+    """Processes below the one with the id ``of``, or below this one."""
+    return set(psutil.Process(of).children(recursive=True))
 
 
 @contextmanager
@@ -122,9 +125,9 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def holders_of(log: Path) -> list[psutil.Process]:
-    """The processes whose output goes to ``log``: one of a worker, several of an engine."""
-    return [each for each in descendants() if any(file.path == str(log) for file in _files(each))]
+def holders_of(log: Path, below: int | None = None) -> list[psutil.Process]:
+    """The ``descendants`` whose output goes to ``log``: one of a worker, several of an engine."""
+    return [each for each in descendants(below) if any(file.path == str(log) for file in _files(each))]
 
 
 async def is_in(log: Path, words: str) -> None:
