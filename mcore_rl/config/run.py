@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig, CorrectionLevel, algorithm_violations
 from mcore_rl.config.data import DataConfig, data_violations
+from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, reward_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.roles import (
@@ -37,6 +38,7 @@ GROUPED = {
 class RunConfig:
     """What ``mcore-rl train`` runs."""
 
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
     model: ModelPathConfig = field(default_factory=ModelPathConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from mcore_rl.config.data import SftDataConfig, data_violations
 from mcore_rl.config.engine import EngineConfig, engine_violations
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.trainer import ModelPathConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.errors import Violation
 
@@ -22,6 +23,7 @@ class SftActorConfig(EngineConfig):
 class SftConfig:
     """What ``mcore-rl sft`` runs; data.train_batch_size: conversations of one optimizer step."""
 
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
     model: ModelPathConfig = field(default_factory=ModelPathConfig)
     data: SftDataConfig = field(default_factory=SftDataConfig)
     actor: SftActorConfig = field(default_factory=SftActorConfig)

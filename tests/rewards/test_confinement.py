@@ -90,9 +90,9 @@ def test_a_loop_and_a_sleep_end_at_the_limit(program: str) -> None:
 
 
 def test_processor_time_is_limited_by_the_kernel_too() -> None:
-    """Also where nobody waits for the process: the limits were set by itself."""
+    """Also where nobody waits for the process: by itself, at a limit that tells why and one that ends it."""
     program = "import resource\nprint(resource.getrlimit(resource.RLIMIT_CPU))"
-    assert run_confined(program, CodeConfig(timeout_s=2.5)).stdout == "(3, 4)\n"  # the first tells why, the second ends it
+    assert run_confined(program, CodeConfig(timeout_s=2.5)).stdout == "(3, 4)\n"
 
 
 @pytest.mark.parametrize(
