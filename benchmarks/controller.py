@@ -41,6 +41,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from mcore_rl.algorithms.kl import KlController
+from mcore_rl.algorithms.lesson import learn
 from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.compose import compose
@@ -59,11 +60,12 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.rewards.score import Score
 from mcore_rl.rollout.protocol import FinishReason, Sample
 from mcore_rl.runtime.answers import Answer, message_of
+from mcore_rl.runtime.shard import Portion, Shard
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.samples import write_samples
-from mcore_rl.types import StepResult, TokenScores
+from mcore_rl.types import SequenceScores, StepResult
 
 SECONDS = 3.0
 PROMPT, GROUP = 1_024, 8
@@ -114,25 +116,32 @@ class Ledger:
 class StandIn:
     """Answers for every rank."""
 
-    def call(self, message: bytes, *shard: Any) -> Answer:
+    def call(self, message: bytes) -> Answer:
         """What a worker would answer, as large as that."""
+        method, _ = pickle.loads(message)
+        return Answer(value=memory(detect(Device.cpu)) if method == "memory" else None)
+
+    @ray.method(num_returns=2)
+    def call_on(self, message: bytes, portion: bytes, *shards: Shard) -> tuple[Answer, Shard | None]:
+        """As ``call``; what is kept is as large as a worker's."""
         method, args = pickle.loads(message)
+        taken: Portion = pickle.loads(portion)
+        batches = taken.batches(shards)
         if method == "score":
-            lengths, scores = shard[0].lengths_S, torch.full((sum(shard[0].lengths_S),), -0.7)
-            with_entropy, snapshot = args[1:]
-            if not with_entropy and snapshot is None:
-                return Answer(value=TokenScores(values_T=scores))
-            entropy_S = torch.tensor(lengths, dtype=torch.float64) if with_entropy else None
-            return Answer(value=TokenScores(logprobs_T=scores, entropy_S=entropy_S))
-        if method == "train_steps":
-            assert all("tokens_T" in each.fields for each in shard[0])
-            names = ("returns", "returns_squared", "errors", "errors_squared", "vf_clip_fraction", "values")
-            metrics = {f"critic/{name}": 1.0 for name in names} | {"actor/ratio": 1.0, "actor/approx_kl": 0.0}
-            result = StepResult(loss=0.1, grad_norm=1.0, lr=1e-6, skipped=None, metrics=metrics)
-            return Answer(value=[result] * len(shard[0]))
-        if method == "memory":
-            return Answer(value=memory(detect(Device.cpu)))
-        return Answer()
+            (batch,), (field, _, with_entropy, _) = batches, args
+            entropy_S = torch.tensor(batch.lengths_S, dtype=torch.float64)
+            scores = torch.full((len(batch.tokens_T),), -0.7)
+            sums = SequenceScores(sums_S=-entropy_S, entropy_S=entropy_S if with_entropy else None)
+            return Answer(value=sums), Shard.of(batch.lengths_S, **{field: scores})
+        if method == "learn":
+            learnt, facts = learn(batches[0], taken.told, *args)
+            made = Shard.of(batches[0].lengths_S, **vars(learnt))
+            return Answer(value=(facts, tuple(made.fields))), made
+        assert method == "train_steps" and len(taken.told) == len(batches)
+        names = ("returns", "returns_squared", "errors", "errors_squared", "vf_clip_fraction", "values")
+        metrics = {f"critic/{name}": 1.0 for name in names} | {"actor/ratio": 1.0, "actor/approx_kl": 0.0}
+        result = StepResult(loss=0.1, grad_norm=1.0, lr=1e-6, skipped=None, metrics=metrics)
+        return Answer(value=[result] * len(batches)), None
 
 
 class StandInGroup(WorkerGroup):
@@ -237,13 +246,13 @@ def simulated_run(
 
 PARTS = {
     "assemble": "assemble",
-    "lesson": "lesson: KL, rewards, advantages, correction",
     "sample_metrics": "metrics",
     "actor_metrics": "metrics",
     "critic_metrics": "metrics",
     "memory_metrics": "metrics",
 }
-ASYNC_PARTS = {"score": "scores: shards, calls, answers, order", "update": "updates: shards, calls, answers"}
+SCORES, STUDY = "scores: shards, calls, answers", "lesson: call, answers, groups, whitening"
+ASYNC_PARTS = {"score": SCORES, "update": "updates: calls, answers"}
 
 
 async def large(algorithm: str, options: argparse.Namespace, folder: Path, model: Path) -> list[Result]:
@@ -252,7 +261,7 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
     drawn = drawn_of(options.sequences, options.tokens)
     stand_in = StandIn.remote()
     ray.get(stand_in.call.remote(message_of("memory", ())))
-    names = [*PARTS, "updates"]
+    names = [*PARTS, "study", "updates"]
     originals = {name: getattr(loop, name) for name in names}
     best: tuple[tuple[float, float], Ledger] | None = None
     for step in range(1, options.repetitions + 1):
@@ -263,7 +272,8 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
         wrapped: dict[str, Any] = {
             name: ledger.timed_async(title, getattr(module, name)) for name, title in ASYNC_PARTS.items()
         }
-        wrapped["send"] = ledger.timed(ASYNC_PARTS["score"], module.send)
+        wrapped["send"] = ledger.timed(SCORES, module.send)
+        loop.study = ledger.timed_async(STUDY, originals["study"])
         loop.updates = SimpleNamespace(  # type: ignore[assignment]
             **wrapped, minibatches=module.minibatches, Updated=module.Updated
         )

@@ -11,29 +11,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.kl import kl_k3
 from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO
-from mcore_rl.algorithms.ragged import CHUNK, Trained, at_tokens, sequence_counts, sequence_sums
+from mcore_rl.algorithms.ragged import Trained, at_tokens, sequence_counts, sequence_sums
 from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, RolloutCorrectionConfig
+from mcore_rl.types import SentAsArrays
 
-AGREEMENT = ("logprob_diff_mean", "logprob_diff_max", "kl_k3")
-WEIGHING = ("ratio_mean", "effective_sample_size", "above_upper", "masked")
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionSums(SentAsArrays):
+    """What each sequence adds to the metrics, float64 [S].
+
+    Over its trained tokens: their number, sum and maximum of the absolute difference of the log-probs, sum of k3.  Over
+    its units, which are tokens, or the response as a whole, or none: their number, sums of the ratio and of its square,
+    how many are above the upper bound.  masked_S: trained tokens that masking took away.
+    """
+
+    counts_S: Tensor
+    differences_S: Tensor
+    highest_S: Tensor
+    k3_S: Tensor
+    units_S: Tensor
+    ratios_S: Tensor
+    squares_S: Tensor
+    above_S: Tensor
+    masked_S: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
     """weights_T: what the policy loss of each token is multiplied by, 0 where untrained; None is 1 everywhere.
 
-    mask_T: what is trained.  metrics: of the whole batch, see ``correct``.
+    mask_T: what is trained.  sums: for ``correction_metrics``.
     """
 
     weights_T: Tensor | None
     mask_T: Tensor
-    metrics: dict[str, float]
+    sums: CorrectionSums
 
 
 def correct(
@@ -47,74 +64,74 @@ def correct(
 
     Estimate advantages with the mask that was given, and train with the one that comes back: a response whose
     last token is masked here keeps its score.  Bounds are inclusive; a ratio that is not a number is outside.
-
-    Metrics, each a number for the batch, 0 where nothing is trained.  Over trained tokens, at every level:
-    ``rollout_correction/logprob_diff_mean`` and ``_max`` (absolute, nats) and ``kl_k3`` (KL(sampler || trainer), nats).
-    At level token over tokens, at level sequence over responses, before truncation: ``ratio_mean``,
-    ``effective_sample_size`` (``(sum w)^2 / (n sum w^2)``, 1 is all of them), ``above_upper``.  And
-    ``masked``, the share of trained tokens that masking took away.
+    Any sequences: none depends on another.
     """
+    counts_S = sequence_counts(trained.mask_T, lengths_S)
+    log_ratio_M = trained.gather(old_logprobs_T).double() - trained.gather(rollout_logprobs_T).double()
+    agreement = _agreement(log_ratio_M, counts_S)
     if config.level is CorrectionLevel.none:
-        return _correction(None, trained.mask_T, _agreement(trained, old_logprobs_T, rollout_logprobs_T, None))
-    unit_ratio = old_logprobs_T.new_empty(trained.count)  # a unit is a token or a response; their log ratios first
-    metrics = _agreement(trained, old_logprobs_T, rollout_logprobs_T, unit_ratio) | dict.fromkeys(WEIGHING, 0.0)
-    counts_S = torch.empty(0)
-    if config.level is CorrectionLevel.sequence:
-        counts_S = sequence_counts(trained.mask_T, lengths_S)
-        unit_ratio = sequence_sums(unit_ratio, counts_S)[counts_S > 0]
-    unit_ratio.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()  # in the memory of the log ratios
-    if trained.count:
-        metrics |= _unit_metrics(unit_ratio, config.upper)
+        nothing_S = torch.zeros(len(counts_S), dtype=torch.float64)
+        sums = CorrectionSums(
+            **agreement, units_S=nothing_S, ratios_S=nothing_S, squares_S=nothing_S, above_S=nothing_S,
+            masked_S=nothing_S,
+        )  # fmt: skip
+        return Correction(weights_T=None, mask_T=trained.mask_T, sums=sums)
 
-    ratio_M, trained_T = unit_ratio, trained.mask_T
+    # A unit is a token or a response; each has one ratio.
+    units_S, log_ratio_U = counts_S, log_ratio_M
     if config.level is CorrectionLevel.sequence:
-        ratio_M = at_tokens(unit_ratio, counts_S[counts_S > 0].tolist())
+        units_S, log_ratio_U = (counts_S > 0).long(), sequence_sums(log_ratio_M, counts_S)[counts_S > 0]
+    ratio_U = log_ratio_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio_M = ratio_U
+    if config.level is CorrectionLevel.sequence:
+        ratio_M = at_tokens(ratio_U, counts_S[counts_S > 0].tolist())
+    outside_M = torch.zeros_like(ratio_M, dtype=torch.bool)
     if config.mode is CorrectionMode.mask:
         outside_M = ~((config.lower <= ratio_M) & (ratio_M <= config.upper))
-        ratio_M.masked_fill_(outside_M, 0)
-        trained_T = trained.scatter(~outside_M)
-        metrics["masked"] = int(np.count_nonzero(outside_M.numpy())) / max(trained.count, 1)
-    return _correction(trained.scatter(ratio_M.clamp_(max=config.upper)), trained_T, metrics)
+    sums = CorrectionSums(
+        **agreement,
+        units_S=units_S.double(),
+        ratios_S=sequence_sums(ratio_U, units_S),
+        squares_S=sequence_sums(ratio_U.square(), units_S),
+        above_S=sequence_sums((ratio_U > config.upper).double(), units_S),
+        masked_S=sequence_sums(outside_M.double(), counts_S),
+    )
+    weights_M = ratio_M.masked_fill(outside_M, 0).clamp(max=config.upper).to(old_logprobs_T.dtype)
+    return Correction(weights_T=trained.scatter(weights_M), mask_T=trained.scatter(~outside_M), sums=sums)
 
 
-def _correction(weights_T: Tensor | None, mask_T: Tensor, metrics: dict[str, float]) -> Correction:
-    named = {f"rollout_correction/{name}": value for name, value in metrics.items()}
-    return Correction(weights_T=weights_T, mask_T=mask_T, metrics=named)
-
-
-def _agreement(
-    trained: Trained, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, log_ratio_M: Tensor | None
-) -> dict[str, float]:
-    """Metrics of the trained tokens' log ratios, which are written to ``log_ratio_M`` where that is wanted."""
-    zero, found, start = old_logprobs_T.new_zeros(()), [], 0
-    for old, rollout in trained.chunks(old_logprobs_T, rollout_logprobs_T):
-        log_ratio = old - rollout
-        if log_ratio_M is not None:
-            log_ratio_M[start : start + len(log_ratio)] = log_ratio
-            start += len(log_ratio)
-        clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        difference = log_ratio.abs_()
-        found.append(torch.stack([difference.sum(), kl_k3(zero, clamped).sum(), difference.max()]).double())
-    if not found:
-        return dict.fromkeys(AGREEMENT, 0.0)
-    found_C3 = torch.stack(found)
-    difference_sum, k3, _ = found_C3.sum(0).tolist()
+def _agreement(log_ratio_M: Tensor, counts_S: Tensor) -> dict[str, Tensor]:
+    difference_M = log_ratio_M.abs()
+    k3_M = kl_k3(torch.zeros(()), log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    highest_S = torch.segment_reduce(difference_M, "max", lengths=counts_S, unsafe=True)
     return {
-        "logprob_diff_mean": difference_sum / trained.count,
-        "logprob_diff_max": float(found_C3[:, 2].max()),
-        "kl_k3": k3 / trained.count,
+        "counts_S": counts_S.double(),
+        "differences_S": sequence_sums(difference_M, counts_S),
+        "highest_S": highest_S.where(counts_S > 0, 0),
+        "k3_S": sequence_sums(k3_M, counts_S),
     }
 
 
-def _unit_metrics(ratio: Tensor, upper: float) -> dict[str, float]:
-    """Sums in float64: squares of what 20 nats allow span 34 digits."""
-    found = []
-    for part in torch.split(ratio, CHUNK):
-        exact = part.double()
-        found.append(torch.stack([exact.sum(), exact.dot(exact), (part > upper).sum()]))
-    total, squares, above = torch.stack(found).sum(0).tolist()
-    return {
-        "ratio_mean": total / len(ratio),
-        "effective_sample_size": total**2 / (len(ratio) * squares),
-        "above_upper": above / len(ratio),
+def correction_metrics(sums: CorrectionSums, config: RolloutCorrectionConfig) -> dict[str, float]:
+    """Numbers for the whole batch, 0 where nothing is trained.
+
+    Over trained tokens, at every level: ``rollout_correction/logprob_diff_mean`` and ``_max`` (absolute, nats) and
+    ``kl_k3`` (KL(sampler || trainer), nats).  At level token over tokens, at level sequence over responses, before
+    truncation: ``ratio_mean``, ``effective_sample_size`` (``(sum w)^2 / (n sum w^2)``, 1 is all of them),
+    ``above_upper``.  And ``masked``, the share of trained tokens that masking took away.
+    """
+    count, units = max(float(sums.counts_S.sum()), 1.0), max(float(sums.units_S.sum()), 1.0)
+    found = {
+        "logprob_diff_mean": float(sums.differences_S.sum()) / count,
+        "logprob_diff_max": float(sums.highest_S.max()),
+        "kl_k3": float(sums.k3_S.sum()) / count,
     }
+    if config.level is not CorrectionLevel.none:
+        total, squares = float(sums.ratios_S.sum()), float(sums.squares_S.sum())
+        found |= {
+            "ratio_mean": total / units,
+            "effective_sample_size": total**2 / (units * squares) if squares else 0.0,
+            "above_upper": float(sums.above_S.sum()) / units,
+            "masked": float(sums.masked_S.sum()) / count,
+        }
+    return {f"rollout_correction/{name}": value for name, value in found.items()}

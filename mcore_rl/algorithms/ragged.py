@@ -1,23 +1,22 @@
 """Sequences laid end to end: sums over each, values at each of its tokens, discounted sums from each token on.
 
-S sequences, T packed tokens, M of them trained.  No result of one sequence depends on another, and no Python loop runs
-over tokens: the controller does this for a whole step at once, on the CPU.  A step may have 10^8 tokens, where what
-costs is the memory that is written for the first time: intermediate results are made ``CHUNK`` tokens at a time, and
-whole sequences are copied as slices instead of being gathered by index.
+S sequences, T packed tokens, M of them trained.  No result of one sequence depends on another, so that each rank may do
+this for its own, and no Python loop runs over tokens.  What is said of all sequences together is put together from
+what is said of each (``Spreads``), in the order of the batch: the bits are the same wherever a sequence was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-CHUNK = 1 << 14  # tokens whose intermediate results stay in the cache, and with one thread: no team is woken for so few
+from mcore_rl.types import SentAsArrays
+
 _SIDE_BY_SIDE = 1024  # bounds the padding that one long response costs; fewer would only mean more steps
 
 
@@ -68,16 +67,6 @@ class Trained:
         """The trained tokens' values, [M]."""
         return torch.cat([x_T[:0], *self._runs(x_T)])
 
-    def chunks(self, *tensors_T: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """What ``gather`` returns of each tensor, some ``CHUNK`` tokens at a time; not to be written to."""
-        ends = np.cumsum(self._sizes[self._first :: 2], dtype=np.int64)
-        cuts = np.searchsorted(ends, np.arange(CHUNK, self.count, CHUNK)) + 1
-        bounds = [0, *dict.fromkeys(cuts.tolist()), len(ends)]
-        runs = [self._runs(x_T) for x_T in tensors_T]
-        for start, end in pairwise(bounds):
-            if start < end:
-                yield tuple(each[start] if end == start + 1 else torch.cat(each[start:end]) for each in runs)
-
     def scatter(self, x_M: Tensor) -> Tensor:
         """Values of the trained tokens at their places, 0 elsewhere; [T]."""
         trained = iter(torch.split(x_M, self._sizes[self._first :: 2]))
@@ -85,51 +74,84 @@ class Trained:
         runs = [next(trained) if number % 2 == self._first else zeros[:size] for number, size in enumerate(self._sizes)]
         return torch.cat([x_M[:0], *runs])
 
-    def fill(self, x_S: Tensor, lengths_S: Sequence[int]) -> Tensor:
-        """``x_S`` at each trained token of its sequence, 0 elsewhere; [T].  No run may go on into a next sequence."""
-        ends = np.cumsum(self._sizes, dtype=np.int64)[self._first :: 2]
-        places = np.searchsorted(np.cumsum(lengths_S), ends)  # where a run ends, so does no earlier sequence
-        values, filled, done = x_S.numpy(), np.empty(len(self.mask_T), dtype=x_S.numpy().dtype), 0
-        for end, size, place in zip(ends.tolist(), self._sizes[self._first :: 2], places.tolist(), strict=True):
-            filled[done : end - size], filled[end - size : end], done = 0, values[place], end
-        filled[done:] = 0
-        return torch.from_numpy(filled)
-
     def _runs(self, x_T: Tensor) -> tuple[Tensor, ...]:
         return torch.split(x_T, self._sizes)[self._first :: 2]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of values.  variance: over their count."""
+    """Of ``count`` values.  variance: over their count."""
 
+    count: int
     mean: float
     variance: float
     low: float
     high: float
 
 
-def spread(chunks: Iterable[Tensor]) -> Spread:
-    """Mean, variance and bounds of at least one value.
+@dataclass(frozen=True, kw_only=True)
+class Spreads(SentAsArrays):
+    """Of the values of each sequence, float64 [S].  squares_S: sum of their squared distances from their mean.
 
-    Sums are in float64, of differences from the first value: values that are all equal vary by exactly 0.
+    All are 0 for a sequence that has none.
     """
-    found, count, first = [], 0, None
-    for x in chunks:
-        first = float(x[0]) if first is None else first
-        exact = x.double() - first
-        found.append(torch.stack([exact.sum(), exact.dot(exact), *x.aminmax()]))
-        count += len(x)
-    assert first is not None, "of no value there is no mean"
-    found_C4 = torch.stack(found)
-    mean, square = (found_C4[:, :2].sum(0) / count).tolist()
-    low, high = found_C4[:, 2].min(), found_C4[:, 3].max()
-    return Spread(first + mean, max(0.0, square - mean * mean), float(low), float(high))
 
+    counts_S: Tensor
+    means_S: Tensor
+    squares_S: Tensor
+    lows_S: Tensor
+    highs_S: Tensor
 
-def exact_sum(chunks: Iterable[Tensor]) -> float:
-    """In float64."""
-    return float(sum(float(x.sum(dtype=torch.float64)) for x in chunks))
+    @classmethod
+    def of(cls, x_M: Tensor, counts_S: Tensor) -> Spreads:
+        """Of ``x_M``, counts_S values of each sequence one after another.
+
+        Sums are of differences from a sequence's first value: values that are all equal vary by exactly 0.
+        """
+        found_S = counts_S > 0
+        first_S = x_M.new_zeros(len(counts_S), dtype=torch.float64)
+        first_S[found_S] = x_M[(counts_S.cumsum(0) - counts_S)[found_S]].double()
+        from_first_M = x_M.double() - first_S.repeat_interleave(counts_S)
+        from_first_S = sequence_sums(from_first_M, counts_S) / counts_S.clamp(min=1)
+        squares_M = (from_first_M - from_first_S.repeat_interleave(counts_S)).square_()
+        lows_S, highs_S = (
+            torch.segment_reduce(x_M.double(), bound, lengths=counts_S, unsafe=True).where(found_S, 0)
+            for bound in ("min", "max")
+        )
+        return cls(
+            counts_S=counts_S.double(),
+            means_S=first_S + from_first_S,
+            squares_S=sequence_sums(squares_M, counts_S),
+            lows_S=lows_S,
+            highs_S=highs_S,
+        )
+
+    @classmethod
+    def constant(cls, x_S: Tensor, counts_S: Tensor) -> Spreads:
+        """Of values that are equal within a sequence."""
+        values_S = torch.where(counts_S > 0, x_S.double(), 0)
+        return cls(
+            counts_S=counts_S.double(), means_S=values_S, squares_S=torch.zeros_like(values_S),
+            lows_S=values_S, highs_S=values_S,
+        )  # fmt: skip
+
+    def total(self) -> Spread | None:
+        """Of all sequences together; None where there is no value."""
+        found = self.counts_S > 0
+        if not bool(found.any()):
+            return None
+        counts, means = self.counts_S[found], self.means_S[found]
+        count = float(counts.sum())
+        from_first = means - means[0]
+        mean = float((counts * from_first).sum() / count)
+        squares = self.squares_S[found] + counts * (from_first - mean).square()
+        return Spread(
+            count=int(count),
+            mean=float(means[0]) + mean,
+            variance=float(squares.sum() / count),
+            low=float(self.lows_S[found].min()),
+            high=float(self.highs_S[found].max()),
+        )
 
 
 def discounted_sums(x_M: Tensor, counts_S: Tensor, factor: float) -> Tensor:

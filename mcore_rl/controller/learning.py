@@ -1,19 +1,25 @@
-"""From scored sequences to what is trained on: KL, rewards of tokens, advantages, correction.  Pure, in float32."""
+"""From scored sequences to what is trained on: KL, rewards, advantages, correction, over all data-parallel ranks.
+
+Ranks do what needs tokens, each for its own sequences (``algorithms/lesson.py``); what spans all of them, groups,
+whitening, the KL's coefficient and all metrics, is concluded here from what they say of each sequence.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
-from mcore_rl.algorithms.advantages.registry import estimate_advantages
-from mcore_rl.algorithms.correction import correct
-from mcore_rl.algorithms.kl import KlController, penalty
-from mcore_rl.algorithms.ragged import exact_sum, sequence_sums, spread
-from mcore_rl.algorithms.shaping import mask_truncated
+from torch import Tensor
+
+from mcore_rl.algorithms.advantages.registry import Estimate, estimate
+from mcore_rl.algorithms.correction import correction_metrics
+from mcore_rl.algorithms.kl import KlController
+from mcore_rl.algorithms.lesson import Facts
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel
 from mcore_rl.controller.trajectories import Groups
-from mcore_rl.types import TrainBatch
+from mcore_rl.runtime.shared_batch import SharedBatch
+from mcore_rl.runtime.worker_group import WorkerGroup
 
+FIELDS = ("tokens_T", "mask_T", "rollout_logprobs_T", "old_logprobs_T", "ref_logprobs_T", "old_values_T")
 # What ``algorithms.correction`` calls its metrics -> what they are called in metrics.jsonl.
 AGREEMENT = {
     "logprob_diff_mean": "rollout/logprob_diff_mean",
@@ -27,70 +33,53 @@ CORRECTION = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Lesson:
-    """batch: complete, for the losses.  metrics: of the whole step."""
+    """estimate: of the advantages.  trained_S: tokens that are trained.  metrics: of the whole step."""
 
-    batch: TrainBatch
+    estimate: Estimate
+    trained_S: Tensor
     metrics: dict[str, float]
 
 
-def lesson(groups: Groups, batch: TrainBatch, algorithm: AlgorithmConfig, kl: KlController) -> Lesson:
-    """``batch`` (old log-probs, and values and reference log-probs where there are some) with what follows from them.
+async def study(
+    actor: WorkerGroup, shared: SharedBatch, groups: Groups, algorithm: AlgorithmConfig, kl: KlController
+) -> Lesson:
+    """What follows from old and rollout log-probs, and from values and reference log-probs where there are some.
 
+    What is said of tokens stays with ``shared``: a new mask, raw advantages, returns, weights.
     The KL controller is told of this step's KL after its coefficient was used.
     """
-    assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
+    told = [groups.outcomes.of(home) for home in shared.homes]
+    takings = shared.takings([[home] for home in shared.homes], FIELDS, told)
+    found, places = await actor.map("learn", takings, algorithm, kl.coef)
+    facts, fields = zip(*found, strict=True)
+    shared.add(shared.homes, places, fields[0])
+    return conclude(shared.in_order(shared.homes, facts), groups, algorithm, kl)
+
+
+def conclude(facts: Facts, groups: Groups, algorithm: AlgorithmConfig, kl: KlController) -> Lesson:
+    """facts: of all sequences, in the order of ``groups``."""
     metrics: dict[str, float] = {}
-    mask_T = batch.mask_T
     if algorithm.mask_truncated:
-        mask_T = mask_truncated(mask_T, batch.lengths_S, groups.truncated_S)
-        metrics["dropped/masked_sequences"] = float(groups.truncated_S.sum())
-    process_T = None
-    if algorithm.use_kl_in_reward:
-        assert batch.ref_logprobs_T is not None, "the KL in the reward needs the reference"
-        kl_T = penalty(algorithm.kl_penalty)(batch.old_logprobs_T, batch.ref_logprobs_T).masked_fill_(~mask_T, 0)
-        mean = float(sequence_sums(kl_T, batch.lengths_S).mean())
+        metrics["dropped/masked_sequences"] = float(groups.outcomes.truncated_S.sum())
+    if facts.kl_S is not None:
+        mean = float(facts.kl_S.mean())
         metrics |= {"kl/reward": mean, "kl/coef": kl.coef}
-        process_T = kl_T.mul_(-kl.coef)  # where it arises (arXiv:1909.08593, eq. 2)
-        kl.update(mean, len(batch.lengths_S))
-    inputs = AdvantageInputs(
-        lengths_S=batch.lengths_S,
-        mask_T=mask_T,
-        group_S=groups.group_S,
-        outcome_S=groups.scores_S,
-        process_T=process_T,
-        values_T=batch.old_values_T,
-        greedy_S=groups.greedy_S,
-    )
-    found = estimate_advantages(inputs, algorithm)
+        kl.update(mean, len(facts.kl_S))
+    estimated = estimate(groups.group_S, facts.scores_S, facts.counts_S, facts.advantages, algorithm)
     config = algorithm.rollout_correction
-    correction = correct(batch.old_logprobs_T, batch.rollout_logprobs_T, inputs.trained, batch.lengths_S, config)
     names = AGREEMENT if config.level is CorrectionLevel.none else AGREEMENT | CORRECTION
-    metrics |= {key: correction.metrics[f"rollout_correction/{name}"] for name, key in names.items()}
-    if inputs.trained.count:
-        metrics |= _trained_metrics(inputs, found)
-    complete = replace(
-        batch,
-        rollout_logprobs_T=None,  # what they are good for is done; no loss reads them
-        mask_T=correction.mask_T,
-        advantages_T=found.advantages_T,
-        returns_T=found.returns_T,
-        weights_T=correction.weights_T,
-    )
-    return Lesson(complete, metrics)
-
-
-def _trained_metrics(inputs: AdvantageInputs, found: Advantages) -> dict[str, float]:
-    trained = inputs.trained
-    of_advantages = spread(chunk for (chunk,) in trained.chunks(found.advantages_T))
-    metrics = {
-        "advantage/mean": of_advantages.mean,
-        "advantage/std": of_advantages.variance**0.5,
-        "advantage/min": of_advantages.low,
-        "advantage/max": of_advantages.high,
-    }
-    for name, tensor_T in (("return/mean", found.returns_T), ("value/mean", inputs.values_T)):
-        if tensor_T is not None:
-            metrics[name] = exact_sum(chunk for (chunk,) in trained.chunks(tensor_T)) / trained.count
-    return metrics
+    correction = correction_metrics(facts.correction, config)
+    metrics |= {key: correction[f"rollout_correction/{name}"] for name, key in names.items()}
+    if (spread := estimated.spread) is not None:
+        metrics |= {
+            "advantage/mean": spread.mean,
+            "advantage/std": spread.variance**0.5,
+            "advantage/min": spread.low,
+            "advantage/max": spread.high,
+        }
+        for name, sums_S in (("return/mean", facts.returns_S), ("value/mean", facts.values_S)):
+            if sums_S is not None:
+                metrics[name] = float(sums_S.sum()) / spread.count
+    return Lesson(estimate=estimated, trained_S=facts.trained_S, metrics=metrics)

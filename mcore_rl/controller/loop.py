@@ -5,11 +5,9 @@ What a line does is in the module it names.  Everything that lives longer than a
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mcore_rl.config.trainer import is_due
 from mcore_rl.controller import updates
-from mcore_rl.controller.learning import lesson
+from mcore_rl.controller.learning import study
 from mcore_rl.controller.run import REFERENCE, Run
 from mcore_rl.controller.step_metrics import actor_metrics, critic_metrics, memory_metrics, rates, sample_metrics
 from mcore_rl.controller.trajectories import assemble
@@ -53,51 +51,45 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
         drawn = await run.leaving.unless(run.drawing.step(step, run.next_rows, run.reporting("drawing")))
     groups = assemble(drawn.trajectories, drawn.greedy)
     run.keep_rollouts(step, drawn.trajectories)
-    batch = groups.batch
 
     with clock("sync"):
         await run.handover.to_training()
     run.tracker.now("log-probs")
+    num_prompts, seed = config.data.train_batch_size, config.data.seed + step
+    actor_parts = updates.minibatches(groups.group_S, config.actor, num_prompts, seed)
     with clock("logprobs"):
-        sent = updates.send(run.actor, batch)
-        old = await updates.score(run.actor, sent, temperature=temperature, with_entropy=True)
-        batch = replace(batch, old_logprobs_T=old.logprobs_T)
+        shared = updates.send(run.actor, groups.batch, actor_parts)
+        old = await updates.score(run.actor, shared, "old_logprobs_T", temperature=temperature, with_entropy=True)
     if config.needs_reference:
         with clock("reference"):
-            reference = await updates.score(run.actor, sent, temperature=temperature, snapshot=REFERENCE)
-            batch = replace(batch, ref_logprobs_T=reference.logprobs_T)
+            await updates.score(run.actor, shared, "ref_logprobs_T", temperature=temperature, snapshot=REFERENCE)
     if run.critic is not None:
         with clock("values"):
-            if run.critic.layout.dp != run.actor.layout.dp:
-                sent = updates.send(run.critic, batch)
-            values = await updates.score(run.critic, sent)
-            batch = replace(batch, old_values_T=values.values_T)
+            await updates.score(run.critic, shared, "old_values_T")
 
     run.leaving.unless_asked()  # from here on the step changes what a checkpoint holds
     with clock("advantages"):
-        learnt = lesson(groups, batch, config.algorithm, run.kl)
-        batch, metrics = learnt.batch, sample_metrics(drawn) | learnt.metrics
+        lesson = await study(run.actor, shared, groups, config.algorithm, run.kl)
+        metrics = sample_metrics(drawn) | lesson.metrics
 
-    num_prompts, seed = config.data.train_batch_size, config.data.seed + step
     updated = valued = updates.Updated()
     if run.critic is not None:
         run.tracker.now("training the critic")
         with clock("update_critic"):
-            parts = updates.minibatches(groups.group_S, config.critic, num_prompts, seed)
-            valued = await updates.update(run.critic, batch, critic_loss, parts, temperature=1.0)
+            critic_parts = updates.minibatches(groups.group_S, config.critic, num_prompts, seed)
+            valued = await updates.update(run.critic, shared, critic_loss, critic_parts, lesson, temperature=1.0)
             metrics |= critic_metrics(valued)
     if step > config.trainer.critic_warmup:
         run.tracker.now("training the actor")
         with clock("update_actor"):
-            parts = updates.minibatches(groups.group_S, config.actor, num_prompts, seed)
             updated = await updates.update(
-                run.actor, batch, actor_loss, parts, temperature=temperature, reference=REFERENCE
+                run.actor, shared, actor_loss, actor_parts, lesson, temperature=temperature, reference=REFERENCE
             )
     assert old.entropy_S is not None
     metrics |= actor_metrics(updated, config.actor, float(old.entropy_S.sum()) / max(1, groups.num_trained))
     metrics |= memory_metrics(await run.actor.all("memory"), run.on_accelerator)
     metrics |= {"perf/balance": updated.imbalance, "progress/epoch": run.epoch}
-    metrics |= tflop(batch.lengths_S, run.passes(len(updated.results), len(valued.results)))
+    metrics |= tflop(shared.lengths_S, run.passes(len(updated.results), len(valued.results)))
 
     run.tracker.now("weights to the engines")
     with clock("sync"):

@@ -21,7 +21,6 @@ from mcore_rl.controller.notices import outcome, stop_explained, warn
 from mcore_rl.controller.profiling import profiled
 from mcore_rl.controller.saving import Saver, load_state
 from mcore_rl.controller.utilization import Passes, device_peak, tflop, utilization
-from mcore_rl.data.balance import balance
 from mcore_rl.data.conversations import Conversation, ConversationSet
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -30,14 +29,13 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.placement import place_trainers
-from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.start import start_trainers
 from mcore_rl.runtime.train_worker import RoleSpec
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.report import write_report
 from mcore_rl.tracking.sinks import Tracker
-from mcore_rl.types import Denominators, TrainBatch
+from mcore_rl.types import TrainBatch
 from mcore_rl.weights.companions import read_config
 
 ROLE = "actor"
@@ -176,12 +174,7 @@ async def _train(sft: Sft, group: WorkerGroup, saver: Saver, tracker: Tracker, p
 
 
 async def _step(batch: TrainBatch, group: WorkerGroup) -> dict[str, float]:
-    counts = Denominators(
-        loss=float(batch.mask_T.sum()), tokens=int(batch.tokens_T.numel()), sequences=len(batch.lengths_S)
-    )
-    shards = shards_of(batch, balance(batch.lengths_S, group.layout.dp))
-    places = group.put([[shard] for shard in shards])
-    result = (await group.map("train_steps", places, CrossEntropy(), [counts], 1.0, False))[0][0]
+    result = await updates.update_alone(group, batch, CrossEntropy())
     routers = {name: value for name, value in result.metrics.items() if name.startswith("router/")}
     return routers | {
         "sft/loss": result.loss,
@@ -199,9 +192,8 @@ async def _validate(conversations: ConversationSet, group: WorkerGroup) -> dict[
         while len(chosen) < group.layout.dp:  # every rank scores something; what is there twice is not trained
             chosen.append(replace(chosen[0], mask=(False,) * len(chosen[0].mask)))
         batch = batch_of(chosen)
-        scores = await updates.score(group, updates.send(group, batch))
-        assert scores.logprobs_T is not None
-        total -= float(scores.logprobs_T[batch.mask_T].double().sum())
+        shared = updates.send(group, batch, [range(len(chosen))])
+        total -= float((await updates.score(group, shared, "old_logprobs_T")).sums_S.sum())
         count += int(batch.mask_T.sum())
     return {"sft/val_loss": total / count}
 

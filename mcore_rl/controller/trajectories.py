@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from mcore_rl.algorithms.lesson import Outcomes
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rollout.protocol import FinishReason, Sample
@@ -39,9 +40,7 @@ class Groups:
     trajectories: tuple[Trajectory, ...]
     batch: TrainBatch
     group_S: Tensor
-    scores_S: Tensor
-    truncated_S: Tensor
-    greedy_S: Tensor | None = None
+    outcomes: Outcomes
 
     @property
     def num_trained(self) -> int:
@@ -76,9 +75,11 @@ def assemble(trajectories: Sequence[Trajectory], greedy: Sequence[float] | None 
         trajectories=tuple(trajectories),
         batch=batch,
         group_S=torch.tensor(groups),
-        scores_S=torch.tensor([trajectory.score.value for trajectory in trajectories], dtype=torch.float32),
-        truncated_S=torch.tensor([trajectory.truncated for trajectory in trajectories]),
-        greedy_S=None if greedy is None else torch.tensor([greedy[group] for group in groups], dtype=torch.float32),
+        outcomes=Outcomes(
+            scores_S=torch.tensor([trajectory.score.value for trajectory in trajectories], dtype=torch.float32),
+            truncated_S=torch.tensor([trajectory.truncated for trajectory in trajectories]),
+            greedy_S=None if greedy is None else torch.tensor([greedy[group] for group in groups], dtype=torch.float32),
+        ),
     )
 
 

@@ -1,29 +1,33 @@
 """A role of a step: its log-probs or values over all data-parallel ranks, and its updates minibatch by minibatch.
 
-The batch is the controller's; workers see shards of it, balanced by tokens.  What a sum is divided by is counted here,
-over the whole minibatch, before anything is sent.
+The batch lies in Ray's store (``runtime/shared_batch.py``), balanced by tokens over data-parallel ranks.  What a sum is
+divided by is counted here, over the whole minibatch, before anything is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
 from mcore_rl.algorithms.policy import ActorLoss
-from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.algorithms.value import CriticLoss
 from mcore_rl.config.roles import ActorConfig, CriticConfig
+from mcore_rl.controller.learning import Lesson
 from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.runtime.shard import shards_of
+from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.worker_group import WorkerGroup
-from mcore_rl.types import Denominators, StepResult, TokenScores, TrainBatch
+from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
+
+TOKENS = ("tokens_T", "mask_T")
+# What a role's loss may read, of what is there.
+ACTOR = (*TOKENS, "old_logprobs_T", "ref_logprobs_T", "advantages_T", "weights_T")
+CRITIC = (*TOKENS, "old_values_T", "returns_T")
 
 
 @dataclass
@@ -46,89 +50,107 @@ class Updated:
         return {name: sum(result.metrics.get(name, 0.0) for result in self.results) for name in names}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """The tokens of a batch where workers read them.  shards: sequences of each data-parallel rank; places: of each."""
+def send(group: WorkerGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> SharedBatch:
+    """``batch`` to where workers read it, each sequence to the rank that trains it in ``minibatches``.
 
-    lengths_S: tuple[int, ...]
-    shards: list[list[int]]
-    places: list[Any]
-
-
-def send(group: WorkerGroup, batch: TrainBatch) -> Sent:
-    """The tokens of ``batch``, for any ``score`` by ``group`` or another of as many data-parallel ranks."""
-    plain = TrainBatch(lengths_S=batch.lengths_S, tokens_T=batch.tokens_T, mask_T=batch.mask_T)
-    shards = balance(batch.lengths_S, group.layout.dp)
-    return Sent(lengths_S=batch.lengths_S, shards=shards, places=group.put(shards_of(plain, shards)))
+    They are ``group``'s, and have every sequence once; what they have a second time is left to a later pass.
+    """
+    homes: list[list[int]] = [[] for _ in range(group.layout.dp)]
+    seen: set[int] = set()
+    for members in minibatches:
+        if seen.isdisjoint(members):
+            seen.update(members)
+            for home, shard in zip(homes, _shards(batch.lengths_S, members, group.layout.dp), strict=True):
+                home.extend(shard)
+    assert len(seen) == len(batch.lengths_S), "the first pass trains every sequence"
+    fields = [name for name, _ in batch.token_fields()]
+    return SharedBatch(batch.lengths_S, homes, group.put(shards_of(batch, homes)), fields)
 
 
 async def score(
     group: WorkerGroup,
-    sent: Sent,
+    shared: SharedBatch,
+    field: str,
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
     snapshot: str | None = None,
-) -> TokenScores:
-    """What the role's model says of every token that was sent, in the batch's order; of entropy, sequences' sums."""
-    found = await group.map("score", sent.places, temperature, with_entropy, snapshot)
-    return TokenScores(
-        logprobs_T=_of_tokens(sent, [scores.logprobs_T for scores in found]),
-        values_T=_of_tokens(sent, [scores.values_T for scores in found]),
-        entropy_S=_of_sequences(sent, [scores.entropy_S for scores in found]),
-    )
+) -> SequenceScores:
+    """What the role's model says of every token, which stays with the batch as ``field``; sums of each sequence."""
+    ranks, dp = shared.homes, group.layout.dp
+    if len(ranks) != dp:
+        ranks = balance(shared.lengths_S, dp)
+    takings = shared.takings([[members] for members in ranks], TOKENS)
+    found, places = await group.map("score", takings, field, temperature, with_entropy, snapshot)
+    shared.add(ranks, places, [field])
+    scores: SequenceScores = shared.in_order(ranks, found)
+    return scores
 
 
 async def update(
     group: WorkerGroup,
-    batch: TrainBatch,
+    shared: SharedBatch,
     loss: ActorLoss | CriticLoss,
     minibatches: Sequence[Sequence[int]],
+    lesson: Lesson,
     *,
     temperature: float,
     reference: str | None = None,
 ) -> Updated:
-    """One optimizer step for each of ``minibatches``, lists of sequences of ``batch``; all in one call of the workers.
+    """One optimizer step for each of ``minibatches``, lists of sequences; all in one call of the workers.
 
     One in which nothing is trained is left out.  reference: the snapshot to which a full KL is taken.
     """
-    config, with_entropy = loss.config, isinstance(loss, ActorLoss) and loss.with_entropy
+    config, of_actor = loss.config, isinstance(loss, ActorLoss)
+    with_entropy = isinstance(loss, ActorLoss) and loss.with_entropy
     kl_to = reference if isinstance(loss, ActorLoss) and loss.with_full_kl else None
-    counts_S = sequence_counts(batch.mask_T, batch.lengths_S)
-    planned = [_planned(batch, counts_S[list(members)], members, group.layout.dp, config) for members in minibatches]
-    planned = [each for each in planned if each.trained]
-    if not planned:
+    minibatches = [members for members in minibatches if int(lesson.trained_S[list(members)].sum())]
+    if not minibatches:
         return Updated()
-    places = group.put(list(zip(*(shards_of(batch, each.shards) for each in planned), strict=True)))
-    counts = [each.counts for each in planned]
+    counts = [_counts(shared.lengths_S, lesson.trained_S, members, config) for members in minibatches]
+    shards = [_shards(shared.lengths_S, members, group.layout.dp) for members in minibatches]
+    lots = list(zip(*shards, strict=True))
+    told: list[list[object]] = [[None] * len(of_rank) for of_rank in lots]
+    if of_actor and lesson.estimate.advantages_S is not None:
+        advantages_S = lesson.estimate.advantages_S.numpy()  # pickled sooner than tensors
+        told = [[advantages_S[lot] for lot in of_rank] for of_rank in lots]
+    takings = shared.takings(lots, ACTOR if of_actor else CRITIC, told)
+    whitening = lesson.estimate.whitening
+    found, _ = await group.map("train_steps", takings, loss, counts, temperature, with_entropy, kl_to, whitening)
     return Updated(
-        results=(await group.map("train_steps", places, loss, counts, temperature, with_entropy, kl_to))[0],
-        trained=[each.trained for each in planned],
-        imbalance=max(imbalance(batch.lengths_S, each.shards) for each in planned),
+        results=found[0],
+        trained=[int(lesson.trained_S[list(members)].sum()) for members in minibatches],
+        imbalance=max(imbalance(shared.lengths_S, each) for each in shards),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Minibatch:
-    """shards: sequences of the batch, a list for each data-parallel rank.  trained: tokens."""
-
-    shards: list[list[int]]
-    counts: Denominators
-    trained: int
-
-
-def _planned(
-    batch: TrainBatch, counts_S: Tensor, members: Sequence[int], num_ranks: int, config: ActorConfig | CriticConfig
-) -> _Minibatch:
-    """counts_S: trained tokens of each of ``members``."""
-    lengths_S = [batch.lengths_S[index] for index in members]
+async def update_alone(group: WorkerGroup, batch: TrainBatch, loss: CrossEntropy) -> StepResult:
+    """One optimizer step on all of ``batch``, which needs nothing besides; a mean over trained tokens."""
+    members = list(range(len(batch.lengths_S)))
+    shared = send(group, batch, [members])
     counts = Denominators(
-        loss=loss_denominator(counts_S, config.loss_agg_mode, config.loss_agg_constant),
-        tokens=sum(lengths_S),
-        sequences=len(lengths_S),
+        loss=float(batch.mask_T.sum()), tokens=int(batch.tokens_T.numel()), sequences=len(batch.lengths_S)
     )
-    shards = [[members[place] for place in shard] for shard in balance(lengths_S, num_ranks)]
-    return _Minibatch(shards=shards, counts=counts, trained=int(counts_S.sum()))
+    takings = shared.takings([[home] for home in shared.homes], TOKENS, [[None]] * len(shared.homes))
+    found, _ = await group.map("train_steps", takings, loss, [counts], 1.0, False)
+    result: StepResult = found[0][0]
+    return result
+
+
+def _shards(lengths_S: Sequence[int], members: Sequence[int], dp: int) -> list[list[int]]:
+    """Of ``members``, those of each data-parallel rank."""
+    shards = balance([lengths_S[index] for index in members], dp)
+    return [[members[place] for place in shard] for shard in shards]
+
+
+def _counts(
+    lengths_S: Sequence[int], trained_S: Tensor, members: Sequence[int], config: ActorConfig | CriticConfig
+) -> Denominators:
+    return Denominators(
+        loss=loss_denominator(trained_S[list(members)], config.loss_agg_mode, config.loss_agg_constant),
+        tokens=sum(lengths_S[index] for index in members),
+        sequences=len(members),
+    )
 
 
 def minibatches(group_S: Tensor, config: ActorConfig | CriticConfig, num_prompts: int, seed: int) -> list[list[int]]:
@@ -149,25 +171,3 @@ def minibatches(group_S: Tensor, config: ActorConfig | CriticConfig, num_prompts
             chosen = order[start : start + config.ppo_mini_batch_size]
             found.append([sequence for group in chosen for sequence in members[group]])
     return found
-
-
-def _of_tokens(sent: Sent, parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The shards' per-token results back in the order of the batch."""
-    pieces: dict[int, NDArray[Any]] = {}
-    for shard, part in zip(sent.shards, parts, strict=True):
-        if part is None:
-            return None
-        ends = np.cumsum([sent.lengths_S[index] for index in shard])
-        pieces |= dict(zip(shard, np.split(part.numpy(), ends[:-1]), strict=True))
-    return torch.from_numpy(np.concatenate([pieces[index] for index in range(len(pieces))]))
-
-
-def _of_sequences(sent: Sent, parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The shards' per-sequence results back in the order of the batch."""
-    found = [part for part in parts if part is not None]
-    if not found:
-        return None
-    joined = torch.cat(found)
-    in_order = torch.empty_like(joined)
-    in_order[[index for shard in sent.shards for index in shard]] = joined
-    return in_order

@@ -17,6 +17,7 @@ import ray
 
 from mcore_rl.parallel.failure import Failure
 from mcore_rl.parallel.phase import SLOT_BYTES, mirror_phase, phase, read_since, read_slot
+from mcore_rl.runtime.shard import Kept, Portion, Shard, Taken
 from mcore_rl.tracking.secrets import forget_secrets
 
 
@@ -62,14 +63,29 @@ class Answering:
         """Where this process can be sent a signal."""
         return Whereabouts(os.getpid(), ray.get_runtime_context().get_node_id())
 
-    def call(self, message: bytes, *shard: object) -> Answer:
-        """What ``message``, of ``message_of``, asks of this worker, and of ``shard`` before its other arguments."""
+    def call(self, message: bytes) -> Answer:
+        """What ``message``, of ``message_of``, asks of this worker."""
+        return self._answer(message)[0]
+
+    @ray.method(num_returns=2)
+    def call_on(self, message: bytes, portion: bytes, *shards: Shard) -> tuple[Answer, Shard | None]:
+        """As ``call``, of a method that begins with a ``Taken``; and what is to stay in the store, if anything.
+
+        portion: a ``Portion`` of ``shards``, pickled.
+        """
+        return self._answer(message, portion, shards)
+
+    def _answer(self, message: bytes, portion: bytes = b"", shards: tuple[Shard, ...] = ()) -> tuple[Answer, Any]:
         try:
             method, args = pickle.loads(message)
             with phase(method):
-                return Answer(value=getattr(self, method)(*shard, *args))
+                if portion:
+                    wanted: Portion = pickle.loads(portion)
+                    args = (Taken(wanted.batches(shards), wanted.told), *args)
+                found = getattr(self, method)(*args)
+            return (Answer(found.value), found.shard) if isinstance(found, Kept) else (Answer(found), None)
         except BaseException as error:  # noqa: BLE001  raised by the controller, which knows the others
-            return Answer(failure=Failure.of_error(self.rank, error))
+            return Answer(failure=Failure.of_error(self.rank, error)), None
 
 
 def message_of(method: str, args: tuple[object, ...]) -> bytes:

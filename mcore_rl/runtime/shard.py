@@ -1,6 +1,8 @@
-"""What one data-parallel rank is sent of a batch: its sequences, each where it lies in the batch.
+"""Sequences of a batch as they lie in Ray's store, and which of them a rank makes its batches of.
 
-The controller copies nothing: pickled out of band, the views are written once, into Ray's store.  The rank joins them.
+A shard holds some fields of some sequences.  Different fields may lie in different shards, of different sequences: what
+the trainer says of a token stays where it was said.  A rank is handed all shards that hold something of its sequences,
+and a ``Portion`` that says what to take.
 """
 
 from __future__ import annotations
@@ -13,48 +15,95 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from mcore_rl.types import TrainBatch
 
 
 @dataclass(frozen=True)
 class Shard:
-    """lengths_S: of its sequences.  fields: of each field of ``TrainBatch`` that is there, every sequence's part."""
+    """fields: of each field of ``TrainBatch`` that is there, every sequence's part."""
 
-    lengths_S: tuple[int, ...]
     fields: dict[str, list[NDArray[Any]]]
 
-    def batch(self) -> TrainBatch:
-        """In memory of its own, tokens as int64."""
-        tensors = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in self.fields.items()}
-        tensors["tokens_T"] = tensors["tokens_T"].long()
-        return TrainBatch(lengths_S=self.lengths_S, **tensors)
+    @classmethod
+    def of(cls, lengths_S: Sequence[int], **tensors_T: Tensor | None) -> Shard:
+        """Sequences laid end to end; nothing is copied.  A field that is None is left out."""
+        ends = np.cumsum(lengths_S)[:-1]
+        there = {name: tensor.numpy() for name, tensor in tensors_T.items() if tensor is not None}
+        return cls({name: np.split(array, ends) for name, array in there.items()})
 
     def __reduce__(self) -> tuple[Callable[..., Shard], tuple[object, ...]]:
-        """As plain buffers, which Ray's pickler takes as they are: for an array it calls back into Python."""
+        """As plain buffers, which Ray's pickler takes as they are: for an array it calls back into Python.
+
+        So the views are written once, into Ray's store.
+        """
         rows = {name: (parts[0].dtype.str, parts[0].shape[1:]) for name, parts in self.fields.items()}
         buffers = [[PickleBuffer(part.data) for part in parts] for parts in self.fields.values()]
-        return _shard, (self.lengths_S, rows, buffers)
+        return _shard, (rows, buffers)
 
 
-def _shard(
-    lengths_S: tuple[int, ...], rows: dict[str, tuple[str, tuple[int, ...]]], buffers: list[list[memoryview]]
-) -> Shard:
+def _shard(rows: dict[str, tuple[str, tuple[int, ...]]], buffers: list[list[memoryview]]) -> Shard:
     """rows: type of an element and shape of a token's row, of each field."""
-    fields = {
-        name: [np.frombuffer(part, dtype).reshape(-1, *shape) for part in parts]
-        for (name, (dtype, shape)), parts in zip(rows.items(), buffers, strict=True)
-    }
-    return Shard(lengths_S, fields)
+    return Shard(
+        {
+            name: [np.frombuffer(part, dtype).reshape(-1, *shape) for part in parts]
+            for (name, (dtype, shape)), parts in zip(rows.items(), buffers, strict=True)
+        }
+    )
 
 
 def shards_of(batch: TrainBatch, members: Sequence[Sequence[int]]) -> list[Shard]:
-    """The sequences of ``batch``, which is on the CPU, that each of ``members`` lists, in that order."""
+    """The sequences of ``batch``, on the CPU, that each of ``members`` lists, in that order; nothing is copied."""
     starts = batch.offsets_S
     arrays = [(name, tensor.numpy()) for name, tensor in batch.token_fields()]
     found = []
     for indices in members:
-        lengths_S = tuple(batch.lengths_S[i] for i in indices)
         parts = [slice(starts[i], starts[i] + batch.lengths_S[i]) for i in indices]
-        found.append(Shard(lengths_S, {name: [array[part] for part in parts] for name, array in arrays}))
+        found.append(Shard({name: [array[part] for part in parts] for name, array in arrays}))
     return found
+
+
+Pick = tuple[int, int]  # a shard, of those that are handed over, and a sequence in it
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What a rank takes of the shards that it is handed.
+
+    fields: each with the number of its column; the fields of a column lie in the same shards.  lots: for each batch
+    that is made, for each column, where each sequence is.  told: whatever else the controller says of the lots.
+    """
+
+    fields: tuple[tuple[str, int], ...]
+    lots: tuple[tuple[tuple[Pick, ...], ...], ...]
+    told: Any = None
+
+    def batches(self, shards: Sequence[Shard]) -> list[TrainBatch]:
+        """In memory of their own, tokens as int64."""
+        found = []
+        for lot in self.lots:
+            parts = {
+                name: [shards[shard].fields[name][place] for shard, place in lot[column]]
+                for name, column in self.fields
+            }
+            tensors = {name: torch.from_numpy(np.concatenate(each)) for name, each in parts.items()}
+            tensors["tokens_T"] = tensors["tokens_T"].long()
+            found.append(TrainBatch(lengths_S=tuple(map(len, parts["tokens_T"])), **tensors))
+        return found
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a worker's method is given of a ``Portion``."""
+
+    batches: list[TrainBatch]
+    told: Any
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a worker's method returns where something is to stay in the store.  value: goes to the controller."""
+
+    value: Any
+    shard: Shard

@@ -15,9 +15,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
+from mcore_rl.algorithms.advantages.registry import final_advantages
+from mcore_rl.algorithms.advantages.whiten import Whitening
+from mcore_rl.algorithms.lesson import Outcomes, learn
 from mcore_rl.algorithms.ragged import sequence_sums
+from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
@@ -29,14 +34,14 @@ from mcore_rl.parallel.phase import mark_phases
 from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.cluster import this_host
-from mcore_rl.runtime.shard import Shard
+from mcore_rl.runtime.shard import Kept, Shard, Taken
 from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.offload import Moved, Part
 from mcore_rl.training.run_state import begin_save, load_run_state, num_state_bytes
-from mcore_rl.types import Denominators, StepResult, TokenScores
+from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 from mcore_rl.weights.companions import copy_companions, read_config
 from mcore_rl.weights.export import save_hf
 from mcore_rl.weights.hf_directory import Checkpoint
@@ -118,36 +123,61 @@ class TrainWorker(Answering):
         with Checkpoint.open(spec.directory) as checkpoint:
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
 
-    def score(self, shard: Shard, temperature: float, with_entropy: bool, snapshot: str | None) -> TokenScores | None:
-        """``Engine.score``; of the leader of each data-parallel coordinate, since its peers would say the same.
+    def score(
+        self, taken: Taken, field: str, temperature: float, with_entropy: bool, snapshot: str | None
+    ) -> Kept | None:
+        """``Engine.score``: log-probs or values, kept as ``field``; of each sequence's trained tokens, their sums.
 
-        Of entropy, only the sums over trained tokens.
+        Of the leader of each data-parallel coordinate, since its peers would say the same.
         """
-        batch = shard.batch()
+        (batch,) = taken.batches
         scores = self.engine.score(batch, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot)
         if not self._leads:
             return None
-        if scores.entropy_T is None:
-            return scores
-        trained_T = scores.entropy_T.double().masked_fill_(~batch.mask_T, 0)
-        return replace(scores, entropy_T=None, entropy_S=sequence_sums(trained_T, batch.lengths_S))
+        found_T = scores.values_T if self.spec.critic else scores.logprobs_T
+        assert found_T is not None
+        sums = SequenceScores(
+            sums_S=_sums(batch, found_T),
+            entropy_S=None if scores.entropy_T is None else _sums(batch, scores.entropy_T),
+        )
+        return Kept(sums, Shard.of(batch.lengths_S, **{field: found_T}))
+
+    def learn(self, taken: Taken, algorithm: AlgorithmConfig, kl_coef: float) -> Kept | None:
+        """See ``algorithms.lesson``: facts, and the fields that were made.  Nothing collective; of the leaders."""
+        if not self._leads:
+            return None
+        (batch,), outcomes = taken.batches, taken.told
+        assert isinstance(outcomes, Outcomes)
+        learnt, facts = learn(batch, outcomes, algorithm, kl_coef)
+        made = Shard.of(batch.lengths_S, **vars(learnt))
+        return Kept((facts, tuple(made.fields)), made)
 
     def train_steps(
         self,
-        shards: Sequence[Shard],
+        taken: Taken,
         loss: Loss,
         denominators: Sequence[Denominators],
         temperature: float,
         with_entropy: bool,
         kl_to: str | None = None,
+        whitening: Whitening | None = None,
     ) -> list[StepResult] | None:
-        """``Engine.train_step`` on one minibatch after the other; of rank 0, since all say the same."""
-        found = [
-            self.engine.train_step(
-                shard.batch(), loss, counts, temperature=temperature, with_entropy=with_entropy, kl_to=kl_to
+        """``Engine.train_step`` on one minibatch after the other; of rank 0, since all say the same.
+
+        taken: told, of each minibatch, the advantages of its sequences where they are not in the batch.
+        """
+        found = []
+        for batch, told_S, counts in zip(taken.batches, taken.told, denominators, strict=True):
+            if told_S is not None or batch.advantages_T is not None:
+                advantages_S = None if told_S is None else torch.from_numpy(told_S)
+                lengths, raw_T = list(batch.lengths_S), batch.advantages_T
+                final_T = final_advantages(raw_T, advantages_S, whitening, batch.mask_T, lengths)
+                batch = replace(batch, advantages_T=final_T)
+            found.append(
+                self.engine.train_step(
+                    batch, loss, counts, temperature=temperature, with_entropy=with_entropy, kl_to=kl_to
+                )
             )
-            for shard, counts in zip(shards, denominators, strict=True)
-        ]
         return found if self.rank == 0 else None
 
     def take_snapshot(self, name: str) -> None:
@@ -261,3 +291,7 @@ class TrainWorker(Answering):
     def _leads(self) -> bool:
         coords = self.groups.coords
         return coords.tp == coords.pp == coords.cp == 0
+
+
+def _sums(batch: TrainBatch, x_T: Tensor) -> Tensor:
+    return sequence_sums(x_T.double().masked_fill_(~batch.mask_T, 0), batch.lengths_S)

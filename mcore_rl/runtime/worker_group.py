@@ -1,7 +1,7 @@
-"""The workers of one role, called together: ``all`` calls every one, ``map`` gives each data-parallel rank its shard.
+"""The workers of one role, called together: ``all`` calls every one, ``map`` gives each data-parallel rank its portion.
 
-The tensor, pipeline and context peers of a data-parallel coordinate are handed the same object reference: a shard is
-put into Ray's store once, and read by its peers where it lies.
+The tensor, pipeline and context peers of a data-parallel coordinate are handed the same object references: a shard is
+in Ray's store once, and read by its peers where it lies.
 
 The invariant: a call returns the results of all, or raises the first cause within seconds, naming rank, coordinates,
 host and phase; after that the group is of no more use and is to be closed.
@@ -23,6 +23,8 @@ from mcore_rl.errors import DeadWorkerError, WorkerError
 from mcore_rl.parallel.failure import Cause, Failure, failure_message, first_cause
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.runtime.answers import Answer, Whereabouts, last_phase, message_of
+from mcore_rl.runtime.shard import Shard
+from mcore_rl.runtime.shared_batch import Taking
 from mcore_rl.runtime.watchdog import Watchdog, look_at, summary, write_hung
 
 POLL_S = 0.2  # between looks at the calls that are under way: how soon a failure is noticed
@@ -59,23 +61,22 @@ class WorkerGroup:
         message = message_of(method, args)
         return await self._collect(method, [worker.call.remote(message) for worker in self._workers])
 
-    def put(self, shards: Sequence[object]) -> list[Any]:
-        """References to the shards of the data-parallel coordinates, for several calls of ``map``."""
-        assert len(shards) == self.layout.dp, f"{len(shards)} shards for dp={self.layout.dp}"
+    def put(self, shards: Sequence[Shard]) -> list[Any]:
+        """References to them in Ray's store."""
         return [ray.put(shard) for shard in shards]
 
-    async def map(self, method: str, places: Sequence[Any], *args: object) -> list[Any]:
-        """The results of the data-parallel coordinates' leaders; every peer is called with its shard and ``args``.
+    async def map(self, method: str, takings: Sequence[Taking], *args: object) -> tuple[list[Any], list[Any]]:
+        """What the data-parallel coordinates' leaders answer, and references to what they keep in the store.
 
-        places: what ``put`` returned.  args: small; they go with each call.
+        takings: of each coordinate, see ``SharedBatch``; every peer is called with them and ``args``.
         """
-        message = message_of(method, args)
-        calls = [
-            worker.call.remote(message, places[self.layout.coords(rank).dp])
-            for rank, worker in enumerate(self._workers)
-        ]
-        results = await self._collect(method, calls)
-        return [results[rank] for rank in self.leaders]
+        assert len(takings) == self.layout.dp, f"{len(takings)} portions for dp={self.layout.dp}"
+        message, calls = message_of(method, args), []
+        for rank, worker in enumerate(self._workers):
+            portion, places = takings[self.layout.coords(rank).dp]
+            calls.append(worker.call_on.remote(message, portion, *places))
+        results = await self._collect(method, [answer for answer, _ in calls])
+        return [results[rank] for rank in self.leaders], [calls[rank][1] for rank in self.leaders]
 
     async def one(self, rank: int, method: str, *args: object) -> Any:
         """The result of one worker alone: nothing collective."""

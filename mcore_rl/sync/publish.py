@@ -84,7 +84,7 @@ class Publisher:
     @property
     def message_bytes(self) -> int:
         """The most that one direct message holds."""
-        return message_bytes(self.table, self.bucket_bytes)
+        return message_bytes(self.table, self.bucket_bytes, self.transport.in_place)
 
     def opening(self, first_rank: int = 0, attempt: int = 1) -> bytes:
         """The argument of ``sync_open`` for an engine whose first rank is rollout rank ``first_rank``."""
@@ -234,14 +234,15 @@ class _Clock:
         self.wait_s += time.perf_counter() - begun
 
 
-def message_bytes(table: Table, bucket_bytes: int) -> int:
+def message_bytes(table: Table, bucket_bytes: int, in_place: bool) -> int:
     """The most in one direct message, so that no process needs more than two buckets.
 
     A process holds two messages, at most half a bucket.  The parts of a tensor come from up to tp ranks in turn, so
     that a worker has as much in hand as tp messages write, at most half a bucket again.  The rest is for what vLLM
-    makes of a module.
+    makes of a module.  What is not received in place is read out of memory that a worker maps, two messages of each of
+    these ranks (``sync/slots.py``): they are half as large.
     """
-    return bucket_bytes // (2 * max(2, table.layout.tp))
+    return bucket_bytes // ((2 if in_place else 4) * max(2, table.layout.tp))
 
 
 def opening_of(
@@ -254,6 +255,7 @@ def opening_of(
             f"The channel is for {address.num_trainers} training and {address.num_rollout} rollout ranks, the plan for "
             f"{table.layout.world_size} and {rollout.layout.world_size}. Make the Address from the layouts"
         )
+    most = message_bytes(table, bucket_bytes, transport.in_place)
     return Opening(
         family=table.family.name,
         model=table.model,
@@ -262,9 +264,9 @@ def opening_of(
         rollout=rollout.layout,
         first_rank=first_rank,
         dtype=str(dtype).removeprefix("torch."),
-        message_bytes=message_bytes(table, bucket_bytes),
+        message_bytes=most,
         in_place=transport.in_place,
         bucket_bytes=bucket_bytes,
-        plan=plan_id(plan, message_bytes(table, bucket_bytes), transport.in_place),
+        plan=plan_id(plan, most, transport.in_place),
         connect=connector(transport, bucket_bytes),
     )

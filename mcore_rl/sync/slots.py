@@ -114,8 +114,10 @@ class SlotReceiving(Receiving):
             key = f"slot/{source}/{me}/{number}"
             handle = self.members.get(key, source)
             self.members.delete(key)
-            if handle not in mapped:
-                mapped[handle] = self._memory.map(handle)
+            # The one that is read now is the last.
+            mapped[handle] = mapped.pop(handle) if handle in mapped else self._memory.map(handle)
+            while sum(map(len, mapped.values())) > max(self.bucket_bytes // 2, len(mapped[handle])):
+                mapped.pop(next(iter(mapped)))  # of a rank that may have sent all it has
             yield mapped[handle][:size]
             self._memory.settle()
             self.members.set(f"{key}/read", b"1")

@@ -39,11 +39,14 @@ class Case:
             flat += [next(entries) if kept else 0.0 for kept in mask]
         return flat
 
+    @property
+    def group_S(self) -> torch.Tensor:
+        return torch.tensor(self.groups)
+
     def inputs(self, dtype: torch.dtype = torch.float64) -> AdvantageInputs:
         return AdvantageInputs(
             lengths_S=self.lengths,
             mask_T=torch.tensor(list(chain.from_iterable(self.masks))),
-            group_S=torch.tensor(self.groups),
             outcome_S=torch.zeros(len(self.masks), dtype=dtype),
             process_T=torch.tensor(list(chain.from_iterable(self.rewards)), dtype=dtype),
             values_T=torch.tensor(list(chain.from_iterable(self.values)), dtype=dtype),

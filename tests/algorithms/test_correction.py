@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from mcore_rl.algorithms.correction import correct
+from mcore_rl.algorithms.correction import correct, correction_metrics
 from mcore_rl.algorithms.ragged import Trained
 from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, RolloutCorrectionConfig
 from tests.algorithms.cases import ALL, Case
@@ -47,7 +47,9 @@ def test_weights_and_mask(level: CorrectionLevel, mode: CorrectionMode) -> None:
         assert result.mask_T.tolist() == masks, name
         assert result.weights_T.tolist() == pytest.approx(weights, abs=1e-12), name
         trained = sum(sum(mask) for mask in case.masks)
-        assert result.metrics[KEY + "masked"] == pytest.approx(1 - sum(masks) / trained if trained else 0)
+        assert correction_metrics(result.sums, config)[KEY + "masked"] == pytest.approx(
+            1 - sum(masks) / trained if trained else 0
+        )
 
 
 @pytest.mark.parametrize("level", list(CorrectionLevel))
@@ -75,7 +77,7 @@ def test_metrics(level: CorrectionLevel) -> None:
             }
         if level is CorrectionLevel.none:  # nothing is weighed
             expected = {key: value for key, value in expected.items() if key not in weighing}
-        metrics = found(case, old, rollout, config).metrics
+        metrics = correction_metrics(found(case, old, rollout, config).sums, config)
         assert metrics == pytest.approx({KEY + key: value for key, value in expected.items()}), name
 
 
@@ -92,7 +94,8 @@ def test_equal_logprobs_weigh_1() -> None:
         bounds = RolloutCorrectionConfig(level=level, mode=CorrectionMode.mask, lower=1.0, upper=1.0)  # inclusive
         result = found(case, old, old, bounds)
         assert torch.equal(result.weights_T, case.inputs().mask_T.double())
-        assert result.metrics[KEY + "effective_sample_size"] == result.metrics[KEY + "ratio_mean"] == 1.0
+        metrics = correction_metrics(result.sums, bounds)
+        assert metrics[KEY + "effective_sample_size"] == metrics[KEY + "ratio_mean"] == 1.0
 
 
 def test_huge_ratios_are_clamped_and_numbers_that_are_none_are_masked() -> None:
@@ -103,7 +106,7 @@ def test_huge_ratios_are_clamped_and_numbers_that_are_none_are_masked() -> None:
     result = correct(old_T[:4], rollout_T[:4], Trained(mask_T[:4]), (4,), unbounded)
     assert result.weights_T is not None
     assert result.weights_T.tolist() == pytest.approx([0, math.exp(20), math.exp(-20), 1], rel=1e-5)
-    assert result.metrics[KEY + "effective_sample_size"] == pytest.approx(1 / 3)
+    assert correction_metrics(result.sums, unbounded)[KEY + "effective_sample_size"] == pytest.approx(1 / 3)
     masking = RolloutCorrectionConfig(level=CorrectionLevel.token, mode=CorrectionMode.mask)
     masked = correct(old_T, rollout_T, Trained(mask_T), (5,), masking)
     assert masked.mask_T.tolist() == [False, False, False, True, False]

@@ -9,15 +9,13 @@ import torch
 
 from mcore_rl.algorithms.ragged import (
     _SIDE_BY_SIDE,
-    CHUNK,
+    Spreads,
     Trained,
     at_tokens,
     discounted_sums,
-    exact_sum,
     last_trained,
     sequence_counts,
     sequence_sums,
-    spread,
 )
 from tests.algorithms.cases import ALL
 
@@ -74,35 +72,24 @@ def test_trained_tokens_are_taken_out_and_put_back(mask: list[int]) -> None:
     assert trained.scatter(trained.gather(x_T)).tolist() == [(place + 1.0) * kept for place, kept in enumerate(mask)]
 
 
-def test_spread_over_several_chunks() -> None:
-    x_M = torch.randn(2 * CHUNK + 3, generator=torch.Generator().manual_seed(1)) + 5
-    found, x = spread(torch.split(x_M, CHUNK)), [float(each) for each in x_M]
-    mean = math.fsum(x) / len(x)
-    assert exact_sum(torch.split(x_M, CHUNK)) == pytest.approx(math.fsum(x), rel=1e-12)
-    assert found.mean == pytest.approx(mean, rel=1e-12)
-    assert found.variance == pytest.approx(math.fsum((each - mean) ** 2 for each in x) / len(x), rel=1e-12)
-    assert (found.low, found.high) == (min(x), max(x))
+def test_the_spread_of_all_is_put_together_from_the_spreads_of_each() -> None:
+    x_M = torch.randn(1003, generator=torch.Generator().manual_seed(1)) + 5
+    for counts in ([1003], [0, 400, 1, 0, 602, 0], [1] * 1003):
+        found, x = Spreads.of(x_M, torch.tensor(counts)).total(), [float(each) for each in x_M]
+        assert found is not None and found.count == len(x)
+        mean = math.fsum(x) / len(x)
+        assert found.mean == pytest.approx(mean, rel=1e-12)
+        assert found.variance == pytest.approx(math.fsum((each - mean) ** 2 for each in x) / len(x), rel=1e-12)
+        assert (found.low, found.high) == (min(x), max(x))
+    assert Spreads.of(x_M[:0], torch.tensor([0, 0])).total() is None
 
 
-def test_chunks_are_what_gather_returns() -> None:
-    generator = torch.Generator().manual_seed(2)
-    sizes = [3, CHUNK - 1, 1, 5, CHUNK * 2 + 7, 1, 2, 9, CHUNK // 2, CHUNK // 2, CHUNK // 2, CHUNK]
-    for first in (False, True):  # whether the sizes begin with a run that is trained
-        mask_T = torch.cat([torch.full((size,), (number % 2 == 0) == first) for number, size in enumerate(sizes)])
-        x_T, y_T = torch.randn(2, len(mask_T), generator=generator)
-        trained = Trained(mask_T)
-        chunks = list(trained.chunks(x_T, y_T))
-        assert torch.equal(torch.cat([x for x, _ in chunks]), x_T[mask_T])
-        assert torch.equal(torch.cat([y for _, y in chunks]), y_T[mask_T])
-        assert all(len(x) == len(y) > 0 for x, y in chunks) and len(chunks) < len(sizes) // 2
-    assert list(Trained(torch.zeros(3, dtype=torch.bool)).chunks(torch.ones(3))) == []
+def test_the_spread_of_what_is_equal_within_a_sequence() -> None:
+    x_S, counts_S = torch.tensor([0.3, -2.0, 9.0, 1.25]), torch.tensor([3, 1, 0, 4])
+    expected = Spreads.of(x_S.repeat_interleave(counts_S), counts_S).total()
+    assert Spreads.constant(x_S, counts_S).total() == expected
 
 
 def test_equal_values_do_not_vary() -> None:
-    assert spread([torch.full((7,), 0.1)] * 3).variance == 0.0
-
-
-def test_each_trained_token_is_filled_with_its_sequence_s_value() -> None:
-    mask_T = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 0, 0, 0, 1], dtype=torch.bool)
-    found_T = Trained(mask_T).fill(torch.tensor([3.0, 5.0, 7.0, 9.0, 11.0]), (3, 1, 5, 1, 2))
-    assert found_T.tolist() == [0, 3, 3, 0, 0, 7, 0, 7, 0, 0, 0, 11]
+    found = Spreads.of(torch.full((21,), 0.1), torch.tensor([7, 0, 13, 1])).total()
+    assert found is not None and found.variance == 0.0

@@ -5,24 +5,34 @@ The algorithms themselves are held against float64 references in tests/algorithm
 
 from __future__ import annotations
 
+import asyncio
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from mcore_rl.algorithms.advantages.registry import final_advantages
 from mcore_rl.algorithms.kl import KlController
+from mcore_rl.algorithms.lesson import Outcomes
+from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.algorithm import (
     AdvEstimator,
     AlgorithmConfig,
     CorrectionLevel,
+    CorrectionMode,
     KlControl,
     KlControlConfig,
     RolloutCorrectionConfig,
 )
-from mcore_rl.controller.learning import Lesson, lesson
+from mcore_rl.controller.learning import study
 from mcore_rl.controller.trajectories import Groups
+from mcore_rl.controller.updates import send
+from mcore_rl.runtime.shard import Taken
 from mcore_rl.types import TrainBatch
+from tests.support.batches import LENGTHS as RAGGED
+from tests.support.batches import ragged
+from tests.support.in_process_group import InProcessGroup
 
 # Two samples of one prompt of two tokens; responses of two tokens and of one.  Of prompts nothing may be read.
 LENGTHS = (4, 3)
@@ -34,23 +44,83 @@ VALUES = torch.tensor([9.0, 9.0, 0.2, 0.4, 9.0, 9.0, 0.1])
 KL = KlControlConfig(kl_coef=0.1)
 
 
-def learn(algorithm: AlgorithmConfig, kl: KlController | None = None, **changes: torch.Tensor) -> Lesson:
+@dataclass
+class Found:
+    """What ranks would train with, in the order of the batch, and what was said of it."""
+
+    batch: TrainBatch
+    metrics: dict[str, float]
+
+
+def studied(groups: Groups, algorithm: AlgorithmConfig, kl: KlController, dp: int) -> Found:
+    group, number = InProcessGroup(dp), len(groups.batch.lengths_S)
+    shared = send(group, groups.batch, [range(number)])  # type: ignore[arg-type]
+    lesson = asyncio.run(study(group, shared, groups, algorithm, kl))  # type: ignore[arg-type]
+    fields = [*(name for name, _ in groups.batch.token_fields()), "advantages_T", "returns_T", "weights_T"]
+    whole: list[Taken] = []
+    one = InProcessGroup(1, take=lambda _, taken: whole.append(taken))
+    asyncio.run(one.map("take", shared.takings([[list(range(number))]], fields)))
+    (batch,) = whole[0].batches
+    assert torch.equal(lesson.trained_S, sequence_counts(batch.mask_T, batch.lengths_S))
+    estimate = lesson.estimate
+    final_T = final_advantages(
+        batch.advantages_T, estimate.advantages_S, estimate.whitening, batch.mask_T, list(batch.lengths_S)
+    )
+    return Found(replace(batch, advantages_T=final_T), lesson.metrics)
+
+
+def learn(algorithm: AlgorithmConfig, kl: KlController | None = None, dp: int = 2, **changes: torch.Tensor) -> Found:
+    batch = TrainBatch(lengths_S=LENGTHS, tokens_T=torch.arange(7), mask_T=MASK, rollout_logprobs_T=ROLLOUT)
+    batch = replace(batch, old_logprobs_T=OLD, ref_logprobs_T=REF, old_values_T=VALUES)
     groups = Groups(
         trajectories=(),
-        batch=TrainBatch(lengths_S=LENGTHS, tokens_T=torch.arange(7), mask_T=MASK, rollout_logprobs_T=ROLLOUT),
+        batch=replace(batch, **changes),
         group_S=torch.tensor([0, 0]),
-        scores_S=torch.tensor([1.0, 0.0]),
-        truncated_S=torch.tensor([False, True]),
-        greedy_S=torch.tensor([0.25, 0.25]),
+        outcomes=Outcomes(
+            scores_S=torch.tensor([1.0, 0.0]),
+            truncated_S=torch.tensor([False, True]),
+            greedy_S=torch.tensor([0.25, 0.25]),
+        ),
     )
-    batch = replace(groups.batch, old_logprobs_T=OLD, ref_logprobs_T=REF, old_values_T=VALUES)
-    batch = replace(batch, **changes)
-    return lesson(groups, batch, algorithm, kl or KlController(algorithm.kl_ctrl))
+    return studied(groups, algorithm, kl or KlController(algorithm.kl_ctrl), dp)
 
 
-def advantages(found: Lesson) -> list[float]:
+def advantages(found: Found) -> list[float]:
     assert found.batch.advantages_T is not None
     return found.batch.advantages_T[MASK].tolist()
+
+
+def as_bits(found: Found) -> dict[str, object]:
+    return {name: tensor.numpy().tobytes() for name, tensor in found.batch.token_fields()} | found.metrics
+
+
+@pytest.mark.parametrize("estimator", list(AdvEstimator))
+@pytest.mark.parametrize("level", list(CorrectionLevel))
+def test_no_bit_depends_on_how_many_ranks_there_are(estimator: AdvEstimator, level: CorrectionLevel) -> None:
+    batch, draw = ragged(7), torch.Generator().manual_seed(3)
+    size, number = len(batch.mask_T), len(RAGGED)
+    drawn = [torch.randn(size, generator=draw) for _ in range(4)]
+    batch = TrainBatch(
+        lengths_S=batch.lengths_S, tokens_T=batch.tokens_T, mask_T=batch.mask_T, rollout_logprobs_T=drawn[0],
+        old_logprobs_T=drawn[0] + drawn[1] / 9, ref_logprobs_T=drawn[2], old_values_T=drawn[3],
+    )  # fmt: skip
+    groups = Groups(
+        trajectories=(),
+        batch=batch,
+        group_S=torch.arange(number) // 3,
+        outcomes=Outcomes(
+            scores_S=torch.randn(number, generator=draw),
+            truncated_S=torch.arange(number) % 4 == 1,
+            greedy_S=torch.randn(number, generator=draw),
+        ),
+    )
+    mode = CorrectionMode.mask if level is CorrectionLevel.token else CorrectionMode.truncate
+    algorithm = AlgorithmConfig(
+        adv_estimator=estimator, gamma=0.9, lam=0.8, mask_truncated=True, use_kl_in_reward=True, whiten_advantages=True,
+        rollout_correction=RolloutCorrectionConfig(level=level, mode=mode, lower=0.9, upper=1.1),
+    )  # fmt: skip
+    one, *more = (as_bits(studied(groups, algorithm, KlController(KL), dp)) for dp in (1, 2, 3, number))
+    assert all(each == one for each in more)
 
 
 def test_leave_one_out_of_the_scores() -> None:

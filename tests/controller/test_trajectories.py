@@ -34,14 +34,14 @@ def test_tokens_masks_and_logprobs_stand_side_by_side() -> None:
     expected = torch.tensor([0, 0, 0, -1.0, -1.1, 0, 0, 0, -1.2, 0, -1.3, -1.4, -1.5])
     assert torch.equal(batch.rollout_logprobs_T, expected)
     assert found.group_S.tolist() == [0, 0, 1]
-    assert found.scores_S.tolist() == [1.0, 0.0, 0.5]
-    assert found.truncated_S.tolist() == [False, True, False]
-    assert found.greedy_S is None and found.num_trained == 6
+    assert found.outcomes.scores_S.tolist() == [1.0, 0.0, 0.5]
+    assert found.outcomes.truncated_S.tolist() == [False, True, False]
+    assert found.outcomes.greedy_S is None and found.num_trained == 6
 
 
 def test_a_greedy_score_goes_to_all_of_its_group() -> None:
     found = assemble(GROUPS, greedy=[0.25, 0.75])
-    assert found.greedy_S is not None and found.greedy_S.tolist() == [0.25, 0.25, 0.75]
+    assert found.outcomes.greedy_S is not None and found.outcomes.greedy_S.tolist() == [0.25, 0.25, 0.75]
 
 
 def test_rows_to_read_hold_text() -> None:

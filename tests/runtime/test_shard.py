@@ -1,13 +1,15 @@
-"""What a rank is sent of a batch is what it would have selected."""
+"""What a rank makes of the shards that it is handed is what it would have selected."""
 
 from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import torch
 
-from mcore_rl.runtime.shard import shards_of
-from mcore_rl.types import TokenScores, TrainBatch
+from mcore_rl.runtime.shard import Portion, Shard, shards_of
+from mcore_rl.runtime.shared_batch import SharedBatch
+from mcore_rl.types import SequenceScores, TrainBatch
 
 
 def whole() -> TrainBatch:
@@ -20,33 +22,65 @@ def whole() -> TrainBatch:
     )
 
 
-def test_a_shard_is_its_sequences_in_order() -> None:
-    batch, members = whole(), [[3, 0], [1], [2, 1, 0]]
-    for indices, shard in zip(members, shards_of(batch, members), strict=True):
-        found, expected = pickle.loads(pickle.dumps(shard, protocol=5)).batch(), batch.select(indices)
-        assert found.lengths_S == expected.lengths_S
-        assert found.tokens_T.dtype == torch.int64
-        assert [name for name, _ in found.token_fields()] == [name for name, _ in expected.token_fields()]
+def test_a_batch_is_its_sequences_in_order_wherever_they_lie() -> None:
+    batch = whole()
+    names = [name for name, _ in batch.token_fields()]
+    shards = [pickle.loads(pickle.dumps(shard, protocol=5)) for shard in shards_of(batch, [[3, 0], [1], [2]])]
+    shared = SharedBatch(batch.lengths_S, [[3, 0], [1], [2]], shards, names)
+    ((message, handed),) = shared.takings([[[0, 2], [1, 3, 0]]], names, ["told"])
+    portion: Portion = pickle.loads(message)
+    assert portion.told == "told" and len(handed) == 3
+    for indices, found in zip([[0, 2], [1, 3, 0]], portion.batches(handed), strict=True):
+        expected = batch.select(indices)
+        assert found.lengths_S == expected.lengths_S and found.tokens_T.dtype == torch.int64
         for (name, ours), (_, theirs) in zip(found.token_fields(), expected.token_fields(), strict=True):
             assert torch.equal(ours, theirs.long() if name == "tokens_T" else theirs), name
 
 
+def test_fields_that_were_added_take_the_place_of_what_was_there() -> None:
+    batch = whole()
+    names = [name for name, _ in batch.token_fields()]
+    shared = SharedBatch(batch.lengths_S, [[0, 1, 2, 3]], shards_of(batch, [[0, 1, 2, 3]]), names)
+    masks = {index: torch.zeros(batch.lengths_S[index], dtype=torch.bool) for index in range(4)}
+    masks[1][2] = True
+    later = [Shard.of([1, 3], mask_T=torch.cat([masks[2], masks[1]])), Shard.of([2, 2], mask_T=torch.zeros(4).bool())]
+    shared.add([[2, 1], [0, 3]], later, ["mask_T"])
+    ((message, handed),) = shared.takings([[[1, 3]]], [*names, "weights_T"])
+    (found,) = pickle.loads(message).batches(handed)
+    assert found.mask_T.tolist() == [False, False, True, False, False]
+    assert found.tokens_T.tolist() == [2, 3, 4, 6, 7] and found.weights_T is None
+    assert len(handed) == 3, "the tokens' shard, and both of the masks'"
+
+
 def test_a_shard_is_cut_without_copies_and_joined_into_memory_of_its_own() -> None:
     batch = whole()
-    shard = shards_of(batch, [[1]])[0]
+    (shard,) = shards_of(batch, [[1]])
     assert batch.advantages_T is not None
     batch.advantages_T[2] = 9
     assert shard.fields["advantages_T"][0][0] == 9
-    joined = shard.batch()
+    fields = (("tokens_T", 0), ("mask_T", 0), ("advantages_T", 0))
+    (joined,) = Portion(fields, (((((0, 0),),)),)).batches([shard])
     assert joined.advantages_T is not None
     joined.advantages_T.zero_()
     assert batch.advantages_T[2] == 9
 
 
-def test_scores_travel_out_of_band() -> None:
-    scores, buffers = TokenScores(logprobs_T=torch.arange(4.0)), list[pickle.PickleBuffer]()
-    sent = pickle.dumps(scores, protocol=5, buffer_callback=buffers.append)
+def test_shards_travel_out_of_band() -> None:
+    shard, buffers = Shard.of([3, 1], old_logprobs_T=torch.arange(4.0), weights_T=None), list[pickle.PickleBuffer]()
+    sent = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
     assert sum(buffer.raw().nbytes for buffer in buffers) == 16
     found = pickle.loads(sent, buffers=[bytes(buffer.raw()) for buffer in buffers])
-    assert found.logprobs_T.tolist() == [0, 1, 2, 3]
-    assert found.values_T is None
+    assert list(found.fields) == ["old_logprobs_T"]
+    assert [part.tolist() for part in found.fields["old_logprobs_T"]] == [[0, 1, 2], [3]]
+
+
+def test_records_of_each_rank_become_one_in_the_order_of_the_batch() -> None:
+    shared = SharedBatch((1, 1, 1), [[2], [1, 0]], [None, None], [])
+    parts = [
+        SequenceScores(sums_S=torch.tensor([2.0]), entropy_S=None),
+        SequenceScores(sums_S=torch.tensor([1.0, 0.0]), entropy_S=None),
+    ]
+    parts = [pickle.loads(pickle.dumps(part)) for part in parts]
+    found = shared.in_order(shared.homes, parts)
+    assert found.sums_S.tolist() == [0.0, 1.0, 2.0] and found.entropy_S is None
+    assert isinstance(found.sums_S.numpy(), np.ndarray) and found.sums_S.add_(1).tolist() == [1.0, 2.0, 3.0]

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import ray
+import torch
 from ray.exceptions import OutOfMemoryError
 from torch.distributed import TCPStore
 
@@ -21,8 +21,11 @@ from mcore_rl.errors import ConfigError, WorkerError
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import SLOT_BYTES, write_slot
 from mcore_rl.runtime.answers import last_phase, phase_file, phase_since
+from mcore_rl.runtime.shard import shards_of
+from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.types import TrainBatch
 from tests.support.answerers import VIOLATION, Talker
 from tests.support.run_task import still_alive
 
@@ -84,11 +87,26 @@ def test_all_answer_in_the_order_of_the_ranks(four: WorkerGroup) -> None:
     assert asyncio.run(four.one(2, "told", "alone")) == (2, ("alone",))
 
 
-def test_each_data_parallel_rank_gets_its_shard_and_its_leader_answers(four: WorkerGroup) -> None:
+def two_sequences(group: WorkerGroup) -> SharedBatch:
+    """Large enough to lie in the store: the first, of dp 0, is all 1, the second all 2."""
+    tokens_T = torch.ones(2 << 18, dtype=torch.int32)
+    tokens_T[1 << 18 :] = 2
+    batch = TrainBatch(lengths_S=(1 << 18, 1 << 18), tokens_T=tokens_T, mask_T=torch.zeros(2 << 18, dtype=torch.bool))
+    names = [name for name, _ in batch.token_fields()]
+    return SharedBatch(batch.lengths_S, [[0], [1]], group.put(shards_of(batch, [[0], [1]])), names)
+
+
+def test_each_data_parallel_rank_gets_its_portion_and_its_leader_answers_and_keeps(four: WorkerGroup) -> None:
     # tp is the fastest axis: ranks 0 and 1 are dp 0, ranks 2 and 3 are dp 1.
-    places = four.put(["left", "right"])
-    assert asyncio.run(four.map("told", places, 5)) == [(0, ("left", 5)), (2, ("right", 5))]
-    assert asyncio.run(four.map("told", places, 6)) == [(0, ("left", 6)), (2, ("right", 6))]
+    shared = two_sequences(four)
+    takings = shared.takings([[[0]], [[1]]], ["tokens_T", "mask_T"], ["left", "right"])
+    found, kept = asyncio.run(four.map("sums", takings, 5))
+    assert found == [(0, 1 << 18, "left", (5,)), (2, 2 << 18, "right", (5,))]
+    first, second = ray.get(kept)
+    assert first.fields["tokens_T"][0].sum() == 2 << 18 and second is None
+    shared.add([[0]], kept[:1], ["tokens_T"])  # what rank 0 keeps is handed to others like any shard
+    found, _ = asyncio.run(four.map("sums", shared.takings([[[0]], [[0]]], ["tokens_T", "mask_T"]), 6))
+    assert found == [(0, 2 << 18, None, (6,)), (2, 2 << 18, None, (6,))]
 
 
 def test_peers_read_one_copy_where_it_lies(four: WorkerGroup) -> None:
@@ -96,21 +114,21 @@ def test_peers_read_one_copy_where_it_lies(four: WorkerGroup) -> None:
 
     class Recording:
         def __init__(self, rank: int) -> None:
-            self.call, self.rank = self, rank
+            self.call_on, self.rank = self, rank
 
-        def remote(self, message: bytes, *references: Any) -> Any:
+        def remote(self, message: bytes, portion: bytes, *references: Any) -> Any:
             calls[self.rank] = references
-            return four._workers[self.rank].call.remote(message, *references)
+            return four._workers[self.rank].call_on.remote(message, portion, *references)
 
     recorded = WorkerGroup(
         "talker", [Recording(rank) for rank in range(4)], four.layout, four.hosts, four._logs, patient()
     )
-    places = recorded.put([np.zeros(1 << 18), np.ones(1 << 18)])
-    assert asyncio.run(recorded.map("is_shared", places)) == [True, True]
-    left, right = places
+    takings = two_sequences(recorded).takings([[[0]], [[1]]], ["tokens_T", "mask_T"])
+    asyncio.run(recorded.map("sums", takings))
+    left, right = (places for _, (places,) in takings)
     assert calls == {0: (left,), 1: (left,), 2: (right,), 3: (right,)}
-    with pytest.raises(AssertionError, match="3 shards for dp=2"):
-        recorded.put([1, 2, 3])
+    with pytest.raises(AssertionError, match="1 portions for dp=2"):
+        asyncio.run(recorded.map("sums", takings[:1]))
 
 
 def test_what_a_worker_prints_is_in_its_log(four: WorkerGroup) -> None:

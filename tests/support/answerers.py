@@ -19,6 +19,7 @@ from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.protocol import FinishReason, Request, Sample, Sampling, VersionSpan
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.rollout_worker import RolloutWorker
+from mcore_rl.runtime.shard import Kept, Shard, Taken
 
 LONG = timedelta(seconds=200)
 VIOLATION = Violation("actor.parallel.tp", 3, "does not fit", "Write 2")
@@ -33,9 +34,11 @@ class Talker(Answering):
     def told(self, *args: Any) -> tuple[int, tuple[Any, ...]]:
         return self.rank, args
 
-    def is_shared(self, array: np.ndarray) -> bool:
-        """Whether it lies in Ray's store, which nobody may write to."""
-        return not array.flags.writeable
+    def sums(self, taken: Taken, *args: Any) -> Kept | tuple[Any, ...]:
+        """What it was handed; rank 0 keeps its tokens, doubled, and rank 2 keeps nothing."""
+        (batch,) = taken.batches
+        said = (self.rank, batch.tokens_T.sum().item(), taken.told, args)
+        return Kept(said, Shard.of(batch.lengths_S, tokens_T=2 * batch.tokens_T)) if self.rank == 0 else said
 
     def pid(self) -> int:
         return os.getpid()

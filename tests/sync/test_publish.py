@@ -183,7 +183,7 @@ def test_each_rollout_rank_is_sent_what_it_stores(
     for rank, one in enumerate(published):
         assert (one.version, one.mode, one.bytes_over_bound) == (3, Mode.direct, 1.0)
         assert one.gb_per_s > 0 and one.pack_s + one.wait_s <= one.seconds
-        assert made.end(rank).longest <= made.publishers[rank].message_bytes == BUCKET_BYTES // 4
+        assert made.end(rank).longest <= made.publishers[rank].message_bytes == BUCKET_BYTES // (4 if in_place else 8)
         # The model is float32, so that nothing else can be sent from where it lies.
         packed = sum(len(messages) for messages in made.end(rank).sent.values())
         assert (made.end(rank).num_buffers < packed) == (in_place and dtype == torch.float32)
@@ -272,4 +272,5 @@ def test_an_address_that_was_not_made_from_the_layouts_is_refused(tmp_path: Path
 def test_messages_leave_room_for_what_a_worker_has_in_hand(tp: int, share: int) -> None:
     """Two messages, and of up to tp ranks what their parts of one tensor write: two buckets in all."""
     table = Table(FAMILIES["llama"], checkpoints.MODELS["llama"], parse_layout(f"tp={tp}"))
-    assert message_bytes(table, 1 << 20) == (1 << 20) // share
+    assert message_bytes(table, 1 << 20, in_place=True) == (1 << 20) // share
+    assert message_bytes(table, 1 << 20, in_place=False) == (1 << 20) // share // 2, "mapped besides"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from mcore_rl.algorithms.advantages.groups import PromptGroups
-from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from mcore_rl.config.algorithm import AlgorithmConfig
 
 
-def gpg(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+def gpg(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     """``A = alpha (R - mean)`` over the group, the same for every token of a response.
 
     ``alpha = B / (B - M)``: B responses with trained tokens, M of them in groups whose scores are all equal.  Those
     have no gradient, and alpha takes them out of the average.  verl counts responses whose score is 0 in their stead.
     """
-    groups = PromptGroups.of(inputs)
     silent_S = groups.member_S & (groups.deviations() == 0)
     total, silent = int(groups.member_S.sum()), int(silent_S.sum())
-    return Advantages(advantages_T=inputs.spread(groups.centred() * (total / max(total - silent, 1))))
+    return groups.centred() * (total / max(total - silent, 1))

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
-
 
 @dataclass(frozen=True, kw_only=True)
 class PromptGroups:
@@ -21,24 +19,30 @@ class PromptGroups:
 
     scores_S: less the lowest of the group, which no baseline notices, and which makes equal scores give exactly 0
     whatever the rounding of their mean; 0 for those who are no members.
-    member_S: bool.  index_S: int64, the group, counted from 0.  sizes_S: members of a sequence's group.
+    counts_S: trained tokens.  member_S: bool.  index_S: int64, the group, counted from 0.  sizes_S: members of a
+    sequence's group.
     """
 
     scores_S: Tensor
+    counts_S: Tensor
     member_S: Tensor
     index_S: Tensor
     sizes_S: Tensor
 
     @classmethod
-    def of(cls, inputs: AdvantageInputs) -> PromptGroups:
-        """The groups of one step."""
-        groups, index_S = torch.unique(inputs.group_S, return_inverse=True)
-        member_S = inputs.counts_S > 0
-        lowest_G = torch.zeros(len(groups), dtype=inputs.scores_S.dtype)
-        lowest_G.scatter_reduce_(0, index_S[member_S], inputs.scores_S[member_S], "amin", include_self=False)
-        scores_S = torch.where(member_S, inputs.scores_S - lowest_G[index_S], 0)
+    def of(cls, group_S: Tensor, scores_S: Tensor, counts_S: Tensor) -> PromptGroups:
+        """The groups of one step, of all its sequences.
+
+        group_S: int64, which prompt each sequence is a sample of, in any order and numbering.  scores_S: finite.
+        counts_S: trained tokens, int64.
+        """
+        groups, index_S = torch.unique(group_S, return_inverse=True)
+        member_S = counts_S > 0
+        lowest_G = torch.zeros(len(groups), dtype=scores_S.dtype)
+        lowest_G.scatter_reduce_(0, index_S[member_S], scores_S[member_S], "amin", include_self=False)
+        scores_S = torch.where(member_S, scores_S - lowest_G[index_S], 0)
         sizes_S = torch.zeros(len(groups), dtype=torch.int64).index_add(0, index_S, member_S.long())[index_S]
-        return cls(scores_S=scores_S, member_S=member_S, index_S=index_S, sizes_S=sizes_S)
+        return cls(scores_S=scores_S, counts_S=counts_S, member_S=member_S, index_S=index_S, sizes_S=sizes_S)
 
     @property
     def has_siblings_S(self) -> Tensor:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from mcore_rl.algorithms.advantages.groups import PromptGroups
-from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from mcore_rl.config.algorithm import AlgorithmConfig
 
 EPSILON = 1e-6  # added to the standard deviation, as in verl
 
 
-def grpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+def grpo(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     """``A = (R - mean) / (std + 1e-6)`` over the group, the same for every token of a response.
 
     std has Bessel's correction, as in verl and TRL; the paper does not say.  The only member of a group, whose raw
     reward verl passes on, gets 0.
     """
-    groups = PromptGroups.of(inputs)
-    return Advantages(advantages_T=inputs.spread(groups.centred() / (groups.deviations() + EPSILON)))
+    return groups.centred() / (groups.deviations() + EPSILON)

@@ -8,22 +8,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.ragged import Trained, last_trained, sequence_counts, sequence_sums
+from mcore_rl.algorithms.ragged import Trained, at_tokens, last_trained, sequence_counts, sequence_sums
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """All sequences of one step, on the controller.  Floating tensors share one dtype, float32.
+    """Sequences of one step, all or a rank's.  Floating tensors share one dtype, float32.
 
-    lengths_S: tokens of each sequence.  mask_T: bool, trained tokens.  group_S: int64, which prompt each sequence is a
-    sample of, in any order and numbering.  outcome_S: the response's score, finite, the reward of its last trained
-    token.  process_T: rewards of tokens beside that, such as the KL penalty; read at trained tokens only.  values_T:
-    the critic's.  greedy_S: score of the greedy response to the same prompt (ReMax).
+    lengths_S: tokens of each sequence.  mask_T: bool, trained tokens.  outcome_S: the response's score, finite, the
+    reward of its last trained token.  process_T: rewards of tokens beside that, such as the KL penalty; read at trained
+    tokens only.  values_T: the critic's.  greedy_S: score of the greedy response to the same prompt (ReMax).
     """
 
     lengths_S: tuple[int, ...]
     mask_T: Tensor
-    group_S: Tensor
     outcome_S: Tensor
     process_T: Tensor | None = None
     values_T: Tensor | None = None
@@ -36,7 +34,6 @@ class AdvantageInputs:
             ("mask_T", self.mask_T, num_tokens),
             ("process_T", self.process_T, num_tokens),
             ("values_T", self.values_T, num_tokens),
-            ("group_S", self.group_S, num_sequences),
             ("outcome_S", self.outcome_S, num_sequences),
             ("greedy_S", self.greedy_S, num_sequences),
         ):
@@ -70,11 +67,11 @@ class AdvantageInputs:
         """Sum of the rewards of each sequence's trained tokens."""
         if self.process_T is None:
             return torch.where(self.counts_S > 0, self.outcome_S, 0)
-        return sequence_sums(self.rewards_T, self.lengths_S)
+        return sequence_sums(self.rewards_T.double(), self.lengths_S).to(self.outcome_S.dtype)
 
     def spread(self, x_S: Tensor) -> Tensor:
         """``x_S`` at each trained token of its sequence, 0 elsewhere; [T]."""
-        return self.trained.fill(x_S, self.lengths_S)
+        return torch.where(self.mask_T, at_tokens(x_S, self.lengths_S), 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from mcore_rl.algorithms.advantages.groups import PromptGroups
-from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from mcore_rl.config.algorithm import AlgorithmConfig
 
 
-def opo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+def opo(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     """``A = R - sum(length R) / sum(length)`` over the group, the same for every token of a response.
 
     The baseline of least variance, for gradients that grow with the square root of the length.  Lengths count
     trained tokens.
     """
-    groups = PromptGroups.of(inputs)
-    lengths_S = inputs.counts_S.to(groups.scores_S.dtype)
+    lengths_S = groups.counts_S.to(groups.scores_S.dtype)
     baseline_S = groups.sums(lengths_S * groups.scores_S) / groups.sums(lengths_S).clamp(min=1)
-    return Advantages(advantages_T=inputs.spread(groups.scores_S - baseline_S))
+    return groups.scores_S - baseline_S

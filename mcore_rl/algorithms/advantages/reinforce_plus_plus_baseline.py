@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from mcore_rl.algorithms.advantages.groups import PromptGroups
-from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
 from mcore_rl.config.algorithm import AlgorithmConfig
 
 
-def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+def reinforce_plus_plus_baseline(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     """``A = R - mean`` over the group, the same for every token of a response; the registry whitens it.
 
     Whitening is over the tokens of groups of two or more.  verl passes the raw reward of an only member on.
     """
-    return Advantages(advantages_T=inputs.spread(PromptGroups.of(inputs).centred()))
+    return groups.centred()

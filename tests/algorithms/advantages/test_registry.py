@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mcore_rl.algorithms.advantages.gae import gae
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.algorithms.advantages.registry import ADVANTAGES, estimate_advantages
 from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig
@@ -146,7 +147,7 @@ def test_the_registry_is_complete() -> None:
 def test_advantages_are_those_of_the_formula(estimator: AdvEstimator, whiten: bool) -> None:
     config = AlgorithmConfig(adv_estimator=estimator, gamma=GAMMA, lam=LAM, whiten_advantages=whiten)
     for name, case in ALL.items():
-        found = estimate_advantages(case.inputs(), config).advantages_T
+        found = estimate_advantages(case.inputs(), case.group_S, config).advantages_T
         assert found.dtype == torch.float64
         # Float64 rounding, which whitening of all but equal values enlarges by up to 1 / sqrt(1e-8).
         torch.testing.assert_close(
@@ -158,7 +159,7 @@ def test_advantages_are_those_of_the_formula(estimator: AdvEstimator, whiten: bo
 def test_float32_is_near(estimator: AdvEstimator) -> None:
     config = AlgorithmConfig(adv_estimator=estimator, gamma=GAMMA, lam=LAM)
     for name, case in ALL.items():
-        found = estimate_advantages(case.inputs(torch.float32), config).advantages_T
+        found = estimate_advantages(case.inputs(torch.float32), case.group_S, config).advantages_T
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, torch.tensor(expected(case, config)), atol=2e-5, rtol=2e-5, msg=name)
 
@@ -166,7 +167,7 @@ def test_float32_is_near(estimator: AdvEstimator) -> None:
 def test_gae_returns_are_not_whitened() -> None:
     config = AlgorithmConfig(adv_estimator=AdvEstimator.gae, gamma=GAMMA, lam=LAM)
     for case in ALL.values():
-        returns_T = estimate_advantages(case.inputs(), config).returns_T
+        returns_T = estimate_advantages(case.inputs(), case.group_S, config).returns_T
         by_hand = case.at_tokens(gae_by_hand(case, config)[1])
         torch.testing.assert_close(returns_T, torch.tensor(by_hand, dtype=torch.float64), atol=1e-12, rtol=1e-12)
 
@@ -174,7 +175,7 @@ def test_gae_returns_are_not_whitened() -> None:
 @pytest.mark.parametrize("estimator", [e for e in AdvEstimator if e is not AdvEstimator.gae])
 def test_without_a_critic_there_are_no_returns(estimator: AdvEstimator) -> None:
     config = AlgorithmConfig(adv_estimator=estimator)
-    assert estimate_advantages(ALL["drawn_0"].inputs(), config).returns_T is None
+    assert estimate_advantages(ALL["drawn_0"].inputs(), ALL["drawn_0"].group_S, config).returns_T is None
 
 
 @pytest.mark.parametrize("estimator", sorted(COMPARES, key=lambda e: e.value))
@@ -182,7 +183,7 @@ def test_without_a_critic_there_are_no_returns(estimator: AdvEstimator) -> None:
 def test_equal_scores_and_only_members_give_exactly_nothing(estimator: AdvEstimator, dtype: torch.dtype) -> None:
     config = AlgorithmConfig(adv_estimator=estimator)
     for name in ("equal_rewards", "only_one_member_groups", "empty_response_leaves_one_member", "all_masked"):
-        found = estimate_advantages(EDGES[name].inputs(dtype), config).advantages_T
+        found = estimate_advantages(EDGES[name].inputs(dtype), EDGES[name].group_S, config).advantages_T
         assert not found.any(), name
 
 
@@ -198,14 +199,14 @@ def test_what_stands_at_untrained_tokens_poisons_nothing(estimator: AdvEstimator
             process_T=clean.rewards_T.masked_fill(~clean.mask_T, math.nan),
             values_T=clean.values_T.masked_fill(~clean.mask_T, math.inf),
         )
-        assert torch.equal(
-            estimate_advantages(broken, config).advantages_T, estimate_advantages(clean, config).advantages_T
-        )
+        of_broken, of_clean = (estimate_advantages(each, case.group_S, config) for each in (broken, clean))
+        assert torch.equal(of_broken.advantages_T, of_clean.advantages_T)
 
 
 def test_an_empty_response_does_not_move_its_siblings() -> None:
     config = AlgorithmConfig(adv_estimator=AdvEstimator.grpo)
-    with_empty = estimate_advantages(EDGES["empty_response"].inputs(), config).advantages_T
+    case = EDGES["empty_response"]
+    with_empty = estimate_advantages(case.inputs(), case.group_S, config).advantages_T
     value = 0.5 / (math.sqrt(0.5) + 1e-6)  # the scores are 1 and 0
     assert with_empty.tolist() == pytest.approx([0, value, value, 0, 0, 0, 0, -value])
 
@@ -214,13 +215,12 @@ def test_gae_by_hand_numbers() -> None:
     inputs = AdvantageInputs(
         lengths_S=(3,),
         mask_T=torch.tensor([False, True, True]),
-        group_S=torch.tensor([0]),
         outcome_S=torch.tensor([1.0], dtype=torch.float64),
         values_T=torch.tensor([0.0, 0.5, 0.25], dtype=torch.float64),
     )
     config = AlgorithmConfig(adv_estimator=AdvEstimator.gae, gamma=0.5, lam=0.5)
     # deltas: 0 + 0.5 * 0.25 - 0.5 = -0.375 and 1 - 0.25 = 0.75; A_1 = -0.375 + 0.25 * 0.75 = -0.1875
-    assert ADVANTAGES[AdvEstimator.gae].fn(inputs, config).advantages_T.tolist() == [0.0, -0.1875, 0.75]
+    assert gae(inputs, config).advantages_T.tolist() == [0.0, -0.1875, 0.75]
 
 
 @pytest.mark.parametrize("field", ["values_T", "greedy_S"])
@@ -228,9 +228,9 @@ def test_what_is_needed_is_asked_for(field: str) -> None:
     estimator = {"values_T": AdvEstimator.gae, "greedy_S": AdvEstimator.remax}[field]
     inputs = replace(ALL["drawn_0"].inputs(), **{field: None})  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match=field):
-        estimate_advantages(inputs, AlgorithmConfig(adv_estimator=estimator))
+        estimate_advantages(inputs, ALL["drawn_0"].group_S, AlgorithmConfig(adv_estimator=estimator))
 
 
 def test_misshapen_inputs_are_refused() -> None:
-    with pytest.raises(AssertionError, match="group_S"):
-        replace(ALL["drawn_0"].inputs(), group_S=torch.tensor([0]))
+    with pytest.raises(AssertionError, match="outcome_S"):
+        replace(ALL["drawn_0"].inputs(), outcome_S=torch.tensor([0.0]))

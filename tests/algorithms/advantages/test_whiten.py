@@ -5,7 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages.whiten import whiten
+from mcore_rl.algorithms.advantages.whiten import Whitening
+from mcore_rl.algorithms.ragged import Spreads
+
+
+def whiten(x_T: torch.Tensor, mask_T: torch.Tensor) -> torch.Tensor:
+    """The tokens of ``mask_T`` as those of two sequences, whitened; 0 elsewhere."""
+    x_M = x_T[mask_T]
+    counts_S = torch.tensor([len(x_M) // 3, len(x_M) - len(x_M) // 3])
+    spread = Spreads.of(x_M, counts_S).total()
+    whitening, found_T = Whitening.of(spread), torch.zeros_like(x_T)
+    found_T[mask_T] = whitening(x_M)
+    if spread is not None:  # and that is what it says it does
+        again, said = Spreads.of(whitening(x_M.double()), counts_S).total(), whitening.of_spread(spread)
+        assert again is not None
+        assert vars(said) == pytest.approx(vars(again), rel=1e-9, abs=1e-9)
+    return found_T
 
 
 def test_mean_0_and_unbiased_variance_1_over_the_masked_tokens_alone() -> None:

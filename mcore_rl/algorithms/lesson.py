@@ -1,0 +1,115 @@
+"""From scored sequences to what is trained on: KL, rewards of tokens, raw advantages, correction.
+
+No sequence depends on another here: every rank does this for its own.  What is said of each goes back to the controller
+(``Facts``), which concludes what spans all of them; what is made of each token stays where the tokens are (``Learnt``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
+from mcore_rl.algorithms.advantages.registry import token_advantages
+from mcore_rl.algorithms.correction import CorrectionSums, correct
+from mcore_rl.algorithms.kl import penalty
+from mcore_rl.algorithms.ragged import Spreads, sequence_counts, sequence_sums
+from mcore_rl.algorithms.shaping import mask_truncated
+from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.types import SentAsArrays, TrainBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcomes(SentAsArrays):
+    """What is known of each response.
+
+    scores_S: float32, finite.  truncated_S: bool, cut off at its limit.  greedy_S: float32, the score of the greedy
+    response to the same prompt, where there is one.
+    """
+
+    scores_S: Tensor
+    truncated_S: Tensor
+    greedy_S: Tensor | None = None
+
+    def of(self, members: Sequence[int]) -> Outcomes:
+        """Of some responses."""
+        chosen = list(members)
+        greedy_S = None if self.greedy_S is None else self.greedy_S[chosen]
+        return Outcomes(scores_S=self.scores_S[chosen], truncated_S=self.truncated_S[chosen], greedy_S=greedy_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """Of each token.  mask_T: what is trained.  advantages_T: a ``PerToken`` estimator's, not yet whitened."""
+
+    mask_T: Tensor
+    advantages_T: Tensor | None
+    returns_T: Tensor | None
+    weights_T: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(SentAsArrays):
+    """Of each sequence; [S].
+
+    counts_S: tokens that advantages are estimated of, int64; trained_S: those that are trained, which masking makes
+    fewer.  scores_S: sum of all rewards.  kl_S: sum of the KL in the reward, float64.  advantages: of the raw ones of a
+    ``PerToken`` estimator.  returns_S, values_S: sums over ``counts_S`` tokens, float64, where there is a critic.
+    """
+
+    counts_S: Tensor
+    trained_S: Tensor
+    scores_S: Tensor
+    kl_S: Tensor | None
+    advantages: Spreads | None
+    returns_S: Tensor | None
+    values_S: Tensor | None
+    correction: CorrectionSums
+
+
+def learn(batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[Learnt, Facts]:
+    """batch: with old and rollout log-probs, and values and reference log-probs where there are some."""
+    assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
+    mask_T, kl_T, process_T = batch.mask_T, None, None
+    if algorithm.mask_truncated:
+        mask_T = mask_truncated(mask_T, batch.lengths_S, outcomes.truncated_S)
+    if algorithm.use_kl_in_reward:
+        assert batch.ref_logprobs_T is not None, "the KL in the reward needs the reference"
+        kl_T = penalty(algorithm.kl_penalty)(batch.old_logprobs_T, batch.ref_logprobs_T).masked_fill_(~mask_T, 0)
+        process_T = kl_T * -kl_coef  # where it arises (arXiv:1909.08593, eq. 2)
+    inputs = AdvantageInputs(
+        lengths_S=batch.lengths_S,
+        mask_T=mask_T,
+        outcome_S=outcomes.scores_S,
+        process_T=process_T,
+        values_T=batch.old_values_T,
+        greedy_S=outcomes.greedy_S,
+    )
+    found, trained = token_advantages(inputs, algorithm), inputs.trained
+    correction = correct(
+        batch.old_logprobs_T, batch.rollout_logprobs_T, trained, batch.lengths_S, algorithm.rollout_correction
+    )
+    raw_T, returns_T = (None, None) if found is None else (found.advantages_T, found.returns_T)
+
+    def sums(x_T: Tensor | None) -> Tensor | None:
+        return None if x_T is None else sequence_sums(trained.gather(x_T).double(), inputs.counts_S)
+
+    facts = Facts(
+        counts_S=inputs.counts_S,
+        trained_S=sequence_counts(correction.mask_T, batch.lengths_S),
+        scores_S=inputs.scores_S,
+        kl_S=sums(kl_T),
+        advantages=None if raw_T is None else Spreads.of(trained.gather(raw_T), inputs.counts_S),
+        returns_S=sums(returns_T),
+        values_S=sums(batch.old_values_T),
+        correction=correction.sums,
+    )
+    learnt = Learnt(
+        mask_T=correction.mask_T,
+        advantages_T=raw_T,
+        returns_T=returns_T,
+        weights_T=correction.weights_T,
+    )
+    return learnt, facts

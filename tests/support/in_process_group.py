@@ -1,0 +1,44 @@
+"""A worker group whose ranks are in this process: what they are handed is pickled and taken apart as a worker would."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mcore_rl.algorithms.lesson import learn
+from mcore_rl.config.parallel import parse_layout
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.runtime.shard import Kept, Portion, Shard, Taken
+from mcore_rl.runtime.shared_batch import Taking
+
+
+class InProcessGroup:
+    """Of ``dp`` ranks.  methods: by name, what a rank answers to (rank, taken, *arguments)."""
+
+    def __init__(self, dp: int, **methods: Callable[..., Any]) -> None:
+        self.layout = Layout.of(parse_layout(""), dp)
+        self.methods = {"learn": lambda _, *args: learn_as_worker(*args)} | methods
+
+    def put(self, shards: Sequence[Shard]) -> list[bytes]:
+        return [pickle.dumps(shard, protocol=5) for shard in shards]
+
+    async def map(self, method: str, takings: Sequence[Taking], *args: Any) -> tuple[list[Any], list[Any]]:
+        assert len(takings) == self.layout.dp
+        values, kept = [], []
+        for rank, (message, places) in enumerate(takings):
+            portion: Portion = pickle.loads(message)
+            taken = Taken(portion.batches([pickle.loads(place) for place in places]), portion.told)
+            found = self.methods[method](rank, taken, *args)
+            value, shard = (found.value, found.shard) if isinstance(found, Kept) else (found, None)
+            values.append(pickle.loads(pickle.dumps(value)))
+            kept.append(pickle.dumps(shard, protocol=5))
+        return values, kept
+
+
+def learn_as_worker(taken: Taken, *args: Any) -> Kept:
+    """``TrainWorker.learn`` of a leader."""
+    (batch,) = taken.batches
+    learnt, facts = learn(batch, taken.told, *args)
+    made = Shard.of(batch.lengths_S, **vars(learnt))
+    return Kept((facts, tuple(made.fields)), made)

@@ -1,0 +1,50 @@
+"""What a receiver keeps mapped of the memory of many senders, over a real store and real files."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from mcore_rl.sync.members import Address, Members
+from mcore_rl.sync.shared_memory import _Files
+from mcore_rl.sync.slots import NUM_SLOTS, SlotReceiving, SlotSender
+
+MESSAGE, SENDERS = 1 << 12, 5
+
+
+class Counted:
+    """Files of ``directory``, and how many of them were mapped, and at most at once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._files, self._alive, self.maps, self.most = _Files(directory), weakref.WeakSet[Tensor](), 0, 0
+
+    def map(self, handle: bytes) -> Tensor:
+        found = self._files.map(handle)
+        self._alive.add(found)
+        self.maps, self.most = self.maps + 1, max(self.most, len(self._alive))
+        return found
+
+    def settle(self) -> None: ...
+
+
+def test_no_more_than_half_a_bucket_stays_mapped(tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = Address(host="127.0.0.1", port=store.port, name="slots", num_trainers=SENDERS, num_rollout=1)
+    senders = [SlotSender(Members(address, rank), _Files(tmp_path)) for rank in range(SENDERS)]
+    memory = Counted(tmp_path)
+    receiver = SlotReceiving(Members(address, SENDERS), memory, bucket_bytes=8 * MESSAGE)  # type: ignore[arg-type]
+    order = [(number, rank) for number in range(NUM_SLOTS) for rank in range(SENDERS)]
+    for number, rank in order:  # a slot of its own for each, so that nobody waits
+        senders[rank].send(senders[rank].buffer(MESSAGE).fill_(10 * rank + number), 0)
+    wanted = [(rank, MESSAGE) for _, rank in order]
+    read = [int(message[0]) for message in receiver.messages(wanted, lambda _: torch.empty(0))]
+    assert read == [10 * rank + number for number, rank in order]
+    assert memory.maps == len(order)
+    assert memory.most == 5, "half a bucket, and the one that is read next"
+    for sender in senders:
+        sender.close()
+    assert list(tmp_path.iterdir()) == []
