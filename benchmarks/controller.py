@@ -7,7 +7,7 @@
 prompt of 1,024 each, 8 samples of a prompt, a minibatch of 256 prompts, 1,024 data-parallel ranks.  Shards really go
 to Ray's store and calls to an actor, which stands for all ranks and answers with scores of the right size; the time
 that it works, and would share with nobody on a cluster, is not counted, nor is generation.  Everything else is:
-assembly, samples for people (a thread writes them), balance, shards, calls, answers, lesson, updates,
+assembly, samples for people (a thread makes and writes them), balance, shards, calls, answers, lesson, updates,
 metrics.  Target: at most 3 s.
 
 Seconds are those of the wall; beside them the processor time of the controller's process.  Exits with 1 where a target
@@ -222,12 +222,10 @@ def simulated_run(
     actor.ledger = critic.ledger = ledger
     tokenizer = AutoTokenizer.from_pretrained(model)
 
-    writer = ThreadPoolExecutor(1)  # as in a run: a thread writes them while workers score
+    writer = ThreadPoolExecutor(1)  # as in a run: a thread makes and writes them while workers score
 
     def keep_rollouts(step: int, trajectories: Sequence[Trajectory]) -> None:
-        with ledger("samples for people: rows"):
-            rows = sample_rows(step, trajectories, tokenizer)
-        writer.submit(write_samples, folder, step, "rollouts", rows)
+        writer.submit(lambda: write_samples(folder, step, "rollouts", sample_rows(step, trajectories, tokenizer)))
 
     async def step(*_: Any) -> Drawn:
         return drawn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
@@ -108,7 +109,7 @@ class Run:
     def keep_rollouts(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """For people to read."""
         if self.config.trainer.save_rollouts:
-            self.tracker.samples(step, "rollouts", sample_rows(step, trajectories, self.tokenizer))
+            self.tracker.samples(step, "rollouts", partial(sample_rows, step, trajectories, self.tokenizer))
 
     @contextmanager
     def place_kept(self) -> Iterator[None]:
@@ -136,7 +137,7 @@ class Run:
                 self.config.data.val_batch_size,
                 self.reporting("validating"),
             )
-            self.tracker.samples(step, "validation", sample_rows(step, found, self.tokenizer))
+            self.tracker.samples(step, "validation", partial(sample_rows, step, found, self.tokenizer))
         value = overall(metrics)
         if value is not None and (self.progress.best is None or value > self.progress.best):
             self.progress.best, self.progress.best_step = value, step

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mcore_rl.tracking.metrics import metric_of
+from mcore_rl.tracking.samples import Rows
 
 # Header, width, and the keys that the number is taken from: the first that is there.
 COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
@@ -76,7 +76,7 @@ class ConsoleSink:
         self._console.print(Text(row), no_wrap=True, crop=True)
         self._rows += 1
 
-    def samples(self, step: int, kind: str, rows: Sequence[dict[str, Any]]) -> None:
+    def samples(self, step: int, kind: str, rows: Rows) -> None:
         """Nothing: they are in the run directory."""
 
     def now(self, text: str, done: float | None, total: float | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from mcore_rl.tracking.atomic import replaced
 
 Kind = Literal["rollouts", "validation"]
+Rows = Callable[[], Sequence[dict[str, Any]]]
 
 
 def write_samples(run_dir: Path, step: int, kind: Kind, rows: Sequence[dict[str, Any]]) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -22,7 +23,7 @@ from mcore_rl.tracking.console import ConsoleSink
 from mcore_rl.tracking.jsonl import MetricsFile
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.tracking.run_directory import plain, prepare
-from mcore_rl.tracking.samples import Kind, write_samples
+from mcore_rl.tracking.samples import Kind, Rows, write_samples
 from mcore_rl.tracking.secrets import redact
 from mcore_rl.tracking.tensorboard_sink import TensorboardSink
 from mcore_rl.tracking.wandb_sink import WandbSink
@@ -42,7 +43,7 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See ``Tracker.log``."""
 
-    def samples(self, step: int, kind: Kind, rows: Sequence[dict[str, Any]]) -> None:
+    def samples(self, step: int, kind: Kind, rows: Rows) -> None:
         """See ``Tracker.samples``."""
 
     def now(self, text: str, done: float | None, total: float | None) -> None:
@@ -55,8 +56,8 @@ class Sink(Protocol):
 class RunDirectorySink:
     """metrics.jsonl, rollouts/ and validation/.  keep: steps that were recorded before and stay.
 
-    Samples are written by a thread, because a large step's take seconds; at most one file is on its way, and what went
-    wrong with it is raised by the next call.
+    Samples are made and written by a thread, because a large step's take seconds; at most one file is on its way, and
+    what went wrong with it is raised by the next call.
     """
 
     name = "run directory"
@@ -71,12 +72,12 @@ class RunDirectorySink:
         """A line."""
         self._metrics.write(step, metrics)
 
-    def samples(self, step: int, kind: Kind, rows: Sequence[dict[str, Any]]) -> None:
+    def samples(self, step: int, kind: Kind, rows: Rows) -> None:
         """A file."""
         try:
             self._finish_writing()
         finally:
-            self._writing = self._writer.submit(write_samples, self._run_dir, step, kind, rows)
+            self._writing = self._writer.submit(lambda: write_samples(self._run_dir, step, kind, rows()))
 
     def now(self, text: str, done: float | None, total: float | None) -> None:
         """Nothing: it is told of steps."""
@@ -161,13 +162,13 @@ class Tracker:
         numbers = {key: float(value) for key, value in metrics.items()}
         self._tell(lambda sink: sink.log(step, numbers))
 
-    def samples(self, step: int, kind: Kind, rows: Sequence[dict[str, Any]]) -> None:
+    def samples(self, step: int, kind: Kind, rows: Rows) -> None:
         """Samples of one step, to ``{kind}/step_N.parquet``; before or after its ``log``.
 
-        Loggers show the first ``trainer.log_val_generations`` of validation.  The rows are no longer the caller's to
-        change: they are written while the run goes on.
+        Loggers show the first ``trainer.log_val_generations`` of validation.  rows: makes them, in a thread while the
+        run goes on; what it makes them of is no longer the caller's to change.
         """
-        shown = redact(rows)
+        shown = cache(lambda: redact(rows()))
         self._tell(lambda sink: sink.samples(step, kind, shown))
 
     def now(self, text: str, done: float | None = None, total: float | None = None) -> None:

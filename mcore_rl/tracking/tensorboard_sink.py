@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.tracking.samples import Rows
 
 
 class TensorboardSink:
@@ -26,11 +27,11 @@ class TensorboardSink:
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
-    def samples(self, step: int, kind: str, rows: Sequence[dict[str, Any]]) -> None:
+    def samples(self, step: int, kind: str, rows: Rows) -> None:
         """The first validation samples as text."""
         if kind != "validation":
             return
-        for number, row in enumerate(rows[: self._num_shown]):
+        for number, row in enumerate(rows()[: self._num_shown]):
             said = "\n\n".join(f"**{name}**\n\n{_indented(value)}" for name, value in row.items())
             self._writer.add_text(f"validation/sample_{number}", said, step)
         self._writer.flush()

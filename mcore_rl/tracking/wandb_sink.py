@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.samples import Rows
 from mcore_rl.tracking.secrets import redact
 
 
@@ -42,10 +43,9 @@ class WandbSink:
         """The step's metrics under their own names."""
         self._run.log(dict(metrics), step=step)
 
-    def samples(self, step: int, kind: str, rows: Sequence[dict[str, Any]]) -> None:
+    def samples(self, step: int, kind: str, rows: Rows) -> None:
         """A table of the first validation samples."""
-        shown = list(rows[: self._num_shown])
-        if kind != "validation" or not shown:
+        if kind != "validation" or not (shown := list(rows()[: self._num_shown])):
             return
         columns = list(dict.fromkeys(name for row in shown for name in row))
         table = self._wandb.Table(columns=columns, data=[[_cell(row.get(name)) for name in columns] for row in shown])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def record(run_dir: Path, total_steps: int = 20, until: int | None = None, test_
             metrics = metrics_of(step, total_steps, noise) if step else {}
             if step % test_freq == 0:
                 rows = validation_rows(step, total_steps)
-                tracker.samples(step, "validation", rows)
+                tracker.samples(step, "validation", partial(validation_rows, step, total_steps))
                 metrics["val/arithmetic/accuracy"] = sum(row["correct"] for row in rows) / len(rows)
             tracker.log(step, metrics)
     return run_dir

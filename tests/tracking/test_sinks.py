@@ -54,7 +54,9 @@ class Recording(Failing):
         self.heard.append((step, dict(metrics)))
 
     def samples(self, *what: object) -> None:
-        self.heard.append(what)
+        *_, rows = what
+        assert callable(rows)
+        self.heard.append((*what[:-1], rows()))
 
     def close(self) -> None:
         self.heard.append("closed")
@@ -67,7 +69,7 @@ def test_nobody_is_told_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     recording, rows = Recording(), [{"error": "401: sk-fake-123456", "extra_info": {"urls": ["x?k=sk-fake-123456"]}}]
     with Tracker.open(tmp_path, TrainerConfig(logger=[]), {"judge": {"key": "sk-fake-123456"}}, 1) as tracker:
         tracker._sinks += (recording,)
-        tracker.samples(1, "rollouts", rows)
+        tracker.samples(1, "rollouts", lambda: rows)
     assert recording.heard[0] == (1, "rollouts", [{"error": "401: ***", "extra_info": {"urls": ["x?k=***"]}}])
     assert rows[0]["error"] == "401: sk-fake-123456"
     assert "key: '***'" in (tmp_path / "config.yaml").read_text()
@@ -79,11 +81,11 @@ def test_nobody_is_told_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_run_is_recorded_and_shown(tmp_path: Path) -> None:
     out = io.StringIO()
     with open_tracker(tmp_path, (Logger.console,), out, devices={"device": "cpu"}) as tracker:
-        tracker.samples(0, "validation", [{"correct": True}])
+        tracker.samples(0, "validation", lambda: [{"correct": True}])
         tracker.log(0, {"val/a/accuracy": 1})
         tracker.now("generate", 3, 10)
         tracker.log(1, {"reward/mean": 0.5})
-        tracker.samples(1, "rollouts", [{"reward": 0.5}])
+        tracker.samples(1, "rollouts", lambda: [{"reward": 0.5}])
     assert read_metrics(tmp_path / "metrics.jsonl") == [
         {"step": 0, "val/a/accuracy": 1.0},
         {"step": 1, "reward/mean": 0.5},
@@ -127,7 +129,7 @@ def test_a_logger_that_fails_later_is_warned_about_once(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tracker.log(2, {})
-        tracker.samples(2, "rollouts", [])
+        tracker.samples(2, "rollouts", list)
         tracker.close()
         tracker.close()
     assert failing.told == 2  # it may come back
@@ -162,11 +164,11 @@ def test_what_started_is_closed_where_another_logger_cannot(tmp_path: Path, monk
 def test_samples_that_cannot_be_written_are_warned_about_and_the_next_ones_are(tmp_path: Path) -> None:
     tracker = open_tracker(tmp_path)
     (tmp_path / "rollouts").write_text("in the way")
-    tracker.samples(1, "rollouts", [{"a": 1}])
+    tracker.samples(1, "rollouts", lambda: [{"a": 1}])
     with pytest.warns(RuntimeWarning, match="run directory: FileExistsError"):
-        tracker.samples(1, "validation", [{"a": 1}])
+        tracker.samples(1, "validation", lambda: [{"a": 1}])
     (tmp_path / "rollouts").unlink()
-    tracker.samples(2, "rollouts", [{"a": 2}])
+    tracker.samples(2, "rollouts", lambda: [{"a": 2}])
     tracker.close()
     assert list(sample_files(tmp_path, "rollouts")) == [2]
     assert list(sample_files(tmp_path, "validation")) == [1]

@@ -17,8 +17,8 @@ TRAINER = TrainerConfig(logger=[Logger.tensorboard], log_val_generations=1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scalars_and_samples_come_back_and_a_resumed_run_hides_what_it_redoes(tmp_path: Path) -> None:
     with Tracker.open(tmp_path, TRAINER, {}, 4) as tracker:
-        tracker.samples(0, "validation", [{"prompt": "2+2?", "response": "4\n#### 4"}, {"prompt": "no"}])
-        tracker.samples(0, "rollouts", [{"prompt": "not shown"}])
+        tracker.samples(0, "validation", lambda: [{"prompt": "2+2?", "response": "4\n#### 4"}, {"prompt": "no"}])
+        tracker.samples(0, "rollouts", lambda: [{"prompt": "not shown"}])
         for step in range(4):
             tracker.log(step, {"reward/mean": step / 3, "val/a/b/accuracy": 0.5})
     with Tracker.open(tmp_path, TRAINER, {}, 4, resumed_step=1) as tracker:

@@ -6,6 +6,7 @@ import io
 import json
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ def test_an_offline_run_holds_metrics_config_and_the_first_samples(
     with Tracker.open(tmp_path, TRAINER, {"lr": 1e-6}, 2, Console(file=io.StringIO())) as tracker:
         for step in (0, 1):
             rows = [{"prompt": f"p{k}", "score": float(k), "gold": k if k else None} for k in range(5)]
-            tracker.samples(step, "validation", rows)
-            tracker.samples(step, "rollouts", rows[2:])
+            tracker.samples(step, "validation", partial(list, rows))
+            tracker.samples(step, "rollouts", partial(list, rows[2:]))
             tracker.log(step, {"reward/mean": step / 4, "val/a/accuracy": 0.5})
     wandb.teardown()
     (found,) = (tmp_path / "logs/wandb").glob("offline-run-*")
