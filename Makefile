@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.ready-$(RUNG)
 RUN := runs/arithmetic
-CHECKED := mcore_rl tests benchmarks tools
+CHECKED := mcore_rl tests benchmarks tools launch
 
 LINT = $(BIN)/ruff check --quiet $(CHECKED)
 FORMAT = $(BIN)/ruff format --quiet --check $(CHECKED)

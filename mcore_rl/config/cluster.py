@@ -34,10 +34,11 @@ class ContainerConfig:
 class SlurmConfig:
     """What a job asks Slurm for, besides nodes and devices.
 
-    time_limit: as Slurm writes it, ``days-hours:minutes:seconds``.  grace_s: seconds before that limit, or after a
-    preemption, in which the run saves and leaves.  requeue: a job that left so, or whose node failed, runs again and
-    resumes.  setup: shell lines of every node before anything of ours, such as ``module load``.  extra: options of
-    sbatch, as ``--constraint=ib``.  port: of the Ray head.  join_timeout_s: for all nodes to join it.
+    time_limit: as Slurm writes it, ``days-hours:minutes:seconds``.  grace_s: seconds before that limit in which the
+    run saves and leaves.  requeue: a job that left so, or whose node failed, runs again and resumes, at most
+    max_requeues times.  setup: shell lines at the top of the job, such as ``module load``; what they export reaches
+    every node.  extra: options of sbatch, as ``--constraint=ib``.  port: of the Ray head; its client has the next one.
+    join_timeout_s: for all nodes to answer, and again to join Ray.
     """
 
     partition: str | None = None
@@ -46,6 +47,7 @@ class SlurmConfig:
     time_limit: str = "24:00:00"
     grace_s: int = 300
     requeue: bool = True
+    max_requeues: int = 50
     exclusive: bool = True
     setup: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
@@ -104,7 +106,7 @@ def cluster_violations(cluster: ClusterConfig) -> list[Violation]:
     if cluster.container.engine is not Container.none and not cluster.container.image:
         problem = f"is empty, and container.engine={cluster.container.engine.value} needs one"
         found.append(Violation("container.image", "", problem, "Write a path or an address, or container.engine=none"))
-    for name, least in (("grace_s", 1), ("join_timeout_s", 1), ("port", 1)):
+    for name, least in (("grace_s", 1), ("join_timeout_s", 1), ("port", 1), ("max_requeues", 1)):
         value = getattr(cluster.slurm, name)
         if value < least:
             found.append(Violation(f"slurm.{name}", value, "must be positive", f"Write {least} or more"))

@@ -89,13 +89,13 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
     except ERRORS as error:
         key, written, value = override.partition("=")
         key = key.lstrip("+~")
-        cause = _words(error)
+        cause = words(error)
         if not written:
             return Violation(key, "", "is no override", "Write key=value; lists as key=[a,b]")
         if "Could not find" in cause:
             choices = re.findall(r"^\t(\S+)$", str(error), re.MULTILINE)
             return Violation(key, value, "there is no such yaml file", f"Choose one of {', '.join(choices)}")
-        known = list(_keys(OmegaConf.structured(schema)))
+        known = list(all_keys(OmegaConf.structured(schema)))
         if "Could not append" in cause:
             return Violation(key, value, "there is such a key already", f"Write {key}={value}, without the +")
         if key in known:
@@ -119,10 +119,10 @@ def _of_files(name: str, composing: Callable[[Sequence[str]], Any]) -> list[Viol
 
 def _of_file(name: str, error: Exception) -> Violation:
     key = str(error.__dict__.get("full_key") or f"{name}.yaml")
-    return Violation(key, "", _words(error), "Mend it in the yaml file that says so, or override it")
+    return Violation(key, "", words(error), "Mend it in the yaml file that says so, or override it")
 
 
-def _words(error: BaseException) -> str:
+def words(error: BaseException) -> str:
     """What lies at the bottom of ``error``, in one line: omegaconf's own words, not hydra's around them."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -132,9 +132,10 @@ def _words(error: BaseException) -> str:
     return (f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]).rstrip(".")
 
 
-def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+def all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of ``config``, groups before what is in them."""
     for name in map(str, config):
         yield f"{prefix}{name}"
         node = config._get_node(name)
         if isinstance(node, DictConfig) and not node._is_none():
-            yield from _keys(node, f"{prefix}{name}.")
+            yield from all_keys(node, f"{prefix}{name}.")

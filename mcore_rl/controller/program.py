@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.table import Table
 
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.checkpoints import how_to_go_on
-from mcore_rl.controller.leaving import REQUEUE, Left
+from mcore_rl.controller.leaving import REQUEUE, Leaving, Left
 from mcore_rl.controller.loop import train
 from mcore_rl.controller.notices import outcome, stop_explained, warn
 from mcore_rl.controller.revival import Deaths
@@ -49,13 +50,19 @@ async def run_training(config: RunConfig) -> int:
 
 async def _attempt(config: RunConfig) -> Path | None:
     """From the newest checkpoint to the end; where the final weights are.  Left: it was told to, and has saved."""
-    async with open_run(config) as run:
-        with run.leaving.listening():
+    leaving = Leaving()
+    async with AsyncExitStack() as stack:
+        with leaving.listening():
+            try:
+                run = await leaving.unless(stack.enter_async_context(open_run(config)))
+            except Left:
+                raise Left(f"left before it began, on {leaving.asked_by}") from None
+            run.leaving = leaving
             try:
                 await train(run)
             except Left:
                 await run.conclude_saving()
-                raise Left(f"left after step {run.progress.step}, on {run.leaving.asked_by}") from None
+                raise Left(f"left after step {run.progress.step}, on {leaving.asked_by}") from None
         if config.trainer.val_only:
             return None
         try:

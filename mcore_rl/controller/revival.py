@@ -24,7 +24,7 @@ from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.runtime.rollout_worker import RayEngine
 
 ANSWER_S = 30.0  # for an engine that lives to say so
-FIRST_PAUSE_S = 5.0  # before a run begins again; twice as long each time
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0  # before a run begins again; twice as long each time
 QUIET_S = 0.05  # between looks whether the other engines' samples have ended
 
 
@@ -72,7 +72,7 @@ class Deaths:
         if self._count == self._limit or this == self._last:
             raise error
         self._count, self._last = self._count + 1, this
-        pause_s = FIRST_PAUSE_S * 2 ** (self._count - 1)
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._count - 1))
         again = f"restart {self._count} of {self._limit} (trainer.max_restarts) from {newest} in {pause_s:.0f} s"
         self._warn(f"{error}\n{again}")
         await asyncio.sleep(pause_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from mcore_rl.config.trainer import is_due
 from mcore_rl.controller import checkpoints, updates
 from mcore_rl.controller.checkpoints import Progress
 from mcore_rl.controller.fit import model_sft_violations
+from mcore_rl.controller.forecast import forecast, write_plan
 from mcore_rl.controller.identity import Identity, note_differences
 from mcore_rl.controller.notices import outcome, stop_explained, warn
 from mcore_rl.controller.profiling import profiled
@@ -104,13 +106,15 @@ def prepare(config: SftConfig) -> Sft:
 async def run_sft(config: SftConfig) -> int:
     """Train, validate, save, export to ``RUN/hf/final``; 0."""
     platform, sft = detect(config.trainer.device), prepare(config)
+    planned = forecast(sft.config, platform, sft.model)
     config, trainer = sft.config, sft.config.trainer
     resumed = None if sft.checkpoint is None else sft.progress.step
     values = as_dict(config)
     with Tracker.open(sft.directory, trainer, values, sft.num_steps, resumed_step=resumed) as tracker:
+        write_plan(planned, sft.directory)
         checkpoints.set_aside_later(sft.directory, sft.progress.step)
         tracker.now("starting the trainer")
-        with ray_cluster(config.ray_init):
+        with ray_cluster(config.ray_init, partial(checkpoints.how_to_go_on, sft.directory)):
             places = await place_trainers(trainer, platform)
             path = Path(config.model.path)
             spec = RoleSpec(role=ROLE, directory=path, engine=config.actor, parallel=config.actor.parallel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller import checkpoints
 from mcore_rl.controller.drawing import Drawing
+from mcore_rl.controller.forecast import forecast, write_plan
 from mcore_rl.controller.handover import ActorTrainers, Handover
 from mcore_rl.controller.notices import warn
 from mcore_rl.controller.preparation import Prepared, complete, prepare
@@ -22,6 +24,7 @@ from mcore_rl.controller.reward_engines import start_reward_model
 from mcore_rl.controller.run import REFERENCE, Run
 from mcore_rl.controller.saving import load_state
 from mcore_rl.parallel.device import Platform, detect
+from mcore_rl.planning.plan import Plan
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.runtime.cluster import ray_cluster, this_host
 from mcore_rl.runtime.placement import Places, place
@@ -36,6 +39,7 @@ from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Transport
 from mcore_rl.sync.update import WeightSync
 from mcore_rl.tracking.sinks import Tracker
+from mcore_rl.training.offload import Part
 
 BUCKET_BYTES = 256 << 20  # of a weight update, half of it in flight
 
@@ -45,7 +49,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     """Within: all processes of the run are up, with the weights to begin with.  After: none is left."""
     platform = detect(config.trainer.device)
     config = complete(config)
-    prepared = prepare(config, platform)
+    prepared, planned = _prepared(config, platform)
     trainer, logs = config.trainer, Path(config.trainer.default_local_dir) / "logs"
     async with AsyncExitStack() as stack:
         stack.enter_context(_one_thread())
@@ -60,10 +64,11 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
                 resumed_step=None if prepared.checkpoint is None else prepared.progress.step,
             )
         )
+        write_plan(planned, logs.parent)
         if not trainer.val_only:
             checkpoints.set_aside_later(Path(trainer.default_local_dir), prepared.progress.step)
         tracker.now("starting Ray")
-        stack.enter_context(ray_cluster(config.ray_init))
+        stack.enter_context(ray_cluster(config.ray_init, partial(checkpoints.how_to_go_on, logs.parent)))
         judge = config.reward_model
         places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)
         stack.callback(places.close)
@@ -89,16 +94,8 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         check = trainer.guards.check_weights_freq
         medic = Medic(engines, pool, trainer.max_restarts, warn=warn)
         handover = Handover(actor, others, pool, sync, trainer.placement, reward_model, medic.restart_dead, check)
-        run = Run(
-            config,
-            platform,
-            tracker,
-            prepared,
-            actor,
-            critic,
-            Drawing(Rollout(pool, handover), scorer, config, reward_model),
-            handover,
-        )
+        drawing = Drawing(Rollout(pool, handover), scorer, config, reward_model)
+        run = Run(config, platform, tracker, prepared, actor, critic, drawing, handover)
         stack.push_async_callback(run.saver.close)
         yield run
 
@@ -110,8 +107,15 @@ async def _weight_sync(
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     stack.callback(lambda kept: None, store)
     transport = _transport(config, platform, this_host(), store.port)
+    await actor.all("onload", [Part.weights])  # which are away where engines stand on the same devices
     await actor.all("connect", transport, config.rollout.layout, BUCKET_BYTES)
     return WeightSync(engines, config.rollout.layout, ActorTrainers(actor))
+
+
+def _prepared(config: RunConfig, platform: Platform) -> tuple[Prepared, Plan]:
+    """What is read and what is expected; nothing is started where either is refused."""
+    prepared = prepare(config, platform)
+    return prepared, forecast(config, platform, prepared.model, prepared.critic)
 
 
 @contextmanager
@@ -135,6 +139,8 @@ async def _start_role(
         await group.all("take_snapshot", REFERENCE)  # of what the run began with, also after a resume
     if prepared.checkpoint is not None:
         await load_state(group, prepared.checkpoint)
+    if config.trainer.placement is Placement.colocated:
+        await group.all("offload")  # an engine that starts wants its share of a device to be free
     return group
 
 
@@ -166,7 +172,7 @@ def _transport(config: RunConfig, platform: Platform, host: str, port: int) -> T
         timeout_s=trainer.timeout_s,
         join_timeout_s=trainer.timeout_s,
     )
-    if not platform.is_accelerator:
+    if not platform.is_accelerator and trainer.nnodes == 1:
         return SharedMemoryTransport(address=address)
     if trainer.placement is Placement.separate:
         return ProcessGroupTransport(address=address, backend=platform.backend)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform as machine
+import re
 import resource
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ ROCM_FP8 = ("gfx942", "gfx950")
 PROC_STATUS = Path("/proc/self/status")
 PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
 PROC_CPUINFO = Path("/proc/cpuinfo")
+DRIVERS = {Device.cuda: Path("/proc/driver/nvidia/version"), Device.rocm: Path("/sys/module/amdgpu/version")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +351,28 @@ def consistent_environment(kind: Device, ids: Sequence[int | str]) -> dict[str, 
     if kind is not Device.cuda:
         environment[HIP_MASK] = mask
     return environment | dict.fromkeys(RAY_NOSET, "1")
+
+
+def ray_environment(kind: Device, environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
+    """Variables that Ray is started with on a node whose own environment is ``environ``; None means unset.
+
+    Ray deals the visible devices out to its workers by the one mask that it knows of a platform: CUDA_VISIBLE_DEVICES,
+    or HIP_VISIBLE_DEVICES, and it refuses ROCR_VISIBLE_DEVICES beside no other (accelerators/amd_gpu.py, 2.60).  What
+    Slurm sets, often three masks at once, would contradict the worker's own.  Nor may Ray be told to leave them alone.
+    Raises DeviceError: see ``visible_devices``.
+    """
+    own: dict[str, str | None] = dict.fromkeys(RAY_NOSET)
+    if kind is Device.cpu:
+        return own
+    ids = visible_devices(kind, environ).ids
+    mask = None if ids is None else ",".join(ids)
+    return own | dict.fromkeys(MASKS) | {CUDA_MASK if kind is Device.cuda else HIP_MASK: mask}
+
+
+def driver_version(kind: Device) -> str:
+    """Of the kernel driver of the accelerators on this machine; "" where it does not say, and on CPU."""
+    text = DRIVERS[kind].read_text() if kind in DRIVERS and DRIVERS[kind].is_file() else ""
+    return "".join(re.findall(r"\d+(?:\.\d+)+", text)[:1])
 
 
 def banner(platform: Platform) -> str:

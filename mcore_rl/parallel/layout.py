@@ -176,12 +176,12 @@ def nearest_layouts(
     a given pp the choices of (tp, cp), (ep, etp) and vpp do not constrain each other, so the nearest few layouts are
     among the products of the nearest few of each; that keeps this to milliseconds on thousands of processes.
     """
-    limits = {axis: gcd(*by_key.values()) for axis, by_key in _divisor_limits(model).items()}
+    limits = {axis: gcd(*by_key.values()) for axis, by_key in divisor_limits(model).items()}
     ranked = []
-    for pp in (size for size in _divisors(world_size) if size <= model.num_layers):
+    for pp in (size for size in divisors(world_size) if size <= model.num_layers):
         stage = world_size // pp
-        tp_cp = [(tp, cp) for tp in _divisors(gcd(stage, limits["tp"])) for cp in _divisors(stage // tp)]
-        ep_etp = [(ep, etp) for ep in _divisors(gcd(stage, limits["ep"])) for etp in _divisors(stage // ep)]
+        tp_cp = [(tp, cp) for tp in divisors(gcd(stage, limits["tp"])) for cp in divisors(stage // tp)]
+        ep_etp = [(ep, etp) for ep in divisors(gcd(stage, limits["ep"])) for etp in divisors(stage // ep)]
         dense = [(_far(tp, parallel.tp) + _far(cp, parallel.cp), tp, cp) for tp, cp in tp_cp if cp <= _max_cp(model)]
         expert = [
             (_far(ep, parallel.ep) + _far(etp, parallel.etp), ep, etp) for ep, etp in ep_etp if limits["etp"] % etp == 0
@@ -236,7 +236,7 @@ def _world_violations(parallel: ParallelConfig, world_size: int) -> list[Violati
     return found
 
 
-def _divisor_limits(model: ModelConfig) -> dict[str, dict[str, int]]:
+def divisor_limits(model: ModelConfig) -> dict[str, dict[str, int]]:
     """axis -> {key: number that the axis must divide}.
 
     Megatron (transformer/attention.py, 0.16.1) would also run more tensor ranks than key/value heads, by gathering the
@@ -261,9 +261,9 @@ def _max_cp(model: ModelConfig) -> int:
 def _model_violations(model: ModelConfig, parallel: ParallelConfig) -> list[Violation]:
     """Heads, widths, experts and sequence against the axes that split them."""
     found = []
-    for axis, by_key in _divisor_limits(model).items():
+    for axis, by_key in divisor_limits(model).items():
         size = getattr(parallel, axis)
-        allowed = _nearest(_divisors(gcd(*by_key.values())), size)
+        allowed = _nearest(divisors(gcd(*by_key.values())), size)
         for key, number in by_key.items():
             if number % size == 0:
                 continue
@@ -309,7 +309,7 @@ def _placement_violations(num_layers: int, parallel: ParallelConfig) -> list[Vio
     return found
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     """All divisors of ``number``, ascending."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]

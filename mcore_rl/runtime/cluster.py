@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +17,35 @@ from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.parallel.device import num_cores
 from mcore_rl.parallel.launch import inherited_environment
+from mcore_rl.runtime.ray_watch import children, joined_ray, own_ray
 from mcore_rl.tracking.secrets import secret_names
 
 KNOCK_S = 10.0  # for a head node to answer
 
 
 @contextmanager
-def ray_cluster(config: RayInitConfig) -> Iterator[None]:
+def ray_cluster(config: RayInitConfig, remedy: Callable[[], str] = lambda: "Begin again.") -> Iterator[None]:
     """Within: Ray is there.  Its timeline is written, and what was started here is stopped, on the way out.
+
+    Should Ray's head or this machine's raylet die within, the program ends at once with ``os.EX_TEMPFAIL`` and one
+    message, of which ``remedy`` is the end.
 
     num_cpus: None is what this process may use, not what the machine has: under Slurm the two differ.
     Raises ConfigError where no cluster answers at ``config.address``.
     """
-    started = not ray.is_initialized()
-    if started:
-        _connect(config)
-    try:
-        yield
-    finally:
-        if config.timeline_json_file is not None:
-            Path(config.timeline_json_file).parent.mkdir(parents=True, exist_ok=True)
-            ray.timeline(config.timeline_json_file)
-        if started:
-            ray.shutdown()
+    with ExitStack() as stack:
+        if not ray.is_initialized():
+            before, on_sigterm = children(), signal.getsignal(signal.SIGTERM)
+            _connect(config)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler ends the program, with exit code 15
+            stack.enter_context(own_ray(before, remedy) if config.address is None else joined_ray(remedy))
+        try:
+            yield
+        finally:
+            if config.timeline_json_file is not None:
+                Path(config.timeline_json_file).parent.mkdir(parents=True, exist_ok=True)
+                ray.timeline(config.timeline_json_file)
 
 
 def _connect(config: RayInitConfig) -> None:
@@ -47,7 +55,7 @@ def _connect(config: RayInitConfig) -> None:
         # Ray's processes, and so all workers, start without secrets, but for those that Ray itself answers to.
         hidden = {name for name in secret_names() if not name.startswith("RAY_")}
         with inherited_environment(dict.fromkeys(hidden)):
-            ray.init(num_cpus=cpus, **options)
+            ray.init(address="local", num_cpus=cpus, **options)  # and not one that others run here
         return
     try:
         _knock(config.address)

@@ -15,6 +15,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from mcore_rl.config.placement import engine_place_violations
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
@@ -62,18 +63,7 @@ def placement_violations(
     trainer: TrainerConfig, layout: RolloutLayout, platform: Platform, key: str = "rollout"
 ) -> list[Violation]:
     """What keeps ``layout``'s engines from standing where ``trainer`` says.  key: of the group that has their sizes."""
-    each, per_node = layout.tp * layout.engine_dp, trainer.n_gpus_per_node
-    if not platform.is_accelerator or trainer.placement is Placement.separate:
-        return []
-    found = []
-    if layout.world_size > trainer.world_size:
-        problem = f"with {key}.tp={layout.tp} needs {layout.world_size} devices of the trainer's {trainer.world_size}"
-        remedy = f"Write {key}.dp={max(1, trainer.world_size // layout.tp)}, or trainer.placement=separate"
-        found.append(Violation(f"{key}.dp", layout.dp, problem, remedy))
-    if per_node % each:
-        problem = f"an engine of {each} devices does not divide trainer.n_gpus_per_node={per_node}"
-        found.append(Violation(f"{key}.tp", layout.tp, problem, f"Write a divisor of {per_node}"))
-    return found
+    return engine_place_violations(trainer, layout, key) if platform.is_accelerator else []
 
 
 async def place(
@@ -89,7 +79,7 @@ async def place(
     refuse_if_any([each for key in layouts for each in placement_violations(trainer, layouts[key], platform, key)])
     separate = trainer.placement is Placement.separate
     if not platform.is_accelerator:
-        return await _on_cpu(trainer.world_size, {key: _num_engines(each) for key, each in layouts.items()})
+        return await _on_cpu(trainer, {key: _num_engines(each) for key, each in layouts.items()})
     device = {"CPU": CPUS, "GPU": 1.0}
     wanted = [[device] * trainer.n_gpus_per_node for _ in range(trainer.nnodes)]
     if separate:
@@ -117,7 +107,7 @@ async def place_engines(layout: RolloutLayout, platform: Platform, key: str = "r
     """
     num_engines = _num_engines(layout)
     if not platform.is_accelerator:
-        return replace(await _on_cpu(1, {"rollout": num_engines}), train=())
+        return replace(await _on_cpu(TrainerConfig(), {"rollout": num_engines}), train=())
     groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in _engine_bundles(layout)]
     wanted = f"{num_engines} times {layout.tp * layout.engine_dp} accelerators of one node"
     await _ready(groups, wanted, (f"{key}.dp", f"{key}.tp"))
@@ -134,14 +124,22 @@ def _engine_bundles(layout: RolloutLayout) -> list[list[dict[str, float]]]:
     return [[{"CPU": CPUS * each, "GPU": float(each)}]] * _num_engines(layout)
 
 
-async def _on_cpu(world_size: int, num_engines: Mapping[str, int]) -> Places:
-    """All take turns on the cores there are; which core computes what is for threads and affinity, not for Ray."""
-    share = float(ray.cluster_resources().get("CPU", 0)) / world_size
-    group = placement_group([{"CPU": share}] * world_size, strategy="PACK")
-    await _ready([group], f"{world_size} times {share:g} cores", TRAINER)
-    train = tuple(Bundle(group, rank) for rank in range(world_size))
+async def _on_cpu(trainer: TrainerConfig, num_engines: Mapping[str, int]) -> Places:
+    """All take turns on the cores there are; which core computes what is for threads and affinity, not for Ray.
+
+    Bundles share the cores of a node out evenly.  Where there are fewer nodes than ``trainer.nnodes``, as on a laptop,
+    all stand wherever there is room.
+    """
+    nodes = sorted((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), reverse=True)
+    apart, world_size = len(nodes) >= trainer.nnodes, trainer.world_size
+    share = nodes[trainer.nnodes - 1] / trainer.n_gpus_per_node if apart else nodes[-1] / -(-world_size // len(nodes))
+    wanted = [trainer.n_gpus_per_node] * trainer.nnodes if apart else [world_size]
+    strategy = "STRICT_PACK" if apart else "PACK"
+    groups = [placement_group([{"CPU": share}] * count, strategy=strategy) for count in wanted]
+    await _ready(groups, f"{world_size} times {share:g} cores", TRAINER)
+    train = tuple(Bundle(group, index) for group, count in zip(groups, wanted, strict=True) for index in range(count))
     places = {key: tuple(train[engine % world_size] for engine in range(count)) for key, count in num_engines.items()}
-    return Places(train, share=0.0, groups=(group,), **places)
+    return Places(train, share=0.0, groups=tuple(groups), **places)
 
 
 async def _ready(groups: Sequence[PlacementGroup], wanted: str, keys: tuple[str, str]) -> None:

@@ -180,3 +180,16 @@ def test_without_a_checkpoint_it_begins_as_it_was_told_to(tmp_path: Path, monkey
     deaths = Deaths(1, tmp_path, warn=lambda _: None)
     again = asyncio.run(deaths.answer(DeadWorkerError("rank 3 died"), config()))
     assert again.trainer.resume_mode is ResumeMode.off
+
+
+def test_pauses_grow_to_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = list[float]()
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(revival.asyncio, "sleep", pause)
+    deaths = Deaths(6, tmp_path, warn=lambda _: None)
+    for rank in range(6):
+        asyncio.run(deaths.answer(DeadWorkerError(f"rank {rank} died"), config()))
+    assert pauses == [5, 10, 20, 40, 60, 60]

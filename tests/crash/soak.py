@@ -1,10 +1,10 @@
 """A run under random deaths, for as long as one likes, against one without: the same bits in the end, and nothing left.
 
-    python -m tests.crash.soak [--steps 20] [--mean-s 20] [--seed 0]
+    python -m tests.crash.soak [--steps 20] [--mean-s 45] [--seed 0]
 
-Every now and then (after ``--mean-s`` seconds in the mean) the controller, a training process, the engine or the whole
-run by SIGTERM is struck, by SIGKILL where it is a process; the run is begun again whenever it ended.  Prints each
-death with what became of it.  Exits with 1 where a bit differs.
+Every now and then (after ``--mean-s`` seconds in the mean, which must leave time to start) somebody is struck: the
+controller, a training process, the engine, Ray's head or its raylet by SIGKILL, or the whole run by SIGTERM; the run is
+begun again whenever it ended.  Prints each death with what became of it.  Exits with 1 where a bit differs.
 """
 
 from __future__ import annotations
@@ -16,32 +16,23 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
 
 from rich.console import Console
 
-from tests.support.crash_runs import SIGKILL, SIGTERM, Started, bits_of, nothing_survives, start
+from tests.support.crash_runs import bits_of, nothing_survives, start
 from tests.support.run_task import write_task
 
-VICTIMS = ("controller", "actor-rank-0.log", "actor-rank-1.log", "engine-0.log", "SIGTERM")
+VICTIMS = ("controller", "actor-rank-0.log", "actor-rank-1.log", "engine-0.log", "gcs_server", "raylet", "SIGTERM")
+ENDS = ("controller", "gcs_server", "raylet", "SIGTERM")  # the others are the run's to answer
 RESTARTS = "trainer.max_restarts=1000"
-
-
-def strike(run: Started, victim: str) -> bool:
-    """Whether there was somebody to strike."""
-    if victim in ("controller", "SIGTERM"):
-        run.process.send_signal(SIGTERM if victim == "SIGTERM" else SIGKILL)
-        return True
-    holders = run.holders(victim)
-    for each in holders:
-        each.kill()
-    return bool(holders)
 
 
 def disturbed(task: Path, directory: Path, options: argparse.Namespace, console: Console) -> Counter[str]:
     """Run to the end under deaths; how many of each."""
     draw, deaths = random.Random(options.seed), Counter[str]()
-    with nothing_survives() as mark:
-        run, begun = start(task, directory, mark, RESTARTS, steps=options.steps), time.monotonic()
+    with nothing_survives(directory.parent) as traces:
+        run, begun = start(task, directory, traces, RESTARTS, steps=options.steps), time.monotonic()
         while True:
             until = time.monotonic() + draw.expovariate(1 / options.mean_s)
             while run.process.poll() is None and time.monotonic() < until:
@@ -51,31 +42,34 @@ def disturbed(task: Path, directory: Path, options: argparse.Namespace, console:
                 return deaths
             if code is None:
                 victim = draw.choice(VICTIMS)
-                if strike(run, victim):
+                name, number = ("controller", SIGTERM) if victim == "SIGTERM" else (victim, SIGKILL)
+                if run.strike(name, number):
                     deaths[victim] += 1
                     after = time.monotonic() - begun
                     console.print(f"{after:7.1f} s  step {run.num_logged + 1:3d}  {victim:18s} {run.phase()[:60]}")
-                    if victim in ("controller", "SIGTERM"):
+                    if victim in ENDS:
                         code = run.finish()
             if code is not None:
                 console.print(f"{time.monotonic() - begun:7.1f} s  ended with {code}; begun again")
-                run = start(task, directory, mark, RESTARTS, steps=options.steps)
+                run = start(task, directory, traces, RESTARTS, steps=options.steps)
 
 
 def main() -> int:
     """Exit status: 1 where a bit differs."""
     parser = argparse.ArgumentParser(description="a run under random deaths")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--mean-s", type=float, default=20.0, help="seconds between deaths, in the mean")
+    parser.add_argument("--mean-s", type=float, default=45.0, help="seconds between deaths, in the mean")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "task").mkdir()
         task = write_task(Path(folder) / "task")
-        calm = start(task, Path(folder) / "calm", steps=options.steps)
         begun = time.monotonic()
-        assert calm.finish() == 0, calm.said()
+        (Path(folder) / "of-calm").mkdir()
+        with nothing_survives(Path(folder) / "of-calm") as traces:
+            calm = start(task, Path(folder) / "calm", traces, steps=options.steps)
+            assert calm.finish(patience_s=86400) == 0, calm.said()
         calm_s, begun = time.monotonic() - begun, time.monotonic()
         deaths = disturbed(task, Path(folder) / "struck", options, console)
         struck_s = time.monotonic() - begun

@@ -1,103 +1,140 @@
 """Runs that are killed, whoever and whenever, and end with the bits of one that never was.
 
-Every case is one run: who dies, at which moment of which step, what becomes of the run, and, where it ended, the same
-command again.  The reference is one run without a death.
+Every case is one run and what happens to it, one blow after the other: who is struck, at which moment of which step,
+and what becomes of the run; where it ends, the same command begins it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1
 
 import pytest
 
 from mcore_rl.controller.leaving import REQUEUE
-from tests.support import crash_runs
+from tests.crash.conftest import Undisturbed
+from tests.support import crash_points
 from tests.support.crash_runs import (
-    SIGINT,
-    SIGKILL,
-    SIGTERM,
-    SIGUSR1,
-    Bits,
-    Started,
+    Moment,
     bits_of,
     doing,
     drawing,
+    grading,
     nothing_survives,
+    says,
     start,
+    starting,
+    writing,
 )
-from tests.support.run_task import write_task
+
+GOES_ON = None
 
 
 @dataclass(frozen=True)
-class Death:
-    """moment: when.  victim: a log, whose writers are killed; "" is the controller, which gets ``signal``.
+class Blow:
+    """moment: when.  victim: of ``Started.victims``.  signal: that it gets.
 
-    exit_code: of the run that it happens to; 0: it goes on by itself, and says ``words``.
+    exit_code: of the run; GOES_ON: it does, by itself.  words: that it says, as a regular expression.
+    point: instead of all that, the point at which the controller kills itself.
     """
 
-    moment: Callable[[Started], bool]
-    victim: str = ""
+    moment: Moment | None
+    victim: str = "controller"
     signal: int = SIGKILL
-    exit_code: int = -SIGKILL
+    exit_code: int | None = -SIGKILL
     words: str = ""
+    point: str = ""
 
 
-DEATHS = {
-    "controller, drawing": Death(drawing(2)),
-    "controller, scoring": Death(doing(2, "score")),
-    "controller, updating": Death(doing(2, "train_step")),
-    "controller, publishing": Death(doing(3, "publish")),
-    "controller, saving": Death(crash_runs.writing(2)),
-    "controller, checkpoint just named": Death(crash_runs.named(2)),
-    "trainer, drawing": Death(drawing(2), "actor-rank-1.log", exit_code=0, words="restart 1 of 3"),
-    "trainer, updating": Death(doing(2, "train_step"), "actor-rank-1.log", exit_code=0, words="restart 1 of 3"),
-    "engine, drawing": Death(drawing(2), "engine-0.log", exit_code=0, words="engine 0: started again, 1 of 3"),
-    "engine, updating": Death(doing(2, "train_step"), "engine-0.log", exit_code=0, words="engine 0: started again"),
-    "engine, publishing": Death(doing(2, "publish"), "engine-0.log", exit_code=0, words="engine 0: started again"),
-    "SIGTERM, drawing": Death(drawing(2), signal=SIGTERM, exit_code=REQUEUE, words="left after step 1, on SIGTERM"),
-    "SIGUSR1, updating": Death(
-        doing(2, "train_step"), signal=SIGUSR1, exit_code=REQUEUE, words="left after step 2, on SIGUSR1"
-    ),
-    "Ctrl-C, drawing": Death(drawing(2), signal=SIGINT, exit_code=130, words="the same command goes on from there"),
+def worker(moment: Moment, rank: int, which: int) -> Blow:
+    """A training process dies."""
+    return Blow(moment, f"actor-rank-{rank}.log", exit_code=GOES_ON, words=f"restart {which} of 3")
+
+
+def engine(moment: Moment, which: int) -> Blow:
+    """The engine dies."""
+    words = rf"engine 0: started again, {which} of 3(.|\n)*engine 0: ready after"
+    return Blow(moment, "engine-0.log", exit_code=GOES_ON, words=words)
+
+
+def ray(moment: Moment, name: str) -> Blow:
+    """A process of Ray's dies."""
+    words = rf"error: Ray's .*{name}, process \d+\) died\. .* is complete: the same command goes on from there"
+    return Blow(moment, name, exit_code=REQUEUE, words=words)
+
+
+def told(moment: Moment, signal: int, step: int) -> Blow:
+    """The run is told to leave, and does after ``step``; 0: before it began."""
+    words = f"left after step {step}, on SIG" if step else "left before it began, on SIG"
+    return Blow(moment, signal=signal, exit_code=REQUEUE, words=words)
+
+
+def interrupted(moment: Moment) -> Blow:
+    """Ctrl-C."""
+    return Blow(moment, signal=SIGINT, exit_code=130, words="the same command goes on from there")
+
+
+def itself(point: str) -> Blow:
+    """The controller dies at a point of giving a checkpoint its name."""
+    return Blow(None, point=point)
+
+
+UPDATE = "train_step"
+LIVES = {
+    "a worker and an engine": [worker(doing(2, UPDATE), 1, 1), engine(drawing(3), 1)],
+    "the controller, and SIGTERM": [Blow(doing(2, UPDATE)), told(drawing(3), SIGTERM, 2)],
+    "the controller": [Blow(drawing(2)), Blow(grading(2)), Blow(doing(2, "score")), Blow(doing(2, "publish"))],
+    "the controller, saving": [
+        Blow(writing(2)),
+        itself(crash_points.HALF),
+        itself(crash_points.BEFORE),
+        itself(crash_points.AFTER),
+    ],
+    "workers": [worker(drawing(2), 0, 1), worker(doing(3, "score"), 1, 2)],
+    "workers, publishing and saving": [worker(doing(2, "publish"), 1, 1), worker(writing(2), 0, 2)],
+    "engines": [engine(grading(2), 1), engine(doing(2, UPDATE), 2), engine(drawing(3), 3)],
+    "engines, asleep": [engine(doing(2, "score"), 1), engine(doing(2, "publish"), 2), engine(writing(2), 3)],
+    "Ray": [ray(drawing(2), "gcs_server"), ray(doing(2, UPDATE), "raylet"), ray(writing(2), "gcs_server")],
+    "signals": [
+        told(doing(2, UPDATE), SIGUSR1, 2),
+        interrupted(drawing(3)),
+        interrupted(doing(3, UPDATE)),
+    ],
+    "signals, starting and saving": [
+        told(starting, SIGTERM, 0),
+        told(writing(2), SIGTERM, 2),
+        told(grading(3), SIGUSR1, 2),
+    ],
 }
-# One of each kind where minutes count; the others with ``pytest -m thorough tests/crash``.
-QUICK = ("controller, updating", "trainer, updating", "engine, drawing", "SIGTERM, drawing")
+# Of each kind of answer one, where minutes count; the others with ``pytest -m thorough tests/crash``.
+QUICK = ("a worker and an engine", "the controller, and SIGTERM")
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Bits:
-    run = start(task, tmp_path_factory.mktemp("undisturbed") / "run")
-    assert run.finish() == 0, run.said()
-    return bits_of(run.directory)
-
-
-@pytest.mark.timeout(1200)  # two starts of a run, on a busy machine
+@pytest.mark.timeout(2400)  # up to five starts of a run, on a busy machine
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in DEATHS]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in LIVES]
 )
-def test_a_death_changes_no_bit(name: str, task: Path, undisturbed: Bits, tmp_path: Path) -> None:
-    death = DEATHS[name]
-    with nothing_survives() as mark:
-        run = start(task, tmp_path / "run", mark)
-        run.until(death.moment)
-        if death.victim:
-            run.kill(death.victim)
-        else:
-            run.process.send_signal(death.signal)
-        assert run.finish() == death.exit_code, run.said()
-        assert death.words in run.said()
-        assert "Traceback" not in run.said() or death.exit_code == -SIGKILL
-        if death.exit_code:
-            again = start(task, tmp_path / "run", mark)
-            assert again.finish() == 0, again.said()
+def test_deaths_change_no_bit(name: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    with nothing_survives(tmp_path) as traces:
+        begun = False
+        for blow in LIVES[name]:
+            if not begun or blow.point:
+                run = start(undisturbed.task, tmp_path / "run", traces, point=blow.point)
+            if blow.moment is not None:
+                run.until(blow.moment)
+                assert run.strike(blow.victim, blow.signal), f"there is no {blow.victim}"
+            begun = blow.exit_code is GOES_ON
+            if begun:
+                run.until(says(blow.words))
+            else:
+                assert run.finish() == blow.exit_code, run.said()
+                assert says(blow.words)(run), run.said()
+                assert "Traceback" not in run.said() or blow.exit_code == -SIGKILL, run.said()
+        if not begun:
+            run = start(undisturbed.task, tmp_path / "run", traces)
+        assert run.finish() == 0, run.said()
     found = bits_of(tmp_path / "run")
-    assert found.metrics == undisturbed.metrics
-    assert found.rollouts == undisturbed.rollouts
-    assert found.states == undisturbed.states and found.states
+    assert found.metrics == undisturbed.bits.metrics
+    assert found.rollouts == undisturbed.bits.rollouts
+    assert found.states == undisturbed.bits.states and found.states

@@ -1,4 +1,4 @@
-"""The yamls of ``model_configs/``: complete, found by name, and with layouts that run and fit their hardware."""
+"""The yamls of ``model_configs/``: complete, found by name, and with layouts that the models allow."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config.rollout import RolloutLayout, rollout_violations
+from mcore_rl.config.rollout import rollout_violations
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.checkpoints import HARDWARE, find_checkpoint, known_checkpoints, published_config
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.parallel.layout import layout_violations
-from tests.support.preset_memory import ROLLOUT_WEIGHTS, USABLE, rollout_gb, training_gb
 from tests.support.published import FACTS, MODEL_CONFIGS
 
 KNOWN = known_checkpoints(MODEL_CONFIGS)
@@ -23,7 +22,7 @@ def test_yamls_and_facts_are_of_the_same_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_presets_run_and_fit(name: str) -> None:
+def test_presets_can_be_built(name: str) -> None:
     checkpoint = KNOWN[name]
     family, model = model_of(published_config(checkpoint, MODEL_CONFIGS))
     assert family.name == checkpoint.family
@@ -33,19 +32,6 @@ def test_presets_run_and_fit(name: str) -> None:
         assert layout_violations(model, preset.training, preset.num_gpus) == [], hardware
         assert rollout_violations(model, preset.rollout) == [], hardware
         assert preset.rollout.world_size == preset.num_gpus, hardware
-        assert training_gb(family, model, preset) <= USABLE * HARDWARE[hardware], hardware
-        assert rollout_gb(family, model, preset) <= ROLLOUT_WEIGHTS * HARDWARE[hardware], hardware
-
-
-def test_the_memory_formula_by_hand() -> None:
-    """Qwen2.5-0.5B on one GPU: 18 bytes a parameter and, tied, the embedding once; logits beat a layer."""
-    checkpoint = KNOWN["qwen2.5-0.5b-instruct"]
-    family, model = model_of(published_config(checkpoint, MODEL_CONFIGS))
-    preset = checkpoint.presets["h100_80gb"]
-    assert (preset.num_gpus, preset.rollout) == (1, RolloutLayout())
-    expected = 18 * 494_032_768 + 2 * 8192 * 896 * 24 + 10 * 8192 * 151_936 + 4e9
-    assert training_gb(family, model, preset) == pytest.approx(expected / 1e9)
-    assert rollout_gb(family, model, preset) == pytest.approx(2 * 494_032_768 / 1e9)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def _attribute_writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 PACKAGE = ("mcore_rl",)
-CODE = ("mcore_rl", "tools", "benchmarks")
+CODE = ("mcore_rl", "tools", "benchmarks", "launch")
 EVERYTHING = (*CODE, "tests")
 FUNCTION_OF_61_LINES = "def f():\n    '''Two\n    lines.'''\n" + "    x = 1\n" * 60
 

@@ -38,6 +38,9 @@ MI300X = SimpleNamespace(
 MI250X = SimpleNamespace(
     name="AMD Instinct MI250X", major=9, minor=0, total_memory=64 * GIB, gcnArchName="gfx90a:sramecc+:xnack-"
 )
+MI100 = SimpleNamespace(name="AMD Instinct MI100", major=9, minor=0, total_memory=32 * GIB, gcnArchName="gfx908")
+MI355X = SimpleNamespace(name="AMD Instinct MI355X", major=9, minor=5, total_memory=288 * GIB, gcnArchName="gfx950")
+VEGA20 = SimpleNamespace(name="AMD Radeon VII", major=9, minor=0, total_memory=16 * GIB, gcnArchName="gfx906:sramecc+")
 
 
 class FakeAccelerators:
@@ -136,6 +139,10 @@ def test_an_mi300x_machine_answers_to_torchs_names_and_prints_its_own(monkeypatc
         ([A100], {"cuda": "12.8"}, True, False),
         ([V100], {"cuda": "12.8"}, False, False),
         ([MI250X], {"hip": "6.4.0"}, True, False),  # gfx90a reports capability 9.0, which on CUDA would mean fp8
+        ([MI100], {"hip": "6.4.0"}, True, False),
+        ([MI355X], {"hip": "7.1.0"}, True, True),
+        ([VEGA20], {"hip": "6.4.0"}, False, False),
+        ([MI300X, MI250X], {"hip": "6.4.0"}, True, False),
         ([H100, A100], {"cuda": "12.8"}, True, False),  # a machine can what its weakest device can
     ],
 )
@@ -191,9 +198,14 @@ def test_contradictory_masks_are_found_before_the_runtime_is_asked(monkeypatch: 
         detect(Device.auto, {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"})
 
 
-def test_work_on_an_accelerator_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerators = fake_torch(monkeypatch, H100, H100, cuda="12.8")
-    platform = detect(Device.cuda, {})
+@pytest.mark.parametrize(
+    ("kind", "device", "build"), [(Device.cuda, H100, {"cuda": "12.8"}), (Device.rocm, MI300X, {"hip": "6.4.0"})]
+)
+def test_work_on_an_accelerator_is_passed_on(
+    monkeypatch: pytest.MonkeyPatch, kind: Device, device: SimpleNamespace, build: dict[str, str]
+) -> None:
+    accelerators = fake_torch(monkeypatch, device, device, **build)
+    platform = detect(kind, {})
     assert set_device(platform, 1) == torch.device("cuda", 1)
     synchronize(platform)
     empty_cache(platform)

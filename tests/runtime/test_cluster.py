@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from pathlib import Path
 
@@ -18,10 +19,11 @@ def nothing() -> None: ...
 
 
 def test_a_cluster_of_our_own_ends_with_the_block_and_leaves_its_timeline(tmp_path: Path) -> None:
-    timeline = tmp_path / "deep" / "timeline.json"
+    timeline, on_sigterm = tmp_path / "deep" / "timeline.json", signal.getsignal(signal.SIGTERM)
     with ray_cluster(RayInitConfig(num_cpus=3, timeline_json_file=str(timeline))):
         assert ray.cluster_resources()["CPU"] == 3
         assert this_host().count(".") == 3
+        assert signal.getsignal(signal.SIGTERM) is on_sigterm
         assert ray.get(ray.remote(nothing).remote()) is None
         with ray_cluster(RayInitConfig(num_cpus=5)):  # where one is there already, it is used
             assert ray.cluster_resources()["CPU"] == 3

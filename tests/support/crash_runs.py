@@ -1,53 +1,60 @@
 """Runs of ``mcore-rl train`` in a process of its own, killed at a chosen moment, and what two runs must share.
 
 The moment is read from what a run writes while it goes: lines of metrics.jsonl, phases of its workers, calls of its
-reward function, the names of checkpoints.
+reward function, the names of checkpoints.  Points between two system calls are ``tests.support.crash_points``'s.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
 
+from mcore_rl.rollout.process_group import is_tracker
 from mcore_rl.runtime.answers import last_phase
 from tests.support.run_task import AGREEMENT, GONE_S, SPEED, holders_of, overrides
 
 STEPS = 3
-PATIENCE_S = 400.0  # for anything, on a busy machine
+SAMPLES = 32  # of a step
+AT_ONCE = 8  # that the engine draws: the first are graded while others are drawn
+PATIENCE_S = 500.0  # for anything, on a busy machine
 REWARD = '''
-"""Writes down each call, so that whoever watches knows how far the drawing is."""
+"""Writes down each call, so that whoever watches knows how far the drawing is; slow enough to be watched."""
 
-import os
+import time
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     with open({calls!r}, "a") as file:
         file.write("x")
+    time.sleep(0.01)
     return sum(map(ord, solution_str)) % 5 / 4
 '''
 
 
 @dataclass
 class Started:
-    """A run that goes on in ``process``; its output goes to ``output``."""
+    """A run that goes on in ``process``; its output goes to ``output``, from ``heard`` on where it was begun again."""
 
     directory: Path
     process: subprocess.Popen[bytes]
     output: Path
     calls: Path
+    heard: int = 0
+    _before: tuple[int, int] = (0, 0)  # lines that were logged, and calls made until then
 
     @property
     def num_logged(self) -> int:
@@ -57,8 +64,11 @@ class Started:
 
     @property
     def num_calls(self) -> int:
-        """Of the reward function."""
-        return self.calls.stat().st_size if self.calls.is_file() else 0
+        """Of the reward function, as long as metrics.jsonl has told of as many steps as now."""
+        made, logged = self.calls.stat().st_size if self.calls.is_file() else 0, self.num_logged
+        if self._before[0] != logged:
+            self._before = (logged, made)
+        return made - self._before[1]
 
     def phase(self, rank: int = 0) -> str:
         """Of a training worker."""
@@ -72,57 +82,108 @@ class Started:
             assert time.monotonic() < end, f"its moment never came:\n{self.said()}"
             time.sleep(0.002)
 
-    def holders(self, log: str) -> list[psutil.Process]:
-        """Processes below the run's whose output goes to ``logs/`` ``log``."""
-        return holders_of(self.directory / "logs" / log, self.process.pid)
+    def victims(self, name: str) -> list[psutil.Process]:
+        """Who is struck: "controller", a process of Ray's, or those whose output goes to ``name`` in ``logs/``.
 
-    def kill(self, log: str) -> None:
-        """The processes that write to ``log``, at once."""
-        holders = self.holders(log)
-        assert holders, f"nobody writes to {log}"
-        for each in holders:
-            each.kill()
+        Not Python's resource trackers among these: they clean up behind the others.
+        """
+        own = psutil.Process(self.process.pid)
+        if name == "controller":
+            return [own]
+        if name.endswith(".log"):
+            holders = holders_of(self.directory / "logs" / name, own.pid)
+            return [each for each in holders if not is_tracker(each)]
+        return [each for each in own.children(recursive=True) if _name(each) == name]
 
-    def finish(self) -> int:
+    def strike(self, name: str, number: int = signal.SIGKILL) -> bool:
+        """Send the signal ``number`` to ``victims(name)``; whether there were any."""
+        self.heard = self.output.stat().st_size
+        victims = self.victims(name)
+        for each in victims:
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(number)
+        return bool(victims)
+
+    def finish(self, patience_s: float = PATIENCE_S) -> int:
         """The exit code."""
         try:
-            return self.process.wait(PATIENCE_S)
+            return self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"it did not end:\n{self.said()}") from None
 
     def said(self) -> str:
-        """All that it printed."""
-        return self.output.read_text(errors="replace")
+        """All that it printed since it was struck last, or begun."""
+        return self.output.read_bytes()[self.heard :].decode(errors="replace")
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
+
+
+@dataclass
+class Traces:
+    """By which what runs leave behind is found.
+
+    mark: in their environment.  sessions: that they lead.  shared_memory: what is /dev/shm to them; None where nothing
+    may be mounted.
+    """
+
+    shared_memory: Path | None = None
+    mark: str = field(default_factory=lambda: f"MCORE_RL_TEST_MARK={uuid.uuid4().hex}")
+    sessions: set[int] = field(default_factory=set)
+
+    def alive(self) -> list[str]:
+        """Processes, whoever their parent is now; some write their titles where their environment was."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                fields = (path / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] in "ZX":
+                    continue
+                if int(fields[3]) in self.sessions or self.mark.encode() in (path / "environ").read_bytes():
+                    command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found.append(f"{path.name}: {command[:160].strip()}")
+        return found
 
 
 @contextmanager
-def nothing_survives() -> Iterator[str]:
-    """Within: a mark for the environment of runs; no process with it is alive soon after, whoever its parent is now."""
-    mark = f"MCORE_RL_TEST_MARK={uuid.uuid4().hex}"
-    yield mark
-    end, alive = time.monotonic() + GONE_S, marked(mark)
-    while alive and time.monotonic() < end:
-        time.sleep(0.2)
-        alive = marked(mark)
-    assert not alive, alive
+def nothing_survives(directory: Path) -> Iterator[Traces]:
+    """Within: runs are started with what it gives.  After: neither process nor shared memory of theirs is left.
+
+    Ports are held by processes, and go with them.
+    """
+    with mounted(directory / "shm", "8g") as shared_memory:
+        traces = Traces(shared_memory)
+        yield traces
+        end = time.monotonic() + GONE_S
+        while (alive := traces.alive()) and time.monotonic() < end:
+            time.sleep(0.2)
+        assert not alive, alive
+        assert shared_memory is None or not (left := [path.name for path in shared_memory.iterdir()]), left
 
 
-def marked(mark: str) -> list[str]:
-    """Processes whose environment has ``mark``."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                command = path.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found.append(f"{path.parent.name}: {command[:160]}")
-        except OSError:
-            continue
-    return found
+@contextmanager
+def mounted(place: Path, size: str) -> Iterator[Path | None]:
+    """A file system in memory at ``place``, which is made; None where nothing may be mounted."""
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        yield None
+        return
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def start(task: Path, directory: Path, mark: str = "", *more: str, steps: int = STEPS) -> Started:
-    """``mcore-rl train``, a checkpoint after each step.  mark: an environment variable with its value."""
+def start(task: Path, directory: Path, traces: Traces, *more: str, steps: int = STEPS, point: str = "") -> Started:
+    """``mcore-rl train``, a checkpoint after each step.  point: of ``crash_points``, at which it kills itself."""
     calls = directory.with_name(f"{directory.name}-calls")
     reward = directory.with_name(f"{directory.name}-reward.py")
     if not reward.is_file():
@@ -133,18 +194,27 @@ def start(task: Path, directory: Path, mark: str = "", *more: str, steps: int = 
         f"trainer.total_training_steps={steps}",
         "trainer.save_freq=1",
         f"custom_reward_function.path={reward}",
+        f"rollout.max_num_seqs={AT_ONCE}",
         *more,
     )
+    program = ["-m", "tests.support.crash_points", point] if point else ["-m", "mcore_rl.cli"]
+    command = [sys.executable, *program, "train", *settings]
+    if traces.shared_memory is not None:  # one that nobody else writes to
+        script = 'mount --bind "$0" /dev/shm && exec "$@"'
+        private = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, str(traces.shared_memory)]
+        command = private + command
     output = directory.with_name(f"{directory.name}-output")
     with output.open("ab") as file:
+        heard = file.tell()
         process = subprocess.Popen(
-            [sys.executable, "-m", "mcore_rl.cli", "train", *settings],
+            command,
             stdout=file,
             stderr=file,
             start_new_session=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict([mark.split("=")] if mark else []),
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict([traces.mark.split("=")]),
         )
-    return Started(directory, process, output, calls)
+    traces.sessions.add(process.pid)
+    return Started(directory, process, output, calls, heard)
 
 
 @dataclass(frozen=True)
@@ -168,24 +238,34 @@ def bits_of(directory: Path, steps: int = STEPS) -> Bits:
     return Bits(metrics, rollouts, states)
 
 
-def drawing(step: int) -> Callable[[Started], bool]:
-    """The engine draws for ``step``: some of its samples are graded, and not all."""
-    return lambda run: run.num_logged == step - 1 and run.num_calls > (step - 1) * 32
+Moment = Callable[[Started], bool]
 
 
-def doing(step: int, words: str) -> Callable[[Started], bool]:
+def starting(run: Started) -> bool:
+    """Training processes are there, and no step was done."""
+    return (run.directory / "logs" / "actor-rank-1.log").is_file() and run.num_logged == 0
+
+
+def drawing(step: int) -> Moment:
+    """The engine draws for ``step``: its first samples are graded, and others are not drawn yet."""
+    return lambda run: run.num_logged == step - 1 and 0 < run.num_calls <= SAMPLES - 2 * AT_ONCE
+
+
+def grading(step: int) -> Moment:
+    """The last samples of ``step`` are drawn or graded."""
+    return lambda run: run.num_logged == step - 1 and run.num_calls > SAMPLES - AT_ONCE
+
+
+def doing(step: int, words: str) -> Moment:
     """A training worker is in a phase with ``words``, in ``step``."""
     return lambda run: run.num_logged == step - 1 and words in run.phase()
 
 
-def writing(step: int) -> Callable[[Started], bool]:
+def writing(step: int) -> Moment:
     """The checkpoint of ``step`` is on its way."""
     return lambda run: (run.directory / "checkpoints" / f"step_{step}.incomplete").is_dir()
 
 
-def named(step: int) -> Callable[[Started], bool]:
-    """The checkpoint of ``step`` has its name."""
-    return lambda run: (run.directory / "checkpoints" / f"step_{step}").is_dir()
-
-
-SIGKILL, SIGTERM, SIGINT, SIGUSR1 = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+def says(pattern: str) -> Moment:
+    """It printed something that the regular expression finds."""
+    return lambda run: re.search(pattern, run.said()) is not None

@@ -15,10 +15,15 @@ from tests.support.published import TINY, class_config
 FIRST_WORD = 3  # below it stand the tokens that begin and end
 
 
-def save(model_type: str, directory: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-    """Random weights of ``tiny-<model_type>``, large enough that a mistake shows; norms and biases too."""
+def save(
+    model_type: str, directory: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object
+) -> None:
+    """Random weights of ``tiny-<model_type>``, large enough that a mistake shows; norms and biases too.
+
+    changes: of its configuration.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(class_config(TINY[model_type]))
+    model = AutoModelForCausalLM.from_config(class_config(TINY[model_type] | changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -28,6 +33,9 @@ def save(model_type: str, directory: Path, dtype: torch.dtype = torch.float32, s
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn_like(buffer))
+        embedding = model.get_input_embeddings()
+        if embedding.padding_idx is not None:  # zeros, of which a norm's gradient is 1,000 times another's
+            torch.nn.init.normal_(embedding.weight[embedding.padding_idx], std=model.config.initializer_range)
     model.to(dtype).save_pretrained(directory)
 
 

@@ -1,0 +1,272 @@
+#!/usr/bin/env python3
+"""Run a recipe on a Slurm cluster: check it, write one sbatch script, and submit that.
+
+    python launch/slurm/submit.py recipe=qwen2_7b_grpo cluster=nvidia_h100 model.path=MODEL cluster.slurm.partition=gpu
+    python launch/slurm/submit.py recipe=qwen2_7b_grpo cluster=nvidia_h100 nodes=4 --dry-run      the script, no job
+
+recipe=     a file of launch/recipes without .yaml, or a path
+cluster=    a file of launch/clusters without .yaml, or a path; cluster.KEY=VALUE overrides what is in it, as
+            cluster.slurm.time_limit=4:00:00 or cluster.container.image=IMAGE
+nodes=N     the same as trainer.nnodes=N
+KEY=VALUE   anything else is an override of the run, as mcore-rl train takes them
+
+Before anything is queued: the recipe composes, is valid, fits on the cluster (tools/plan_run.py shows the numbers),
+and Slurm takes the script.  The job saves and is queued again at its time limit, when it is preempted and when a node
+dies, and goes on from its newest checkpoint.  docs/slurm.md has more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from mcore_rl.config.cluster import ClusterConfig, Container
+from mcore_rl.config.engine import Device
+from mcore_rl.config.launch import load_cluster, load_recipe, program_of, recipe_path
+from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.config.trainer import Placement
+from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
+from mcore_rl.planning.plan import plan, plan_sft
+from mcore_rl.planning.recipes import recipe_model
+
+TEMPLATE = Path(__file__).with_name("train.sbatch")
+RESUME = "trainer.resume_mode"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run and the nodes it is to have.
+
+    recipe: the file.  overrides: of the run, ours included.  run_directory: absolute.  directory: that it starts in.
+    """
+
+    recipe: Path
+    overrides: tuple[str, ...]
+    run: RunConfig | SftConfig
+    cluster: ClusterConfig
+    run_directory: Path
+    directory: Path
+
+    @property
+    def num_nodes(self) -> int:
+        """Of the trainer, and of engines that have nodes of their own."""
+        trainer = self.run.trainer
+        if not isinstance(self.run, RunConfig) or trainer.placement is Placement.colocated:
+            return trainer.nnodes
+        judge = self.run.reward_model.layout.world_size if self.run.reward_model.enable else 0
+        devices = self.run.rollout.layout.world_size + judge
+        return trainer.nnodes + -(-devices // max(1, self.cluster.gpus_per_node or trainer.n_gpus_per_node))
+
+
+def read_job(arguments: Sequence[str], directory: Path) -> Job:
+    """The job that ``key=value`` texts ask for, checked.  directory: that relative paths are meant from.
+
+    Raises ConfigError with everything that is wrong: with the texts, the files they name, the run, or its fit.
+    """
+    named, of_cluster, of_run = _sorted(arguments)
+    cluster = load_cluster(named["cluster"], of_cluster)
+    path = recipe_path(named["recipe"])
+    if "nodes" in named:
+        of_run.append(f"trainer.nnodes={named['nodes']}")
+    of_run += [] if _written(RESUME, of_run) else [f"{RESUME}=auto"]  # a job that is queued again must not begin anew
+    run = load_recipe(str(path), of_run)
+    run_directory = (directory / run.trainer.default_local_dir).resolve()
+    of_run = [each for each in of_run if not each.startswith("trainer.default_local_dir=")]
+    plain = re.fullmatch(r"[\w./-]+", str(run_directory))
+    of_run.append(f"trainer.default_local_dir={run_directory if plain else repr(str(run_directory))}")  # as hydra reads
+    job = Job(
+        recipe=path,
+        overrides=tuple(of_run),
+        run=run,
+        cluster=cluster,
+        run_directory=run_directory,
+        directory=directory.resolve(),
+    )
+    refuse_if_any(_violations(job))
+    return job
+
+
+def _sorted(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    """What names the recipe, the cluster and the nodes; overrides of the cluster; overrides of the run."""
+    named: dict[str, str] = {}
+    of_cluster, of_run, wrong = list[str](), list[str](), []
+    for text in arguments:
+        key, written, value = text.partition("=")
+        if not written:
+            wrong.append(Violation(text, "", "is no override", "Write key=value; lists as key=[a,b]"))
+        elif key in ("recipe", "cluster", "nodes"):
+            named[key] = value
+        elif key.startswith("cluster."):
+            of_cluster.append(text.removeprefix("cluster."))
+        else:
+            of_run.append(text)
+    for key, example in (("recipe", "arithmetic_grpo"), ("cluster", "nvidia_h100")):
+        if key not in named:
+            wrong.append(Violation(key, "", "is not given", f"Write {key}={example}, say; --help tells more"))
+    refuse_if_any(wrong)
+    return named, of_cluster, of_run
+
+
+def _written(key: str, overrides: Sequence[str]) -> bool:
+    return any(each.startswith(f"{key}=") for each in overrides)
+
+
+def _violations(job: Job) -> list[Violation]:
+    """Of the run by itself; where there are none, of the run on its cluster."""
+    run, cluster = job.run, job.cluster
+    found = run_violations(run) if isinstance(run, RunConfig) else sft_violations(run)
+    if cluster.slurm.requeue and run.trainer.resume_mode.value != "auto":
+        problem = "a job that is queued again would begin anew"
+        remedy = "Leave it out, or write cluster.slurm.requeue=false"
+        found.append(Violation(RESUME, run.trainer.resume_mode.value, problem, remedy))
+    if found or not run.recipe.checkpoint:
+        return found
+    model = recipe_model(run.recipe)
+    planned = plan(run, model, cluster) if isinstance(run, RunConfig) else plan_sft(run, model, cluster)
+    return list(planned.violations)
+
+
+def render(job: Job) -> str:
+    """The sbatch script: ``train.sbatch`` with every ``{{name}}`` filled in."""
+    cluster, slurm = job.cluster, job.cluster.slurm
+    program = program_of(job.recipe)
+    config = ["--config-dir", str(job.recipe.parent), "--config-name", job.recipe.stem]
+    container, srun_options = _container(job)
+    values = {
+        "job_name": job.recipe.stem,
+        "num_nodes": job.num_nodes,
+        "cpus_per_node": cluster.cpus_per_node,
+        "time_limit": slurm.time_limit,
+        "grace_s": slurm.grace_s,
+        "directory": shlex.quote(str(job.directory)),
+        "output": shlex.quote(f"{job.run_directory}/logs/slurm/%j.log"),
+        "options": "\n".join(f"#SBATCH {each}" for each in _options(cluster)),
+        "run_directory": shlex.quote(str(job.run_directory)),
+        "python": "python3" if cluster.container.engine is not Container.none else shlex.quote(sys.executable),
+        "container": shlex.join(container),
+        "srun_options": shlex.join(srun_options),
+        "port": slurm.port,
+        "gpus_per_node": cluster.gpus_per_node,
+        "max_requeues": slurm.max_requeues if slurm.requeue else 0,
+        "environment": "\n".join(f"export {name}={shlex.quote(text)}" for name, text in cluster.environment.items()),
+        "setup": "\n".join(slurm.setup),
+        "device": cluster.device.value,
+        "join_timeout_s": slurm.join_timeout_s,
+        "command": " \\\n    ".join(
+            ['"$python" -m mcore_rl.cli ' + shlex.join([program, *config]), *map(shlex.quote, job.overrides)]
+        ),
+    }
+    text = TEMPLATE.read_text(encoding="utf-8")
+    for name, value in values.items():
+        assert f"{{{{{name}}}}}" in text, f"{TEMPLATE.name} has no {name}"
+        text = text.replace(f"{{{{{name}}}}}", str(value))
+    assert "{{" not in text, f"{TEMPLATE.name} asks for more"
+    return text
+
+
+def _options(cluster: ClusterConfig) -> list[str]:
+    """Of sbatch, besides those that every job has."""
+    slurm = cluster.slurm
+    named = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos}
+    found = [f"--{name}={value}" for name, value in named.items() if value]
+    found.append("--requeue" if slurm.requeue else "--no-requeue")
+    if cluster.gpus_per_node:
+        found.append(f"--gres=gpu:{cluster.gpus_per_node}")
+    if slurm.exclusive:
+        found += ["--exclusive", "--mem=0"]
+    return [*found, *slurm.extra]
+
+
+def _container(job: Job) -> tuple[list[str], list[str]]:
+    """(prefix of every program, options of srun) that bring it into the container, with what it needs of the node.
+
+    Ray's processes and the run are in containers of their own, and meet in /tmp.
+    """
+    wanted = job.cluster.container
+    places = ["/tmp", str(job.directory), str(job.run_directory), str(job.recipe.parent)]
+    mounts = list(dict.fromkeys(mount if ":" in mount else f"{mount}:{mount}" for mount in [*places, *wanted.mounts]))
+    if wanted.engine is Container.pyxis:
+        inside = f"--container-workdir={job.directory}"
+        return [], [f"--container-image={wanted.image}", f"--container-mounts={','.join(mounts)}", inside]
+    if wanted.engine is Container.apptainer:
+        vendor = "--rocm" if job.cluster.device is Device.rocm else "--nv"
+        devices = [vendor] if job.cluster.gpus_per_node else []
+        binds = [text for mount in mounts for text in ("--bind", mount)]
+        return ["apptainer", "exec", *devices, *binds, "--pwd", str(job.directory), wanted.image], []
+    return [], []
+
+
+def submit(job: Job) -> tuple[str, Path]:
+    """(id of the job, its script).  Raises ConfigError where Slurm does not take it; nothing is queued then."""
+    script = job.run_directory / "logs" / "slurm" / "train.sbatch"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(render(job), encoding="utf-8")
+    _sbatch("--test-only", str(script))
+    return _sbatch("--parsable", str(script)).partition(";")[0].strip(), script
+
+
+def _sbatch(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["sbatch", *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        remedy = "Submit from a node that has Slurm's commands; --dry-run needs none"
+        raise ConfigError([Violation("sbatch", "", "there is no such program here", remedy)]) from error
+    if done.returncode == 0:
+        return done.stdout
+    said = "; ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.strip().splitlines())
+    raise ConfigError([Violation("cluster.slurm", " ".join(arguments[-1:]), f"Slurm refuses it: {said}", _remedy())])
+
+
+def _remedy() -> str:
+    """What there is to choose from."""
+    there = subprocess.run(["sinfo", "--noheader", "--format=%R (%D nodes, %l)"], capture_output=True, text=True)
+    partitions = ", ".join(dict.fromkeys(line.strip() for line in there.stdout.splitlines())) or "none that is up"
+    return f"Change cluster.slurm.partition, time_limit or nodes; the partitions are {partitions}"
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", nargs="*", metavar="key=value")
+    parser.add_argument("--dry-run", action="store_true", help="check, print the script, and submit nothing")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    chosen, more = parser.parse_known_args(arguments)  # argparse takes no positional after an option by itself
+    if flags := [text for text in more if text.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    chosen.texts += more
+    return chosen
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, or 2 where something is wrong and nothing was queued."""
+    chosen = parse_arguments(arguments)
+    console, errors = Console(soft_wrap=True, highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        job = read_job(chosen.texts, Path.cwd())
+        if chosen.dry_run:
+            sys.stdout.write(render(job))
+            return 0
+        number, script = submit(job)
+    except McoreRLError as error:
+        if chosen.debug:
+            raise
+        errors.print(f"error: {error}", markup=False)
+        return 2
+    log = script.with_name(f"{number}.log")
+    console.print(f"job {number}: {job.recipe.stem} on {job.num_nodes} nodes of {job.cluster.name}", markup=False)
+    console.print(f"  script  {script}\n  log     {log}\n  nodes   {script.parent}/{number}.0/NODE.log", markup=False)
+    console.print(f"  watch   tail -F {log}; squeue -j {number}; it ends with scancel {number}", markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

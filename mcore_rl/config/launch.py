@@ -1,0 +1,188 @@
+"""Recipes and clusters by name: ``launch/recipes/NAME.yaml`` and ``launch/clusters/NAME.yaml`` to typed configurations.
+
+A recipe is a yaml file as ``mcore-rl train`` or ``mcore-rl sft`` takes it with ``--config-dir`` and ``--config-name``;
+which of them, its defaults say.  A cluster's yaml holds values of ``ClusterConfig``.  Both may also be named by a path,
+``my_recipes/x.yaml``.  What a file says wrong is told with the file, the key, and the nearest key that there is.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from mcore_rl.config.cluster import ClusterConfig, cluster_violations
+from mcore_rl.config.compose import ERRORS, all_keys, compose, words
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+
+LAUNCH = Path(__file__).parents[2] / "launch"  # beside the package, in a checkout of the repository
+RECIPES = LAUNCH / "recipes"
+CLUSTERS = LAUNCH / "clusters"
+SCHEMAS: dict[str, type[RunConfig] | type[SftConfig]] = {"train": RunConfig, "sft": SftConfig}
+
+
+def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
+    """The recipe ``name`` with ``overrides``, as ``mcore-rl`` takes them: a run of ``train`` or of ``sft``.
+
+    name: of a file of ``launch/recipes`` without ``.yaml``, or a path.
+    Raises ConfigError: there is no such recipe; it is neither of the two; what a file or an override says wrong.
+    What its values mean together is not looked at: that is ``run_violations``.
+    """
+    path = recipe_path(name)
+    program = program_of(path)
+    schema = SCHEMAS[program]
+    try:
+        return compose(schema, program, overrides, path.parent, path.stem)
+    except ConfigError:
+        refuse_if_any(list(_file_violations(path, schema)))
+        raise
+
+
+def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
+    """The cluster ``name`` with ``overrides`` such as ``slurm.partition=gpu``.
+
+    name: of a file of ``launch/clusters`` without ``.yaml``, or a path.
+    Raises ConfigError with everything that is wrong in it.
+    """
+    path = cluster_path(name)
+    _read(path)  # or it is no yaml
+    refuse_if_any(list(_file_violations(path, ClusterConfig)))
+    written = _dotlist(overrides)
+    refuse_if_any([each for key, value in written for each in _leaf_violations("", key, value, ClusterConfig)])
+    composed = OmegaConf.merge(OmegaConf.structured(ClusterConfig), OmegaConf.load(path))
+    for key, value in written:
+        OmegaConf.update(composed, key, value)
+    cluster = OmegaConf.to_object(composed)
+    assert isinstance(cluster, ClusterConfig)
+    cluster.name = cluster.name or path.stem
+    refuse_if_any(cluster_violations(cluster))
+    return cluster
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a recipe.  Raises ConfigError naming the nearest ones where there is none."""
+    return _path("recipe", name, RECIPES)
+
+
+def cluster_path(name: str) -> Path:
+    """The file of a cluster.  Raises ConfigError naming the nearest ones where there is none."""
+    return _path("cluster", name, CLUSTERS)
+
+
+def recipe_names() -> list[str]:
+    """All of ``launch/recipes``."""
+    return _names(RECIPES)
+
+
+def cluster_names() -> list[str]:
+    """All of ``launch/clusters``."""
+    return _names(CLUSTERS)
+
+
+def program_of(path: Path) -> str:
+    """``train`` or ``sft``: what runs the recipe at ``path``.  Raises ConfigError where its defaults name neither."""
+    return _program_of(path, frozenset())
+
+
+def _program_of(path: Path, above: frozenset[str]) -> str:
+    """above: recipes that stand on this one, by whose names it may not be looked for again."""
+    defaults = _read(path).get("defaults") or []
+    names = [entry for entry in defaults if isinstance(entry, str) and entry != "_self_"]
+    for name in names:
+        if name in SCHEMAS:
+            return name
+    above |= {path.stem}
+    for name in names:
+        if name not in above and (other := path.with_name(f"{name}.yaml")).is_file():
+            return _program_of(other, above)
+    remedy = "Begin the file with `defaults: [train, _self_]`, or sft instead of train"
+    raise ConfigError([Violation(f"{path}: defaults", defaults, "name neither train nor sft", remedy)])
+
+
+def _path(kind: str, name: str, directory: Path) -> Path:
+    asked = Path(name)
+    if asked.suffix == ".yaml" or len(asked.parts) > 1:
+        path = asked.with_suffix(".yaml")
+        if path.is_file():
+            return path.resolve()
+        raise ConfigError([Violation(kind, name, f"there is no file {path}", "Write the path of a yaml file")])
+    path = directory / f"{name}.yaml"
+    if name and path.is_file():
+        return path
+    there = _names(directory)
+    near = difflib.get_close_matches(name, there, n=3, cutoff=0.6)
+    remedy = (
+        f"Did you mean {' or '.join(near)}?" if near else f"Choose one of those there: {', '.join(there) or 'none'}"
+    )
+    raise ConfigError([Violation(kind, name, f"there is no {name}.yaml in {directory}", remedy)])
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.stem for path in directory.glob("*.yaml"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([Violation(str(path), "", words(error), "Mend the file")]) from error
+    if values is None:
+        return {}
+    if isinstance(values, dict):
+        return values
+    raise ConfigError([Violation(str(path), "", "holds no keys", "Write `key: value` lines")])
+
+
+def _file_violations(path: Path, schema: type[Any]) -> Iterator[Violation]:
+    """What is wrong with each value of the file by itself."""
+    for key, value in _leaves({key: value for key, value in _read(path).items() if key != "defaults"}):
+        yield from _leaf_violations(f"{path}: ", key, value, schema)
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _leaf_violations(place: str, key: str, value: object, schema: type[Any]) -> Iterator[Violation]:
+    structured = OmegaConf.structured(schema)
+    try:
+        OmegaConf.update(structured, key, value, force_add=False)
+    except ERRORS as error:
+        known = list(all_keys(structured))
+        if key in known:
+            yield Violation(f"{place}{key}", value, words(error), "Write a value of that type")
+            return
+        near = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+        remedy = f"Did you mean {' or '.join(near)}?" if near else "There is none like it: leave it out"
+        yield Violation(f"{place}{key}", value, "there is no such key", remedy)
+
+
+def _dotlist(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    """``key=value`` texts to keys and yaml values.  Raises ConfigError naming every one that is none."""
+    found: list[tuple[str, Any]] = []
+    wrong = []
+    for override in overrides:
+        key, written, text = override.partition("=")
+        if not written or not key:
+            remedy = "Write key=value; lists as key=[a,b]"
+            wrong.append(Violation(override, "", "is no override", remedy))
+            continue
+        try:
+            parsed = OmegaConf.from_dotlist([override])
+        except ERRORS as error:
+            wrong.append(Violation(key, text, words(error), "Write key=value; lists as key=[a,b]"))
+            continue
+        assert isinstance(parsed, DictConfig)
+        found.append((key, OmegaConf.select(parsed, key)))
+    refuse_if_any(wrong)
+    return found

@@ -1,0 +1,188 @@
+"""What forward keeps for backward, layer by layer, and what is alive besides while a layer is differentiated.
+
+Every term is a tensor that autograd saves: of the local layers by what they were seen to save (megatron-core 0.16.1,
+torch 2.13; benchmarks/plan.py measures the sum), of Transformer Engine's by what its modules document (its fused norms
+keep no float32 copy).  A term is bytes for each row that the context rank holds; tensor ranks split rows between the
+linears (sequence parallelism) and widths inside them.
+
+Widths of a rank, e bytes an element, h hidden, q and k of its query and key heads, f of its MLP:
+
+    norm, twice     local (4 + 2 e) h / tp: a float32 copy, the quotient, the product.  Fused: 2 e h / tp
+    attention       e (q + 2 k): the fused projection.  e (q + k): rotated.  4 heads: sums of exponents.  e q: the
+                    output, and e q once more where sequences are attended one by one and joined
+    gated MLP       3 e f: the fused projection and its product
+    experts         of each row sent to an expert: e h, and 3 e f of the expert
+    logits          e V / tp; their gradient takes their place (training/logprobs.py)
+
+Deliberately not here: dropout, which nothing uses; biases, which save nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
+from mcore_rl.config.model import Activation, ModelConfig
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.rollout import BYTES
+
+# A rank may be sent more rows than its share.  Random routers of 8 experts, measured over 2 to 8 ranks: 1.1 to 1.3;
+# trained ones drift further.
+EXPERT_IMBALANCE = 1.5
+ROUTER_BYTES_PER_EXPERT, ROUTER_BYTES_PER_CHOICE = 12, 32  # of a row: scores, probabilities, maps; places and weights
+LOSS_BYTES = 100  # of a row: labels, masks, log-probs and what the losses make of them
+# Temporaries of a gated MLP's backward, in tensors of e f a row.  Fused: gradients of product and projection.  Local:
+# the derivative of silu in PyTorch's operations besides.
+GATE_TEMPORARIES, GATE_TEMPORARIES_LOCAL = 3, 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """fused: Transformer Engine's layers.  one_by_one: attention a sequence at a time (the CPU's), else one kernel.
+
+    size: bytes of an element.
+    """
+
+    fused: bool
+    one_by_one: bool
+    size: int
+
+
+def kernels_of(model: ModelConfig, parallel: ParallelConfig, engine: EngineConfig, *, accelerator: bool) -> Kernels:
+    """What the engine takes on a device: ``auto`` has Transformer Engine on an accelerator wherever it can serve."""
+    lacks = (
+        model.attention_soft_cap is not None
+        or model.sandwich_norm
+        or (bool(model.sliding_layers) and parallel.cp > 1)
+        or engine.precision is Precision.float32
+    )
+    fused = accelerator and engine.layer_spec is not LayerSpec.local and not lacks
+    return Kernels(fused=fused, one_by_one=not accelerator, size=BYTES[engine.precision])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBytes:
+    """Of one row of a context rank.
+
+    kept: for backward, without recompute.  core: of it, what selective recompute leaves out.  passed: the input of a
+    layer, all that full recompute keeps.  backward: alive besides while a layer is differentiated.
+    """
+
+    kept: float
+    core: float
+    passed: float
+    backward: float
+
+    def held(self, recompute: Recompute) -> float:
+        """For backward, from one layer."""
+        if recompute is Recompute.full:
+            return self.passed
+        return self.kept - (self.core if recompute is Recompute.selective else 0)
+
+    def working(self, recompute: Recompute) -> float:
+        """Besides ``held`` of all layers, while one is differentiated."""
+        if recompute is Recompute.none:
+            return self.backward
+        return self.backward + (self.core if recompute is Recompute.selective else self.kept)
+
+
+def layer_bytes(
+    model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, *, has_experts: bool, longest: int
+) -> RowBytes:
+    """Of a layer.  longest: tokens of the longest sequence (only unfused scores of latent attention ask)."""
+    e, h, tp = kernels.size, model.hidden_size, parallel.tp
+    norms = 2 * _norm(model, kernels, h) / tp
+    if model.sandwich_norm:
+        norms *= 2
+    attention, core, attention_backward = _attention(model, parallel, kernels, longest)
+    if has_experts:
+        mlp, mlp_backward = _experts(model, parallel, kernels)
+    else:
+        mlp, mlp_backward = _gated(model, kernels, model.ffn_hidden_size / tp)
+    gathered = e * h * (2 if tp > 1 else 1)  # a linear's input gathered again, and the gradient of it
+    return RowBytes(
+        kept=norms + attention + mlp,
+        core=core,
+        passed=e * h / tp,
+        backward=gathered + max(attention_backward, mlp_backward),
+    )
+
+
+def head_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, *, critic: bool) -> RowBytes:
+    """Of what stands behind the last layer: norm, projection, and what the losses keep."""
+    e, h, tp = kernels.size, model.hidden_size, parallel.tp
+    outputs = 4 * (h / tp + 1) if critic else e * -(-model.vocab_size // tp)
+    kept = _norm(model, kernels, h) / tp + outputs + LOSS_BYTES
+    return RowBytes(kept=kept, core=0, passed=e * h / tp, backward=e * h)
+
+
+def _norm(model: ModelConfig, kernels: Kernels, width: float) -> float:
+    if kernels.fused:
+        return 2 * kernels.size * width
+    if model.zero_centered_norm:  # float32 until the end
+        return (8 + kernels.size) * width
+    if kernels.one_by_one:
+        return (4 + 2 * kernels.size) * width
+    return 3 * kernels.size * width
+
+
+def _attention(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, longest: int) -> tuple[float, ...]:
+    """(kept, of it core attention's own, temporaries of backward)."""
+    e, tp, heads = kernels.size, parallel.tp, model.num_attention_heads / parallel.tp
+    if model.mla is not None:
+        return _latent_attention(model, parallel, kernels, longest)
+    q, k = heads * model.head_dim, model.num_query_groups / tp * model.head_dim
+    inputs = e * (q + 2 * k) + e * (q + k)
+    if parallel.cp > 1:  # keys and values of all context ranks, and the projection is not looked at again
+        inputs = e * q + 2 * e * k * parallel.cp
+    if not kernels.fused:
+        inputs += 4 * e * model.head_dim  # cosines and sines, for queries and for keys
+    if model.qk_norm:
+        inputs += (q + k) * ((4 + e) if not kernels.fused else e)
+    joined = kernels.one_by_one and model.attention_soft_cap is None
+    core = 4 * heads + (e * q if joined else 0)
+    return inputs + core + e * q, core, 2 * e * (q + 2 * k)
+
+
+def _latent_attention(
+    model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, longest: int
+) -> tuple[float, ...]:
+    mla, e, tp = model.mla, kernels.size, parallel.tp
+    assert mla is not None
+    heads = model.num_attention_heads / tp
+    q, v = heads * model.head_dim, heads * mla.v_head_dim
+    latents = _norm(model, kernels, mla.kv_lora_rank + (mla.q_lora_rank or 0)) / tp
+    keys = 1 if parallel.cp == 1 else parallel.cp
+    inputs = latents + e * q + keys * e * (q + v) + 2 * e * mla.qk_rope_head_dim
+    core = 4 * heads
+    if kernels.one_by_one:
+        core += e * v + 2 * e * heads * longest  # values are narrower than keys: no kernel but plain scores
+    return inputs + core + e * v, core, 2 * e * (2 * q + v)
+
+
+def _gated(model: ModelConfig, kernels: Kernels, width: float) -> tuple[float, float]:
+    """(kept, temporaries of backward) of a gated MLP of ``width`` on this rank."""
+    kept = 3 if kernels.fused or model.activation is Activation.silu else 4
+    return kept * kernels.size * width, _gate_temporaries(kernels) * kernels.size * width
+
+
+def _gate_temporaries(kernels: Kernels) -> int:
+    return GATE_TEMPORARIES if kernels.fused else GATE_TEMPORARIES_LOCAL
+
+
+def _experts(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> tuple[float, float]:
+    moe, e, h, tp = model.moe, kernels.size, model.hidden_size, parallel.tp
+    assert moe is not None
+    sent = moe.top_k * parallel.etp / tp  # rows that an expert rank computes, for each row of a context rank
+    if parallel.ep > 1:
+        sent *= min(EXPERT_IMBALANCE, parallel.ep)
+    width = moe.ffn_hidden_size / parallel.etp
+    kept = sent * e * (h + 3 * width)
+    kept += (ROUTER_BYTES_PER_EXPERT * moe.num_experts + ROUTER_BYTES_PER_CHOICE * moe.top_k) / tp
+    # Experts are differentiated one after another (local) or all at once (grouped); rows travel there and back.
+    at_once = 1.0 if kernels.fused else 1 / max(1, moe.num_experts // parallel.ep)
+    backward = sent * e * (2 * h + at_once * _gate_temporaries(kernels) * width)
+    if moe.shared_ffn_hidden_size:
+        shared, shared_backward = _gated(model, kernels, moe.shared_ffn_hidden_size / tp)
+        kept, backward = kept + shared, max(backward, shared_backward)
+    return kept, backward

@@ -1,0 +1,264 @@
+"""The bytes of a run by phase and place: who is where when trainer and engines take turns, and what each takes there.
+
+Colocated on accelerators (controller/handover.py): while the engines draw, the trainer's state is in pinned host
+memory, which it keeps; while weights are sent, the actor's are on the device beside the awake engine; while anything is
+trained, all roles are there and the engines sleep.  On the CPU device and host are one memory, and nothing sleeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from mcore_rl.config.engine import Precision
+from mcore_rl.planning.overheads import (
+    COLLECTIVE_BYTES,
+    CONTEXT_BYTES,
+    CPU_ENGINE_BYTES,
+    CPU_PROCESS_BYTES,
+    FRAGMENTATION,
+    HEAP_BYTES_PER_PARAMETER,
+    HEAP_LIMIT_BYTES,
+    HEAP_SHARE,
+    HOST_PROCESS_BYTES,
+    RAY_ACTOR_BYTES,
+    SLEEPING_ENGINE_BYTES,
+)
+from mcore_rl.planning.peaks import Peak, Phase, Place, Row
+from mcore_rl.planning.serving import Serving
+from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, StateBytes
+from mcore_rl.planning.training import Role, StepBytes
+
+BUCKET_BYTES = 256 << 20  # of a weight update (controller/start.py), twice in a process
+Part = tuple[str, int, bool]  # what, bytes, exact
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where a run stands.
+
+    device_bytes: of one accelerator; None on the CPU.  host_bytes: of one node.  per_node, num_nodes: training ranks of
+    a node, and its nodes.  colocated: the engines share the trainer's devices.  engines_per_node: rollout ranks of a
+    node.  snapshot: the reference's weights are kept.  saves: checkpoints are written beside the run.
+    reward_model: bytes that its engine may take of a device, on the CPU of the machine; 0 is none.
+    """
+
+    device_bytes: int | None
+    host_bytes: int
+    per_node: int
+    num_nodes: int
+    colocated: bool
+    engines_per_node: int
+    snapshot: bool
+    saves: bool
+    reward_model: int = 0
+
+
+def peaks(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator[Peak]:
+    """Of every phase and place but the disk.  room: of a rollout rank; None where nothing is drawn."""
+    if site.device_bytes is None:
+        yield from _on_cpu(roles, room, site)
+        return
+    yield from _training(roles, room, site)
+    if room is not None:
+        yield from _serving(roles, room, site)
+    yield from _host(roles, room, site)
+
+
+def state_parts(role: Role, stage: int) -> list[Part]:
+    """What stays while ``role`` trains, of the rank of ``stage`` that has most."""
+    state = role.state(stage)
+    return [
+        (f"{role.name} weights", state.weights, True),
+        (f"{role.name} gradients", state.gradients, True),
+        (f"{role.name} optimizer", state.optimizer, True),
+    ]
+
+
+def step_parts(role: Role, step: StepBytes, stage: int) -> list[Part]:
+    """What comes and goes, and what the allocator loses between it."""
+    lost = FRAGMENTATION * step.total if role.accelerator else heap_bytes(role, step, stage)
+    return [
+        ("activations", step.activations, False),
+        ("logits", step.logits, False),
+        ("working memory", step.working, False),
+        ("allocator", round(lost), False),
+    ]
+
+
+def heap_bytes(role: Role, step: StepBytes, stage: int) -> float:
+    """Memory of a process on the CPU that is free and not given back; see ``overheads``."""
+    size, found = role.kernels.size, 0.0
+    for buckets in role.states.buckets(stage):
+        for bucket in buckets:
+            small = sum(n * repeats for numels, repeats in bucket.runs for n in numels if n * size < HEAP_LIMIT_BYTES)
+            found += HEAP_BYTES_PER_PARAMETER * small
+    if role.rows * role.model.hidden_size * size < HEAP_LIMIT_BYTES:
+        found += HEAP_SHARE * (step.activations + step.working)
+    return found
+
+
+def process_peak(role: Role, stage: int) -> int:
+    """Of one training process on the CPU, outside of Ray: what benchmarks/plan.py measures."""
+    parts = [*state_parts(role, stage), *step_parts(role, role.training(stage), stage)]
+    return CPU_PROCESS_BYTES + sum(num_bytes for _, num_bytes, _ in parts)
+
+
+def checkpoint_bytes(role: Role) -> int:
+    """Of a checkpoint of ``role``, over all ranks: main weights and moments of every trained element, once."""
+    layout, held = role.layout, 0
+    for stage in range(layout.pp):
+        dense, experts = role.states.buckets(stage)
+        held += layout.tp * sum(bucket.held for bucket in dense)
+        held += layout.etp * layout.ep * sum(bucket.held for bucket in experts)
+    return held * (MAIN_BYTES + 2 * MOMENT_BYTES)
+
+
+def _peak(phase: Phase, place: Place, where: str, parts: Iterable[Part], capacity: int | None) -> Peak:
+    rows = tuple(
+        Row(phase=phase, place=place, part=part, num_bytes=num_bytes, exact=exact)
+        for part, num_bytes, exact in parts
+        if num_bytes
+    )
+    return Peak(phase=phase, place=place, where=where, rows=rows, capacity=capacity)
+
+
+def _stages(roles: Sequence[Role]) -> list[tuple[int, ...]]:
+    """Which stages of the roles stand on one device, each combination once."""
+    world = roles[0].layout.world_size
+    per_stage = [world // role.layout.pp for role in roles]
+    return sorted({tuple(rank // each for each in per_stage) for rank in range(0, world, min(per_stage))})
+
+
+def _where(role: Role, stage: int) -> str:
+    layout = role.layout
+    rank = layout.rank_of(tp=0, cp=0, dp=0, pp=stage)
+    return f"rank {rank}, stage {stage + 1} of {layout.pp}" if layout.pp > 1 else f"rank {rank}"
+
+
+def process_bytes(world_size: int, num_roles: int) -> int:
+    """Of the training processes that share a device, beside tensors."""
+    several = world_size > 1
+    return num_roles * (CONTEXT_BYTES + (COLLECTIVE_BYTES if several else 0))
+
+
+def _training(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator[Peak]:
+    asleep = 0
+    if room is not None and site.colocated:
+        asleep = SLEEPING_ENGINE_BYTES * (2 if site.reward_model else 1)
+    fixed: list[Part] = [
+        ("processes", process_bytes(roles[0].layout.world_size, len(roles)), False),
+        ("engines asleep", asleep, False),
+    ]
+    for phase in (Phase.logprobs, Phase.update) if room is not None else (Phase.update,):
+        found = []
+        for stages in _stages(roles):
+            states = [part for role, stage in zip(roles, stages, strict=True) for part in state_parts(role, stage)]
+            for role, stage in zip(roles, stages, strict=True):
+                step = role.training(stage) if phase is Phase.update else role.scoring(stage)
+                where = f"{role.name}, {_where(role, stage)}"
+                parts = [*states, *step_parts(role, step, stage), *fixed]
+                found.append(_peak(phase, Place.device, where, parts, site.device_bytes))
+        yield max(found, key=lambda peak: peak.num_bytes)
+
+
+def _serving(roles: Sequence[Role], room: Serving, site: Site) -> Iterator[Peak]:
+    left = max(0, room.budget - room.weights - room.working - room.overhead - max(0, room.cache))
+    parts: list[Part] = [
+        ("engine weights", room.weights, True),
+        ("cache of keys and values", max(0, room.cache), False),
+        ("engine working memory", room.working, False),
+        ("engine graphs and overhead", room.overhead, False),
+        ("engine, not used", left if site.colocated else 0, False),
+    ]
+    trainers: list[Part] = []
+    if site.colocated:
+        trainers.append(("trainer processes", process_bytes(roles[0].layout.world_size, len(roles)), False))
+    judge: Part = ("reward model", site.reward_model if site.colocated else 0, False)
+    yield _peak(Phase.rollout, Place.device, "a rollout rank", [*parts, judge, *trainers], site.device_bytes)
+    actor = roles[0]
+    stage = max(range(actor.layout.pp), key=lambda stage: actor.state(stage).weights)
+    buckets: Part = ("weight buckets", 2 * BUCKET_BYTES, False)
+    if site.colocated:
+        weights: Part = ("actor weights", actor.state(stage).weights, True)
+        where = f"actor, {_where(actor, stage)}"
+        yield _peak(Phase.sync, Place.device, where, [*parts, weights, buckets, *trainers], site.device_bytes)
+    else:
+        yield _peak(Phase.sync, Place.device, "a rollout rank", [*parts, buckets], site.device_bytes)
+
+
+def _host(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator[Peak]:
+    """Of a node of accelerators."""
+    per_node = min(site.per_node, roles[0].layout.world_size)
+    engines = site.engines_per_node if room is not None and site.colocated else 0
+    fixed: list[Part] = [("processes", HOST_PROCESS_BYTES * (per_node * len(roles) + engines), False)]
+    if room is not None and site.colocated:
+        for role in roles:
+            state = _worst(role, lambda each: each.weights + each.optimizer)
+            fixed.append((f"{role.name} weights, away", state.weights * per_node, True))
+            fixed.append((f"{role.name} optimizer, away", state.optimizer * per_node, True))
+    if site.snapshot:
+        weights = _worst(roles[0], lambda each: each.weights).weights
+        fixed.append(("reference weights", weights * per_node, True))
+    yield _peak(Phase.rollout if room is not None else Phase.update, Place.host, "a node", fixed, site.host_bytes)
+    saving = [*fixed]
+    if site.saves:
+        for role in roles:
+            state = _worst(role, lambda each: each.optimizer)
+            saving.append((f"{role.name} checkpoint", _saved(role, state.optimizer) * per_node, True))
+    if room is not None and site.colocated:  # weights of engines that sleep while the actor is exported
+        saving.append(("engine weights, asleep", room.weights * engines, True))
+    yield _peak(Phase.save, Place.host, "a node", saving, site.host_bytes)
+
+
+def _worst(role: Role, size: Callable[[StateBytes], int]) -> StateBytes:
+    """Of the stage that has most by ``size``."""
+    return max((role.state(stage) for stage in range(role.layout.pp)), key=size)
+
+
+def _saved(role: Role, optimizer_bytes: int) -> int:
+    """What a rank writes: main weights beside the moments, which in float32 are its weights."""
+    if role.engine.precision is Precision.float32:
+        return optimizer_bytes * (MAIN_BYTES + 2 * MOMENT_BYTES) // (2 * MOMENT_BYTES)
+    return optimizer_bytes
+
+
+def _on_cpu(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator[Peak]:
+    """All processes of a machine together, each rank by its own stage."""
+    fixed: list[Part] = [("processes", site.per_node * len(roles) * (CPU_PROCESS_BYTES + RAY_ACTOR_BYTES), False)]
+    if room is not None:
+        engines = site.engines_per_node
+        fixed += [
+            ("engine processes", engines * CPU_ENGINE_BYTES, False),
+            ("engine weights", engines * room.weights, True),
+            ("cache of keys and values", engines * room.cache, False),
+            ("reward model", site.reward_model, False),
+        ]
+    if site.snapshot:
+        weights = [("reference weights", roles[0].state(stage).weights, True) for stage in range(roles[0].layout.pp)]
+        fixed += _over_node(roles[0], site, [[part] for part in weights])
+    states = []
+    for role in roles:
+        states += _over_node(role, site, [state_parts(role, stage) for stage in range(role.layout.pp)])
+    for phase in (Phase.logprobs, Phase.update) if room is not None else (Phase.update,):
+        found = []
+        for role in roles:
+            stages = range(role.layout.pp)
+            steps = [role.training(stage) if phase is Phase.update else role.scoring(stage) for stage in stages]
+            step = _over_node(role, site, [step_parts(role, each, stage) for stage, each in enumerate(steps)])
+            found.append(_peak(phase, Place.device, role.name, [*states, *step, *fixed], site.host_bytes))
+        yield max(found, key=lambda peak: peak.num_bytes)
+    if room is not None:
+        kept = [part for part in states if not part[0].endswith("gradients")]
+        working: Part = ("engine working memory", site.engines_per_node * room.working, False)
+        yield _peak(Phase.rollout, Place.device, "all processes", [*kept, working, *fixed], site.host_bytes)
+
+
+def _over_node(role: Role, site: Site, stages: Sequence[Sequence[Part]]) -> list[Part]:
+    """Parts of one rank of each stage, to those of all ranks of a node."""
+    ranks = role.layout.world_size // role.layout.pp
+    return [
+        (name, ceil(sum(parts[index][1] for parts in stages) * ranks / site.num_nodes), exact)
+        for index, (name, _, exact) in enumerate(stages[0])
+    ]

@@ -1,0 +1,310 @@
+"""A plan: what a run needs of each device, node and disk in each phase, whether that is there, and how long a step is.
+
+``plan`` for reinforcement learning, ``plan_sft`` for supervised fine-tuning.  Nothing is started, read or downloaded.
+Weights, gradients and optimizer state are exact; all else is an estimate (docs/planning.md says how good).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mcore_rl.config.cluster import ClusterConfig, cluster_violations
+from mcore_rl.config.engine import EngineConfig
+from mcore_rl.config.model import ModelConfig, model_violations
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.placement import engine_place_violations
+from mcore_rl.config.rollout import rollout_violations
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.trainer import Placement, TrainerConfig
+from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.parallel.layout import layout_violations
+from mcore_rl.planning.memory import Site, checkpoint_bytes, peaks
+from mcore_rl.planning.overheads import CPU_ENGINE_BYTES, GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
+from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row
+from mcore_rl.planning.serving import CPU_CACHE_BYTES, Serving, serving
+from mcore_rl.planning.timing import Rates, generate_s, move_s, score_s, update_s, weights_s
+from mcore_rl.planning.training import Role, Work
+
+__all__ = ["Peak", "Phase", "Place", "Plan", "Row", "plan", "plan_sft"]
+
+KEYS = {
+    Phase.rollout: "rollout.gpu_memory_utilization",
+    Phase.sync: "rollout.gpu_memory_utilization",
+    Phase.logprobs: "actor.parallel",
+    Phase.update: "actor.parallel",
+    Phase.save: "trainer.async_save",
+}
+
+
+def plan(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, critic: ModelConfig | None = None) -> Plan:
+    """Of ``mcore-rl train`` with ``run`` on ``cluster``.
+
+    model: the policy's.  critic: of the critic where it starts from another checkpoint; None is ``model``.
+    Raises ConfigError where a layout fits neither model nor world, so that there is nothing to plan.
+    """
+    world, colocated = run.trainer.world_size, run.trainer.placement is Placement.colocated
+    refuse_if_any(_misfits(run, model, critic or model, cluster))
+    roles = [_role("actor", model, run.actor, run.actor.parallel, run, cluster)]
+    if run.needs_critic:
+        roles.append(_role("critic", critic or model, run.critic, run.critic.parallel, run, cluster))
+    device_bytes = int(cluster.gpu_memory_gib * GIB) if cluster.gpus_per_node else None
+    room = serving(model, run.rollout, device_bytes=device_bytes, latent_attention=device_bytes is not None)
+    engines = run.rollout.layout.world_size
+    per_node = max(1, min(run.trainer.n_gpus_per_node, cluster.gpus_per_node or run.trainer.n_gpus_per_node))
+    site = Site(
+        device_bytes=device_bytes,
+        host_bytes=int(cluster.host_memory_gib * GIB),
+        per_node=per_node,
+        num_nodes=run.trainer.nnodes,
+        colocated=colocated,
+        engines_per_node=-(-engines // run.trainer.nnodes) if colocated else min(per_node, engines),
+        snapshot=run.needs_reference,
+        saves=run.trainer.save_freq > 0 and run.trainer.async_save,
+        reward_model=_reward_model_bytes(run, device_bytes),
+    )
+    found = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
+    seconds, tokens = _seconds(run, roles, room, cluster, per_node)
+    num_gpus = world + (0 if colocated else engines)
+    return Plan(
+        title=run.recipe.title or run.trainer.experiment_name,
+        layout=f"{run.actor.parallel}; rollout {run.rollout.layout}",
+        num_nodes=run.trainer.nnodes + (0 if colocated else -(-engines // per_node)),
+        num_gpus=num_gpus,
+        num_parameters=roles[0].sizes.num_parameters,
+        peaks=_in_order(found),
+        seconds=seconds,
+        violations=[*_too_large(found), *_no_cache(run, room, device_bytes)],
+        concurrency=room.concurrency,
+        tokens=tokens,
+        notes=_notes(run.actor, run.data.max_prompt_length + run.data.max_response_length, "actor"),
+    )
+
+
+def plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> Plan:
+    """Of ``mcore-rl sft`` with ``config`` on ``cluster``; else as ``plan``."""
+    trainer, longest = config.trainer, config.data.max_length
+    found = [*model_violations(model), *_cluster_misfits(trainer, cluster)]
+    found += _layout_misfits(model, config.actor.parallel, trainer.world_size, "actor")
+    refuse_if_any(found)
+    work = Work(sequences=config.data.train_batch_size, longest=longest, mean=longest * MEAN_RESPONSE_SHARE)
+    accelerator = cluster.gpus_per_node > 0
+    role = Role("actor", model, config.actor, config.actor.parallel, trainer.world_size, work, accelerator=accelerator)
+    per_node = trainer.n_gpus_per_node
+    site = Site(
+        device_bytes=int(cluster.gpu_memory_gib * GIB) if accelerator else None,
+        host_bytes=int(cluster.host_memory_gib * GIB),
+        per_node=per_node,
+        num_nodes=trainer.nnodes,
+        colocated=True,
+        engines_per_node=0,
+        snapshot=False,
+        saves=trainer.save_freq > 0 and trainer.async_save,
+    )
+    all_peaks = [*peaks([role], None, site), _disk([role], trainer, model, exports=1)]
+    rates = Rates.of(cluster, per_node, config.actor.precision, trainer.device_peak_tflops)
+    seconds = {"update_actor": update_s(role, rates, work.sequences, 1)}
+    return Plan(
+        title=config.recipe.title or trainer.experiment_name,
+        layout=str(config.actor.parallel),
+        num_nodes=trainer.nnodes,
+        num_gpus=trainer.world_size,
+        num_parameters=role.sizes.num_parameters,
+        peaks=_in_order(all_peaks),
+        seconds=seconds,
+        violations=_too_large(all_peaks),
+        tokens={"trained": work.sequences * work.mean},
+        notes=_notes(config.actor, longest, "actor"),
+    )
+
+
+def _role(
+    name: str,
+    model: ModelConfig,
+    engine: EngineConfig,
+    parallel: ParallelConfig,
+    run: RunConfig,
+    cluster: ClusterConfig,
+) -> Role:
+    mini = (run.actor if name == "actor" else run.critic).ppo_mini_batch_size
+    return Role(
+        name, model, engine, parallel, run.trainer.world_size, rl_work(run, mini),
+        accelerator=cluster.gpus_per_node > 0,
+    )  # fmt: skip
+
+
+def _reward_model_bytes(run: RunConfig, device_bytes: int | None) -> int:
+    """Its share of a device; on the CPU its engines without their weights, whose model is not looked at here."""
+    judge = run.reward_model
+    if not judge.enable:
+        return 0
+    if device_bytes is None:
+        return judge.layout.world_size * (CPU_ENGINE_BYTES + (judge.kv_cache_memory_bytes or CPU_CACHE_BYTES))
+    return int(judge.gpu_memory_utilization * device_bytes)
+
+
+def rl_work(run: RunConfig, mini: int) -> Work:
+    """What a role is given in an optimizer step of ``mini`` prompts."""
+    prompt, response = run.data.max_prompt_length, run.data.max_response_length
+    mean = MEAN_PROMPT_SHARE * prompt + MEAN_RESPONSE_SHARE * response
+    return Work(sequences=mini * run.rollout.n, longest=prompt + response, mean=mean)
+
+
+def _seconds(
+    run: RunConfig, roles: Sequence[Role], room: Serving, cluster: ClusterConfig, per_node: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(seconds of a step by part, tokens of a step by kind)."""
+    actor = roles[0]
+    rates = Rates.of(cluster, per_node, run.actor.precision, run.trainer.device_peak_tflops)
+    prompts, n, separate = run.data.train_batch_size, run.rollout.n, run.trainer.placement is Placement.separate
+    drawn = run.data.gen_batch_size or prompts
+    prompt, response = (
+        MEAN_PROMPT_SHARE * run.data.max_prompt_length,
+        MEAN_RESPONSE_SHARE * run.data.max_response_length,
+    )
+    sequences = prompts * n
+    asked = replace(run.rollout, n=n + 1) if run.needs_greedy else run.rollout
+    found = {"generate": generate_s(actor.model, asked, room, rates, drawn, prompt, response)}
+    state = max((actor.state(stage) for stage in range(actor.layout.pp)), key=lambda each: each.total)
+    single = run.trainer.world_size == run.rollout.layout.world_size == 1
+    found["sync"] = weights_s(actor, room.weights, rates, separate=separate, single=single)
+    if not separate:
+        away = 2 * sum(
+            max(role.state(stage).weights + role.state(stage).optimizer for stage in range(role.layout.pp))
+            for role in roles
+        )
+        found["sync"] += move_s(away, rates)
+    found["logprobs"] = score_s(actor, rates, sequences)
+    if run.needs_reference:
+        found["reference"] = score_s(actor, rates, sequences) + move_s(4 * state.weights, rates)
+    for role in roles[1:]:
+        found["values"] = score_s(role, rates, sequences)
+        epochs = run.critic.ppo_epochs
+        updates = epochs * max(1, prompts // run.critic.ppo_mini_batch_size)
+        found["update_critic"] = update_s(role, rates, sequences * epochs, updates)
+    epochs = run.actor.ppo_epochs
+    updates = epochs * max(1, prompts // run.actor.ppo_mini_batch_size)
+    found["update_actor"] = update_s(actor, rates, sequences * epochs, updates)
+    if run.trainer.save_freq:
+        copied = sum(checkpoint_bytes(role) / run.trainer.world_size for role in roles)
+        written = sum(checkpoint_bytes(role) / run.trainer.nnodes for role in roles) / (cluster.disk_gb_s * 1e9)
+        found["save"] = (move_s(copied, rates) if run.trainer.async_save else written) / run.trainer.save_freq
+    tokens = {"drawn": drawn * n * response, "trained": sequences * (prompt + response) * epochs}
+    return found, tokens
+
+
+def _in_order(found: Sequence[Peak]) -> tuple[Peak, ...]:
+    """As a step goes."""
+    phases = list(Phase)
+    return tuple(sorted(found, key=lambda peak: phases.index(peak.phase)))
+
+
+def _disk(roles: Sequence[Role], trainer: TrainerConfig, model: ModelConfig, *, exports: int) -> Peak:
+    """Of the run directory at its largest: the checkpoints that are kept and the one being written, and exports."""
+    rows = []
+    if trainer.save_freq:
+        kept = trainer.max_to_keep
+        if kept is None:
+            steps = trainer.total_training_steps
+            kept = max(1, steps // trainer.save_freq) if steps else 1
+        for role in roles:
+            num_bytes = checkpoint_bytes(role) * (kept + (trainer.max_to_keep is not None))
+            rows.append((f"{role.name} checkpoints", num_bytes))
+    size = roles[0].kernels.size * roles[0].sizes.num_parameters
+    rows.append(("Hugging Face exports", exports * size))
+    return Peak(
+        phase=Phase.save,
+        place=Place.disk,
+        where="the run directory",
+        rows=tuple(
+            Row(phase=Phase.save, place=Place.disk, part=part, num_bytes=num_bytes, exact=True)
+            for part, num_bytes in rows
+        ),
+        capacity=None,
+    )
+
+
+def _misfits(run: RunConfig, model: ModelConfig, critic: ModelConfig, cluster: ClusterConfig) -> list[Violation]:
+    world = run.trainer.world_size
+    found = [*model_violations(model), *_cluster_misfits(run.trainer, cluster)]
+    found += rollout_violations(model, run.rollout.layout)
+    found += _layout_misfits(model, run.actor.parallel, world, "actor")
+    if run.needs_critic:
+        found += _layout_misfits(critic, run.critic.parallel, world, "critic")
+    if cluster.gpus_per_node:
+        found += engine_place_violations(run.trainer, run.rollout.layout)
+    return found
+
+
+def _layout_misfits(model: ModelConfig, parallel: ParallelConfig, world: int, role: str) -> list[Violation]:
+    return [
+        replace(each, key=f"{role}.parallel.{each.key.removeprefix('parallel.')}")
+        for each in layout_violations(model, parallel, world)
+    ]
+
+
+def _cluster_misfits(trainer: TrainerConfig, cluster: ClusterConfig) -> list[Violation]:
+    found = cluster_violations(cluster)
+    there = cluster.gpus_per_node
+    if there and trainer.n_gpus_per_node > there:
+        problem = f"a node of {cluster.name or 'the cluster'} has {there}"
+        found.append(Violation("trainer.n_gpus_per_node", trainer.n_gpus_per_node, problem, f"Write {there} or less"))
+    return found
+
+
+def _too_large(found: Sequence[Peak]) -> list[Violation]:
+    """One for each peak that is higher than what there is, with its largest parts."""
+    return [
+        Violation(
+            KEYS[peak.phase],
+            peak.where,
+            f"{peak.phase.value} needs {_gib(peak.num_bytes)} of {_gib(peak.capacity or 0)} GiB "
+            f"({peak.place.value}): {_largest(peak)}",
+            _REMEDIES[peak.phase, peak.place],
+        )
+        for peak in found
+        if not peak.fits
+    ]
+
+
+_FEWER = "Split the model further (tp, pp, ep), recompute more, or lower microbatch_tokens"
+_REMEDIES = {
+    (Phase.update, Place.device): _FEWER,
+    (Phase.logprobs, Place.device): _FEWER,
+    (Phase.rollout, Place.device): "Lower rollout.gpu_memory_utilization or raise rollout.tp",
+    (Phase.sync, Place.device): "Lower rollout.gpu_memory_utilization, or split the actor further",
+    (Phase.update, Place.host): "Take more nodes, or nodes with more memory",
+    (Phase.rollout, Place.host): "Take more nodes, or nodes with more memory, or trainer.placement=separate",
+    (Phase.save, Place.host): "Write trainer.async_save=false or trainer.placement=separate, or take more nodes",
+}
+
+
+def _no_cache(run: RunConfig, room: Serving, device_bytes: int | None) -> list[Violation]:
+    if device_bytes is None or room.concurrency >= 1:
+        return []
+    fixed = room.weights + room.working + room.overhead
+    problem = (
+        f"an engine may take {_gib(room.budget)} GiB of a device, weights and working memory take {_gib(fixed)}, and "
+        f"one sequence of {run.rollout.max_model_len} tokens {_gib(room.per_sequence)}"
+    )
+    remedy = "Raise it, or rollout.tp, or shorten the sequences"
+    return [Violation("rollout.gpu_memory_utilization", run.rollout.gpu_memory_utilization, problem, remedy)]
+
+
+def _largest(peak: Peak, count: int = 4) -> str:
+    rows = sorted(peak.rows, key=lambda row: -row.num_bytes)[:count]
+    return ", ".join(f"{row.part} {_gib(row.num_bytes)}" for row in rows)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f}"
+
+
+def _notes(engine: EngineConfig, longest: int, role: str) -> tuple[str, ...]:
+    if engine.microbatch_tokens is not None and longest > engine.microbatch_tokens:
+        return (
+            f"the longest sequences, of {longest} tokens, do not fit {role}.microbatch_tokens="
+            f"{engine.microbatch_tokens}: a run that meets one is refused",
+        )
+    return ()

@@ -1,0 +1,52 @@
+"""What a recipe is at full size, its model and its steps, from what is known of checkpoint and data: no downloads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.recipe import RecipeConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.families.checkpoints import find_checkpoint, published_config
+from mcore_rl.families.registry import model_of
+
+MODEL_CONFIGS = Path(__file__).parents[2] / "model_configs"  # beside the package, in a checkout of the repository
+# By the folder that docs/baselines.md has tools/prepare_data.py write them to; of DAPO, every question once.
+TRAIN_PROMPTS = {"gsm8k": 7473, "math": 7500, "dapo": 17398}
+
+
+def recipe_config_json(recipe: RecipeConfig) -> dict[str, Any]:
+    """The published ``config.json`` of the recipe's checkpoint, with what the recipe changes of it.
+
+    Raises ConfigError where the recipe names none, or one that is not known.
+    """
+    if not recipe.checkpoint:
+        remedy = "Write recipe.checkpoint=NAME, a checkpoint of model_configs/"
+        raise ConfigError([Violation("recipe.checkpoint", "", "is not set", remedy)])
+    return published_config(find_checkpoint(recipe.checkpoint, MODEL_CONFIGS), MODEL_CONFIGS) | recipe.config_json
+
+
+def recipe_model(recipe: RecipeConfig) -> ModelConfig:
+    """The model of a recipe.  Raises ConfigError as ``recipe_config_json``, and where the model is not supported."""
+    _, model = model_of(recipe_config_json(recipe))
+    return model
+
+
+def num_steps(run: RunConfig | SftConfig) -> int:
+    """Steps of a run: what it says, or its epochs over the training prompts of the recipe's data sets.
+
+    Raises ConfigError where it says neither, and how many prompts there are is not known.
+    """
+    if run.trainer.total_training_steps is not None:
+        return run.trainer.total_training_steps
+    used = {Path(path).parent.name for path in run.data.train_files}
+    unknown = sorted(used - TRAIN_PROMPTS.keys())
+    if unknown or not used:
+        problem = f"how many prompts {', '.join(unknown) or 'there are'} is not known"
+        remedy = f"Write trainer.total_training_steps, or files of {', '.join(TRAIN_PROMPTS)}"
+        raise ConfigError([Violation("data.train_files", run.data.train_files, problem, remedy)])
+    prompts = sum(TRAIN_PROMPTS[name] for name in used)
+    return max(1, prompts // run.data.train_batch_size) * run.trainer.total_epochs

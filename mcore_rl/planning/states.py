@@ -1,0 +1,273 @@
+"""Exact bytes of a rank's weights, gradients and optimizer state, from the families' tables, in integers.
+
+What megatron-core 0.16.1 allocates, to the byte (tests/planning/test_states.py builds the real thing beside it):
+
+- ``_ParamAndGradBuffer`` (distributed/param_and_grad_buffer.py): the trained tensors of a model chunk lie end to end in
+  reversed order, those of experts in a buffer of their own.  A tensor begins at a multiple of 64 elements, a bucket
+  ends at one of 128 and of its data-parallel ranks.  A buffer is one bucket, but that an embedding which a stage shares
+  with the last one (tied, pp > 1) is a bucket by itself.  Weights and float32 gradients are as long as the buffer.
+- ``DistributedOptimizer``: each of those ranks (dp * cp of dense tensors, edp of experts) has an equal part of each
+  bucket, of which padding is left out: two float32 moments, and float32 main weights where the weights are not float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm, prod
+
+from mcore_rl.config.engine import Precision
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.rollout import BYTES
+from mcore_rl.families.blocks import VALUE_HEAD
+from mcore_rl.families.family import Family
+from mcore_rl.families.flops import forward_flops
+from mcore_rl.families.registry import FAMILIES
+from mcore_rl.families.rules import Axis, Rule, Stage
+from mcore_rl.parallel.layout import Layout, place_layers
+
+GRADIENT_BYTES = MOMENT_BYTES = MAIN_BYTES = 4  # float32, whatever the weights are
+TENSOR_MULTIPLE, BUCKET_MULTIPLE = 64, 128  # elements
+
+# The order of the modules of a layer, which decides where the padding between odd-sized tensors lies.
+ORDER = (
+    "embedding.", "input_layernorm.", "linear_proj.weight", "linear_proj.post_layernorm.", "linear_qkv.weight",
+    "linear_qkv.bias", "linear_q_proj.", "linear_q_down_proj.", "linear_q_up_proj.", ".q_layernorm.", ".k_layernorm.",
+    "linear_kv_down_proj.", "linear_kv_up_proj.", ".kv_layernorm.", "pre_mlp_layernorm.", "router.", ".gate_weight",
+    "linear_fc1.", "linear_fc2.weight", "linear_fc2.post_layernorm.", "final_layernorm.", "output_layer.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Of one rank: what stays while it trains.  num_parameters: elements that it holds, each copy counted."""
+
+    num_parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def family_for(model: ModelConfig) -> Family:
+    """A family whose tables have exactly the tensors of ``model``: its features decide, not its name."""
+    moe = model.moe
+    if model.mla is not None:
+        return FAMILIES["deepseek_v3"]
+    if model.sandwich_norm:
+        return FAMILIES["gemma2"]
+    if moe is not None:
+        return FAMILIES["qwen2_moe" if moe.shared_gate else "qwen3_moe" if model.qk_norm else "mixtral"]
+    return FAMILIES["qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"]
+
+
+class ModelSizes:
+    """The tensors of ``model`` under any layout, by number of elements.  critic: with a value head."""
+
+    def __init__(self, model: ModelConfig, *, critic: bool = False) -> None:
+        rules = family_for(model).weights
+        if critic:
+            rules = (*(rule for rule in rules if rule.name != VALUE_HEAD.name), VALUE_HEAD)
+        self.model, self.critic = model, critic
+        known = [rule for rule in rules if rule.only(model)]
+        self._rules = sorted(known, key=_module_place)
+        self._elements: dict[tuple[Rule, int], int] = {}
+        self._flops: dict[int, int] = {}
+        self._layers: dict[tuple[bool, int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def _size(self, rule: Rule, tp: int, etp: int) -> int:
+        num_shards = {Axis.none: 1, Axis.tensor: tp, Axis.expert_tensor: etp}[rule.axis]
+        key = (rule, num_shards)
+        if key not in self._elements:
+            self._elements[key] = prod(rule.local_shape(self.model, num_shards))
+        return self._elements[key]
+
+    def layer(self, has_experts: bool, tp: int, etp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Elements of the trained tensors of a layer: (dense ones, those of one expert), in the modules' order."""
+        key = (has_experts, tp, etp)
+        if key not in self._layers:
+            layer = next(each for each in range(self.model.num_layers) if self.model.has_experts(each) == has_experts)
+            here = [
+                rule
+                for rule in self._rules
+                if rule.stage is Stage.layer and rule.dtype is None and rule.applies_to(self.model, layer)
+            ]
+            dense = tuple(self._size(rule, tp, etp) for rule in here if not rule.per_expert)
+            self._layers[key] = dense, tuple(self._size(rule, tp, etp) for rule in here if rule.per_expert)
+        return self._layers[key]
+
+    def forward_flops(self, length: int) -> int:
+        """Operations of a forward pass over one sequence of ``length`` tokens."""
+        if length not in self._flops:
+            self._flops[length] = forward_flops(self.model, [length], critic=self.critic)
+        return self._flops[length]
+
+    def ends(self, stages: Iterable[Stage], tp: int) -> tuple[int, ...]:
+        """Elements of the tensors outside of the layers that live in ``stages``."""
+        wanted = set(stages)
+        return tuple(self._size(rule, tp, 1) for rule in self._rules if rule.stage in wanted)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Of the whole model, the embedding of a tied one once."""
+        moe = self.model.moe
+        total = sum(self.ends((Stage.first, Stage.last), 1))
+        for layer in range(self.model.num_layers):
+            dense, expert = self.layer(self.model.has_experts(layer), 1, 1)
+            total += sum(dense) + (0 if moe is None else moe.num_experts) * sum(expert)
+        return total
+
+
+def _module_place(rule: Rule) -> tuple[int, int]:
+    """Where in a layer the modules have it; shared experts come after the others."""
+    return int("shared_experts" in rule.name), next(i for i, part in enumerate(ORDER) if part in rule.name)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that lie end to end.  runs: in the modules' order, so many elements each, and that again so often."""
+
+    runs: tuple[tuple[tuple[int, ...], int], ...]
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every tensor ends where the next may begin."""
+        return all(numel % TENSOR_MULTIPLE == 0 for numels, _ in self.runs for numel in numels)
+
+    @cached_property
+    def held(self) -> int:
+        """Elements of tensors."""
+        return sum(sum(numels) * repeats for numels, repeats in self.runs)
+
+    def padded(self, num_ranks: int) -> int:
+        """Elements of the bucket."""
+        gaps = sum(sum(map(_padded, numels)) * repeats for numels, repeats in self.runs)
+        return _up(gaps, lcm(num_ranks, BUCKET_MULTIPLE))
+
+    def part(self, num_ranks: int, rank: int) -> int:
+        """Elements of tensors in the ``rank``-th of ``num_ranks`` equal parts."""
+        size = self.padded(num_ranks) // num_ranks
+        begin, end = rank * size, (rank + 1) * size
+        if self.aligned:
+            return max(0, min(end, self.held) - begin)
+        place = found = 0
+        for numels, repeats in reversed(self.runs):
+            for _ in range(repeats):
+                for numel in reversed(numels):
+                    found += max(0, min(end, place + numel) - max(begin, place))
+                    place += _padded(numel)
+        return found
+
+
+def _padded(numel: int) -> int:
+    return _up(numel, TENSOR_MULTIPLE)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def chunk_buckets(
+    sizes: ModelSizes, parallel: ParallelConfig, layers: Sequence[int], *, first: bool, last: bool
+) -> tuple[list[Bucket], list[Bucket]]:
+    """(dense, experts') buckets of the model chunk of ``layers``.  first, last: whether it has the model's ends."""
+    model, tp = sizes.model, parallel.tp
+    begin = sizes.ends((Stage.first,), tp) if first else ()
+    stages = [Stage.last] if last else []
+    end = sizes.ends(stages, tp)
+    tied = model.tie_output and not sizes.critic
+    copy = sizes.ends((Stage.last_copy,), tp) if last and not first and tied else ()
+    dense: list[tuple[tuple[int, ...], int]] = []
+    experts: list[tuple[tuple[int, ...], int]] = []
+    per_rank = 0 if model.moe is None else model.moe.num_experts // parallel.ep
+    for layer in layers:
+        ours, expert = sizes.layer(model.has_experts(layer), tp, parallel.etp)
+        if dense and dense[-1][0] == ours:
+            dense[-1] = (ours, dense[-1][1] + 1)
+        else:
+            dense.append((ours, 1))
+        if expert:
+            count = experts[-1][1] if experts else 0
+            experts = [(expert, count + per_rank)]
+    shared = tied and parallel.pp > 1
+    alone = [Bucket(((part, 1),)) for part in (copy, begin) if part] if shared else []
+    inside = ([] if shared else [(begin, 1)]) + dense + [(end, 1)]
+    found = [Bucket(tuple(run for run in inside if run[0])), *alone]
+    return [bucket for bucket in found if bucket.held], [Bucket(tuple(experts))] if experts else []
+
+
+class States:
+    """``StateBytes`` of every rank of ``parallel`` over ``world_size`` processes.
+
+    Raises ConfigError where the layout does not divide the world or the layers.
+    """
+
+    def __init__(
+        self, sizes: ModelSizes, parallel: ParallelConfig, world_size: int, precision: Precision, *,
+        trainable: bool = True,
+    ) -> None:  # fmt: skip
+        self.sizes, self.parallel, self.precision, self.trainable = sizes, parallel, precision, trainable
+        self.layout = Layout.of(parallel, world_size)
+        self.placement = place_layers(sizes.model.num_layers, parallel)
+        self._buckets: dict[int, tuple[list[Bucket], list[Bucket]]] = {}
+        self._of_stage: dict[int, StateBytes] = {}
+
+    def buckets(self, stage: int) -> tuple[list[Bucket], list[Bucket]]:
+        """Of all chunks of a pipeline stage."""
+        if stage not in self._buckets:
+            dense, experts = list[Bucket](), list[Bucket]()
+            for chunk in range(stage, len(self.placement), self.parallel.pp):
+                first, last = chunk == 0, chunk == len(self.placement) - 1
+                ours, theirs = chunk_buckets(
+                    self.sizes, self.parallel, self.placement[chunk], first=first, last=last
+                )  # fmt: skip
+                dense += ours
+                experts += theirs
+            self._buckets[stage] = dense, experts
+        return self._buckets[stage]
+
+    def of_rank(self, rank: int) -> StateBytes:
+        """Of ``rank``."""
+        layout = self.layout
+        stage = layout.coords(rank).pp
+        return self._bytes(stage, layout.group("dp_cp", rank).index(rank), layout.group("edp", rank).index(rank))
+
+    def of_stage(self, stage: int) -> StateBytes:
+        """Of the rank of a pipeline stage that holds most."""
+        if stage not in self._of_stage:
+            self._of_stage[stage] = self._most(stage)
+        return self._of_stage[stage]
+
+    def _most(self, stage: int) -> StateBytes:
+        layout, (dense, experts) = self.layout, self.buckets(stage)
+        if all(bucket.aligned for bucket in (*dense, *experts)):
+            return self._bytes(stage, 0, 0)
+        ranks = range(layout.dp * layout.cp)
+        most = max(ranks, key=lambda rank: sum(bucket.part(len(ranks), rank) for bucket in dense))
+        expert_most = max(range(layout.edp), key=lambda rank: sum(each.part(layout.edp, rank) for each in experts))
+        return self._bytes(stage, most, expert_most)
+
+    def _bytes(self, stage: int, dense_rank: int, expert_rank: int) -> StateBytes:
+        size, layout = BYTES[self.precision], self.layout
+        numels = padded = parts = 0
+        for buckets, num_ranks, rank in zip(
+            self.buckets(stage), (layout.dp * layout.cp, layout.edp), (dense_rank, expert_rank), strict=True
+        ):
+            numels += sum(bucket.held for bucket in buckets)
+            padded += sum(bucket.padded(num_ranks) for bucket in buckets)
+            parts += sum(bucket.part(num_ranks, rank) for bucket in buckets)
+        if not self.trainable:
+            return StateBytes(num_parameters=numels, weights=numels * size, gradients=0, optimizer=0)
+        main = 0 if self.precision is Precision.float32 else MAIN_BYTES
+        return StateBytes(
+            num_parameters=numels,
+            weights=padded * size,
+            gradients=padded * GRADIENT_BYTES,
+            optimizer=parts * (main + 2 * MOMENT_BYTES),
+        )

@@ -1,0 +1,229 @@
+"""A plan and a search as people read them: tables for the terminal, one self-contained page, and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from mcore_rl.planning.overheads import GIB
+from mcore_rl.planning.peaks import Peak, Place, Plan, Row
+from mcore_rl.planning.search import Found, reasons_by_count
+from mcore_rl.tracking.page import LIGHT, page, table, text
+
+PLACES = {Place.device: "a device", Place.host: "a node's host memory", Place.disk: "the disk"}
+BAR_WIDTH, BAR_HEIGHT = 900, 22  # of the page's bars, in its own units
+
+
+def headline(plan: Plan) -> str:
+    """What is planned, in a line."""
+    size = f"{plan.num_parameters / 1e9:.1f}B" if plan.num_parameters >= 1e8 else f"{plan.num_parameters / 1e6:.2f}M"
+    nodes = "1 node" if plan.num_nodes == 1 else f"{plan.num_nodes} nodes"
+    return f"{plan.title}: {size} parameters on {plan.num_gpus} ranks, {nodes}; {plan.layout}"
+
+
+def short_line(plan: Plan) -> str:
+    """The highest peak and the step, in a line, for the start of a run."""
+    peak = max((each for each in plan.peaks if each.place is Place.device), key=lambda each: each.num_bytes)
+    of = f" of {gib(peak.capacity)}" if peak.capacity else ""
+    return f"the plan: {peak.phase.value} needs {gib(peak.num_bytes)}{of} GiB ({peak.where}); see plan.json"
+
+
+def gib(num_bytes: int) -> str:
+    """GiB, with as many digits as matter."""
+    value = num_bytes / GIB
+    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def seconds_text(seconds: float) -> str:
+    """For people."""
+    if seconds >= 7200:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.2g} s"
+
+
+def plan_tables(plan: Plan) -> Group:
+    """For the terminal."""
+    parts: list[Any] = [Text(headline(plan), style="bold")]
+    for place in Place:
+        found = [peak for peak in plan.peaks if peak.place is place]
+        if found:
+            parts.append(_memory_table(place, found))
+    parts.append(_time_table(plan))
+    if plan.concurrency is not None:
+        parts.append(Text(f"the cache of an engine holds {plan.concurrency:.1f} sequences of the greatest length"))
+    parts += [Text(f"note: {note}") for note in plan.notes]
+    verdict = Text("fits", style="green") if plan.fits else Text("does not fit", style="bold red")
+    return Group(*parts, verdict)
+
+
+def _names(peaks: Iterable[Peak]) -> list[str]:
+    return list(dict.fromkeys(row.part for peak in peaks for row in peak.rows))
+
+
+def _cell(peak: Peak, name: str) -> str:
+    rows: list[Row] = [row for row in peak.rows if row.part == name]
+    if not rows:
+        return ""
+    number = gib(sum(row.num_bytes for row in rows))
+    return number if all(row.exact for row in rows) else f"~{number}"
+
+
+def _memory_rows(peaks: Sequence[Peak]) -> list[list[str]]:
+    rows = [[name, *(_cell(peak, name) for peak in peaks)] for name in _names(peaks)]
+    rows.append(["all", *(gib(peak.num_bytes) for peak in peaks)])
+    rows.append(["there is", *(gib(peak.capacity) if peak.capacity else "?" for peak in peaks)])
+    rows.append(["where", *(peak.where for peak in peaks)])
+    return rows
+
+
+def _memory_table(place: Place, peaks: Sequence[Peak]) -> Table:
+    shown = Table(f"GiB of {PLACES[place]}", box=None, pad_edge=False, header_style="bold")
+    for peak in peaks:
+        shown.add_column(peak.phase.value, justify="right")
+    for row in _memory_rows(peaks):
+        styles = ["" if row[0] != "all" or peak.fits else "red" for peak in peaks]
+        shown.add_row(row[0], *(Text(value, style) for value, style in zip(row[1:], styles, strict=True)))
+    return shown
+
+
+def _time_table(plan: Plan) -> Table:
+    shown = Table("expected time of a step", "", "", box=None, pad_edge=False, header_style="bold")
+    for part, seconds, share in _time_rows(plan):
+        shown.add_row(part, seconds, share)
+    return shown
+
+
+def _time_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    total = max(plan.step_s, 1e-9)
+    rows = [(part, seconds_text(seconds), f"{seconds / total:.0%}") for part, seconds in plan.seconds.items()]
+    return [*rows, ("all", seconds_text(plan.step_s), "")]
+
+
+def _search_rows(found: Found) -> list[list[str]]:
+    rows = []
+    for each in found.best:
+        actor, rollout = each.run.actor, each.run.rollout
+        layout = {name: getattr(actor.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+        written = ",".join(f"{name}={size}" for name, size in layout.items() if size > 1) or "all 1"
+        rows.append(
+            [
+                seconds_text(each.plan.step_s),
+                written,
+                f"{actor.recompute.value}, {actor.microbatch_tokens}",
+                f"{rollout.layout}, {rollout.gpu_memory_utilization:g}",
+                "; ".join(each.reasons),
+            ]
+        )
+    return rows
+
+
+SEARCH_HEAD = ("step", "training", "recompute, microbatch", "rollout, share", "why")
+
+
+def search_tables(found: Found) -> Group:
+    """For the terminal: the best, what to write for the first, and what was refused."""
+    best = Table(*SEARCH_HEAD, box=None, pad_edge=False, header_style="bold")
+    for row in _search_rows(found):
+        best.add_row(*row)
+    refused = Table("refused", "why", box=None, pad_edge=False, header_style="bold")
+    for why, count in reasons_by_count(found.refused):
+        refused.add_row(str(count), why)
+    parts: list[Any] = [Text(f"{found.considered} settings looked at in {found.seconds:.1f} s"), best]
+    if found.best:
+        parts += [Text("the first, as overrides:"), Text(" ".join(found.best[0].overrides))]
+    return Group(*parts, refused)
+
+
+def plan_page(plan: Plan, found: Found | None = None) -> str:
+    """One page, without anything from elsewhere."""
+    good = "good" if plan.fits else "bad"
+    verdict = "It fits." if plan.fits else "It does not fit."
+    wrong = "".join(f"<p>{text(violation)}</p>" for violation in plan.violations)
+    sections = [
+        f"<h1>{text(plan.title)}</h1><p>{text(headline(plan))}</p>",
+        f'<div class="verdict {good}"><p>{verdict} A step takes about {seconds_text(plan.step_s)}.</p>{wrong}</div>',
+        '<p class="soft">~ is an estimate; all else is counted to the byte.</p>',
+    ]
+    for place in Place:
+        peaks = [peak for peak in plan.peaks if peak.place is place]
+        if peaks:
+            head = [f"GiB of {PLACES[place]}", *(peak.phase.value for peak in peaks)]
+            sections += [f"<h2>{text(PLACES[place].capitalize())}</h2>", _bars(peaks), table(head, _memory_rows(peaks))]
+    sections += ["<h2>Expected time of a step</h2>", table(["part", "time", "share"], _time_rows(plan))]
+    sections += [f"<p>{text(note)}</p>" for note in plan.notes]
+    if found is not None:
+        sections += ["<h2>Layouts that fit</h2>", table(SEARCH_HEAD, _search_rows(found))]
+        refused = [[count, why] for why, count in reasons_by_count(found.refused)]
+        sections += ["<h2>Refused</h2>", table(["settings", "why"], refused)]
+    return page(f"Plan: {plan.title}", sections)
+
+
+def _bars(peaks: Sequence[Peak]) -> str:
+    """A bar for each phase, its parts side by side, and a mark at what there is."""
+    widest = max(max(peak.num_bytes, peak.capacity or 0) for peak in peaks) or 1
+    names = _names(peaks)
+    lines = []
+    for index, peak in enumerate(peaks):
+        top, begin = index * (BAR_HEIGHT + 8), 0.0
+        lines.append(f'<text x="0" y="{top + 15}">{text(peak.phase.value)}</text>')
+        for name in names:
+            size = sum(row.num_bytes for row in peak.rows if row.part == name) / widest * (BAR_WIDTH - 100)
+            place = f'x="{100 + begin:.1f}" y="{top}" width="{size:.1f}" height="{BAR_HEIGHT}"'
+            lines.append(
+                f'<g class="c{names.index(name) % len(LIGHT)}"><rect {place}><title>{text(name)}</title></rect></g>'
+            )
+            begin += size
+        if peak.capacity:
+            x = 100 + peak.capacity / widest * (BAR_WIDTH - 100)
+            lines.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 3}" y2="{top + BAR_HEIGHT + 3}"/>')
+    height = len(peaks) * (BAR_HEIGHT + 8)
+    keys = "".join(f'<li><i class="c{i % len(LIGHT)}"></i>{text(name)}</li>' for i, name in enumerate(names))
+    return f'<figure><svg viewBox="0 -4 {BAR_WIDTH + 4} {height + 4}">{"".join(lines)}</svg><ul>{keys}</ul></figure>'
+
+
+def plan_values(plan: Plan) -> dict[str, Any]:
+    """For a file: bytes and seconds, no text to be parsed."""
+    return {
+        "title": plan.title,
+        "layout": plan.layout,
+        "fits": plan.fits,
+        "num_nodes": plan.num_nodes,
+        "num_gpus": plan.num_gpus,
+        "num_parameters": plan.num_parameters,
+        "step_s": plan.step_s,
+        "seconds": plan.seconds,
+        "tokens": plan.tokens,
+        "concurrency": plan.concurrency,
+        "violations": [str(violation) for violation in plan.violations],
+        "notes": list(plan.notes),
+        "peaks": [
+            {
+                "phase": peak.phase.value,
+                "place": peak.place.value,
+                "where": peak.where,
+                "num_bytes": peak.num_bytes,
+                "capacity": peak.capacity,
+                "parts": [
+                    {"part": row.part, "num_bytes": row.num_bytes, "exact": row.exact} for row in peak.rows
+                ],
+            }
+            for peak in plan.peaks
+        ],
+    }  # fmt: skip
+
+
+def search_values(found: Found) -> dict[str, Any]:
+    """The same of a search."""
+    return {
+        "considered": found.considered,
+        "seconds": found.seconds,
+        "refused": found.refused,
+        "best": [
+            {"overrides": list(each.overrides), "reasons": list(each.reasons), "plan": plan_values(each.plan)}
+            for each in found.best
+        ],
+    }  # fmt: skip

@@ -1,0 +1,198 @@
+"""How long the parts of a step take: products, streamed memory, collectives; nothing overlaps but what is said to.
+
+Estimates, from data sheets and the assumed shares of them in ``overheads``; they rank layouts, and tell an hour from a
+day.  Operations are those of ``families/flops.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.engine import Precision
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rollout import BYTES, RolloutConfig
+from mcore_rl.families.flops import forward_flops, matmul_parameters
+from mcore_rl.parallel.peak_flops import peak_tflops
+from mcore_rl.planning.overheads import (
+    CPU_CORE_GFLOPS,
+    EXPERT_EFFICIENCY,
+    HOST_COLLECTIVE_GB_S,
+    HOST_LINK_GB_S,
+    LAYER_LATENCY_S,
+    LINK_EFFICIENCY,
+    MATMUL_EFFICIENCY,
+    MEMORY_EFFICIENCY,
+    STEP_LATENCY_S,
+)
+from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes
+from mcore_rl.planning.training import Role
+
+UNKNOWN_TFLOPS = 300.0  # of an accelerator that peak_flops.py does not know
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Of one rank, in operations or bytes a second, as reached and not as on the sheet.
+
+    per_node: ranks of a node.
+    """
+
+    flops: float
+    memory: float
+    intra: float
+    inter: float
+    per_node: int
+    accelerator: bool
+
+    @classmethod
+    def of(cls, cluster: ClusterConfig, per_node: int, precision: Precision, peak: float | None = None) -> Rates:
+        """per_node: ranks of a node.  peak: TFLOP/s of a device, where the run states them."""
+        accelerator = cluster.gpus_per_node > 0
+        if accelerator:
+            known = peak or peak_tflops(cluster.device_name, precision) or UNKNOWN_TFLOPS
+            flops, share = known * 1e12 * MATMUL_EFFICIENCY, 1.0
+        else:
+            cores = CPU_CORE_GFLOPS[precision.value] * 1e9 * cluster.cpus_per_node
+            flops, share = (peak * 1e12 if peak else cores / per_node), 1 / per_node
+        return cls(
+            flops=flops,
+            memory=cluster.memory_gb_s * 1e9 * MEMORY_EFFICIENCY * share,
+            intra=cluster.intra_node_gb_s * 1e9 * LINK_EFFICIENCY,
+            inter=cluster.inter_node_gb_s * 1e9 * LINK_EFFICIENCY,
+            per_node=per_node,
+            accelerator=accelerator,
+        )
+
+    def link(self, size: int, stride: int = 1) -> float:
+        """Of a group of ``size`` ranks, ``stride`` apart: the slower link where it leaves the node."""
+        return self.intra if size * stride <= self.per_node else self.inter
+
+    def ring(self, num_bytes: float, size: int, stride: int = 1) -> float:
+        """Seconds to gather or reduce-scatter what is ``num_bytes`` whole over a group."""
+        return num_bytes * (size - 1) / size / self.link(size, stride) if size > 1 else 0.0
+
+
+def compute_flops_rate(model: ModelConfig, rates: Rates) -> float:
+    """Reached by the products of ``model``."""
+    return rates.flops * (EXPERT_EFFICIENCY if model.moe is not None and rates.accelerator else 1.0)
+
+
+def pass_s(role: Role, rates: Rates, num_sequences: float, *, train: bool) -> float:
+    """Of one pass over ``num_sequences`` of the whole run: forward, or forward and backward, with its collectives."""
+    model, layout, work = role.model, role.layout, role.work
+    forward = role.sizes.forward_flops(max(1, round(work.mean))) * num_sequences
+    passes = 3 + role.recomputed_share if train else 1
+    per_rank = forward * passes / layout.world_size
+    compute = per_rank / compute_flops_rate(model, rates)
+    tokens = num_sequences * work.mean / (layout.dp * layout.cp)  # rows of a context rank
+    rounds = 3 + role.recomputed_share if train else 1
+    communication = layer_communication_s(role, rates) * tokens * rounds
+    microbatches = max(1.0, num_sequences * work.mean / layout.dp / max(1, role.tokens))
+    bubble = (layout.pp - 1) / (microbatches * layout.vpp)
+    hand_on = 0.0
+    if layout.pp > 1:
+        row = role.kernels.size * model.hidden_size / layout.tp
+        stride = layout.world_size // layout.pp
+        hand_on = tokens * row * layout.vpp * (2 if train else 1) / rates.link(2, stride)
+    return (compute + communication) * role.imbalance * (1 + bubble) + hand_on
+
+
+def layer_communication_s(role: Role, rates: Rates) -> float:
+    """Of a forward pass, for each row of a context rank, over the layers of one stage."""
+    model, layout, e = role.model, role.layout, role.kernels.size
+    num_layers = model.num_layers / layout.pp
+    row = e * model.hidden_size
+    # Two gathers and two reduce-scatters of the whole rows in attention and MLP (arXiv:2205.05198, section 4.2.2).
+    seconds = 4 * rates.ring(row, layout.tp) * num_layers
+    if layout.cp > 1:
+        keys = model.num_query_groups if model.mla is None else model.num_attention_heads
+        width = 2 * e * keys * model.head_dim / layout.tp * layout.cp
+        seconds += rates.ring(width, layout.cp, layout.tp) * num_layers
+    if model.moe is not None:
+        sparse = sum(model.has_experts(layer) for layer in range(model.num_layers)) / layout.pp
+        sent = row * model.moe.top_k / layout.tp
+        seconds += 2 * rates.ring(sent, layout.ep, layout.etp) * sparse
+        seconds += 2 * rates.ring(sent * layout.etp, layout.etp) * sparse
+    return seconds
+
+
+def optimizer_s(role: Role, rates: Rates) -> float:
+    """Of one optimizer step: gradients scattered, moments streamed, weights gathered."""
+    layout = role.layout
+    worst = max((role.state(stage) for stage in range(layout.pp)), key=lambda state: state.total)
+    seconds = (worst.gradients + 2 * worst.optimizer) / rates.memory
+    seconds += rates.ring(worst.gradients, layout.dp * layout.cp, layout.tp)
+    return seconds + rates.ring(worst.weights, layout.dp * layout.cp, layout.tp)
+
+
+def update_s(role: Role, rates: Rates, num_sequences: float, num_updates: float) -> float:
+    """Of all updates of a step, which see ``num_sequences`` in all."""
+    return pass_s(role, rates, num_sequences, train=True) + num_updates * optimizer_s(role, rates)
+
+
+def score_s(role: Role, rates: Rates, num_sequences: float) -> float:
+    """Of log-probs or values."""
+    return pass_s(role, rates, num_sequences, train=False)
+
+
+def generate_s(
+    model: ModelConfig, config: RolloutConfig, room: Serving, rates: Rates, num_prompts: float, mean_prompt: float,
+    mean_response: float,
+) -> float:  # fmt: skip
+    """Of all responses: prompts, at the rate of products; then decode steps, each a stream of weights and cache.
+
+    As many sequences run together as the cache and ``max_num_seqs`` let; the longest response sets the least.
+    """
+    layout, size = config.layout, BYTES[config.dtype]
+    num_engines = layout.world_size // (layout.tp * layout.engine_dp)
+    replicas = max(1, num_engines * layout.engine_dp)
+    sequences = num_prompts * config.n / replicas
+    held = (mean_prompt + mean_response / 2) * max(1, cache_bytes_per_token(model, config))
+    together = max(1.0, min(config.max_num_seqs, max(0, room.cache) / held, sequences))
+    steps = max(float(config.max_response_length), sequences * mean_response / together)
+    active = sequences * mean_response / steps
+    weights = _streamed_bytes(model, config, size, active)
+    seconds = steps * max(
+        (weights + active * held) / rates.memory,
+        2 * matmul_parameters(model) * active / layout.tp / rates.flops,
+    )
+    if rates.accelerator:
+        seconds += steps * STEP_LATENCY_S
+        seconds += steps * 2 * model.num_layers * LAYER_LATENCY_S * (layout.tp > 1 or layout.ep > 1)
+    prompts = num_prompts * (1 if config.enable_prefix_caching else config.n) / replicas
+    prefill = forward_flops(model, [max(1, round(mean_prompt))]) * prompts / layout.tp
+    return seconds + prefill / compute_flops_rate(model, rates)
+
+
+def _streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
+    """Weights that a rank reads for a decode step of ``active`` sequences: all, but experts that nobody chose."""
+    total = rollout_weight_bytes(model, config.layout, size)
+    if model.moe is None:
+        return total
+    moe, layout = model.moe, config.layout
+    sparse = sum(model.has_experts(layer) for layer in range(model.num_layers))
+    over = layout.tp if layout.ep == 1 else layout.ep
+    experts = 3 * model.hidden_size * moe.ffn_hidden_size * moe.num_experts * sparse * size / over
+    tokens = active * (layout.dp if layout.experts_span_replicas else 1)
+    untouched: float = (1 - moe.top_k / moe.num_experts) ** max(1.0, tokens)
+    return total - experts * untouched
+
+
+def weights_s(role: Role, rollout_bytes: int, rates: Rates, *, separate: bool, single: bool) -> float:
+    """Of a weight update: what a rollout rank stores comes in over its link, or a training rank's goes out.
+
+    single: one process on each side, which share the device's memory.
+    """
+    sent = max(role.state(stage).weights for stage in range(role.layout.pp))
+    most = max(float(rollout_bytes), float(sent))
+    if single or not rates.accelerator:
+        return 2 * most / rates.memory
+    if separate:
+        return most / rates.inter
+    return most / (HOST_COLLECTIVE_GB_S * 1e9)
+
+
+def move_s(num_bytes: float, rates: Rates) -> float:
+    """Between a device and host memory; on the CPU it is a copy."""
+    return num_bytes / (HOST_LINK_GB_S * 1e9 if rates.accelerator else rates.memory / 2)

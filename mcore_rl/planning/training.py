@@ -1,0 +1,193 @@
+"""The memory of one trained role: its state, exactly, and what a microbatch needs besides, by pipeline stage.
+
+1F1B keeps ``pp - stage`` microbatches at stage ``stage`` (arXiv:2104.04473, section 2.2), or as many as there are; the
+interleaved schedule ``2 (pp - stage - 1) + (vpp - 1) pp + 1`` chunks of one (section 2.2.2, and
+``get_pp_rank_microbatches`` in megatron/core/pipeline_parallel/schedules.py, 0.16.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from mcore_rl.config.engine import EngineConfig, Recompute
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.planning.activations import Kernels, RowBytes, head_bytes, kernels_of, layer_bytes
+from mcore_rl.planning.states import ModelSizes, StateBytes, States
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a role is given.  sequences: of one optimizer step, over all ranks.  longest: tokens of the longest.
+
+    mean: tokens of a sequence, on average.
+    """
+
+    sequences: int
+    longest: int
+    mean: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """Of one rank, beside its state.  activations: kept for backward, over all microbatches in flight.
+
+    logits: with what the loss keeps.  working: alive besides, where most is.
+    """
+
+    activations: int
+    logits: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return self.activations + self.logits + self.working
+
+
+class Role:
+    """One role (``actor``, ``critic``) in its layout.
+
+    accelerator: whether it computes on one.  states: where they are known already.
+    Raises ConfigError where the layout does not fit the world or the layers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        engine: EngineConfig,
+        parallel: ParallelConfig,
+        world_size: int,
+        work: Work,
+        *,
+        accelerator: bool,
+        states: States | None = None,
+    ) -> None:
+        self.name, self.model, self.engine, self.parallel, self.work = name, model, engine, parallel, work
+        critic = name == "critic"
+        self.states = states or States(ModelSizes(model, critic=critic), parallel, world_size, engine.precision)
+        self.sizes = self.states.sizes
+        self.layout = self.states.layout
+        self.accelerator = accelerator
+        self.kernels: Kernels = kernels_of(model, parallel, engine, accelerator=accelerator)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of a microbatch at most, over its context ranks."""
+        sequences = -(-self.work.sequences // self.layout.dp)
+        if self.engine.microbatch_tokens is None:
+            each = self.engine.microbatch_sequences or 1
+            return min(each, sequences) * self.work.longest
+        return min(self.engine.microbatch_tokens, sequences * self.work.longest)
+
+    @property
+    def rows(self) -> int:
+        """Of ``tokens``, those of one context rank."""
+        return -(-self.tokens // self.layout.cp)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Of an optimizer step, with sequences of the expected length."""
+        sequences = -(-self.work.sequences // self.layout.dp)
+        if self.engine.microbatch_tokens is None:
+            count = -(-sequences // (self.engine.microbatch_sequences or 1))
+        else:
+            count = max(1, round(sequences * self.work.mean / self.tokens + 0.5))
+        if self.layout.vpp > 1:
+            count = -(-count // self.layout.pp) * self.layout.pp
+        return count
+
+    def state(self, stage: int) -> StateBytes:
+        """Of the rank of ``stage`` that holds most."""
+        return self.states.of_stage(stage)
+
+    @cached_property
+    def _layers(self) -> dict[bool, RowBytes]:
+        model = self.model
+        kinds = {model.has_experts(layer) for layer in range(model.num_layers)}
+        return {
+            kind: layer_bytes(model, self.parallel, self.kernels, has_experts=kind, longest=self.work.longest)
+            for kind in kinds
+        }
+
+    @cached_property
+    def _head(self) -> RowBytes:
+        return head_bytes(self.model, self.parallel, self.kernels, critic=self.name == "critic")
+
+    def _chunks(self, stage: int) -> list[tuple[int, ...]]:
+        return list(self.states.placement[stage :: self.layout.pp])
+
+    def in_flight(self, stage: int) -> float:
+        """Microbatches that ``stage`` keeps at once; of all its chunks, so that it may be a fraction."""
+        layout = self.layout
+        most = max(1, -(-self.work.sequences * self.work.longest // (layout.dp * max(1, self.tokens))))
+        if layout.vpp == 1:
+            return min(layout.pp - stage, most)
+        most = -(-most // layout.pp) * layout.pp
+        chunks = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+        return min(chunks, most * layout.vpp) / layout.vpp
+
+    def training(self, stage: int) -> StepBytes:
+        """Of forward and backward at ``stage``."""
+        recompute, rows, layout = self.engine.recompute, self.rows, self.layout
+        chunks = self._chunks(stage)
+        layers = [self._layers[self.model.has_experts(layer)] for chunk in chunks for layer in chunk]
+        kept = sum(layer.held(recompute) for layer in layers)
+        if layout.pp > 1:  # what a chunk sends on is not freed before its backward
+            kept += len(chunks) * layers[0].passed
+        working = max(layer.working(recompute) for layer in layers) * rows
+        logits = 0.0
+        if stage == layout.pp - 1:
+            logits = self._head.kept * rows
+            at_head = self._head.backward * rows + self._head_gradient
+            # Once layers are differentiated, the logits are gone: the larger of both counts.
+            working = max(at_head, working - logits, 0.0)
+        gradient = self._largest_gradient(stage)
+        return StepBytes(
+            activations=round(kept * self.in_flight(stage) * rows),
+            logits=round(logits),
+            working=round(working + (gradient if stage != layout.pp - 1 else 0)),
+        )
+
+    def scoring(self, stage: int) -> StepBytes:
+        """Of a forward pass without gradient: one layer's tensors, or the logits."""
+        kinds = {self.model.has_experts(layer) for chunk in self._chunks(stage) for layer in chunk}
+        layer = max(self._layers[kind].kept for kind in kinds) * self.rows
+        logits = self._head.kept * self.rows if stage == self.layout.pp - 1 else 0.0
+        passed = 2 * self._layers[next(iter(kinds))].passed * self.rows
+        return StepBytes(activations=round(passed), logits=round(logits), working=round(max(0.0, layer - logits)))
+
+    @cached_property
+    def _head_gradient(self) -> float:
+        """Of the output projection, in the weights' dtype, before it is added to the float32 one."""
+        if self.name == "critic":
+            return 0.0
+        return self.kernels.size * self.model.hidden_size * -(-self.model.vocab_size // self.layout.tp)
+
+    def _largest_gradient(self, stage: int) -> float:
+        """The same of the largest tensor of a layer, and of the embedding in the first stage."""
+        dense, experts = self.states.buckets(stage)
+        largest = max(max(numels) for bucket in (*dense, *experts) for numels, _ in bucket.runs)
+        return self.kernels.size * largest
+
+    @cached_property
+    def imbalance(self) -> float:
+        """Products of the pipeline stage that has most, over the mean of the stages: all wait for it."""
+        model, layout, sizes = self.model, self.layout, self.sizes
+        kinds = {}
+        for kind in self._layers:
+            dense, expert = sizes.layer(kind, 1, 1)
+            kinds[kind] = sum(dense) + sum(expert) * (model.moe.top_k if kind and model.moe is not None else 0)
+        stages = [
+            sum(kinds[model.has_experts(layer)] for chunk in self._chunks(stage) for layer in chunk)
+            for stage in range(layout.pp)
+        ]
+        stages[-1] += model.hidden_size * (1 if self.name == "critic" else model.vocab_size)
+        return max(stages) * layout.pp / sum(stages)
+
+    @property
+    def recomputed_share(self) -> float:
+        """Operations of the recomputed forward pass, over those of a forward pass."""
+        return 1.0 if self.engine.recompute is Recompute.full else 0.0

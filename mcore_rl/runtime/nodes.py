@@ -1,0 +1,227 @@
+"""The nodes of a Slurm job: what each has, whether they fit together, and whether all have joined Ray.
+
+``launch/slurm/train.sbatch`` first runs ``node_facts`` on every node, which writes a line each, and then of this module
+
+- ``check``, on one: refuses nodes that could not run together
+- ``environment``, on every: shell lines that set what Ray must be started with there
+- ``wait``, on one: until every node has joined Ray
+
+What is wrong is said with the node's name and what to do; the exit code is then 2.  Nothing here starts or ends Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shlex
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mcore_rl.errors import McoreRLError
+from mcore_rl.tracking.secrets import secret_names
+
+POLL_S = 0.5
+QUIET: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What one node says of itself.
+
+    node: its name to Slurm.  error: why nothing more is known of it.  device_names, num_devices, driver: of its
+    accelerators.  sees_run: whether the run directory that the first node made is there.  port_taken: why Ray's head
+    cannot listen on its port; "" on the other nodes.  environment: that Ray must be started with; None means unset.
+    """
+
+    node: str
+    host: str
+    error: str = ""
+    version: str = ""
+    python: str = ""
+    num_cores: int = 0
+    num_devices: int = 0
+    device_name: str = ""
+    driver: str = ""
+    sees_run: bool = True
+    port_taken: str = ""
+    environment: dict[str, str | None] = field(default_factory=dict)
+
+
+class NodesError(McoreRLError):
+    """The nodes of a job cannot run together; the message names each that is wrong, and the remedy."""
+
+
+def node_problems(facts: Sequence[Facts], nodes: Sequence[str], gpus_per_node: int, marker: Path) -> list[str]:
+    """What keeps ``nodes`` from running together: one sentence each, with a remedy.
+
+    facts: of those that answered.  gpus_per_node: that every one must have.
+    """
+    found = []
+    said = {each.node: each for each in facts}
+    for node in nodes:
+        if node not in said:
+            remedy = f"Look at it with scontrol show node {node}, and {_without(node)}"
+            found.append(f"{node} did not answer. {remedy}")
+    for each in facts:
+        name = _name(each)
+        if not each.sees_run:
+            remedy = "Write a trainer.default_local_dir on a file system that all nodes mount at one place"
+            found.append(f"{name} does not see the run directory: there is no {marker}. {remedy}")
+        if each.port_taken:
+            remedy = "See who listens with ss -ltnp, or write another port: cluster.slurm.port=6390"
+            found.append(f"{name} cannot start Ray's head at {each.port_taken}. {remedy}")
+        if each.error:
+            found.append(f"{name}: {each.error}")
+        elif each.num_devices != gpus_per_node:
+            remedy = f"Mend cluster.gpus_per_node, or {_without(each.node)}"
+            found.append(f"{name} has {each.num_devices} accelerators, and {gpus_per_node} were asked for. {remedy}")
+    alike = [each for each in facts if not each.error]
+    for what, value in SAME.items():
+        found += _different(what, alike, value)
+    return found
+
+
+SAME: Mapping[str, Callable[[Facts], str]] = {
+    "accelerator": lambda facts: facts.device_name,
+    "driver": lambda facts: facts.driver,
+    "Python": lambda facts: facts.python,
+    "mcore_rl": lambda facts: facts.version,
+}
+
+
+def _different(what: str, facts: Sequence[Facts], value: Callable[[Facts], str]) -> list[str]:
+    """Nodes that differ from most of the others."""
+    counts = Counter(map(value, facts))
+    if len(counts) < 2:
+        return []
+    usual, _ = counts.most_common(1)[0]
+    return [
+        f"{_name(each)} has {what} {value(each) or 'none'}, and others have {usual or 'none'}. "
+        f"Make them alike, or {_without(each.node)}"
+        for each in facts
+        if value(each) != usual
+    ]
+
+
+def _without(*nodes: str) -> str:
+    return f"leave it out with cluster.slurm.extra=[--exclude={','.join(nodes)}]"
+
+
+def _name(facts: Facts) -> str:
+    return facts.node if facts.node == facts.host.partition(".")[0] else f"{facts.node} ({facts.host})"
+
+
+def read_facts(path: Path) -> list[Facts]:
+    """What the nodes wrote, a line each; other lines are somebody else's."""
+    lines = path.read_text(errors="replace").splitlines()
+    return [Facts(**json.loads(line)) for line in lines if line.startswith('{"node"')]
+
+
+def shell_lines(wanted: Mapping[str, str | None]) -> list[str]:
+    """What a shell must do before it starts Ray: set ``wanted``, and forget secrets but those that Ray answers to."""
+    hidden = {name: None for name in secret_names() if not name.startswith("RAY_")}
+    return [
+        f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}"
+        for name, value in sorted({**wanted, **hidden}.items())
+    ]
+
+
+def wait_for(address: str, nodes: Sequence[str], timeout_s: float, logs: Path) -> None:
+    """Return once all ``nodes`` have joined the cluster whose head is at ``address``, HOST:PORT.
+
+    logs: where each node's Ray writes NODE.log.  NodesError: one did not come, or the head does not answer.
+    """
+    import ray  # what is above needs it not, and it takes a second
+
+    until, head = time.monotonic() + timeout_s, nodes[0]
+    while not _listens(address):
+        if time.monotonic() > until:
+            raise NodesError(_not_joined([head], address, timeout_s, logs))
+        time.sleep(POLL_S)
+    ray.init(address=address, **QUIET)
+    try:
+        while missing := sorted(set(nodes) - {each["NodeName"] for each in ray.nodes() if each["Alive"]}):
+            if time.monotonic() > until:
+                raise NodesError(_not_joined(missing, address, timeout_s, logs))
+            time.sleep(POLL_S)
+    finally:
+        ray.shutdown()
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), POLL_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _not_joined(missing: Sequence[str], address: str, timeout_s: float, logs: Path) -> str:
+    lines = [f"Ray's head at {address} waited {timeout_s:g} s, and not all nodes came:"]
+    for node in missing:
+        log = logs / f"{node}.log"
+        last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.is_file() else []
+        lines.append(f"  - {node}: {last[0].strip() if last else 'it wrote nothing'} ({log})")
+    lines.append(
+        f"Check on each that {address} can be reached (a firewall, or a name that is 127.0.1.1 in /etc/hosts), "
+        f"raise cluster.slurm.join_timeout_s, or {_without(*missing)}"
+    )
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m mcore_rl.runtime.nodes", description=__doc__.split("\n")[0])
+    commands = top.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="refuse nodes that could not run together")
+    check.add_argument("--facts", type=Path, required=True, help="what node_facts wrote")
+    check.add_argument("--gpus", type=int, required=True, help="that each must have")
+    check.add_argument("--marker", type=Path, required=True)
+    check.add_argument("nodes", nargs="+")
+    environment = commands.add_parser("environment", help="shell lines for what Ray is started with")
+    environment.add_argument("--facts", type=Path, required=True)
+    environment.add_argument("node")
+    wait = commands.add_parser("wait", help="until every node has joined Ray")
+    wait.add_argument("--address", required=True, help="HOST:PORT of Ray's head")
+    wait.add_argument("--timeout", type=float, required=True, help="seconds")
+    wait.add_argument("--logs", type=Path, required=True, help="directory of NODE.log")
+    wait.add_argument("nodes", nargs="+")
+    return top
+
+
+def _run(chosen: argparse.Namespace) -> list[str]:
+    """What is printed."""
+    if chosen.command == "wait":
+        wait_for(chosen.address, chosen.nodes, chosen.timeout, chosen.logs)
+        return []
+    facts = read_facts(chosen.facts)
+    if chosen.command == "environment":
+        (environment,) = [each.environment for each in facts if each.node == chosen.node]
+        return shell_lines(environment)
+    if problems := node_problems(facts, chosen.nodes, chosen.gpus, chosen.marker):
+        raise NodesError("\n".join(["these nodes cannot run together:", *(f"  - {each}" for each in problems)]))
+    return []
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 0, or 2 where something is wrong with a node."""
+    try:
+        for line in _run(_parser().parse_args(arguments)):
+            Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    except McoreRLError as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""The shadow of every recipe trains two steps on CPU, by the main program, with nothing of Megatron or vLLM left out.
+
+One Ray for all of them; each has its own training processes and engines.  What a shadow is: ``tests/support/shadows``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mcore_rl.config.compose import as_dict
+from mcore_rl.config.launch import load_recipe, recipe_names
+from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.config.trainer import RayInitConfig
+from mcore_rl.controller.program import run_training
+from mcore_rl.controller.sft import run_sft
+from mcore_rl.families.registry import family_of
+from mcore_rl.planning.recipes import recipe_config_json
+from mcore_rl.runtime.cluster import ray_cluster
+from tests.support import shadows
+
+NAMES = [name for name in recipe_names() if not name.startswith("arithmetic")]
+# Every algorithm and every family, and between them every axis; half a minute each where two cores are all there is.
+DEFAULT = (
+    "deepseek_7b_ppo", "deepseek_v3_grpo", "gemma2_2b_sft", "mixtral_8x22b_rloo", "qwen25_7b_remax",
+    "qwen25_math_7b_dapo", "qwen2_7b_gpg", "qwen3_30b_a3b_grpo",
+)  # fmt: skip
+
+
+@dataclass
+class Trained:
+    """A shadow that has run."""
+
+    recipe: RunConfig | SftConfig
+    config: RunConfig | SftConfig
+    directory: Path
+    metrics: list[dict[str, Any]]
+
+
+@cache
+def recipe(name: str) -> RunConfig | SftConfig:
+    return load_recipe(name)
+
+
+@cache
+def family(name: str) -> str:
+    return family_of(recipe_config_json(recipe(name).recipe)).name
+
+
+def shadow(name: str, task: Path, directory: Path) -> RunConfig | SftConfig:
+    return load_recipe(name, shadows.shadow(recipe(name), family(name), task, directory))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shadow_is_its_recipe_but_for_sizes(name: str, tmp_path: Path) -> None:
+    made = shadow(name, tmp_path, tmp_path)
+    assert (sft_violations(made) if isinstance(made, SftConfig) else run_violations(made)) == []
+    changed = shadows.differing(as_dict(recipe(name)), as_dict(made))
+    assert [key for key in changed if not f"{key}.".startswith(tuple(f"{each}." for each in shadows.SMALLER))] == []
+    for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+        whole, part = (getattr(run.actor.parallel, axis) for run in (recipe(name), made))
+        assert part in (1, min(whole, 2))
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The files of all shadows, and a Ray that they share."""
+    directory = shadows.write_task(tmp_path_factory.mktemp("shadows"))
+    with ray_cluster(RayInitConfig()):
+        yield directory
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.thorough) for name in NAMES]
+)
+def trained(request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    name, directory = request.param, tmp_path_factory.mktemp("run")
+    config = shadow(name, task, directory)
+    program = run_sft(config) if isinstance(config, SftConfig) else run_training(config)
+    assert asyncio.run(program) == 0
+    return Trained(recipe(name), config, directory, shadows.metrics_of(directory))
+
+
+@pytest.mark.timeout(600)
+def test_trains_on_cpu(trained: Trained) -> None:
+    assert [line["step"] for line in trained.metrics] == [1, 2]
+    weights_move(trained)
+    for line in trained.metrics:
+        # Between 1 and 10 for these weights; a norm over zeros, or sums in place of means, make thousands.
+        assert line["actor/skipped_updates"] == 0 and 0.1 < line["actor/grad_norm"] < 100
+    if isinstance(trained.config, RunConfig):
+        steps_are_sane(trained.config, trained.metrics)
+        validates(trained.config, trained.metrics[-1])
+        samples_are_of_the_recipe(trained)
+    else:
+        assert trained.metrics[1]["sft/val_loss"] > 0
+
+
+def steps_are_sane(config: RunConfig, metrics: list[dict[str, Any]]) -> None:
+    first, second = metrics
+    for line in metrics:
+        # Two implementations in float32, and few layers; a wrong weight makes 0.01 and more.
+        assert line["rollout/logprob_diff_max"] < 1e-4
+        assert ("critic/grad_norm" in line) is config.needs_critic
+        assert ("kl/reward" in line) is config.algorithm.use_kl_in_reward
+        assert ("kl/loss" in line) is config.actor.use_kl_loss
+    if config.algorithm.use_kl_in_reward:
+        assert first["kl/reward"] == 0 != second["kl/reward"], "the policy begins as the reference"
+
+
+def validates(config: RunConfig, last: dict[str, Any]) -> None:
+    sources = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval", "aime24": "aime24"}
+    for path in config.data.val_files:
+        assert f"val/{sources[Path(path).parent.name]}/reward" in last
+
+
+def samples_are_of_the_recipe(trained: Trained) -> None:
+    assert isinstance(trained.config, RunConfig)
+    rows = shadows.rollouts_of(trained.directory, 1)
+    assert len(rows) == trained.config.data.train_batch_size * trained.config.rollout.n
+    assert {row["error"] for row in rows} == {None}
+
+
+def weights_move(trained: Trained) -> None:
+    """Each learning rate of a recipe is enough for float32 to see."""
+    before, after = (
+        {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        for folder in (Path(trained.config.model.path), trained.directory / "hf" / "final")
+    )
+    assert before.keys() == after.keys()
+    moved = [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
+    assert len(moved) > 0.5 * len(before), moved

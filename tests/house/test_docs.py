@@ -1,0 +1,96 @@
+"""What pages say of the code is so: keys are there, messages are written somewhere, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from omegaconf import OmegaConf
+
+from mcore_rl.config.compose import all_keys
+from mcore_rl.config.launch import load_recipe
+from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.sft import SftConfig
+from tests.house.source import ROOT, python_files, repository_files
+
+PAGES = [path for path in repository_files() if path.endswith(".md")]
+KEY = re.compile(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)`")
+LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of every line of a table, without headings."""
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [each for each in cells if set(each[0]) != {"-"}]
+
+
+@cache
+def keys() -> frozenset[str]:
+    return frozenset(key for schema in (RunConfig, SftConfig) for key in all_keys(OmegaConf.structured(schema)))
+
+
+def test_every_key_of_ours_beside_verls_is_there() -> None:
+    ours = {key for cells in rows("from_verl.md") for key in KEY.findall(cells[1])}
+    assert len(ours) > 80
+    assert sorted(ours - keys()) == []
+
+
+def test_keys_in_prose_beside_verls_are_there() -> None:
+    groups = {key.partition(".")[0] for key in keys()}
+    text = (ROOT / "docs" / "from_verl.md").read_text(encoding="utf-8")
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+    named = {key for key in KEY.findall(prose) if key.partition(".")[0] in groups}
+    assert sorted(named - keys()) == []
+
+
+@cache
+def strings() -> str:
+    """All of the package's source, with what is between the pieces of a string taken out."""
+    text = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in python_files("mcore_rl", "tools", "launch"))
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+def messages() -> list[str]:
+    """What the first column of docs/troubleshooting.md quotes: pieces of messages, between dots where they vary."""
+    return [piece.strip() for cells in rows("troubleshooting.md") for quoted in re.findall(r"`([^`]+)`", cells[0])
+            for piece in quoted.split("...") if piece.strip()]  # fmt: skip
+
+
+def test_every_message_of_the_page_is_written_somewhere() -> None:
+    assert len(messages()) > 20
+    assert [message for message in messages() if message not in strings()] == []
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_example_of_own_data_and_reward_is_a_run(tmp_path: Path) -> None:
+    prompts, reward = blocks("own_data_and_reward.md", "python")
+    (recipe,) = blocks("own_data_and_reward.md", "yaml")
+    for name, text in (("make_words.py", prompts), ("words.py", reward), ("words.yaml", recipe)):
+        (tmp_path / name).write_text(text)
+    run = load_recipe(str(tmp_path / "words.yaml"))
+    assert isinstance(run, RunConfig) and run_violations(run) == []
+    subprocess.run([sys.executable, tmp_path / "make_words.py", tmp_path], check=True)
+    row = pq.read_table(tmp_path / "train.parquet").to_pylist()[0]
+    function: dict[str, Any] = {}
+    exec(reward, function)
+    answer = row["reward_model"]["ground_truth"] + "bc"
+    score = function[run.custom_reward_function.name](row["data_source"], answer, answer[0], {})
+    assert score == {"score": 1.0, "acc": 1.0, "words": 1}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    folder = (ROOT / page).parent
+    targets = [target for target, _ in LINK.findall((ROOT / page).read_text(encoding="utf-8")) if "://" not in target]
+    assert [target for target in targets if not (folder / target).exists()] == []

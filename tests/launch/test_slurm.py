@@ -1,0 +1,132 @@
+"""Jobs on a real Slurm of three nodes: told to leave, preempted, robbed of a node, and whole in the end.
+
+The tiny task of ``tests/support/run_task.py`` runs over two nodes, one training process on each.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.run_task import write_task
+from tests.support.slurm_cluster import NoSlurm, SlurmCluster, SlurmJob, processes_with, slurm_cluster, suppressed
+
+STEPS = "trainer.total_training_steps=3"
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    try:
+        with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+            yield cluster
+    except NoSlurm as error:
+        pytest.skip(f"no Slurm: {error}")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+def assert_complete(job: SlurmJob, restarts: int) -> None:
+    """It goes on and ends well, after ``restarts``, with every step told of once, and nothing of it is left."""
+    job.go_on()
+    facts = job.finish()
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
+    assert int(facts["Restarts"]) == restarts, job.log
+    assert job.steps() == [1, 2, 3]
+    assert (job.run / "checkpoints" / "step_3" / "manifest.json").is_file()
+    assert "the run is complete" in job.log
+    assert job.left() == []
+
+
+def test_a_run_leaves_at_its_time_limit_is_queued_again_and_goes_on(
+    slurm: SlurmCluster, task: Path, tmp_path: Path
+) -> None:
+    job = slurm.start(task, tmp_path / "run", STEPS)
+    job.until(job.steps)
+    assert sorted(job.hosts()) == ["n1", "n2"], "one training process on each node"
+    elapsed = job.facts()["RunTime"].split(":")
+    job.allow(int(elapsed[-2]) + 60 * int(elapsed[-3][-2:]) + 1)  # less than the grace period is left
+    job.until(lambda: "queued again; it goes on from" in job.log)
+    assert "left after step" in job.log and "on SIGUSR1" in job.log and "with exit code 75" in job.log
+    job.until(lambda: job.state == "PENDING" or job.attempted(1))
+    job.allow(50)
+    assert_complete(job, restarts=1)
+    for attempt in (0, 1):
+        logs = job.run / "logs" / "slurm" / f"{job.id}.{attempt}"
+        assert {"n1.log", "n2.log"} <= {path.name for path in logs.iterdir()}
+        assert "Ray runtime started" in (logs / "n2.log").read_text()
+
+
+def test_what_slurm_would_refuse_is_refused_before_anything_is_queued(
+    slurm: SlurmCluster, task: Path, tmp_path: Path
+) -> None:
+    done = slurm.submit(task, tmp_path / "run", "cluster.slurm.partition=gpus")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "Slurm refuses it: invalid partition specified: gpus" in done.stderr
+    assert "the partitions are main (3 nodes, 1:00:00), low (3 nodes, 1:00:00)" in done.stderr
+    done = slurm.submit(task, tmp_path / "run", nodes=4)
+    assert done.returncode == 2 and "Requested node configuration is not available" in done.stderr
+    assert slurm.command("squeue", "--noheader", "--states=PENDING") == ""
+
+
+def test_a_port_in_use_is_named_with_its_node(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as held:
+        port = held.getsockname()[1]
+        job = slurm.start(task, tmp_path / "run", f"cluster.slurm.port={port}")
+        facts = job.finish()
+    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "2:0")
+    assert f"cannot start Ray's head at 127.0.0.2:{port}: Address already in use. See who listens" in job.log
+    assert "n1 (" in job.log and job.left() == []
+
+
+@pytest.mark.thorough
+def test_a_preempted_run_saves_makes_room_and_goes_on(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
+    job = slurm.start(task, tmp_path / "run", STEPS, "cluster.slurm.partition=low")
+    job.until(job.steps)
+    slurm.command("sbatch", "--partition=main", "--nodes=3", f"--output={tmp_path}/other", "--wrap", "sleep 1")
+    job.until(lambda: "queued again; it goes on from" in job.log)
+    assert "on SIGTERM" in job.log
+    assert_complete(job, restarts=1)
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_without_a_node_that_was_lost(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
+    job = slurm.start(task, tmp_path / "run", STEPS, "trainer.save_freq=1")
+    job.until(lambda: (job.run / "checkpoints" / "step_1").is_dir())
+    slurm.lose("n2")
+    shutil.rmtree(f"/tmp/mcore_rl-{job.id}-n2")  # nobody is left there to do it
+    try:
+        assert_complete(job, restarts=1)
+        assert "Ray ended on a node before the run did" in job.log
+        assert "on n1 n3" in job.log
+    finally:
+        slurm.bring_back("n2")
+
+
+@pytest.mark.thorough
+def test_a_run_whose_ray_dies_on_one_node_begins_again(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
+    job = slurm.start(task, tmp_path / "run", STEPS, "trainer.save_freq=1")
+    job.until(lambda: (job.run / "checkpoints" / "step_1").is_dir())
+    for each in processes_with("SLURM_JOB_ID", job.id):
+        with suppressed():
+            if each.name() == "raylet" and each.environ()["SLURMD_NODENAME"] == "n2":
+                each.kill()
+    assert_complete(job, restarts=1)
+    assert "Ray ended on a node before the run did" in job.log
+
+
+@pytest.mark.thorough
+def test_a_run_that_is_cancelled_saves_and_is_not_queued_again(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
+    job = slurm.start(task, tmp_path / "run", STEPS)
+    job.until(job.steps)
+    slurm.command("scancel", job.id)
+    assert job.finish()["JobState"] == "CANCELLED"
+    assert job.left() == []
+    assert not job.attempted(1)

@@ -1,0 +1,144 @@
+"""What a layer keeps for backward: beside what autograd saves in a real step, and by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
+from mcore_rl.config.model import ModelConfig, MoeConfig
+from mcore_rl.config.parallel import ParallelConfig, parse_layout
+from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.planning.activations import Kernels, head_bytes, kernels_of, layer_bytes
+from mcore_rl.planning.training import Role, Work
+from mcore_rl.types import Denominators, TrainBatch
+from tests.support import batches, engines, models
+
+LENGTH, SEQUENCES = 96, 4
+ROWS = LENGTH * SEQUENCES
+WIDE = models.dense(
+    num_layers=2, hidden_size=128, ffn_hidden_size=320, num_attention_heads=4, num_query_groups=2, head_dim=32,
+    vocab_size=640,
+)  # fmt: skip
+EXPERTS = replace(WIDE, moe=MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=160))
+CASES = [
+    (model, layout, precision, recompute)
+    for model in (WIDE, replace(WIDE, qk_norm=True), EXPERTS)
+    for layout, precision, recompute in (
+        ("", Precision.bfloat16, Recompute.none),
+        ("", Precision.float32, Recompute.none),
+        ("", Precision.bfloat16, Recompute.selective),
+        ("tp=2", Precision.bfloat16, Recompute.none),
+    )
+]
+
+
+def saved_bytes(rank: Rank, cases: list[tuple[ModelConfig, str, Precision, Recompute]]) -> list[int]:
+    """Bytes that autograd saves of a step of each case, weights aside, each storage once; the logits among them."""
+    found = []
+    with engines.world(rank):
+        for model, layout, precision, recompute in cases:
+            with engines.groups_of(layout) as groups:
+                settings = engines.config(precision=precision, recompute=recompute, microbatch_tokens=ROWS)
+                engine = engines.build(groups, model, settings, layout=layout)
+                buffers = [each for chunk in engine.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+                weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
+                seen: dict[int, torch.UntypedStorage] = {}
+
+                def keep(
+                    tensor: torch.Tensor,
+                    seen: dict[int, torch.UntypedStorage] = seen,
+                    weights: set[int] = weights,
+                ) -> torch.Tensor:
+                    storage = tensor.untyped_storage()
+                    if storage.data_ptr() not in weights:
+                        seen[storage.data_ptr()] = storage  # held, so that no other takes its place
+                    return tensor
+
+                batch = TrainBatch(
+                    lengths_S=(LENGTH,) * SEQUENCES,
+                    tokens_T=torch.arange(ROWS) % model.vocab_size,
+                    mask_T=torch.arange(ROWS) % LENGTH != 0,
+                    old_logprobs_T=torch.zeros(ROWS),
+                    advantages_T=torch.ones(ROWS),
+                )
+                counts = Denominators(loss=float(ROWS), tokens=ROWS, sequences=SEQUENCES)
+                with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                    engine.train_step(batch, batches.policy_loss, counts, with_entropy=True)
+                found.append(sum(storage.nbytes() for storage in seen.values()))
+                del engine, seen
+    return found
+
+
+def test_what_is_kept_is_what_autograd_saves() -> None:
+    """Within 4 %: labels, offsets and the loss's own vectors are a round number of ours.
+
+    Selective recompute saves its inputs outside of autograd's eyes, and forward comes twice, so that what is seen is
+    what is kept without recompute less the copy that joins sequences: it is held to the same number.
+    """
+    alone, both = ([case for case in CASES if (case[1] == "tp=2") is split] for split in (False, True))
+    measured = (
+        run_ranks(saved_bytes, 1, (alone,), timeout_s=240)[0],
+        run_ranks(saved_bytes, 2, (both,), timeout_s=240)[0],
+    )
+    for cases, found in zip((alone, both), measured, strict=True):
+        for (model, layout, precision, recompute), num_bytes in zip(cases, found, strict=True):
+            engine = EngineConfig(precision=precision, microbatch_tokens=ROWS)
+            parallel = parse_layout(layout)
+            work = Work(sequences=SEQUENCES, longest=LENGTH, mean=LENGTH)
+            role = Role("actor", model, engine, parallel, parallel.tp, work, accelerator=False)
+            step = role.training(0)
+            assert step.activations + step.logits == pytest.approx(num_bytes, rel=0.04), (layout, precision, recompute)
+
+
+def test_a_layer_by_hand() -> None:
+    """Transformer Engine's, in bfloat16: h = 128, q = 128, k = 64, f = 320 of 4 heads, over 2 tensor ranks."""
+    parallel = parse_layout("tp=2")
+    found = layer_bytes(WIDE, parallel, Kernels(fused=True, one_by_one=False, size=2), has_experts=False, longest=96)
+    norms = 2 * (2 * 2 * 128) / 2
+    attention = 2 * (64 + 2 * 32) + 2 * (64 + 32) + 4 * 2 + 2 * 64
+    assert found.kept == norms + attention + 3 * 2 * 160
+    assert found.passed == 2 * 128 / 2
+    assert found.held(Recompute.none) == found.kept
+    assert found.held(Recompute.selective) == found.kept - 4 * 2
+    assert found.held(Recompute.full) == found.passed
+    assert found.working(Recompute.full) == found.working(Recompute.none) + found.kept
+
+
+def test_experts_by_hand() -> None:
+    """Two of four experts a row, over two ranks: at most twice, and here 1.5 times, what a rank's share is."""
+    kernels = Kernels(fused=True, one_by_one=False, size=2)
+    whole = layer_bytes(EXPERTS, ParallelConfig(), kernels, has_experts=True, longest=96)
+    spread = layer_bytes(EXPERTS, parse_layout("ep=2"), kernels, has_experts=True, longest=96)
+    sent = 2 * 2 * (128 + 3 * 160)  # rows, bytes, input and the three products
+    assert spread.kept - whole.kept == pytest.approx(0.5 * sent)
+
+
+def test_logits_are_cut_over_tensor_ranks_and_a_critic_has_none() -> None:
+    kernels = Kernels(fused=True, one_by_one=False, size=2)
+    one, two = (head_bytes(WIDE, parse_layout(text), kernels, critic=False).kept for text in ("", "tp=2"))
+    assert one - two == 2 * 320 + 2 * 2 * 128 / 2
+    assert head_bytes(WIDE, ParallelConfig(), kernels, critic=True).kept < one - 2 * 640 + 4 * 129 + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "layout", "accelerator", "fused"),
+    [
+        ({}, {}, "", True, True),
+        ({}, {}, "", False, False),
+        ({}, {"layer_spec": LayerSpec.local}, "", True, False),
+        ({}, {"precision": Precision.float32}, "", True, False),
+        ({"attention_soft_cap": 50.0}, {}, "", True, False),
+        ({"sandwich_norm": True}, {}, "", True, False),
+        ({"sliding_window": 8, "sliding_layers": [0]}, {}, "cp=2", True, False),
+        ({"sliding_window": 8, "sliding_layers": [0]}, {}, "", True, True),
+    ],
+)
+def test_transformer_engine_is_expected_where_it_serves(
+    changes: dict[str, object], engine: dict[str, object], layout: str, accelerator: bool, fused: bool
+) -> None:
+    settings = EngineConfig(**engine)  # type: ignore[arg-type]
+    found = kernels_of(replace(WIDE, **changes), parse_layout(layout), settings, accelerator=accelerator)  # type: ignore[arg-type]
+    assert found.fused is fused

@@ -1,0 +1,229 @@
+"""Whole plans: of one model by hand, of what does not fit, and of both kinds of machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mcore_rl.config.algorithm import AdvEstimator
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.engine import Precision, Recompute
+from mcore_rl.config.launch import load_cluster
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.trainer import Placement
+from mcore_rl.errors import ConfigError
+from mcore_rl.families.registry import model_of
+from mcore_rl.planning.overheads import GIB
+from mcore_rl.planning.plan import Phase, Place, Plan, plan, plan_sft
+from tests.support import models, published
+
+H100 = load_cluster("nvidia_h100")
+CPU = ClusterConfig(name="laptop", cpus_per_node=4, host_memory_gib=8.0)
+QWEN = model_of(published.FACTS["Qwen/Qwen2.5-7B-Instruct"])[1]
+PARAMETERS = 7_615_616_512  # published: 7.61B
+
+
+def run_of(**trainer: object) -> RunConfig:
+    """GRPO of a 7B model on eight GPUs."""
+    run = RunConfig()
+    run.actor.parallel.tp = 2
+    run.actor.recompute, run.actor.microbatch_tokens = Recompute.full, 8192
+    run.rollout.tp, run.rollout.dp, run.rollout.n = 2, 4, 8
+    run.trainer = replace(run.trainer, n_gpus_per_node=8, **trainer)  # type: ignore[arg-type]
+    return run
+
+
+def part(planned: Plan, phase: Phase, name: str, place: Place = Place.device) -> int:
+    peak = planned.peak(phase, place)
+    assert peak is not None
+    (row,) = (row for row in peak.rows if row.part == name)
+    return row.num_bytes
+
+
+def test_bytes_by_hand() -> None:
+    """tp=2 halves all but norms: 57 of 3,584 elements.  Four data-parallel ranks share the optimizer."""
+    planned = plan(run_of(), QWEN, H100)
+    held = (PARAMETERS - 57 * 3584) // 2 + 57 * 3584
+    assert planned.fits and planned.num_parameters == PARAMETERS
+    assert part(planned, Phase.update, "actor weights") == 2 * held
+    assert part(planned, Phase.update, "actor gradients") == 4 * held
+    assert part(planned, Phase.update, "actor optimizer") == 12 * held // 4
+    # inputs of 28 layers, cut over the tensor ranks; logits, and what the loss and the last norm keep
+    assert part(planned, Phase.update, "activations") == 28 * 8192 * 2 * 3584 // 2
+    assert part(planned, Phase.update, "logits") == 8192 * (2 * 152064 // 2 + 100 + 2 * 2 * 3584 // 2)
+    assert part(planned, Phase.rollout, "engine weights") == 2 * held
+    # 28 layers, 2 of 4 heads of 128, keys and values, 2 bytes
+    room = part(planned, Phase.rollout, "cache of keys and values")
+    assert planned.concurrency == pytest.approx(room / (1024 * 28 * 2 * 2 * 128 * 2))
+    assert part(planned, Phase.save, "Hugging Face exports", Place.disk) == 2 * PARAMETERS
+
+
+def test_checkpoints_take_twelve_bytes_a_parameter_on_the_disk() -> None:
+    planned = plan(run_of(save_freq=10, max_to_keep=2), QWEN, H100)
+    norms = 57 * 3584  # which both tensor ranks write
+    assert part(planned, Phase.save, "actor checkpoints", Place.disk) == 3 * 12 * (PARAMETERS + norms)
+    held = part(planned, Phase.update, "actor optimizer")
+    assert part(planned, Phase.save, "actor checkpoint", Place.host) == 8 * held
+
+
+def test_a_critic_and_a_reference_take_their_place() -> None:
+    run = run_of()
+    alone = plan(run, QWEN, H100)
+    run.actor.use_kl_loss = True
+    run.algorithm.adv_estimator = AdvEstimator.gae
+    run.critic = replace(run.critic, parallel=run.actor.parallel, recompute=Recompute.full, microbatch_tokens=8192)
+    both = plan(run, QWEN, H100)
+    # a value head in place of a projection of 152,064 rows, of which a rank had half
+    less = 152064 * 3584 // 2 - 3584
+    assert part(both, Phase.update, "critic weights") == part(both, Phase.update, "actor weights") - 2 * less
+    assert part(both, Phase.rollout, "reference weights", Place.host) == 8 * part(both, Phase.update, "actor weights")
+    assert {"values", "update_critic", "reference"} <= set(both.seconds)
+    assert not {"values", "update_critic", "reference"} & set(alone.seconds)
+    assert both.step_s > alone.step_s
+
+
+def test_what_does_not_fit_is_told_with_phase_rank_and_numbers() -> None:
+    run = run_of()
+    run.actor.parallel.tp = run.rollout.tp = 1
+    run.rollout.dp = 8
+    run.actor.recompute, run.actor.microbatch_tokens = Recompute.none, 65536
+    planned = plan(run, QWEN, H100)
+    assert not planned.fits
+    (wrong,) = (each for each in planned.violations if each.key == "actor.parallel")
+    peak = planned.peak(Phase.update)
+    assert peak is not None and not peak.fits
+    assert wrong.value == "actor, rank 0"
+    assert f"update needs {peak.num_bytes / GIB:.1f} of 79.6 GiB (device): activations" in wrong.problem
+
+
+def test_the_worst_stage_is_named() -> None:
+    run = run_of()
+    run.actor.parallel.pp = 2
+    planned = plan(run, QWEN, H100)
+    peak = planned.peak(Phase.update)
+    assert peak is not None and peak.where in ("actor, rank 0, stage 1 of 2", "actor, rank 4, stage 2 of 2")
+    # the first stage keeps two microbatches, the last one and the logits
+    assert part(planned, Phase.update, "activations") >= 14 * 8192 * 3584
+
+
+def test_an_engine_without_room_for_a_sequence_is_refused() -> None:
+    run = run_of()
+    run.rollout.gpu_memory_utilization = 0.12
+    (wrong,) = plan(run, QWEN, H100).violations
+    assert wrong.key == "rollout.gpu_memory_utilization" and "one sequence of 1024 tokens" in wrong.problem
+
+
+def test_weights_beside_an_awake_engine_are_counted() -> None:
+    run = run_of()
+    run.rollout.gpu_memory_utilization = 0.9
+    (wrong,) = plan(run, QWEN, H100).violations
+    assert "sync needs" in wrong.problem
+
+
+def test_an_engine_of_several_nodes_is_refused() -> None:
+    run = run_of(nnodes=2)
+    run.rollout.tp, run.rollout.dp = 16, 1
+    with pytest.raises(ConfigError, match="does not divide"):
+        plan(run, replace(QWEN, num_attention_heads=32, num_query_groups=16), H100)
+
+
+def test_separate_engines_have_devices_of_their_own() -> None:
+    run = run_of(placement=Placement.separate)
+    run.rollout.dp, run.rollout.gpu_memory_utilization = 2, 0.9
+    planned = plan(run, QWEN, H100)
+    assert planned.fits and (planned.num_gpus, planned.num_nodes) == (12, 2)
+    update, rollout = planned.peak(Phase.update), planned.peak(Phase.rollout)
+    assert update is not None and rollout is not None
+    assert not any("engine" in row.part for row in update.rows)
+    assert not any("trainer" in row.part for row in rollout.rows)
+
+
+def test_more_is_slower_and_larger() -> None:
+    """Directions that no constant may turn around."""
+    base = plan(run_of(), QWEN, H100)
+    longer, wider = run_of(), run_of()
+    longer.data.max_response_length = longer.rollout.max_response_length = 2048
+    wider.actor.microbatch_tokens = 16384
+    assert plan(longer, QWEN, H100).step_s > base.step_s
+    more, less = (each.peak(Phase.update) for each in (plan(wider, QWEN, H100), base))
+    assert more is not None and less is not None and more.num_bytes > less.num_bytes
+    eager = run_of()
+    eager.actor.recompute = Recompute.none
+    faster = plan(eager, QWEN, H100)
+    assert faster.seconds["update_actor"] < base.seconds["update_actor"]
+    assert part(faster, Phase.update, "activations") > part(base, Phase.update, "activations")
+    two_nodes = run_of(nnodes=2)
+    two_nodes.rollout.dp = 8
+    assert plan(two_nodes, QWEN, H100).step_s < base.step_s
+
+
+def cpu_run() -> RunConfig:
+    run = run_of()
+    run.trainer.n_gpus_per_node = 2
+    run.actor.parallel.tp = run.rollout.tp = 1
+    run.rollout.dp, run.actor.precision, run.rollout.dtype = 2, Precision.float32, Precision.float32
+    return run
+
+
+def test_on_the_cpu_all_processes_share_the_machine() -> None:
+    model = models.moe()
+    planned = plan(cpu_run(), model, CPU)
+    assert planned.fits
+    peak = planned.peak(Phase.update)
+    assert peak is not None and peak.capacity == 8 * GIB
+    assert peak.num_bytes > 2 * 500 * 2**20 + 2 * GIB  # two processes, two engines with 1 GiB of cache each
+    small = plan(cpu_run(), model, replace(CPU, host_memory_gib=2.0))
+    assert not small.fits and "of 2.0 GiB" in small.violations[0].problem
+
+
+def test_fine_tuning_is_planned_without_engines() -> None:
+    config = SftConfig()
+    config.actor.microbatch_tokens, config.data.max_length = 8192, 1024
+    config.trainer.n_gpus_per_node = 8
+    config.actor.parallel.tp = 2
+    planned = plan_sft(config, QWEN, H100)
+    assert planned.fits and set(planned.seconds) == {"update_actor"} and planned.concurrency is None
+    assert {peak.phase for peak in planned.peaks} == {Phase.update, Phase.save}
+    assert part(planned, Phase.update, "actor weights") == part(
+        plan(run_of(), QWEN, H100), Phase.update, "actor weights"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("actor.parallel.tp", lambda run: setattr(run.actor.parallel, "tp", 3)),
+        ("rollout.tp", lambda run: setattr(run.rollout, "tp", 3)),
+        ("trainer.n_gpus_per_node", lambda run: setattr(run.trainer, "n_gpus_per_node", 16)),
+    ],
+)
+def test_layouts_of_nothing_are_refused(key: str, change: object) -> None:
+    run = run_of()
+    change(run)  # type: ignore[operator]
+    with pytest.raises(ConfigError) as raised:
+        plan(run, QWEN, H100)
+    assert key in {violation.key for violation in raised.value.violations}
+
+
+def test_sequences_longer_than_a_microbatch_are_noted() -> None:
+    run = run_of()
+    run.actor.microbatch_tokens = 512
+    (said,) = plan(run, QWEN, H100).notes
+    assert "1024 tokens" in said
+
+
+def test_a_reward_model_takes_its_share_of_each_device() -> None:
+    run = run_of()
+    run.reward_model.enable, run.reward_model.gpu_memory_utilization = True, 0.25
+    planned = plan(run, QWEN, H100)
+    assert part(planned, Phase.rollout, "reward model") == int(0.25 * int(79.6 * GIB))
+    run.rollout.gpu_memory_utilization = 0.75
+    assert any("rollout needs" in each.problem for each in plan(run, QWEN, H100).violations)
+
+
+def test_the_model_may_be_any() -> None:
+    model: ModelConfig = models.gemma2()
+    assert plan(cpu_run(), model, CPU).num_parameters > 0

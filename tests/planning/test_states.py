@@ -1,0 +1,175 @@
+"""Weights, gradients and optimizer state of a rank, to the byte, beside what Megatron allocates.
+
+At full size its own buffers and shards are built on the meta device, behind torch's fake process group; of tiny models
+of odd widths, real processes with real optimizers are asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from mcore_rl.config.engine import Precision
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import parse_layout
+from mcore_rl.families.registry import FAMILIES, model_of
+from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.planning.states import Bucket, ModelSizes, States, family_for
+from mcore_rl.training.meta import meta_chunks
+from tests.support import engines, models, published
+
+MIXTRAL = "mistralai/Mixtral-8x22B-Instruct-v0.1"
+QWEN_72B = "Qwen/Qwen2.5-72B-Instruct"
+DEEPSEEK = "deepseek-ai/DeepSeek-V3"
+
+
+def published_model(hf_id: str) -> ModelConfig:
+    return model_of(published.FACTS[hf_id])[1]
+
+
+def allocated_on_meta(
+    model: ModelConfig, layout: str, world_size: int, rank: int, layers: list[int] | None, critic: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[int, int, int]:  # fmt: skip
+    """(parameters, elements of Megatron's buffers, elements of this rank's shards)."""
+    parallel = parse_layout(layout)
+    parallel.pipeline_layers = layers
+    held = padded = shards = 0
+    with meta_chunks(model, parallel, world_size, rank, critic=critic) as chunks, monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
+        for chunk in chunks:
+            ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+            wrapped = DistributedDataParallel(chunk.config, ddp, chunk)
+            held += sum(parameter.numel() for parameter in chunk.parameters())
+            for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+                assert buffer.param_data.numel() == buffer.grad_data.numel()
+                assert buffer.grad_data.dtype == torch.float32
+                padded += buffer.grad_data.numel()
+                for index in range(len(buffer.buckets)):
+                    ranges = DistributedOptimizer._build_model_gbuf_range(buffer, index)["param_map"].values()
+                    shards += sum(each["param"].size for each in ranges)
+    return held, padded, shards
+
+
+@pytest.mark.parametrize(
+    ("hf_id", "layout", "world_size", "layers", "critic", "ranks"),
+    [
+        (MIXTRAL, "tp=2,pp=4,ep=8", 64, None, False, (0, 17, 63)),
+        (MIXTRAL, "tp=4,pp=4,vpp=2,ep=2,etp=2", 64, None, True, (1, 48)),
+        (QWEN_72B, "tp=8,pp=2", 32, None, False, (0, 9, 31)),
+        (QWEN_72B, "tp=4,pp=4,cp=2", 64, None, True, (63,)),
+        (DEEPSEEK, "tp=2,pp=16,ep=16", 256, [4] * 13 + [3] * 3, False, (0, 20, 255)),
+        ("google/gemma-2-2b-it", "tp=2,pp=2", 8, None, False, (0, 3, 7)),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "dp", 3, None, False, (0, 2)),
+        ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "tp=2,ep=4", 8, None, False, (0, 5)),
+        ("Qwen/Qwen3-30B-A3B", "pp=3,ep=8", 24, None, False, (2, 23)),
+    ],
+)
+def test_full_size_is_what_megatron_allocates(
+    hf_id: str, layout: str, world_size: int, layers: list[int] | None, critic: bool, ranks: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    model, layout = published_model(hf_id), layout.removeprefix("dp")
+    parallel = parse_layout(layout)
+    parallel.pipeline_layers = layers
+    states = States(ModelSizes(model, critic=critic), parallel, world_size, Precision.bfloat16)
+    for rank in ranks:
+        held, padded, shards = allocated_on_meta(model, layout, world_size, rank, layers, critic, monkeypatch)
+        found = states.of_rank(rank)
+        assert found.num_parameters == held
+        assert (found.weights, found.gradients, found.optimizer) == (2 * padded, 4 * padded, 12 * shards)
+        assert states.of_stage(states.layout.coords(rank).pp).total >= found.total
+
+
+def real_bytes(rank: Rank, cases: list[tuple[str, ModelConfig, Precision, bool]]) -> list[tuple[int, ...]]:
+    """(parameters, bytes of weights, gradients and optimizer state) of each case on this rank, after a step of Adam."""
+    found = []
+    with engines.world(rank):
+        for layout, model, precision, critic in cases:
+            with engines.groups_of(layout) as groups:
+                settings = engines.config(precision=precision)
+                engine = engines.build(groups, model, settings, layout=layout, critic=critic)
+                assert engine.optimizer is not None
+                buffers = [each for chunk in engine.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+                for part in engine.optimizer.megatron.chained_optimizers:
+                    if not part.is_stub_optimizer:
+                        for main in itertools.chain(*(group["params"] for group in part.optimizer.param_groups)):
+                            main.grad = torch.zeros_like(main)
+                        part.optimizer.step()
+                weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
+                state = engine.optimizer.state_tensors()
+                found.append(
+                    (
+                        sum(parameter.numel() for chunk in engine.models for parameter in chunk.parameters()),
+                        sum(buffer.param_data.nbytes for buffer in buffers),
+                        sum(buffer.grad_data.nbytes for buffer in buffers),
+                        sum(x.nbytes for x in state if x.untyped_storage().data_ptr() not in weights),
+                    )
+                )
+                del engine
+    return found
+
+
+def test_tiny_models_hold_what_real_processes_do() -> None:
+    """Odd widths, so that gaps lie inside of buffers and which rank has them depends on the order of the modules."""
+    tied = models.dense(tie_output=True, qk_norm=True)
+    cases = [
+        ("", tied, Precision.float32, False),
+        ("pp=2", tied, Precision.bfloat16, False),
+        ("pp=2", tied, Precision.bfloat16, True),
+        ("tp=2", models.gemma2(), Precision.bfloat16, False),
+        ("pp=2", models.gemma2(), Precision.float32, False),
+        ("tp=2,ep=2", models.moe(), Precision.bfloat16, False),
+        ("pp=2,vpp=2,ep=2", models.moe(), Precision.float32, False),
+        ("ep=4", models.qwen2_moe(), Precision.bfloat16, False),
+        ("cp=2", models.deepseek_v3(), Precision.bfloat16, True),
+        ("tp=2,etp=2", models.deepseek_v3(), Precision.bfloat16, False),
+    ]
+    real = run_ranks(real_bytes, 4, (cases,), timeout_s=240)
+    for index, (layout, model, precision, critic) in enumerate(cases):
+        states = States(ModelSizes(model, critic=critic), parse_layout(layout), 4, precision)
+        for rank in range(4):
+            found = states.of_rank(rank)
+            ours = (found.num_parameters, found.weights, found.gradients, found.optimizer)
+            assert ours == real[rank][index], f"{layout} {precision} rank {rank}"
+        for stage in range(states.layout.pp):
+            ranks = [rank for rank in range(4) if states.layout.coords(rank).pp == stage]
+            assert states.of_stage(stage).total == max(states.of_rank(rank).total for rank in ranks)
+
+
+def test_a_bucket_by_hand() -> None:
+    """In reversed order: 70 elements from 0, 5 from 128, up to 133, and on to a multiple of 128 and of the ranks."""
+    bucket = Bucket((((5, 70), 1),))
+    assert (bucket.held, bucket.padded(1), bucket.padded(2), bucket.padded(3)) == (75, 256, 256, 384)
+    assert [bucket.part(2, rank) for rank in range(2)] == [70, 5]
+    even = Bucket((((64, 128), 1),))
+    assert even.aligned and not bucket.aligned
+    assert [even.part(2, rank) for rank in range(2)] == [128, 64]  # of 256
+
+
+def test_a_whole_model_has_its_published_number_of_parameters() -> None:
+    assert ModelSizes(published_model(MIXTRAL)).num_parameters == 140_630_071_296
+    assert ModelSizes(published_model("Qwen/Qwen2.5-0.5B-Instruct")).num_parameters == 494_032_768
+
+
+def test_every_checkpoint_is_given_tables_of_its_own_sizes() -> None:
+    """The family is chosen by features; whichever it is, its tables must have the sizes of the checkpoint's own."""
+    for hf_id, config in published.FACTS.items():
+        family, model = model_of(config)
+        chosen = family_for(model)
+        for table in ("weights", "rollout"):
+            ours, theirs = (
+                sorted(rule.hf_shapes(model) for rule in getattr(each, table) if rule.only(model))
+                for each in (chosen, FAMILIES[family.name])
+            )
+            assert ours == theirs, (hf_id, table)
+
+
+def test_a_model_that_only_scores_has_weights_alone() -> None:
+    states = States(ModelSizes(models.dense()), parse_layout(""), 1, Precision.bfloat16, trainable=False)
+    found = states.of_rank(0)
+    assert (found.weights, found.gradients, found.optimizer) == (2 * found.num_parameters, 0, 0)

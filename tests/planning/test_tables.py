@@ -1,0 +1,86 @@
+"""What people are shown of a plan, and what a program reads."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+from rich.console import Console
+
+from mcore_rl.config.launch import load_cluster
+from mcore_rl.config.run import RunConfig
+from mcore_rl.planning.plan import Phase, Plan, plan
+from mcore_rl.planning.search import Found, search
+from mcore_rl.planning.tables import (
+    gib,
+    plan_page,
+    plan_tables,
+    plan_values,
+    search_tables,
+    search_values,
+    seconds_text,
+    short_line,
+)
+from tests.support import models
+
+H100 = load_cluster("nvidia_h100")
+
+
+def planned(**rollout: object) -> tuple[Plan, Found]:
+    run = RunConfig()
+    run.actor.microbatch_tokens = 8192
+    for name, value in rollout.items():
+        setattr(run.rollout, name, value)
+    return plan(run, models.moe(), H100), search(run, models.moe(), H100, limit=2)
+
+
+def shown(renderable: object) -> str:
+    console = Console(width=120, record=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_the_terminal_shows_every_part_and_the_verdict() -> None:
+    found, _ = planned()
+    text = shown(plan_tables(found))
+    for row in found.rows:
+        assert row.part.split()[0] in text
+    assert "~" in text and "expected time of a step" in text
+    assert text.rstrip().endswith("fits") and "does not fit" not in text
+    wrong, _ = planned(gpu_memory_utilization=0.999)
+    assert "does not fit" in shown(plan_tables(wrong))
+
+
+def test_the_search_shows_what_to_write() -> None:
+    _, found = planned()
+    text = " ".join(shown(search_tables(found)).split())
+    assert "settings looked at" in text
+    assert found.best[0].overrides[0] in text
+
+
+def test_the_page_stands_alone_and_is_well_formed() -> None:
+    found, looked = planned()
+    page = plan_page(found, looked)
+    ElementTree.fromstring(page.split("\n", 1)[1])
+    assert "http" not in page and "It fits." in page and "Layouts that fit" in page
+    wrong, _ = planned(gpu_memory_utilization=0.999)
+    assert "It does not fit." in plan_page(wrong) and "sync needs" in plan_page(wrong)
+
+
+def test_the_values_are_numbers() -> None:
+    found, looked = planned()
+    values = json.loads(json.dumps(plan_values(found) | {"search": search_values(looked)}))
+    assert values["fits"] is True and values["num_gpus"] == 1
+    update = next(peak for peak in values["peaks"] if peak["phase"] == Phase.update.value)
+    assert update["num_bytes"] == sum(each["num_bytes"] for each in update["parts"])
+    assert values["search"]["best"][0]["plan"]["fits"] is True
+
+
+def test_a_line_for_the_start() -> None:
+    found, _ = planned()
+    assert short_line(found).startswith("the plan: ") and "of 79.6 GiB" in short_line(found)
+
+
+def test_numbers_are_short() -> None:
+    assert [gib(n) for n in (2**30, 2**20 * 100, 79 * 2**30)] == ["1.0", "0.10", "79.0"]
+    assert [seconds_text(n) for n in (0.5, 90, 180, 7200)] == ["0.5 s", "90 s", "3.0 min", "2.0 h"]

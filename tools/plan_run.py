@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Does a run fit, where does each byte go, and how long is a step?  Answers in a second, without a GPU.
+
+    python tools/plan_run.py recipe=mixtral_8x22b_rloo [cluster=nvidia_h200] [trainer.nnodes=16 ...]
+    python tools/plan_run.py recipe=mixtral_8x22b_rloo --search
+    python tools/plan_run.py --config-dir my_recipes --config-name gsm8k cluster=cpu
+
+recipe, cluster: of launch/recipes and launch/clusters, or paths of yaml files; a cluster that is left out is the
+recipe's.  cluster.KEY=VALUE changes the cluster, any other key=value the run.  The model is that of model.path where
+its config.json is there, else recipe.checkpoint of model_configs/: nothing is downloaded.
+
+Exit status: 0 it fits, 2 it does not, or something is wrong with what was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.launch import load_cluster, load_recipe
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.errors import ConfigError, McoreRLError, Violation
+from mcore_rl.families.registry import model_of
+from mcore_rl.planning.plan import Plan, plan, plan_sft
+from mcore_rl.planning.recipes import recipe_model
+from mcore_rl.planning.search import Found, refusal, search
+from mcore_rl.planning.tables import plan_page, plan_tables, plan_values, search_tables, search_values
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    top.add_argument("words", nargs="*", metavar="key=value", help="recipe=, cluster=, and overrides")
+    top.add_argument("--config-dir", type=Path, help="of yaml files of your own")
+    top.add_argument("--config-name", help="the yaml file there to begin with")
+    top.add_argument("--search", action="store_true", help="the fastest layouts that fit, and what was refused")
+    top.add_argument("--limit", type=int, default=10, help="layouts that --search shows (default: 10)")
+    top.add_argument("--html", type=Path, metavar="FILE", help="write a page")
+    top.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    return top
+
+
+def composed(options: argparse.Namespace) -> tuple[RunConfig | SftConfig, ClusterConfig]:
+    """The run and its cluster.  Raises ConfigError where either cannot be told."""
+    words = dict.fromkeys(("recipe", "cluster"), "")
+    overrides, of_cluster = [], []
+    for word in options.words:
+        key, _, value = word.partition("=")
+        if key in words:
+            words[key] = value
+        elif key.startswith("cluster."):
+            of_cluster.append(word.removeprefix("cluster."))
+        else:
+            overrides.append(word)
+    if options.config_name:
+        words["recipe"] = str((options.config_dir or Path()) / f"{options.config_name}.yaml")
+    if not words["recipe"]:
+        remedy = "Write recipe=NAME, of launch/recipes, or --config-dir DIR --config-name NAME"
+        raise ConfigError([Violation("recipe", "", "is not given", remedy)])
+    run = load_recipe(words["recipe"], overrides)
+    cluster = words["cluster"] or run.recipe.cluster
+    if not cluster:
+        raise ConfigError([Violation("cluster", "", "is not given", "Write cluster=NAME, of launch/clusters")])
+    return run, load_cluster(cluster, of_cluster)
+
+
+def model_for(run: RunConfig | SftConfig) -> ModelConfig:
+    """From the checkpoint's own config.json, or the published one."""
+    config = Path(run.model.path) / "config.json"
+    if run.model.path and config.is_file():
+        return model_of(json.loads(config.read_text(encoding="utf-8")))[1]
+    if run.recipe.checkpoint:
+        return recipe_model(run.recipe)
+    problem = "has no config.json, and recipe.checkpoint names no checkpoint of model_configs/"
+    remedy = "Write model.path=DIR, a Hugging Face checkpoint, or recipe.checkpoint=NAME"
+    raise ConfigError([Violation("model.path", run.model.path, problem, remedy)])
+
+
+def write(options: argparse.Namespace, planned: Plan, found: Found | None) -> None:
+    """The files that were asked for."""
+    if options.html:
+        options.html.write_text(plan_page(planned, found), encoding="utf-8")
+    if options.json:
+        values = plan_values(planned) | ({} if found is None else {"search": search_values(found)})
+        options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def searched(options: argparse.Namespace, run: RunConfig | SftConfig, cluster: ClusterConfig) -> int:
+    """``--search``: the best is planned and written, whether or not the run as it stands fits."""
+    if isinstance(run, SftConfig) or not cluster.gpus_per_node:
+        problem = "searches layouts of reinforcement learning on accelerators"
+        raise ConfigError([Violation("--search", "", problem, "Leave it out, or name a cluster with GPUs")])
+    found = search(run, model_for(run), cluster, limit=options.limit)
+    console = Console()
+    console.print(search_tables(found))
+    if not found.best:
+        return 2
+    write(options, found.best[0].plan, found)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status; see above."""
+    options = parser().parse_intermixed_args(arguments)
+    errors = Console(stderr=True)
+    try:
+        run, cluster = composed(options)
+        if options.search:
+            return searched(options, run, cluster)
+        model = model_for(run)
+        planned = plan(run, model, cluster) if isinstance(run, RunConfig) else plan_sft(run, model, cluster)
+        Console().print(plan_tables(planned))
+        write(options, planned, None)
+        if planned.fits:
+            return 0
+        raise refusal(planned, run, model, cluster)
+    except McoreRLError as error:
+        errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
