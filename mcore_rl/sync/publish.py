@@ -21,7 +21,7 @@ from mcore_rl.errors import SyncError
 from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.weight_channel import Mode, Opening
 from mcore_rl.sync.directory import DirectoryWriter
-from mcore_rl.sync.transport import Outgoing, Transport, at_attempt, connector, offsets_of
+from mcore_rl.sync.transport import NAMED_SHARE, Outgoing, Transport, at_attempt, connector, offsets_of
 from mcore_rl.weights.binding import bind
 from mcore_rl.weights.export import BUCKET_BYTES, buckets_of, export_stream
 from mcore_rl.weights.fingerprint import fingerprint
@@ -187,10 +187,9 @@ class Publisher:
         if isinstance(outgoing, DirectoryWriter):
             return outgoing.save(self.chunks, self.table, self.rank, version, self.dtype)
         specs, num_bytes, targets = self._specs(), 0, range(self.rollout.layout.world_size)
-        buckets = iter(buckets_of(specs, self.bucket_bytes))
-        stream = export_stream(
-            self.chunks, self.table, self.rank, bucket_bytes=self.bucket_bytes, dst=0, dtype=self.dtype
-        )
+        most = self.bucket_bytes // NAMED_SHARE
+        buckets = iter(buckets_of(specs, most))
+        stream = export_stream(self.chunks, self.table, self.rank, bucket_bytes=most, dst=0, dtype=self.dtype)
         for bucket in stream:
             places, size = offsets_of([specs[name] for name in next(buckets)])
             with clock.waiting():

@@ -26,6 +26,10 @@ from mcore_rl.sync.members import Address, Members
 from mcore_rl.weights.export import buckets_of
 from mcore_rl.weights.safetensors import TensorSpec
 
+# Of a bucket, a message of the export stream, or one tensor: training rank 0 holds four of them, gathered, cast and in
+# both buffers.
+NAMED_SHARE = 4
+
 
 class Outgoing(Protocol):
     """The sending end, of one training rank."""
@@ -74,7 +78,8 @@ class Receiving:
 
     def named(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
         """See ``Incoming``: each bucket of the export stream is one message of training rank 0."""
-        buckets = [offsets_of([specs[name] for name in names]) for names in buckets_of(specs, self.bucket_bytes)]
+        together = buckets_of(specs, self.bucket_bytes // NAMED_SHARE)
+        buckets = [offsets_of([specs[name] for name in names]) for names in together]
         wanted = [(0, size) for _, size in buckets]
         for bucket, message in zip(buckets, self.messages(wanted, lambda index: _new(wanted[index][1])), strict=True):
             # vLLM keeps what it was given until a module is complete.

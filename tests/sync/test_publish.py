@@ -19,7 +19,7 @@ from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.sync.check import expected_weights
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Publisher, message_bytes, opening_of
-from mcore_rl.sync.transport import offsets_of
+from mcore_rl.sync.transport import NAMED_SHARE, offsets_of
 from mcore_rl.weights.export import buckets_of
 from mcore_rl.weights.fingerprint import added, fingerprint
 from mcore_rl.weights.hf_directory import Checkpoint
@@ -223,7 +223,7 @@ def test_by_names_every_rollout_rank_is_sent_everything_whole(tmp_path: Path) ->
     specs = made.publishers[0]._specs()
     for target in range(2):
         messages = made.end(0).sent[target]
-        buckets = buckets_of(specs, BUCKET_BYTES)
+        buckets = buckets_of(specs, BUCKET_BYTES // NAMED_SHARE)
         assert len(messages) == len(buckets) > 2
         for names, message in zip(buckets, messages, strict=True):
             for spec, begin in offsets_of([specs[name] for name in names])[0]:
