@@ -19,6 +19,7 @@ from mcore_rl.planning.plan import Plan, plan, plan_sft
 from mcore_rl.planning.search import refusal
 from mcore_rl.planning.tables import plan_values, short_line
 from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.secrets import redact
 
 PLAN = "plan.json"
 
@@ -44,7 +45,7 @@ def forecast(
 def write_plan(planned: Plan, directory: Path) -> None:
     """Into the run directory."""
     with replaced(directory / PLAN) as path:
-        path.write_text(json.dumps(plan_values(planned), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(redact(plan_values(planned)), indent=2) + "\n", encoding="utf-8")
 
 
 def cluster_at_hand(trainer: TrainerConfig, platform: Platform) -> ClusterConfig:

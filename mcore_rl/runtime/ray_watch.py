@@ -23,6 +23,7 @@ import ray
 from rich.console import Console
 
 from mcore_rl.runtime import ray_guard
+from mcore_rl.tracking.secrets import without_secrets
 
 VITAL = {"gcs_server": "Ray's head", "raylet": "Ray's raylet on this machine"}
 GUARD_S = 2 * ray_guard.GRACE_S  # for the guard to have done its work
@@ -105,7 +106,9 @@ def _guarded(held: Sequence[Held]) -> Iterator[None]:
     handles = [reading, *(each.handle for each in held)]
     command = [sys.executable, "-I", "-S", ray_guard.__file__, *map(str, handles)]
     # In a session of its own: what ends this program's group must not end the guard before.
-    guard = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=handles, start_new_session=True)
+    guard = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, pass_fds=handles, start_new_session=True, env=without_secrets()
+    )
     os.close(reading)
     try:
         yield

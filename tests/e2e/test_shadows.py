@@ -94,9 +94,10 @@ def trained(request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest
 def test_trains_on_cpu(trained: Trained) -> None:
     assert [line["step"] for line in trained.metrics] == [1, 2]
     weights_move(trained)
-    for line in trained.metrics:
-        # Between 1 and 10 for these weights; a norm over zeros, or sums in place of means, make thousands.
-        assert line["actor/skipped_updates"] == 0 and 0.1 < line["actor/grad_norm"] < 100
+    assert all(line["actor/skipped_updates"] == 0 for line in trained.metrics)
+    # Between 1 and 10 for these weights; a norm over zeros, or sums in place of means, make thousands.  In one of the
+    # steps it may be near 0: where by chance both samples of every prompt score the same.
+    assert 0.1 < max(line["actor/grad_norm"] for line in trained.metrics) < 100
     if isinstance(trained.config, RunConfig):
         steps_are_sane(trained.config, trained.metrics)
         validates(trained.config, trained.metrics[-1])
