@@ -120,7 +120,7 @@ def planned(name: str) -> tuple[Plan, int]:
 def _row(name: str) -> str:
     about = recipe(name).recipe
     made, steps = planned(name)
-    where = f"{made.num_gpus} GPUs of {about.cluster}"
+    where = f"{made.num_gpus} GPU{'s' * (made.num_gpus > 1)} of {about.cluster}"
     time = f"{made.step_s:.2g} s" if made.step_s < 10 else f"{made.step_s:.0f} s"
     link, hours = f"[{name}](../launch/recipes/{name}.yaml)", f"{made.step_s * steps / 3600:.2g}"
     cells = [
