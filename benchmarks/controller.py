@@ -301,7 +301,9 @@ def large_all(options: argparse.Namespace) -> list[Result]:
     found: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         model, _ = made(Path(folder))
-        ray.init(num_cpus=1, object_store_memory=4 << 30, include_dashboard=False, logging_level="ERROR")
+        ray.init(
+            address="local", num_cpus=1, object_store_memory=4 << 30, include_dashboard=False, logging_level="ERROR"
+        )
         try:
             for algorithm in options.algorithms.split(","):
                 found += asyncio.run(large(algorithm, options, Path(folder), model))
