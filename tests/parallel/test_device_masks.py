@@ -39,12 +39,11 @@ FROM_SLURM = {
 
 
 def become(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str | None]) -> None:
-    """Give this process an environment, as an exec would."""
+    """Give this process an environment, as an exec would; what anybody sets in it meanwhile ends with the test."""
     for name, value in environment.items():
+        monkeypatch.setenv(name, value or "")  # Deleting what is not there would remember nothing to go back to.
         if value is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, value)
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture(autouse=True)

@@ -68,11 +68,15 @@ def test_a_rank_that_is_killed_ends_the_engine_with_its_cause(engine: EngineProc
     sockets = list(engine._scratch.iterdir())
     assert sockets and all(each.is_socket() for each in sockets)
 
+    worker = next(process for process in group_of(engine.pid) if shared_memory_of([process]))
+
+    async def for_ever() -> None:  # A batch may end before the signal comes, on a busy machine.
+        while True:
+            await collect(engine, requests_of(prompts(2), 50), Sampling(max_tokens=64))
+
     async def run() -> float:
-        task = asyncio.create_task(collect(engine, requests_of(prompts(2), 100), Sampling(max_tokens=64)))
-        while not (await engine.statistics()).running:
-            await asyncio.sleep(0.01)
-        worker = max(group_of(engine.pid), key=lambda process: process.create_time())
+        task = asyncio.create_task(for_ever())
+        await engine.statistics()  # Answered once the first batch has reached vLLM.
         worker.send_signal(signal.SIGKILL)
         killed = time.monotonic()
         with pytest.raises(
