@@ -81,7 +81,8 @@ def test_a_rank_that_is_killed_ends_the_engine_with_its_cause(engine: EngineProc
         killed = time.monotonic()
         with pytest.raises(
             DeadEngineError,
-            match=r"rollout-0 died while generating \d+ samples: vLLM's VllmWorker-\d was killed by SIGKILL",
+            # vLLM may notice the end before the system can tell it the cause.
+            match=r"rollout-0 died while generating \d+ samples: vLLM's VllmWorker-\d (was killed by SIGKILL|died)",
         ):
             await task
         return time.monotonic() - killed
