@@ -9,13 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.checkpoints import how_to_go_on
 from mcore_rl.controller.leaving import REQUEUE, Leaving, Left
 from mcore_rl.controller.loop import train
-from mcore_rl.controller.notices import outcome, stop_explained, warn
-from mcore_rl.controller.revival import Deaths
+from mcore_rl.controller.notices import outcome
+from mcore_rl.controller.revival import endure
 from mcore_rl.controller.start import open_run
-from mcore_rl.errors import DeadWorkerError
 from mcore_rl.tracking.report import write_report
 from mcore_rl.tracking.run_files import read_run
 from mcore_rl.tracking.verdict import best, gain
@@ -27,18 +25,12 @@ async def run_training(config: RunConfig) -> int:
     A run of which a training process dies is begun again from its newest checkpoint, ``trainer.max_restarts`` times.
     Ctrl-C ends the processes and says how to go on; what it raises then is KeyboardInterrupt's kin.
     """
+    try:
+        exported = await endure(config, _attempt)
+    except Left as left:
+        outcome(str(left))
+        return REQUEUE
     directory = Path(config.trainer.default_local_dir)
-    with stop_explained(directory):
-        deaths = Deaths(config.trainer.max_restarts, directory, warn=warn)
-        while True:
-            try:
-                exported = await _attempt(config)
-                break
-            except Left as left:
-                outcome(f"{left}. {how_to_go_on(directory)}")
-                return REQUEUE
-            except DeadWorkerError as error:
-                config = await deaths.answer(error, config)
     report = write_report(directory)
     if (learned := what_was_learned(directory)) is not None:
         Console().print(learned)

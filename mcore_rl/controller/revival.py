@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import ResumeMode
-from mcore_rl.controller.checkpoints import complete_checkpoints
+from mcore_rl.controller.checkpoints import complete_checkpoints, how_to_go_on
 from mcore_rl.controller.handover import Handover
+from mcore_rl.controller.leaving import Left
+from mcore_rl.controller.notices import stop_explained, warn
 from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.runtime.rollout_worker import RayEngine
 
+C = TypeVar("C", RunConfig, SftConfig)
+T = TypeVar("T")
 ANSWER_S = 30.0  # for an engine that lives to say so
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0  # before a run begins again; twice as long each time
 QUIET_S = 0.05  # between looks whether the other engines' samples have ended
@@ -38,17 +44,32 @@ class Medic:
         self.num_restarts = 0
 
     async def restart_dead(self, error: DeadEngineError) -> None:
-        """Return when all engines live.  ``error``, of which this is the answer: there were too many deaths."""
-        alive = await asyncio.gather(*(_is_alive(engine) for engine in self._engines))
-        dead = [engine for engine, lives in zip(self._engines, alive, strict=True) if not lives]
-        if not dead or self.num_restarts + len(dead) > self._limit:
-            raise error
-        self.num_restarts += len(dead)
-        self._warn(f"{error}\n{', '.join(engine.name for engine in dead)}: started again, {self._left()}")
-        begun = time.monotonic()
-        await asyncio.gather(*(engine.restart() for engine in dead))
+        """Return when all engines live.  ``error``, of which this is the answer: there were too many deaths.
+
+        One that dies again while it starts is one more death, answered after a pause: what it needs, a node or the
+        memory of a device, may take a moment to be there again.
+        """
+        begun, pause_s, restarted = time.monotonic(), 0.0, dict[str, None]()
+        while True:
+            alive = await asyncio.gather(*(_is_alive(engine) for engine in self._engines))
+            dead = [engine for engine, lives in zip(self._engines, alive, strict=True) if not lives]
+            if not dead or self.num_restarts + len(dead) > self._limit:
+                raise error
+            self.num_restarts += len(dead)
+            restarted |= dict.fromkeys(engine.name for engine in dead)
+            self._warn(f"{error}\n{', '.join(engine.name for engine in dead)}: started again, {self._left()}")
+            await asyncio.sleep(pause_s)
+            ends = await asyncio.gather(*(engine.restart() for engine in dead), return_exceptions=True)
+            for end in ends:
+                if isinstance(end, BaseException) and not isinstance(end, DeadEngineError):
+                    raise end
+            deaths = [end for end in ends if isinstance(end, DeadEngineError)]
+            if not deaths:
+                break
+            error = deaths[0]
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s or FIRST_PAUSE_S)
         self._pool.forget_deaths()
-        self._warn(f"{', '.join(engine.name for engine in dead)}: ready after {time.monotonic() - begun:.0f} s")
+        self._warn(f"{', '.join(restarted)}: ready after {time.monotonic() - begun:.0f} s")
 
     def _left(self) -> str:
         return f"{self.num_restarts} of {self._limit} restarts (trainer.max_restarts)"
@@ -61,7 +82,7 @@ class Deaths:
         self._limit, self._directory, self._warn = limit, directory, warn
         self._count, self._last = 0, ""
 
-    async def answer(self, error: DeadWorkerError, config: RunConfig) -> RunConfig:
+    async def answer(self, error: DeadWorkerError, config: C) -> C:
         """Return the configuration with which to begin again, after a pause that grows.
 
         ``error``: there were too many, or it is the same again and no step further.
@@ -79,6 +100,23 @@ class Deaths:
         if not found:
             return config
         return replace(config, trainer=replace(config.trainer, resume_mode=ResumeMode.auto, resume_from_path=None))
+
+
+async def endure(config: C, attempt: Callable[[C], Awaitable[T]]) -> T:
+    """What ``attempt`` gives, which is begun again from the newest checkpoint where a training process dies.
+
+    Left: it was told to leave, and has saved; how to go on is added to what it says, and is said at Ctrl-C too.
+    """
+    directory = Path(config.trainer.default_local_dir)
+    deaths = Deaths(config.trainer.max_restarts, directory, warn=warn)
+    with stop_explained(directory):
+        while True:
+            try:
+                return await attempt(config)
+            except Left as left:
+                raise Left(f"{left}. {how_to_go_on(directory)}") from None
+            except DeadWorkerError as error:
+                config = await deaths.answer(error, config)
 
 
 class Rollout:

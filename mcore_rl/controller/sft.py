@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,10 @@ from mcore_rl.controller.checkpoints import Progress
 from mcore_rl.controller.fit import model_sft_violations
 from mcore_rl.controller.forecast import forecast, write_plan
 from mcore_rl.controller.identity import Identity, note_differences
-from mcore_rl.controller.notices import outcome, stop_explained, warn
+from mcore_rl.controller.leaving import REQUEUE, Leaving, Left
+from mcore_rl.controller.notices import outcome, warn
 from mcore_rl.controller.profiling import profiled
+from mcore_rl.controller.revival import endure
 from mcore_rl.controller.saving import Saver, load_state
 from mcore_rl.controller.utilization import Passes, device_peak, tflop, utilization
 from mcore_rl.data.conversations import Conversation, ConversationSet
@@ -104,13 +107,60 @@ def prepare(config: SftConfig) -> Sft:
 
 
 async def run_sft(config: SftConfig) -> int:
-    """Train, validate, save, export to ``RUN/hf/final``; 0."""
-    platform, sft = detect(config.trainer.device), prepare(config)
-    planned = forecast(sft.config, platform, sft.model)
+    """Train, validate, save, export to ``RUN/hf/final``; 0, or ``REQUEUE`` where a signal made it leave before the end.
+
+    Deaths and signals are answered as in ``run_training``.
+    """
+    try:
+        exported = await endure(config, _attempt)
+    except Left as left:
+        outcome(str(left))
+        return REQUEUE
+    outcome(f"final weights: {exported}")
+    outcome(f"report: {write_report(Path(config.trainer.default_local_dir).resolve())}")
+    return 0
+
+
+async def _attempt(config: SftConfig) -> Path:
+    """From the newest checkpoint to the end; where the final weights are.  Left: it was told to, and has saved."""
+    sft, leaving = prepare(config), Leaving()
+    async with AsyncExitStack() as stack:
+        with leaving.listening():
+            try:
+                workers = await leaving.unless(stack.enter_async_context(_workers(sft)))
+            except Left:
+                raise Left(f"left before it began, on {leaving.asked_by}") from None
+            try:
+                await _train(sft, workers, leaving)
+            except Left:
+                await workers.saver.conclude(_progress(sft))
+                raise Left(f"left after step {sft.progress.step}, on {leaving.asked_by}") from None
+        try:
+            await workers.saver.conclude(_progress(sft))
+        finally:
+            exported = sft.directory / "hf" / "final"
+            await checkpoints.export_hf(workers.group, Path(sft.config.model.path), exported)
+    return exported
+
+
+@dataclass(frozen=True)
+class _Workers:
+    """What a run has while it goes on.  peak: of a device, TFLOP/s."""
+
+    group: WorkerGroup
+    saver: Saver
+    tracker: Tracker
+    peak: float | None
+
+
+@asynccontextmanager
+async def _workers(sft: Sft) -> AsyncIterator[_Workers]:
+    """Ready to train, from the checkpoint that is gone on from, if any."""
     config, trainer = sft.config, sft.config.trainer
+    platform = detect(trainer.device)
+    planned = forecast(config, platform, sft.model)
     resumed = None if sft.checkpoint is None else sft.progress.step
-    values = as_dict(config)
-    with Tracker.open(sft.directory, trainer, values, sft.num_steps, resumed_step=resumed) as tracker:
+    with Tracker.open(sft.directory, trainer, as_dict(config), sft.num_steps, resumed_step=resumed) as tracker:
         write_plan(planned, sft.directory)
         checkpoints.set_aside_later(sft.directory, sft.progress.step)
         tracker.now("starting the trainer")
@@ -119,38 +169,24 @@ async def run_sft(config: SftConfig) -> int:
             path = Path(config.model.path)
             spec = RoleSpec(role=ROLE, directory=path, engine=config.actor, parallel=config.actor.parallel)
             group = await start_trainers(spec, places, platform, sft.directory / "logs", trainer)
-            step, keep = sft.progress.step, sft.identity.keep
-            saver = Saver(sft.directory, [group], trainer, step, keep=keep, warn=warn)
+            saver = Saver(sft.directory, [group], trainer, sft.progress.step, keep=sft.identity.keep, warn=warn)
             try:
-                with stop_explained(sft.directory):
-                    peak = device_peak(trainer, config.actor.precision, platform)
-                    exported = await _run(sft, group, saver, tracker, peak)
+                await group.all("build")
+                if sft.checkpoint is not None:
+                    await load_state(group, sft.checkpoint)
+                yield _Workers(group, saver, tracker, device_peak(trainer, config.actor.precision, platform))
             finally:
-                group.close()
-                places.close()
-    outcome(f"final weights: {exported}")
-    outcome(f"report: {write_report(sft.directory)}")
-    return 0
+                try:
+                    await saver.close()
+                finally:
+                    group.close()
+                    places.close()
 
 
-async def _run(sft: Sft, group: WorkerGroup, saver: Saver, tracker: Tracker, peak: float | None) -> Path:
-    """Everything that the workers do; where the final weights are.  peak: of a device, TFLOP/s."""
-    try:
-        await group.all("build")
-        if sft.checkpoint is not None:
-            await load_state(group, sft.checkpoint)
-        await _train(sft, group, saver, tracker, peak)
-        try:
-            await saver.conclude(_progress(sft))
-        finally:
-            exported = await _export(sft, group)
-    finally:
-        await saver.close()
-    return exported
-
-
-async def _train(sft: Sft, group: WorkerGroup, saver: Saver, tracker: Tracker, peak: float | None) -> None:
+async def _train(sft: Sft, workers: _Workers, leaving: Leaving) -> None:
+    """Left: it was told to leave, and did after the step that ``sft.progress`` says."""
     trainer, clock = sft.config.trainer, Clock()
+    group, saver, tracker = workers.group, workers.saver, workers.tracker
     if trainer.val_before_train and sft.validation is not None and sft.progress.step == 0:
         with clock("validate"):
             metrics = await _validate(sft.validation, group)
@@ -169,12 +205,13 @@ async def _train(sft: Sft, group: WorkerGroup, saver: Saver, tracker: Tracker, p
         sft.progress.step = step
         seconds = clock.step()
         metrics["perf/trained_tokens_per_s"] = sum(batch.lengths_S) / seconds["time/update_actor"]
-        metrics |= utilization(metrics, seconds, trainer.world_size, peak)
+        metrics |= utilization(metrics, seconds, trainer.world_size, workers.peak)
         tracker.log(step, metrics | seconds | saver.metrics())
         # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
         if saver.failed or is_due(trainer.save_freq, step, sft.num_steps):
             with clock("save"):
                 await saver.save(_progress(sft))
+        leaving.unless_asked()
 
 
 async def _step(batch: TrainBatch, group: WorkerGroup) -> dict[str, float]:
@@ -217,9 +254,3 @@ def batch_of(conversations: Sequence[Conversation]) -> TrainBatch:
 def _progress(sft: Sft) -> Progress:
     sft.progress.sampler = sft.sampler.state_dict()
     return sft.progress
-
-
-async def _export(sft: Sft, group: WorkerGroup) -> Path:
-    target = sft.directory / "hf" / "final"
-    await checkpoints.export_hf(group, Path(sft.config.model.path), target)
-    return target

@@ -128,6 +128,46 @@ def test_the_dead_are_started_again_and_the_living_are_left_alone() -> None:
     assert engines[1].restarts == 2
 
 
+@pytest.mark.parametrize("failures", [1, 3])
+def test_one_that_dies_while_it_starts_again_is_one_more_death(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+    pauses, said = list[float](), list[str]()
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    class Stubborn(Engine):
+        async def restart(self) -> None:
+            self.restarts += 1
+            if self.restarts <= failures:
+                raise DeadEngineError(f"{self.name} died while starting again: no memory, {self.restarts}")
+            self.lives = True
+
+    monkeypatch.setattr(revival.asyncio, "sleep", pause)
+    engines, pool = [Engine("engine 0"), Stubborn("engine 1")], Pool([])
+    engines[1].lives = False
+    medic = Medic(engines, pool, 3, warn=said.append)  # type: ignore[arg-type]
+    if failures == 3:
+        with pytest.raises(DeadEngineError, match="starting again: no memory, 3"):
+            asyncio.run(medic.restart_dead(DeadEngineError("engine 1 died")))
+        assert pauses == [0, 5, 10] and pool.forgotten == 0
+        return
+    asyncio.run(medic.restart_dead(DeadEngineError("engine 1 died")))
+    assert [engine.restarts for engine in engines] == [0, 2] and pauses == [0, 5] and pool.forgotten == 1
+    assert said[1].startswith("engine 1 died while starting again: no memory, 1\nengine 1: started again, 2 of 3")
+    assert said[2] == "engine 1: ready after 0 s"
+
+
+def test_a_mistake_while_an_engine_starts_again_is_raised() -> None:
+    class Wrong(Engine):
+        async def restart(self) -> None:
+            raise ValueError("no such device")
+
+    engine = Wrong("engine 0")
+    engine.lives = False
+    with pytest.raises(ValueError, match="no such device"):
+        asyncio.run(Medic([engine], Pool([]), 3, warn=print).restart_dead(DeadEngineError("engine 0 died")))  # type: ignore[arg-type]
+
+
 def test_an_engine_that_does_not_answer_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(Engine):
         async def version(self) -> int:

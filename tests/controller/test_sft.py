@@ -1,13 +1,14 @@
 """Real supervised fine-tuning, against transformers on the same rows: two processes, experts split over them.
 
-Two starts: one of four steps, and one that goes on from its second.
+Two runs of four steps: one in peace, and one that is told to leave, goes on, and loses a training process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
+import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mcore_rl.config.compose import compose
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller import sft
+from mcore_rl.controller.leaving import REQUEUE
 from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.errors import ConfigError, McoreRLError
 from tests.support import prompt_files
+from tests.support.crash_runs import doing, launch, nothing_survives
 from tests.support.run_task import nothing_left, write_task
 
 STEPS, SAVED, BATCH, VALIDATED = 4, 2, 8, 5
@@ -38,8 +41,8 @@ class Observed:
     metrics: dict[int, dict[str, float]]
 
 
-def settings(task: Path, directory: Path, *more: str) -> SftConfig:
-    overrides = [
+def overrides(task: Path, directory: Path, *more: str) -> list[str]:
+    return [
         f"model.path={task}/model",
         f"data.train_files=[{task}/sft-train.parquet]",
         f"data.val_files=[{task}/sft-val.parquet]",
@@ -61,12 +64,19 @@ def settings(task: Path, directory: Path, *more: str) -> SftConfig:
         f"trainer.default_local_dir={directory}",
         *more,
     ]
-    return compose(SftConfig, "sft", overrides)
+
+
+def settings(task: Path, directory: Path, *more: str) -> SftConfig:
+    return compose(SftConfig, "sft", overrides(task, directory, *more))
 
 
 def run(task: Path, directory: Path) -> Observed:
     with nothing_left():
         assert asyncio.run(sft.run_sft(settings(task, directory))) == 0
+    return observed(directory)
+
+
+def observed(directory: Path) -> Observed:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return Observed(directory, {line.pop("step"): line for line in lines})
 
@@ -92,10 +102,22 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
 
 
 @pytest.fixture(scope="module")
-def resumed(task: Path, whole: Observed, tmp_path_factory: pytest.TempPathFactory) -> Observed:
-    directory = tmp_path_factory.mktemp("resumed")
-    shutil.copytree(whole.directory / "checkpoints" / f"step_{SAVED}", directory / "checkpoints" / f"step_{SAVED}")
-    return run(task, directory)
+def struck(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+    directory = tmp_path_factory.mktemp("struck") / "run"
+    words = ["sft", *overrides(task, directory, "trainer.save_freq=0")]
+    with nothing_survives(directory.parent) as traces:
+        run = launch(words, directory, traces)
+        run.until(lambda run: run.num_logged == 2)  # validation before training, and a step
+        run.strike("controller", signal.SIGTERM)
+        assert run.finish() == REQUEUE
+        left = re.search(r"left after step ([123]), on SIGTERM\. .*/step_\1 is complete: the same command", run.said())
+        assert left, run.said()
+        run = launch(words, directory, traces)
+        run.until(doing(run.num_logged + 1, "train_step"))
+        run.strike("actor-rank-1.log")
+        assert run.finish() == 0
+        assert f"restart 1 of 3 (trainer.max_restarts) from step_{left[1]}" in run.said()
+    return observed(directory)
 
 
 def loss_of(model_path: Path, rows: list[dict[str, str]]) -> float:
@@ -152,15 +174,15 @@ def test_every_step_is_told_of(task: Path, whole: Observed) -> None:
     assert (whole.directory / "report.html").is_file()
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(whole: Observed, resumed: Observed) -> None:
-    assert list(resumed.metrics) == [3, 4]
-    for step in resumed.metrics:
+def test_signals_and_deaths_change_no_bit(whole: Observed, struck: Observed) -> None:
+    assert list(struck.metrics) == list(whole.metrics)
+    for step in whole.metrics:
         ours, theirs = (
             {key: value for key, value in each.metrics[step].items() if not key.startswith(SPEED)}
-            for each in (resumed, whole)
+            for each in (struck, whole)
         )
         assert ours == theirs
-    final, again = (each.directory / "hf" / "final" / "model.safetensors" for each in (whole, resumed))
+    final, again = (each.directory / "hf" / "final" / "model.safetensors" for each in (whole, struck))
     assert final.read_bytes() == again.read_bytes()
 
 

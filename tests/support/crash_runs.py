@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,8 +197,15 @@ def start(task: Path, directory: Path, traces: Traces, *more: str, steps: int = 
         f"rollout.max_num_seqs={AT_ONCE}",
         *more,
     )
+    return launch(["train", *settings], directory, traces, calls=calls, point=point)
+
+
+def launch(
+    words: Sequence[str], directory: Path, traces: Traces, *, calls: Path = Path(os.devnull), point: str = ""
+) -> Started:
+    """``mcore-rl WORDS``, a run in ``directory``.  calls: what its reward function writes to."""
     program = ["-m", "tests.support.crash_points", point] if point else ["-m", "mcore_rl.cli"]
-    command = [sys.executable, *program, "train", *settings]
+    command = [sys.executable, *program, *words]
     if traces.shared_memory is not None:  # one that nobody else writes to
         script = 'mount --bind "$0" /dev/shm && exec "$@"'
         private = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, str(traces.shared_memory)]

@@ -54,13 +54,15 @@ EOT
 source "$dir/environment"
 
 user=$(id -un)
+# cred_expire is also how long a job waits before it begins again.  Where a node was lost, its last steps end within 15 s;
+# a new attempt's steps have the same numbers, and would end with them.  Slurm's own is 120.
 cat >"$dir/slurm.conf" <<EOT
 ClusterName=test
 SlurmctldHost=$(hostname -s)(127.0.0.1)
 SlurmUser=$user
 SlurmdUser=$user
 AuthType=auth/munge
-AuthInfo=socket=$dir/munge/socket,cred_expire=5
+AuthInfo=socket=$dir/munge/socket,cred_expire=20
 CredType=cred/munge
 $plugins
 SlurmctldPort=${ports[3]}
