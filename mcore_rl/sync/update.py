@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from mcore_rl.config.rollout import RolloutLayout
-from mcore_rl.errors import DeadEngineError, SyncError
+from mcore_rl.errors import DeadEngineError, DeadWorkerError, SyncError
 from mcore_rl.rollout.protocol import Pause, RolloutEngine
 from mcore_rl.rollout.weight_channel import Mode, answer_of
 from mcore_rl.sync.check import Expected, Held, differences
@@ -76,8 +76,8 @@ class WeightSync:
         a version for each span of tokens).  Opens the channel where it is not open; the first update of a channel is
         checked.
 
-        Raises SyncError with the first cause, or DeadEngineError where an engine is gone; all engines then refuse to
-        generate until an update is complete.
+        Raises SyncError with the first cause, DeadEngineError or DeadWorkerError where somebody is gone; all engines
+        then refuse to generate until an update is complete.
         """
         engines = list(self.engines.values())
         try:
@@ -128,11 +128,11 @@ async def _call(engine: RolloutEngine, method: str, *args: object) -> list[Any]:
 async def _all(*calls: Awaitable[T]) -> list[T]:
     """The results, once all ended: none may be left at a meeting that another never comes to.
 
-    Of several errors the one that knows most is raised: that an engine died, else what the members agreed on.
+    Of several errors the one that knows most is raised: that somebody died, else what the members agreed on.
     """
     results = await asyncio.gather(*calls, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
-    for kind in (DeadEngineError, SyncError, BaseException):
+    for kind in (DeadEngineError, DeadWorkerError, SyncError, BaseException):
         for error in errors:
             if isinstance(error, kind):
                 raise error
