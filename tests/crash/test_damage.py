@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -125,7 +126,10 @@ def test_a_reward_function_that_ends_its_process_costs_its_samples(undisturbed: 
     ("more", "note"),
     [
         (["actor.parallel.ep=1", "actor.parallel.pp=2"], "was written in another layout"),
-        (["rollout.dp=2"], "so that results may differ:\n  - rollout.dp: 1 when the checkpoint was made, now 2"),
+        (
+            ["rollout.dp=2"],
+            r"so that results may differ:(\n  - .*)*\n  - rollout\.dp: 1 when the checkpoint was made, now 2",
+        ),
     ],
     ids=["another layout", "another number of engines"],
 )
@@ -136,7 +140,7 @@ def test_a_run_goes_on_in_another_layout(more: list[str], note: str, undisturbed
     with nothing_survives(tmp_path) as traces:
         run = start(undisturbed.task, tmp_path / "run", traces, *more)
         assert run.finish() == 0, run.said()
-    assert note in run.said(), run.said()
+    assert re.search(note, run.said()), run.said()
     found = bits_of(tmp_path / "run").metrics
     assert [line["step"] for line in found] == [line["step"] for line in undisturbed.bits.metrics]
     assert found[0] == undisturbed.bits.metrics[0], "what was done before stays"

@@ -104,8 +104,6 @@ def test_a_run_goes_on_without_a_node_that_was_lost(slurm: SlurmCluster, task: P
     shutil.rmtree(f"/tmp/mcore_rl-{job.id}-n2")  # nobody is left there to do it
     try:
         assert_complete(job, restarts=1)
-        # Whichever the script hears of first.
-        assert "Ray ended on a node before the run did" in job.log or "a node no longer answers" in job.log
         assert "on n1 n3" in job.log
     finally:
         slurm.bring_back("n2")

@@ -1,29 +1,30 @@
-"""What a receiver keeps mapped of the memory of many senders, over a real store and real files."""
+"""What a receiver keeps mapped of the memory of many senders, over a real store and real shared memory."""
 
 from __future__ import annotations
 
+import gc
+import os
 import weakref
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
 from mcore_rl.sync.members import Address, Members
-from mcore_rl.sync.shared_memory import _Files
+from mcore_rl.sync.shared_memory import NAME, _Mapped
 from mcore_rl.sync.slots import NUM_SLOTS, SlotReceiving, SlotSender
 
 MESSAGE, SENDERS = 1 << 12, 5
 
 
 class Counted:
-    """Files of ``directory``, and how many of them were mapped, and at most at once."""
+    """How many were mapped, and at most at once."""
 
-    def __init__(self, directory: Path) -> None:
-        self._files, self._alive, self.maps, self.most = _Files(directory), weakref.WeakSet[Tensor](), 0, 0
+    def __init__(self) -> None:
+        self._memory, self._alive, self.maps, self.most = _Mapped(), weakref.WeakSet[Tensor](), 0, 0
 
     def map(self, handle: bytes) -> Tensor:
-        found = self._files.map(handle)
+        found = self._memory.map(handle)
         self._alive.add(found)
         self.maps, self.most = self.maps + 1, max(self.most, len(self._alive))
         return found
@@ -31,11 +32,19 @@ class Counted:
     def settle(self) -> None: ...
 
 
-def test_no_more_than_half_a_bucket_stays_mapped(tmp_path: Path) -> None:
+def mapped_here() -> int:
+    """Descriptors and maps of weights that this process has."""
+    with open("/proc/self/maps") as file:
+        maps = sum(NAME in line for line in file)
+    with os.scandir("/proc/self/fd") as entries:
+        return maps + sum(NAME in os.readlink(entry.path) for entry in entries if os.path.lexists(entry.path))
+
+
+def test_no_more_than_half_a_bucket_stays_mapped() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = Address(host="127.0.0.1", port=store.port, name="slots", num_trainers=SENDERS, num_rollout=1)
-    senders = [SlotSender(Members(address, rank), _Files(tmp_path)) for rank in range(SENDERS)]
-    memory = Counted(tmp_path)
+    senders = [SlotSender(Members(address, rank), _Mapped()) for rank in range(SENDERS)]
+    memory = Counted()
     receiver = SlotReceiving(Members(address, SENDERS), memory, bucket_bytes=8 * MESSAGE)  # type: ignore[arg-type]
     order = [(number, rank) for number in range(NUM_SLOTS) for rank in range(SENDERS)]
     for number, rank in order:  # a slot of its own for each, so that nobody waits
@@ -45,6 +54,9 @@ def test_no_more_than_half_a_bucket_stays_mapped(tmp_path: Path) -> None:
     assert read == [10 * rank + number for number, rank in order]
     assert memory.maps == len(order)
     assert memory.most == 5, "half a bucket, and the one that is read next"
+    assert mapped_here()
     for sender in senders:
         sender.close()
-    assert list(tmp_path.iterdir()) == []
+    del memory, receiver, sender, senders
+    gc.collect()
+    assert mapped_here() == 0

@@ -107,10 +107,10 @@ def run(transport: Transport, victim: int, reports: Path) -> dict[int, str]:
     return {int(path.name): path.read_text() for path in reports.iterdir()}
 
 
-def transports(store: TCPStore, name: str, directory: Path) -> list[Transport]:
+def transports(store: TCPStore, name: str) -> list[Transport]:
     return [
         ProcessGroupTransport(address=address(store, f"{name}-group"), backend="gloo"),
-        SharedMemoryTransport(address=address(store, f"{name}-memory"), directory=directory),
+        SharedMemoryTransport(address=address(store, f"{name}-memory")),
     ]
 
 
@@ -119,26 +119,14 @@ def store() -> TCPStore:
     return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """For reports, for shared memory."""
-    made = (tmp_path / "reports", tmp_path / "memory")
-    for folder in made:
-        folder.mkdir()
-    return made
+@pytest.mark.parametrize("which", [0, 1], ids=["process_group", "shared_memory"])
+def test_messages_arrive_whole_and_in_order(store: TCPStore, tmp_path: Path, which: int) -> None:
+    assert run(transports(store, "whole")[which], -1, tmp_path) == dict.fromkeys(range(4), "")
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["process_group", "shared_memory"])
-def test_messages_arrive_whole_and_in_order(store: TCPStore, folders: tuple[Path, Path], which: int) -> None:
-    reports, memory = folders
-    assert run(transports(store, "whole", memory)[which], -1, reports) == dict.fromkeys(range(4), "")
-    assert list(memory.iterdir()) == []
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["process_group", "shared_memory"])
-def test_a_killed_sender_is_named_by_all(store: TCPStore, folders: tuple[Path, Path], which: int) -> None:
-    reports, memory = folders
-    found = run(transports(store, "killed", memory)[which], 1, reports)
+def test_a_killed_sender_is_named_by_all(store: TCPStore, tmp_path: Path, which: int) -> None:
+    found = run(transports(store, "killed")[which], 1, tmp_path)
     assert found.keys() == {0, 2, 3}
     assert all(report.startswith("training rank 1 (process ") for report in found.values()), found
 

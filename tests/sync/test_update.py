@@ -85,7 +85,7 @@ async def _other_ways(trainers: LiveTrainers, folder: Path, engine: EngineProces
     """Shared memory in both modes, a directory by names; each goes to b and back to a."""
 
     def over_memory(address: Address) -> SharedMemoryTransport:
-        return SharedMemoryTransport(address=address, directory=folder)
+        return SharedMemoryTransport(address=address)
 
     def over_files(address: Address) -> DirectoryTransport:
         return DirectoryTransport(address=address, root=folder / "versions")
@@ -103,7 +103,6 @@ async def _other_ways(trainers: LiveTrainers, folder: Path, engine: EngineProces
             await sync.check()
     left = [path for path in folder.rglob("*") if path.is_dir() and path.name.startswith("version-")]
     assert [path.name for path in left] == [f"version-{version}"], "versions before the last are removed"
-    assert not list(folder.glob("mcore_rl_weights_*"))
     with pytest.raises(SyncError, match="write mode=names"):
         await sync.update(version + 1, Mode.direct)
     await trainers.build("mixtral", MODELS["mixtral"], "pp=2", a, "tp=1")
