@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import pickle
@@ -68,7 +69,7 @@ from mcore_rl.tracking.samples import write_samples
 from mcore_rl.types import SequenceScores, StepResult
 
 SECONDS = 3.0
-PROMPT, GROUP = 1_024, 8
+PROMPT, GROUP, PER_NODE = 1_024, 8, 8
 GIB = 2**30
 
 
@@ -215,9 +216,9 @@ def simulated_run(
     """What ``train_step`` needs of a ``Run``."""
     layout = Layout.of(ParallelConfig(), num_ranks)
     places, watchdog = [Path(os.devnull)] * num_ranks, Watchdog(config.trainer.watchdog)
+    hosts = [f"node{rank // PER_NODE}" for rank in range(num_ranks)]
     actor, critic = (
-        StandInGroup(role, [stand_in] * num_ranks, layout, ["node"] * num_ranks, places, watchdog)
-        for role in ("actor", "critic")
+        StandInGroup(role, [stand_in] * num_ranks, layout, hosts, places, watchdog) for role in ("actor", "critic")
     )
     actor.ledger = critic.ledger = ledger
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -261,6 +262,7 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
     ray.get(stand_in.call.remote(message_of("memory", ())))
     names = [*PARTS, "study", "updates"]
     originals = {name: getattr(loop, name) for name in names}
+    gc.freeze()  # as ``loop.train``
     best: tuple[tuple[float, float], Ledger] | None = None
     for step in range(1, options.repetitions + 1):
         ledger = Ledger()

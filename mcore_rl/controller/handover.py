@@ -82,7 +82,7 @@ class Handover:
                 await self._to_training(DROP_WEIGHTS)  # once more from the beginning, with engines that know nothing
 
     async def to_training(self, *, for_a_moment: bool = False) -> None:
-        """The engines sleep; the trainer is on the devices.
+        """The engines sleep, and the trainer may come back: each worker does with what it computes first.
 
         for_a_moment: its weights will not change, so that the engines keep theirs, in host memory.
         """
@@ -132,5 +132,3 @@ class Handover:
                 await self._reward_model.sleep()
             await self._engines.sleep(level)
             self._held = self._held if level == KEEP_WEIGHTS else None
-            for group in (self._actor, *self._others):
-                await group.all("onload")

@@ -63,8 +63,14 @@ def send(group: WorkerGroup, batch: TrainBatch, minibatches: Sequence[Sequence[i
             for home, shard in zip(homes, _shards(batch.lengths_S, members, group.layout.dp), strict=True):
                 home.extend(shard)
     assert len(seen) == len(batch.lengths_S), "the first pass trains every sequence"
-    fields = [name for name, _ in batch.token_fields()]
-    return SharedBatch(batch.lengths_S, homes, group.put(shards_of(batch, homes)), fields)
+    shared, shards = SharedBatch(batch.lengths_S, homes), _together(homes, group.neighbours)
+    shared.add(shards, group.put(shards_of(batch, shards)), [name for name, _ in batch.token_fields()])
+    return shared
+
+
+def _together(homes: Sequence[Sequence[int]], neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The sequences of each lot of neighbours: what they share travels to their machine once, and is read there."""
+    return [[sequence for rank in ranks for sequence in homes[rank]] for ranks in neighbours]
 
 
 async def score(

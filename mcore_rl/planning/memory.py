@@ -155,6 +155,8 @@ def _training(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterat
         found = []
         for stages in _stages(roles):
             states = [part for role, stage in zip(roles, stages, strict=True) for part in state_parts(role, stage)]
+            if phase is Phase.logprobs and site.colocated:  # the rest comes back with the first update
+                states = [part for part in states if part[0].endswith(" weights")]
             for role, stage in zip(roles, stages, strict=True):
                 step = role.training(stage) if phase is Phase.update else role.scoring(stage)
                 where = f"{role.name}, {_where(role, stage)}"

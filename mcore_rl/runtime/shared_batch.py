@@ -29,17 +29,11 @@ class _Column:
 
 
 class SharedBatch:
-    """Sequences of lengths_S tokens.  homes: those of each shard of their tokens; places: a reference to each of these.
+    """Sequences of lengths_S tokens, of which nothing is there yet.  homes: those of each rank that trains them."""
 
-    fields: that they have.
-    """
-
-    def __init__(
-        self, lengths_S: Sequence[int], homes: Sequence[Sequence[int]], places: Sequence[Any], fields: Sequence[str]
-    ) -> None:
+    def __init__(self, lengths_S: Sequence[int], homes: Sequence[Sequence[int]]) -> None:
         self.lengths_S, self.homes = tuple(lengths_S), [list(home) for home in homes]
         self._columns: dict[str, _Column] = {}  # by field
-        self.add(self.homes, places, fields)
 
     def add(self, members: Sequence[Sequence[int]], places: Sequence[Any], fields: Sequence[str]) -> None:
         """``fields`` of all sequences, in place of what was there.

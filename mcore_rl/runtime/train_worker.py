@@ -131,6 +131,7 @@ class TrainWorker(Answering):
         Of the leader of each data-parallel coordinate, since its peers would say the same.
         """
         (batch,) = taken.batches
+        self.onload([Part.weights])
         scores = self.engine.score(batch, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot)
         if not self._leads:
             return None
@@ -166,6 +167,7 @@ class TrainWorker(Answering):
 
         taken: told, of each minibatch, the advantages of its sequences where they are not in the batch.
         """
+        self.onload()
         found = []
         for batch, told_S, counts in zip(taken.batches, taken.told, denominators, strict=True):
             if told_S is not None or batch.advantages_T is not None:
@@ -189,7 +191,7 @@ class TrainWorker(Answering):
         return self.engine.memory.offload(parts)
 
     def onload(self, parts: Sequence[Part] = tuple(Part)) -> Moved:
-        """Back to the device."""
+        """Back to the device; what computes does it by itself, once there is something to compute."""
         return self.engine.memory.onload(parts)
 
     def memory(self) -> Memory:
@@ -225,6 +227,7 @@ class TrainWorker(Answering):
 
     def save_hf(self, target: Path, source: Path) -> None:
         """A Hugging Face checkpoint of the live weights, whole and under its name; collective."""
+        self.onload([Part.weights])
         save_hf(self.engine.models, self.table, self.rank, target, source, dtype=self.engine.dtype)
 
     def connect(self, transport: Transport, layout: RolloutLayout, bucket_bytes: int) -> None:
@@ -250,10 +253,12 @@ class TrainWorker(Answering):
 
     def publish(self, version: int, mode: Mode) -> Published:
         """``Publisher.publish``."""
+        self.onload([Part.weights])
         return self.publisher.publish(version, mode)
 
     def expected(self, version: int) -> Expected:
         """``check.expected_weights``."""
+        self.onload([Part.weights])
         return expected_weights(self.publisher, version)
 
     def start_profile(self) -> None:
@@ -271,7 +276,7 @@ class TrainWorker(Answering):
 
     def checksum(self) -> int:
         """Of all weights and of what the optimizer holds on this rank: equal bits, equal sums."""
-        self.engine.memory.require(Part.weights, Part.optimizer)
+        self.onload([Part.weights, Part.optimizer])
         tensors = [*(p for chunk in self.engine.models for p in chunk.parameters())]
         if self.engine.optimizer is not None:
             tensors += self.engine.optimizer.state_tensors()

@@ -13,6 +13,7 @@ import asyncio
 import pickle
 import time
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ from mcore_rl.runtime.shard import Shard
 from mcore_rl.runtime.shared_batch import Taking
 from mcore_rl.runtime.watchdog import Watchdog, look_at, summary, write_hung
 
+SHARED_BY = 8  # coordinates that read one object of Ray's store: a call of the store costs what 0.5 MB do
 POLL_S = 0.2  # between looks at the calls that are under way: how soon a failure is noticed
 SETTLE_S = 0.2  # once a worker has failed by itself: for answers that are already on their way
 DEVICE_FAILED = "AcceleratorError"  # torch's, of what a device or its driver reports
@@ -55,6 +57,15 @@ class WorkerGroup:
         self._under_way: list[object] = []  # calls, in the order in which workers answer them
         # Of each data-parallel coordinate, the rank that answers for all of its peers.
         self.leaders = [layout.rank_of(tp=0, cp=0, dp=dp, pp=0) for dp in range(layout.dp)]
+
+    @property
+    def neighbours(self) -> list[list[int]]:
+        """The data-parallel coordinates, those together whose leaders share a machine, ``SHARED_BY`` at most."""
+        found: list[list[int]] = []
+        for _, together in groupby(range(self.layout.dp), key=lambda dp: self.hosts[self.leaders[dp]]):
+            ranks = list(together)
+            found += [ranks[start : start + SHARED_BY] for start in range(0, len(ranks), SHARED_BY)]
+        return found
 
     async def all(self, method: str, *args: object) -> list[Any]:
         """Every worker's result, in the order of the ranks."""

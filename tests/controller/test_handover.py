@@ -63,7 +63,7 @@ def test_colocated_the_trainer_makes_room_before_the_engines_wake() -> None:
     ], "the weights stay until the engines have them"
     log.clear()
     asyncio.run(both.to_training())
-    assert log == [("sleep", DROP_WEIGHTS), ("actor", "onload"), ("critic", "onload")]
+    assert log == [("sleep", DROP_WEIGHTS)], "who trains comes back by itself"
     log.clear()
     asyncio.run(both.to_rollout(0))
     assert ("update", 0) in log, "they were dropped"
@@ -89,7 +89,7 @@ def test_a_reward_model_is_awake_while_the_rollout_is() -> None:
     assert log[-2:] == [("actor", "offload", (Part.weights,)), "judges wake"], "once the trainer has left"
     log.clear()
     asyncio.run(both.to_training())
-    assert log == ["judges sleep", ("sleep", DROP_WEIGHTS), ("actor", "onload")]
+    assert log == ["judges sleep", ("sleep", DROP_WEIGHTS)]
     log.clear()
     apart = Handover(actor, [], rest, rest, Placement.separate, Judges(log))  # type: ignore[arg-type]
     asyncio.run(apart.to_rollout(0))
@@ -150,7 +150,7 @@ def mortal(dies_in: str, check_freq: int = 0) -> tuple[Handover, list[Any]]:
 
 
 OFF, WEIGHTS = ("actor", "offload", (Part.gradients, Part.optimizer)), ("actor", "offload", (Part.weights,))
-BACK = [("sleep", DROP_WEIGHTS), ("actor", "onload")]
+BACK = [("sleep", DROP_WEIGHTS)]
 
 
 def test_a_death_in_an_update_begins_it_anew_with_the_trainer_on_its_device() -> None:

@@ -26,7 +26,8 @@ def test_a_batch_is_its_sequences_in_order_wherever_they_lie() -> None:
     batch = whole()
     names = [name for name, _ in batch.token_fields()]
     shards = [pickle.loads(pickle.dumps(shard, protocol=5)) for shard in shards_of(batch, [[3, 0], [1], [2]])]
-    shared = SharedBatch(batch.lengths_S, [[3, 0], [1], [2]], shards, names)
+    shared = SharedBatch(batch.lengths_S, [[3, 0], [1], [2]])
+    shared.add(shared.homes, shards, names)
     ((message, handed),) = shared.takings([[[0, 2], [1, 3, 0]]], names, ["told"])
     portion: Portion = pickle.loads(message)
     assert portion.told == "told" and len(handed) == 3
@@ -40,7 +41,8 @@ def test_a_batch_is_its_sequences_in_order_wherever_they_lie() -> None:
 def test_fields_that_were_added_take_the_place_of_what_was_there() -> None:
     batch = whole()
     names = [name for name, _ in batch.token_fields()]
-    shared = SharedBatch(batch.lengths_S, [[0, 1, 2, 3]], shards_of(batch, [[0, 1, 2, 3]]), names)
+    shared = SharedBatch(batch.lengths_S, [[0, 1, 2, 3]])
+    shared.add(shared.homes, shards_of(batch, shared.homes), names)
     masks = {index: torch.zeros(batch.lengths_S[index], dtype=torch.bool) for index in range(4)}
     masks[1][2] = True
     later = [Shard.of([1, 3], mask_T=torch.cat([masks[2], masks[1]])), Shard.of([2, 2], mask_T=torch.zeros(4).bool())]
@@ -75,7 +77,7 @@ def test_shards_travel_out_of_band() -> None:
 
 
 def test_records_of_each_rank_become_one_in_the_order_of_the_batch() -> None:
-    shared = SharedBatch((1, 1, 1), [[2], [1, 0]], [None, None], [])
+    shared = SharedBatch((1, 1, 1), [[2], [1, 0]])
     parts = [
         SequenceScores(sums_S=torch.tensor([2.0]), entropy_S=None),
         SequenceScores(sums_S=torch.tensor([1.0, 0.0]), entropy_S=None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,7 +94,9 @@ def two_sequences(group: WorkerGroup) -> SharedBatch:
     tokens_T[1 << 18 :] = 2
     batch = TrainBatch(lengths_S=(1 << 18, 1 << 18), tokens_T=tokens_T, mask_T=torch.zeros(2 << 18, dtype=torch.bool))
     names = [name for name, _ in batch.token_fields()]
-    return SharedBatch(batch.lengths_S, [[0], [1]], group.put(shards_of(batch, [[0], [1]])), names)
+    shared = SharedBatch(batch.lengths_S, [[0], [1]])
+    shared.add(shared.homes, group.put(shards_of(batch, shared.homes)), names)
+    return shared
 
 
 def test_each_data_parallel_rank_gets_its_portion_and_its_leader_answers_and_keeps(four: WorkerGroup) -> None:
@@ -212,3 +215,20 @@ def test_a_phase_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     phase_file(log).write_bytes(slot)
     assert last_phase(log) == "forward"
     assert phase_since(log) == pytest.approx(time.time(), abs=SOON_S)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "layout", "expected"),
+    [
+        (["a"] * 4, "", [[0, 1, 2, 3]]),
+        (["a", "a", "b", "b"], "", [[0, 1], [2, 3]]),
+        (["a", "b", "a", "b"], "", [[0], [1], [2], [3]]),
+        (["a", "a", "b", "b"], "tp=2", [[0], [1]]),
+        (["a"] * 10, "", [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9]]),
+    ],
+)
+def test_neighbours_share_a_machine(hosts: list[str], layout: str, expected: list[list[int]]) -> None:
+    count = len(hosts)
+    found = Layout.of(parse_layout(layout), count)
+    group = WorkerGroup("actor", [None] * count, found, hosts, [Path(os.devnull)] * count, patient())
+    assert group.neighbours == expected

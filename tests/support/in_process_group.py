@@ -18,6 +18,7 @@ class InProcessGroup:
 
     def __init__(self, dp: int, **methods: Callable[..., Any]) -> None:
         self.layout = Layout.of(parse_layout(""), dp)
+        self.neighbours = [list(range(dp))[start : start + 2] for start in range(0, dp, 2)]
         self.methods = {"learn": lambda _, *args: learn_as_worker(*args)} | methods
 
     def put(self, shards: Sequence[Shard]) -> list[bytes]:
