@@ -90,7 +90,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
             )
     assert old.entropy_S is not None
     metrics |= actor_metrics(updated, config.actor, float(old.entropy_S.sum()) / max(1, groups.num_trained))
-    metrics |= memory_metrics(await run.actor.all("memory"), run.on_accelerator)
+    metrics |= memory_metrics(updated.memories, run.on_accelerator)
     metrics |= {"perf/balance": updated.imbalance, "progress/epoch": run.epoch}
     metrics |= tflop(shared.lengths_S, run.passes(len(updated.results), len(valued.results)))
 

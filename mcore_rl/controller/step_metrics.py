@@ -95,6 +95,8 @@ def _optimizer_metrics(role: str, updated: Updated) -> dict[str, float]:
 
 def memory_metrics(memories: Sequence[Memory], accelerator: bool) -> dict[str, float]:
     """Of the actor's processes: the highest peak of a device, or on CPU what they hold together."""
+    if not memories:
+        return {}
     if accelerator:
         return {"perf/memory_device_gib": max(memory.peak_bytes for memory in memories) / GIB}
     return {"perf/memory_host_gib": sum(memory.allocated_bytes for memory in memories) / GIB}

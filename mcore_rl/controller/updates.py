@@ -19,8 +19,10 @@ from mcore_rl.algorithms.value import CriticLoss
 from mcore_rl.config.roles import ActorConfig, CriticConfig
 from mcore_rl.controller.learning import Lesson
 from mcore_rl.data.balance import balance, imbalance
+from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
+from mcore_rl.runtime.train_worker import Trained
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 
@@ -32,9 +34,10 @@ CRITIC = (*TOKENS, "old_values_T", "returns_T")
 
 @dataclass
 class Updated:
-    """Of one role in one step.  results: of each minibatch.  trained: its trained tokens."""
+    """Of one role in one step.  results: of each minibatch.  trained: its trained tokens.  memories: of the ranks."""
 
     results: list[StepResult] = field(default_factory=list)
+    memories: list[Memory] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
     imbalance: float = 1.0
 
@@ -123,8 +126,10 @@ async def update(
     takings = shared.takings(lots, ACTOR if of_actor else CRITIC, told)
     whitening = lesson.estimate.whitening
     found, _ = await group.map("train_steps", takings, loss, counts, temperature, with_entropy, kl_to, whitening)
+    done: Trained = found[0]
     return Updated(
-        results=found[0],
+        results=done.results,
+        memories=done.memories,
         trained=[int(lesson.trained_S[list(members)].sum()) for members in minibatches],
         imbalance=max(imbalance(shared.lengths_S, each) for each in shards),
     )
@@ -139,8 +144,8 @@ async def update_alone(group: WorkerGroup, batch: TrainBatch, loss: CrossEntropy
     )
     takings = shared.takings([[home] for home in shared.homes], TOKENS, [[None]] * len(shared.homes))
     found, _ = await group.map("train_steps", takings, loss, [counts], 1.0, False)
-    result: StepResult = found[0][0]
-    return result
+    done: Trained = found[0]
+    return done.results[0]
 
 
 def _shards(lengths_S: Sequence[int], members: Sequence[int], dp: int) -> list[list[int]]:

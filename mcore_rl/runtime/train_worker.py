@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,14 @@ class RoleSpec:
     parallel: ParallelConfig
     critic: bool = False
     trainable: bool = True
+
+
+@dataclass(frozen=True)
+class Trained:
+    """results: of each step.  memories: of each rank, after them."""
+
+    results: list[StepResult]
+    memories: list[Memory]
 
 
 class TrainWorker(Answering):
@@ -162,8 +170,8 @@ class TrainWorker(Answering):
         with_entropy: bool,
         kl_to: str | None = None,
         whitening: Whitening | None = None,
-    ) -> list[StepResult] | None:
-        """``Engine.train_step`` on one minibatch after the other; of rank 0, since all say the same.
+    ) -> Trained | None:
+        """``Engine.train_step`` on one minibatch after the other; of rank 0, which knows of all.
 
         taken: told, of each minibatch, the advantages of its sequences where they are not in the batch.
         """
@@ -180,7 +188,11 @@ class TrainWorker(Answering):
                     batch, loss, counts, temperature=temperature, with_entropy=with_entropy, kl_to=kl_to
                 )
             )
-        return found if self.rank == 0 else None
+        own, device = asdict(memory(self.platform)), self.groups.device
+        of_ranks = torch.empty(self.world_size, len(own), dtype=torch.int64, device=device)
+        dist.all_gather_into_tensor(of_ranks, torch.tensor([list(own.values())], device=device))
+        memories = [Memory(**dict(zip(own, row, strict=True))) for row in of_ranks.tolist()]
+        return Trained(found, memories) if self.rank == 0 else None
 
     def take_snapshot(self, name: str) -> None:
         """Keep the weights as they are under ``name``."""
@@ -193,10 +205,6 @@ class TrainWorker(Answering):
     def onload(self, parts: Sequence[Part] = tuple(Part)) -> Moved:
         """Back to the device; what computes does it by itself, once there is something to compute."""
         return self.engine.memory.onload(parts)
-
-    def memory(self) -> Memory:
-        """Of this worker's device and process."""
-        return memory(self.platform)
 
     def num_state_bytes(self) -> int:
         """Bytes of disk that ``save_state`` takes."""

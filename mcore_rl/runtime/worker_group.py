@@ -55,6 +55,7 @@ class WorkerGroup:
         self._workers, self.hosts, self._logs = list(workers), list(hosts), list(logs)
         self._watchdog, self._whereabouts = watchdog, list[Whereabouts]()
         self._under_way: list[object] = []  # calls, in the order in which workers answer them
+        self._coordinates = [layout.coords(rank).dp for rank in range(layout.world_size)]
         # Of each data-parallel coordinate, the rank that answers for all of its peers.
         self.leaders = [layout.rank_of(tp=0, cp=0, dp=dp, pp=0) for dp in range(layout.dp)]
 
@@ -83,8 +84,8 @@ class WorkerGroup:
         """
         assert len(takings) == self.layout.dp, f"{len(takings)} portions for dp={self.layout.dp}"
         message, calls = message_of(method, args), []
-        for rank, worker in enumerate(self._workers):
-            portion, places = takings[self.layout.coords(rank).dp]
+        for worker, coordinate in zip(self._workers, self._coordinates, strict=True):
+            portion, places = takings[coordinate]
             calls.append(worker.call_on.remote(message, portion, *places))
         results = await self._collect(method, [answer for answer, _ in calls])
         return [results[rank] for rank in self.leaders], [calls[rank][1] for rank in self.leaders]

@@ -95,6 +95,7 @@ def test_memory_is_of_the_device_or_of_all_processes() -> None:
     memories = [Memory(allocated_bytes=size, peak_bytes=peak, **rest) for size, peak in sizes]
     assert known(memory_metrics(memories, accelerator=True)) == {"perf/memory_device_gib": 3.0}
     assert known(memory_metrics(memories, accelerator=False)) == {"perf/memory_host_gib": 3.0}
+    assert memory_metrics([], accelerator=True) == {}, "the actor was not trained"
 
 
 def test_rates_are_tokens_by_the_seconds_of_their_phase() -> None:

@@ -17,6 +17,7 @@ from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation
 from mcore_rl.controller.learning import Lesson
 from mcore_rl.controller.updates import Updated, minibatches, score, send, update
 from mcore_rl.runtime.shard import Kept, Shard, Taken
+from mcore_rl.runtime.train_worker import Trained
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 from tests.support.batches import LENGTHS, ragged
 from tests.support.in_process_group import InProcessGroup
@@ -42,13 +43,13 @@ class Ranks(InProcessGroup):
             Shard.of(batch.lengths_S, **{field: _says(batch)}),
         )
 
-    def _train_steps(self, rank: int, taken: Taken, *args: Any) -> list[StepResult] | None:
+    def _train_steps(self, rank: int, taken: Taken, *args: Any) -> Trained | None:
         self.trained[rank] = taken, args
         results = [
             StepResult(loss=1.0, grad_norm=2.0, lr=0.1, skipped=None, metrics={"actor/ratio": float(number)})
             for number in range(len(taken.batches))
         ]
-        return results if rank == 0 else None
+        return Trained(results, []) if rank == 0 else None
 
 
 def _says(batch: TrainBatch) -> torch.Tensor:
