@@ -240,7 +240,7 @@ def simulated_run(
         reporting=lambda _: None, passes=lambda *_: [], keep_rollouts=keep_rollouts, leaving=Leaving(),
         kl=KlController(config.algorithm.kl_ctrl),
         actor_loss=policy_loss(config.actor), critic_loss=value_loss(config.critic), on_accelerator=False, epoch=0.0,
-        handover=Handover(actor, [critic] if needs_critic else [], Nothing(), Nothing(actor), Placement.colocated),
+        handover=Handover(actor, Nothing(), Nothing(actor), Placement.colocated),
     )  # fmt: skip
 
 

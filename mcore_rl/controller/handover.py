@@ -6,7 +6,7 @@ weights dropped, since they get new ones.  Separate, only weights travel.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.reward_model import RewardModel
@@ -48,7 +48,7 @@ class ActorTrainers:
 
 
 class Handover:
-    """actor: whose weights the engines get.  others: groups that stand on the same devices.
+    """actor: whose weights the engines get.
 
     reward_model: whose engines are awake while the rollout's are; their weights stay, in host memory meanwhile.
     restart_dead: returns when all engines live again, or raises the death that it was told of; None: it is raised.
@@ -58,7 +58,6 @@ class Handover:
     def __init__(
         self,
         actor: WorkerGroup,
-        others: Sequence[WorkerGroup],
         engines: EnginePool,
         sync: WeightSync,
         placement: Placement,
@@ -67,13 +66,16 @@ class Handover:
         check_freq: int = 0,
     ) -> None:
         self._restart_dead, self._check_freq = restart_dead, check_freq
-        self._actor, self._others, self._engines, self._sync = actor, list(others), engines, sync
+        self._actor, self._engines, self._sync = actor, engines, sync
         self._reward_model = reward_model
         self._colocated = placement is Placement.colocated
         self._held: int | None = None  # version of the weights that the engines have, awake or asleep
 
     async def to_rollout(self, version: int) -> None:
-        """The engines are awake, with the actor's weights as ``version``; the trainer is off the devices."""
+        """The engines are awake, with the actor's weights as ``version``; the trainer is off the devices.
+
+        It left when it had trained (``TrainWorker.rest``), but for those weights.
+        """
         while True:
             try:
                 return await self._to_rollout(version)
@@ -112,9 +114,6 @@ class Handover:
 
     async def _to_rollout(self, version: int) -> None:
         if self._colocated:
-            await self._actor.all("offload", [Part.gradients, Part.optimizer])
-            for group in self._others:
-                await group.all("offload", list(Part))
             await self._engines.wake()
         if self._held != version:
             await self._sync.update(version)

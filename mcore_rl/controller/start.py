@@ -90,10 +90,9 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             reward_model = await start_reward_model(config, prepared.encoder, bundles, platform, logs, shared, stack)
 
         sync = await _weight_sync(config, platform, actor, engines, stack)
-        others = [] if critic is None else [critic]
         check = trainer.guards.check_weights_freq
         medic = Medic(engines, pool, trainer.max_restarts, warn=warn)
-        handover = Handover(actor, others, pool, sync, trainer.placement, reward_model, medic.restart_dead, check)
+        handover = Handover(actor, pool, sync, trainer.placement, reward_model, medic.restart_dead, check)
         drawing = Drawing(Rollout(pool, handover), scorer, config, reward_model)
         run = Run(config, platform, tracker, prepared, actor, critic, drawing, handover)
         stack.push_async_callback(run.saver.close)
@@ -146,13 +145,24 @@ async def _start_role(
 
 def _actor_role(config: RunConfig) -> RoleSpec:
     directory = Path(config.model.path)
-    return RoleSpec(role="actor", directory=directory, engine=config.actor, parallel=config.actor.parallel)
+    return RoleSpec(
+        role="actor",
+        directory=directory,
+        engine=config.actor,
+        parallel=config.actor.parallel,
+        shares_device=config.trainer.placement is Placement.colocated,
+    )
 
 
 def _critic_role(config: RunConfig) -> RoleSpec:
     directory = Path(config.critic.path or config.model.path)
     return RoleSpec(
-        role="critic", directory=directory, engine=config.critic, parallel=config.critic.parallel, critic=True
+        role="critic",
+        directory=directory,
+        engine=config.critic,
+        parallel=config.critic.parallel,
+        critic=True,
+        shares_device=config.trainer.placement is Placement.colocated,
     )
 
 

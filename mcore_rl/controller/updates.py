@@ -115,6 +115,7 @@ async def update(
     kl_to = reference if isinstance(loss, ActorLoss) and loss.with_full_kl else None
     minibatches = [members for members in minibatches if int(lesson.trained_S[list(members)].sum())]
     if not minibatches:
+        await group.all("rest")
         return Updated()
     counts = [_counts(shared.lengths_S, lesson.trained_S, members, config) for members in minibatches]
     shards = [_shards(shared.lengths_S, members, group.layout.dp) for members in minibatches]

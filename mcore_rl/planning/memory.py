@@ -143,6 +143,19 @@ def process_bytes(world_size: int, num_roles: int) -> int:
     return num_roles * (CONTEXT_BYTES + (COLLECTIVE_BYTES if several else 0))
 
 
+def _on_device(role: Role, stage: int, phase: Phase, at_work: Role, colocated: bool) -> list[Part]:
+    """What of ``role`` is there while ``at_work`` is; what makes room for engines brings only what it needs.
+
+    The critic trains before the actor, and leaves (``TrainWorker.rest``).
+    """
+    parts = state_parts(role, stage)
+    if not colocated or (phase is Phase.update and role is at_work):
+        return parts
+    if phase is Phase.update and at_work.name == "actor":
+        return []
+    return parts[:1]
+
+
 def _training(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator[Peak]:
     asleep = 0
     if room is not None and site.colocated:
@@ -154,12 +167,14 @@ def _training(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterat
     for phase in (Phase.logprobs, Phase.update) if room is not None else (Phase.update,):
         found = []
         for stages in _stages(roles):
-            states = [part for role, stage in zip(roles, stages, strict=True) for part in state_parts(role, stage)]
-            if phase is Phase.logprobs and site.colocated:  # the rest comes back with the first update
-                states = [part for part in states if part[0].endswith(" weights")]
             for role, stage in zip(roles, stages, strict=True):
                 step = role.training(stage) if phase is Phase.update else role.scoring(stage)
                 where = f"{role.name}, {_where(role, stage)}"
+                states = [
+                    part
+                    for each, other in zip(roles, stages, strict=True)
+                    for part in _on_device(each, other, phase, role, site.colocated)
+                ]
                 parts = [*states, *step_parts(role, step, stage), *fixed]
                 found.append(_peak(phase, Place.device, where, parts, site.device_bytes))
         yield max(found, key=lambda peak: peak.num_bytes)

@@ -56,7 +56,10 @@ LOCAL = 0  # Ray shows each worker its own accelerator, and no other
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSpec:
-    """What a worker is told of its role.  directory: of the Hugging Face checkpoint that it starts from."""
+    """What a worker is told of its role.
+
+    directory: of the Hugging Face checkpoint that it starts from.  shares_device: with an engine, by turns.
+    """
 
     role: str
     directory: Path
@@ -64,6 +67,7 @@ class RoleSpec:
     parallel: ParallelConfig
     critic: bool = False
     trainable: bool = True
+    shares_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,10 +193,16 @@ class TrainWorker(Answering):
                 )
             )
         own, device = asdict(memory(self.platform)), self.groups.device
+        self.rest()
         of_ranks = torch.empty(self.world_size, len(own), dtype=torch.int64, device=device)
         dist.all_gather_into_tensor(of_ranks, torch.tensor([list(own.values())], device=device))
         memories = [Memory(**dict(zip(own, row, strict=True))) for row in of_ranks.tolist()]
         return Trained(found, memories) if self.rank == 0 else None
+
+    def rest(self) -> None:
+        """Nothing is trained before the next step: leave a shared device, but for weights that engines want."""
+        if self.spec.shares_device:
+            self.offload([part for part in Part if part is not Part.weights or self.spec.critic])
 
     def take_snapshot(self, name: str) -> None:
         """Keep the weights as they are under ``name``."""

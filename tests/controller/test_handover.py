@@ -47,20 +47,14 @@ class Judges:
 
 def handover(placement: Placement) -> tuple[Handover, list[Any]]:
     log: list[Any] = []
-    actor, critic, rest = Told("actor", log), Told("critic", log), Told("", log)
-    return Handover(actor, [critic], rest, rest, placement), log  # type: ignore[arg-type, list-item]
+    actor, rest = Told("actor", log), Told("", log)
+    return Handover(actor, rest, rest, placement), log  # type: ignore[arg-type]
 
 
-def test_colocated_the_trainer_makes_room_before_the_engines_wake() -> None:
+def test_colocated_the_weights_stay_until_the_engines_have_them() -> None:
     both, log = handover(Placement.colocated)
     asyncio.run(both.to_rollout(0))
-    assert log == [
-        ("actor", "offload", (Part.gradients, Part.optimizer)),
-        ("critic", "offload", tuple(Part)),
-        "wake",
-        ("update", 0),
-        ("actor", "offload", (Part.weights,)),
-    ], "the weights stay until the engines have them"
+    assert log == ["wake", ("update", 0), ("actor", "offload", (Part.weights,))]
     log.clear()
     asyncio.run(both.to_training())
     assert log == [("sleep", DROP_WEIGHTS)], "who trains comes back by itself"
@@ -84,14 +78,14 @@ def test_for_a_moment_the_engines_keep_their_weights() -> None:
 def test_a_reward_model_is_awake_while_the_rollout_is() -> None:
     log: list[Any] = []
     actor, rest = Told("actor", log), Told("", log)
-    both = Handover(actor, [], rest, rest, Placement.colocated, Judges(log))  # type: ignore[arg-type]
+    both = Handover(actor, rest, rest, Placement.colocated, Judges(log))  # type: ignore[arg-type]
     asyncio.run(both.to_rollout(0))
     assert log[-2:] == [("actor", "offload", (Part.weights,)), "judges wake"], "once the trainer has left"
     log.clear()
     asyncio.run(both.to_training())
     assert log == ["judges sleep", ("sleep", DROP_WEIGHTS)]
     log.clear()
-    apart = Handover(actor, [], rest, rest, Placement.separate, Judges(log))  # type: ignore[arg-type]
+    apart = Handover(actor, rest, rest, Placement.separate, Judges(log))  # type: ignore[arg-type]
     asyncio.run(apart.to_rollout(0))
     asyncio.run(apart.to_training())
     assert log == [("update", 0)]
@@ -145,19 +139,19 @@ def mortal(dies_in: str, check_freq: int = 0) -> tuple[Handover, list[Any]]:
         log.append("restart")
 
     actor = Told("actor", log)
-    both = Handover(actor, [], engines, engines, Placement.colocated, None, restart, check_freq)  # type: ignore[arg-type]
+    both = Handover(actor, engines, engines, Placement.colocated, None, restart, check_freq)  # type: ignore[arg-type]
     return both, log
 
 
-OFF, WEIGHTS = ("actor", "offload", (Part.gradients, Part.optimizer)), ("actor", "offload", (Part.weights,))
+WEIGHTS = ("actor", "offload", (Part.weights,))
 BACK = [("sleep", DROP_WEIGHTS)]
 
 
 def test_a_death_in_an_update_begins_it_anew_with_the_trainer_on_its_device() -> None:
     both, log = mortal("update")
     asyncio.run(both.to_rollout(4))
-    again = ["restart", "rejoin", *BACK, OFF, "wake", ("update", 4), WEIGHTS]
-    assert log == [OFF, "wake", "death in update", *again]
+    again = ["restart", "rejoin", *BACK, "wake", ("update", 4), WEIGHTS]
+    assert log == ["wake", "death in update", *again]
 
 
 def test_a_death_while_engines_are_told_to_sleep_is_answered_before_the_trainer_comes_back() -> None:
@@ -171,7 +165,7 @@ def test_engines_that_died_while_they_drew_get_the_weights_that_they_had() -> No
     asyncio.run(both.to_rollout(7))
     log.clear()
     asyncio.run(both.revive(DeadEngineError("engine 0 died")))
-    assert log == ["restart", "rejoin", *BACK, OFF, "wake", ("update", 7), WEIGHTS]
+    assert log == ["restart", "rejoin", *BACK, "wake", ("update", 7), WEIGHTS]
 
 
 def test_weights_are_checked_in_the_updates_that_are_due() -> None:
@@ -186,6 +180,6 @@ def test_weights_are_checked_in_the_updates_that_are_due() -> None:
 def test_without_somebody_to_restart_them_a_death_is_raised() -> None:
     log: list[Any] = []
     engines = Mortal(log, "wake")
-    both = Handover(Told("actor", log), [], engines, engines, Placement.colocated)  # type: ignore[arg-type]
+    both = Handover(Told("actor", log), engines, engines, Placement.colocated)  # type: ignore[arg-type]
     with pytest.raises(DeadEngineError):
         asyncio.run(both.to_rollout(1))

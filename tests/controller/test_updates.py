@@ -151,6 +151,7 @@ def test_a_minibatch_without_a_trained_token_is_left_out() -> None:
     assert len(group.trained[0][0].batches) == len(done.results) == 1
     nothing = asyncio.run(update(group, shared, loss, [[3]], lesson, temperature=1.0))  # type: ignore[arg-type]
     assert nothing.results == [] and nothing.mean("actor/ratio") is None
+    assert group.told == ["rest"], "a device that is shared is left all the same"
 
 
 def test_minibatches_hold_whole_groups_in_order() -> None:

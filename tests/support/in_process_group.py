@@ -14,12 +14,16 @@ from mcore_rl.runtime.shared_batch import Taking
 
 
 class InProcessGroup:
-    """Of ``dp`` ranks.  methods: by name, what a rank answers to (rank, taken, *arguments)."""
+    """Of ``dp`` ranks.  methods: by name, what a rank answers to (rank, taken, *arguments).  told: of ``all``."""
 
     def __init__(self, dp: int, **methods: Callable[..., Any]) -> None:
         self.layout = Layout.of(parse_layout(""), dp)
+        self.told: list[str] = []
         self.neighbours = [list(range(dp))[start : start + 2] for start in range(0, dp, 2)]
         self.methods = {"learn": lambda _, *args: learn_as_worker(*args)} | methods
+
+    async def all(self, method: str) -> None:
+        self.told.append(method)
 
     def put(self, shards: Sequence[Shard]) -> list[bytes]:
         return [pickle.dumps(shard, protocol=5) for shard in shards]
