@@ -241,7 +241,10 @@ class TrainWorker(Answering):
 
     def load_state(self, directory: Path) -> bool:
         """What ``save_state`` of all ranks wrote; whether in this layout, so that all goes on bit for bit."""
-        return load_run_state(self.engine, self.table, directory)
+        self.onload([Part.weights, Part.optimizer])
+        alike = load_run_state(self.engine, self.table, directory)
+        self.rest()
+        return alike
 
     def save_hf(self, target: Path, source: Path) -> None:
         """A Hugging Face checkpoint of the live weights, whole and under its name; collective."""

@@ -75,13 +75,13 @@ class Engines:
             engine.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def trainers() -> Iterator[LiveTrainers]:
     with LiveTrainers() as live:
         yield live
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def engines(
     request: pytest.FixtureRequest, trainers: LiveTrainers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
