@@ -138,7 +138,7 @@ async def live(steps: int) -> list[Result]:
                 return seconds[-1]
 
             run.clock.step = noted  # type: ignore[method-assign]
-            pool = run.drawing.engine
+            pool = run.handover._engines  # behind what revives them
             train_step = loop.train_step
 
             async def mark() -> None:
