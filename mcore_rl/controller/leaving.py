@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-T = TypeVar("T")
+from mcore_rl.controller.checkpoints import Progress
 
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, try again
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -20,6 +20,23 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 class Left(Exception):
     """The step is given up; it has changed nothing."""
+
+
+class Resumable(Protocol):
+    """What trains, and can be gone on with."""
+
+    @property
+    def progress(self) -> Progress:
+        """Of the steps that are complete."""
+        ...
+
+    async def conclude_saving(self) -> None:
+        """The step that is complete has a checkpoint."""
+        ...
+
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Resumable)
 
 
 class Leaving:
@@ -68,3 +85,17 @@ class Leaving:
                 await asyncio.wait([task])
         task.cancelled() or task.exception()
         raise Left
+
+    async def unless_told(self, opening: Awaitable[R], train: Callable[[R], Awaitable[None]]) -> R:
+        """What ``opening`` gives, once ``train`` is done with it.  Left: it was told to leave, and has saved."""
+        with self.listening():
+            try:
+                run = await self.unless(opening)
+            except Left:
+                raise Left(f"left before it began, on {self.asked_by}") from None
+            try:
+                await train(run)
+            except Left:
+                await run.conclude_saving()
+                raise Left(f"left after step {run.progress.step}, on {self.asked_by}") from None
+        return run

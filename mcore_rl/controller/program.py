@@ -13,6 +13,7 @@ from mcore_rl.controller.leaving import REQUEUE, Leaving, Left
 from mcore_rl.controller.loop import train
 from mcore_rl.controller.notices import outcome
 from mcore_rl.controller.revival import endure
+from mcore_rl.controller.run import Run
 from mcore_rl.controller.start import open_run
 from mcore_rl.tracking.report import write_report
 from mcore_rl.tracking.run_files import read_run
@@ -43,18 +44,13 @@ async def run_training(config: RunConfig) -> int:
 async def _attempt(config: RunConfig) -> Path | None:
     """From the newest checkpoint to the end; where the final weights are.  Left: it was told to, and has saved."""
     leaving = Leaving()
+
+    async def begin(run: Run) -> None:
+        run.leaving = leaving
+        await train(run)
+
     async with AsyncExitStack() as stack:
-        with leaving.listening():
-            try:
-                run = await leaving.unless(stack.enter_async_context(open_run(config)))
-            except Left:
-                raise Left(f"left before it began, on {leaving.asked_by}") from None
-            run.leaving = leaving
-            try:
-                await train(run)
-            except Left:
-                await run.conclude_saving()
-                raise Left(f"left after step {run.progress.step}, on {leaving.asked_by}") from None
+        run = await leaving.unless_told(stack.enter_async_context(open_run(config)), begin)
         if config.trainer.val_only:
             return None
         try:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +31,7 @@ from mcore_rl.runtime.rollout_worker import RayEngine
 C = TypeVar("C", RunConfig, SftConfig)
 T = TypeVar("T")
 ANSWER_S = 30.0  # for an engine that lives to say so
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0  # before a run begins again; twice as long each time
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 QUIET_S = 0.05  # between looks whether the other engines' samples have ended
 
 
@@ -49,8 +50,8 @@ class Medic:
         One that dies again while it starts is one more death, answered after a pause: what it needs, a node or the
         memory of a device, may take a moment to be there again.
         """
-        begun, pause_s, restarted = time.monotonic(), 0.0, dict[str, None]()
-        while True:
+        begun, restarted = time.monotonic(), dict[str, None]()
+        for attempt in count():
             alive = await asyncio.gather(*(_is_alive(engine) for engine in self._engines))
             dead = [engine for engine, lives in zip(self._engines, alive, strict=True) if not lives]
             if not dead or self.num_restarts + len(dead) > self._limit:
@@ -58,7 +59,7 @@ class Medic:
             self.num_restarts += len(dead)
             restarted |= dict.fromkeys(engine.name for engine in dead)
             self._warn(f"{error}\n{', '.join(engine.name for engine in dead)}: started again, {self._left()}")
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(_pause_s(attempt))
             ends = await asyncio.gather(*(engine.restart() for engine in dead), return_exceptions=True)
             for end in ends:
                 if isinstance(end, BaseException) and not isinstance(end, DeadEngineError):
@@ -67,7 +68,6 @@ class Medic:
             if not deaths:
                 break
             error = deaths[0]
-            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s or FIRST_PAUSE_S)
         self._pool.forget_deaths()
         self._warn(f"{', '.join(restarted)}: ready after {time.monotonic() - begun:.0f} s")
 
@@ -93,7 +93,7 @@ class Deaths:
         if self._count == self._limit or this == self._last:
             raise error
         self._count, self._last = self._count + 1, this
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._count - 1))
+        pause_s = _pause_s(self._count)
         again = f"restart {self._count} of {self._limit} (trainer.max_restarts) from {newest} in {pause_s:.0f} s"
         self._warn(f"{error}\n{again}")
         await asyncio.sleep(pause_s)
@@ -162,3 +162,8 @@ async def _is_alive(engine: RayEngine) -> bool:
     except (DeadEngineError, TimeoutError):
         return False
     return True
+
+
+def _pause_s(number: int) -> float:
+    """Before an attempt that follows ``number`` others; twice as long each time."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (number - 1)) if number else 0.0

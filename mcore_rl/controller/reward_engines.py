@@ -37,6 +37,7 @@ async def start_reward_model(
     for engine in engines:
         stack.push_async_callback(engine.shutdown)
     reward_model = RewardModel(encoder, ClassifierPool(engines), config.reward)
+    stack.callback(reward_model.close)
     if trainers is not None:
         await reward_model.sleep()
     return reward_model

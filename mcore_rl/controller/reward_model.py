@@ -99,6 +99,10 @@ class RewardModel:
 
         return grade(request, self._reward, verdict)
 
+    def close(self) -> None:
+        """Ends its thread.  Who started the engines ends those."""
+        self._thread.shutdown(cancel_futures=True)
+
     async def sleep(self) -> None:
         """See ``ClassifierPool.sleep``."""
         await self._engines.sleep()

@@ -125,32 +125,35 @@ async def _attempt(config: SftConfig) -> Path:
     """From the newest checkpoint to the end; where the final weights are.  Left: it was told to, and has saved."""
     sft, leaving = prepare(config), Leaving()
     async with AsyncExitStack() as stack:
-        with leaving.listening():
-            try:
-                workers = await leaving.unless(stack.enter_async_context(_workers(sft)))
-            except Left:
-                raise Left(f"left before it began, on {leaving.asked_by}") from None
-            try:
-                await _train(sft, workers, leaving)
-            except Left:
-                await workers.saver.conclude(_progress(sft))
-                raise Left(f"left after step {sft.progress.step}, on {leaving.asked_by}") from None
+        opening = stack.enter_async_context(_workers(sft))
+        workers = await leaving.unless_told(opening, partial(_train, sft, leaving))
         try:
-            await workers.saver.conclude(_progress(sft))
+            await workers.conclude_saving()
         finally:
             exported = sft.directory / "hf" / "final"
             await checkpoints.export_hf(workers.group, Path(sft.config.model.path), exported)
     return exported
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Workers:
-    """What a run has while it goes on.  peak: of a device, TFLOP/s."""
+    """What ``sft`` has while it goes on.  peak: of a device, TFLOP/s."""
 
+    sft: Sft
     group: WorkerGroup
     saver: Saver
     tracker: Tracker
     peak: float | None
+
+    @property
+    def progress(self) -> Progress:
+        """Of the run, the place in its data included."""
+        self.sft.progress.sampler = self.sft.sampler.state_dict()
+        return self.sft.progress
+
+    async def conclude_saving(self) -> None:
+        """See ``Resumable``."""
+        await self.saver.conclude(self.progress)
 
 
 @asynccontextmanager
@@ -174,7 +177,7 @@ async def _workers(sft: Sft) -> AsyncIterator[_Workers]:
                 await group.all("build")
                 if sft.checkpoint is not None:
                     await load_state(group, sft.checkpoint)
-                yield _Workers(group, saver, tracker, device_peak(trainer, config.actor.precision, platform))
+                yield _Workers(sft, group, saver, tracker, device_peak(trainer, config.actor.precision, platform))
             finally:
                 try:
                     await saver.close()
@@ -183,7 +186,7 @@ async def _workers(sft: Sft) -> AsyncIterator[_Workers]:
                     places.close()
 
 
-async def _train(sft: Sft, workers: _Workers, leaving: Leaving) -> None:
+async def _train(sft: Sft, leaving: Leaving, workers: _Workers) -> None:
     """Left: it was told to leave, and did after the step that ``sft.progress`` says."""
     trainer, clock = sft.config.trainer, Clock()
     group, saver, tracker = workers.group, workers.saver, workers.tracker
@@ -210,7 +213,7 @@ async def _train(sft: Sft, workers: _Workers, leaving: Leaving) -> None:
         # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
         if saver.failed or is_due(trainer.save_freq, step, sft.num_steps):
             with clock("save"):
-                await saver.save(_progress(sft))
+                await saver.save(workers.progress)
         leaving.unless_asked()
 
 
@@ -249,8 +252,3 @@ def batch_of(conversations: Sequence[Conversation]) -> TrainBatch:
         tokens_T=torch.tensor([token for each in conversations for token in each.tokens]),
         mask_T=torch.cat(masks),
     )
-
-
-def _progress(sft: Sft) -> Progress:
-    sft.progress.sampler = sft.sampler.state_dict()
-    return sft.progress

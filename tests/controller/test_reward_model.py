@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def score(answer: float | str | Exception, reward: RewardConfig | None = None, *
     engines = Engines(answer)
     model = RewardModel(encoder(**changes), engines, reward or RewardConfig(error_score=-7.0))  # type: ignore[arg-type]
     request = RewardRequest(("train/1", 0), "anything", "it is 5", None, num_tokens=9, max_tokens=10)
-    return asyncio.run(model.score(ASKED, request))
+    with closing(model):
+        return asyncio.run(model.score(ASKED, request))
 
 
 def test_the_answer_stands_where_the_template_puts_it() -> None:
