@@ -57,10 +57,9 @@ class Result:
 class NotingTrainWorker(TrainWorker):
     """Notes when it was busy: [begin, end), ``time.monotonic``, which all processes of a machine share."""
 
-    def call(self, message: bytes, *shard: object) -> Answer:
-        """As ever."""
+    def _answer(self, *told: Any) -> tuple[Answer, Any]:
         begin = time.monotonic()
-        answer = super().call(message, *shard)
+        answer = super()._answer(*told)
         self.__dict__.setdefault("spans", []).append((begin, time.monotonic()))
         return answer
 
