@@ -1,0 +1,88 @@
+"""The memory of a rollout rank: its weights beside the tables that updates are planned with, its cache by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from mcore_rl.config.engine import Precision
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
+from mcore_rl.families.registry import FAMILIES, model_of
+from mcore_rl.planning.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES, GIB, GRAPH_BYTES
+from mcore_rl.planning.serving import cache_bytes_per_token, rollout_weight_bytes, serving
+from mcore_rl.weights.rollout_table import RolloutTable, itemsize_of
+from tests.support import published
+
+LAYOUTS = ("tp=1", "tp=2", "tp=2,dp=2", "tp=2,ep=2", "tp=2,dp=2,ep=4", "dp=4,ep=4")
+CACHED = ModelConfig(
+    num_layers=3, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=4, head_dim=16,
+    vocab_size=1_000, max_position_embeddings=256,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(published.TINY))
+def test_weights_are_those_that_updates_write(name: str) -> None:
+    """By each family's own table, of which real vLLM is asked in tests/e2e/test_reshard_into_vllm.py."""
+    family, model = model_of(published.TINY[name])
+    looked_at = 0
+    for written in LAYOUTS:
+        layout = parse_rollout_layout(written)
+        if layout.ep > 1 and model.moe is None:
+            continue
+        table = RolloutTable(FAMILIES[family.name], model, layout)
+        for rank in range(layout.world_size):
+            stored = sum(prod(table.shape(each)) * itemsize_of(each.rule, 2) for each in table.tensors(rank))
+            assert rollout_weight_bytes(model, layout, 2) == stored, (written, rank)
+            looked_at += 1
+    assert looked_at >= 7
+
+
+def config(**changes: object) -> RolloutConfig:
+    return replace(
+        RolloutConfig(),
+        dtype=Precision.bfloat16,
+        max_prompt_length=40,
+        max_response_length=60,
+        max_num_seqs=8,
+        **changes,
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_the_cache_of_a_token_by_hand(tp: int, heads: int) -> None:
+    """3 layers, keys and values, heads of 16, 2 bytes; a rank has one head at least, which several may hold."""
+    assert cache_bytes_per_token(CACHED, config(tp=tp)) == 3 * 2 * heads * 16 * 2
+
+
+def test_the_cache_of_latent_attention_by_hand() -> None:
+    """DeepSeek-V3: 512 and 64 of each of 61 layers, whole on every rank; expanded, keys and values of 128 heads."""
+    model = model_of(published.FACTS["deepseek-ai/DeepSeek-V3"])[1]
+    assert cache_bytes_per_token(model, config(tp=8)) == 61 * (512 + 64) * 2
+    assert cache_bytes_per_token(model, config(tp=8), latent_attention=False) == 61 * 2 * 192 * 16 * 2
+
+
+def test_vllm_s_share_of_a_device_is_divided() -> None:
+    whole = serving(CACHED, config(gpu_memory_utilization=0.5, max_num_batched_tokens=512), device_bytes=80 * GIB)
+    assert whole.budget == whole.total == 40 * GIB
+    assert whole.overhead == CONTEXT_BYTES + GRAPH_BYTES
+    assert whole.cache == 40 * GIB - whole.weights - whole.working - whole.overhead
+    # 512 tokens of 4 hidden states and 1.5 products of 2 * 128; logits of 8 sequences, three times in float32
+    assert whole.working == 2 * 512 * (4 * 64 + 1.5 * 256) + 3 * 4 * 8 * 1_000
+    assert whole.per_sequence == 112 * 3 * 2 * 4 * 16 * 2  # 100 tokens are seven blocks of 16
+    assert whole.concurrency == whole.cache / whole.per_sequence
+    several = serving(CACHED, config(gpu_memory_utilization=0.5, tp=2, enforce_eager=True), device_bytes=80 * GIB)
+    assert several.overhead == CONTEXT_BYTES + COLLECTIVE_BYTES
+
+
+def test_what_does_not_fit_has_less_than_no_cache() -> None:
+    room = serving(CACHED, config(gpu_memory_utilization=0.01), device_bytes=GIB)
+    assert room.cache < 0 and room.concurrency == 0 and room.total > room.budget
+
+
+def test_a_cache_that_is_written_is_taken_as_it_is() -> None:
+    room = serving(CACHED, config(kv_cache_memory_bytes=10**8), device_bytes=None)
+    assert room.cache == 10**8 and room.overhead == room.budget == 0
+    assert serving(CACHED, config(), device_bytes=None).cache == GIB  # vLLM's own on the CPU

@@ -1,0 +1,169 @@
+"""Seconds of a step by hand, with rates that are round numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.engine import Device, EngineConfig, Precision, Recompute
+from mcore_rl.config.model import ModelConfig, MoeConfig
+from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.families.flops import forward_flops, matmul_parameters
+from mcore_rl.planning import timing
+from mcore_rl.planning.overheads import (
+    EXPERT_EFFICIENCY,
+    HOST_COLLECTIVE_GB_S,
+    HOST_LINK_GB_S,
+    LINK_EFFICIENCY,
+    MATMUL_EFFICIENCY,
+    MEMORY_EFFICIENCY,
+    STEP_LATENCY_S,
+)
+from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes
+from mcore_rl.planning.timing import Rates
+from mcore_rl.planning.training import Role, Work
+
+MODEL = ModelConfig(
+    num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2, head_dim=16,
+    vocab_size=1_024, max_position_embeddings=512,
+)  # fmt: skip
+EXPERTS = replace(MODEL, moe=MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=32))
+RATES = Rates(flops=1e12, memory=1e11, intra=1e10, inter=1e9, per_node=8, accelerator=True)
+WORK = Work(sequences=16, longest=128, mean=100.0)
+
+
+def role(layout: str = "", world_size: int = 1, model: ModelConfig = MODEL, **engine: object) -> Role:
+    settings = dict(precision=Precision.bfloat16, recompute=Recompute.none, microbatch_tokens=400)
+    config = EngineConfig(**(settings | engine))  # type: ignore[arg-type]
+    return Role("actor", model, config, parse_layout(layout), world_size, WORK, accelerator=True)
+
+
+def test_rates_are_shares_of_the_data_sheet() -> None:
+    cluster = ClusterConfig(
+        name="a", device=Device.cuda, device_name="NVIDIA H100 80GB HBM3", gpus_per_node=8, memory_gb_s=3_000.0,
+        intra_node_gb_s=400.0, inter_node_gb_s=50.0,
+    )  # fmt: skip
+    rates = Rates.of(cluster, 8, Precision.bfloat16)
+    assert rates.flops == pytest.approx(989.4e12 * MATMUL_EFFICIENCY, rel=1e-3)
+    assert Rates.of(cluster, 8, Precision.bfloat16, peak=500.0).flops == 500e12 * MATMUL_EFFICIENCY
+    assert (rates.memory, rates.intra, rates.inter) == (
+        3e12 * MEMORY_EFFICIENCY, 4e11 * LINK_EFFICIENCY, 5e10 * LINK_EFFICIENCY,
+    )  # fmt: skip
+
+
+def test_ranks_on_the_cpu_share_its_cores_and_memory() -> None:
+    cluster = ClusterConfig(name="b", cpus_per_node=4, memory_gb_s=40.0)
+    one, two = (Rates.of(cluster, ranks, Precision.float32) for ranks in (1, 2))
+    assert one.flops == 2 * two.flops and one.memory == 2 * two.memory and not one.accelerator
+
+
+def test_a_ring_by_hand() -> None:
+    """7 of 8 parts cross each link; the slow link counts as soon as the group leaves the node."""
+    assert RATES.ring(8e9, 8) == 7e9 / 1e10
+    assert RATES.ring(8e9, 16) == pytest.approx(7.5e9 / 1e9)
+    assert RATES.ring(8e9, 4, stride=4) == 6e9 / 1e9
+    assert RATES.ring(8e9, 1) == 0.0
+
+
+def test_products_of_one_rank_by_hand() -> None:
+    alone = role()
+    forward = forward_flops(MODEL, [100]) * 16 / 1e12
+    assert timing.score_s(alone, RATES, 16) == pytest.approx(forward)
+    assert timing.pass_s(alone, RATES, 16, train=True) == pytest.approx(3 * forward)
+    assert timing.pass_s(role(recompute=Recompute.full), RATES, 16, train=True) == pytest.approx(4 * forward)
+    assert timing.pass_s(role(world_size=4), RATES, 16, train=True) == pytest.approx(3 * forward / 4)
+
+
+def test_tensor_ranks_exchange_rows_four_times_a_layer() -> None:
+    row = 2 * 64 / 2 / 1e10  # bfloat16; half of it crosses the link
+    assert timing.layer_communication_s(role("tp=2", 2), RATES) == pytest.approx(4 * 4 * row)
+
+
+def test_context_ranks_gather_keys_and_values() -> None:
+    """2 groups of 16, keys and values, of both ranks."""
+    assert timing.layer_communication_s(role("cp=2", 2), RATES) == pytest.approx(4 * 2 * 2 * 2 * 16 * 2 / 2 / 1e10)
+
+
+def test_rows_travel_to_experts_and_back() -> None:
+    found = timing.layer_communication_s(role("ep=4", 4, EXPERTS), RATES)
+    assert found == pytest.approx(4 * 2 * (2 * 64 * 2) * 3 / 4 / 1e10)
+
+
+def test_experts_reach_less_of_the_peak_on_accelerators_alone() -> None:
+    assert timing.compute_flops_rate(EXPERTS, RATES) == 1e12 * EXPERT_EFFICIENCY
+    assert timing.compute_flops_rate(EXPERTS, replace(RATES, accelerator=False)) == 1e12
+
+
+def test_a_pipeline_waits_for_its_first_microbatch() -> None:
+    """16 sequences of 100 tokens are four microbatches: a bubble of a quarter, and rows are handed on twice."""
+    two = role("pp=2", 2)
+    forward = forward_flops(MODEL, [100]) * 16 / 1e12
+    handed = 1_600 * 2 * 64 * 2 / 1e10
+    expected = 3 * forward / 2 * two.imbalance * (1 + 1 / 4) + handed
+    assert two.imbalance > 1  # the projection to the vocabulary
+    assert timing.pass_s(two, RATES, 16, train=True) == pytest.approx(expected)
+
+
+def test_an_optimizer_step_by_hand() -> None:
+    """Gradients are read, the rank's quarter of moments and main weights read and written, both gathered over 4."""
+    four = role(world_size=4)
+    state = four.state(0)
+    expected = (state.gradients + 2 * state.optimizer) / 1e11 + 0.75 * (state.gradients + state.weights) / 1e10
+    assert timing.optimizer_s(four, RATES) == pytest.approx(expected)
+    whole = timing.update_s(four, RATES, 32, 2)
+    assert whole == pytest.approx(timing.pass_s(four, RATES, 32, train=True) + 2 * expected)
+
+
+def rollout(**changes: object) -> RolloutConfig:
+    settings = dict(dtype=Precision.bfloat16, n=4, max_response_length=200, max_num_seqs=1_000)
+    return replace(RolloutConfig(), **(settings | changes))  # type: ignore[arg-type]
+
+
+def room(cache: int) -> Serving:
+    return Serving(weights=0, working=0, overhead=0, budget=0, cache=cache, per_sequence=1)
+
+
+def test_generation_by_hand() -> None:
+    """Eight prompts of 50 tokens, four responses of 100 each, all at once: 200 steps, each with half of them."""
+    config = rollout()
+    held = cache_bytes_per_token(MODEL, config) * 100  # prompt and half of the response
+    weights = rollout_weight_bytes(MODEL, config.layout, 2)
+    stream, products = (weights + 16 * held) / 1e11, 2 * matmul_parameters(MODEL) * 16 / 1e12
+    prompts = forward_flops(MODEL, [50]) * 8 / 1e12  # each read once: the prefix cache
+    expected = 200 * (max(stream, products) + STEP_LATENCY_S) + prompts
+    assert timing.generate_s(MODEL, config, room(32 * held), RATES, 8, 50, 100) == pytest.approx(expected)
+
+
+def test_a_small_cache_draws_in_turns() -> None:
+    held = cache_bytes_per_token(MODEL, rollout()) * 100
+    found = [timing.generate_s(MODEL, rollout(), room(many * held), RATES, 8, 50, 100) for many in (32, 8, 4)]
+    # 3,200 tokens: of 8 at once 400 steps, of 4 at once 800
+    assert found[1] - found[0] == pytest.approx(200 * STEP_LATENCY_S, rel=0.05)
+    assert found[2] - found[1] == pytest.approx(400 * STEP_LATENCY_S, rel=0.05)
+    assert timing.generate_s(MODEL, rollout(max_num_seqs=8), room(32 * held), RATES, 8, 50, 100) == found[1]
+
+
+def test_experts_that_nobody_chose_are_not_read() -> None:
+    """One sequence touches 2 of 8 experts; a hundred all of them."""
+    config = rollout()
+    whole = rollout_weight_bytes(EXPERTS, config.layout, 2)
+    experts = 4 * 8 * 3 * 64 * 32 * 2
+    assert timing._streamed_bytes(EXPERTS, config, 2, 1) == pytest.approx(whole - 0.75 * experts)
+    assert timing._streamed_bytes(EXPERTS, config, 2, 100) == pytest.approx(whole)
+
+
+def test_weights_take_the_slowest_way_that_they_must() -> None:
+    alone = role()
+    sent = alone.state(0).weights
+    assert timing.weights_s(alone, 1, RATES, separate=True, single=False) == sent / 1e9
+    assert timing.weights_s(alone, 1, RATES, separate=False, single=False) == sent / (HOST_COLLECTIVE_GB_S * 1e9)
+    assert timing.weights_s(alone, 1, RATES, separate=False, single=True) == 2 * sent / 1e11
+    assert timing.weights_s(alone, 3 * sent, RATES, separate=True, single=False) == 3 * sent / 1e9
+
+
+def test_moving_by_hand() -> None:
+    assert timing.move_s(1e9, RATES) == 1 / HOST_LINK_GB_S
+    assert timing.move_s(1e9, replace(RATES, accelerator=False)) == 1e9 / 5e10
