@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from mcore_rl.parallel.phase import read_slot
 from mcore_rl.planning.overheads import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,10 +50,14 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Of one run, in bytes of each of ``KINDS``; phase: of the largest peak that was predicted."""
+    """Of one run, in bytes of each of ``KINDS``.
+
+    phase: of the largest peak that was predicted.  doing: what the first training process did when most was measured.
+    """
 
     case: str
     phase: str
+    doing: str
     predicted: dict[str, int]
     measured: dict[str, int]
 
@@ -130,14 +135,15 @@ def name_of(process: psutil.Process) -> str:
 def measure(case: str, folder: Path, log: Path) -> Found:
     """One run to its end."""
     run = folder / "run" / "".join(filter(str.isalnum, case))
-    most: dict[str, int] = {}
+    most, doing = dict[str, int](), ""
     with log.open("w") as said:
         process = subprocess.Popen(command(folder, run, *CASES[case]), stdout=said, stderr=subprocess.STDOUT)
         lines = run / "metrics.jsonl"
         while process.poll() is None:
             if lines.exists() and lines.stat().st_size:
                 now = sizes(psutil.Process(process.pid))
-                most = max(most, now, key=lambda each: sum(each.values()))
+                if sum(now.values()) > sum(most.values()):
+                    most, doing = now, read_slot(memoryview((run / "logs" / "actor-rank-0.phase").read_bytes()))
             time.sleep(PERIOD_S)
     if process.returncode:
         raise SystemExit(f"{case}: the run ended with {process.returncode}\n{log.read_text()[-3000:]}")
@@ -146,7 +152,7 @@ def measure(case: str, folder: Path, log: Path) -> Found:
     predicted = dict.fromkeys(KINDS, 0)
     for part in largest["parts"]:
         predicted[kind_of(part["part"])] += part["num_bytes"]
-    return Found(case=case, phase=largest["phase"], predicted=predicted, measured=most)
+    return Found(case=case, phase=largest["phase"], doing=doing, predicted=predicted, measured=most)
 
 
 def kind_of(part: str) -> str:
@@ -159,13 +165,13 @@ def kind_of(part: str) -> str:
 def report_table(rows: Sequence[Found]) -> Table:
     """One row a run."""
     table = Table(title="peak memory of a run on the CPU, GiB, predicted / measured")
-    for heading in ("case", "largest in", "all", *KINDS, "ratio"):
-        table.add_column(heading, justify="left" if heading in ("case", "largest in") else "right")
+    for heading in ("case", "largest in", "really in", "all", *KINDS, "ratio"):
+        table.add_column(heading, justify="left" if heading in ("case", "largest in", "really in") else "right")
     for row in rows:
         pairs = [(sum(row.predicted.values()), sum(row.measured.values()))]
         pairs += [(row.predicted[kind], row.measured[kind]) for kind in KINDS]
         values = [f"{predicted / GIB:.2f} / {measured / GIB:.2f}" for predicted, measured in pairs]
-        table.add_row(row.case, row.phase, *values, f"{row.ratio:.3f}")
+        table.add_row(row.case, row.phase, row.doing, *values, f"{row.ratio:.3f}")
     return table
 
 

@@ -20,7 +20,7 @@ from mcore_rl.config.launch import LAUNCH, load_cluster, load_recipe, recipe_nam
 from mcore_rl.config.recipe import PublishedConfig, RecipeConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.planning.plan import Plan, plan, plan_sft
+from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.recipes import num_steps, recipe_model
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "baselines.md"
@@ -113,7 +113,7 @@ def planned(name: str) -> tuple[Plan, int]:
     """The plan of a recipe on its own cluster, and its steps."""
     run = recipe(name)
     model, cluster = recipe_model(run.recipe), load_cluster(run.recipe.cluster)
-    made = plan(run, model, cluster) if isinstance(run, RunConfig) else plan_sft(run, model, cluster)
+    made = plan(run, model, cluster)
     return made, num_steps(run)
 
 

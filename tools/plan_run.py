@@ -29,7 +29,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, McoreRLError, Violation
 from mcore_rl.families.registry import model_of
-from mcore_rl.planning.plan import Plan, plan, plan_sft
+from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.recipes import recipe_model
 from mcore_rl.planning.search import Found, refusal, search
 from mcore_rl.planning.tables import plan_page, plan_tables, plan_values, search_tables, search_values
@@ -95,8 +95,8 @@ def write(options: argparse.Namespace, planned: Plan, found: Found | None) -> No
 
 def searched(options: argparse.Namespace, run: RunConfig | SftConfig, cluster: ClusterConfig) -> int:
     """``--search``: the best is planned and written, whether or not the run as it stands fits."""
-    if isinstance(run, SftConfig) or not cluster.gpus_per_node:
-        problem = "searches layouts of reinforcement learning on accelerators"
+    if not cluster.gpus_per_node:
+        problem = "searches layouts of accelerators"
         raise ConfigError([Violation("--search", "", problem, "Leave it out, or name a cluster with GPUs")])
     found = search(run, model_for(run), cluster, limit=options.limit)
     console = Console()
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.search:
             return searched(options, run, cluster)
         model = model_for(run)
-        planned = plan(run, model, cluster) if isinstance(run, RunConfig) else plan_sft(run, model, cluster)
+        planned = plan(run, model, cluster)
         Console().print(plan_tables(planned))
         write(options, planned, None)
         if planned.fits:

@@ -35,7 +35,7 @@ from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
-from mcore_rl.planning.plan import plan, plan_sft
+from mcore_rl.planning.plan import plan
 from mcore_rl.planning.recipes import recipe_model
 
 TEMPLATE = Path(__file__).with_name("train.sbatch")
@@ -131,7 +131,7 @@ def _violations(job: Job) -> list[Violation]:
     if found or not run.recipe.checkpoint:
         return found
     model = recipe_model(run.recipe)
-    planned = plan(run, model, cluster) if isinstance(run, RunConfig) else plan_sft(run, model, cluster)
+    planned = plan(run, model, cluster)
     return list(planned.violations)
 
 

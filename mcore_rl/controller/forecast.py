@@ -15,7 +15,7 @@ from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.controller.notices import note
 from mcore_rl.parallel.device import Platform, num_cores
 from mcore_rl.planning.overheads import GIB, device_rates
-from mcore_rl.planning.plan import Plan, plan, plan_sft
+from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.search import refusal
 from mcore_rl.planning.tables import plan_values, short_line
 from mcore_rl.tracking.atomic import replaced
@@ -32,10 +32,7 @@ def forecast(
     Raises ConfigError where it does not fit, with the numbers and, on accelerators, the nearest settings that do.
     """
     cluster = cluster_at_hand(config.trainer, platform)
-    if isinstance(config, SftConfig):
-        planned = plan_sft(config, model, cluster)
-    else:
-        planned = plan(config, model, cluster, critic)
+    planned = plan(config, model, cluster, critic)
     if not planned.fits:
         raise refusal(planned, config, model, cluster)
     note(short_line(planned))

@@ -10,6 +10,7 @@ vendor's runtime and with Ray, on which devices they see.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform as machine
@@ -240,9 +241,11 @@ def reset_peak_memory(platform: Platform) -> None:
 
 
 def empty_cache(platform: Platform) -> None:
-    """Give memory that torch's allocator holds but nobody uses back to the device; the CPU allocator holds none."""
+    """Give memory that an allocator holds but nobody uses back: torch's to the device, glibc's to the system."""
     if platform.is_accelerator:
         torch.cuda.empty_cache()
+    elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # it keeps what was freed below 32 MiB (mallopt(3))
 
 
 def pinned_empty_like(platform: Platform, tensor: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.planning.overheads import (
     COLLECTIVE_BYTES,
     CONTEXT_BYTES,
+    CPU_CONTROLLER_BYTES,
     CPU_ENGINE_BYTES,
+    CPU_ENGINE_RANK_BYTES,
     CPU_PROCESS_BYTES,
     FRAGMENTATION,
     HEAP_BYTES_PER_PARAMETER,
@@ -40,7 +42,8 @@ class Site:
 
     device_bytes: of one accelerator; None on the CPU.  host_bytes: of one node.  per_node, num_nodes: training ranks of
     a node, and its nodes.  colocated: the engines share the trainer's devices.  engines_per_node: rollout ranks of a
-    node.  snapshot: the reference's weights are kept.  saves: checkpoints are written beside the run.
+    node.  ranks_per_engine: of those, what one engine
+    has.  snapshot: the reference's weights are kept.  saves: checkpoints are written beside the run.
     reward_model: bytes that its engine may take of a device, on the CPU of the machine; 0 is none.
     """
 
@@ -52,6 +55,7 @@ class Site:
     engines_per_node: int
     snapshot: bool
     saves: bool
+    ranks_per_engine: int = 1
     reward_model: int = 0
 
 
@@ -243,33 +247,48 @@ def _saved(role: Role, optimizer_bytes: int) -> int:
 
 def _on_cpu(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator[Peak]:
     """All processes of a machine together, each rank by its own stage."""
-    fixed: list[Part] = [("processes", site.per_node * len(roles) * (CPU_PROCESS_BYTES + RAY_ACTOR_BYTES), False)]
-    if room is not None:
-        engines = site.engines_per_node
-        fixed += [
-            ("engine processes", engines * CPU_ENGINE_BYTES, False),
-            ("engine weights", engines * room.weights, True),
-            ("cache of keys and values", engines * room.cache, False),
-            ("reward model", site.reward_model, False),
-        ]
+    away = room is not None and site.colocated
+    fixed: list[Part] = [
+        ("processes", site.per_node * len(roles) * (CPU_PROCESS_BYTES + RAY_ACTOR_BYTES), False),
+        ("controller and Ray", CPU_CONTROLLER_BYTES, False),
+        *(_engine_parts(room, site) if room is not None else ()),
+    ]
     if site.snapshot:
         weights = [("reference weights", roles[0].state(stage).weights, True) for stage in range(roles[0].layout.pp)]
         fixed += _over_node(roles[0], site, [[part] for part in weights])
-    states = []
-    for role in roles:
-        states += _over_node(role, site, [state_parts(role, stage) for stage in range(role.layout.pp)])
     for phase in (Phase.logprobs, Phase.update) if room is not None else (Phase.update,):
         found = []
         for role in roles:
             stages = range(role.layout.pp)
             steps = [role.training(stage) if phase is Phase.update else role.scoring(stage) for stage in stages]
             step = _over_node(role, site, [step_parts(role, each, stage) for stage, each in enumerate(steps)])
+            at_work = role if phase is Phase.update else None
+            states = [part for each in roles for part in _state_on_cpu(each, site, away and each is not at_work)]
             found.append(_peak(phase, Place.device, role.name, [*states, *step, *fixed], site.host_bytes))
         yield max(found, key=lambda peak: peak.num_bytes)
     if room is not None:
-        kept = [part for part in states if not part[0].endswith("gradients")]
-        working: Part = ("engine working memory", site.engines_per_node * room.working, False)
-        yield _peak(Phase.rollout, Place.device, "all processes", [*kept, working, *fixed], site.host_bytes)
+        states = [part for role in roles for part in _state_on_cpu(role, site, away)]
+        yield _peak(Phase.rollout, Place.device, "all processes", [*states, *fixed], site.host_bytes)
+
+
+def _engine_parts(room: Serving, site: Site) -> list[Part]:
+    """Of all engines of a machine; what a forward pass takes is below what glibc gives back."""
+    ranks = site.engines_per_node
+    processes = ceil(ranks / site.ranks_per_engine) * CPU_ENGINE_BYTES + ranks * CPU_ENGINE_RANK_BYTES
+    return [
+        ("engine processes", processes, False),
+        ("engine weights", ranks * room.weights, True),
+        ("engine weights, packed besides", ranks * room.packed, True),
+        ("engine working memory", ranks * room.working, False),
+        ("cache of keys and values", ranks * room.cache, False),
+        ("reward model", site.reward_model, False),
+    ]
+
+
+def _state_on_cpu(role: Role, site: Site, away: bool) -> list[Part]:
+    """Of all ranks of a machine.  away: gradients are freed; there is no other memory to go to for the rest."""
+    parts = _over_node(role, site, [state_parts(role, stage) for stage in range(role.layout.pp)])
+    return [part for part in parts if not (away and part[0].endswith("gradients"))]
 
 
 def _over_node(role: Role, site: Site, stages: Sequence[Sequence[Part]]) -> list[Part]:

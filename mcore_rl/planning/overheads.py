@@ -20,8 +20,11 @@ RAY_ACTOR_BYTES = 120 * 2**20
 HEAP_LIMIT_BYTES = 32 * 2**20
 HEAP_BYTES_PER_PARAMETER = 3.8
 HEAP_SHARE = 0.35
-# vLLM's processes of an engine of one rank on the CPU, without weights and cache (730 MiB resident with 64 MiB cache).
-CPU_ENGINE_BYTES = 670 * 2**20
+# An engine on the CPU: its Ray actor (200 MiB) and the process that takes its requests (440 MiB); and each of its
+# ranks, without weights and cache.  Proportional set sizes, as of the controller with Ray's own processes.
+CPU_ENGINE_BYTES = 640 * 2**20
+CPU_ENGINE_RANK_BYTES = 500 * 2**20
+CPU_CONTROLLER_BYTES = 800 * 2**20
 # Of an accelerator, per process: the context with its loaded kernels (H100: 500 to 600 MB by nvidia-smi), and the
 # workspaces of the matrix library (32 MiB a stream since Hopper).
 CONTEXT_BYTES = int(0.6 * GIB)

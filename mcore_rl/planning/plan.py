@@ -1,6 +1,6 @@
 """A plan: what a run needs of each device, node and disk in each phase, whether that is there, and how long a step is.
 
-``plan`` for reinforcement learning, ``plan_sft`` for supervised fine-tuning.  Nothing is started, read or downloaded.
+Of reinforcement learning and of supervised fine-tuning.  Nothing is started, read or downloaded.
 Weights, gradients and optimizer state are exact; all else is an estimate (docs/planning.md says how good).
 """
 
@@ -14,20 +14,26 @@ from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig, model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.placement import engine_place_violations
-from mcore_rl.config.rollout import rollout_violations
+from mcore_rl.config.rollout import CPU_KV_CACHE_BYTES, rollout_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.planning.memory import Site, checkpoint_bytes, peaks
-from mcore_rl.planning.overheads import CPU_ENGINE_BYTES, GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
+from mcore_rl.planning.overheads import (
+    CPU_ENGINE_BYTES,
+    CPU_ENGINE_RANK_BYTES,
+    GIB,
+    MEAN_PROMPT_SHARE,
+    MEAN_RESPONSE_SHARE,
+)
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row
-from mcore_rl.planning.serving import CPU_CACHE_BYTES, Serving, serving
+from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.timing import Rates, generate_s, move_s, score_s, update_s, weights_s
 from mcore_rl.planning.training import Role, Work
 
-__all__ = ["Peak", "Phase", "Place", "Plan", "Row", "plan", "plan_sft"]
+__all__ = ["Peak", "Phase", "Place", "Plan", "Row", "plan"]
 
 KEYS = {
     Phase.rollout: "rollout.gpu_memory_utilization",
@@ -38,12 +44,18 @@ KEYS = {
 }
 
 
-def plan(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, critic: ModelConfig | None = None) -> Plan:
-    """Of ``mcore-rl train`` with ``run`` on ``cluster``.
+def plan(
+    run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfig, critic: ModelConfig | None = None
+) -> Plan:
+    """Of ``mcore-rl train`` or ``sft`` with ``run`` on ``cluster``.
 
     model: the policy's.  critic: of the critic where it starts from another checkpoint; None is ``model``.
     Raises ConfigError where a layout fits neither model nor world, so that there is nothing to plan.
     """
+    return _plan_sft(run, model, cluster) if isinstance(run, SftConfig) else _plan_run(run, model, cluster, critic)
+
+
+def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, critic: ModelConfig | None) -> Plan:
     world, colocated = run.trainer.world_size, run.trainer.placement is Placement.colocated
     refuse_if_any(_misfits(run, model, critic or model, cluster))
     roles = [_role("actor", model, run.actor, run.actor.parallel, run, cluster)]
@@ -60,6 +72,7 @@ def plan(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, critic: Mod
         num_nodes=run.trainer.nnodes,
         colocated=colocated,
         engines_per_node=-(-engines // run.trainer.nnodes) if colocated else min(per_node, engines),
+        ranks_per_engine=run.rollout.layout.tp * run.rollout.layout.engine_dp,
         snapshot=run.needs_reference,
         saves=run.trainer.save_freq > 0 and run.trainer.async_save,
         reward_model=_reward_model_bytes(run, device_bytes),
@@ -82,13 +95,11 @@ def plan(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, critic: Mod
     )
 
 
-def plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> Plan:
-    """Of ``mcore-rl sft`` with ``config`` on ``cluster``; else as ``plan``."""
-    trainer, longest = config.trainer, config.data.max_length
+def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> Plan:
+    trainer, work = config.trainer, sft_work(config)
     found = [*model_violations(model), *_cluster_misfits(trainer, cluster)]
     found += _layout_misfits(model, config.actor.parallel, trainer.world_size, "actor")
     refuse_if_any(found)
-    work = Work(sequences=config.data.train_batch_size, longest=longest, mean=longest * MEAN_RESPONSE_SHARE)
     accelerator = cluster.gpus_per_node > 0
     role = Role("actor", model, config.actor, config.actor.parallel, trainer.world_size, work, accelerator=accelerator)
     per_node = trainer.n_gpus_per_node
@@ -115,7 +126,7 @@ def plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> P
         seconds=seconds,
         violations=_too_large(all_peaks),
         tokens={"trained": work.sequences * work.mean},
-        notes=_notes(config.actor, longest, "actor"),
+        notes=_notes(config.actor, work.longest, "actor"),
     )
 
 
@@ -140,8 +151,15 @@ def _reward_model_bytes(run: RunConfig, device_bytes: int | None) -> int:
     if not judge.enable:
         return 0
     if device_bytes is None:
-        return judge.layout.world_size * (CPU_ENGINE_BYTES + (judge.kv_cache_memory_bytes or CPU_CACHE_BYTES))
+        ranks, cache = judge.layout.world_size, judge.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
+        return ranks // judge.tp * CPU_ENGINE_BYTES + ranks * (CPU_ENGINE_RANK_BYTES + cache)
     return int(judge.gpu_memory_utilization * device_bytes)
+
+
+def sft_work(config: SftConfig) -> Work:
+    """Of an optimizer step of fine-tuning."""
+    longest = config.data.max_length
+    return Work(sequences=config.data.train_batch_size, longest=longest, mean=longest * MEAN_RESPONSE_SHARE)
 
 
 def rl_work(run: RunConfig, mini: int) -> Work:

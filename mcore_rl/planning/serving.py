@@ -2,7 +2,8 @@
 
 vLLM (0.32) takes ``gpu_memory_utilization`` of a device, subtracts weights, graphs and what a forward pass of its
 longest batch was seen to take, and makes the rest cache (``determine_available_memory`` in v1/worker/gpu_worker.py).
-On the CPU the cache is what is asked for, or 1 GiB.
+On the CPU the cache is what is asked for, or 1 GiB, and the embedding and the output projection are there twice: plain,
+and packed as every product's weight is (``rollout/live_weights.py``).
 """
 
 from __future__ import annotations
@@ -11,13 +12,20 @@ from dataclasses import dataclass
 from math import prod
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rollout import BYTES, RolloutLayout, ServingConfig, kv_bytes_per_token
+from mcore_rl.config.rollout import (
+    BYTES,
+    CPU_BATCHED_TOKENS,
+    CPU_KV_CACHE_BYTES,
+    VOCAB_PADDING,
+    RolloutLayout,
+    ServingConfig,
+    kv_bytes_per_token,
+)
 from mcore_rl.families.rules import Axis, Rule, Stage
-from mcore_rl.planning.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES, GIB, GRAPH_BYTES
+from mcore_rl.planning.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES, GRAPH_BYTES
 from mcore_rl.planning.states import family_for
 
 BATCHED_TOKENS = 8192  # of one step of vLLM on large devices, where max_num_batched_tokens is not given
-CPU_CACHE_BYTES = GIB  # rollout/environment.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +34,7 @@ class Serving:
 
     weights: exact.  working: of a forward pass over its longest batch.  overhead: context, communicators, graphs.
     budget: what vLLM may take in all.  cache: of keys and values; negative where nothing is left.  per_sequence: of
-    it, a sequence of the greatest length.
+    it, a sequence of the greatest length.  packed: on the CPU, of weights that are there plain too.
     """
 
     weights: int
@@ -35,6 +43,7 @@ class Serving:
     budget: int
     cache: int
     per_sequence: int
+    packed: int = 0
 
     @property
     def concurrency(self) -> float:
@@ -55,12 +64,18 @@ def serving(
     weights = rollout_weight_bytes(model, layout, BYTES[config.dtype], latent_attention=latent_attention)
     per_token = cache_bytes_per_token(model, config, latent_attention=latent_attention)
     per_sequence = -(-config.max_model_len // 16) * 16 * per_token  # blocks of 16 tokens
-    working = _working_bytes(model, config)
+    working = _working_bytes(model, config, CPU_BATCHED_TOKENS if device_bytes is None else BATCHED_TOKENS)
     if device_bytes is None:
-        cache = config.kv_cache_memory_bytes or CPU_CACHE_BYTES
+        rows = -(-model.vocab_size // VOCAB_PADDING) * VOCAB_PADDING // layout.tp
         return Serving(
-            weights=weights, working=working, overhead=0, budget=0, cache=cache, per_sequence=per_sequence
-        )  # fmt: skip
+            weights=weights,
+            working=working,
+            overhead=0,
+            budget=0,
+            cache=config.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES,
+            per_sequence=per_sequence,
+            packed=rows * model.hidden_size * BYTES[config.dtype] * (1 if model.tie_output else 2),
+        )
     overhead = CONTEXT_BYTES + (COLLECTIVE_BYTES if layout.world_size > 1 else 0)
     overhead += 0 if config.enforce_eager else GRAPH_BYTES
     budget = int(config.gpu_memory_utilization * device_bytes)
@@ -107,10 +122,10 @@ def _rule_bytes(rule: Rule, model: ModelConfig, layout: RolloutLayout, itemsize:
     return elements * layers * (4 if rule.dtype == "float32" else itemsize)
 
 
-def _working_bytes(model: ModelConfig, config: ServingConfig) -> int:
+def _working_bytes(model: ModelConfig, config: ServingConfig, batched_tokens: int) -> int:
     """Of a step: a few hidden states and the widest product of all its tokens; logits of its sequences, in float32."""
     size, tp = BYTES[config.dtype], config.tp
-    tokens = config.max_num_batched_tokens or max(BATCHED_TOKENS, config.max_model_len)
+    tokens = config.max_num_batched_tokens or max(batched_tokens, config.max_model_len)
     tokens = max(tokens, config.max_num_seqs)
     width = 2 * model.ffn_hidden_size / tp
     if model.moe is not None:

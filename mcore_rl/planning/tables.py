@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from mcore_rl.config.run import RunConfig
 from mcore_rl.planning.overheads import GIB
 from mcore_rl.planning.peaks import Peak, Place, Plan, Row
 from mcore_rl.planning.search import Found, reasons_by_count
@@ -106,7 +107,8 @@ def _time_rows(plan: Plan) -> list[tuple[str, str, str]]:
 def _search_rows(found: Found) -> list[list[str]]:
     rows = []
     for each in found.best:
-        actor, rollout = each.run.actor, each.run.rollout
+        actor = each.run.actor
+        rollout = each.run.rollout if isinstance(each.run, RunConfig) else None
         layout = {name: getattr(actor.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
         written = ",".join(f"{name}={size}" for name, size in layout.items() if size > 1) or "all 1"
         rows.append(
@@ -114,7 +116,7 @@ def _search_rows(found: Found) -> list[list[str]]:
                 seconds_text(each.plan.step_s),
                 written,
                 f"{actor.recompute.value}, {actor.microbatch_tokens}",
-                f"{rollout.layout}, {rollout.gpu_memory_utilization:g}",
+                "" if rollout is None else f"{rollout.layout}, {rollout.gpu_memory_utilization:g}",
                 "; ".join(each.reasons),
             ]
         )

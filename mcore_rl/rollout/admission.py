@@ -16,6 +16,7 @@ from pathlib import Path
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import (
     BYTES,
+    CPU_KV_CACHE_BYTES,
     RolloutConfig,
     ServingConfig,
     context_violations,
@@ -25,7 +26,7 @@ from mcore_rl.config.rollout import (
 from mcore_rl.errors import RolloutError, Violation, refuse_if_any
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform
-from mcore_rl.rollout.environment import CPU_KV_CACHE_BYTES, has_tokenizer
+from mcore_rl.rollout.environment import has_tokenizer
 from mcore_rl.rollout.protocol import Request, Sampling
 from mcore_rl.weights.hf_directory import Checkpoint
 

@@ -14,12 +14,10 @@ from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig
-from mcore_rl.config.rollout import RolloutConfig, ServingConfig
+from mcore_rl.config.rollout import CPU_BATCHED_TOKENS, CPU_KV_CACHE_BYTES, RolloutConfig, ServingConfig
 from mcore_rl.parallel.device import Platform, consistent_environment, num_cores
 from mcore_rl.tracking.secrets import secret_names
 
-CPU_KV_CACHE_BYTES = 2**30  # where none are asked for; vLLM would take gpu_memory_utilization of the machine
-CPU_BATCHED_TOKENS = 4096  # of one step, where no number is asked for
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 

@@ -29,11 +29,6 @@ from mcore_rl.runtime.cluster import ray_cluster
 from tests.support import shadows
 
 NAMES = [name for name in recipe_names() if not name.startswith("arithmetic")]
-# Every algorithm and every family, and between them every axis; half a minute each where two cores are all there is.
-DEFAULT = (
-    "deepseek_7b_ppo", "deepseek_v3_grpo", "gemma2_2b_sft", "mixtral_8x22b_rloo", "qwen25_7b_remax",
-    "qwen25_math_7b_dapo", "qwen2_7b_gpg", "qwen3_30b_a3b_grpo",
-)  # fmt: skip
 
 
 @dataclass
@@ -79,9 +74,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.thorough) for name in NAMES]
-)
+@pytest.fixture(scope="module", params=NAMES)
 def trained(request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     name, directory = request.param, tmp_path_factory.mktemp("run")
     config = shadow(name, task, directory)

@@ -17,7 +17,7 @@ from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import model_of
 from mcore_rl.planning.overheads import GIB
-from mcore_rl.planning.plan import Phase, Place, Plan, plan, plan_sft
+from mcore_rl.planning.plan import Phase, Place, Plan, plan
 from tests.support import models, published
 
 H100 = load_cluster("nvidia_h100")
@@ -184,7 +184,7 @@ def test_fine_tuning_is_planned_without_engines() -> None:
     config.actor.microbatch_tokens, config.data.max_length = 8192, 1024
     config.trainer.n_gpus_per_node = 8
     config.actor.parallel.tp = 2
-    planned = plan_sft(config, QWEN, H100)
+    planned = plan(config, QWEN, H100)
     assert planned.fits and set(planned.seconds) == {"update_actor"} and planned.concurrency is None
     assert {peak.phase for peak in planned.peaks} == {Phase.update, Phase.save}
     assert part(planned, Phase.update, "actor weights") == part(

@@ -52,7 +52,11 @@ def test_a_search_writes_the_first(tool: ModuleType, tmp_path: Path, capsys: pyt
 def test_fine_tuning_too(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["recipe=gemma2_2b_sft"]) == 0
     assert "update_actor" in capsys.readouterr().out
-    assert tool.main(["recipe=gemma2_2b_sft", "--search"]) == 2
+    assert tool.main(["recipe=gemma2_2b_sft", "--search"]) == 0
+    said = capsys.readouterr().out
+    assert "actor.parallel.tp=" in said and "rollout." not in said
+    assert tool.main(["recipe=gemma2_2b_sft", "cluster=cpu", "--search"]) == 2
+    assert "searches layouts of accelerators" in capsys.readouterr().err
 
 
 def test_a_directory_of_ones_own(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

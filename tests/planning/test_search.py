@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from mcore_rl.config.engine import Recompute
 from mcore_rl.config.launch import load_cluster, load_recipe
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import layout_violations
+from mcore_rl.planning.layouts import layouts, microbatches
 from mcore_rl.planning.plan import plan
-from mcore_rl.planning.search import Found, layouts, microbatches, nearest_that_fit, overrides_of, refusal, search
+from mcore_rl.planning.search import Found, nearest_that_fit, overrides_of, refusal, search
 from tests.support import models, published
 
 H100 = load_cluster("nvidia_h100")
@@ -58,6 +61,35 @@ def test_the_overrides_compose_to_what_was_planned() -> None:
     composed = load_recipe("mixtral_8x7b_rloo", overrides_of(changed))
     assert isinstance(composed, RunConfig)
     assert (composed.actor, composed.rollout) == (changed.actor, changed.rollout)
+
+
+def fine_tuning() -> SftConfig:
+    config = SftConfig()
+    config.trainer.n_gpus_per_node, config.data.train_batch_size, config.data.max_length = 8, 64, 8192
+    return config
+
+
+def test_fine_tuning_is_searched_without_engines() -> None:
+    found = search(fine_tuning(), QWEN, H100, limit=3)
+    seconds = [each.plan.step_s for each in found.best]
+    assert len(seconds) == 3 and seconds == sorted(seconds)
+    for each in found.best:
+        assert isinstance(each.run, SftConfig)
+        assert each.run.data == fine_tuning().data and each.run.actor.optim == fine_tuning().actor.optim
+        assert not any(word.startswith(("rollout", "critic")) for word in each.overrides)
+    for tp, recompute in product((1, 2, 4), Recompute):  # an exhaustive look at a few settings, by ``plan`` alone
+        config = fine_tuning()
+        config.actor.parallel.tp, config.actor.recompute, config.actor.microbatch_tokens = tp, recompute, 8192
+        planned = plan(config, QWEN, H100)
+        assert not planned.fits or planned.step_s >= seconds[0]
+
+
+def test_fine_tuning_that_does_not_fit_is_told_what_does() -> None:
+    config = fine_tuning()
+    config.actor.recompute, config.actor.microbatch_tokens = Recompute.none, 131072
+    planned = plan(config, QWEN, H100)
+    assert not planned.fits
+    assert "Nearest settings that fit: actor." in str(refusal(planned, config, QWEN, H100))
 
 
 def test_refusals_are_counted_by_why() -> None:

@@ -1,0 +1,119 @@
+"""The layouts that a model can be trained in on a cluster, and which of them fit, by the code that plans a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TypeVar
+
+from mcore_rl.config.engine import EngineConfig, Recompute
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.parallel.layout import Layout, balanced_layers, divisor_limits, divisors
+from mcore_rl.planning.memory import Site, peaks
+from mcore_rl.planning.peaks import Phase
+from mcore_rl.planning.serving import Serving
+from mcore_rl.planning.states import ModelSizes, States
+from mcore_rl.planning.training import Role, Work
+
+E = TypeVar("E", bound=EngineConfig)
+MAX_VPP = 4
+MAX_CP = 16
+SHORTEST_CP = 4096  # tokens of a sequence that a context rank must have at least, for its work to hide the exchange
+MAX_EP_NODES = 4  # nodes that the experts of a layer may be spread over
+MICROBATCH_FACTORS = (1, 2, 4)  # times the longest sequence
+LEAST_MICROBATCH = 4096  # tokens, where sequences are short
+
+
+@dataclass(frozen=True)
+class Training:
+    """What fits while it trains.  tokens: of a microbatch.  roles: the actor, then the critic where there is one."""
+
+    parallel: ParallelConfig
+    recompute: Recompute
+    tokens: int
+    roles: tuple[Role, ...]
+
+    def of(self, role: E) -> E:
+        """The settings of ``role``, so."""
+        changes = dict(
+            parallel=self.parallel, recompute=self.recompute, microbatch_tokens=self.tokens, microbatch_sequences=None
+        )
+        return replace(role, **changes)  # type: ignore[arg-type]  # parallel: of all that are trained
+
+
+def trainings(
+    engines: Mapping[str, EngineConfig],
+    model: ModelConfig,
+    world_size: int,
+    work: Work,
+    site: Site,
+    room: Serving | None,
+    refused: Counter[str],
+) -> Iterator[Training]:
+    """Those that fit, each with the least recompute that does.
+
+    engines: the settings of each role; all roles have one layout.  room: of a rollout rank; None where nothing is
+    drawn.  refused: counts why others do not.
+    """
+    sizes = {name: ModelSizes(model, critic=name == "critic") for name in engines}
+    precision = engines["actor"].precision
+    for parallel in layouts(model, world_size, site.per_node, work.longest):
+        layout = Layout.of(parallel, world_size)
+        if work.sequences < layout.dp:
+            refused[f"fewer than one sequence for each of dp={layout.dp} ranks in a minibatch"] += 1
+            continue
+        states = {name: States(sizes[name], parallel, world_size, precision) for name in engines}
+        floor = max(sum(each.of_stage(stage).total for each in states.values()) for stage in range(layout.pp))
+        if floor > (site.device_bytes or 0):
+            refused["weights, gradients and optimizer alone exceed a device"] += 1
+            continue
+        for tokens in microbatches(work.longest, work.sequences // layout.dp * work.longest, layout.cp):
+            for recompute in Recompute:
+                roles = tuple(
+                    Role(name, model, replace(engine, recompute=recompute, microbatch_tokens=tokens,
+                         microbatch_sequences=None), parallel, world_size, work, accelerator=True, states=states[name])
+                    for name, engine in engines.items()
+                )  # fmt: skip
+                if layout.vpp > 1 and roles[0].num_microbatches < 2 * layout.pp:
+                    refused["too few microbatches for an interleaved schedule"] += 1
+                    continue
+                if not all(peak.fits for peak in peaks(roles, room, site) if peak.phase is Phase.update):
+                    refused[f"update exceeds a device, recompute={recompute.value}"] += 1
+                    continue
+                yield Training(parallel, recompute, tokens, roles)
+                break  # more recompute is slower
+
+
+def layouts(model: ModelConfig, world_size: int, per_node: int, longest: int) -> Iterator[ParallelConfig]:
+    """Layouts worth a look: tp inside a node, etp 1 or tp, experts over few nodes, cp for long sequences."""
+    limits = {axis: gcd(*by_key.values()) for axis, by_key in divisor_limits(model).items()}
+    for pp in (size for size in divisors(world_size) if size <= model.num_layers):
+        stage = world_size // pp
+        for tp in (size for size in divisors(gcd(stage, limits["tp"])) if size <= per_node):
+            for cp in (size for size in divisors(stage // tp) if size <= MAX_CP):
+                if cp > 1 and longest < SHORTEST_CP * cp:
+                    continue
+                for etp in {1, tp} if model.moe is not None and limits["etp"] % tp == 0 else {1}:
+                    eps = divisors(gcd(stage // etp, limits["ep"])) if stage % etp == 0 else []
+                    for ep in eps:
+                        if ep * etp <= MAX_EP_NODES * per_node:
+                            yield from _placed(model, ParallelConfig(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp))
+
+
+def _placed(model: ModelConfig, layout: ParallelConfig) -> Iterator[ParallelConfig]:
+    """With every number of chunks a stage; layers are balanced where they do not divide."""
+    for vpp in range(1, MAX_VPP + 1 if layout.pp > 1 else 2):
+        chunks = layout.pp * vpp
+        if chunks > model.num_layers or (vpp > 1 and model.num_layers % chunks):
+            continue
+        uneven = balanced_layers(model.num_layers, chunks) if model.num_layers % chunks else None
+        yield replace(layout, vpp=vpp, pipeline_layers=uneven)
+
+
+def microbatches(longest: int, most: int, cp: int) -> list[int]:
+    """Tokens worth a look: the longest sequence and a few times that, as far as a minibatch has so many."""
+    least = max(-(-longest // 1024) * 1024, LEAST_MICROBATCH * cp)
+    return sorted({min(least * factor, max(least, -(-most // 1024) * 1024)) for factor in MICROBATCH_FACTORS})
