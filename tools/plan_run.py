@@ -23,11 +23,11 @@ from pathlib import Path
 from rich.console import Console
 
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.config.launch import load_cluster, load_recipe
+from mcore_rl.config.launch import load_cluster, load_recipe, read_words
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.errors import ConfigError, McoreRLError, Violation
+from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
 from mcore_rl.families.registry import model_of
 from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.recipes import recipe_model
@@ -50,23 +50,16 @@ def parser() -> argparse.ArgumentParser:
 
 def composed(options: argparse.Namespace) -> tuple[RunConfig | SftConfig, ClusterConfig]:
     """The run and its cluster.  Raises ConfigError where either cannot be told."""
-    words = dict.fromkeys(("recipe", "cluster"), "")
-    overrides, of_cluster = [], []
-    for word in options.words:
-        key, _, value = word.partition("=")
-        if key in words:
-            words[key] = value
-        elif key.startswith("cluster."):
-            of_cluster.append(word.removeprefix("cluster."))
-        else:
-            overrides.append(word)
+    named, of_cluster, of_run, wrong = read_words(options.words, "recipe", "cluster")
+    recipe = named.get("recipe", "")
     if options.config_name:
-        words["recipe"] = str((options.config_dir or Path()) / f"{options.config_name}.yaml")
-    if not words["recipe"]:
+        recipe = str((options.config_dir or Path()) / f"{options.config_name}.yaml")
+    if not recipe:
         remedy = "Write recipe=NAME, of launch/recipes, or --config-dir DIR --config-name NAME"
-        raise ConfigError([Violation("recipe", "", "is not given", remedy)])
-    run = load_recipe(words["recipe"], overrides)
-    cluster = words["cluster"] or run.recipe.cluster
+        wrong.append(Violation("recipe", "", "is not given", remedy))
+    refuse_if_any(wrong)
+    run = load_recipe(recipe, of_run)
+    cluster = named.get("cluster") or run.recipe.cluster
     if not cluster:
         raise ConfigError([Violation("cluster", "", "is not given", "Write cluster=NAME, of launch/clusters")])
     return run, load_cluster(cluster, of_cluster)

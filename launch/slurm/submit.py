@@ -30,7 +30,7 @@ from rich.console import Console
 
 from mcore_rl.config.cluster import ClusterConfig, Container
 from mcore_rl.config.engine import Device
-from mcore_rl.config.launch import load_cluster, load_recipe, program_of, recipe_path
+from mcore_rl.config.launch import load_cluster, load_recipe, program_of, read_words, recipe_path
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.config.trainer import Placement
@@ -72,7 +72,11 @@ def read_job(arguments: Sequence[str], directory: Path) -> Job:
 
     Raises ConfigError with everything that is wrong: with the texts, the files they name, the run, or its fit.
     """
-    named, of_cluster, of_run = _sorted(arguments)
+    named, of_cluster, of_run, wrong = read_words(arguments, "recipe", "cluster", "nodes")
+    for key, example in (("recipe", "arithmetic_grpo"), ("cluster", "nvidia_h100")):
+        if key not in named:
+            wrong.append(Violation(key, "", "is not given", f"Write {key}={example}, say; --help tells more"))
+    refuse_if_any(wrong)
     cluster = load_cluster(named["cluster"], of_cluster)
     path = recipe_path(named["recipe"])
     if "nodes" in named:
@@ -93,27 +97,6 @@ def read_job(arguments: Sequence[str], directory: Path) -> Job:
     )
     refuse_if_any(_violations(job))
     return job
-
-
-def _sorted(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """What names the recipe, the cluster and the nodes; overrides of the cluster; overrides of the run."""
-    named: dict[str, str] = {}
-    of_cluster, of_run, wrong = list[str](), list[str](), []
-    for text in arguments:
-        key, written, value = text.partition("=")
-        if not written:
-            wrong.append(Violation(text, "", "is no override", "Write key=value; lists as key=[a,b]"))
-        elif key in ("recipe", "cluster", "nodes"):
-            named[key] = value
-        elif key.startswith("cluster."):
-            of_cluster.append(text.removeprefix("cluster."))
-        else:
-            of_run.append(text)
-    for key, example in (("recipe", "arithmetic_grpo"), ("cluster", "nvidia_h100")):
-        if key not in named:
-            wrong.append(Violation(key, "", "is not given", f"Write {key}={example}, say; --help tells more"))
-    refuse_if_any(wrong)
-    return named, of_cluster, of_run
 
 
 def _written(key: str, overrides: Sequence[str]) -> bool:

@@ -27,6 +27,27 @@ CLUSTERS = LAUNCH / "clusters"
 SCHEMAS: dict[str, type[RunConfig] | type[SftConfig]] = {"train": RunConfig, "sft": SftConfig}
 
 
+def read_words(texts: Sequence[str], *names: str) -> tuple[dict[str, str], list[str], list[str], list[Violation]]:
+    """``key=value`` texts behind a command, and what is wrong with them.
+
+    (those of ``names``; overrides of the cluster, ``cluster.KEY=VALUE``; all others, which are overrides of the run;
+    what is not of that form)
+    """
+    named: dict[str, str] = {}
+    of_cluster, of_run, wrong = list[str](), list[str](), list[Violation]()
+    for text in texts:
+        key, written, value = text.partition("=")
+        if not written:
+            wrong.append(Violation(text, "", "is no override", "Write key=value; lists as key=[a,b]"))
+        elif key in names:
+            named[key] = value
+        elif key.startswith("cluster."):
+            of_cluster.append(text.removeprefix("cluster."))
+        else:
+            of_run.append(text)
+    return named, of_cluster, of_run, wrong
+
+
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
     """The recipe ``name`` with ``overrides``, as ``mcore-rl`` takes them: a run of ``train`` or of ``sft``.
 

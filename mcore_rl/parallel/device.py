@@ -303,15 +303,8 @@ def visible_devices(kind: Device, environ: Mapping[str, str]) -> VisibleDevices:
         else:
             ids = tuple(first[int(index)] if index.isdecimal() else index for index in parsed[second[0]])
     if problems:
-        raise DeviceError(
-            "\n".join(
-                [
-                    "The device masks contradict each other or cannot be read:",
-                    *(f"  - {p}" for p in problems),
-                    _how_to_export(kind, ids),
-                ]
-            )
-        )
+        lines = [*(f"  - {problem}" for problem in problems), _how_to_export(kind, ids)]
+        raise DeviceError("\n".join(["The device masks contradict each other or cannot be read:", *lines]))
     return VisibleDevices(ids=ids, masks=masks)
 
 

@@ -16,7 +16,7 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import model_of
-from mcore_rl.planning.overheads import GIB
+from mcore_rl.planning.overheads import CPU_CONTROLLER_BYTES, CPU_ENGINE_BYTES, CPU_ENGINE_RANK_BYTES, GIB
 from mcore_rl.planning.plan import Phase, Place, Plan, plan
 from tests.support import models, published
 
@@ -177,6 +177,26 @@ def test_on_the_cpu_all_processes_share_the_machine() -> None:
     assert peak.num_bytes > 2 * 500 * 2**20 + 2 * GIB  # two processes, two engines with 1 GiB of cache each
     small = plan(cpu_run(), model, replace(CPU, host_memory_gib=2.0))
     assert not small.fits and "of 2.0 GiB" in small.violations[0].problem
+
+
+def test_on_the_cpu_everybody_is_counted_and_gradients_are_of_who_trains() -> None:
+    """An embedding and an output of 101 rows, padded to 128, of 48 float32 numbers; two engines."""
+    run = cpu_run()
+    run.algorithm.adv_estimator, run.critic.precision = AdvEstimator.gae, Precision.float32
+    planned = plan(run, models.dense(), CPU)
+    assert part(planned, Phase.update, "controller and Ray") == CPU_CONTROLLER_BYTES
+    assert part(planned, Phase.update, "engine weights, packed besides") == 2 * 2 * 128 * 48 * 4
+    processes = part(planned, Phase.update, "engine processes")
+    assert processes == 2 * (CPU_ENGINE_BYTES + CPU_ENGINE_RANK_BYTES)
+    for phase, trained in ((Phase.rollout, 0), (Phase.logprobs, 0), (Phase.update, 1)):
+        peak = planned.peak(phase)
+        assert peak is not None
+        names = [row.part for row in peak.rows]
+        assert sum(name.endswith("gradients") for name in names) == trained, phase
+        assert {"actor optimizer", "critic optimizer"} <= set(names)
+    run.trainer.placement = Placement.separate
+    apart = plan(run, models.dense(), CPU).peak(Phase.rollout)
+    assert apart is not None and sum(row.part.endswith("gradients") for row in apart.rows) == 2
 
 
 def test_fine_tuning_is_planned_without_engines() -> None:

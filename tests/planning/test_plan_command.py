@@ -75,6 +75,7 @@ def test_a_directory_of_ones_own(tool: ModuleType, tmp_path: Path, capsys: pytes
     ("words", "said"),
     [
         ([], "recipe="),
+        (["nonsense"], "nonsense=: is no override. Write key=value"),
         (["recipe=no_such"], "there is no no_such.yaml"),
         (["recipe=mixtral_8x22b_rloo", "cluster=no_such"], "there is no no_such.yaml"),
         (["recipe=mixtral_8x22b_rloo", "trainer.no_such=1"], "trainer.no_such"),
