@@ -171,7 +171,7 @@ def report_table(rows: Sequence[Found]) -> Table:
         pairs = [(sum(row.predicted.values()), sum(row.measured.values()))]
         pairs += [(row.predicted[kind], row.measured[kind]) for kind in KINDS]
         values = [f"{predicted / GIB:.2f} / {measured / GIB:.2f}" for predicted, measured in pairs]
-        table.add_row(row.case, row.phase, row.doing, *values, f"{row.ratio:.3f}")
+        table.add_row(row.case, row.phase, row.doing.rpartition(" > ")[2], *values, f"{row.ratio:.3f}")
     return table
 
 
@@ -183,7 +183,7 @@ def main() -> int:
     options = parser.parse_args()
     wanted = tuple(options.cases.split(";"))
     rows: list[Found] = []
-    console = Console(width=max(Console().width, 110))
+    console = Console(width=max(Console().width, 130))
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder))
         for case in CASES:
