@@ -14,6 +14,7 @@ BYTES = {Precision.float32: 4, Precision.bfloat16: 2}
 MIN_TEMPERATURE = 0.01  # vLLM raises what is lower, but for 0 (_MAX_TEMP in sampling_params.py, 0.32)
 CPU_KV_CACHE_BYTES = 2**30  # where none are asked for; vLLM would take gpu_memory_utilization of the machine
 CPU_BATCHED_TOKENS = 4096  # of one step, where no number is asked for
+UPDATE_BUCKET_BYTES = 256 << 20  # of a weight update, half of it in flight; a process holds two at most
 VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of it (vocab_parallel_embedding.py, 0.32)
 
 

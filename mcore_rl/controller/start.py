@@ -11,6 +11,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.config.compose import as_dict
+from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller import checkpoints
@@ -40,8 +41,6 @@ from mcore_rl.sync.transport import Transport
 from mcore_rl.sync.update import WeightSync
 from mcore_rl.tracking.sinks import Tracker
 from mcore_rl.training.offload import Part
-
-BUCKET_BYTES = 256 << 20  # of a weight update, half of it in flight
 
 
 @asynccontextmanager
@@ -107,7 +106,7 @@ async def _weight_sync(
     stack.callback(lambda kept: None, store)
     transport = _transport(config, platform, this_host(), store.port)
     await actor.all("onload", [Part.weights])  # which are away where engines stand on the same devices
-    await actor.all("connect", transport, config.rollout.layout, BUCKET_BYTES)
+    await actor.all("connect", transport, config.rollout.layout, UPDATE_BUCKET_BYTES)
     return WeightSync(engines, config.rollout.layout, ActorTrainers(actor))
 
 

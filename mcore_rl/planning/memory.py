@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from mcore_rl.config.engine import Precision
+from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.planning.overheads import (
     COLLECTIVE_BYTES,
     CONTEXT_BYTES,
@@ -32,7 +33,6 @@ from mcore_rl.planning.serving import Serving
 from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, StateBytes
 from mcore_rl.planning.training import Role, StepBytes
 
-BUCKET_BYTES = 256 << 20  # of a weight update (controller/start.py), twice in a process
 Part = tuple[str, int, bool]  # what, bytes, exact
 
 
@@ -200,7 +200,7 @@ def _serving(roles: Sequence[Role], room: Serving, site: Site) -> Iterator[Peak]
     yield _peak(Phase.rollout, Place.device, "a rollout rank", [*parts, judge, *trainers], site.device_bytes)
     actor = roles[0]
     stage = max(range(actor.layout.pp), key=lambda stage: actor.state(stage).weights)
-    buckets: Part = ("weight buckets", 2 * BUCKET_BYTES, False)
+    buckets: Part = ("weight buckets", 2 * UPDATE_BUCKET_BYTES, False)
     if site.colocated:
         weights: Part = ("actor weights", actor.state(stage).weights, True)
         where = f"actor, {_where(actor, stage)}"

@@ -19,14 +19,14 @@ from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import AXES
 from mcore_rl.config.placement import engine_place_violations
-from mcore_rl.config.rollout import ROLLOUT_AXES, RolloutConfig, rollout_violations
+from mcore_rl.config.rollout import ROLLOUT_AXES, UPDATE_BUCKET_BYTES, RolloutConfig, rollout_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.layout import divisors
 from mcore_rl.planning.layouts import LEAST_MICROBATCH, Training, trainings
-from mcore_rl.planning.memory import BUCKET_BYTES, Site, process_bytes
+from mcore_rl.planning.memory import Site, process_bytes
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
 from mcore_rl.planning.peaks import Phase, Place, Plan
 from mcore_rl.planning.plan import plan, rl_work, sft_work
@@ -236,7 +236,7 @@ def _pairs(
     for seconds, ours in training:
         actor = ours.roles[0]
         weights = max(actor.state(stage).weights for stage in range(actor.layout.pp))
-        beside = weights + 2 * BUCKET_BYTES + process_bytes(actor.layout.world_size, len(ours.roles))
+        beside = weights + 2 * UPDATE_BUCKET_BYTES + process_bytes(actor.layout.world_size, len(ours.roles))
         met: set[str] = set()
         for theirs in rollouts:
             layout = str(theirs.config.layout)

@@ -66,7 +66,6 @@ class RoleSpec:
     engine: EngineConfig
     parallel: ParallelConfig
     critic: bool = False
-    trainable: bool = True
     shares_device: bool = False
 
 
@@ -122,15 +121,8 @@ class TrainWorker(Answering):
         family, model = model_of(read_config(spec.directory))
         self.table = Table(family, model, spec.parallel, self.world_size, critic=spec.critic)
         self.engine = Engine(
-            spec.role,
-            model,
-            spec.parallel,
-            spec.engine,
-            self.groups,
-            self.platform,
-            critic=spec.critic,
-            trainable=spec.trainable,
-        )
+            spec.role, model, spec.parallel, spec.engine, self.groups, self.platform, critic=spec.critic
+        )  # fmt: skip
         self._writer = StateWriter(self.platform)
         with Checkpoint.open(spec.directory) as checkpoint:
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
