@@ -2,8 +2,8 @@
 
 vLLM (0.32) takes ``gpu_memory_utilization`` of a device, subtracts weights, graphs and what a forward pass of its
 longest batch was seen to take, and makes the rest cache (``determine_available_memory`` in v1/worker/gpu_worker.py).
-On the CPU the cache is what is asked for, or 1 GiB, and the embedding and the output projection are there twice: plain,
-and packed as every product's weight is (``rollout/live_weights.py``).
+On the CPU the cache is what is asked for, or 1 GiB, and the output projection is there twice: plain, and packed as the
+weight of every product is (``rollout/live_weights.py``).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def serving(
             budget=0,
             cache=config.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES,
             per_sequence=per_sequence,
-            packed=rows * model.hidden_size * BYTES[config.dtype] * (1 if model.tie_output else 2),
+            packed=rows * model.hidden_size * BYTES[config.dtype],
         )
     overhead = CONTEXT_BYTES + (COLLECTIVE_BYTES if layout.world_size > 1 else 0)
     overhead += 0 if config.enforce_eager else GRAPH_BYTES

@@ -11,6 +11,7 @@ What vLLM 0.32 forgets on the CPU is done here, each where it answers to:
   kernel only while ``moe_kernel`` is None, so a reloaded layer would execute unpacked weights as packed ones.
 - layers/vocab_parallel_embedding.py, ``tie_weights``: a tied lm_head is a module of its own over the embedding's
   weight, with a packed copy of it (``cpu_linear``), for which nothing is loaded and which nothing processes again.
+And what it need not do is left out: an embedding is packed for products even where rows are only looked up in it.
 
 Read back: the CPU's linear layers keep no plain weight (layers/utils.py, ``dispatch_cpu_unquantized_gemm``).  Their
 product with the identity is what they execute, exactly: every sum has one term that is not zero.
@@ -29,7 +30,11 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import (
     _layerwise_process,
@@ -58,6 +63,13 @@ class _Place:
     stored: StoredTensor
 
 
+class _LookedUp(UnquantizedEmbeddingMethod):  # type: ignore[misc]  # vLLM is not followed
+    """Of an embedding that nothing is multiplied with."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing."""
+
+
 class LiveWeights:
     """The model of one worker, held against what ``table`` says that rollout rank ``rank`` stores.
 
@@ -73,6 +85,11 @@ class LiveWeights:
         if problems:
             raise WeightMapError(f"{table.family.name}, rollout rank {rank} of {table.layout}", problems)
         self._names = {name for name, _ in model.named_parameters()}
+        self._heads = self._heads_of_embeddings()
+        for module in self._modules.values():
+            if type(module) is VocabParallelEmbedding and module not in self._heads:
+                assert type(module.quant_method) in (UnquantizedEmbeddingMethod, _LookedUp), "weights are unquantised"
+                module.quant_method = _LookedUp()
         self._left: dict[nn.Module, int] = {}
         self._begun: set[nn.Module] = set()
         self.blocks = Blocks(vllm_config.device_config.device)
@@ -111,7 +128,7 @@ class LiveWeights:
 
         Weights that are packed beside the module's parameters are dropped: all that comes takes their memory.
         """
-        for module in {*(place.module for place in self.places.values()), *self._tied_heads()}:
+        for module in {*(place.module for place in self.places.values()), *self._heads}:
             if hasattr(module, "cpu_linear"):
                 module.cpu_linear = None
         with self._vllm():
@@ -214,8 +231,9 @@ class LiveWeights:
         self._forget()
         with self._vllm(), self.vllm_config.device_config.device:
             finalize_layerwise_reload(self.model, self.vllm_config.model_config)
-            for head in self._tied_heads():
-                head.quant_method.process_weights_after_loading(head)  # see above
+            for head in self._heads:
+                if isinstance(head, ParallelLMHead):
+                    head.quant_method.process_weights_after_loading(head)  # see above
 
     def put_back(self) -> None:
         """After a failure between ``start`` and ``finish``: whole modules again, with old or new weights.
@@ -237,18 +255,19 @@ class LiveWeights:
     def _vllm(self) -> Any:
         return set_current_vllm_config(self.vllm_config)
 
-    def _tied_heads(self) -> Iterator[Any]:
-        embeddings = [m for m in self._modules.values() if type(m) is VocabParallelEmbedding]
-        for module in self._modules.values():
-            if isinstance(module, ParallelLMHead) and any(module.weight is other.weight for other in embeddings):
-                yield module
+    def _heads_of_embeddings(self) -> list[Any]:
+        """What multiplies with an embedding's rows: heads that are tied to it; itself where there is none (gemma2)."""
+        embeddings = [module for module in self._modules.values() if type(module) is VocabParallelEmbedding]
+        heads = [module for module in self._modules.values() if isinstance(module, ParallelLMHead)]
+        return [head for head in heads or embeddings if any(head.weight is other.weight for other in embeddings)]
 
     # Reading
 
     def executed(self) -> Iterator[tuple[str, int | None, Iterator[tuple[tuple[int, ...], Tensor]]]]:
         """(name, slot, parts as (start, values)) of everything that the model computes with, as it was before packing.
 
-        A stacked tensor is one entry for each slot.  A tied lm_head, which stores nothing, is ``lm_head.weight``.
+        A stacked tensor is one entry for each slot.  What logits are made with, where that is an embedding, is
+        ``lm_head.weight``.
         """
         for name, place in self.places.items():
             experts = _cpu_experts(place.module)
@@ -264,8 +283,8 @@ class LiveWeights:
                 yield name, None, _by_identity(place.module, self.table.shape(place.stored)[1], tensor)
             else:
                 yield name, None, iter([((0,) * tensor.dim(), tensor)])
-        for head in self._tied_heads():
-            if self._is_product(head):
+        for head in self._heads:
+            if hasattr(head, "cpu_linear"):
                 yield "lm_head.weight", None, _by_identity(head, head.weight.shape[1], head.weight.data)
 
     @staticmethod
@@ -276,7 +295,7 @@ class LiveWeights:
     @property
     def names_of_heads(self) -> Mapping[str, str]:
         """Entries of ``executed`` that are copies -> the stored tensor that they are copies of."""
-        return {"lm_head.weight": "model.embed_tokens.weight"} if any(self._tied_heads()) else {}
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self._heads else {}
 
 
 def _cpu_experts(module: nn.Module) -> CPUUnquantizedExperts | None:

@@ -136,6 +136,13 @@ class Members:
             if self._is_dead(peer):
                 raise PeerLostError(peer, f"{self.address.title(peer)} is dead, connection closed")
 
+    def dies(self, peer: int) -> bool:
+        """Whether a member of this host is dead within ``LOOK_S``: what a process has is gone before itself."""
+        until = time.monotonic() + LOOK_S
+        while not (dead := self._is_dead(peer)) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return dead
+
     def _is_dead(self, peer: int) -> bool:
         """Only of a process on this host can that be known."""
         person = self._person(peer)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mcore_rl.sync.members import Members
+from mcore_rl.sync.members import Members, PeerLostError
 from mcore_rl.sync.transport import Receiving
 
 NUM_SLOTS = 2
@@ -115,9 +115,19 @@ class SlotReceiving(Receiving):
             handle = self.members.get(key, source)
             self.members.delete(key)
             # The one that is read now is the last.
-            mapped[handle] = mapped.pop(handle) if handle in mapped else self._memory.map(handle)
+            mapped[handle] = mapped.pop(handle) if handle in mapped else self._map(handle, source)
             while sum(map(len, mapped.values())) > max(self.bucket_bytes // 2, len(mapped[handle])):
                 mapped.pop(next(iter(mapped)))  # of a rank that may have sent all it has
             yield mapped[handle][:size]
             self._memory.settle()
             self.members.set(f"{key}/read", b"1")
+
+    def _map(self, handle: bytes, source: int) -> Tensor:
+        """Memory of a process that was killed since it sent goes with it: that is its failure and not ours."""
+        try:
+            return self._memory.map(handle)
+        except Exception as error:
+            if self.members.dies(source):
+                title = self.members.address.title(source)
+                raise PeerLostError(source, f"{title} is dead, and its memory gone") from error
+            raise

@@ -180,12 +180,12 @@ def test_on_the_cpu_all_processes_share_the_machine() -> None:
 
 
 def test_on_the_cpu_everybody_is_counted_and_gradients_are_of_who_trains() -> None:
-    """An embedding and an output of 101 rows, padded to 128, of 48 float32 numbers; two engines."""
+    """An output of 101 rows, padded to 128, of 48 float32 numbers; two engines."""
     run = cpu_run()
     run.algorithm.adv_estimator, run.critic.precision = AdvEstimator.gae, Precision.float32
     planned = plan(run, models.dense(), CPU)
     assert part(planned, Phase.update, "controller and Ray") == CPU_CONTROLLER_BYTES
-    assert part(planned, Phase.update, "engine weights, packed besides") == 2 * 2 * 128 * 48 * 4
+    assert part(planned, Phase.update, "engine weights, packed besides") == 2 * 128 * 48 * 4
     processes = part(planned, Phase.update, "engine processes")
     assert processes == 2 * (CPU_ENGINE_BYTES + CPU_ENGINE_RANK_BYTES)
     for phase, trained in ((Phase.rollout, 0), (Phase.logprobs, 0), (Phase.update, 1)):

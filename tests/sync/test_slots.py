@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
+import signal
 import weakref
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from mcore_rl.sync.members import Address, Members
+from mcore_rl.sync.members import Address, Members, PeerLostError
 from mcore_rl.sync.shared_memory import NAME, _Mapped
 from mcore_rl.sync.slots import NUM_SLOTS, SlotReceiving, SlotSender
 
@@ -60,3 +63,32 @@ def test_no_more_than_half_a_bucket_stays_mapped() -> None:
     del memory, receiver, sender, senders
     gc.collect()
     assert mapped_here() == 0
+
+
+def send_and_die(address: Address) -> None:
+    sender = SlotSender(Members(address, 0), _Mapped())
+    sender.send(sender.buffer(MESSAGE).fill_(1), 0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_memory_of_a_dead_sender_is_the_sender_s_failure() -> None:
+    """It had said where its message lies; its memory went with it, before anybody mapped that."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = Address(host="127.0.0.1", port=store.port, name="dead", num_trainers=1, num_rollout=1)
+    receiver = SlotReceiving(Members(address, 1), _Mapped(), bucket_bytes=8 * MESSAGE)
+    sender = multiprocessing.get_context("spawn").Process(target=send_and_die, args=(address,))
+    sender.start()
+    sender.join()
+    with pytest.raises(PeerLostError, match="training rank 0 is dead, and its memory gone"):
+        next(receiver.messages([(0, MESSAGE)], lambda _: torch.empty(0)))
+
+
+def test_memory_that_cannot_be_mapped_while_its_owner_lives_is_our_failure() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = Address(host="127.0.0.1", port=store.port, name="alive", num_trainers=1, num_rollout=1)
+    sender = SlotSender(Members(address, 0), _Mapped())
+    receiver = SlotReceiving(Members(address, 1), _Mapped(), bucket_bytes=8 * MESSAGE)
+    sender.send(sender.buffer(MESSAGE), 0)
+    sender.close()
+    with pytest.raises(RuntimeError, match="unable to open file"):
+        next(receiver.messages([(0, MESSAGE)], lambda _: torch.empty(0)))
