@@ -29,6 +29,7 @@ from mcore_rl.rewards.score import RewardRequest
 from mcore_rl.rewards.scorer import Scorer
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+OWN_COMMAND = Path("/proc/self/cmdline").read_bytes()
 WORKER_BYTES = 64 << 20  # of a grading process, resident
 LATE_THREADS = 20_000  # a bomb's between two looks at it, where the looker waits for a core; pids end at 32,768
 HONEST = "n = int(input())\nprint(2 * n)"
@@ -74,14 +75,15 @@ HOSTILE = {
 
 
 class Watch:
-    """What the processes below this one take, looked at a hundred times a second; a context manager.
+    """What processes take that are started below this one, looked at a hundred times a second; a context manager.
 
     processes, threads: the most at once.  memory_bytes: the most that their resident sets were together, in which pages
-    that they share count for each.
+    that they share count for each.  Those that were there before do not count.
     """
 
     def __init__(self) -> None:
         self.processes = self.threads = self.memory_bytes = 0
+        self._before = set(descendants())
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="watch")
 
@@ -95,7 +97,7 @@ class Watch:
 
     def _look_on(self) -> None:
         while not self._done.wait(0.01):
-            below = descendants()
+            below = [pid for pid in descendants() if pid not in self._before]
             self.processes = max(self.processes, len(below))
             self.threads = max(self.threads, sum(map(_threads, below)))
             self.memory_bytes = max(self.memory_bytes, sum(map(_resident, below)))
@@ -122,7 +124,10 @@ def _threads(pid: int) -> int:
 
 
 def _resident(pid: int) -> int:
+    """0 between fork and exec, when all of its memory is this process's."""
     with suppress(OSError, IndexError):
+        if Path(f"/proc/{pid}/cmdline").read_bytes() == OWN_COMMAND:
+            return 0
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
     return 0
 

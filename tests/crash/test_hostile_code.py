@@ -78,8 +78,8 @@ def test_it_ends_within_its_limits_and_leaves_nothing(name: str) -> None:
         neighbour.kill()
     assert outcome.ending in (Ending.timeout, Ending.failed)
     assert name not in TIMED_OUT or outcome.ending is Ending.timeout
-    assert watch.processes <= 2
-    assert watch.threads <= 2 + LATE_THREADS
+    assert watch.processes <= 1
+    assert watch.threads <= 1 + LATE_THREADS
     assert watch.memory_bytes <= (SHORT.memory_mib << 20) + WORKER_BYTES
     assert len(outcome.stdout) <= 4096
 
