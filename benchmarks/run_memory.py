@@ -1,6 +1,6 @@
 """Whether the plan of a whole run is right: the memory of all processes of ``mcore-rl train`` beside its plan.json.
 
-    python benchmarks/run_memory.py [--cases dense,experts] [--json results.json]
+    python benchmarks/run_memory.py [--cases "dense, tp;experts"] [--json results.json]
 
 Each case is a run as a user starts it, on the CPU: a model of 40M to 110M parameters, two training processes, one
 engine, and two steps.  Every quarter of a second the proportional set sizes (PSS: shared pages count once over all

@@ -229,6 +229,11 @@ def yarn_reach(model: ModelConfig) -> int | None:
     return int(rope.factor * rope.original_max_position_embeddings) if rope.type is RopeType.yarn else None
 
 
+def padded_vocab_size(model: ModelConfig) -> int:
+    """Rows of vLLM's embedding and output projection, over all ranks."""
+    return -(-model.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+
+
 def kv_bytes_per_token(model: ModelConfig, rollout: ServingConfig) -> int:
     """Bytes of KV cache of one token on one rank: keys and values of its heads, or the latent, which all ranks hold.
 
@@ -241,7 +246,7 @@ def kv_bytes_per_token(model: ModelConfig, rollout: ServingConfig) -> int:
 
 
 def _tensor_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violation]:
-    padded = -(-model.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+    padded = padded_vocab_size(model)
     widths = {"model.num_attention_heads": model.num_attention_heads, "the padded vocabulary": padded}
     if model.moe is None or model.moe.dense_layers:
         widths["model.ffn_hidden_size"] = model.ffn_hidden_size

@@ -42,9 +42,9 @@ class Site:
 
     device_bytes: of one accelerator; None on the CPU.  host_bytes: of one node.  per_node, num_nodes: training ranks of
     a node, and its nodes.  colocated: the engines share the trainer's devices.  engines_per_node: rollout ranks of a
-    node.  ranks_per_engine: of those, what one engine
-    has.  snapshot: the reference's weights are kept.  saves: checkpoints are written beside the run.
-    reward_model: bytes that its engine may take of a device, on the CPU of the machine; 0 is none.
+    node.  ranks_per_engine: of those, what one engine has.  snapshot: the reference's weights are kept.  saves:
+    checkpoints are written beside the run.  reward_model: bytes that its engine may take of a device, on the CPU of the
+    machine; 0 is none.
     """
 
     device_bytes: int | None
@@ -145,6 +145,11 @@ def process_bytes(world_size: int, num_roles: int) -> int:
     """Of the training processes that share a device, beside tensors."""
     several = world_size > 1
     return num_roles * (CONTEXT_BYTES + (COLLECTIVE_BYTES if several else 0))
+
+
+def cpu_engine_bytes(ranks: int, ranks_per_engine: int) -> int:
+    """Of the processes of engines on the CPU, beside tensors."""
+    return ceil(ranks / ranks_per_engine) * CPU_ENGINE_BYTES + ranks * CPU_ENGINE_RANK_BYTES
 
 
 def _on_device(role: Role, stage: int, phase: Phase, at_work: Role, colocated: bool) -> list[Part]:
@@ -274,9 +279,8 @@ def _on_cpu(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator
 def _engine_parts(room: Serving, site: Site) -> list[Part]:
     """Of all engines of a machine; what a forward pass takes is below what glibc gives back."""
     ranks = site.engines_per_node
-    processes = ceil(ranks / site.ranks_per_engine) * CPU_ENGINE_BYTES + ranks * CPU_ENGINE_RANK_BYTES
     return [
-        ("engine processes", processes, False),
+        ("engine processes", cpu_engine_bytes(ranks, site.ranks_per_engine), False),
         ("engine weights", ranks * room.weights, True),
         ("engine weights, packed besides", ranks * room.packed, True),
         ("engine working memory", ranks * room.working, False),

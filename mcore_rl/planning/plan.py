@@ -20,14 +20,8 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
-from mcore_rl.planning.memory import Site, checkpoint_bytes, peaks
-from mcore_rl.planning.overheads import (
-    CPU_ENGINE_BYTES,
-    CPU_ENGINE_RANK_BYTES,
-    GIB,
-    MEAN_PROMPT_SHARE,
-    MEAN_RESPONSE_SHARE,
-)
+from mcore_rl.planning.memory import Site, checkpoint_bytes, cpu_engine_bytes, peaks
+from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.timing import Rates, generate_s, move_s, score_s, update_s, weights_s
@@ -152,7 +146,7 @@ def _reward_model_bytes(run: RunConfig, device_bytes: int | None) -> int:
         return 0
     if device_bytes is None:
         ranks, cache = judge.layout.world_size, judge.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
-        return ranks // judge.tp * CPU_ENGINE_BYTES + ranks * (CPU_ENGINE_RANK_BYTES + cache)
+        return cpu_engine_bytes(ranks, judge.tp) + ranks * cache
     return int(judge.gpu_memory_utilization * device_bytes)
 
 

@@ -16,10 +16,10 @@ from mcore_rl.config.rollout import (
     BYTES,
     CPU_BATCHED_TOKENS,
     CPU_KV_CACHE_BYTES,
-    VOCAB_PADDING,
     RolloutLayout,
     ServingConfig,
     kv_bytes_per_token,
+    padded_vocab_size,
 )
 from mcore_rl.families.rules import Axis, Rule, Stage
 from mcore_rl.planning.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES, GRAPH_BYTES
@@ -66,7 +66,7 @@ def serving(
     per_sequence = -(-config.max_model_len // 16) * 16 * per_token  # blocks of 16 tokens
     working = _working_bytes(model, config, CPU_BATCHED_TOKENS if device_bytes is None else BATCHED_TOKENS)
     if device_bytes is None:
-        rows = -(-model.vocab_size // VOCAB_PADDING) * VOCAB_PADDING // layout.tp
+        rows = padded_vocab_size(model) // layout.tp
         return Serving(
             weights=weights,
             working=working,
