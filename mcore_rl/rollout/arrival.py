@@ -1,19 +1,26 @@
 """How a worker's process is set while weights arrive, and as it was again afterwards: memory, and threads.
 
-Memory that the system has just given costs more to touch for the first time than to fill (0.25 s per GB, of pages of
-4 KiB), and an update on the CPU allocates as much as it frees: each layer is packed anew.  So what is freed is kept
-and used again until the update is over; then all that nobody needs goes back at once.  By glibc's ``mallopt``; with
-another C library nothing is done, and updates are slower.
+Memory that the system has just given costs more to touch for the first time than to fill: 0.25 s per GB, of pages of
+4 KiB, and 0.6 to 0.9 s on a virtual machine that hands free pages back to its host.  An update on the CPU allocates as
+much as it frees: each layer is packed anew.  So what is freed is kept and used again until the update is over; then all
+that nobody needs goes back at once.  By glibc's ``mallopt``; with another C library nothing is done, and updates are
+slower.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from threading import Condition, Lock
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 # malloc.h of glibc, and the values that its own adjustment ends at (malloc.c, 2.36: DEFAULT_MMAP_MAX,
 # DEFAULT_MMAP_THRESHOLD_MAX and twice that).
@@ -54,20 +61,65 @@ def one_thread() -> Iterator[None]:
         torch._C.set_num_threads(num_threads)
 
 
+def beside(items: Iterator[T], num_bytes: Callable[[T], int], most: int) -> Generator[T]:
+    """The items, which a thread of its own makes while they are used: the next one, and ``most`` bytes beyond it.
+
+    Until all are made this thread computes alone, see ``one_thread``.
+    """
+    made, changed, over = deque[T](), Condition(), False
+
+    def make() -> None:
+        for item in items:
+            with changed:
+                made.append(item)
+                changed.notify()
+                changed.wait_for(lambda: over or sum(map(num_bytes, made)) <= most)
+                if over:
+                    return
+
+    def notify(_: object) -> None:
+        with changed:
+            changed.notify()
+
+    with ThreadPoolExecutor(1) as thread, ExitStack() as alone:
+        alone.enter_context(one_thread())
+        making = thread.submit(make)
+        making.add_done_callback(notify)
+        try:
+            while True:
+                with changed:
+                    changed.wait_for(lambda: made or making.done())
+                    if not made:
+                        break
+                    item = made.popleft()
+                    changed.notify()
+                if making.done():
+                    alone.close()
+                yield item
+            making.result()
+        finally:
+            with changed:
+                over = True
+                changed.notify()
+
+
 class Blocks:
-    """Memory that is lent, taken back and lent again, until all of it is dropped with this."""
+    """Memory that is lent, taken back and lent again, by any thread, until all of it is dropped with this."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._free: list[Tensor] = []
+        self._lock = Lock()
 
     def lend(self, num_bytes: int) -> Tensor:
-        """Uint8 [at least num_bytes], of any content: the smallest free one, or a new one of just that size."""
-        fitting = [index for index, block in enumerate(self._free) if len(block) >= num_bytes]
-        if not fitting:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return self._free.pop(min(fitting, key=lambda index: len(self._free[index])))
+        """Uint8 [at least num_bytes, at most twice that], of any content: the smallest free one, or a new one."""
+        with self._lock:
+            fitting = [index for index, block in enumerate(self._free) if num_bytes <= len(block) <= 2 * num_bytes]
+            if fitting:
+                return self._free.pop(min(fitting, key=lambda index: len(self._free[index])))
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def take_back(self, block: Tensor) -> None:
         """What ``lend`` gave."""
-        self._free.append(block)
+        with self._lock:
+            self._free.append(block)

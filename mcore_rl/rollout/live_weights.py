@@ -93,6 +93,7 @@ class LiveWeights:
         self._left: dict[nn.Module, int] = {}
         self._begun: set[nn.Module] = set()
         self.blocks = Blocks(vllm_config.device_config.device)
+        self.on_cpu = self.blocks.device.type == "cpu"
         self._lent: dict[nn.Module, list[Tensor]] = {}
 
     def _missing(self) -> Iterator[str]:
@@ -147,10 +148,10 @@ class LiveWeights:
         return self.table.shard(stored).held * prod(whole[:dim] + whole[dim + 1 :])
 
     @torch.no_grad()
-    def write(self, name: str, slot: int | None, box: Box, values: Tensor) -> None:
+    def write(self, name: str, slot: int | None, box: Box, values: Tensor) -> nn.Module | None:
         """``values`` to ``box`` of a stored tensor (of its expert ``slot``, where it is stacked), each element once.
 
-        values: may lie there already, in what ``space`` gave.
+        values: may lie there already, in what ``space`` gave.  Returns the module that this completed, to ``process``.
         """
         module = self.places[name].module
         view = self._view(name, slot, box)
@@ -158,16 +159,21 @@ class LiveWeights:
             view.copy_(values)
         self._left[module] -= values.numel()
         assert self._left[module] >= 0, f"{name} was written twice"
-        if self._left[module] == 0:
-            self._process(module)
-            for block in self._lent.pop(module, []):
-                self.blocks.take_back(block)
+        return module if self._left[module] == 0 else None
 
-    def _process(self, module: nn.Module) -> None:
+    @torch.no_grad()
+    def process(self, module: nn.Module) -> None:
+        """Make of a complete module what is executed.  Beside ``write``, in the thread that ``start`` was called in."""
         with self._vllm(), self.vllm_config.device_config.device:
             # Our tensors are not on the meta device any more and no loader's arguments are kept, so what it still does
             # is to process the module and to copy the result into the tensors of before.
             _layerwise_process(module, get_layerwise_info(module))
+        for block in self._lent.pop(module, []):
+            self.blocks.take_back(block)
+
+    def num_bytes(self, module: nn.Module) -> int:
+        """In blocks that a module waits with."""
+        return sum(map(len, self._lent.get(module, [])))
 
     def space(self, name: str, slot: int | None, box: Box, dtype: torch.dtype) -> Tensor | None:
         """The memory of ``box`` of a stored tensor, uint8; None where it is of another dtype or in several pieces.
@@ -188,19 +194,25 @@ class LiveWeights:
         return view_of(tensor if slot is None else tensor[slot], box)
 
     def _materialize(self, module: nn.Module) -> None:
-        """As vLLM's ``materialize_layer`` (reload/meta.py), in memory that modules use one after another.
+        """As vLLM's ``materialize_layer`` (reload/meta.py), in memory that is there already.
 
-        What a module keeps is copied out of it or packed anew, and memory that the system has just given costs more to
-        touch for the first time than to fill.
+        Where the module keeps a tensor as it was loaded, in the memory that it keeps; else in memory that modules use
+        one after another, for what is kept is packed anew.
         """
+        parameters, buffers = get_layerwise_info(module).kernel_tensors or ({}, {})
+        kept = parameters | buffers
         for name, meta in get_layer_tensors(module).items():
-            if name not in SKIP_TENSORS and meta.is_meta:
+            if name in SKIP_TENSORS or not meta.is_meta:
+                continue
+            if name in kept and _alike(kept[name], meta):
+                tensor = kept[name].data.view(meta.shape)
+            else:
                 size = meta.numel() * meta.dtype.itemsize
                 block = self.blocks.lend(size)
                 self._lent.setdefault(module, []).append(block)
                 tensor = block[:size].view(meta.dtype).as_strided(meta.shape, meta.stride())
-                tensor.__class__, tensor.__dict__ = meta.__class__, dict(meta.__dict__)
-                setattr(module, name, tensor)
+            tensor.__class__, tensor.__dict__ = meta.__class__, dict(meta.__dict__)
+            setattr(module, name, tensor)
 
     def _zero_padding(self, module: nn.Module) -> None:
         for place in self.places.values():
@@ -216,6 +228,7 @@ class LiveWeights:
 
         A tensor must not change once it was given: what of a module has come is kept until the module is complete.
         """
+        self.blocks = Blocks(self.blocks.device)  # what ``write`` came to need
         with self._vllm(), self.vllm_config.device_config.device:
             loaded = self.model.load_weights(iter(tensors))
         self._left = {}
@@ -250,7 +263,8 @@ class LiveWeights:
 
     def _forget(self) -> None:
         self._left, self._begun, self._lent = {}, set(), {}
-        self.blocks = Blocks(self.blocks.device)
+        if not self.on_cpu:  # memory is dear there, and slow to get on the CPU
+            self.blocks = Blocks(self.blocks.device)
 
     def _vllm(self) -> Any:
         return set_current_vllm_config(self.vllm_config)
@@ -305,6 +319,13 @@ def _cpu_experts(module: nn.Module) -> CPUUnquantizedExperts | None:
     kernel = module.quant_method.moe_kernel
     experts = None if kernel is None else kernel.fused_experts
     return experts if isinstance(experts, CPUUnquantizedExperts) else None
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    def geometry(tensor: Tensor) -> tuple[object, ...]:
+        return tensor.shape, tensor.stride(), tensor.dtype
+
+    return geometry(one) == geometry(other)
 
 
 def _by_identity(module: Any, width: int, weight: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:

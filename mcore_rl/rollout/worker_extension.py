@@ -19,16 +19,16 @@ Invariant: from the moment an update begins until one is complete, this worker r
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_rl.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.families.registry import FAMILIES
-from mcore_rl.rollout.arrival import freed_memory_kept, one_thread
+from mcore_rl.rollout.arrival import beside, freed_memory_kept, one_thread
 from mcore_rl.rollout.live_weights import LiveWeights
 from mcore_rl.rollout.weight_channel import Answer, Mode, Opening
 from mcore_rl.weights.fingerprint import added, fingerprint
@@ -60,29 +60,51 @@ class _Updates:
             name: TensorSpec(name, getattr(torch, info.dtype) if info.dtype else self.dtype, info.shape)
             for name, info in table.hf_tensors.items()
         }
-        self.in_place = opening.in_place
+        self.bucket_bytes = opening.bucket_bytes
         self.incoming = opening.connect(self.rank)
 
     def receive(self, mode: Mode) -> None:
         """All of an update, once everybody is there."""
-        with freed_memory_kept(), one_thread() if self.in_place else nullcontext():
-            self._receive(mode)
+        if mode is Mode.direct:
+            with freed_memory_kept():
+                self._receive_slices()
+        else:
+            self._receive_named()
 
-    def _receive(self, mode: Mode) -> None:
+    def _receive_slices(self) -> None:
         self.lent: dict[int, Tensor] = {}  # message -> block that it comes to lie in
         self.live.start()
-        if mode is Mode.direct:
-            wanted = [(message.source_rank, message.num_bytes) for message in self.expected]
-            incoming = self.incoming.messages(wanted, self.place)
-            for index, (message, data) in enumerate(zip(self.expected, incoming, strict=True)):
-                self.unpack(message, data)
-                if (block := self.lent.pop(index, None)) is not None:
-                    self.live.blocks.take_back(block)
-            if unwritten := self.live.unwritten():
-                raise SyncError(f"Nothing, or not all, came for {', '.join(unwritten[:5])}, {len(unwritten)} in all")
-        elif unloaded := self.live.load_named(self.incoming.named(self.specs)):
+        complete = self._unpacked()
+        if self.live.on_cpu:
+            complete = beside(complete, self.live.num_bytes, self.bucket_bytes // 2)
+        with closing(complete):  # whatever fails here, that thread has ended before others hear of it
+            for module in complete:
+                self.live.process(module)
+        if unwritten := self.live.unwritten():
+            raise SyncError(f"Nothing, or not all, came for {', '.join(unwritten[:5])}, {len(unwritten)} in all")
+        self.live.finish()
+
+    def _receive_named(self) -> None:
+        """Memory that is freed goes back: what vLLM keeps meanwhile is of all sizes, and would leave it in pieces."""
+        self.live.start()
+        with one_thread():
+            unloaded = self.live.load_named(self.incoming.named(self.specs))
+        if unloaded:
             raise SyncError(f"vLLM's load_weights set nothing of {', '.join(unloaded[:5])}, {len(unloaded)} in all")
         self.live.finish()
+
+    def _unpacked(self) -> Generator[nn.Module]:
+        """Write what comes; the modules that are complete."""
+        wanted = [(message.source_rank, message.num_bytes) for message in self.expected]
+        incoming = self.incoming.messages(wanted, self.place)
+        for index, (message, data) in enumerate(zip(self.expected, incoming, strict=True)):
+            for part in message.parts:
+                values = data[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
+                module = self.live.write(part.target, part.slot, part.target_box, values.view(part.target_box.shape))
+                if module is not None:
+                    yield module
+            if (block := self.lent.pop(index, None)) is not None:
+                self.live.blocks.take_back(block)
 
     def place(self, index: int) -> Tensor:
         """Where message ``index`` may come to lie: where it belongs, if it is one part that lies in one piece there."""
@@ -93,12 +115,6 @@ class _Updates:
             self.lent[index] = self.live.blocks.lend(message.num_bytes)
             return self.lent[index][: message.num_bytes]
         return space
-
-    def unpack(self, message: Message, data: Tensor) -> None:
-        """Write the parts of a message."""
-        for part in message.parts:
-            values = data[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
-            self.live.write(part.target, part.slot, part.target_box, values.view(part.target_box.shape))
 
     def _dtype_of(self, part: Part) -> torch.dtype:
         dtype: torch.dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)

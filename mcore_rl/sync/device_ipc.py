@@ -45,6 +45,7 @@ class _OnDevice:
 
     platform: Platform
     device: torch.device
+    scarce: ClassVar[bool] = True
 
     def create(self, num_bytes: int) -> tuple[Tensor, bytes]:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

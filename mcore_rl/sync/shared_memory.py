@@ -39,17 +39,19 @@ class SharedMemoryTransport:
 
 
 class _Mapped:
-    """``Memory``; a handle is the size, the owner and its descriptor."""
+    """``Memory``; a handle is the size, the owner, its descriptor and the file, for descriptors are used again."""
+
+    scarce: ClassVar[bool] = False
 
     def create(self, num_bytes: int) -> tuple[Tensor, bytes]:
         descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
         # Allocated now: too little memory is an error here, and a bus error where it is written to.
         os.posix_fallocate(descriptor, 0, num_bytes)
-        handle = f"{num_bytes} {os.getpid()} {descriptor}".encode()
+        handle = f"{num_bytes} {os.getpid()} {descriptor} {os.fstat(descriptor).st_ino}".encode()
         return self.map(handle), handle
 
     def map(self, handle: bytes) -> Tensor:
-        num_bytes, owner, descriptor = map(int, handle.split())
+        num_bytes, owner, descriptor, _ = map(int, handle.split())
         path = f"/proc/{owner}/fd/{descriptor}"
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
@@ -57,6 +59,6 @@ class _Mapped:
         pass
 
     def forget(self, handle: bytes) -> None:
-        _, owner, descriptor = map(int, handle.split())
+        _, owner, descriptor, _ = map(int, handle.split())
         assert owner == os.getpid(), "who made it forgets it"
         os.close(descriptor)

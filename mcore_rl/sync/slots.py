@@ -7,7 +7,7 @@ again when the receiver says so there, so nothing is read before it is written n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,12 @@ NUM_SLOTS = 2
 
 
 class Memory(Protocol):
-    """Makes memory that another process can map."""
+    """Makes memory that another process can map.
+
+    scarce: goes back between updates; else it stays on both sides until they leave, for new memory is slow to touch.
+    """
+
+    scarce: ClassVar[bool]
 
     def create(self, num_bytes: int) -> tuple[Tensor, bytes]:
         """New uint8 [num_bytes], and what another process maps it with."""
@@ -88,12 +93,13 @@ class SlotSender:
 
     def release(self) -> None:
         """See ``Outgoing``."""
-        for index in range(NUM_SLOTS):
-            self._drop(index)
+        if self._memory.scarce:
+            self.close()
 
     def close(self) -> None:
         """See ``Outgoing``."""
-        self.release()
+        for index in range(NUM_SLOTS):
+            self._drop(index)
 
 
 class SlotReceiving(Receiving):
@@ -103,10 +109,11 @@ class SlotReceiving(Receiving):
         super().__init__(members, bucket_bytes)
         self._memory = memory
         self._received: dict[int, int] = {}
+        self._mapped: dict[bytes, Tensor] = {}  # the one that was read last is the last
 
     def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
         """See ``Incoming``."""
-        mapped: dict[bytes, Tensor] = {}
+        mapped = self._mapped
         me = self.members.member - self.members.address.num_trainers
         for source, size in wanted:
             number = self._received.get(source, 0)
@@ -114,13 +121,18 @@ class SlotReceiving(Receiving):
             key = f"slot/{source}/{me}/{number}"
             handle = self.members.get(key, source)
             self.members.delete(key)
-            # The one that is read now is the last.
             mapped[handle] = mapped.pop(handle) if handle in mapped else self._map(handle, source)
             while sum(map(len, mapped.values())) > max(self.bucket_bytes // 2, len(mapped[handle])):
                 mapped.pop(next(iter(mapped)))  # of a rank that may have sent all it has
             yield mapped[handle][:size]
             self._memory.settle()
             self.members.set(f"{key}/read", b"1")
+        if self._memory.scarce:
+            self.close()
+
+    def close(self) -> None:
+        """See ``Incoming``."""
+        self._mapped.clear()
 
     def _map(self, handle: bytes, source: int) -> Tensor:
         """Memory of a process that was killed since it sent goes with it: that is its failure and not ours."""

@@ -4,9 +4,10 @@ A message goes from one training rank to one rollout rank and is the parts of co
 given number of bytes (a larger copy is cut).  ``messages_from`` and ``messages_to`` answer from one side's rows of the
 plan alone.  ``in_place``: large parts come alone, so that each side may use them where they lie, without packing.
 
-Invariant: both sides order their messages by (place in the model, tensor, source, target, number).  The earliest
-message that is still on its way is then the next one of its sender and of its receiver, so that sending and receiving
-in turn, with as little as one message in memory, can never wait in a circle.
+Invariant: both sides order their messages by (place in the model, tensor, source, target, number), and what is before
+the layers, the embedding, comes last: it can still arrive while what came earlier is made ready.  The earliest message
+that is still on its way is then the next one of its sender and of its receiver, so that sending and receiving in turn,
+with as little as one message in memory, can never wait in a circle.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mcore_rl.weights.box import Box, row_major_strides, windows
 from mcore_rl.weights.reshard import Copy, ReshardPlan
 from mcore_rl.weights.rollout_table import itemsize_of
 
+Turn = tuple[bool, int]  # of a place
 ALONE = 32  # a part of one 32nd of the largest message is large
 
 
@@ -81,11 +83,12 @@ def _messages(
 ) -> list[Message]:
     rules = plan.rollout.rules
     numbers = {rule.name.format(l=layer): n for n, rule in enumerate(rules) for layer in plan.rollout.layers(rule)}
-    streams: dict[tuple[int, int], list[tuple[int, int, Copy]]] = {}
+    streams: dict[tuple[int, int], list[tuple[Turn, int, Copy]]] = {}
     for place, here in copies:
+        turn = (place < 0, place)
         for copy in here:
             pair = (copy.source_rank, copy.target_rank)
-            streams.setdefault(pair, []).append((place, numbers[copy.target], copy))
+            streams.setdefault(pair, []).append((turn, numbers[copy.target], copy))
     found = []
     for (source_rank, target_rank), stream in streams.items():
         stream.sort(key=lambda entry: entry[:2])  # stable: within a tensor as the plan has them
@@ -97,22 +100,22 @@ def _messages(
 
 
 def _cut(
-    plan: ReshardPlan, stream: list[tuple[int, int, Copy]], max_bytes: int, alone: int
-) -> list[tuple[tuple[int, int], list[Part]]]:
-    """((place, tensor) of the first part, parts) of each message of one pair of ranks.
+    plan: ReshardPlan, stream: list[tuple[Turn, int, Copy]], max_bytes: int, alone: int
+) -> list[tuple[tuple[Turn, int], list[Part]]]:
+    """((turn, tensor) of the first part, parts) of each message of one pair of ranks.
 
     alone: bytes of a part that shares its message with no other.
     """
-    found: list[tuple[tuple[int, int], list[Part]]] = []
+    found: list[tuple[tuple[Turn, int], list[Part]]] = []
     used = max_bytes
-    for place, number, copy in stream:
+    for turn, number, copy in stream:
         rule = plan.rollout.rules[number]
         itemsize = itemsize_of(rule, plan.itemsize)
         for box in windows(copy.target_box, row_major_strides(copy.target_box.shape), max_bytes // itemsize):
             num_bytes = box.num_elements * itemsize
             begin = -(-used // itemsize) * itemsize  # where a tensor of its dtype may begin
             if begin + num_bytes > max_bytes or num_bytes >= alone:
-                found.append(((place, number), []))
+                found.append(((turn, number), []))
                 begin = 0
             parts = found[-1][1]
             source_box = box.moved(copy.target_box.start, copy.source_box.start)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import platform
 import resource
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import psutil
 import pytest
 import torch
 
-from mcore_rl.rollout.arrival import Blocks, freed_memory_kept, one_thread
+from mcore_rl.rollout.arrival import Blocks, beside, freed_memory_kept, one_thread
 
 NUM_ROUNDS, NUM_BLOCKS, BLOCK_BYTES = 8, 4, 40 << 20  # more than glibc ever takes from its heap by itself
 PAGES = NUM_BLOCKS * BLOCK_BYTES // resource.getpagesize()
@@ -26,10 +29,67 @@ def test_blocks_are_lent_again_the_smallest_that_is_large_enough() -> None:
     for block in (large, small):
         blocks.take_back(block)
     assert blocks.lend(40) is small
-    assert blocks.lend(40) is large, "and it keeps its size"
+    assert blocks.lend(50) is large, "and it keeps its size"
     blocks.take_back(large)
     assert len(blocks.lend(101)) == 101
+    assert len(blocks.lend(49)) == 49, "less than half would be wasted, and large blocks missing in the end"
     assert blocks.lend(100) is large
+
+
+def test_items_are_made_beside_and_no_further_than_allowed() -> None:
+    """The user takes its time with the first: the thread goes on until ``most`` is waiting, and one more."""
+    made: list[int] = []
+    threads: set[int] = set()
+    enough = threading.Event()
+
+    def items() -> Iterator[int]:
+        for size in (1, 2, 3, 4, 5):
+            threads.add(threading.get_ident())
+            made.append(size)
+            if sum(made[1:]) > 4:
+                enough.set()
+            yield size
+
+    found = beside(items(), int, most=4)
+    first = next(found)
+    assert enough.wait(10)
+    assert made == [1, 2, 3], "2 fits, and 3 is the one that no longer does"
+    assert [first, *found] == [1, 2, 3, 4, 5]
+    assert len(threads) == 1
+    assert threads.isdisjoint({threading.get_ident()})
+
+
+def test_this_thread_computes_alone_while_items_are_made() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = beside(iter([1, 2, 3]), int, most=1)
+        used = [torch.get_num_threads() for item in found if item == 1]
+        assert used == [1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_fails_in_either_thread_is_heard_and_ends_both() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise ValueError("no second one")
+
+    with pytest.raises(ValueError, match="no second one"):
+        list(beside(broken(), int, most=0))
+    before = threading.active_count()
+
+    def stops_at_the_fifth() -> None:
+        with closing(beside(itertools.count(1), int, most=10)) as endless:
+            for item in endless:
+                assert threading.active_count() > before
+                if item == 5:
+                    raise KeyError
+
+    with pytest.raises(KeyError):
+        stops_at_the_fifth()
+    assert threading.active_count() == before
 
 
 def _faults_and_growth(keep: bool, num_blocks: int = NUM_BLOCKS, num_bytes: int = BLOCK_BYTES) -> tuple[list[int], int]:

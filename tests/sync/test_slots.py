@@ -23,7 +23,8 @@ MESSAGE, SENDERS = 1 << 12, 5
 class Counted:
     """How many were mapped, and at most at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, scarce: bool = False) -> None:
+        self.scarce = scarce
         self._memory, self._alive, self.maps, self.most = _Mapped(), weakref.WeakSet[Tensor](), 0, 0
 
     def map(self, handle: bytes) -> Tensor:
@@ -63,6 +64,46 @@ def test_no_more_than_half_a_bucket_stays_mapped() -> None:
     del memory, receiver, sender, senders
     gc.collect()
     assert mapped_here() == 0
+
+
+class Scarce(_Mapped):
+    scarce = True
+
+
+@pytest.mark.parametrize("scarce", [False, True])
+def test_between_updates_memory_stays_unless_it_is_scarce(scarce: bool) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = Address(host="127.0.0.1", port=store.port, name="kept", num_trainers=1, num_rollout=1)
+    sender = SlotSender(Members(address, 0), Scarce() if scarce else _Mapped())
+    memory = Counted(scarce)
+    receiver = SlotReceiving(Members(address, 1), memory, bucket_bytes=8 * MESSAGE)  # type: ignore[arg-type]
+    before, wanted = mapped_here(), [(0, MESSAGE)] * NUM_SLOTS
+    for update in (1, 2, 3):
+        for number in range(NUM_SLOTS):
+            sender.send(sender.buffer(MESSAGE).fill_(10 * update + number), 0)
+        read = [int(message[0]) for message in receiver.messages(wanted, lambda _: torch.empty(0))]
+        assert read == [10 * update + number for number in range(NUM_SLOTS)]
+        sender.flush()
+        sender.release()
+        gc.collect()
+        assert (mapped_here() == before) is scarce
+    assert memory.maps == (3 if scarce else 1) * NUM_SLOTS
+    receiver.close()
+    sender.close()
+    gc.collect()
+    assert mapped_here() == before
+
+
+def test_memory_that_took_another_s_descriptor_is_not_taken_for_it() -> None:
+    """A descriptor that was closed is the next one's, of the same size maybe."""
+    memory = _Mapped()
+    handles = []
+    for _ in range(2):
+        handles.append(memory.create(MESSAGE)[1])
+        memory.forget(handles[-1])
+    descriptors = {handle.split()[2] for handle in handles}
+    assert len(descriptors) == 1, "else nothing is proven here"
+    assert handles[0] != handles[1]
 
 
 def send_and_die(address: Address) -> None:

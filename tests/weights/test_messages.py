@@ -87,6 +87,14 @@ def test_large_parts_come_alone_and_small_ones_together(case: tuple[str, str, in
             assert one.num_bytes + next_one.parts[0].num_bytes > MAX_BYTES, "what fits is not sent apart"
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_embedding_comes_last(case: tuple[str, str, int, str]) -> None:
+    targets = [part.target for message in messages_to(plan_of(*case), 0, MAX_BYTES, True) for part in message.parts]
+    first = targets.index("model.embed_tokens.weight")
+    assert first > 0
+    assert set(targets[first:]) == {"model.embed_tokens.weight"}
+
+
 def test_plans_that_would_be_cut_otherwise_have_other_ids() -> None:
     one = plan_of(*CASES[0])
     assert plan_id(one, 5000, True) == plan_id(plan_of(*CASES[0]), 5000, True)
