@@ -283,6 +283,8 @@ def _engine_parts(room: Serving, site: Site) -> list[Part]:
         ("engine processes", cpu_engine_bytes(ranks, site.ranks_per_engine), False),
         ("engine weights", ranks * room.weights, True),
         ("engine weights, packed besides", ranks * room.packed, True),
+        # Half of it the trainers' slots (sync/slots.py), half what layers wait in (rollout/arrival.py).
+        ("buffers of weight updates", ranks * min(room.weights, UPDATE_BUCKET_BYTES), False),
         ("engine working memory", ranks * room.working, False),
         ("cache of keys and values", ranks * room.cache, False),
         ("reward model", site.reward_model, False),

@@ -26,6 +26,7 @@ T = TypeVar("T")
 # DEFAULT_MMAP_THRESHOLD_MAX and twice that).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 MMAP_MAX, MMAP_THRESHOLD, TRIM_THRESHOLD = 1 << 16, 32 << 20, 64 << 20
+RETURNED_BYTES = 1 << 20
 
 
 @contextmanager
@@ -44,6 +45,24 @@ def freed_memory_kept() -> Iterator[None]:
         libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
         libc.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
         libc.malloc_trim(0)
+
+
+@contextmanager
+def freed_memory_returned() -> Iterator[None]:
+    """What is free goes back to the system now, and in here all of ``RETURNED_BYTES`` and more when it is freed.
+
+    For what is allocated in many sizes and freed in no order: kept, it would leave memory in pieces that nothing fits.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        yield
+        return
+    libc.mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES)
+    libc.malloc_trim(0)
+    try:
+        yield
+    finally:
+        libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
 
 
 @contextmanager

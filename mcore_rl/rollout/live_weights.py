@@ -228,7 +228,6 @@ class LiveWeights:
 
         A tensor must not change once it was given: what of a module has come is kept until the module is complete.
         """
-        self.blocks = Blocks(self.blocks.device)  # what ``write`` came to need
         with self._vllm(), self.vllm_config.device_config.device:
             loaded = self.model.load_weights(iter(tensors))
         self._left = {}
@@ -264,7 +263,11 @@ class LiveWeights:
     def _forget(self) -> None:
         self._left, self._begun, self._lent = {}, set(), {}
         if not self.on_cpu:  # memory is dear there, and slow to get on the CPU
-            self.blocks = Blocks(self.blocks.device)
+            self.drop_blocks()
+
+    def drop_blocks(self) -> None:
+        """Give back the memory that ``write`` keeps for the next update."""
+        self.blocks = Blocks(self.blocks.device)
 
     def _vllm(self) -> Any:
         return set_current_vllm_config(self.vllm_config)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from mcore_rl.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.families.registry import FAMILIES
-from mcore_rl.rollout.arrival import beside, freed_memory_kept, one_thread
+from mcore_rl.rollout.arrival import beside, freed_memory_kept, freed_memory_returned, one_thread
 from mcore_rl.rollout.live_weights import LiveWeights
 from mcore_rl.rollout.weight_channel import Answer, Mode, Opening
 from mcore_rl.weights.fingerprint import added, fingerprint
@@ -85,9 +85,9 @@ class _Updates:
         self.live.finish()
 
     def _receive_named(self) -> None:
-        """Memory that is freed goes back: what vLLM keeps meanwhile is of all sizes, and would leave it in pieces."""
         self.live.start()
-        with one_thread():
+        self.live.drop_blocks()
+        with freed_memory_returned(), one_thread():
             unloaded = self.live.load_named(self.incoming.named(self.specs))
         if unloaded:
             raise SyncError(f"vLLM's load_weights set nothing of {', '.join(unloaded[:5])}, {len(unloaded)} in all")

@@ -11,6 +11,7 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Precision, Recompute
 from mcore_rl.config.launch import load_cluster
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement
@@ -186,6 +187,9 @@ def test_on_the_cpu_everybody_is_counted_and_gradients_are_of_who_trains() -> No
     planned = plan(run, models.dense(), CPU)
     assert part(planned, Phase.update, "controller and Ray") == CPU_CONTROLLER_BYTES
     assert part(planned, Phase.update, "engine weights, packed besides") == 2 * 128 * 48 * 4
+    weights = part(planned, Phase.update, "engine weights")
+    assert weights < UPDATE_BUCKET_BYTES, "no buffer is longer than what comes through it"
+    assert part(planned, Phase.update, "buffers of weight updates") == weights
     processes = part(planned, Phase.update, "engine processes")
     assert processes == 2 * (CPU_ENGINE_BYTES + CPU_ENGINE_RANK_BYTES)
     for phase, trained in ((Phase.rollout, 0), (Phase.logprobs, 0), (Phase.update, 1)):
