@@ -295,7 +295,8 @@ def main() -> int:
     console.print(lines)
     direct = [one for one in rounds if one.kind == DIRECT]
     ratio = seconds[DIRECT] / seconds[PLAIN]
-    buckets = max(max(one.trainer_buckets, one.worker_buckets) for one in direct)
+    updates = [one for one in rounds if one.kind in (DIRECT, NAMES)]
+    buckets = max(max(one.trainer_buckets, one.worker_buckets) for one in updates)
     console.print(
         f"direct over plain: {ratio:.2f} (at most {MAX_RATIO}), of CPU seconds {cpu[DIRECT] / cpu[PLAIN]:.2f}; "
         f"until landed: {seconds[LANDED] / seconds[PLAIN]:.2f}, {cpu[LANDED] / cpu[PLAIN]:.2f}; "

@@ -4,7 +4,8 @@ Written through vLLM's own layerwise reload (model_executor/model_loader/reload,
 engines stand on: modules get tensors as they were before any kernel's packing, those are filled, processed once more
 and copied into the memory that captured graphs know.  ``load_named`` feeds ``model.load_weights``.  ``write`` fills
 slices directly, as vLLM's sharded engine does (distributed/weight_transfer/sharded_rdt_engine.py, ``_process_item`` and
-``_run_quant``); no loader is involved, and a module is processed as soon as all of it was written.
+``_run_quant``); no loader is involved, a module is processed as soon as all of it was written, and what is kept as it
+was loaded is written where it is kept.
 
 What vLLM 0.32 forgets on the CPU is done here, each where it answers to:
 - layers/fused_moe/unquantized_fused_moe_method.py, ``_setup_kernel``: experts are packed by ``_init_moe_kernel``'s
@@ -173,7 +174,7 @@ class LiveWeights:
 
     def num_bytes(self, module: nn.Module) -> int:
         """In blocks that a module waits with."""
-        return sum(map(len, self._lent.get(module, [])))
+        return sum(block.nbytes for block in self._lent.get(module, []))
 
     def space(self, name: str, slot: int | None, box: Box, dtype: torch.dtype) -> Tensor | None:
         """The memory of ``box`` of a stored tensor, uint8; None where it is of another dtype or in several pieces.
@@ -248,7 +249,7 @@ class LiveWeights:
                     head.quant_method.process_weights_after_loading(head)  # see above
 
     def put_back(self) -> None:
-        """After a failure between ``start`` and ``finish``: whole modules again, with old or new weights.
+        """After a failure between ``start`` and ``finish``: whole modules again, of old weights and new ones.
 
         As ``_restore_after_dry_run`` of vLLM's sharded engine.
         """

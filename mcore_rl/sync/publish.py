@@ -236,10 +236,11 @@ class _Clock:
 def message_bytes(table: Table, bucket_bytes: int, in_place: bool) -> int:
     """The most in one direct message, so that no process needs more than two buckets.
 
-    A process holds two messages, at most half a bucket.  The parts of a tensor come from up to tp ranks in turn, so
-    that a worker has as much in hand as tp messages write, at most half a bucket again.  The rest is for what vLLM
-    makes of a module.  What is not received in place is read out of memory that a worker maps, two messages of each of
-    these ranks (``sync/slots.py``): they are half as large.
+    A process holds two messages, or what is on its way to it, at most half a bucket.  As much waits to be packed
+    (``rollout/worker_extension.py``).  The parts of a tensor come from up to tp ranks in turn, so that a worker has as
+    much in hand as tp messages write, half a bucket again.  The rest is for what vLLM makes of a module.  What is not
+    received in place is read out of memory that a worker maps, two messages of each of these ranks (``sync/slots.py``):
+    they are half as large.
     """
     return bucket_bytes // ((2 if in_place else 4) * max(2, table.layout.tp))
 

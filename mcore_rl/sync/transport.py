@@ -8,7 +8,7 @@ shared_memory   one host, no accelerator: a message is written once and read whe
 device_ipc      one GPU: as shared_memory, in the GPU's memory
 directory       safetensors files on a file system that all see; by names only
 
-Invariant: of messages on their way a process holds at most the bytes of two of the largest.
+Invariant: of messages on their way a sender holds two, a receiver half a bucket, or one that is larger.
 """
 
 from __future__ import annotations

@@ -51,8 +51,43 @@ def _in_a_worker() -> dict[str, object]:
         worker.__dict__["execute_model"]()
     except RolloutError as error:
         found["refusal"] = str(error)
+    found["left"] = _threads_after_a_failure()
     found["unpacked"] = [_round_trip(torch.Generator().manual_seed(1), *shape) for shape in SHAPES]
     return pickle.loads(pickle.dumps(found))  # plain values only
+
+
+def _threads_after_a_failure() -> tuple[str, int]:
+    """(what was raised, threads more than before) where a module cannot be processed while others still arrive."""
+    import threading
+    from itertools import repeat
+    from types import SimpleNamespace
+
+    import torch
+
+    from mcore_rl.rollout.worker_extension import Mode, _Updates
+
+    class Live:
+        on_cpu, blocks = True, None
+        start = num_bytes = staticmethod(lambda *_: 0)
+        write = staticmethod(lambda *_: torch.nn.Module())
+
+        def process(self, _: object) -> None:
+            raise RuntimeError("no primitive")
+
+    box = SimpleNamespace(shape=(1,))
+    part = SimpleNamespace(begin=0, num_bytes=4, dtype="float32", target="a", slot=None, target_box=box)
+    updates = object.__new__(_Updates)
+    updates.expected = [SimpleNamespace(source_rank=0, num_bytes=4, parts=[part])] * 10_000  # type: ignore[list-item]
+    updates.live, updates.bucket_bytes = Live(), 8  # type: ignore[assignment]
+    updates.incoming = SimpleNamespace(  # type: ignore[assignment]
+        messages=lambda wanted, _: repeat(torch.zeros(4, dtype=torch.uint8), len(wanted))
+    )
+    before = threading.active_count()
+    try:
+        updates.receive(Mode.direct)
+    except RuntimeError as error:
+        return str(error), threading.active_count() - before
+    return "nothing", 0
 
 
 def _round_trip(random: object, intermediate: int, hidden: int) -> bool:
@@ -103,6 +138,10 @@ def test_after_a_failed_update_nothing_runs(found: dict[str, object]) -> None:
     assert found["put back"] and found["closed"]
     refusal = "The weights are only partly updated: receiving version 3: no route. Complete an update before generating"
     assert found["refusal"] == refusal
+
+
+def test_what_fails_while_others_arrive_ends_their_arrival(found: dict[str, object]) -> None:
+    assert found["left"] == ("no primitive", 0)
 
 
 def test_experts_are_unpacked_bit_for_bit(found: dict[str, object]) -> None:
