@@ -34,7 +34,7 @@ import torch
 from rich.console import Console
 from rich.table import Table as Lines
 from torch.distributed import TCPStore
-from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors
 
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, Precision
 from mcore_rl.config.parallel import parse_layout
@@ -43,9 +43,9 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect, device_of, memory, reset_peak_memory
 from mcore_rl.parallel.launch import HOST, Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.rollout import live_weights
 from mcore_rl.rollout.arrival import one_thread
 from mcore_rl.rollout.engine_process import EngineProcess, start_engine
-from mcore_rl.rollout.live_weights import LiveWeights
 from mcore_rl.rollout.weight_channel import Mode, answer_of
 from mcore_rl.rollout.worker_extension import WeightReceiver
 from mcore_rl.sync.members import Address
@@ -91,7 +91,7 @@ class TimedReceiver(WeightReceiver):
         """Receive an update into the parameters, and process none of them: vLLM's modules stay as they were."""
         live = self._sync_channel().live
         packed = {each: each.cpu_linear for each in live.model.modules() if hasattr(each, "cpu_linear")}
-        with patch.object(LiveWeights, "process", _put_back):
+        with patch.object(live_weights, "_layerwise_process", _put_back):
             answer = self.sync_receive(version, "direct")
         for module, cpu_linear in packed.items():
             module.cpu_linear = cpu_linear
@@ -106,13 +106,10 @@ class TimedReceiver(WeightReceiver):
         return [now.allocated_bytes, now.peak_bytes, time.process_time()]
 
 
-def _put_back(live: LiveWeights, module: torch.nn.Module) -> None:
+def _put_back(module: torch.nn.Module, info: Any) -> None:
     """Instead of vLLM's processing: the module is as it was before the update."""
-    info = get_layerwise_info(module)
     _place_kernel_tensors(module, info)
     info.reset()
-    for block in live._lent.pop(module, []):
-        live.blocks.take_back(block)
 
 
 @dataclass(frozen=True, kw_only=True)

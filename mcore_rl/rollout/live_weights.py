@@ -206,7 +206,7 @@ class LiveWeights:
             if name in SKIP_TENSORS or not meta.is_meta:
                 continue
             if name in kept and _alike(kept[name], meta):
-                tensor = kept[name].data.view(meta.shape)
+                tensor = kept[name].data
             else:
                 size = meta.numel() * meta.dtype.itemsize
                 block = self.blocks.lend(size)
@@ -326,10 +326,7 @@ def _cpu_experts(module: nn.Module) -> CPUUnquantizedExperts | None:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    def geometry(tensor: Tensor) -> tuple[object, ...]:
-        return tensor.shape, tensor.stride(), tensor.dtype
-
-    return geometry(one) == geometry(other)
+    return (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
 
 
 def _by_identity(module: Any, width: int, weight: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:

@@ -142,7 +142,7 @@ class PointToPointReceiving(Receiving):
 
     def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
         """See ``Incoming``."""
-        room = max(self.bucket_bytes // 2, *(size for _, size in wanted), 0)  # bytes that may be on their way
+        room = max([self.bucket_bytes // 2, *(size for _, size in wanted)])  # bytes that may be on their way
         coming = deque[tuple[Tensor, Any]]()
         posted = 0
         for source, size in wanted:
