@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -102,10 +102,14 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
             return Violation(key, value, cause, "Write a value of that type")
         if key.rpartition(".")[0] in FREE:
             return Violation(key, value, "is not there yet", f"Write +{key}={value}")
-        near = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
-        remedy = f"Did you mean {' or '.join(near)}?" if near else "--help shows all keys"
-        return Violation(key, value, "there is no such key", remedy)
+        return Violation(key, value, "there is no such key", meant(key, known, "--help shows all keys"))
     return None
+
+
+def meant(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The remedy for a name that is not there: the nearest of those ``known``, or ``otherwise`` where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f"Did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def _of_files(name: str, composing: Callable[[Sequence[str]], Any]) -> list[Violation]:

@@ -7,7 +7,6 @@ which of them, its defaults say.  A cluster's yaml holds values of ``ClusterConf
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
-from mcore_rl.config.compose import ERRORS, all_keys, compose, words
+from mcore_rl.config.compose import ERRORS, all_keys, compose, meant, words
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
@@ -137,10 +136,7 @@ def _path(kind: str, name: str, directory: Path) -> Path:
     if name and path.is_file():
         return path
     there = _names(directory)
-    near = difflib.get_close_matches(name, there, n=3, cutoff=0.6)
-    remedy = (
-        f"Did you mean {' or '.join(near)}?" if near else f"Choose one of those there: {', '.join(there) or 'none'}"
-    )
+    remedy = meant(name, there, f"Choose one of those there: {', '.join(there) or 'none'}")
     raise ConfigError([Violation(kind, name, f"there is no {name}.yaml in {directory}", remedy)])
 
 
@@ -183,8 +179,7 @@ def _leaf_violations(place: str, key: str, value: object, schema: type[Any]) -> 
         if key in known:
             yield Violation(f"{place}{key}", value, words(error), "Write a value of that type")
             return
-        near = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
-        remedy = f"Did you mean {' or '.join(near)}?" if near else "There is none like it: leave it out"
+        remedy = meant(key, known, "There is none like it: leave it out")
         yield Violation(f"{place}{key}", value, "there is no such key", remedy)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared so
@@ -42,6 +44,9 @@ from mcore_rl.sync.update import WeightSync
 from mcore_rl.tracking.sinks import Tracker
 from mcore_rl.training.offload import Part
 
+A = TypeVar("A")
+B = TypeVar("B")
+
 
 @asynccontextmanager
 async def open_run(config: RunConfig) -> AsyncIterator[Run]:
@@ -72,20 +77,21 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)
         stack.callback(places.close)
 
-        tracker.now("starting the trainer")
-        actor = await _start_role(_actor_role(config), prepared, places, platform, config, stack)
-        critic = None
-        if config.needs_critic:
-            critic = await _start_role(_critic_role(config), prepared, places, platform, config, stack)
-        tracker.now("starting the rollout engines")
-        shared = actor if trainer.placement is Placement.colocated else None
-        engines = await start_engines(Path(config.model.path), config.rollout, places.rollout, platform, logs, shared)
-        for engine in engines:
-            stack.push_async_callback(engine.shutdown)
+        starting_roles = _start_roles(prepared, places, platform, config, stack)
+        starting_engines = partial(_start_rollout, places, platform, config, stack)
+        colocated = trainer.placement is Placement.colocated
+        if colocated and platform.is_accelerator:  # engines measure what the trainer left free of a device
+            tracker.now("starting the trainer")
+            actor, critic = await starting_roles
+            tracker.now("starting the rollout engines")
+            engines = await starting_engines(actor)
+        else:
+            tracker.now("starting the trainer and the rollout engines")
+            (actor, critic), engines = await _together(starting_roles, starting_engines(None))
         pool, reward_model = pool_of(engines, config.rollout), None
         if prepared.encoder is not None:
             tracker.now("starting the reward model")
-            bundles = places.reward_model
+            bundles, shared = places.reward_model, actor if colocated else None
             reward_model = await start_reward_model(config, prepared.encoder, bundles, platform, logs, shared, stack)
 
         sync = await _weight_sync(config, platform, actor, engines, stack)
@@ -125,6 +131,28 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+async def _together(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B]) -> tuple[A, B]:
+    """Both at once; where one fails, it is raised once the other has ended."""
+    both = asyncio.ensure_future(first), asyncio.ensure_future(second)
+    try:
+        made, also_made = await asyncio.gather(*both)
+        return made, also_made
+    finally:
+        for each in both:
+            each.cancel()
+        await asyncio.wait(both)
+
+
+async def _start_roles(
+    prepared: Prepared, places: Places, platform: Platform, config: RunConfig, stack: AsyncExitStack
+) -> tuple[WorkerGroup, WorkerGroup | None]:
+    """The actor, and the critic where there is one."""
+    actor = await _start_role(_actor_role(config), prepared, places, platform, config, stack)
+    if not config.needs_critic:
+        return actor, None
+    return actor, await _start_role(_critic_role(config), prepared, places, platform, config, stack)
+
+
 async def _start_role(
     spec: RoleSpec, prepared: Prepared, places: Places, platform: Platform, config: RunConfig, stack: AsyncExitStack
 ) -> WorkerGroup:
@@ -140,6 +168,17 @@ async def _start_role(
     if config.trainer.placement is Placement.colocated:
         await group.all("offload")  # an engine that starts wants its share of a device to be free
     return group
+
+
+async def _start_rollout(
+    places: Places, platform: Platform, config: RunConfig, stack: AsyncExitStack, trainers: WorkerGroup | None
+) -> list[RayEngine]:
+    """The rollout engines, with the checkpoint's weights.  trainers: whose devices they share, where they do."""
+    logs = Path(config.trainer.default_local_dir) / "logs"
+    engines = await start_engines(Path(config.model.path), config.rollout, places.rollout, platform, logs, trainers)
+    for engine in engines:
+        stack.push_async_callback(engine.shutdown)
+    return engines
 
 
 def _actor_role(config: RunConfig) -> RoleSpec:

@@ -28,6 +28,10 @@ from mcore_rl.errors import DeviceError
 MEGATRON_VERSION = "0.16.1"
 CPU = torch.device("cpu")
 
+# What a process that computes on the CPU is started with.  To import Megatron makes torch.compile load its compilers,
+# 1.4 s and 43 MB of each process; what it then compiles, for Megatron or vLLM, takes 5 to 30 s and gains nothing here.
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+
 
 @dataclass(frozen=True)
 class Line:

@@ -244,8 +244,14 @@ def empty_cache(platform: Platform) -> None:
     """Give memory that an allocator holds but nobody uses back: torch's to the device, glibc's to the system."""
     if platform.is_accelerator:
         torch.cuda.empty_cache()
-    elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)  # it keeps what was freed below 32 MiB (mallopt(3))
+    else:
+        trim_heap()
+
+
+def trim_heap() -> None:
+    """Give what is free in glibc's heap back to the system: it keeps what was freed below 32 MiB (mallopt(3))."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def pinned_empty_like(platform: Platform, tensor: Tensor) -> Tensor:

@@ -27,10 +27,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.errors import WorkerError
+from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, num_cores, set_device
 from mcore_rl.parallel.failure import Cause, Failure, failure_message, first_cause
 from mcore_rl.parallel.layout import Layout
@@ -220,6 +222,7 @@ def _rank_environment(rank: Rank, threads: int) -> dict[str, str | None]:
         "MASTER_PORT": str(rank.store_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # to torch's env://: the store is already there, rank 0 opens none
         "OMP_NUM_THREADS": str(threads),
+        **({} if torch.accelerator.is_available() else UNCOMPILED),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 GIB = 2**30
 
 # A training process on the CPU, before its engine: Python, torch, Megatron, its groups over gloo, oneDNN's scratch.
-CPU_PROCESS_BYTES = 450 * 2**20
+CPU_PROCESS_BYTES = 407 * 2**20
 # And as a Ray actor, which imports ray and our runtime besides.
 RAY_ACTOR_BYTES = 120 * 2**20
 # glibc hands memory back to the system by itself only for pieces above its threshold, which grows to 32 MiB

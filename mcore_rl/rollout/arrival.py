@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from threading import Condition, Lock
@@ -20,31 +20,26 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from mcore_rl.parallel.device import trim_heap
+
 T = TypeVar("T")
 
 # malloc.h of glibc, and the values that its own adjustment ends at (malloc.c, 2.36: DEFAULT_MMAP_MAX,
 # DEFAULT_MMAP_THRESHOLD_MAX and twice that).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
-MMAP_MAX, MMAP_THRESHOLD, TRIM_THRESHOLD = 1 << 16, 32 << 20, 64 << 20
+DEFAULTS = {M_MMAP_MAX: 1 << 16, M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
 RETURNED_BYTES = 1 << 20
 
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
     """What is freed in here serves what is allocated in here; at the end what is free is given back to the system."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        yield
-        return
-    libc.mallopt(M_MMAP_MAX, 0)
-    libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
+    _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})  # all in the heap, which never shrinks
     try:
         yield
     finally:
-        libc.mallopt(M_MMAP_MAX, MMAP_MAX)
-        libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
-        libc.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
-        libc.malloc_trim(0)
+        _mallopt(DEFAULTS)
+        trim_heap()
 
 
 @contextmanager
@@ -53,16 +48,18 @@ def freed_memory_returned() -> Iterator[None]:
 
     For what is allocated in many sizes and freed in no order: kept, it would leave memory in pieces that nothing fits.
     """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        yield
-        return
-    libc.mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES)
-    libc.malloc_trim(0)
+    _mallopt({M_MMAP_THRESHOLD: RETURNED_BYTES})
+    trim_heap()
     try:
         yield
     finally:
-        libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+        _mallopt(DEFAULTS)
+
+
+def _mallopt(options: Mapping[int, int]) -> None:
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        for option, value in options.items():
+            libc.mallopt(option, value)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig
 from mcore_rl.config.rollout import CPU_BATCHED_TOKENS, CPU_KV_CACHE_BYTES, RolloutConfig, ServingConfig
+from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, consistent_environment, num_cores
 from mcore_rl.tracking.secrets import secret_names
 
@@ -49,13 +50,12 @@ def engine_environment(
             environment |= consistent_environment(platform.kind, device_ids)
         return environment
     shares = core_shares(cores, config.tp)
-    return environment | consistent_environment(platform.kind, ()) | {
+    return environment | consistent_environment(platform.kind, ()) | UNCOMPILED | {
         # One rank runs in the process of vLLM's EngineCore itself: the platform would give it one more, and an import
         # of vLLM (platforms/cpu.py, check_and_update_config).
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if config.tp > 1 else "0",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
         "OMP_NUM_THREADS": str(len(shares[0])),
-        "TORCHDYNAMO_DISABLE": "1",  # what it would compile takes 5 to 30 s and gains nothing on the CPU
         "VLLM_CPU_KVCACHE_SPACE": None,  # it would overrule kv_cache_memory_bytes
         # The CPU kernels of latent attention want dimensions that small models do not have.
         "VLLM_MLA_DISABLE": "1",
@@ -122,7 +122,7 @@ def _on_cpu(config: ServingConfig, model: ModelConfig) -> dict[str, Any]:
     wanted = config.max_num_batched_tokens or CPU_BATCHED_TOKENS
     found: dict[str, Any] = dict(
         kv_cache_memory_bytes=config.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES,
-        enforce_eager=True,  # and with it no warm-up; see TORCHDYNAMO_DISABLE
+        enforce_eager=True,  # and with it no warm-up; see UNCOMPILED
         # A prompt cut over two steps has vLLM turn the generator of its seed back, which ends the engine: "CPU
         # Generator does not use offset" (gpu_model_runner.py, 0.32, _bookkeeping_sync).  So every prompt fits one step.
         enable_chunked_prefill=False,

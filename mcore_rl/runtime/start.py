@@ -12,6 +12,7 @@ import ray
 
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig
 from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, num_cores
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rollout.environment import core_shares, usable_cores
@@ -33,6 +34,8 @@ async def start_trainers(
     world_size = len(places.train)
     threads = 1 if platform.is_accelerator else max(1, num_cores() // world_size)
     environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    if not platform.is_accelerator:
+        environment |= UNCOMPILED
     files = [logs / f"{spec.role}-rank-{rank}.log" for rank in range(world_size)]
     workers = [
         ray.remote(TrainWorker)
@@ -98,12 +101,14 @@ async def start_engines(
         engine.start(directory, config, cores=cores[i], device_ids=device_ids[i], log=logs / f"{file_name}-{i}.log")
         for i, engine in enumerate(engines)
     ]
-    results = await asyncio.gather(*starting, return_exceptions=True)
-    errors = [result for result in results if isinstance(result, BaseException)]
-    if errors:
+    try:
+        results = await asyncio.gather(*starting, return_exceptions=True)
+        for error in (result for result in results if isinstance(result, BaseException)):
+            raise error
+    except BaseException:
         for engine in engines:
             ray.kill(engine.worker)
-        raise errors[0]
+        raise
     return engines
 
 

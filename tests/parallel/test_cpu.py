@@ -12,7 +12,7 @@ import torch
 from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import DeviceError
-from mcore_rl.parallel import cpu, groups
+from mcore_rl.parallel import cpu, groups, launch
 from mcore_rl.parallel.cpu import PATCHES, Line, Patch, make_megatron_run_on_cpu
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.launch import Rank, run_ranks
@@ -75,7 +75,9 @@ def test_every_line_has_a_probe() -> None:
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    (report,) = run_ranks(cpu_probes.run_all, 1, threads_per_rank=1, timeout_s=600)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "UNCOMPILED", {})
+        (report,) = run_ranks(cpu_probes.run_all, 1, threads_per_rank=1, timeout_s=600)
     assert isinstance(report, Report)
     return report
 
