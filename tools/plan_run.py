@@ -28,6 +28,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
+from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.recipes import recipe_model
@@ -67,9 +68,9 @@ def composed(options: argparse.Namespace) -> tuple[RunConfig | SftConfig, Cluste
 
 def model_for(run: RunConfig | SftConfig) -> ModelConfig:
     """From the checkpoint's own config.json, or the published one."""
-    config = Path(run.model.path) / "config.json"
-    if run.model.path and config.is_file():
-        return model_of(json.loads(config.read_text(encoding="utf-8")))[1]
+    directory = Path(run.model.path)
+    if run.model.path and (directory / CONFIG).is_file():
+        return model_of(read_config(directory))[1]
     if run.recipe.checkpoint:
         return recipe_model(run.recipe)
     problem = "has no config.json, and recipe.checkpoint names no checkpoint of model_configs/"

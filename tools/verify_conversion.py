@@ -28,8 +28,9 @@ from rich.table import Table as Lines
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout, rollout_violations
-from mcore_rl.errors import CheckpointError, ConfigError, McoreRLError, Violation, refuse_if_any
+from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
+from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import Layout, layout_text, layout_violations
 from mcore_rl.weights.hf_directory import Checkpoint
@@ -63,16 +64,11 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
+def wanted_config(arguments: argparse.Namespace) -> dict[str, Any]:
     """The Hugging Face configuration that was asked for."""
     if arguments.model is not None:
         return published_config(find_checkpoint(arguments.model, MODEL_CONFIGS), MODEL_CONFIGS)
-    try:
-        config: dict[str, Any] = json.loads((arguments.hf / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        problem = f"config.json: cannot be read: {error}. Name the directory of a Hugging Face model"
-        raise CheckpointError(str(arguments.hf), [problem]) from error
-    return config
+    return read_config(arguments.hf)
 
 
 def read_layouts(arguments: argparse.Namespace) -> tuple[ParallelConfig, int, RolloutLayout | None]:
@@ -156,7 +152,7 @@ def main() -> int:
     """Prove, print, and say by the exit code whether all is proven."""
     arguments, console, errors = parser().parse_args(), Console(), Console(stderr=True)
     try:
-        config = read_config(arguments)
+        config = wanted_config(arguments)
         parallel, world_size, rollout = read_layouts(arguments)
         report, model = prove(config, parallel, world_size, rollout, arguments.hf, errors)
     except McoreRLError as error:

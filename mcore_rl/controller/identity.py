@@ -14,9 +14,9 @@ from typing import Any
 
 from mcore_rl.controller.notices import note
 from mcore_rl.errors import CheckpointError, Violation, refuse_if_any
+from mcore_rl.families.config_json import read_config
 from mcore_rl.tracking.run_directory import plain
 from mcore_rl.tracking.secrets import redact
-from mcore_rl.weights.companions import read_config
 from mcore_rl.weights.manifest import sum_of
 
 RUN = "run.json"

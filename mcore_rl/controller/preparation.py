@@ -23,11 +23,11 @@ from mcore_rl.data.prompts import PromptRow, PromptSet
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.admission import admit
 from mcore_rl.runtime.placement import placement_violations
-from mcore_rl.weights.companions import read_config
 
 
 @dataclass(kw_only=True)

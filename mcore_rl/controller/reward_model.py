@@ -21,12 +21,12 @@ from mcore_rl.config.reward_model import RewardModelConfig
 from mcore_rl.data.prompts import truncated
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, DataError, Violation, refuse_if_any
+from mcore_rl.families.config_json import read_config
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rewards.worker import grade
 from mcore_rl.rollout.classifier import admit_classifier
 from mcore_rl.rollout.classifier_pool import ClassifierPool
-from mcore_rl.weights.companions import read_config
 
 TOKENIZER = "reward_model.model.tokenizer_path"
 PART = "model"  # of a score, for ``reward/part/model``

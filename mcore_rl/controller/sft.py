@@ -30,6 +30,7 @@ from mcore_rl.data.conversations import Conversation, ConversationSet
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import refuse_if_any
+from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect
 from mcore_rl.runtime.cluster import ray_cluster
@@ -41,7 +42,6 @@ from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.report import write_report
 from mcore_rl.tracking.sinks import Tracker
 from mcore_rl.types import TrainBatch
-from mcore_rl.weights.companions import read_config
 
 ROLE = "actor"
 SCORED_AT_ONCE = 1024  # validation conversations

@@ -7,7 +7,6 @@ wrong is known before, from the configuration, ``config.json`` and the headers o
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from mcore_rl.config.rollout import (
     rollout_violations,
 )
 from mcore_rl.errors import RolloutError, Violation, refuse_if_any
+from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.environment import has_tokenizer
@@ -55,15 +55,14 @@ class Limits:
 def admit(directory: Path, rollout: RolloutConfig, platform: Platform) -> ModelConfig:
     """The model in ``directory``, if an engine as ``rollout`` says can run it on ``platform``.
 
-    Raises ConfigError or RolloutError: no such directory; a family or a field that is not supported; a vLLM that was
-    not tested; values, lengths or a layout that cannot be; weights and KV cache that do not fit the memory share.
+    Raises CheckpointError: no config.json that can be read.  ConfigError or RolloutError: a family or a field that is
+    not supported; a vLLM that was not tested; values, lengths or a layout that cannot be; weights and KV cache that do
+    not fit the memory share.
     """
-    path = directory / "config.json"
-    if not path.is_file():
-        raise RolloutError(f"{directory} has no config.json. Name a Hugging Face model directory.")
+    config = read_config(directory)
     demand_tested_vllm()
     refuse_if_any(rollout_config_violations(rollout))
-    _, model = model_of(json.loads(path.read_text()))
+    _, model = model_of(config)
     found = engine_violations(model, rollout, platform) + context_violations(model, rollout)
     if rollout.stop and not has_tokenizer(directory):
         problem = f"{directory} has no tokenizer, so that responses have no text"

@@ -15,10 +15,10 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig, kv_bytes_per_token, yarn_reach
 from mcore_rl.errors import CheckpointError, ConfigError, Violation, refuse_if_any
+from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.admission import admit, demand_tested_vllm, engine_violations, memory_violations
-from mcore_rl.weights.companions import read_config
 from mcore_rl.weights.hf_directory import Checkpoint
 
 PATH = "reward_model.model.path"

@@ -35,6 +35,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mcore_rl.errors import RolloutError
+from mcore_rl.families.config_json import CONFIG, read_config
 
 T = TypeVar("T")
 
@@ -104,7 +105,7 @@ class VllmProcess:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) if isinstance(hf_config, Mapping) else hf_config
             if isinstance(hf_config, Mapping):
-                (source / "config.json").write_text(json.dumps(dict(hf_config)))
+                (source / CONFIG).write_text(json.dumps(dict(hf_config)))
             return self._run(_describe, source, layout, dtype)
 
     def load_directly(
@@ -122,8 +123,7 @@ class VllmProcess:
         return self._run(_load, hf_dir, layout, "float32")
 
     def _run(self, function: Callable[[Path, _Layout, str], T | str], source: Path, layout: _Layout, dtype: str) -> T:
-        if not (source / "config.json").is_file():
-            raise RolloutError(f"{source} has no config.json. Name a Hugging Face model directory.")
+        read_config(source)  # says what is wrong with it
         try:
             result = self._process.submit(function, source, layout, dtype).result()
         except BrokenProcessPool as error:
@@ -265,7 +265,7 @@ def _import_architecture(source: Path) -> None:
     """Give vLLM's registry the classes themselves: to ask one not imported yet it starts a process, for seconds."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    names = json.loads((source / "config.json").read_text()).get("architectures") or []
+    names = read_config(source).get("architectures") or []
     unknown = [name for name in names if name not in ModelRegistry.models]
     if unknown or not names:
         raise ValueError(f"config.json's architectures are {names}, of which vLLM has no model")

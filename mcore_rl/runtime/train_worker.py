@@ -26,6 +26,7 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Memory, detect, device_of, memory, set_device
 from mcore_rl.parallel.groups import init_groups
@@ -42,7 +43,7 @@ from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.offload import Moved, Part
 from mcore_rl.training.run_state import begin_save, load_run_state, num_state_bytes
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
-from mcore_rl.weights.companions import copy_companions, read_config
+from mcore_rl.weights.companions import copy_companions
 from mcore_rl.weights.export import save_hf
 from mcore_rl.weights.hf_directory import Checkpoint
 from mcore_rl.weights.load import load_hf

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.families.config_json import CONFIG, read_config
 
-CONFIG = "config.json"
 PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
 INDEX_SUFFIX = ".index.json"  # of weights, under whatever name
 
@@ -35,20 +35,6 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype, *, critic: b
     except OSError as error:
         problem = f"{error.filename}: cannot be copied: {error.strerror}. Mend that and try again"
         raise CheckpointError(str(source), [problem]) from error
-
-
-def read_config(source: Path) -> dict[str, Any]:
-    """The ``config.json`` of ``source``.  Raises CheckpointError where there is none that can be read."""
-    remedy = "Give the directory of the checkpoint that the model came from"
-    try:
-        config = json.loads((source / CONFIG).read_bytes())
-    except OSError as error:
-        raise CheckpointError(str(source), [f"{CONFIG}: cannot be read: {error.strerror}. {remedy}"]) from error
-    except ValueError as error:
-        raise CheckpointError(str(source), [f"{CONFIG}: is not JSON ({error}). {remedy}"]) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(str(source), [f"{CONFIG}: is no JSON object. {remedy}"])
-    return config
 
 
 def _config_of_weights(config: dict[str, Any], dtype: torch.dtype, critic: bool) -> dict[str, Any]:

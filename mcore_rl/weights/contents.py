@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from mcore_rl.errors import CheckpointError
-from mcore_rl.weights.companions import CONFIG
+from mcore_rl.families.config_json import CONFIG
 from mcore_rl.weights.convert import HF, open_hf, open_megatron
 from mcore_rl.weights.distcp import METADATA, DistributedCheckpoint
 from mcore_rl.weights.stored_keys import StoredKeys

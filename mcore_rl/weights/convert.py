@@ -7,7 +7,6 @@ does the directory get its final name.  Sources are only read.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,12 +21,13 @@ from torch import Tensor
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import CheckpointError, refuse_if_any
+from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.weights.block_fp8 import BlockFp8Checkpoint
 from mcore_rl.weights.box import Box, row_major_strides, windows
-from mcore_rl.weights.companions import CONFIG, copy_companions
+from mcore_rl.weights.companions import copy_companions
 from mcore_rl.weights.distcp import DistributedCheckpoint
 from mcore_rl.weights.distcp_writer import ARCHIVE_BYTES, DistcpWriter
 from mcore_rl.weights.hf_directory import Checkpoint
@@ -60,15 +60,7 @@ def read_model(directory: Path) -> tuple[dict[str, Any], Family, ModelConfig]:
 
     CheckpointError: it is missing or is no JSON object.  ConfigError: it is of no family, or says what is not trained.
     """
-    remedy = "Give a directory that has the model's config.json"
-    try:
-        config = json.loads((directory / CONFIG).read_bytes())
-        if not isinstance(config, dict):
-            raise ValueError("it is no JSON object")
-    except OSError as error:
-        raise CheckpointError(str(directory), [f"{CONFIG}: cannot be read: {error.strerror}. {remedy}"]) from error
-    except ValueError as error:
-        raise CheckpointError(str(directory), [f"{CONFIG}: is not valid: {error}. {remedy}"]) from error
+    config = read_config(directory)
     return config, *model_of(config)
 
 

@@ -78,7 +78,7 @@ def test_what_follows_from_other_fields_is_filled_in(task: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("model.path=nowhere", "has no config.json"),
+        ("model.path=nowhere", "config.json: cannot be read"),
         ("algorithm=ppo critic.path=nowhere", "config.json: cannot be read"),
         ("data.train_files=[nowhere.parquet]", "nowhere.parquet"),
         ("data.val_files=[nowhere.parquet]", "nowhere.parquet"),

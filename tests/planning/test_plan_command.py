@@ -69,6 +69,9 @@ def test_a_directory_of_ones_own(tool: ModuleType, tmp_path: Path, capsys: pytes
     assert "0.5B parameters" in capsys.readouterr().out
     assert tool.main([*words, "model.path=nowhere"]) == 2
     assert "has no config.json" in capsys.readouterr().err
+    (model / "config.json").write_text("{")
+    assert tool.main(words) == 2
+    assert "config.json: is not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

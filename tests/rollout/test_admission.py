@@ -13,7 +13,7 @@ import pytest
 
 from mcore_rl.config.engine import Device
 from mcore_rl.config.rollout import RolloutConfig
-from mcore_rl.errors import ConfigError, RolloutError
+from mcore_rl.errors import CheckpointError, ConfigError, RolloutError
 from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.admission import admit
 from tests.support import rollouts
@@ -71,8 +71,11 @@ def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
         admit(tmp_path, config(), CPU)
 
 
-def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RolloutError, match=r"has no config\.json\. Name a Hugging Face model directory"):
+@pytest.mark.parametrize(("content", "said"), [(None, "cannot be read"), ('{"architectures": [', "is not JSON")])
+def test_a_directory_without_a_model_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=rf"config\.json: {said}.*Name the directory of a Hugging Face model"):
         admit(tmp_path, config(), CPU)
 
 

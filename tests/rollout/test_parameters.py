@@ -26,7 +26,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from mcore_rl.errors import RolloutError
+from mcore_rl.errors import CheckpointError, RolloutError
 from mcore_rl.rollout.parameters import Parameter, VllmProcess
 
 Array = NDArray[np.float32]
@@ -269,7 +269,7 @@ def test_a_refusal_of_vllm_is_one_message(
         vllm.rollout_parameters(config, tp=3)
     with pytest.raises(RolloutError, match=r"\['NoSuchModel'\], of which vLLM has no model"):
         vllm.rollout_parameters(config | {"architectures": ["NoSuchModel"]})
-    with pytest.raises(RolloutError, match=r"has no config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
         vllm.load_directly(tmp_path)
 
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -176,7 +176,7 @@ BROKEN: dict[str, tuple[Break, type[McoreRLError], tuple[str, ...]]] = {
     ),
     "unknown field": (lambda path: checkpoints.edit_config(path, novel=1), ConfigError, ("novel",)),
     "no config": (lambda path: (path / "config.json").unlink(), CheckpointError, ("config.json: cannot be read",)),
-    "no json": (lambda path: (path / "config.json").write_text("{"), CheckpointError, ("config.json: is not valid",)),
+    "no json": (lambda path: (path / "config.json").write_text("{"), CheckpointError, ("config.json: is not JSON",)),
 }  # fmt: skip
 
 

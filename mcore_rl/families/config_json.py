@@ -1,0 +1,25 @@
+"""The ``config.json`` of a Hugging Face directory: what the model is, as transformers and vLLM read it too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.errors import CheckpointError
+
+CONFIG = "config.json"
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The ``config.json`` of ``directory``.  Raises CheckpointError where there is none that can be read."""
+    remedy = "Name the directory of a Hugging Face model"
+    try:
+        config = json.loads((directory / CONFIG).read_bytes())
+    except OSError as error:
+        raise CheckpointError(str(directory), [f"config.json: cannot be read: {error.strerror}. {remedy}"]) from error
+    except ValueError as error:
+        raise CheckpointError(str(directory), [f"config.json: is not JSON ({error}). {remedy}"]) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(str(directory), [f"config.json: is no JSON object. {remedy}"])
+    return config
