@@ -25,6 +25,8 @@ from tests.support.run_task import overrides
 HERE = Path(__file__).parent / "slurm"
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 800.0  # for anything, on a busy machine
+# Of a job that has not ended for good.
+UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "PREEMPTED", "REQUEUED")
 MISSING = 77  # exit code of set_up.sh where there is neither Slurm nor apt
 REWARD = '''
 """Takes its time after the first step, so that a job is under way when something happens to it, until it may go on."""
@@ -141,14 +143,15 @@ class SlurmJob:
         """Return at ``moment``, which must come before the job ends."""
         end = time.monotonic() + PATIENCE_S
         while not moment():
-            assert self.state in ("PENDING", "RUNNING", "COMPLETING", "PREEMPTED"), self.log
+            state = self.state
+            assert state in UNDER_WAY, f"{state}:\n{self.log}"
             assert time.monotonic() < end, f"its moment never came:\n{self.log}"
             time.sleep(0.2)
 
     def finish(self) -> dict[str, str]:
         """What Slurm knows of it once it has ended for good."""
         end = time.monotonic() + PATIENCE_S
-        while (state := self.state) in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "PREEMPTED", "REQUEUED"):
+        while (state := self.state) in UNDER_WAY:
             assert time.monotonic() < end, f"{state}, it did not end:\n{self.log}"
             time.sleep(0.5)
         return self.facts()
