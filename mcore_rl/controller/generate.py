@@ -45,9 +45,8 @@ async def run_generate(config: GenerateConfig) -> int:
         stack.enter_context(ray_cluster(config.ray_init))
         places = await place_engines(rollout.layout, platform)
         stack.callback(places.close)
-        engines = await start_engines(Path(config.model.path), rollout, places.rollout, platform, logs_beside(out))
-        for engine in engines:
-            stack.push_async_callback(engine.shutdown)
+        directory, logs = Path(config.model.path), logs_beside(out)
+        engines = await start_engines(directory, rollout, places.rollout, platform, logs, stack)
         with WorkProgress("generating", len(prompts) * rollout.n, "tokens") as work:
             sampling = sampling_of(rollout, rollout, rollout.seed)
             groups = await draw(pool_of(engines, rollout), prompts, rollout.n, sampling, work.advance)

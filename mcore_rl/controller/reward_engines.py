@@ -33,9 +33,7 @@ async def start_reward_model(
     trainers: whose devices they share, where they do; then they sleep, until they are woken.
     """
     judge, name = config.reward_model, "reward engine"
-    engines = await start_engines(Path(judge.model.path), judge, bundles, platform, logs, trainers, name=name)
-    for engine in engines:
-        stack.push_async_callback(engine.shutdown)
+    engines = await start_engines(Path(judge.model.path), judge, bundles, platform, logs, stack, trainers, name=name)
     reward_model = RewardModel(encoder, ClassifierPool(engines), config.reward)
     stack.callback(reward_model.close)
     if trainers is not None:

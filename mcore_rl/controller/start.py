@@ -78,7 +78,8 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         stack.callback(places.close)
 
         starting_roles = _start_roles(prepared, places, platform, config, stack)
-        starting_engines = partial(_start_rollout, places, platform, config, stack)
+        directory = Path(config.model.path)
+        starting_engines = partial(start_engines, directory, config.rollout, places.rollout, platform, logs, stack)
         colocated = trainer.placement is Placement.colocated
         if colocated and platform.is_accelerator:  # engines measure what the trainer left free of a device
             tracker.now("starting the trainer")
@@ -87,7 +88,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             engines = await starting_engines(actor)
         else:
             tracker.now("starting the trainer and the rollout engines")
-            (actor, critic), engines = await _together(starting_roles, starting_engines(None))
+            (actor, critic), engines = await _together(starting_roles, starting_engines())
         pool, reward_model = pool_of(engines, config.rollout), None
         if prepared.encoder is not None:
             tracker.now("starting the reward model")
@@ -168,17 +169,6 @@ async def _start_role(
     if config.trainer.placement is Placement.colocated:
         await group.all("offload")  # an engine that starts wants its share of a device to be free
     return group
-
-
-async def _start_rollout(
-    places: Places, platform: Platform, config: RunConfig, stack: AsyncExitStack, trainers: WorkerGroup | None
-) -> list[RayEngine]:
-    """The rollout engines, with the checkpoint's weights.  trainers: whose devices they share, where they do."""
-    logs = Path(config.trainer.default_local_dir) / "logs"
-    engines = await start_engines(Path(config.model.path), config.rollout, places.rollout, platform, logs, trainers)
-    for engine in engines:
-        stack.push_async_callback(engine.shutdown)
-    return engines
 
 
 def _actor_role(config: RunConfig) -> RoleSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,12 @@ async def start_engines(
     bundles: Sequence[Bundle],
     platform: Platform,
     logs: Path,
+    stack: AsyncExitStack,
     trainers: WorkerGroup | None = None,
     *,
     name: str = "engine",
 ) -> list[RayEngine]:
-    """All engines, ready, one in each of ``bundles``; called ``name`` and their number.
+    """All engines, ready, one in each of ``bundles``, until ``stack`` is closed; called ``name`` and their number.
 
     trainers: whose devices they share, where they do; None: each has what its bundle has.
 
@@ -109,6 +111,8 @@ async def start_engines(
         for engine in engines:
             ray.kill(engine.worker)
         raise
+    for engine in engines:
+        stack.push_async_callback(engine.shutdown)
     return engines
 
 
