@@ -12,39 +12,11 @@ from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.rollout.pool import EnginePool
-from mcore_rl.rollout.weight_channel import Mode
-from mcore_rl.runtime.worker_group import WorkerGroup
-from mcore_rl.sync.check import Expected
-from mcore_rl.sync.publish import Published
+from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.sync.update import WeightSync
 from mcore_rl.training.offload import Part
 
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2  # levels of sleep
-
-
-class ActorTrainers:
-    """The actor's workers as ``sync.update.Trainers``."""
-
-    def __init__(self, actor: WorkerGroup) -> None:
-        self._actor = actor
-
-    async def opening(self, first_rank: int, attempt: int) -> bytes:
-        """See ``Trainers``."""
-        opening: bytes = await self._actor.one(0, "opening", first_rank, attempt)
-        return opening
-
-    async def open(self, attempt: int) -> None:
-        """See ``Trainers``."""
-        await self._actor.all("open", attempt)
-
-    async def publish(self, version: int, mode: Mode) -> list[Published]:
-        """See ``Trainers``."""
-        return await self._actor.all("publish", version, mode)
-
-    async def expected(self, version: int) -> Expected:
-        """See ``Trainers``."""
-        found: list[Expected] = await self._actor.all("expected", version)
-        return found[0]
 
 
 class Handover:
@@ -57,7 +29,7 @@ class Handover:
 
     def __init__(
         self,
-        actor: WorkerGroup,
+        actor: TrainGroup,
         engines: EnginePool,
         sync: WeightSync,
         placement: Placement,
@@ -121,7 +93,7 @@ class Handover:
                 await self._sync.check()
             self._held = version
         if self._colocated:
-            await self._actor.all("offload", [Part.weights])
+            await self._actor.offload([Part.weights])
             if self._reward_model is not None:
                 await self._reward_model.wake()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ class Told:
     def __init__(self, name: str, log: list[Any]) -> None:
         self.name, self.log = name, log
 
-    async def all(self, method: str, *args: Any) -> None:
-        self.log.append((self.name, method, *(tuple(arg) for arg in args)))
+    async def offload(self, parts: Sequence[Part]) -> None:
+        self.log.append((self.name, "offload", tuple(parts)))
 
     async def wake(self) -> None:
         self.log.append("wake")
