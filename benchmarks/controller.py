@@ -64,7 +64,7 @@ from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.runtime.answers import Answer, message_of
 from mcore_rl.runtime.shard import Portion, Shard
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.runtime.train_worker import Advantages, Trained, TrainWorker
+from mcore_rl.runtime.train_worker import RankAdvantages, TrainResults, TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.tracking.clock import Clock
@@ -140,12 +140,12 @@ class StandIn:
         if method == "compute_advantages":
             learnt, facts = learn(batches[0], wanted.payload, *args)
             made = Shard.of(batches[0].lengths_S, **vars(learnt))
-            return Answer(value=Advantages(facts, tuple(made.fields))), made
+            return Answer(value=RankAdvantages(facts, tuple(made.fields))), made
         assert method == "train" and len(wanted.payload) == len(batches)
         names = ("returns", "returns_squared", "errors", "errors_squared", "vf_clip_fraction", "values")
         metrics = {f"critic/{name}": 1.0 for name in names} | {"actor/ratio": 1.0, "actor/approx_kl": 0.0}
         result = StepResult(loss=0.1, grad_norm=1.0, lr=1e-6, skipped=None, metrics=metrics)
-        return Answer(value=Trained([result] * len(batches), [memory(detect(Device.cpu))])), None
+        return Answer(value=TrainResults([result] * len(batches), [memory(detect(Device.cpu))])), None
 
 
 class StandInGroup(WorkerGroup[TrainWorker]):

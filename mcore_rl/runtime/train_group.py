@@ -18,13 +18,13 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.runtime.shard import Shard
 from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
-from mcore_rl.runtime.train_worker import Advantages, RoleSpec, SequenceAdvantages, Trained, TrainWorker
+from mcore_rl.runtime.train_worker import RankAdvantages, RoleSpec, SequenceAdvantages, TrainResults, TrainWorker
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.publish import Published
 from mcore_rl.sync.transport import Transport
 from mcore_rl.training.engine import Loss
-from mcore_rl.training.offload import Part
+from mcore_rl.training.offload import OffloadPart
 from mcore_rl.types import Denominators, SequenceScores
 
 
@@ -99,7 +99,7 @@ class TrainGroup:
 
     async def compute_advantages(
         self, inputs: Sequence[ShardRefs[Outcomes]], algorithm: AlgorithmConfig, kl_coef: float
-    ) -> tuple[list[Advantages], list[ShardRef]]:
+    ) -> tuple[list[RankAdvantages], list[ShardRef]]:
         """Each data-parallel rank's part of the advantages; what is said of tokens stays in the returned shards.
 
         inputs: one batch for each data-parallel rank, with the outcomes of its sequences.
@@ -117,7 +117,7 @@ class TrainGroup:
         with_entropy: bool = False,
         kl_to: str | None = None,
         whitening: Whitening | None = None,
-    ) -> Trained:
+    ) -> TrainResults:
         """One optimizer step on each minibatch, in order; then the workers rest.
 
         inputs: of each data-parallel rank, its part of every minibatch.  denominators: of each minibatch, over all
@@ -138,11 +138,11 @@ class TrainGroup:
         """Keep the weights as they are in host memory, under ``name``."""
         await self.workers.all(TrainWorker.take_snapshot, name)
 
-    async def offload(self, parts: Sequence[Part] = tuple(Part)) -> None:
+    async def offload(self, parts: Sequence[OffloadPart] = tuple(OffloadPart)) -> None:
         """To host memory, before the devices are another's."""
         await self.workers.all(TrainWorker.offload, parts)
 
-    async def onload(self, parts: Sequence[Part] = tuple(Part)) -> None:
+    async def onload(self, parts: Sequence[OffloadPart] = tuple(OffloadPart)) -> None:
         """Back to the devices; whatever computes does so by itself."""
         await self.workers.all(TrainWorker.onload, parts)
 

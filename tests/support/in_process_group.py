@@ -12,7 +12,7 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.runtime.shard import Portion, Shard, WorkerInput, WorkerOutput
 from mcore_rl.runtime.shared_batch import ShardRefs
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.runtime.train_worker import Advantages
+from mcore_rl.runtime.train_worker import RankAdvantages
 
 
 class InProcessGroup(TrainGroup):
@@ -57,9 +57,9 @@ class InProcessWorkers:
         return values, shards
 
 
-def advantages_of(given: WorkerInput[Any], *args: Any) -> WorkerOutput[Advantages]:
+def advantages_of(given: WorkerInput[Any], *args: Any) -> WorkerOutput[RankAdvantages]:
     """``TrainWorker.compute_advantages`` of a leader."""
     (batch,) = given.batches
     learnt, facts = learn(batch, given.payload, *args)
     made = Shard.of(batch.lengths_S, **vars(learnt))
-    return WorkerOutput(Advantages(facts, tuple(made.fields)), made)
+    return WorkerOutput(RankAdvantages(facts, tuple(made.fields)), made)

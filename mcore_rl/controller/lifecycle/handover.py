@@ -14,7 +14,7 @@ from mcore_rl.errors import DeadEngineError
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.sync.update import WeightSync
-from mcore_rl.training.offload import Part
+from mcore_rl.training.offload import OffloadPart
 
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2  # levels of sleep
 
@@ -93,7 +93,7 @@ class Handover:
                 await self._sync.check()
             self._held = version
         if self._colocated:
-            await self._actor.offload([Part.weights])
+            await self._actor.offload([OffloadPart.weights])
             if self._reward_model is not None:
                 await self._reward_model.wake()
 

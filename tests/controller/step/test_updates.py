@@ -17,7 +17,7 @@ from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation
 from mcore_rl.controller.step.advantages import Lesson
 from mcore_rl.controller.step.updates import Updated, minibatches, score, send, update
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
-from mcore_rl.runtime.train_worker import Trained
+from mcore_rl.runtime.train_worker import TrainResults
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 from tests.support.batches import LENGTHS, ragged
 from tests.support.in_process_group import InProcessGroup
@@ -43,13 +43,13 @@ class Ranks(InProcessGroup):
             Shard.of(batch.lengths_S, **{field: _says(batch)}),
         )
 
-    def _train(self, rank: int, given: WorkerInput[Any], *args: Any) -> WorkerOutput[Trained | None]:
+    def _train(self, rank: int, given: WorkerInput[Any], *args: Any) -> WorkerOutput[TrainResults | None]:
         self.trained[rank] = given, args
         results = [
             StepResult(loss=1.0, grad_norm=2.0, lr=0.1, skipped=None, metrics={"actor/ratio": float(number)})
             for number in range(len(given.batches))
         ]
-        return WorkerOutput(Trained(results, []) if rank == 0 else None)
+        return WorkerOutput(TrainResults(results, []) if rank == 0 else None)
 
 
 def _says(batch: TrainBatch) -> torch.Tensor:
