@@ -216,10 +216,10 @@ def test_a_chosen_step_is_traced(whole: Observed) -> None:
         events = [each for each in json.loads(path.read_text())["traceEvents"] if each.get("ph") == "X"]
         spans = {each["name"]: each for each in events if each["cat"] == "user_annotation"}
         assert {
-            "score", "train_steps", "score, role actor", "train_step, role actor", "forward, microbatch 0",
+            "score", "train", "score, role actor", "train_step, role actor", "forward, microbatch 0",
             "loss, microbatch 0", "optimizer", "publish",
         } <= spans.keys()  # fmt: skip
-        around = spans["train_steps"]
+        around = spans["train"]
         inside = {
             each["name"]
             for each in events
