@@ -12,7 +12,6 @@ from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.rollout.pool import EnginePool
-from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.publish import Published
@@ -37,9 +36,9 @@ class ActorTrainers:
         """See ``Trainers``."""
         await self._actor.all("open", attempt)
 
-    async def publish(self, version: int, mode: Mode) -> list[Published]:
+    async def publish(self, version: int) -> list[Published]:
         """See ``Trainers``."""
-        return await self._actor.all("publish", version, mode)
+        return await self._actor.all("publish", version)
 
     async def expected(self, version: int) -> Expected:
         """See ``Trainers``."""
