@@ -20,6 +20,7 @@ from mcore_rl.sync.members import Address
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.update import WeightSync
 from tests.support.live_trainers import LiveTrainers
+from tests.support.rollouts import collect
 from tests.support.sync_cases import MODELS, PROMPTS, distance_from_transformers, greedy, same
 from tests.sync.conftest import Running
 
@@ -106,20 +107,13 @@ async def _in_the_middle(trainers: LiveTrainers, engine: EngineProcess, a: Path,
     sync = WeightSync([engine], parse_rollout_layout("tp=1"), trainers)
     await sync.update(50)
     long = Sampling(max_tokens=90, temperature=0, ignore_eos=True)
-    started, parts = asyncio.Event(), []
-
-    async def stream() -> None:
-        async for part in engine.stream(Request(prompt=PROMPTS[0]), long):
-            parts.append(part)
-            if len(parts) == 3:
-                started.set()
-
-    sampling = asyncio.create_task(stream())
-    await started.wait()
+    drawn = (await engine.statistics()).generated_tokens
+    sampling = asyncio.create_task(collect(engine, [Request(prompt=PROMPTS[0])], long))
+    while (await engine.statistics()).generated_tokens < drawn + 3:
+        await asyncio.sleep(0.001)
     await trainers.order("load", b)
     await sync.update(51, pause=Pause.keep)
-    await sampling
-    sample = parts[-1]
+    (sample,) = (await sampling).values()
     assert [span.version for span in sample.versions] == [50, 51]
     assert sample.versions[0].end == sample.versions[1].start > 2
     assert sample.versions[1].end == len(sample.tokens) == 90

@@ -68,7 +68,7 @@ class EngineRestarter:
             if not deaths:
                 break
             error = deaths[0]
-        self._pool.forget_deaths()
+        self._pool.mark_alive()
         self._warn(f"{', '.join(restarted)}: ready after {time.monotonic() - begun:.0f} s")
 
     def _left(self) -> str:

@@ -59,7 +59,7 @@ class Pool:
             self.drawn += 1
             yield Drawn(request)
 
-    def forget_deaths(self) -> None:
+    def mark_alive(self) -> None:
         self.forgotten += 1
 
 
