@@ -43,7 +43,7 @@ class Trainers(Protocol):
         ...
 
 
-class WeightSync:
+class WeightUpdater:
     """Keeps ``engines``, which together are the ranks of ``layout`` in this order, at the trainers' weights."""
 
     def __init__(self, engines: Sequence[RolloutEngine], layout: RolloutLayout, trainers: Trainers) -> None:

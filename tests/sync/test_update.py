@@ -18,7 +18,7 @@ from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Pause, Request, Sampling, VersionSpan
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
-from mcore_rl.sync.update import WeightSync
+from mcore_rl.sync.update import WeightUpdater
 from tests.support.live_trainers import LiveTrainers
 from tests.support.rollouts import collect
 from tests.support.sync_cases import MODELS, PROMPTS, distance_from_transformers, greedy, same
@@ -46,7 +46,7 @@ def test_many_updates_keep_nothing_and_checks_name_what_is_wrong(trainers: LiveT
 
 async def _checks(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path) -> None:
     await trainers.build("mixtral", MODELS["mixtral"], "tp=2,ep=2,etp=1", a, "tp=1")
-    sync = WeightSync([engine], parse_rollout_layout("tp=1"), trainers)
+    sync = WeightUpdater([engine], parse_rollout_layout("tp=1"), trainers)
     after = []
     for version in range(1, 8):
         await trainers.order("load", (a, b)[version % 2])
@@ -87,14 +87,14 @@ async def _over_shared_memory(trainers: LiveTrainers, engine: EngineProcess, a: 
         return SharedMemoryTransport(address=address)
 
     await trainers.build("mixtral", MODELS["mixtral"], "tp=2,ep=2,etp=1", a, "tp=1", over_memory)
-    sync = WeightSync([engine], parse_rollout_layout("tp=1"), trainers)
+    sync = WeightUpdater([engine], parse_rollout_layout("tp=1"), trainers)
     for version, weights in enumerate((b, a, b, a), start=31):
         await trainers.order("load", weights)
         await sync.update(version)
         assert distance_from_transformers(await greedy(engine), weights) < TOLERANCE, version
         await sync.check()
     await trainers.build("mixtral", MODELS["mixtral"], "pp=2", a, "tp=1")
-    await WeightSync([engine], parse_rollout_layout("tp=1"), trainers).update(35)
+    await WeightUpdater([engine], parse_rollout_layout("tp=1"), trainers).update(35)
 
 
 @mixtral
@@ -104,7 +104,7 @@ def test_an_update_in_the_middle_of_samples(trainers: LiveTrainers, running: Run
 
 async def _in_the_middle(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path) -> None:
     await trainers.build("mixtral", MODELS["mixtral"], "pp=2", a, "tp=1")
-    sync = WeightSync([engine], parse_rollout_layout("tp=1"), trainers)
+    sync = WeightUpdater([engine], parse_rollout_layout("tp=1"), trainers)
     await sync.update(50)
     long = Sampling(max_tokens=90, temperature=0, ignore_eos=True)
     drawn = (await engine.statistics()).generated_tokens
@@ -149,7 +149,7 @@ async def _updates(trainers: LiveTrainers, running: Running, name: str, rollout:
     outcomes = {running.a: running.fresh}
     for layout in EXPERTS if model.moe is not None else DENSE:
         await trainers.build(name, model, layout, running.a, rollout)
-        sync = WeightSync([engine], parse_rollout_layout(rollout), trainers)
+        sync = WeightUpdater([engine], parse_rollout_layout(rollout), trainers)
         for weights in (running.b, running.a):
             version += 1
             await trainers.order("load", weights)
