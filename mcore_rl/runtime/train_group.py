@@ -15,7 +15,6 @@ from mcore_rl.checkpoints.state_writer import Written
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.parallel.layout import Layout
-from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.runtime.shard import Shard
 from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
 from mcore_rl.runtime.train_worker import RankAdvantages, RoleSpec, SequenceAdvantages, TrainResults, TrainWorker
@@ -193,9 +192,9 @@ class TrainGroup:
         """``Publisher.open``."""
         await self.workers.all(TrainWorker.open, attempt)
 
-    async def publish(self, version: int, mode: Mode) -> list[Published]:
+    async def publish(self, version: int) -> list[Published]:
         """``Publisher.publish``: the live weights to the rollout ranks, as ``version``."""
-        return await self.workers.all(TrainWorker.publish, version, mode)
+        return await self.workers.all(TrainWorker.publish, version)
 
     async def expected(self, version: int) -> Expected:
         """``check.expected_weights``, on which all ranks agree."""
