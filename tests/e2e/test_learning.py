@@ -88,7 +88,7 @@ def roles(run: Run) -> list[WorkerGroup]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, float]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, processes: None) -> dict[str, tuple[float, float]]:
     """(before, after) of every case, and of GRPO with the wrong sign."""
     folder = tmp_path_factory.mktemp("learning")
     task = run_task.write_task(folder / "task")

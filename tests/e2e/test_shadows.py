@@ -67,7 +67,7 @@ def test_a_shadow_is_its_recipe_but_for_sizes(name: str, tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def task(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator[Path]:
     """The files of all shadows, and a Ray that they share."""
     directory = shadows.write_task(tmp_path_factory.mktemp("shadows"))
     with ray_cluster(RayInitConfig()):

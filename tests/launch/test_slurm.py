@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def slurm(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator[SlurmCluster]:
     try:
         with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
             yield cluster
@@ -86,7 +86,7 @@ def test_a_port_in_use_is_named_with_its_node(slurm: SlurmCluster, task: Path, t
     assert "n1 (" in job.log and job.left() == []
 
 
-@pytest.mark.thorough
+@pytest.mark.tier("full")
 def test_a_preempted_run_saves_makes_room_and_goes_on(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
     job = slurm.start(task, tmp_path / "run", STEPS, "cluster.slurm.partition=low")
     job.until(job.steps)
@@ -96,7 +96,7 @@ def test_a_preempted_run_saves_makes_room_and_goes_on(slurm: SlurmCluster, task:
     assert_complete(job, restarts=1)
 
 
-@pytest.mark.thorough
+@pytest.mark.tier("full")
 def test_a_run_goes_on_without_a_node_that_was_lost(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
     job = slurm.start(task, tmp_path / "run", STEPS, "trainer.save_freq=1")
     job.until(lambda: (job.run / "checkpoints" / "step_1").is_dir())
@@ -109,7 +109,7 @@ def test_a_run_goes_on_without_a_node_that_was_lost(slurm: SlurmCluster, task: P
         slurm.bring_back("n2")
 
 
-@pytest.mark.thorough
+@pytest.mark.tier("full")
 def test_a_run_whose_ray_dies_on_one_node_begins_again(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
     job = slurm.start(task, tmp_path / "run", STEPS, "trainer.save_freq=1")
     job.until(lambda: (job.run / "checkpoints" / "step_1").is_dir())
@@ -121,7 +121,7 @@ def test_a_run_whose_ray_dies_on_one_node_begins_again(slurm: SlurmCluster, task
     assert "Ray ended on a node before the run did" in job.log
 
 
-@pytest.mark.thorough
+@pytest.mark.tier("full")
 def test_a_run_that_is_cancelled_saves_and_is_not_queued_again(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
     job = slurm.start(task, tmp_path / "run", STEPS)
     job.until(job.steps)
