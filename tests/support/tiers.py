@@ -1,10 +1,11 @@
 """The three tiers of the gate: ``check`` (nothing dear starts), ``test`` (what CI runs) and ``full`` (everything).
 
-``--tier`` chooses one; a tier holds the cheaper ones.  The tier of a test follows from what it says and uses, the dearest wins:
+``--tier`` chooses one; a tier holds the cheaper ones.  The tier of a test follows from what it says and uses, and the
+dearest wins:
 
 - ``pytest.mark.tier(NAME)`` on the test, its parameter or its file;
-- the fixture ``processes``, which whatever starts training processes, Ray, vLLM or Slurm asks for: the tier is ``test`` for
-  everything that needs it, however indirectly;
+- the fixture ``processes``, which whatever starts training processes, Ray, vLLM or Slurm asks for: the tier is
+  ``test`` for everything that needs it, however indirectly;
 - neither: ``check``.  Such a test fails when it starts one of those (``Guard``).
 
 pyproject.toml has the minutes that a tier may take (``tier_minutes``).  They are told at the end, and never a failure.
@@ -26,8 +27,8 @@ import pytest
 TIERS = ("check", "test", "full")
 # Programs that are dear, or start what is.  What a program starts in turn is not seen.
 DEAR = re.compile(
-    r"\bmcore-rl\b|\bmcore_rl\.cli\b|\bcrash_points\b|\brun_ranks\b|\bvllm\b"
-    r"|/ray/|\bray start\b|\bslurmctld\b|\bslurm/set_up\.sh\b|\bsbatch\b|\bpytest\b"
+    r"\bmcore-rl\b|\bmcore_rl\.cli\b|\bcrash_points\b|\brun_ranks\b|\bray_cluster\b|\bstart_engine\b|\bvllm\b"
+    r"|/ray/|\bray start\b|\bslurmctld\b|\bslurm/set_up\.sh\b|\bsbatch\b|-m pytest\b"
 )
 REMEDY = "a test of the tier check starts it.  Ask for the fixture `processes`, or mark it with pytest.mark.tier"
 

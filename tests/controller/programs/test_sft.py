@@ -95,14 +95,14 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sft, "SCORED_AT_ONCE", VALIDATED - 1)  # so that one is left, and two ranks to score it
         return run(task, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module")
-def struck(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+def struck(task: Path, tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
     directory = tmp_path_factory.mktemp("struck") / "run"
     words = ["sft", *overrides(task, directory, "trainer.save_freq=0")]
     with nothing_survives(directory.parent) as traces:
