@@ -107,8 +107,8 @@ LIVES = {
         told(grading(3), SIGUSR1, 2),
     ],
 }
-# Of each kind of answer one, where minutes count; the others with ``pytest --tier=full tests/crash``.
-QUICK = ("a worker and an engine", "the controller, and SIGTERM")
+# In the tier `test`; the others are of the tier `full`: ``pytest --tier=full tests/crash``.
+QUICK = ("a worker and an engine",)
 
 
 @pytest.mark.timeout(2400)  # up to five starts of a run, on a busy machine

@@ -33,18 +33,29 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_task(tmp_path_factory.mktemp("task"))
 
 
-def assert_complete(job: SlurmJob, restarts: int) -> None:
+def assert_complete(job: SlurmJob, restarts: int, steps: int = 3) -> None:
     """It goes on and ends well, after ``restarts``, with every step told of once, and nothing of it is left."""
     job.go_on()
     facts = job.finish()
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
     assert int(facts["Restarts"]) == restarts, job.log
-    assert job.steps() == [1, 2, 3]
-    assert (job.run / "checkpoints" / "step_3" / "manifest.json").is_file()
+    assert job.steps() == list(range(1, steps + 1))
+    assert (job.run / "checkpoints" / f"step_{steps}" / "manifest.json").is_file()
     assert "the run is complete" in job.log
     assert job.left() == []
 
 
+def test_a_run_over_two_nodes_ends_well(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
+    """The one job of the tier `test`."""
+    job = slurm.start(task, tmp_path / "run", "trainer.total_training_steps=2")
+    job.until(job.steps)
+    assert sorted(job.hosts()) == ["n1", "n2"], "one training process on each node"
+    assert_complete(job, restarts=0, steps=2)
+    logs = job.run / "logs" / "slurm" / f"{job.id}.0"
+    assert "Ray runtime started" in (logs / "n2.log").read_text()
+
+
+@pytest.mark.tier("full")
 def test_a_run_leaves_at_its_time_limit_is_queued_again_and_goes_on(
     slurm: SlurmCluster, task: Path, tmp_path: Path
 ) -> None:
@@ -76,6 +87,7 @@ def test_what_slurm_would_refuse_is_refused_before_anything_is_queued(
     assert slurm.command("squeue", "--noheader", "--states=PENDING") == ""
 
 
+@pytest.mark.tier("full")
 def test_a_port_in_use_is_named_with_its_node(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.2", 0)) as held:
         port = held.getsockname()[1]
