@@ -27,8 +27,8 @@ import pytest
 TIERS = ("check", "test", "full")
 # Programs that are dear, or start what is.  What a program starts in turn is not seen.
 DEAR = re.compile(
-    r"\bmcore-rl\b|\bmcore_rl\.cli\b|\bcrash_points\b|\brun_ranks\b|\bray_cluster\b|\bstart_engine\b|\bvllm\b"
-    r"|/ray/|\bray start\b|\bslurmctld\b|\bslurm/set_up\.sh\b|\bsbatch\b|-m pytest\b"
+    r"\b(mcore-rl|mcore_rl\.cli|crash_points|run_ranks|ray_cluster|start_engine|raylet|gcs_server|slurmctld)\b"
+    r"|\bslurm/set_up\.sh\b|-m pytest\b"
 )
 REMEDY = "a test of the tier check starts it.  Ask for the fixture `processes`, or mark it with pytest.mark.tier"
 
