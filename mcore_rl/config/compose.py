@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,7 +44,8 @@ def compose(
         there = ", ".join(sorted(path.stem for path in directory.glob("*.yaml"))) or "none"
         problem = f"there is no {begin}.yaml in {directory}"
         raise ConfigError([Violation("--config-name", begin, problem, f"Choose one of those there: {there}")])
-    _offer(schema, program)
+    # PROGRAM.yaml begins with it, so that every key may be overridden and none that the schema does not have.
+    ConfigStore.instance().store(name=f"{program}_schema", node=schema)
     composing = partial(_compose, schema, begin, directory)
     try:
         return composing(overrides)
@@ -52,18 +53,6 @@ def compose(
         files = _of_files(begin, composing)
         wrong = files or [each for override in overrides if (each := _violation(composing, override, schema))]
         raise ConfigError(wrong or [_of_file(begin, error)]) from error
-
-
-@cache
-def _offer(schema: type[Any], program: str) -> None:
-    """PROGRAM.yaml begins with it, so that every key may be overridden and none that the schema does not have."""
-    ConfigStore.instance().store(name=f"{program}_schema", node=schema)
-
-
-@cache
-def _structured(schema: type[Any]) -> DictConfig:
-    """Whoever reads it changes nothing."""
-    return OmegaConf.structured(schema)
 
 
 def _compose(schema: type[T], name: str, directory: Path | None, overrides: Sequence[str]) -> T:
@@ -76,7 +65,7 @@ def _compose(schema: type[T], name: str, directory: Path | None, overrides: Sequ
         composed = hydra.compose(name, overrides=list(overrides))
     OmegaConf.resolve(composed)
     # Once more over the schema: hydra lets ``+key`` add what it does not have.
-    found = OmegaConf.to_object(OmegaConf.merge(_structured(schema), OmegaConf.to_container(composed)))
+    found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(composed)))
     assert isinstance(found, schema)
     return found
 
@@ -106,7 +95,7 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
         if "Could not find" in cause:
             choices = re.findall(r"^\t(\S+)$", str(error), re.MULTILINE)
             return Violation(key, value, "there is no such yaml file", f"Choose one of {', '.join(choices)}")
-        known = list(all_keys(_structured(schema)))
+        known = list(all_keys(OmegaConf.structured(schema)))
         if "Could not append" in cause:
             return Violation(key, value, "there is such a key already", f"Write {key}={value}, without the +")
         if key in known:

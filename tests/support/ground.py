@@ -15,8 +15,8 @@ import signal
 FOREIGN = (
     "COLUMNS", "FORCE_COLOR", "GIT_", "HF_", "HYDRA_", "LANGUAGE", "LC_", "LINES", "LOCAL_RANK", "MASTER_", "MKL_",
     "MPI", "NCCL_", "NO_COLOR", "OMPI_", "OMP_", "PMI", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONUTF8",
-    "PYTHONWARNINGS", "RANK", "RAY_", "SBATCH_", "SLURM", "SRUN_", "TERM", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TTY_",
-    "VLLM_", "WANDB_", "WORLD_SIZE",
+    "PYTHONWARNINGS", "RANK", "RAY_", "SBATCH_", "SLURM", "SRUN_", "TERM", "TOKENIZERS_", "TORCH", "TRANSFORMERS_",
+    "TTY_", "VLLM_", "WANDB_", "WORLD_SIZE",
 )  # fmt: skip
 # OMP_NUM_THREADS: tests compute on a few numbers each, which several threads take three times as long for.
 OWN = {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
