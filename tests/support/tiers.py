@@ -82,6 +82,9 @@ def tier_of(item: pytest.Item) -> str:
     return max(["check", *used, *named], key=TIERS.index)
 
 
+COLLECTED = pytest.StashKey[dict[str, str]]()
+
+
 def minutes(config: pytest.Config) -> dict[str, float]:
     """What each tier may take."""
     pairs = (line.partition("=") for line in config.getini("tier_minutes"))
@@ -105,11 +108,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    most = TIERS.index(config.getoption("tier"))
-    dearer = [item for item in items if TIERS.index(tier_of(item)) > most]
-    if dearer:
+    most, tiers = TIERS.index(config.getoption("tier")), {item: tier_of(item) for item in items}
+    config.stash[COLLECTED] = {item.nodeid: tier for item, tier in tiers.items()}
+    if dearer := [item for item in items if TIERS.index(tiers[item]) > most]:
         config.hook.pytest_deselected(items=dearer)
-        items[:] = [item for item in items if TIERS.index(tier_of(item)) <= most]
+        items[:] = [item for item in items if TIERS.index(tiers[item]) <= most]
+
+
+def is_whole_tier(config: pytest.Config) -> bool:
+    """Whether all tests of the tier are run, and not some that somebody named."""
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    return not (named or config.option.keyword or config.option.markexpr)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -125,8 +134,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword or config.option.markexpr:
-        return  # a part of a tier
+    if not is_whole_tier(config):
+        return
     tier = config.getoption("tier")
     took, budget = (time.time() - config.getoption("began")) / 60, minutes(config)[tier]
     over = took > budget
