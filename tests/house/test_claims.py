@@ -1,4 +1,4 @@
-"""docs/testing.md: every claim of the README has a test that CI runs, every test is there, the budgets are those set."""
+"""docs/testing.md: every claim of the README has a test that CI runs, every test is there, budgets are as set."""
 
 from __future__ import annotations
 
