@@ -64,14 +64,16 @@ class Course:
         platform = detect(config.trainer.device)
         prepared = prepare(config, platform)
         critic = started.critic if config.needs_critic else None
-        await started.handover.to_training()
+        await started.devices.to_trainer()
         for group in roles(started):
             await group.all("load_state", self.folder / group.role)
         await started.actor.all("take_snapshot", REFERENCE)
         drawing = RolloutCollector(started.drawing.engine, started.drawing.scorer, config)
         values = {"algorithm": name}
         with Tracker.open(self.folder / name, config.trainer, values, STEPS) as tracker:
-            run = Run(config, platform, tracker, prepared, started.actor, critic, drawing, started.handover)
+            run = Run(
+                config, platform, tracker, prepared, started.actor, critic, drawing, started.devices, started.weights
+            )
             if flipped:
                 run.actor_loss = Flipped(config.actor)
             await train(run)
