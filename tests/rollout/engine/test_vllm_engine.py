@@ -55,7 +55,7 @@ def model(checkpoint: tuple[Path, PreTrainedModel]) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: tuple[Path, PreTrainedModel]) -> Iterator[EngineProcess]:
+def engine(checkpoint: tuple[Path, PreTrainedModel], processes: None) -> Iterator[EngineProcess]:
     with start_engine("rollout-0", checkpoint[0], rollouts.config(max_response_length=LONG), version=4) as engine:
         yield engine
 

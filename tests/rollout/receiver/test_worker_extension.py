@@ -121,7 +121,7 @@ def _round_trip(random: object, intermediate: int, hidden: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, object]:
+def found(processes: None) -> dict[str, object]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_in_a_worker).result()
 
