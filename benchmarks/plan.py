@@ -27,6 +27,7 @@ from rich.table import Table
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, OptimizerConfig, Precision, Recompute
 from mcore_rl.config.model import MlaConfig, ModelConfig, MoeConfig, RouterScore
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.role import Head
 from mcore_rl.parallel.device import detect, device_of, memory, reset_peak_memory
 from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
@@ -71,7 +72,7 @@ class Case:
     recompute: Recompute = Recompute.none
     tokens: int = 2_048
     microbatches: int = 1
-    critic: bool = False
+    head: Head = Head.lm
 
 
 CASES = (
@@ -87,7 +88,7 @@ CASES = (
          precision=Precision.float32, recompute=Recompute.full),
     Case(name="dense, cp=2", model=DENSE, world_size=2, layout="cp=2", tokens=4_096),
     Case(name="dense, dp=2", model=DENSE, world_size=2),
-    Case(name="critic", model=DENSE, critic=True),
+    Case(name="critic", model=DENSE, head=Head.value),
     Case(name="tied, large vocabulary", model=TIED),
     Case(name="experts", model=EXPERTS),
     Case(name="experts, ep=2", model=EXPERTS, world_size=2, layout="ep=2"),
@@ -146,8 +147,8 @@ def measure(rank: Rank, case: Case) -> tuple[int, int]:
     parallel = parse_layout(case.layout)
     groups = init_groups(Layout.of(parallel, case.world_size), platform, device_of(platform, rank.rank), seed=1)
     start = memory(platform).allocated_bytes
-    role = "critic" if case.critic else "actor"
-    engine = Engine(role, case.model, parallel, engine_config(case), groups, platform, critic=case.critic)
+    role = "critic" if case.head is Head.value else "actor"
+    engine = Engine(role, case.model, parallel, engine_config(case), groups, platform, head=case.head)
     engine.load_weights(lambda models: None)
     torch.manual_seed(groups.coords.dp)
     small = replace(batch_of(case, 1)[0])
@@ -162,7 +163,7 @@ def measure(rank: Rank, case: Case) -> tuple[int, int]:
 def run(case: Case) -> list[Found]:
     """Of every stage."""
     measured = run_ranks(measure, case.world_size, (case,), threads_per_rank=1)
-    name = "critic" if case.critic else "actor"
+    name = "critic" if case.head is Head.value else "actor"
     parallel = parse_layout(case.layout)
     dp = Layout.of(parallel, case.world_size).dp
     work = Work(sequences=case.tokens // LENGTH * case.microbatches * dp, longest=LENGTH, mean=LENGTH)

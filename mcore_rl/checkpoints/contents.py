@@ -11,6 +11,7 @@ from pathlib import Path
 from mcore_rl.checkpoints.convert import HF, open_hf, open_megatron
 from mcore_rl.checkpoints.distcp import METADATA, DistributedCheckpoint
 from mcore_rl.checkpoints.stored_keys import StoredKeys
+from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import CONFIG
 from mcore_rl.weights.table import Table
@@ -55,7 +56,7 @@ def inspect(directory: Path, config: Path | None = None) -> Contents:
     source = open_megatron(directory, config)
     stored = [source.stored.tensors[key] for key in source.used_keys]
     notes = [_stacked(source.keys)]
-    if source.critic:
+    if source.head is Head.value:
         notes.append("ends in a value head: a critic")
     return Contents(
         kind="megatron",

@@ -178,7 +178,7 @@ def to_hf(
     with ShardedWriter(out, list(specs.values())) as writer:
         if problems := source.damage(lambda num_bytes, of: report("check source", num_bytes, of)):
             raise CheckpointError(str(megatron), problems)
-        copy_sidecar_files(companions, writer.incomplete, _most(specs), critic=source.table.critic)
+        copy_sidecar_files(companions, writer.incomplete, _most(specs), head=source.table.head)
         memory = _memory()
         for spec in specs.values():
             for window in _windows(spec):

@@ -210,7 +210,7 @@ def save_hf(
             return None
         writer = ShardedWriter(directory, specs, max_shard_bytes=max_shard_bytes)
         if source is not None:
-            copy_sidecar_files(Path(source), writer.incomplete, live.dtype, critic=table.critic)
+            copy_sidecar_files(Path(source), writer.incomplete, live.dtype, head=table.head)
         return writer
 
     made = together(create, group, device)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo
+from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.blocks import EMBEDDING_TENSOR, HF_LAYER, VALUE_HEAD
 from mcore_rl.weights.binding import Bound, bind
@@ -38,7 +39,7 @@ def load_hf(
 ) -> None:
     """Write this rank's part of ``checkpoint`` into ``chunks``, in place, cast where dtypes differ.
 
-    Rows that pad the vocabulary become zero.  What the checkpoint may lack (a critic's value head) keeps its value.
+    Rows that pad the vocabulary become zero.  What the checkpoint may lack (a value head) keeps its value.
     progress: called with the number of bytes just read.  For an engine:
     ``engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank))``.
 
@@ -122,8 +123,8 @@ def _pattern(template: str) -> str:
 
 
 def _other_heads(table: Table) -> Iterable[str]:
-    """A critic has no use for the output projection of the model that it starts from."""
-    if not table.critic:
+    """A model with a value head has no use for the output projection of the model that it starts from."""
+    if table.head is not Head.value:
         return ()
     rules = (rule for rule in table.family.weights if rule.name == VALUE_HEAD.name and rule.only(table.model))
     return {tensor.name for rule in rules for tensor in rule.hf} - table.hf_tensors.keys()

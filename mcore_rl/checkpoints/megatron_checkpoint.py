@@ -24,6 +24,7 @@ from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.checkpoints.stored_keys import StoredKeys, TensorLocation, is_adapter
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Axis, megatron_vocab, split
@@ -58,7 +59,7 @@ def _shared(
 class MegatronCheckpoint:
     """The Hugging Face tensors that a Megatron checkpoint holds, and reading regions of them.
 
-    tensors: in the order of the layers, in the dtype that they are stored in.  critic: it ends in a value head.
+    tensors: in the order of the layers, in the dtype that they are stored in.  head: what it ends in.
     """
 
     def __init__(self, stored: DistributedCheckpoint, family: Family, model: ModelConfig) -> None:
@@ -69,8 +70,9 @@ class MegatronCheckpoint:
         """
         self.stored, self.keys = stored, StoredKeys(stored.tensors)
         head = self.keys.find("output_layer.weight", None, None)
-        self.critic = head is not None and stored.tensors[head.key].shape[0] == 1 != model.vocab_size
-        self.table = Table(family, model, critic=self.critic)
+        is_value = head is not None and stored.tensors[head.key].shape[0] == 1 != model.vocab_size
+        self.head = Head.value if is_value else Head.lm
+        self.table = Table(family, model, head=self.head)
         self._held: dict[str, list[tuple[TensorLocation, Piece]]] = defaultdict(list)
         used, problems = set[str](), list(self._layer_problems())
         for local in self.table.tensors(0):

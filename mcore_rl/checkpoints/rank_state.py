@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.role import Head
 from mcore_rl.weights.table import Piece
 from mcore_rl.weights.tensor_slice import slices_of_range
 
-FORMAT = "mcore_rl rank state 2"
+FORMAT = "mcore_rl rank state 3"
 MAIN, WEIGHT = "main", "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SIDECAR_FILES = "hf"  # where config.json and tokenizer are, beside the files of the ranks
@@ -60,7 +61,7 @@ class RankState:
     rank: int
     world_size: int
     layout: str
-    critic: bool
+    head: Head
     dtype: str
     num_steps: int
     num_skipped: int
@@ -69,7 +70,7 @@ class RankState:
 
     def metadata(self) -> dict[str, str]:
         """For the header of the file."""
-        values = asdict(self)
+        values = asdict(self) | {"head": self.head.value}
         values["shards"] = [
             (each.name, each.shape, each.begin, each.end, [_numbers(piece) for piece in each.pieces], each.kinds)
             for each in self.shards
@@ -82,6 +83,7 @@ class RankState:
         if metadata.get("format") != FORMAT:
             raise ValueError(f"it is of format {metadata.get('format')!r}; this program reads {FORMAT!r}")
         values: dict[str, Any] = json.loads(metadata["state"])
+        values["head"] = Head(values["head"])
         shards = tuple(
             StateShard(name, tuple(shape), begin, end, tuple(map(_piece, pieces)), tuple(kinds))
             for name, shape, begin, end, pieces, kinds in values.pop("shards")

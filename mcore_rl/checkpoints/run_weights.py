@@ -46,7 +46,7 @@ class RunWeights:
         self.companions = directory / SIDECAR_FILES
         self._stored = StoredState.open(directory)
         state = self._stored.ranks[0]
-        self.table = Table(family, model, critic=state.critic)
+        self.table = Table(family, model, head=state.head)
         shapes = {name: info.shape for name, info in self.table.hf_tensors.items()}
         problems = list(self._stored.mismatches(shapes))
         found: dict[str, TensorSpec] = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.value import CriticLoss, value_loss
+from mcore_rl.config.role import Head
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
@@ -90,7 +91,7 @@ class Run:
         found = [Passes(model=self.prepared.model, scored=1 + config.needs_reference, trained=trained)]
         if self.prepared.critic is not None:
             trained = num_critic_updates * config.critic.ppo_mini_batch_size / num_prompts
-            found.append(Passes(model=self.prepared.critic, scored=1, trained=trained, critic=True))
+            found.append(Passes(model=self.prepared.critic, scored=1, trained=trained, head=Head.value))
         return found
 
     @property

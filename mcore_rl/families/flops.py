@@ -20,14 +20,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mcore_rl.config.model import ModelConfig, MoeConfig
+from mcore_rl.config.role import Head
 
 
-def matmul_parameters(model: ModelConfig, *, critic: bool = False) -> int:
+def matmul_parameters(model: ModelConfig, *, head: Head = Head.lm) -> int:
     """Parameters that a token is multiplied by: all but the embedding (looked up), norms, biases and idle experts.
 
-    critic: a value head of one column in place of the projection to the vocabulary.
+    head: the value head has one column, the projection to the vocabulary as many as there are tokens.
     """
-    outputs = 1 if critic else model.vocab_size
+    outputs = 1 if head is Head.value else model.vocab_size
     return sum(_layer_parameters(model, layer) for layer in range(model.num_layers)) + outputs * model.hidden_size
 
 
@@ -40,7 +41,7 @@ def visible_pairs(length: int, window: int | None = None) -> int:
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
-def forward_flops(model: ModelConfig, lengths: Iterable[int], *, critic: bool = False) -> int:
+def forward_flops(model: ModelConfig, lengths: Iterable[int], *, head: Head = Head.lm) -> int:
     """Operations of one forward pass over sequences of ``lengths`` tokens, each by itself."""
     lengths = list(lengths)
     num_sliding = len(set(model.sliding_layers))
@@ -48,12 +49,12 @@ def forward_flops(model: ModelConfig, lengths: Iterable[int], *, critic: bool = 
     if num_sliding:
         pairs += num_sliding * sum(visible_pairs(length, model.sliding_window) for length in lengths)
     attention = 2 * model.num_attention_heads * (model.head_dim + _value_width(model)) * pairs
-    return 2 * matmul_parameters(model, critic=critic) * sum(lengths) + attention
+    return 2 * matmul_parameters(model, head=head) * sum(lengths) + attention
 
 
-def train_flops(model: ModelConfig, lengths: Iterable[int], *, critic: bool = False) -> int:
+def train_flops(model: ModelConfig, lengths: Iterable[int], *, head: Head = Head.lm) -> int:
     """Operations of one forward and backward pass, all weights trained."""
-    return 3 * forward_flops(model, lengths, critic=critic)
+    return 3 * forward_flops(model, lengths, head=head)
 
 
 def _value_width(model: ModelConfig) -> int:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
 from mcore_rl.config.model import Activation, ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import BYTES
 
 # A rank may be sent more rows than its share.  Random routers of 8 experts, measured over 2 to 8 ranks: 1.1 to 1.3;
@@ -108,10 +109,10 @@ def layer_bytes(
     )
 
 
-def head_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, *, critic: bool) -> RowBytes:
+def head_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, *, head: Head) -> RowBytes:
     """Of what stands behind the last layer: norm, projection, and what the losses keep."""
     e, h, tp = kernels.size, model.hidden_size, parallel.tp
-    outputs = 4 * (h / tp + 1) if critic else e * -(-model.vocab_size // tp)
+    outputs = 4 * (h / tp + 1) if head is Head.value else e * -(-model.vocab_size // tp)
     kept = _norm(model, kernels, h) / tp + outputs + LOSS_BYTES
     return RowBytes(kept=kept, core=0, passed=e * h / tp, backward=e * h)
 

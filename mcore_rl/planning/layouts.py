@@ -11,6 +11,7 @@ from typing import TypeVar
 from mcore_rl.config.engine import EngineConfig, Recompute
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.parallel.layout import Layout, balanced_layers, divisor_limits, divisors
 from mcore_rl.planning.memory import Site, peaks
 from mcore_rl.planning.peaks import Phase
@@ -58,7 +59,7 @@ def trainings(
     engines: the settings of each role; all roles have one layout.  room: of a rollout rank; None where nothing is
     drawn.  refused: counts why others do not.
     """
-    sizes = {name: ModelSizes(model, critic=name == "critic") for name in engines}
+    sizes = {name: ModelSizes(model, head=Head.value if name == "critic" else Head.lm) for name in engines}
     precision = engines["actor"].precision
     for parallel in layouts(model, world_size, site.per_node, work.longest):
         layout = Layout.of(parallel, world_size)

@@ -20,6 +20,7 @@ from math import lcm, prod
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import BYTES
 from mcore_rl.families.blocks import VALUE_HEAD
 from mcore_rl.families.family import Family
@@ -68,13 +69,13 @@ def family_for(model: ModelConfig) -> Family:
 
 
 class ModelSizes:
-    """The tensors of ``model`` under any layout, by number of elements.  critic: with a value head."""
+    """The tensors of ``model`` under any layout, by number of elements.  head: what it ends in."""
 
-    def __init__(self, model: ModelConfig, *, critic: bool = False) -> None:
+    def __init__(self, model: ModelConfig, *, head: Head = Head.lm) -> None:
         rules = family_for(model).weights
-        if critic:
+        if head is Head.value:
             rules = (*(rule for rule in rules if rule.name != VALUE_HEAD.name), VALUE_HEAD)
-        self.model, self.critic = model, critic
+        self.model, self.head = model, head
         known = [rule for rule in rules if rule.only(model)]
         self._rules = sorted(known, key=_module_place)
         self._elements: dict[tuple[Rule, int], int] = {}
@@ -105,7 +106,7 @@ class ModelSizes:
     def forward_flops(self, length: int) -> int:
         """Operations of a forward pass over one sequence of ``length`` tokens."""
         if length not in self._flops:
-            self._flops[length] = forward_flops(self.model, [length], critic=self.critic)
+            self._flops[length] = forward_flops(self.model, [length], head=self.head)
         return self._flops[length]
 
     def ends(self, stages: Iterable[Stage], tp: int) -> tuple[int, ...]:
@@ -181,7 +182,7 @@ def chunk_buckets(
     begin = sizes.ends((Stage.first,), tp) if first else ()
     stages = [Stage.last] if last else []
     end = sizes.ends(stages, tp)
-    tied = model.tie_output and not sizes.critic
+    tied = model.tie_output and sizes.head is Head.lm
     copy = sizes.ends((Stage.last_copy,), tp) if last and not first and tied else ()
     dense: list[tuple[tuple[int, ...], int]] = []
     experts: list[tuple[tuple[int, ...], int]] = []

@@ -13,6 +13,7 @@ from functools import cached_property
 from mcore_rl.config.engine import EngineConfig, Recompute
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.planning.activations import Kernels, RowBytes, head_bytes, kernels_of, layer_bytes
 from mcore_rl.planning.states import ModelSizes, StateBytes, States
 
@@ -66,8 +67,8 @@ class Role:
         states: States | None = None,
     ) -> None:
         self.name, self.model, self.engine, self.parallel, self.work = name, model, engine, parallel, work
-        critic = name == "critic"
-        self.states = states or States(ModelSizes(model, critic=critic), parallel, world_size, engine.precision)
+        self.head = Head.value if name == "critic" else Head.lm
+        self.states = states or States(ModelSizes(model, head=self.head), parallel, world_size, engine.precision)
         self.sizes = self.states.sizes
         self.layout = self.states.layout
         self.accelerator = accelerator
@@ -114,7 +115,7 @@ class Role:
 
     @cached_property
     def _head(self) -> RowBytes:
-        return head_bytes(self.model, self.parallel, self.kernels, critic=self.name == "critic")
+        return head_bytes(self.model, self.parallel, self.kernels, head=self.head)
 
     def _chunks(self, stage: int) -> list[tuple[int, ...]]:
         return list(self.states.placement[stage :: self.layout.pp])
@@ -162,7 +163,7 @@ class Role:
     @cached_property
     def _head_gradient(self) -> float:
         """Of the output projection, in the weights' dtype, before it is added to the float32 one."""
-        if self.name == "critic":
+        if self.head is Head.value:
             return 0.0
         return self.kernels.size * self.model.hidden_size * -(-self.model.vocab_size // self.layout.tp)
 
@@ -184,7 +185,7 @@ class Role:
             sum(kinds[model.has_experts(layer)] for chunk in self._chunks(stage) for layer in chunk)
             for stage in range(layout.pp)
         ]
-        stages[-1] += model.hidden_size * (1 if self.name == "critic" else model.vocab_size)
+        stages[-1] += model.hidden_size * (1 if self.head is Head.value else model.vocab_size)
         return max(stages) * layout.pp / sum(stages)
 
     @property

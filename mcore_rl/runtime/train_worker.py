@@ -32,6 +32,7 @@ from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
@@ -62,14 +63,16 @@ class RoleSpec:
     """What a worker is told of its role.
 
     directory: of the Hugging Face checkpoint that it starts from.  shares_device: with an engine, by turns.
+    publishes: its weights go to the engines, which want them when it rests.
     """
 
     role: str
     directory: Path
     engine: EngineConfig
     parallel: ParallelConfig
-    critic: bool = False
+    head: Head = Head.lm
     shares_device: bool = False
+    publishes: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,9 @@ class TrainWorker(Answering):
         """The engine, with the checkpoint's weights."""
         spec = self.spec
         family, model = model_of(read_config(spec.directory))
-        self.table = Table(family, model, spec.parallel, self.world_size, critic=spec.critic)
+        self.table = Table(family, model, spec.parallel, self.world_size, head=spec.head)
         self.engine = Engine(
-            spec.role, model, spec.parallel, spec.engine, self.groups, self.platform, critic=spec.critic
+            spec.role, model, spec.parallel, spec.engine, self.groups, self.platform, head=spec.head
         )  # fmt: skip
         self._writer = StateWriter(self.platform)
         with HfCheckpoint.open(spec.directory) as checkpoint:
@@ -146,7 +149,7 @@ class TrainWorker(Answering):
         scores = self.engine.score(batch, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot)
         if not self._leads:
             return WorkerOutput(None)
-        found_T = scores.values_T if self.spec.critic else scores.logprobs_T
+        found_T = scores.values_T if self.spec.head is Head.value else scores.logprobs_T
         assert found_T is not None
         sums = SequenceScores(
             sums_S=_sums(batch, found_T),
@@ -199,7 +202,7 @@ class TrainWorker(Answering):
     def rest(self) -> None:
         """Nothing is trained before the next step: leave a shared device, but for weights that engines want."""
         if self.spec.shares_device:
-            self.offload([part for part in OffloadPart if part is not OffloadPart.weights or self.spec.critic])
+            self.offload([part for part in OffloadPart if part is not OffloadPart.weights or not self.spec.publishes])
 
     def take_snapshot(self, name: str) -> None:
         """Keep the weights as they are under ``name``."""
@@ -234,9 +237,7 @@ class TrainWorker(Answering):
         """So that the checkpoint can be made a Hugging Face one by itself."""
         if self.rank == 0:
             (directory / SIDECAR_FILES).mkdir()
-            copy_sidecar_files(
-                self.spec.directory, directory / SIDECAR_FILES, self.engine.dtype, critic=self.table.critic
-            )
+            copy_sidecar_files(self.spec.directory, directory / SIDECAR_FILES, self.engine.dtype, head=self.table.head)
 
     def load_state(self, directory: Path) -> bool:
         """What ``save_state`` of all ranks wrote; whether in this layout, so that all goes on bit for bit."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from mcore_rl.config.engine import AuxLoss, Dispatcher, EngineConfig, LayerSpec, Precision, engine_violations
 from mcore_rl.config.model import ModelConfig, model_violations
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform, have_transformer_engine, pinned_empty_like
 from mcore_rl.parallel.groups import ProcessGroups, sum_over
@@ -72,9 +73,10 @@ def resolve_layer_spec(wanted: LayerSpec, problem: str | None) -> tuple[LayerSpe
 
 
 class Engine:
-    """The model of one role (``actor``, ``critic``, ...) on this rank.
+    """The model of one role on this rank.
 
-    critic: values instead of log-probs.  trainable: with gradients and an optimizer; without, it only scores.
+    head: a value head gives values instead of log-probs.  trainable: with gradients and an optimizer; without, it only
+    scores.
     Raises ConfigError with every violation of model, layout, engine and optimizer settings at once.
     """
 
@@ -87,7 +89,7 @@ class Engine:
         groups: ProcessGroups,
         platform: Platform,
         *,
-        critic: bool = False,
+        head: Head = Head.lm,
         trainable: bool = True,
     ) -> None:
         why_local = transformer_engine_problem(model, parallel, config.precision, platform)
@@ -98,11 +100,11 @@ class Engine:
             found.append(Violation("precision", config.precision.value, problem, "Write precision=float32"))
         refuse_if_any([*found, *layout_violations(model, parallel, groups.layout.world_size)])
         self.role, self.model, self.config, self.groups, self.platform = role, model, config, groups, platform
-        self.critic, self.layer_spec = critic, layer_spec
+        self.head, self.layer_spec = head, layer_spec
         self.dtype = DTYPES[config.precision]
         with phase("build", role=role):
             settings = transformer_config(model, parallel, config, layer_spec)
-            self.models = build_chunks(model, settings, parallel, layer_spec, groups, critic=critic)
+            self.models = build_chunks(model, settings, parallel, layer_spec, groups, head=head)
             self.chunks: list[DistributedDataParallel] = []
             self.optimizer: Optimizer | None = None
             if trainable:
@@ -147,18 +149,18 @@ class Engine:
         record_routing: bool = False,
         snapshot: str | None = None,
     ) -> TokenScores:
-        """Log-probs and entropy of every token (values, for a critic), without gradient; the same on every peer.
+        """Log-probs and entropy of every token (values, of a value head), without gradient; the same on every peer.
 
         temperature: of the distribution the tokens were sampled from.  record_routing: also return the experts chosen.
         snapshot: score with these weights instead of the live ones.  A ``batch.routing_TLK`` is replayed.
         """
         self.memory.require(OffloadPart.weights)
         batch = batch.to(self.groups.device)
-        names = ["values_T"] if self.critic else ["logprobs_T", "entropy_T"][: 1 + with_entropy]
+        names = ["values_T"] if self.head is Head.value else ["logprobs_T", "entropy_T"][: 1 + with_entropy]
         out = torch.zeros(len(names), batch.tokens_T.numel(), device=self.groups.device)
 
         def keep(microbatch: Microbatch, output: Tensor) -> None:
-            if self.critic:
+            if self.head is Head.value:
                 values = [output.float().view(-1)]
             else:
                 scores = self._logprobs(microbatch, output, temperature, with_entropy)
@@ -344,7 +346,7 @@ class Engine:
     ) -> LossInputs:
         nothing_N = microbatch.targets_N == NOWHERE
         logprobs_N = entropy_N = values_N = None
-        if self.critic:
+        if self.head is Head.value:
             values_N = output.float().view(-1).masked_fill(nothing_N, 0)
         else:
             logprobs_N, entropy_N = self._logprobs(microbatch, output, temperature, with_entropy)

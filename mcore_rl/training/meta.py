@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec
 from mcore_rl.config.model import ModelConfig, model_violations
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.errors import refuse_if_any
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.groups import destroy_groups, init_groups
@@ -34,7 +35,7 @@ META = torch.device("meta")
 
 @contextmanager
 def meta_chunks(
-    model: ModelConfig, parallel: ParallelConfig, world_size: int, rank: int, *, critic: bool = False
+    model: ModelConfig, parallel: ParallelConfig, world_size: int, rank: int, *, head: Head = Head.lm
 ) -> Iterator[list[GPTModel]]:
     """The model chunks of ``rank``, of local layers, with no numbers behind their parameters.
 
@@ -49,20 +50,20 @@ def meta_chunks(
         config = transformer_config(model, parallel, EngineConfig(), LayerSpec.local)
         config.use_cpu_initialization, config.perform_initialization = True, False
         with META:
-            yield build_chunks(model, config, parallel, LayerSpec.local, groups, critic=critic)
+            yield build_chunks(model, config, parallel, LayerSpec.local, groups, head=head)
     finally:
         destroy_groups()
         dist.destroy_process_group()
 
 
 def meta_shapes(
-    model: ModelConfig, parallel: ParallelConfig, world_size: int, rank: int, *, critic: bool = False
+    model: ModelConfig, parallel: ParallelConfig, world_size: int, rank: int, *, head: Head = Head.lm
 ) -> list[Shapes]:
     """Parameters and persistent buffers of ``rank``, chunk by chunk.  Some 20 to 40 ms, so every rank can be asked.
 
     Raises ConfigError where the layout does not fit.
     """
-    with meta_chunks(model, parallel, world_size, rank, critic=critic) as chunks:
+    with meta_chunks(model, parallel, world_size, rank, head=head) as chunks:
         return [
             {key: tuple(value.shape) for key, value in chunk.state_dict(keep_vars=True).items() if value is not None}
             for chunk in chunks

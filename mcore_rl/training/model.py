@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
 from mcore_rl.config.model import Activation, ModelConfig, RouterScore
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.layout import place_layers
 from mcore_rl.training.layers import block_spec
@@ -143,11 +144,11 @@ def _experts(model: ModelConfig, layer_spec: LayerSpec) -> dict[str, Any]:
 
 def build_chunks(
     model: ModelConfig, config: TransformerConfig, parallel: ParallelConfig, layer_spec: LayerSpec,
-    groups: ProcessGroups, *, critic: bool,
+    groups: ProcessGroups, *, head: Head,
 ) -> list[GPTModel]:  # fmt: skip
     """The model chunks of this rank, one per virtual stage, with Megatron's initial weights.
 
-    critic: a value head in the last stage instead of the output projection; its embedding is never tied to it.
+    head: a value head takes the place of the output projection in the last stage, and is never tied to the embedding.
     """
     placement = place_layers(model.num_layers, parallel)
     chunks = []
@@ -161,7 +162,7 @@ def build_chunks(
             max_sequence_length=model.max_position_embeddings,
             pre_process=chunk_index == 0,
             post_process=is_last,
-            share_embeddings_and_output_weights=model.tie_output and not critic,
+            share_embeddings_and_output_weights=model.tie_output and head is Head.lm,
             position_embedding_type="rope",
             rotary_base=model.rotary_base,  # type: ignore[arg-type]
             vp_stage=vp_stage if parallel.vpp > 1 else None,
@@ -172,7 +173,7 @@ def build_chunks(
         if chunk_index == 0 and model.embedding_scale != 1.0:
             _scale_embeddings(chunk, model.embedding_scale, config.params_dtype)
         _reduce_experts_over_their_own_group(chunk)
-        if is_last and critic:
+        if is_last and head is Head.value:
             chunk.output_layer = ValueHead(config, groups.tp, groups.device)
         # Megatron makes weights on the current device, but for those of routers (transformer/moe/router.py:53), which
         # its own gating moves at the first forward and ours does not, and of norms made by torch.

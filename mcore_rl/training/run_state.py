@@ -96,7 +96,7 @@ def load_run_state(engine: Engine, table: Table, directory: Path) -> bool:
     rank, layout = engine.groups.rank, engine.groups.layout
     with StoredState.open(directory, prefer=rank) as stored:
         first = stored.ranks[0]
-        if (first.role, first.critic) != (engine.role, engine.critic):
+        if (first.role, first.head) != (engine.role, engine.head):
             raise CheckpointError(str(directory), [f"holds the {first.role}; give the directory of the {engine.role}"])
         bound = bind(engine.models, table, rank)
         ranges = _ranges(engine, bound)
@@ -148,7 +148,7 @@ def _state_of(engine: Engine, table: Table) -> tuple[RankState, dict[str, Tensor
         rank=groups.rank,
         world_size=groups.layout.world_size,
         layout=str(groups.layout),
-        critic=engine.critic,
+        head=engine.head,
         dtype=str(engine.dtype).removeprefix("torch."),
         num_steps=0 if optimizer is None else optimizer.num_steps,
         num_skipped=engine.num_skipped,

@@ -1,4 +1,4 @@
-"""The critic's head: one number a token in place of the logits.
+"""The value head: one number a token in place of the logits.
 
 It lives in the last pipeline stage only, is never tied to the embedding, and is whole on every tensor rank.
 """
@@ -37,7 +37,7 @@ class ValueHead(MegatronModule):
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         """Values of all positions of this context rank."""
-        assert weight is None, "a critic's head is never tied to the embedding"
+        assert weight is None, "a value head is never tied to the embedding"
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.config.sequence_parallel:
             # Every tensor rank computes the same loss on all values, so a part's gradient is its slice, not the sum.

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.families.blocks import VALUE_HEAD
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Axis, Rule, ShardRanges, Stage
@@ -93,7 +94,8 @@ def pieces(shard: ShardRanges, dim: int, hf_names: tuple[str, ...], hf_shapes: l
 class Table:
     """The tensors of every rank of ``parallel`` over ``world_size`` processes (None: one replica).
 
-    critic: a value head in place of the output projection.  Raises ConfigError where the layout is none of the world.
+    head: a value head stands in place of the output projection.  Raises ConfigError where the layout is none of the
+    world.
     """
 
     def __init__(
@@ -103,17 +105,17 @@ class Table:
         parallel: ParallelConfig | None = None,
         world_size: int | None = None,
         *,
-        critic: bool = False,
+        head: Head = Head.lm,
     ) -> None:
         self.family = family
         self.model = model
         self.parallel = parallel or ParallelConfig()
         replica = self.parallel.tp * self.parallel.pp * self.parallel.cp
         self.layout = Layout.of(self.parallel, replica if world_size is None else world_size)
-        self.critic = critic
+        self.head = head
         self.placement = place_layers(model.num_layers, self.parallel)
         rules = family.weights
-        if critic:
+        if head is Head.value:
             rules = (*(rule for rule in rules if rule.name != VALUE_HEAD.name), VALUE_HEAD)
         self.rules = tuple(rule for rule in rules if rule.only(model))
         self._shards: dict[tuple[Rule, int, int], ShardRanges] = {}

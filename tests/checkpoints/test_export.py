@@ -22,6 +22,7 @@ from mcore_rl.checkpoints.export import buckets_of, export_stream, save_hf
 from mcore_rl.checkpoints.hf_directory import INDEX, HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.safetensors import TensorSpec
+from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError, WorkerError
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.training.engine import Engine
@@ -53,10 +54,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def _loaded(groups: engines.Groups, directory: Path, table: Table, layout: str, *, critic: bool = False) -> Engine:
+def _loaded(groups: engines.Groups, directory: Path, table: Table, layout: str, *, head: Head = Head.lm) -> Engine:
     with HfCheckpoint.open(directory) as checkpoint:
         load = partial(load_hf, checkpoint=checkpoint, table=table, rank=groups.rank)
-        return engines.build(groups, table.model, layout=layout, critic=critic, trainable=False, load=load)
+        return engines.build(groups, table.model, layout=layout, head=head, trainable=False, load=load)
 
 
 def _target(root: Path, case: Case) -> Path:
@@ -101,8 +102,8 @@ def _casts(root: Path) -> None:
         save_hf(engine.models, table, 0, root / "cast", root / "deepseek_v3", dtype=torch.bfloat16)
         for name, tensor in _flat(export_stream(engine.models, table, 0, dtype=torch.bfloat16)):
             assert tensor.dtype == (torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)
-        table = checkpoints.table("llama", critic=True)
-        engine = engines.build(groups, table.model, critic=True, trainable=False)
+        table = checkpoints.table("llama", head=Head.value)
+        engine = engines.build(groups, table.model, head=Head.value, trainable=False)
         save_hf(engine.models, table, 0, root / "critic", root / "llama")
 
 

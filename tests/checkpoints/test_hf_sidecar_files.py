@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
+from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 
 KEPT = (
@@ -56,7 +57,7 @@ def test_the_config_tells_the_truth_of_the_weights(
 
 
 def test_a_critic_is_a_classifier_of_one_label(tmp_path: Path) -> None:
-    found = _copied(tmp_path, {"architectures": ["Qwen2ForCausalLM"], "dtype": "bfloat16"}, critic=True)
+    found = _copied(tmp_path, {"architectures": ["Qwen2ForCausalLM"], "dtype": "bfloat16"}, head=Head.value)
     assert found == {"architectures": ["Qwen2ForSequenceClassification"], "dtype": "bfloat16", "num_labels": 1}
 
 

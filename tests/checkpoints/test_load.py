@@ -25,6 +25,7 @@ from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint, load_hf
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.launch import Rank, run_ranks
@@ -90,12 +91,12 @@ def _critic(root: Path, groups: engines.Groups) -> dict[str, Tensor]:
     found = {}
     for name in ("llama", "qwen2"):
         model = checkpoints.MODELS[name]
-        engine = engines.build(groups, model, critic=True, trainable=False)
+        engine = engines.build(groups, model, head=Head.value, trainable=False)
         head = engine.models[0].output_layer.weight
         before = head.detach().clone()
         with HfCheckpoint.open(root / name) as checkpoint:
             engine.load_weights(
-                partial(load_hf, checkpoint=checkpoint, table=checkpoints.table(name, critic=True), rank=0)
+                partial(load_hf, checkpoint=checkpoint, table=checkpoints.table(name, head=Head.value), rank=0)
             )
         assert torch.equal(head, before), "the initial value head is lost"
         found[f"{name} critic"] = engine.models[0].embedding.word_embeddings.weight.detach().clone()

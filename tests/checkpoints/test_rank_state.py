@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mcore_rl.checkpoints.rank_state import FORMAT, RankState, StateShard, pieces_of_range, state_file
+from mcore_rl.config.role import Head
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
 from tests.support import checkpoints
@@ -20,7 +21,7 @@ def state(**changes: object) -> RankState:
     pieces = pieces_of_range(table.pieces(local), table.shape(local), 7, 900)
     shard = StateShard("0/qkv", table.shape(local), 7, 900, pieces, ("main", "exp_avg"))
     values = dict(
-        role="actor", rank=1, world_size=2, layout="tp=2", critic=False, dtype="bfloat16", num_steps=3, num_skipped=1,
+        role="actor", rank=1, world_size=2, layout="tp=2", head=Head.lm, dtype="bfloat16", num_steps=3, num_skipped=1,
         adam_step=None, shards=(shard,),
     )  # fmt: skip
     return RankState(**(values | changes))  # type: ignore[arg-type]

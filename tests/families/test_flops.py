@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.families.flops import forward_flops, matmul_parameters, train_flops, visible_pairs
 from mcore_rl.families.registry import model_of
 from tests.support import models
@@ -92,8 +93,8 @@ def test_sequences_count_each_by_its_own_length() -> None:
 def test_a_critic_has_one_column() -> None:
     model = models.moe()
     fewer = (model.vocab_size - 1) * model.hidden_size
-    assert matmul_parameters(model) - matmul_parameters(model, critic=True) == fewer
-    assert forward_flops(model, [7]) - forward_flops(model, [7], critic=True) == 2 * fewer * 7
+    assert matmul_parameters(model) - matmul_parameters(model, head=Head.value) == fewer
+    assert forward_flops(model, [7]) - forward_flops(model, [7], head=Head.value) == 2 * fewer * 7
 
 
 def test_llama_2_7b_by_hand() -> None:

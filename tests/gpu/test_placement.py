@@ -9,6 +9,7 @@ import torch
 
 from mcore_rl.config.engine import AuxLoss, Device, Recompute
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.parallel import cpu
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
@@ -23,7 +24,7 @@ from tests.support.engine_runs import engine_config, global_batch, starting_weig
 CASES = {
     "dense": Case(problem=Problem(model="tied")),
     "unpacked": Case(problem=Problem(model="qk_norm"), microbatch_tokens=None, microbatch_sequences=3),
-    "critic": Case(problem=Problem(model="tied", critic=True)),
+    "critic": Case(problem=Problem(model="tied", head=Head.value)),
     "experts": Case(problem=Problem(model="moe", aux=AuxLoss.sequence, z=0.01), recompute=Recompute.full),
     "experts of a whole batch": Case(problem=Problem(model="moe", aux=AuxLoss.batch)),
     "dictated experts": Case(problem=Problem(model="moe", replay=True)),
@@ -34,10 +35,10 @@ LEFT_OUT = ("to cuda", "factories", "optimizer type names", "clip type names")
 
 def look(case: Case, memories: TwoMemories, groups: ProcessGroups, platform: Platform, *, trainable: bool) -> list[str]:
     """Build, score, train, swap a snapshot; what a real accelerator would have refused."""
-    model, critic = MODELS[case.problem.model], case.problem.critic
+    model, head = MODELS[case.problem.model], case.problem.head
     config = engine_config(case, Device.cuda)
     engine = Engine(
-        "actor", model, ParallelConfig(), config, groups, platform, critic=critic, trainable=trainable
+        "actor", model, ParallelConfig(), config, groups, platform, head=head, trainable=trainable
     )  # fmt: skip
     found = [
         f"{name} is on the host"
@@ -53,8 +54,8 @@ def look(case: Case, memories: TwoMemories, groups: ProcessGroups, platform: Pla
         if getattr(scores, field.name) is not None and getattr(scores, field.name).device != HOST
     ]
     if trainable:
-        loss = batches.value_loss if critic else batches.policy_loss
-        engine.train_step(batch, loss, batches.denominators(batch), with_entropy=not critic)
+        loss = batches.value_loss if head is Head.value else batches.policy_loss
+        engine.train_step(batch, loss, batches.denominators(batch), with_entropy=head is Head.lm)
     engine.snapshots.take("reference")
     engine.score(batch, snapshot="reference")
     return found

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
 from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
+from mcore_rl.config.role import Head
 from tests.support import models
 
 
@@ -13,7 +14,7 @@ from tests.support import models
 class Problem:
     """What is computed; its single-process result is the reference of all its cases.
 
-    model: a name in ``MODELS``.  aux, z: mixture-of-experts losses.  critic: values instead of log-probs.
+    model: a name in ``MODELS``.  aux, z: mixture-of-experts losses.  head: what the model ends in.
     replay: experts are dictated, at random.
     """
 
@@ -21,7 +22,7 @@ class Problem:
     aux: AuxLoss = AuxLoss.none
     z: float = 0.0
     temperature: float = 1.0
-    critic: bool = False
+    head: Head = Head.lm
     replay: bool = False
 
 
@@ -52,7 +53,7 @@ class Case:
         parts += ["allgather"] if self.dispatcher is Dispatcher.allgather else []
         parts += [f"aux-{problem.aux.value}"] if problem.aux is not AuxLoss.none else []
         parts += ["z"] if problem.z else []
-        parts += ["critic"] if problem.critic else []
+        parts += ["critic"] if problem.head is Head.value else []
         parts += ["replay"] if problem.replay else []
         parts += ["layers" + "".join(map(str, self.pipeline_layers))] if self.pipeline_layers else []
         parts += [f"t{problem.temperature}"] if problem.temperature != 1.0 else []
@@ -100,7 +101,7 @@ REPLAY = Problem(model="moe", replay=True)
 GEMMA2 = Problem(model="gemma2", temperature=0.7)
 QWEN2_MOE = Problem(model="qwen2_moe")
 DEEPSEEK = Problem(model="deepseek_v3", aux=AuxLoss.sequence, z=1e-2)
-CRITIC = Problem(model="tied", critic=True)
+CRITIC = Problem(model="tied", head=Head.value)
 
 
 def _variations(case: Case) -> list[Case]:

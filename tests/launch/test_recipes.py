@@ -16,6 +16,7 @@ from rich.console import Console
 
 from mcore_rl.config.algorithm import AdvEstimator, KlPenalty
 from mcore_rl.config.launch import RECIPES, load_cluster, load_recipe, recipe_names
+from mcore_rl.config.role import Head
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
@@ -234,7 +235,7 @@ def test_weights_go_right_at_full_size(name: str) -> None:
     assert report.proven, [check.failures[:3] for check in report.checks]
     if isinstance(run, RunConfig) and run.needs_critic:
         family, _ = model_of(config)
-        table = Table(family, model, run.critic.parallel, world_size, critic=True)
-        shapes = partial(meta_shapes, model, run.critic.parallel, world_size, critic=True)
+        table = Table(family, model, run.critic.parallel, world_size, head=Head.value)
+        shapes = partial(meta_shapes, model, run.critic.parallel, world_size, head=Head.value)
         critic = verify(table, None, shapes)
         assert critic.proven, [check.failures[:3] for check in critic.checks]

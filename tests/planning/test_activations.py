@@ -10,6 +10,7 @@ import torch
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
+from mcore_rl.config.role import Head
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.planning.activations import Kernels, head_bytes, kernels_of, layer_bytes
 from mcore_rl.planning.training import Role, Work
@@ -118,9 +119,9 @@ def test_experts_by_hand() -> None:
 
 def test_logits_are_cut_over_tensor_ranks_and_a_critic_has_none() -> None:
     kernels = Kernels(fused=True, one_by_one=False, size=2)
-    one, two = (head_bytes(WIDE, parse_layout(text), kernels, critic=False).kept for text in ("", "tp=2"))
+    one, two = (head_bytes(WIDE, parse_layout(text), kernels, head=Head.lm).kept for text in ("", "tp=2"))
     assert one - two == 2 * 320 + 2 * 2 * 128 / 2
-    assert head_bytes(WIDE, ParallelConfig(), kernels, critic=True).kept < one - 2 * 640 + 4 * 129 + 1
+    assert head_bytes(WIDE, ParallelConfig(), kernels, head=Head.value).kept < one - 2 * 640 + 4 * 129 + 1
 
 
 @pytest.mark.parametrize(

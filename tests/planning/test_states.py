@@ -16,6 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.role import Head
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.planning.states import Bucket, ModelSizes, States, family_for
@@ -32,14 +33,14 @@ def published_model(hf_id: str) -> ModelConfig:
 
 
 def allocated_on_meta(
-    model: ModelConfig, layout: str, world_size: int, rank: int, layers: list[int] | None, critic: bool,
+    model: ModelConfig, layout: str, world_size: int, rank: int, layers: list[int] | None, head: Head,
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[int, int, int]:  # fmt: skip
     """(parameters, elements of Megatron's buffers, elements of this rank's shards)."""
     parallel = parse_layout(layout)
     parallel.pipeline_layers = layers
     held = padded = shards = 0
-    with meta_chunks(model, parallel, world_size, rank, critic=critic) as chunks, monkeypatch.context() as patched:
+    with meta_chunks(model, parallel, world_size, rank, head=head) as chunks, monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
         for chunk in chunks:
             ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -56,43 +57,43 @@ def allocated_on_meta(
 
 
 @pytest.mark.parametrize(
-    ("hf_id", "layout", "world_size", "layers", "critic", "ranks"),
+    ("hf_id", "layout", "world_size", "layers", "head", "ranks"),
     [
-        (MIXTRAL, "tp=2,pp=4,ep=8", 64, None, False, (0, 17, 63)),
-        (MIXTRAL, "tp=4,pp=4,vpp=2,ep=2,etp=2", 64, None, True, (1, 48)),
-        (QWEN_72B, "tp=8,pp=2", 32, None, False, (0, 9, 31)),
-        (QWEN_72B, "tp=4,pp=4,cp=2", 64, None, True, (63,)),
-        (DEEPSEEK, "tp=2,pp=16,ep=16", 256, [4] * 13 + [3] * 3, False, (0, 20, 255)),
-        ("google/gemma-2-2b-it", "tp=2,pp=2", 8, None, False, (0, 3, 7)),
-        ("Qwen/Qwen2.5-0.5B-Instruct", "dp", 3, None, False, (0, 2)),
-        ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "tp=2,ep=4", 8, None, False, (0, 5)),
-        ("Qwen/Qwen3-30B-A3B", "pp=3,ep=8", 24, None, False, (2, 23)),
+        (MIXTRAL, "tp=2,pp=4,ep=8", 64, None, Head.lm, (0, 17, 63)),
+        (MIXTRAL, "tp=4,pp=4,vpp=2,ep=2,etp=2", 64, None, Head.value, (1, 48)),
+        (QWEN_72B, "tp=8,pp=2", 32, None, Head.lm, (0, 9, 31)),
+        (QWEN_72B, "tp=4,pp=4,cp=2", 64, None, Head.value, (63,)),
+        (DEEPSEEK, "tp=2,pp=16,ep=16", 256, [4] * 13 + [3] * 3, Head.lm, (0, 20, 255)),
+        ("google/gemma-2-2b-it", "tp=2,pp=2", 8, None, Head.lm, (0, 3, 7)),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "dp", 3, None, Head.lm, (0, 2)),
+        ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "tp=2,ep=4", 8, None, Head.lm, (0, 5)),
+        ("Qwen/Qwen3-30B-A3B", "pp=3,ep=8", 24, None, Head.lm, (2, 23)),
     ],
 )
 def test_full_size_is_what_megatron_allocates(
-    hf_id: str, layout: str, world_size: int, layers: list[int] | None, critic: bool, ranks: tuple[int, ...],
+    hf_id: str, layout: str, world_size: int, layers: list[int] | None, head: Head, ranks: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     model, layout = published_model(hf_id), layout.removeprefix("dp")
     parallel = parse_layout(layout)
     parallel.pipeline_layers = layers
-    states = States(ModelSizes(model, critic=critic), parallel, world_size, Precision.bfloat16)
+    states = States(ModelSizes(model, head=head), parallel, world_size, Precision.bfloat16)
     for rank in ranks:
-        held, padded, shards = allocated_on_meta(model, layout, world_size, rank, layers, critic, monkeypatch)
+        held, padded, shards = allocated_on_meta(model, layout, world_size, rank, layers, head, monkeypatch)
         found = states.of_rank(rank)
         assert found.num_parameters == held
         assert (found.weights, found.gradients, found.optimizer) == (2 * padded, 4 * padded, 12 * shards)
         assert states.of_stage(states.layout.coords(rank).pp).total >= found.total
 
 
-def real_bytes(rank: Rank, cases: list[tuple[str, ModelConfig, Precision, bool]]) -> list[tuple[int, ...]]:
+def real_bytes(rank: Rank, cases: list[tuple[str, ModelConfig, Precision, Head]]) -> list[tuple[int, ...]]:
     """(parameters, bytes of weights, gradients and optimizer state) of each case on this rank, after a step of Adam."""
     found = []
     with engines.world(rank):
-        for layout, model, precision, critic in cases:
+        for layout, model, precision, head in cases:
             with engines.groups_of(layout) as groups:
                 settings = engines.config(precision=precision)
-                engine = engines.build(groups, model, settings, layout=layout, critic=critic)
+                engine = engines.build(groups, model, settings, layout=layout, head=head)
                 assert engine.optimizer is not None
                 buffers = [each for chunk in engine.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
                 for part in engine.optimizer.megatron.chained_optimizers:
@@ -118,20 +119,20 @@ def test_tiny_models_hold_what_real_processes_do(processes: None) -> None:
     """Odd widths, so that gaps lie inside of buffers and which rank has them depends on the order of the modules."""
     tied = models.dense(tie_output=True, qk_norm=True)
     cases = [
-        ("", tied, Precision.float32, False),
-        ("pp=2", tied, Precision.bfloat16, False),
-        ("pp=2", tied, Precision.bfloat16, True),
-        ("tp=2", models.gemma2(), Precision.bfloat16, False),
-        ("pp=2", models.gemma2(), Precision.float32, False),
-        ("tp=2,ep=2", models.moe(), Precision.bfloat16, False),
-        ("pp=2,vpp=2,ep=2", models.moe(), Precision.float32, False),
-        ("ep=4", models.qwen2_moe(), Precision.bfloat16, False),
-        ("cp=2", models.deepseek_v3(), Precision.bfloat16, True),
-        ("tp=2,etp=2", models.deepseek_v3(), Precision.bfloat16, False),
+        ("", tied, Precision.float32, Head.lm),
+        ("pp=2", tied, Precision.bfloat16, Head.lm),
+        ("pp=2", tied, Precision.bfloat16, Head.value),
+        ("tp=2", models.gemma2(), Precision.bfloat16, Head.lm),
+        ("pp=2", models.gemma2(), Precision.float32, Head.lm),
+        ("tp=2,ep=2", models.moe(), Precision.bfloat16, Head.lm),
+        ("pp=2,vpp=2,ep=2", models.moe(), Precision.float32, Head.lm),
+        ("ep=4", models.qwen2_moe(), Precision.bfloat16, Head.lm),
+        ("cp=2", models.deepseek_v3(), Precision.bfloat16, Head.value),
+        ("tp=2,etp=2", models.deepseek_v3(), Precision.bfloat16, Head.lm),
     ]
     real = run_ranks(real_bytes, 4, (cases,), timeout_s=240)
-    for index, (layout, model, precision, critic) in enumerate(cases):
-        states = States(ModelSizes(model, critic=critic), parse_layout(layout), 4, precision)
+    for index, (layout, model, precision, head) in enumerate(cases):
+        states = States(ModelSizes(model, head=head), parse_layout(layout), 4, precision)
         for rank in range(4):
             found = states.of_rank(rank)
             ours = (found.num_parameters, found.weights, found.gradients, found.optimizer)

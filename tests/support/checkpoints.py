@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.role import Head
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.weights.table import Table
 from tests.support import hf_reference, models
@@ -41,9 +42,9 @@ def write(name: str, directory: Path, dtype: torch.dtype = torch.float32, shard_
     return reference
 
 
-def table(name: str, layout: str = "", world_size: int | None = None, *, critic: bool = False) -> Table:
+def table(name: str, layout: str = "", world_size: int | None = None, *, head: Head = Head.lm) -> Table:
     """The table of family ``name`` under a layout, as a user writes it."""
-    return Table(FAMILIES[name], MODELS[name], parse_layout(layout), world_size, critic=critic)
+    return Table(FAMILIES[name], MODELS[name], parse_layout(layout), world_size, head=head)
 
 
 def tensors(directory: Path) -> dict[str, Tensor]:

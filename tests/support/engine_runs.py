@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
+from mcore_rl.config.role import Head
 from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
@@ -39,7 +40,7 @@ def starting_weights(problem: Problem) -> Weights:
     """The seeded weights from which all cases of a problem start."""
     model = MODELS[problem.model]
     weights = hf_reference.full_weights(hf_reference.build(model), model)
-    if problem.critic:
+    if problem.head is Head.value:
         weights["output_layer.weight"] = 0.1 * torch.randn(
             1, model.hidden_size, generator=torch.Generator().manual_seed(3)
         )
@@ -130,8 +131,8 @@ def _run_in_groups(
 ) -> Result:
     model, problem = MODELS[case.problem.model], case.problem
     engine = Engine(
-        "critic" if problem.critic else "actor", model, parallel, engine_config(case, platform.kind), groups, platform,
-        critic=problem.critic,
+        "critic" if problem.head is Head.value else "actor",
+        model, parallel, engine_config(case, platform.kind), groups, platform, head=problem.head,
     )  # fmt: skip
     full_weights.gather_full(engine.models, start)  # fails where ranks start from different weights
     engine.load_weights(lambda models: full_weights.load_full(models, start))
@@ -141,10 +142,14 @@ def _run_in_groups(
     mine = batch.select(members_of(batch, groups))
     scores = engine.score(mine, temperature=problem.temperature)
     result = Result(scores=gather_scores(scores, batch, groups))
-    loss = batches.value_loss if problem.critic else batches.policy_loss
+    loss = batches.value_loss if problem.head is Head.value else batches.policy_loss
     for _ in range(STEPS):
         step = engine.train_step(
-            mine, loss, batches.denominators(batch), temperature=problem.temperature, with_entropy=not problem.critic
+            mine,
+            loss,
+            batches.denominators(batch),
+            temperature=problem.temperature,
+            with_entropy=problem.head is Head.lm,
         )
         assert step.skipped is None
         result.loss.append(step.loss)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, OptimizerConfig, Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.role import Head
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
@@ -72,13 +73,13 @@ def build(
     *,
     layout: str = "",
     role: str = "actor",
-    critic: bool = False,
+    head: Head = Head.lm,
     trainable: bool = True,
     load: Callable[[Sequence[torch.nn.Module]], None] = seed_weights,
 ) -> Engine:
     """An engine over ``groups``, which were made for ``layout``."""
     engine = Engine(
-        role, model, parse_layout(layout), settings or config(), groups, CPU, critic=critic, trainable=trainable
+        role, model, parse_layout(layout), settings or config(), groups, CPU, head=head, trainable=trainable
     )
     engine.load_weights(load)
     return engine

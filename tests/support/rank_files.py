@@ -25,6 +25,7 @@ from mcore_rl.checkpoints.rank_state import (
 )
 from mcore_rl.checkpoints.state_writer import StateWriter
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.role import Head
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.views import view_of
@@ -59,7 +60,7 @@ def write_ranks(
             tensors[f"{kind}/{name}"] = tensor.view(-1)[begin:end].clone()
         assert coords is not None
         state = RankState(
-            role="actor", rank=rank, world_size=world_size, layout=layout, critic=False, dtype=dtype, num_steps=1,
+            role="actor", rank=rank, world_size=world_size, layout=layout, head=Head.lm, dtype=dtype, num_steps=1,
             num_skipped=0, adam_step=None, shards=tuple(shards),
         )  # fmt: skip
         writer = StateWriter(CPU)

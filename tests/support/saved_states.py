@@ -18,6 +18,7 @@ from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.role import Head
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.engine import Engine
@@ -30,9 +31,9 @@ LENGTHS = (9, 5, 12, 7)  # a microbatch for each of four data-parallel ranks
 PRECISIONS = {"float32": Precision.float32, "bfloat16": Precision.bfloat16}
 
 
-def table_of(groups: ProcessGroups, family: str, model: ModelConfig, layout: str, *, critic: bool = False) -> Table:
+def table_of(groups: ProcessGroups, family: str, model: ModelConfig, layout: str, *, head: Head = Head.lm) -> Table:
     """Of the engine that ``engine_of`` builds."""
-    return Table(FAMILIES[family], model, parse_layout(layout), groups.layout.world_size, critic=critic)
+    return Table(FAMILIES[family], model, parse_layout(layout), groups.layout.world_size, head=head)
 
 
 def engine_of(
@@ -42,7 +43,7 @@ def engine_of(
     with HfCheckpoint.open(source) as checkpoint:
         load = partial(load_hf, checkpoint=checkpoint, table=table, rank=groups.rank)
         settings = engines.config(precision=PRECISIONS[precision])
-        return engines.build(groups, table.model, settings, layout=layout, role=role, critic=table.critic, load=load)
+        return engines.build(groups, table.model, settings, layout=layout, role=role, head=table.head, load=load)
 
 
 def save(engine: Engine, table: Table, directory: Path, *, behind: bool = False) -> Written:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.convert import HF, to_hf, to_megatron
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.training.checkpoint import _PlainWriter, load_megatron, save_megatron
@@ -249,7 +250,7 @@ def _on_one(rank: Rank, root: Path) -> list[str]:
         runs = _Runs(rank, root)
         wrong = runs.wrong("mixtral", "", partial(load_megatron, directory=root / "mixtral-megatron"))
         with engines.groups_of() as groups:
-            critic = engines.build(groups, checkpoints.MODELS["qwen2"], critic=True, trainable=False)
+            critic = engines.build(groups, checkpoints.MODELS["qwen2"], head=Head.value, trainable=False)
             save_megatron(critic.models, root / "critic", root / "qwen2")
             head = critic.models[0].output_layer.weight.clone()
             critic.models[0].output_layer.weight.data.zero_()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, Precision
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.role import Head
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect, device_of
@@ -22,17 +23,17 @@ from tests.support import models, published
 MODEL = models.moe()
 
 
-@pytest.mark.parametrize("critic", [False, True])
+@pytest.mark.parametrize("head", list(Head))
 @pytest.mark.parametrize("model", [MODEL, models.gemma2(), models.deepseek_v3(), models.qwen2_moe()])
-def test_shapes_are_those_of_real_modules(model: object, critic: bool) -> None:
+def test_shapes_are_those_of_real_modules(model: object, head: Head) -> None:
     """One process is a whole world, so the real thing is at hand."""
     parallel, platform = parse_layout(""), detect(Device.cpu)
-    expected = meta_shapes(model, parallel, 1, 0, critic=critic)  # type: ignore[arg-type]
+    expected = meta_shapes(model, parallel, 1, 0, head=head)  # type: ignore[arg-type]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         groups = init_groups(Layout.of(parallel, 1), platform, device_of(platform, 0), seed=1)
         config = transformer_config(model, parallel, EngineConfig(precision=Precision.float32), LayerSpec.local)  # type: ignore[arg-type]
-        chunks = build_chunks(model, config, parallel, LayerSpec.local, groups, critic=critic)  # type: ignore[arg-type]
+        chunks = build_chunks(model, config, parallel, LayerSpec.local, groups, head=head)  # type: ignore[arg-type]
         real = [{key: tuple(x.shape) for key, x in chunk.state_dict().items() if x is not None} for chunk in chunks]
     finally:
         destroy_groups()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcore_rl.config.engine import OptimizerConfig, Precision
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.config.role import Head
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
@@ -51,7 +52,7 @@ def _observe_layout(groups: ProcessGroups, layout: str, precision: Precision) ->
     still = OptimizerConfig(lr=0.0, clip_grad=0.0)
     settings = engines.config(precision=precision, optim=still, microbatch_tokens=None, microbatch_sequences=1)
     model = models.dense(tie_output=True) if "vpp" in layout else MODEL
-    engine = engines.build(groups, model, settings, layout=layout, role="critic", critic=True)
+    engine = engines.build(groups, model, settings, layout=layout, role="critic", head=Head.value)
     whole, hidden, seen = batches.ragged(MODEL.vocab_size), [], []
     hooks = [
         head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0][:, 0])) for head in _heads(engine)

@@ -10,6 +10,7 @@ import pytest
 
 from mcore_rl.config.model import MlaConfig, ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
+from mcore_rl.config.role import Head
 from mcore_rl.families import deepseek_v3, llama, mixtral, qwen2, qwen2_moe
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Rule
@@ -74,7 +75,7 @@ def test_a_tied_model_has_a_copy_of_its_embedding_only_in_another_last_stage(lay
 
 
 def test_a_critic_has_a_value_head_that_a_checkpoint_may_lack() -> None:
-    table = Table(family(qwen2.WEIGHTS), dense(tie_output=True), parse_layout("tp=2,pp=2"), critic=True)
+    table = Table(family(qwen2.WEIGHTS), dense(tie_output=True), parse_layout("tp=2,pp=2"), head=Head.value)
     (head,) = [local for local in table.tensors(3) if local.name == "output_layer.weight"]
     assert head.hf_names == ("score.weight",)
     assert table.shape(head) == (1, 8), "whole on every tensor rank"

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.config.compose import as_dict
+from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
@@ -178,6 +179,7 @@ def _actor_role(config: RunConfig) -> RoleSpec:
     directory = Path(config.model.path)
     return RoleSpec(
         role="actor",
+        publishes=True,
         directory=directory,
         engine=config.actor,
         parallel=config.actor.parallel,
@@ -192,7 +194,7 @@ def _critic_role(config: RunConfig) -> RoleSpec:
         directory=directory,
         engine=config.critic,
         parallel=config.critic.parallel,
-        critic=True,
+        head=Head.value,
         shares_device=config.trainer.placement is Placement.colocated,
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.role import Head
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.families.flops import forward_flops, train_flops
 from mcore_rl.parallel.device import Platform
@@ -23,13 +24,13 @@ class Passes:
     model: ModelConfig
     scored: float
     trained: float
-    critic: bool = False
+    head: Head = Head.lm
 
 
 def tflop(lengths_S: Sequence[int], passes: Sequence[Passes]) -> dict[str, float]:
     """``perf/tflop_*`` of a step over sequences of ``lengths_S`` tokens; without what was not done at all."""
-    scored = sum(each.scored * forward_flops(each.model, lengths_S, critic=each.critic) for each in passes)
-    trained = sum(each.trained * train_flops(each.model, lengths_S, critic=each.critic) for each in passes)
+    scored = sum(each.scored * forward_flops(each.model, lengths_S, head=each.head) for each in passes)
+    trained = sum(each.trained * train_flops(each.model, lengths_S, head=each.head) for each in passes)
     found = {"perf/tflop_updates": trained / TERA, "perf/tflop_logprobs": scored / TERA}
     return {key: value for key, value in found.items() if value}
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mcore_rl.config.engine import Device, Precision
+from mcore_rl.config.role import Head
 from mcore_rl.config.trainer import TrainerConfig, trainer_violations
 from mcore_rl.controller.step.utilization import Passes, device_peak, tflop, utilization
 from mcore_rl.families.flops import forward_flops
@@ -25,9 +26,9 @@ def test_a_step_needs_what_its_passes_do() -> None:
     actor, critic = models.moe(), models.dense()
     passes = [
         Passes(model=actor, scored=2, trained=1.5),
-        Passes(model=critic, scored=1, trained=1, critic=True),
+        Passes(model=critic, scored=1, trained=1, head=Head.value),
     ]
-    a, c = forward_flops(actor, LENGTHS) / 1e12, forward_flops(critic, LENGTHS, critic=True) / 1e12
+    a, c = forward_flops(actor, LENGTHS) / 1e12, forward_flops(critic, LENGTHS, head=Head.value) / 1e12
     found = tflop(LENGTHS, passes)
     assert found == pytest.approx({"perf/tflop_updates": 4.5 * a + 3 * c, "perf/tflop_logprobs": 2 * a + c})
 
