@@ -25,9 +25,10 @@ class TrainBatch:
 
     lengths_S: tokens of each sequence, all positive.  tokens_T: int64 for an engine; int32, half the memory, on the
     controller, which only counts and sends them.  mask_T: bool, tokens that are trained; the
-    first of a sequence never is.  The rest is optional and float32: what the losses need.  weights_T: what the policy
-    loss of each token is multiplied by (importance correction).  routing_TLK: int16 expert choices to replay, one row
-    per token and layer of the model; those of dense layers are not read.
+    first of a sequence never is.  The rest is optional and float32: what advantages and losses need.  turn_rewards_T:
+    what a turn earned, at its last token and 0 elsewhere; None where no turn earned anything by itself.  weights_T:
+    what the policy loss of each token is multiplied by (importance correction).  routing_TLK: int16 expert choices to
+    replay, one row per token and layer of the model; those of dense layers are not read.
     """
 
     lengths_S: tuple[int, ...]
@@ -36,6 +37,7 @@ class TrainBatch:
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
     rollout_logprobs_T: Tensor | None = None
+    turn_rewards_T: Tensor | None = None
     advantages_T: Tensor | None = None
     returns_T: Tensor | None = None
     old_values_T: Tensor | None = None

@@ -48,7 +48,7 @@ class ResponseRow:
     """A prompt's row with its responses.
 
     num_tokens, truncated: of each response, 0 and False where the file does not say.  columns: as of a ``PromptRow``,
-    without the responses.  messages: of the prompt, where a reward model scores the responses; else none.
+    without the responses.  messages: of the prompt; empty where the file does not hold them as messages.
     """
 
     id: str
@@ -171,11 +171,10 @@ class ResponseSet:
         responses = _texts(record.pop(self._response_key))
         lengths, finish = record.pop(NUM_TOKENS, None), record.pop(FINISH, None)
         record.pop(RESPONSES, None)
-        messages = clean_messages(record.pop(self._prompt_key)) if scored_by_model(record["reward_model"]) else []
-        record.pop(self._prompt_key, None)
-        assert not isinstance(messages, str), "load has seen this row"
+        prompt = record.pop(self._prompt_key, None)
+        messages = clean_messages(prompt) if self._has_messages else ""
         return ResponseRow(
-            messages=messages,
+            messages=[] if isinstance(messages, str) else messages,
             id=name,
             data_source=record.pop("data_source"),
             extra_info=record.pop("extra_info", None) or {},

@@ -81,7 +81,7 @@ async def kill_the_engine(run: Run) -> None:
         each.kill()
     with pytest.raises(DeadEngineError):
         await run.handover.to_rollout(STEPS)
-    await run.drawing.step(STEPS + 1, run.next_rows, run.reporting("drawing"))
+    await run.collector.collect(STEPS + 1, run.next_rows, run.reporting("drawing"))
 
 
 async def kill_a_worker(run: Run) -> None:

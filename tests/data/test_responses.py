@@ -69,7 +69,7 @@ def test_rows_for_a_reward_model_keep_their_messages_and_need_no_ground_truth(tm
     found = ResponseSet.load(write(tmp_path / "r.parquet", rows), "prompt", "responses")
     assert found.by_model == [True, False] and found.ids_by_model == ["r.parquet:0"]
     assert [(each.scored_by_model, each.ground_truth, each.messages) for each in found] == [
-        (True, None, rows[0]["prompt"]), (False, "5", [])
+        (True, None, rows[0]["prompt"]), (False, "5", rows[1]["prompt"])
     ]  # fmt: skip
     rows[0]["prompt"] = None
     (problem,) = refusal(write(tmp_path / "null.parquet", rows))

@@ -99,8 +99,8 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         check = trainer.guards.check_weights_freq
         medic = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
         handover = Handover(actor, pool, sync, trainer.placement, reward_model, medic.restart_dead, check)
-        drawing = RolloutCollector(Rollout(pool, handover), scorer, config, reward_model)
-        run = Run(config, platform, tracker, prepared, actor, critic, drawing, handover)
+        collector = RolloutCollector(Rollout(pool, handover), scorer, config, reward_model)
+        run = Run(config, platform, tracker, prepared, actor, critic, collector, handover)
         stack.push_async_callback(run.saver.close)
         yield run
 

@@ -116,7 +116,7 @@ async def grade_all(
         for row, scores, index in waiting:  # all servers draw from the one
             request = request_of(row, index, max_tokens)
             if reward_model is not None and row.scored_by_model:
-                scores[index] = await reward_model.score(row.messages, request)
+                scores[index] = await reward_model.score(request)
             else:
                 scores[index] = await scorer.score(request)
             report()
@@ -143,6 +143,7 @@ async def _reward_model(config: EvaluateConfig, stack: AsyncExitStack) -> Reward
 
 def request_of(row: ResponseRow, index: int, max_tokens: int) -> RewardRequest:
     """What a grader is told of a response, as it is told in training."""
+    said = [{"role": "assistant", "content": row.responses[index]}]
     return RewardRequest(
         key=(row.id, index),
         data_source=row.data_source,
@@ -152,6 +153,7 @@ def request_of(row: ResponseRow, index: int, max_tokens: int) -> RewardRequest:
         num_tokens=row.num_tokens[index],
         max_tokens=max_tokens,
         truncated=row.truncated[index],
+        messages=[*row.messages, *said] if row.messages else (),
     )
 
 

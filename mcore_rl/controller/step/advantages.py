@@ -15,11 +15,19 @@ from mcore_rl.algorithms.correction import correction_metrics
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.lesson import Facts
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel
-from mcore_rl.controller.step.batch_assembly import Groups
+from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.worker_group import WorkerGroup
 
-FIELDS = ("tokens_T", "mask_T", "rollout_logprobs_T", "old_logprobs_T", "ref_logprobs_T", "old_values_T")
+FIELDS = (
+    "tokens_T",
+    "mask_T",
+    "rollout_logprobs_T",
+    "turn_rewards_T",
+    "old_logprobs_T",
+    "ref_logprobs_T",
+    "old_values_T",
+)
 # What ``algorithms.correction`` calls its metrics -> what they are called in metrics.jsonl.
 AGREEMENT = {
     "logprob_diff_mean": "rollout/logprob_diff_mean",
@@ -43,7 +51,7 @@ class Lesson:
 
 
 async def study(
-    actor: WorkerGroup, shared: SharedBatch, groups: Groups, algorithm: AlgorithmConfig, kl: KlController
+    actor: WorkerGroup, shared: SharedBatch, groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController
 ) -> Lesson:
     """What follows from old and rollout log-probs, and from values and reference log-probs where there are some.
 
@@ -58,7 +66,7 @@ async def study(
     return conclude(shared.in_order(shared.homes, facts), groups, algorithm, kl)
 
 
-def conclude(facts: Facts, groups: Groups, algorithm: AlgorithmConfig, kl: KlController) -> Lesson:
+def conclude(facts: Facts, groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController) -> Lesson:
     """facts: of all sequences, in the order of ``groups``."""
     metrics: dict[str, float] = {}
     if algorithm.mask_truncated:

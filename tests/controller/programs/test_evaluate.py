@@ -158,7 +158,8 @@ def test_a_grader_is_told_what_it_is_told_in_training(tmp_path: Path) -> None:
     graded_by = {"style": "rule", "ground_truth": "4"}
     told = {"ability": "math", "reward_model": graded_by, "level": 7, "index": 1}
     for index, (text, length, cut) in enumerate([("so\n#### 4", 5, False), ("so\n#### 5", 10, True)]):
-        expected = RewardRequest(("r.parquet:0", index), "gsm8k", text, "4", told, length, 10, cut)
+        said = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": text}]
+        expected = RewardRequest(("r.parquet:0", index), "gsm8k", text, "4", told, length, 10, cut, said)
         assert request_of(only, index, 10) == expected
 
 

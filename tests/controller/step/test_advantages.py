@@ -26,7 +26,7 @@ from mcore_rl.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from mcore_rl.controller.step.advantages import study
-from mcore_rl.controller.step.batch_assembly import Groups
+from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.controller.step.updates import send
 from mcore_rl.runtime.shard import Taken
 from mcore_rl.types import TrainBatch
@@ -52,7 +52,7 @@ class Found:
     metrics: dict[str, float]
 
 
-def studied(groups: Groups, algorithm: AlgorithmConfig, kl: KlController, dp: int) -> Found:
+def studied(groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController, dp: int) -> Found:
     group, number = InProcessGroup(dp), len(groups.batch.lengths_S)
     shared = send(group, groups.batch, [range(number)])  # type: ignore[arg-type]
     lesson = asyncio.run(study(group, shared, groups, algorithm, kl))  # type: ignore[arg-type]
@@ -72,8 +72,8 @@ def studied(groups: Groups, algorithm: AlgorithmConfig, kl: KlController, dp: in
 def learn(algorithm: AlgorithmConfig, kl: KlController | None = None, dp: int = 2, **changes: torch.Tensor) -> Found:
     batch = TrainBatch(lengths_S=LENGTHS, tokens_T=torch.arange(7), mask_T=MASK, rollout_logprobs_T=ROLLOUT)
     batch = replace(batch, old_logprobs_T=OLD, ref_logprobs_T=REF, old_values_T=VALUES)
-    groups = Groups(
-        trajectories=(),
+    groups = StepBatch(
+        episodes=(),
         batch=replace(batch, **changes),
         group_S=torch.tensor([0, 0]),
         outcomes=Outcomes(
@@ -104,8 +104,8 @@ def test_no_bit_depends_on_how_many_ranks_there_are(estimator: AdvEstimator, lev
         lengths_S=batch.lengths_S, tokens_T=batch.tokens_T, mask_T=batch.mask_T, rollout_logprobs_T=drawn[0],
         old_logprobs_T=drawn[0] + drawn[1] / 9, ref_logprobs_T=drawn[2], old_values_T=drawn[3],
     )  # fmt: skip
-    groups = Groups(
-        trajectories=(),
+    groups = StepBatch(
+        episodes=(),
         batch=batch,
         group_S=torch.arange(number) // 3,
         outcomes=Outcomes(
