@@ -99,10 +99,11 @@ def as_bits(found: Found) -> dict[str, object]:
 def test_no_bit_depends_on_how_many_ranks_there_are(estimator: AdvEstimator, level: CorrectionLevel) -> None:
     batch, draw = ragged(7), torch.Generator().manual_seed(3)
     size, number = len(batch.mask_T), len(RAGGED)
-    drawn = [torch.randn(size, generator=draw) for _ in range(4)]
+    drawn = [torch.randn(size, generator=draw) for _ in range(5)]
     batch = TrainBatch(
         lengths_S=batch.lengths_S, tokens_T=batch.tokens_T, mask_T=batch.mask_T, rollout_logprobs_T=drawn[0],
         old_logprobs_T=drawn[0] + drawn[1] / 9, ref_logprobs_T=drawn[2], old_values_T=drawn[3],
+        turn_rewards_T=drawn[4],
     )  # fmt: skip
     groups = StepBatch(
         episodes=(),
