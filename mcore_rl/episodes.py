@@ -136,7 +136,7 @@ class Episode:
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole sequence, which the context of engines and trainer (``max_model_len``) limits."""
+        """Of the whole sequence, which ``max_model_len`` limits: the context of engines and trainer."""
         return self.num_prompt_tokens + self.num_response_tokens
 
     @property

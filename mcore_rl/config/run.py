@@ -21,7 +21,7 @@ from mcore_rl.config.roles import (
     actor_violations,
     critic_violations,
 )
-from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations
+from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.trainer import ModelPathConfig, Placement, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.errors import Violation
 
@@ -76,6 +76,7 @@ def run_violations(run: RunConfig) -> list[Violation]:
         *actor_violations(run.actor),
         *(critic_violations(run.critic) if run.needs_critic else ()),
         *rollout_config_violations(run.rollout),
+        *routing_violations(run.rollout),
         *reward_violations(run.reward),
         *reward_model_violations(run.reward_model),
         *trainer_violations(run.trainer),

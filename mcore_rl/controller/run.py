@@ -19,7 +19,7 @@ from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.lifecycle.saving import Saver
 from mcore_rl.controller.step.guards import Guards
 from mcore_rl.controller.step.profiling import profiled
-from mcore_rl.controller.step.rollout_collection import ProgressCallback, RolloutCollector
+from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutCollector
 from mcore_rl.controller.step.samples import sample_rows
 from mcore_rl.controller.step.utilization import Passes, device_peak
 from mcore_rl.controller.step.validation import overall, validate
@@ -103,7 +103,7 @@ class Run:
         assert self.prepared.train is not None
         return [self.prepared.train[index] for index in self.prepared.sampler.next(count)]
 
-    def reporting(self, what: str) -> ProgressCallback:
+    def reporting(self, what: str) -> CollectProgress:
         """Shows how many episodes are finished."""
         return lambda done, of: self.tracker.now(what, done, of)
 

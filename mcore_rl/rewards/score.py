@@ -58,6 +58,11 @@ class Score:
     answer: str | None = None
     turn_rewards: tuple[float, ...] = ()
 
+    @property
+    def total(self) -> float:
+        """``value`` and the rewards of the turns."""
+        return math.fsum([self.value, *self.turn_rewards]) if self.turn_rewards else self.value
+
 
 # raised: the grader raised.  not_a_number: it answered something else, nan or infinity.  timeout: it took longer than
 # ``reward.timeout_s``.  died: its process ended.

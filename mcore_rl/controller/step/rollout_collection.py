@@ -20,7 +20,7 @@ from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.protocol import Prompt, RolloutEngine, Sampling, requests_of
 from mcore_rl.rollout.single_turn import single_turn
 
-ProgressCallback = Callable[[int, int], None]  # episodes finished, episodes in all
+CollectProgress = Callable[[int, int], None]  # is told of episodes finished, of episodes in all
 STEPS_APART = 1_000_003  # seeds of neighbouring steps and runs do not meet
 
 
@@ -49,7 +49,7 @@ class RolloutCollector:
         self.engine, self.scorer, self._run, self._reward_model = engine, scorer, run, reward_model
 
     async def collect(
-        self, step: int, next_rows: Callable[[int], list[PromptRow]], progress: ProgressCallback
+        self, step: int, next_rows: Callable[[int], list[PromptRow]], progress: CollectProgress
     ) -> RolloutBatch:
         """The groups of training step ``step``, of rows that ``next_rows(count)`` gives, in their order."""
         run = self._run
@@ -73,7 +73,7 @@ class RolloutCollector:
             num_dropped=dropped,
         )
 
-    async def collect_validation(self, rows: Sequence[PromptRow], progress: ProgressCallback) -> list[Episode]:
+    async def collect_validation(self, rows: Sequence[PromptRow], progress: CollectProgress) -> list[Episode]:
         """``rollout.val_kwargs.n`` episodes of each of ``rows``, drawn as validation draws; the same every time."""
         draw = self._run.rollout.val_kwargs
         sampling = sampling_of(self._run.rollout, draw, self._run.rollout.seed)
@@ -91,7 +91,7 @@ class RolloutCollector:
         return min(scores) < max(scores)
 
     async def _collect_groups(
-        self, step: int, batch: int, rows: Sequence[PromptRow], progress: ProgressCallback
+        self, step: int, batch: int, rows: Sequence[PromptRow], progress: CollectProgress
     ) -> list[list[Episode]]:
         """The samples of each row; behind them the greedy one, where the algorithm needs it."""
         rollout = self._run.rollout
@@ -108,7 +108,7 @@ class RolloutCollector:
         return [[*group, *baseline] for group, baseline in zip(sampled, baselines, strict=True)]
 
     async def _collect(
-        self, named: Sequence[tuple[str, PromptRow]], n: int, sampling: Sampling, progress: ProgressCallback
+        self, named: Sequence[tuple[str, PromptRow]], n: int, sampling: Sampling, progress: CollectProgress
     ) -> list[list[Episode]]:
         """``n`` graded episodes of each row, in order; each row comes with the name that it is drawn under."""
         places = {name: place for place, (name, _) in enumerate(named)}
@@ -120,6 +120,7 @@ class RolloutCollector:
                 async for sample in self.engine.generate(requests, sampling):
                     place = places[sample.prompt_id]
                     episode = single_turn(named[place][1], prompts[place], sample, place)
+                    assert episode.num_response_tokens <= sampling.max_tokens, f"{sample.prompt_id} is too long"
                     graded.append(grading.create_task(self._grade(episode, sampling.max_tokens)))
                     progress(len(graded), len(requests))
         except ExceptionGroup as errors:

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
-from mcore_rl.controller.step.rollout_collection import ProgressCallback, RolloutCollector
+from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutCollector
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.episodes import Episode
 
 
 async def validate(
-    collector: RolloutCollector, prompts: PromptSet, batch_size: int | None, progress: ProgressCallback
+    collector: RolloutCollector, prompts: PromptSet, batch_size: int | None, progress: CollectProgress
 ) -> tuple[dict[str, float], list[Episode]]:
     """``val/*`` metrics, and the episodes that they are of.  batch_size: prompts drawn at a time; None is all."""
     count = len(prompts)
