@@ -108,6 +108,8 @@ class Episode:
     segments: the prompt's first, with at least a token, and no other of the prompt's.
     end: why nothing follows.
     score: what the whole is worth; None before it is graded.
+    pair: key that two episodes of one group share whose loss looks at both (DPO, SPIN), and which are therefore trained
+        together; None for any other.
     """
 
     row: PromptRow
@@ -117,6 +119,7 @@ class Episode:
     segments: tuple[Segment, ...]
     end: FinishReason
     score: Score | None = None
+    pair: int | None = None
 
     def __post_init__(self) -> None:
         authors = [segment.author for segment in self.segments]

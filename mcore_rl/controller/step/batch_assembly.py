@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.lesson import Outcomes
+from mcore_rl.data.pairs import units_of
 from mcore_rl.episodes import Episode, Segment
 from mcore_rl.types import TrainBatch
 
@@ -54,6 +55,7 @@ def assemble(episodes: Sequence[Episode], greedy: Sequence[float] | None = None)
         mask_T=torch.from_numpy(mask_T),
         rollout_logprobs_T=torch.from_numpy(logprobs_T),
         turn_rewards_T=_turn_rewards(segments),
+        pairs_S=_pairs(episodes),
     )
     groups = [episode.group for episode in episodes]
     return StepBatch(
@@ -77,3 +79,13 @@ def _turn_rewards(segments: Sequence[Segment]) -> Tensor | None:
     turn_rewards_T = torch.zeros(int(ends[-1]))
     turn_rewards_T[ends[rewarded] - 1] = torch.tensor([segments[place].reward for place in rewarded])
     return turn_rewards_T
+
+
+def _pairs(episodes: Sequence[Episode]) -> tuple[int | None, ...] | None:
+    """See ``TrainBatch``.  A minibatch holds whole groups, so a pair of one group is in one minibatch."""
+    keys = tuple(episode.pair for episode in episodes)
+    if not any(key is not None for key in keys):
+        return None
+    for unit in units_of(keys):
+        assert len({episodes[place].group for place in unit}) == 1, f"pair {keys[unit[0]]} is of two prompts"
+    return keys

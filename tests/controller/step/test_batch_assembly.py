@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -77,6 +77,16 @@ def test_a_model_s_turn_may_be_left_untrained() -> None:
 def test_the_reward_of_an_empty_turn_goes_nowhere() -> None:
     episode = conversation(0, [turn(Author.model, (), reward=1.0), turn(Author.model, (10,))], Score(0.0))
     assert assemble([episode]).batch.turn_rewards_T is None
+
+
+def test_pairs_keep_their_keys() -> None:
+    assert assemble(GROUPS).batch.pairs_S is None
+    paired = [replace(GROUPS[0], pair=4), replace(GROUPS[1], pair=4), GROUPS[2]]
+    assert assemble(paired).batch.pairs_S == (4, 4, None)
+    with pytest.raises(AssertionError, match="pair 4 has 1 sequences"):
+        assemble([paired[0], *GROUPS[1:]])
+    with pytest.raises(AssertionError, match="pair 4 is of two prompts"):
+        assemble([paired[0], GROUPS[1], replace(GROUPS[2], pair=4)])
 
 
 @dataclass(frozen=True)
