@@ -71,25 +71,29 @@ Pick = tuple[int, int]  # a shard, of those that are handed over, and a sequence
 class Portion:
     """What a rank takes of the shards that it is handed.
 
-    fields: each with the number of its column; the fields of a column lie in the same shards.  lots: for each batch
-    that is made, for each column, where each sequence is.  told: whatever else the controller says of the lots.
+    fields: each with the number of its column; the fields of a column lie in the same shards.
+    lots: for each batch that is made, for each column, where each sequence is.
+    told: whatever else the controller says of the lots.
+    pairs: for each batch, its ``pairs_S``; None where no sequence has a pair.
     """
 
     fields: tuple[tuple[str, int], ...]
     lots: tuple[tuple[tuple[Pick, ...], ...], ...]
     told: Any = None
+    pairs: tuple[tuple[int | None, ...], ...] | None = None
 
     def batches(self, shards: Sequence[Shard]) -> list[TrainBatch]:
         """In memory of their own, tokens as int64."""
         found = []
-        for lot in self.lots:
+        for number, lot in enumerate(self.lots):
             parts = {
                 name: [shards[shard].fields[name][place] for shard, place in lot[column]]
                 for name, column in self.fields
             }
             tensors = {name: torch.from_numpy(np.concatenate(each)) for name, each in parts.items()}
             tensors["tokens_T"] = tensors["tokens_T"].long()
-            found.append(TrainBatch(lengths_S=tuple(map(len, parts["tokens_T"])), **tensors))
+            pairs_S = None if self.pairs is None else self.pairs[number]
+            found.append(TrainBatch(lengths_S=tuple(map(len, parts["tokens_T"])), pairs_S=pairs_S, **tensors))
         return found
 
 

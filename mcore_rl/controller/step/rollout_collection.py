@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.lifecycle.fault_tolerance import Rollout
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode, prompt_segment, reward_request
 from mcore_rl.rewards.scorer import Scorer
-from mcore_rl.rollout.protocol import Prompt, RolloutEngine, Sampling, requests_of
+from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of
 from mcore_rl.rollout.single_turn import single_turn
 
 CollectProgress = Callable[[int, int], None]  # is told of episodes finished, of episodes in all
@@ -44,7 +43,7 @@ class RolloutCollector:
     """Draws from ``engine`` as ``run`` says; ``scorer`` grades, or ``reward_model`` where the row asks for it."""
 
     def __init__(
-        self, engine: RolloutEngine | Rollout, scorer: Scorer, run: RunConfig, reward_model: RewardModel | None = None
+        self, engine: SampleSource, scorer: Scorer, run: RunConfig, reward_model: RewardModel | None = None
     ) -> None:
         self.engine, self.scorer, self._run, self._reward_model = engine, scorer, run, reward_model
 
