@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.groups import Groups
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import Part
 from mcore_rl.training.run_state import load_run_state, num_state_bytes
@@ -21,6 +21,7 @@ from mcore_rl.weights.table import Table
 from tests.support import checkpoints, engines
 from tests.support.engines import same_bits
 from tests.support.saved_states import engine_of, save, table_of, train
+from tests.support.worlds import run_ranks
 
 FAMILY, MODEL = "mixtral", checkpoints.MODELS["mixtral"]
 CASES = [("float32", "ep=2"), ("bfloat16", "ep=2"), ("float32", "tp=2")]  # bfloat16 has main weights besides

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mcore_rl.errors import CheckpointError, WorkerError
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.weights import export
 from mcore_rl.weights.export import buckets_of, export_stream, save_hf
@@ -27,6 +27,7 @@ from mcore_rl.weights.load import load_hf
 from mcore_rl.weights.safetensors import TensorSpec
 from mcore_rl.weights.table import Table
 from tests.support import checkpoints, engines
+from tests.support.worlds import run_ranks
 
 Case = tuple[str, str, int]  # family, layout, world size
 BUCKET_BYTES = 30_000  # some tensors are larger

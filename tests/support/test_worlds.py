@@ -1,0 +1,139 @@
+"""A rank from a server is as good as a fresh one, whatever ran before it and however that ended."""
+
+from __future__ import annotations
+
+import gc
+import locale
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from mcore_rl.errors import WorkerError
+from mcore_rl.parallel import cpu, launch
+from mcore_rl.parallel.launch import Rank
+from tests.invariance.cases import MODELS
+from tests.support import batches, engines, worlds
+from tests.support.worlds import run_ranks
+
+OWN = ("MASTER_PORT", "PYTEST_CURRENT_TEST")  # variables that no two runs share
+LIMITS = (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
+
+
+def state(rank: Rank) -> dict[str, object]:
+    """What a process could have kept of a run before."""
+    return {
+        "environment": {name: value for name, value in os.environ.items() if name not in OWN},
+        "directory": os.getcwd(),
+        "path": sys.path,
+        "umask": os.umask(os.umask(0o22)),
+        "signals": {number: str(signal.getsignal(number)) for number in signal.valid_signals()},
+        "limits": [resource.getrlimit(limit) for limit in LIMITS],
+        "affinity": os.sched_getaffinity(0),
+        "nice": os.nice(0),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "children": len(psutil.Process().children()),
+        "gc": (gc.isenabled(), gc.get_threshold()),
+        "log level": logging.getLogger().level,
+        "warnings": len(warnings.filters),
+        "torch": (
+            torch.initial_seed(),
+            torch.get_rng_state().tolist(),
+            torch.get_num_threads(),
+            torch.get_num_interop_threads(),
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_grad_enabled(),
+            torch.backends.mkldnn.enabled,
+        ),
+        "patched": (cpu._applied, str(torch.cuda.current_device), str(torch.zeros), str(torch.Tensor.cuda)),
+        "process group": dist.is_initialized(),
+        "megatron": (parallel_state.model_parallel_is_initialized(), sorted(get_cuda_rng_tracker().get_states())),
+    }  # fmt: skip
+
+
+def make_a_mess(rank: Rank, elsewhere: Path) -> None:
+    """Train a little, and change all of ``state``."""
+    with engines.world(rank), engines.groups_of("") as groups:
+        engine = engines.build(groups, MODELS["dense"])
+        batch = batches.ragged(MODELS["dense"].vocab_size)
+        engine.train_step(batch, batches.policy_loss, batches.denominators(batch), with_entropy=True)
+    os.environ["LEFT_BEHIND"] = "1"
+    del os.environ["OMP_NUM_THREADS"]
+    os.chdir(elsewhere)
+    sys.path.append(str(elsewhere))
+    os.umask(0o77)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    threading.Thread(target=threading.Event().wait, name="left behind", daemon=True).start()
+    gc.disable()
+    logging.getLogger().setLevel(logging.DEBUG)
+    warnings.simplefilter("error")
+    torch.manual_seed(99)
+    random.seed(99)
+    np.random.seed(99)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.backends.mkldnn.enabled = False
+
+
+def test_a_rank_finds_what_a_fresh_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(make_a_mess, 1, (tmp_path,))
+    monkeypatch.setenv("OF_THIS_TEST", "yes")
+    monkeypatch.chdir(tmp_path)
+    for found, fresh in zip(run_ranks(state, 2), launch.run_ranks(state, 2), strict=True):
+        for what, expected in fresh.items():
+            assert found[what] == expected, what
+        assert found["environment"]["OF_THIS_TEST"] == "yes"
+
+
+def hash_of_a_string(rank: Rank) -> int:
+    return hash("of a string")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_differ_in_one_axis_order_their_sets_differently(world_size: int) -> None:
+    found = run_ranks(hash_of_a_string, world_size)
+    for rank, mine in enumerate(found):
+        for bit in range(world_size.bit_length() - 1):
+            assert found[rank ^ (1 << bit)] != mine
+
+
+def end(rank: Rank, how: str) -> int:
+    if how == "dies" and rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hangs":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pause()
+    return os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"), [("dies", r"rank 1 failed on \S+: killed by SIGKILL"), ("hangs", "did not finish within 2 s")]
+)
+def test_a_rank_that_dies_or_hangs_fails_its_own_run_alone(how: str, says: str) -> None:
+    with pytest.raises(WorkerError, match=says):
+        run_ranks(end, 2, (how,), timeout_s=2.0 if how == "hangs" else None)
+    assert not any(psutil.pid_exists(pid) for pid in run_ranks(end, 2, ("well",)))
+
+
+def test_a_server_that_was_killed_is_replaced() -> None:
+    run_ranks(end, 2, ("well",))
+    for server in worlds.SERVERS:
+        psutil.Process(server._forkserver_pid).kill()
+        os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)
+    assert len(run_ranks(end, 2, ("well",))) == 2
