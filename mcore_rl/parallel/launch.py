@@ -39,10 +39,13 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import SLOT_BYTES, mirror_phase, phase, read_slot, write_slot
 
 HOST = "127.0.0.1"
-FRESH = multiprocessing.get_context("spawn")
 SETTLE_S = 0.2  # once a rank has failed by itself: for reports that are already on their way
 STOP_S = 1.0  # between the signal that asks and the one that cannot be refused
 EXIT_S = 30.0  # for a rank that has returned its result to end: to flush logs, to leave its process groups
+
+Context = SpawnContext | ForkServerContext
+Process = SpawnProcess | ForkServerProcess
+FRESH = multiprocessing.get_context("spawn")  # every process imports what it needs itself
 
 _num_groups = itertools.count()
 
@@ -83,7 +86,7 @@ def run_ranks(
     timeout_s: float | None = None,
     grace_s: float = 2.0,
     threads_per_rank: int | None = None,
-    context: SpawnContext | ForkServerContext = FRESH,
+    context: Context = FRESH,
 ) -> list[Any]:
     """The results, in order of the ranks, of ``target(rank, *args)`` in ``world_size`` fresh processes.
 
@@ -123,9 +126,7 @@ def run_ranks(
 class _Child:
     """The parent's side of one rank."""
 
-    def __init__(
-        self, rank: Rank, process: SpawnProcess | ForkServerProcess, reader: Connection, slot: memoryview
-    ) -> None:
+    def __init__(self, rank: Rank, process: Process, reader: Connection, slot: memoryview) -> None:
         self.rank = rank
         self.process = process
         self.reader = reader

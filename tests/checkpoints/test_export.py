@@ -27,7 +27,7 @@ from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.weights.table import Table
 from tests.support import checkpoints, engines
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 Case = tuple[str, str, int]  # family, layout, world size
 BUCKET_BYTES = 30_000  # some tensors are larger

@@ -21,7 +21,7 @@ import torch
 
 from tests.invariance.cases import SABOTAGED, Case, Problem, all_cases, single_process
 from tests.support.engine_runs import Result, run_cases, starting_weights
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 CASES = all_cases()
 RELATIVE = 1e-5

@@ -10,7 +10,7 @@ from mcore_rl.errors import CheckpointError, WorkerError
 from mcore_rl.parallel.agreement import together
 from mcore_rl.parallel.launch import Rank
 from tests.support import engines
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 CPU = torch.device("cpu")
 

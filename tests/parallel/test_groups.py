@@ -21,7 +21,7 @@ from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.groups import Groups, destroy_groups, init_groups, sum_over
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Coords, Layout
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 WORLDS = {
     4: (

@@ -19,8 +19,8 @@ from mcore_rl.training.engine import Engine
 from tests.invariance.cases import MODELS, Case, Problem
 from tests.support import batches, full_weights, hf_reference
 from tests.support.engine_runs import engine_config
+from tests.support.forked import run_ranks
 from tests.support.full_weights import Weights
-from tests.support.worlds import run_ranks
 
 TOLERANCE = 1e-5
 NAMES = tuple(MODELS)

@@ -15,7 +15,7 @@ from mcore_rl.planning.activations import Kernels, head_bytes, kernels_of, layer
 from mcore_rl.planning.training import Role, Work
 from mcore_rl.types import Denominators, TrainBatch
 from tests.support import batches, engines, models
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 LENGTH, SEQUENCES = 96, 4
 ROWS = LENGTH * SEQUENCES

@@ -21,7 +21,7 @@ from mcore_rl.parallel.launch import Rank
 from mcore_rl.planning.states import Bucket, ModelSizes, States, family_for
 from mcore_rl.training.meta import meta_chunks
 from tests.support import engines, models, published
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 MIXTRAL = "mistralai/Mixtral-8x22B-Instruct-v0.1"
 QWEN_72B = "Qwen/Qwen2.5-72B-Instruct"

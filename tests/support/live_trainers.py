@@ -30,7 +30,7 @@ from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 BUCKET_BYTES = 40_000  # some tensors are larger than a message
 NUM_RANKS = 2

@@ -27,7 +27,7 @@ from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.checkpoint import _PlainWriter, load_megatron, save_megatron
 from mcore_rl.training.engine import Engine
 from tests.support import checkpoints, engines, full_weights, hf_reference
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 Load = Callable[[Sequence[torch.nn.Module]], None]
 LOADS = (

@@ -26,7 +26,7 @@ from mcore_rl.training import engine as engine_module
 from mcore_rl.training.engine import Engine, resolve_layer_spec, transformer_engine_problem
 from mcore_rl.types import LossInputs, LossSums, StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-5
 MODEL = models.dense()

@@ -23,7 +23,7 @@ from mcore_rl.training.full_kl import full_kl
 from mcore_rl.training.logprobs import token_logprobs
 from mcore_rl.types import StepResult, TrainBatch
 from tests.support import batches, engines, full_weights, hf_reference, models
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 
 @dataclass(frozen=True)

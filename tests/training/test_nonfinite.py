@@ -19,7 +19,7 @@ from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.nonfinite import Finding, FiniteWatch
 from mcore_rl.types import LossInputs, LossSums, StepResult
 from tests.support import batches, engines, models
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 MODEL = models.dense()
 NAN, INF = float("nan"), float("inf")

@@ -23,7 +23,7 @@ from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import Part
 from mcore_rl.types import StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 WIDTHS = dict(
     num_layers=2, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=2, head_dim=32,

@@ -21,7 +21,7 @@ from mcore_rl.training.engine import Engine
 from mcore_rl.training.optimizer import learning_rate
 from mcore_rl.types import StepResult
 from tests.support import batches, engines, models
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-6
 MODEL = models.dense(num_layers=2, qkv_bias=True)

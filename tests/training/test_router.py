@@ -21,7 +21,7 @@ from mcore_rl.training.engine import Engine
 from mcore_rl.training.router import Router, routers_of
 from mcore_rl.types import LossInputs, LossSums, TrainBatch
 from tests.support import batches, engines, models
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-5
 AUX, Z = 0.3, 0.02

@@ -15,8 +15,8 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
 from mcore_rl.types import TokenScores, TrainBatch
 from tests.support import batches, engines, full_weights, hf_reference, models
+from tests.support.forked import run_ranks
 from tests.support.full_weights import Weights
-from tests.support.worlds import run_ranks
 
 MODEL = models.moe()
 MOE = MODEL.moe

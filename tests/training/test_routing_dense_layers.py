@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_rl.parallel.launch import Rank
 from tests.support import batches, engines, models
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 MODEL = models.qwen2_moe()
 MOE = MODEL.moe

@@ -20,8 +20,8 @@ from mcore_rl.training.run_state import load_run_state, num_state_bytes
 from mcore_rl.weights.table import Table
 from tests.support import checkpoints, engines
 from tests.support.engines import same_bits
+from tests.support.forked import run_ranks
 from tests.support.saved_states import engine_of, save, table_of, train
-from tests.support.worlds import run_ranks
 
 FAMILY, MODEL = "mixtral", checkpoints.MODELS["mixtral"]
 CASES = [("float32", "ep=2"), ("bfloat16", "ep=2"), ("float32", "tp=2")]  # bfloat16 has main weights besides

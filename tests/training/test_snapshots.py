@@ -16,7 +16,7 @@ from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import Part
 from mcore_rl.types import StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 KINDS: dict[str, tuple[ModelConfig, Precision]] = {
     "dense": (models.dense(tie_output=True), Precision.float32),

@@ -21,7 +21,7 @@ from mcore_rl.training.engine import Engine
 from mcore_rl.training.value_head import ValueHead
 from mcore_rl.types import LossInputs, LossSums, TokenScores, TrainBatch
 from tests.support import batches, engines, models
-from tests.support.worlds import run_ranks
+from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-5
 MODEL = models.dense(num_layers=2, tie_output=True)

@@ -1,13 +1,12 @@
-"""A rank from a server is as good as a fresh one, whatever ran before it and however that ended."""
+"""What a server forks is as good as fresh, whatever ran before it and however that ended."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
-import locale
 import logging
 import os
 import random
-import resource
 import signal
 import sys
 import threading
@@ -18,56 +17,28 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from mcore_rl.errors import WorkerError
 from mcore_rl.parallel import cpu, launch
 from mcore_rl.parallel.launch import Rank
+from mcore_rl.rollout.engine import process
 from tests.invariance.cases import MODELS
-from tests.support import batches, engines, worlds
-from tests.support.worlds import run_ranks
+from tests.support import batches, engines, forked, process_state, rollouts
+from tests.support.forked import run_ranks
 
-OWN = ("MASTER_PORT", "PYTEST_CURRENT_TEST")  # variables that no two runs share
-LIMITS = (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
+SEEN = "tests.support.process_state.Seen"
 
 
-def state(rank: Rank) -> dict[str, object]:
-    """What a process could have kept of a run before."""
-    return {
-        "environment": {name: value for name, value in os.environ.items() if name not in OWN},
-        "directory": os.getcwd(),
-        "path": sys.path,
-        "umask": os.umask(os.umask(0o22)),
-        "signals": {number: str(signal.getsignal(number)) for number in signal.valid_signals()},
-        "limits": [resource.getrlimit(limit) for limit in LIMITS],
-        "affinity": os.sched_getaffinity(0),
-        "nice": os.nice(0),
-        "locale": locale.setlocale(locale.LC_ALL),
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-        "children": len(psutil.Process().children()),
-        "gc": (gc.isenabled(), gc.get_threshold()),
-        "log level": logging.getLogger().level,
-        "warnings": len(warnings.filters),
-        "torch": (
-            torch.initial_seed(),
-            torch.get_rng_state().tolist(),
-            torch.get_num_threads(),
-            torch.get_num_interop_threads(),
-            torch.get_default_dtype(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_grad_enabled(),
-            torch.backends.mkldnn.enabled,
-        ),
-        "patched": (cpu._applied, str(torch.cuda.current_device), str(torch.zeros), str(torch.Tensor.cuda)),
-        "process group": dist.is_initialized(),
-        "megatron": (parallel_state.model_parallel_is_initialized(), sorted(get_cuda_rng_tracker().get_states())),
-    }  # fmt: skip
+def state_of_rank(rank: Rank) -> dict[str, str]:
+    patched = (cpu._applied, torch.cuda.current_device.__module__, torch.zeros.__module__, torch.Tensor.cuda.__module__)
+    megatron = (parallel_state.model_parallel_is_initialized(), sorted(get_cuda_rng_tracker().get_states()))
+    return process_state.state() | {"patched": str(patched), "megatron": str(megatron)}
 
 
 def make_a_mess(rank: Rank, elsewhere: Path) -> None:
-    """Train a little, and change all of ``state``."""
+    """Train a little, and change what a process has."""
     with engines.world(rank), engines.groups_of("") as groups:
         engine = engines.build(groups, MODELS["dense"])
         batch = batches.ragged(MODELS["dense"].vocab_size)
@@ -95,10 +66,10 @@ def test_a_rank_finds_what_a_fresh_one_finds(tmp_path: Path, monkeypatch: pytest
     run_ranks(make_a_mess, 1, (tmp_path,))
     monkeypatch.setenv("OF_THIS_TEST", "yes")
     monkeypatch.chdir(tmp_path)
-    for found, fresh in zip(run_ranks(state, 2), launch.run_ranks(state, 2), strict=True):
+    for found, fresh in zip(run_ranks(state_of_rank, 2), launch.run_ranks(state_of_rank, 2), strict=True):
         for what, expected in fresh.items():
             assert found[what] == expected, what
-        assert found["environment"]["OF_THIS_TEST"] == "yes"
+        assert "OF_THIS_TEST=yes" in found["environment"]
 
 
 def hash_of_a_string(rank: Rank) -> int:
@@ -133,7 +104,22 @@ def test_a_rank_that_dies_or_hangs_fails_its_own_run_alone(how: str, says: str) 
 
 def test_a_server_that_was_killed_is_replaced() -> None:
     run_ranks(end, 2, ("well",))
-    for server in worlds.SERVERS:
+    for server in forked.RANK_SERVERS:
         psutil.Process(server._forkserver_pid).kill()
         os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)
     assert len(run_ranks(end, 2, ("well",))) == 2
+
+
+def test_a_forked_engine_computes_in_a_process_like_a_fresh_one_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts.write("llama", tmp_path)
+    monkeypatch.setenv("OF_THIS_TEST", "yes")
+    how = dict(directory=tmp_path, config=rollouts.config(), extension=SEEN, wait=False)
+    with process.start_engine("fresh", **how) as fresh, forked.start_engine("forked", **how) as ours:
+        for engine in (fresh, ours):
+            engine.wait_until_ready()
+        (expected,), (found,) = (asyncio.run(engine.rpc("state")) for engine in (fresh, ours))
+    for what in expected:
+        assert found[what] == expected[what], what
+    assert "OF_THIS_TEST=yes" in found["environment"]
