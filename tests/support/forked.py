@@ -5,8 +5,8 @@ processes import vLLM.  Here servers import them once a session, and a process i
 (``multiprocessing.forkserver``).  ``run_ranks`` and ``start_engine`` are those of the package, but for that.
 
 The invariant: nothing passes from one run to the next.  A server has only imported; each process is a copy of it, gets
-the environment that a fresh one would inherit, and ends with its run.  Tests of how processes start and die use the
-package's own.
+the environment that a fresh one would inherit and a random state of its own, and ends with its run.  Tests of how
+processes start and die use the package's own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import multiprocessing
 import multiprocessing.context
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from mcore_rl.parallel import launch
@@ -31,13 +33,16 @@ from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.launch import Rank, inherited_environment
 from mcore_rl.rollout.engine import process as engine_process
 
+LAUNCHING = threading.Lock()
+
 
 class Server(forkserver.ForkServer):
     """Imports ``modules``, once it is needed, and forks.  environment: what must be set before."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         super().__init__()
-        self.set_forkserver_preload(list(modules))
+        self.modules = list(modules)
+        self.set_forkserver_preload(self.modules)
         self.environment = environment
 
     def ensure_running(self) -> None:
@@ -51,7 +56,8 @@ class _Popen(popen_forkserver.Popen):
     """Forked from the server that the process names."""
 
     def _launch(self, process_obj: _Process) -> None:
-        with mock.patch.object(forkserver, "connect_to_new_process", process_obj.server().connect_to_new_process):
+        connect = process_obj.server().connect_to_new_process
+        with LAUNCHING, mock.patch.object(forkserver, "connect_to_new_process", connect):
             super()._launch(process_obj)
 
 
@@ -72,6 +78,8 @@ class _Process(ForkServerProcess):
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self.environ)
+        torch.default_generator.seed()  # by chance, as in a fresh process; Python sees to its own
+        np.random.seed()
         super().run()
 
 

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import warnings
-import zlib
 from pathlib import Path
 
 import torch
@@ -41,8 +40,6 @@ def state() -> dict[str, str]:
         "warnings": len(warnings.filters),
         "OpenMP": sorted({line.split()[-1] for line in maps if "omp" in line}),
         "torch": (
-            torch.initial_seed(),
-            zlib.crc32(torch.get_rng_state().numpy()),
             torch.get_num_threads(),
             torch.get_num_interop_threads(),
             torch.get_default_dtype(),
@@ -53,6 +50,11 @@ def state() -> dict[str, str]:
         ),
     }
     return {kind: str(value) for kind, value in found.items()}
+
+
+def imported() -> set[str]:
+    """Modules that are there already."""
+    return set(sys.modules)
 
 
 class Seen:

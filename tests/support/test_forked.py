@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +72,25 @@ def test_a_rank_finds_what_a_fresh_one_finds(tmp_path: Path, monkeypatch: pytest
         for what, expected in fresh.items():
             assert found[what] == expected, what
         assert "OF_THIS_TEST=yes" in found["environment"]
+
+
+@pytest.mark.parametrize(
+    ("server", "context"), [(forked.RANK_SERVERS[0], forked.RANKS), (forked.ENGINE_SERVER, forked.ENGINES)]
+)
+def test_a_server_has_imported_all_that_it_should(server: forked.Server, context: BaseContext) -> None:
+    """It would say nothing where it could not."""
+    with ProcessPoolExecutor(1, context) as pool:
+        assert not set(server.modules) - pool.submit(process_state.imported).result()
+
+
+def draw(rank: Rank) -> tuple[float, float, float]:
+    return torch.rand(()).item(), np.random.random(), random.random()
+
+
+def test_nobody_draws_what_another_drew() -> None:
+    """Fresh processes do not either: what ranks must agree in is seeded, or wrong."""
+    found = [drawn for _ in range(2) for drawn in run_ranks(draw, 4)]
+    assert all(len(set(column)) == len(found) for column in zip(*found, strict=True))
 
 
 def hash_of_a_string(rank: Rank) -> int:
