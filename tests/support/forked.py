@@ -61,6 +61,12 @@ class _Popen(popen_forkserver.Popen):
             super()._launch(process_obj)
 
 
+def _environment_of_server() -> set[str]:
+    """Names of the variables that the server was started with; what its imports added is not among them."""
+    entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+    return {os.fsdecode(entry.partition(b"=")[0]) for entry in entries if entry}
+
+
 class _Process(ForkServerProcess):
     """With the environment that a fresh process would inherit."""
 
@@ -76,8 +82,9 @@ class _Process(ForkServerProcess):
         super().start()
 
     def run(self) -> None:
-        os.environ.clear()
-        os.environ.update(self.environ)
+        os.environ |= self.environ
+        for name in _environment_of_server() - self.environ.keys():
+            os.environ.pop(name, None)
         torch.default_generator.seed()  # by chance, as in a fresh process; Python sees to its own
         np.random.seed()
         super().run()

@@ -34,7 +34,8 @@ SEEN = "tests.support.process_state.Seen"
 
 
 def state_of_rank(rank: Rank) -> dict[str, str]:
-    patched = (cpu._applied, torch.cuda.current_device.__module__, torch.zeros.__module__, torch.Tensor.cuda.__module__)
+    kinds = [type(each).__name__ for each in (torch.zeros, torch.Tensor.cuda, torch.cuda.default_generators)]
+    patched = (cpu._applied, torch.cuda.current_device.__module__, *kinds)
     megatron = (parallel_state.model_parallel_is_initialized(), sorted(get_cuda_rng_tracker().get_states()))
     return process_state.state() | {"patched": str(patched), "megatron": str(megatron)}
 
