@@ -43,8 +43,8 @@ SETTLE_S = 0.2  # once a rank has failed by itself: for reports that are already
 STOP_S = 1.0  # between the signal that asks and the one that cannot be refused
 EXIT_S = 30.0  # for a rank that has returned its result to end: to flush logs, to leave its process groups
 
-Context = SpawnContext | ForkServerContext
-Process = SpawnProcess | ForkServerProcess
+ProcessContext = SpawnContext | ForkServerContext
+ChildProcess = SpawnProcess | ForkServerProcess
 FRESH = multiprocessing.get_context("spawn")  # every process imports what it needs itself
 
 _num_groups = itertools.count()
@@ -86,7 +86,7 @@ def run_ranks(
     timeout_s: float | None = None,
     grace_s: float = 2.0,
     threads_per_rank: int | None = None,
-    context: Context = FRESH,
+    context: ProcessContext = FRESH,
 ) -> list[Any]:
     """The results, in order of the ranks, of ``target(rank, *args)`` in ``world_size`` fresh processes.
 
@@ -126,7 +126,7 @@ def run_ranks(
 class _Child:
     """The parent's side of one rank."""
 
-    def __init__(self, rank: Rank, process: Process, reader: Connection, slot: memoryview) -> None:
+    def __init__(self, rank: Rank, process: ChildProcess, reader: Connection, slot: memoryview) -> None:
         self.rank = rank
         self.process = process
         self.reader = reader

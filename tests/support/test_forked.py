@@ -30,6 +30,7 @@ from tests.invariance.cases import MODELS
 from tests.support import batches, engines, forked, process_state, rollouts
 from tests.support.forked import run_ranks
 
+pytestmark = pytest.mark.usefixtures("processes")
 SEEN = "tests.support.process_state.Seen"
 
 

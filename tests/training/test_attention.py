@@ -240,6 +240,6 @@ def _context_parallel_worker(rank: Rank) -> None:
         dist.barrier()
 
 
-def test_context_parallel_processes_equal_one() -> None:
+def test_context_parallel_processes_equal_one(processes: None) -> None:
     """cp=2 and cp=4: outputs and gradients are those of the undivided sequences, packed and unpacked."""
     run_ranks(_context_parallel_worker, 4)

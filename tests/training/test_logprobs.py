@@ -459,7 +459,7 @@ def run_rank(rank: Rank) -> dict[tuple[str, int], Any]:
 
 
 @pytest.fixture(scope="module")
-def parallel_results() -> list[dict[tuple[str, int], Any]]:
+def parallel_results(processes: None) -> list[dict[tuple[str, int], Any]]:
     return run_ranks(run_rank, WORLD_SIZE)
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from mcore_rl.config.engine import OptimizerConfig, Schedule
 from mcore_rl.errors import NonFiniteError
 from mcore_rl.parallel.device import memory, reset_peak_memory
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine, Loss
-from mcore_rl.training.nonfinite import Finding, FiniteWatch
+from mcore_rl.training.nonfinite import FiniteWatch, NonFiniteTensor
 from mcore_rl.types import LossInputs, LossSums, StepResult
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
@@ -43,7 +43,7 @@ class _Backward(torch.autograd.Function):
 class Poisoned:
     """``policy_loss``, but on ``rank`` the total of microbatch ``at`` goes through ``poison``."""
 
-    def __init__(self, groups: Groups, poison: Callable[[Tensor], Tensor], rank: int, at: int) -> None:
+    def __init__(self, groups: ProcessGroups, poison: Callable[[Tensor], Tensor], rank: int, at: int) -> None:
         self.poison, self.at = poison, at if groups.rank == rank else -1
         self.calls = 0
 
@@ -89,7 +89,7 @@ def _bits(engine: Engine) -> list[Tensor]:
     return [*engines.weights_of(engine).values(), *engines.state_of(engine)]
 
 
-def _fresh(groups: Groups, layout: str, max_nonfinite_steps: int = 3) -> Engine:
+def _fresh(groups: ProcessGroups, layout: str, max_nonfinite_steps: int = 3) -> Engine:
     settings = engines.config(optim=OPTIM, microbatch_tokens=32, max_nonfinite_steps=max_nonfinite_steps)
     engine = engines.build(groups, MODEL, settings, layout=layout)
     _step(engine)  # so that there are moments to lose
@@ -151,7 +151,7 @@ def _in_a_row(engine: Engine) -> list[str | None]:
 
 
 @pytest.fixture(scope="module")
-def observed() -> list[Observed]:
+def observed(processes: None) -> list[Observed]:
     return run_ranks(_observe, 2)
 
 
@@ -221,7 +221,7 @@ def _fail(rank: Rank) -> None:
         _step(engine, Poisoned(groups, POISONS["loss and gradient"], rank=1, at=0))
 
 
-def test_the_error_reaches_the_parent_as_itself() -> None:
+def test_the_error_reaches_the_parent_as_itself(processes: None) -> None:
     with pytest.raises(NonFiniteError, match=r"the loss of microbatch 0 on rank 1 \(dp1 "):
         run_ranks(_fail, 2)
 
@@ -241,11 +241,11 @@ def test_watching_costs_no_memory(dtype: torch.dtype) -> None:
 def test_findings_sort_by_cause() -> None:
     """A loss before any gradient; of gradients, what the backward pass met first; then the earlier microbatch."""
     ordered = [
-        Finding(False, 0, 2, 1, "the loss", ""),
-        Finding(False, 0, 3, 0, "the loss", ""),
-        Finding(True, 0, 1, 3, "the gradient at the output of the last chunk", ""),
-        Finding(True, 1, 0, 0, "the gradient at the output of the first chunk", ""),
-        Finding(True, 2, 0, 0, "the gradient at the embedding", ""),
+        NonFiniteTensor(False, 0, 2, 1, "the loss", ""),
+        NonFiniteTensor(False, 0, 3, 0, "the loss", ""),
+        NonFiniteTensor(True, 0, 1, 3, "the gradient at the output of the last chunk", ""),
+        NonFiniteTensor(True, 1, 0, 0, "the gradient at the output of the first chunk", ""),
+        NonFiniteTensor(True, 2, 0, 0, "the gradient at the embedding", ""),
     ]
     shuffled = [ordered[index] for index in (3, 1, 4, 0, 2)]
     assert sorted(shuffled) == ordered

@@ -87,6 +87,6 @@ def _gradient_sum_worker(rank: Rank) -> None:
             assert norm.weight.grad.unique().tolist() == [expected], (name, sequence_parallel)
 
 
-def test_megatron_sums_gradients_over_tensor_ranks() -> None:
+def test_megatron_sums_gradients_over_tensor_ranks(processes: None) -> None:
     """Under sequence parallelism those of every norm; without it those of query and key norms alone."""
     run_ranks(_gradient_sum_worker, 2)
