@@ -17,12 +17,13 @@ from mcore_rl.config.engine import OptimizerConfig
 from mcore_rl.config.roles import ActorConfig, LossMode
 from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.episodes import Author
-from mcore_rl.parallel.groups import Groups
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.groups import ProcessGroups
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.rewards.score import Score
 from mcore_rl.training.engine import Engine
 from mcore_rl.types import StepResult, TrainBatch
 from tests.support import batches, engines, models
+from tests.support.forked import run_ranks
 from tests.support.scripted_rollout import answered, conversation, turn
 
 TOLERANCE = 1e-5
@@ -71,7 +72,7 @@ def prefixes(batch: TrainBatch) -> TrainBatch:
     return TrainBatch(lengths_S=lengths, tokens_T=tokens_T, mask_T=torch.zeros(len(tokens_T), dtype=torch.bool))
 
 
-def _observe_layout(groups: Groups, layout: str) -> Observed:
+def _observe_layout(groups: ProcessGroups, layout: str) -> Observed:
     def build() -> Engine:
         optim = OptimizerConfig(lr=0.0, clip_grad=0.0)
         return engines.build(groups, MODEL, engines.config(optim=optim), layout=layout)
