@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mcore_rl.algorithms.advantages.estimation import token_advantages
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
-from mcore_rl.algorithms.advantages.registry import token_advantages
 from mcore_rl.algorithms.correction import CorrectionSums, correct
 from mcore_rl.algorithms.kl import penalty
 from mcore_rl.algorithms.ragged import Spreads, sequence_counts, sequence_sums

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mcore_rl.algorithms.advantages.registry import Estimate, estimate
+from mcore_rl.algorithms.advantages.estimation import Estimate, estimate
 from mcore_rl.algorithms.correction import correction_metrics
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.lesson import Facts

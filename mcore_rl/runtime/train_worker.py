@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
-from mcore_rl.algorithms.advantages.registry import final_advantages
+from mcore_rl.algorithms.advantages.estimation import final_advantages
 from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.lesson import Outcomes, learn
 from mcore_rl.algorithms.ragged import sequence_sums

@@ -8,10 +8,10 @@ from itertools import product
 
 import pytest
 import torch
+from mcore_rl.algorithms.losses.registry import POLICY_LOSSES
 from torch import Tensor
 
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
-from mcore_rl.algorithms.losses.registry import POLICY_LOSSES
 from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.algorithm import KlPenalty

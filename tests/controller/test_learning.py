@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages.registry import final_advantages
+from mcore_rl.algorithms.advantages.estimation import final_advantages
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.lesson import Outcomes
 from mcore_rl.algorithms.ragged import sequence_counts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages.registry import Estimate
+from mcore_rl.algorithms.advantages.estimation import Estimate
 from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.ragged import sequence_counts

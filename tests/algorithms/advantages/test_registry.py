@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mcore_rl.algorithms.advantages.estimation import ADVANTAGES, estimate_advantages
 from mcore_rl.algorithms.advantages.gae import gae
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
-from mcore_rl.algorithms.advantages.registry import ADVANTAGES, estimate_advantages
 from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig
 from tests.algorithms.cases import ALL, EDGES, Case
 

@@ -7,9 +7,9 @@ from enum import Enum
 from pathlib import Path
 
 import pytest
-
-from mcore_rl.algorithms.advantages.registry import ADVANTAGES
 from mcore_rl.algorithms.losses.registry import POLICY_LOSSES
+
+from mcore_rl.algorithms.advantages.estimation import ADVANTAGES
 from mcore_rl.config.algorithm import algorithm_violations
 from mcore_rl.config.roles import actor_violations
 from mcore_rl.config.run import GROUPED, RunConfig

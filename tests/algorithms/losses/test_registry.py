@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.algorithms.losses.registry import POLICY_LOSSES
+
 from mcore_rl.algorithms.losses.token_losses import trained_rows
 from mcore_rl.config.roles import ActorConfig, LossMode
 from tests.algorithms.loss_cases import drawn, whole

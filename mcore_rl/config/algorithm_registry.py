@@ -1,0 +1,112 @@
+"""Which algorithms there are: the files of ``config/algorithms``, and Python files of a user's own.
+
+A file of a user's is chosen by its path, ``algorithm=FILE.py``.  The estimator and the loss that it brings are then
+called ``FILE.py:NAME`` in the configuration, so that every process that is sent the configuration finds them by
+themselves: nothing is registered anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TypeVar
+
+from mcore_rl.config import algorithms as folder
+from mcore_rl.config.algorithm_object import Algorithm, Estimator, PolicyLoss
+from mcore_rl.config.names import meant
+from mcore_rl.errors import ConfigError, Violation
+
+Part = TypeVar("Part", Estimator, PolicyLoss)
+ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", "actor.loss_mode"
+
+
+@cache
+def algorithms() -> Mapping[str, Algorithm]:
+    """All of ``config/algorithms``, by name, in alphabetical order."""
+    found = {}
+    for module in pkgutil.iter_modules(folder.__path__):
+        (found[module.name],) = (
+            value
+            for value in vars(import_module(f"{folder.__name__}.{module.name}")).values()
+            if isinstance(value, Algorithm) and value.name == module.name
+        )
+    return dict(sorted(found.items()))
+
+
+@cache
+def estimators() -> Mapping[str, Estimator]:
+    """The estimators of ``algorithms``, by name."""
+    return {each.advantages.name: each.advantages for each in algorithms().values()}
+
+
+@cache
+def policy_losses() -> Mapping[str, PolicyLoss]:
+    """The losses of ``algorithms``, by name."""
+    return {each.loss.name: each.loss for each in algorithms().values()}
+
+
+def estimator(name: str) -> Estimator:
+    """The one called ``name`` in ``algorithm.adv_estimator``.  Raises ConfigError where there is none."""
+    return _part(ESTIMATOR_KEY, name, estimators(), Estimator)
+
+
+def policy_loss(name: str) -> PolicyLoss:
+    """The one called ``name`` in ``actor.loss_mode``.  Raises ConfigError where there is none."""
+    return _part(LOSS_KEY, name, policy_losses(), PolicyLoss)
+
+
+def _part(key: str, name: str, ours: Mapping[str, Part], kind: type[Part]) -> Part:
+    if name in ours:
+        return ours[name]
+    path, _, own = name.rpartition(":")
+    if not path.endswith(".py"):
+        otherwise = f"Choose one of {', '.join(ours)}, or write FILE.py:NAME"
+        raise ConfigError([Violation(key, name, "there is none of that name", meant(name, ours, otherwise))])
+    if not Path(path).is_absolute():
+        remedy = f"Write {Path(path).resolve()}:{own}"
+        problem = "is a relative path, which means another file in a process that runs elsewhere"
+        raise ConfigError([Violation(key, name, problem, remedy)])
+    theirs = {each.name: each for each in _parts(algorithms_of_file(Path(path)).values()) if isinstance(each, kind)}
+    if own in theirs:
+        return theirs[own]
+    remedy = meant(own, theirs, f"Choose one of {', '.join(theirs) or 'none'}")
+    raise ConfigError([Violation(key, name, f"no algorithm of the file has a part called {own}", remedy)])
+
+
+def _parts(among: Iterable[Algorithm]) -> list[Estimator | PolicyLoss]:
+    return [part for each in among for part in (each.advantages, each.loss)]
+
+
+def algorithms_of_file(path: Path) -> Mapping[str, Algorithm]:
+    """The algorithms that a Python file defines, by name.  Runs the file, once a process.
+
+    Raises ConfigError: there is no such file; it raises; it defines no algorithm, or one that is called as one of ours.
+    """
+    return _algorithms_of_file(path.resolve())
+
+
+@cache
+def _algorithms_of_file(path: Path) -> Mapping[str, Algorithm]:
+    def refusal(problem: str, remedy: str) -> ConfigError:
+        return ConfigError([Violation("algorithm", path, problem, remedy)])
+
+    if not path.is_file():
+        raise refusal("there is no such file", "Write the path of a Python file")
+    spec = importlib.util.spec_from_file_location(f"mcore_rl_algorithm_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever the user's file does
+        raise refusal(f"running it raised {type(error).__name__}: {error}", "Correct the file") from error
+    among = [value for value in vars(module).values() if isinstance(value, Algorithm)]
+    found = {each.name: each for each in among if algorithms().get(each.name) is not each}  # it may import ours
+    if not found:
+        raise refusal("defines no Algorithm", "See docs/algorithms.md for an example")
+    if taken := sorted(found.keys() & algorithms().keys()):
+        raise refusal(f"calls an algorithm {taken[0]}, as one of ours is", "Give it another name")
+    return found
