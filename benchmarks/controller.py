@@ -187,9 +187,8 @@ def large_config(algorithm: str, num_sequences: int, tokens: int) -> RunConfig:
     num_prompts = num_sequences // GROUP
     overrides = [
         f"algorithm={algorithm}", f"rollout.n={GROUP}", f"data.train_batch_size={num_prompts}",
-        f"actor.ppo_mini_batch_size={num_prompts // 4}", f"critic.ppo_mini_batch_size={num_prompts // 4}",
+        f"actor.ppo_mini_batch_size={num_prompts // 4}",
         f"data.max_prompt_length={PROMPT}", f"data.max_response_length={2 * tokens}",
-        f"actor.loss_agg_constant={2 * tokens}",
     ]  # fmt: skip
     if algorithm == "ppo":
         overrides += ["algorithm.use_kl_in_reward=true", "algorithm.rollout_correction.level=token"]

@@ -107,35 +107,35 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class InReward:
-    """``- coef * KL(policy || reference)`` is added to the reward of each token."""
+    """``- coef * KL(policy || reference)`` is added to the reward of each token.  source: who says so."""
 
     estimate: KlPenalty
-    coef: float
     source: str
+    coef: Sourced[float]
 
     def settings(self) -> dict[str, Sourced[Any]]:
         """The keys that say so."""
         return {
             "algorithm.use_kl_in_reward": Sourced(True, self.source),
             "algorithm.kl_penalty": Sourced(self.estimate, self.source),
-            "algorithm.kl_ctrl.kl_coef": Sourced(self.coef, self.source),
+            "algorithm.kl_ctrl.kl_coef": self.coef,
         }
 
 
 @dataclass(frozen=True)
 class InLoss:
-    """``coef * KL(policy || reference)`` is added to the actor's loss."""
+    """``coef * KL(policy || reference)`` is added to the actor's loss.  source: who says so."""
 
     estimate: KlPenalty
-    coef: float
     source: str
+    coef: Sourced[float]
 
     def settings(self) -> dict[str, Sourced[Any]]:
         """The keys that say so."""
         return {
             "actor.use_kl_loss": Sourced(True, self.source),
             "actor.kl_loss_type": Sourced(self.estimate, self.source),
-            "actor.kl_loss_coef": Sourced(self.coef, self.source),
+            "actor.kl_loss_coef": self.coef,
         }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
@@ -40,13 +41,15 @@ def algorithms() -> Mapping[str, Algorithm]:
 @cache
 def estimators() -> Mapping[str, Estimator]:
     """The estimators of ``algorithms``, by name."""
-    return {each.advantages.name: each.advantages for each in algorithms().values()}
+    found = {each.advantages.name: each.advantages for each in algorithms().values()}
+    return dict(sorted(found.items()))
 
 
 @cache
 def policy_losses() -> Mapping[str, PolicyLoss]:
     """The losses of ``algorithms``, by name."""
-    return {each.loss.name: each.loss for each in algorithms().values()}
+    found = {each.loss.name: each.loss for each in algorithms().values()}
+    return dict(sorted(found.items()))
 
 
 def estimator(name: str) -> Estimator:
@@ -70,7 +73,9 @@ def _part(key: str, name: str, ours: Mapping[str, Part], kind: type[Part]) -> Pa
         remedy = f"Write {Path(path).resolve()}:{own}"
         problem = "is a relative path, which means another file in a process that runs elsewhere"
         raise ConfigError([Violation(key, name, problem, remedy)])
-    theirs = {each.name: each for each in _parts(algorithms_of_file(Path(path)).values()) if isinstance(each, kind)}
+    theirs = {
+        each.name: each for each in _parts(algorithms_of_file(Path(path), key).values()) if isinstance(each, kind)
+    }
     if own in theirs:
         return theirs[own]
     remedy = meant(own, theirs, f"Choose one of {', '.join(theirs) or 'none'}")
@@ -81,32 +86,39 @@ def _parts(among: Iterable[Algorithm]) -> list[Estimator | PolicyLoss]:
     return [part for each in among for part in (each.advantages, each.loss)]
 
 
-def algorithms_of_file(path: Path) -> Mapping[str, Algorithm]:
+class _UnfitFileError(Exception):
+    """A file that defines no algorithm.  args: the problem and the remedy."""
+
+
+def algorithms_of_file(path: Path, key: str = "algorithm") -> Mapping[str, Algorithm]:
     """The algorithms that a Python file defines, by name.  Runs the file, once a process.
 
+    key: that names the file.
     Raises ConfigError: there is no such file; it raises; it defines no algorithm, or one that is called as one of ours.
     """
-    return _algorithms_of_file(path.resolve())
+    try:
+        return _run_file(path.resolve())
+    except _UnfitFileError as error:
+        problem, remedy = error.args
+        raise ConfigError([Violation(key, path, problem, remedy)]) from error.__cause__
 
 
 @cache
-def _algorithms_of_file(path: Path) -> Mapping[str, Algorithm]:
-    def refusal(problem: str, remedy: str) -> ConfigError:
-        return ConfigError([Violation("algorithm", path, problem, remedy)])
-
+def _run_file(path: Path) -> Mapping[str, Algorithm]:
     if not path.is_file():
-        raise refusal("there is no such file", "Write the path of a Python file")
+        raise _UnfitFileError("there is no such file", "Write the path of a Python file")
     spec = importlib.util.spec_from_file_location(f"mcore_rl_algorithm_{path.stem}", path)
     assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever the user's file does
-        raise refusal(f"running it raised {type(error).__name__}: {error}", "Correct the file") from error
+        raise _UnfitFileError(f"running it raised {type(error).__name__}: {error}", "Correct the file") from error
     among = [value for value in vars(module).values() if isinstance(value, Algorithm)]
     found = {each.name: each for each in among if algorithms().get(each.name) is not each}  # it may import ours
     if not found:
-        raise refusal("defines no Algorithm", "See docs/algorithms.md for an example")
+        raise _UnfitFileError("defines no Algorithm", "See docs/algorithms.md for an example")
     if taken := sorted(found.keys() & algorithms().keys()):
-        raise refusal(f"calls an algorithm {taken[0]}, as one of ours is", "Give it another name")
+        raise _UnfitFileError(f"calls an algorithm {taken[0]}, as one of ours is", "Give it another name")
     return found

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config.algorithm_presets import offer_algorithms
 from mcore_rl.config.names import meant
+from mcore_rl.config.written_keys import Written, written_keys
 from mcore_rl.errors import ConfigError, Violation
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ def compose(
 
     directory: of yaml files of the user's, which may name ours in their defaults.  name: of the one to begin with; None
     is PROGRAM.
+    A ``Written`` schema also knows which keys the user wrote.
     Raises ConfigError naming the override or key, and what could be written instead.
     """
     begin = name or program
@@ -50,11 +52,14 @@ def compose(
     overrides = offer_algorithms(overrides, directory)
     composing = partial(_compose, schema, begin, directory)
     try:
-        return composing(overrides)
+        found = composing(overrides)
     except ERRORS as error:
         files = _of_files(begin, composing)
         wrong = files or [each for override in overrides if (each := _violation(composing, override, schema))]
         raise ConfigError(wrong or [_of_file(begin, error)]) from error
+    if isinstance(found, Written):
+        found.written = written_keys(overrides, directory, begin)
+    return found
 
 
 def _compose(schema: type[T], name: str, directory: Path | None, overrides: Sequence[str]) -> T:

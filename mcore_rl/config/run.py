@@ -18,11 +18,13 @@ from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violati
 from mcore_rl.config.roles import ActorConfig, CriticConfig, actor_violations, critic_violations
 from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations
 from mcore_rl.config.trainer import ModelPathConfig, Placement, RayInitConfig, TrainerConfig, trainer_violations
+from mcore_rl.config.unread_keys import unread_violations
+from mcore_rl.config.written_keys import Written
 from mcore_rl.errors import ConfigError, Violation
 
 
 @dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(Written):
     """What ``mcore-rl train`` runs."""
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
@@ -78,6 +80,7 @@ def run_violations(run: RunConfig) -> list[Violation]:
         return found  # what the rules below ask for, nobody knows
     if run.needs_critic:
         found += critic_violations(run.critic)
+    found += unread_violations(run)
     if run.data.train_batch_size < 1 or run.rollout.n < 1 or run.trainer.world_size < 1:
         return found  # the rules below divide by these
     return [*found, *_batch_violations(run), *_algorithm_violations(run), *_share_violations(run)]

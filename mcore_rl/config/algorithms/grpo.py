@@ -25,5 +25,9 @@ GRPO = Algorithm(
     loss=PPO_CLIP,
     aggregation=Sourced(LossAggregation.seq_mean_token_mean, "arXiv:2402.03300, eq. 3; verl's runs take token_mean"),
     samples=Sourced(5, "verl's GRPO runs (docs/baselines.md); the paper draws 64"),
-    kl=InLoss(KlPenalty.k3, 0.001, "arXiv:2402.03300, eq. 4; 0.001 of arXiv:2501.12948 and verl's runs; 0.04 there"),
+    kl=InLoss(
+        KlPenalty.k3,
+        "arXiv:2402.03300, eq. 3 and 4",
+        Sourced(0.001, "arXiv:2501.12948 (DeepSeek-R1) and verl's runs; 0.04 in arXiv:2402.03300"),
+    ),
 )

@@ -26,6 +26,6 @@ REINFORCE_PLUS_PLUS = Algorithm(
     loss=PPO_CLIP,
     aggregation=Sourced(LossAggregation.token_mean, "the authors' code, OpenRLHF: token_level_loss"),
     samples=Sourced(1, "arXiv:2501.03262: one response to a prompt is enough"),
-    kl=InReward(KlPenalty.k1, 0.001, "arXiv:2501.03262; 0.001 of verl's reinforce_plus_plus_trainer"),
+    kl=InReward(KlPenalty.k1, "arXiv:2501.03262", Sourced(0.001, "verl's examples/reinforce_plus_plus_trainer")),
     settings={"algorithm.gamma": Sourced(1.0, "the authors' code, OpenRLHF")},
 )

@@ -28,5 +28,5 @@ REINFORCE_PLUS_PLUS_BASELINE = Algorithm(
     loss=PPO_CLIP,
     aggregation=Sourced(LossAggregation.token_mean, "the authors' code, OpenRLHF: token_level_loss"),
     samples=Sourced(8, SCRIPT),
-    kl=InLoss(KlPenalty.k2, 1e-5, SCRIPT),
+    kl=InLoss(KlPenalty.k2, SCRIPT, Sourced(1e-5, SCRIPT)),
 )

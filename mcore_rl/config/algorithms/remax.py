@@ -25,5 +25,9 @@ REMAX = Algorithm(
     loss=POLICY_GRADIENT,
     aggregation=Sourced(LossAggregation.seq_mean_token_sum, "arXiv:2310.10505: the gradient of a whole response"),
     samples=Sourced(1, "arXiv:2310.10505; verl's run draws 4"),
-    kl=InReward(KlPenalty.k1, 0.001, "the authors' code, 0.05 there; 0.001 of verl's run (docs/baselines.md)"),
+    kl=InReward(
+        KlPenalty.k1,
+        "the authors' code, liziniu/ReMax",
+        Sourced(0.001, "verl's run (docs/baselines.md); 0.05 in the authors' scripts"),
+    ),
 )

@@ -33,5 +33,5 @@ RLOO = Algorithm(
     loss=POLICY_GRADIENT,
     aggregation=Sourced(LossAggregation.seq_mean_token_sum, "arXiv:2402.14740: a response is one action"),
     samples=Sourced(4, "arXiv:2402.14740 takes 2 and 4; verl's pull request 1325 takes 4"),
-    kl=InReward(KlPenalty.k1, 0.001, "arXiv:2402.14740; 0.001 of verl's runs, the paper takes 0.03"),
+    kl=InReward(KlPenalty.k1, "arXiv:2402.14740", Sourced(0.001, "verl's RLOO runs; 0.03 in the paper")),
 )
