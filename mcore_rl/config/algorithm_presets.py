@@ -49,7 +49,7 @@ def offer_algorithms(overrides: Sequence[str], directory: Path | None) -> list[s
     """
     _store(algorithms().values())
     for path in sorted((directory / GROUP).glob("*.py")) if directory else ():
-        _store(algorithms_of_file(path).values(), path)
+        _store(algorithms_of_file(path, GROUP, str(path)).values(), path)
     return [_by_name(override) for override in overrides]
 
 
@@ -66,7 +66,7 @@ def _by_name(override: str) -> str:
     if key != GROUP or not (value.endswith(".py") or ".py:" in value):
         return override
     file, _, name = value.rpartition(":") if ".py:" in value else (value, "", "")
-    theirs = algorithms_of_file(Path(file))
+    theirs = algorithms_of_file(Path(file), GROUP, value)
     if not name and len(theirs) == 1:
         name = next(iter(theirs))
     if name not in theirs:

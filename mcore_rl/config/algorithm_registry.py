@@ -21,7 +21,7 @@ from mcore_rl.config.algorithm_object import Algorithm, Estimator, PolicyLoss
 from mcore_rl.config.names import meant
 from mcore_rl.errors import ConfigError, Violation
 
-Part = TypeVar("Part", Estimator, PolicyLoss)
+P = TypeVar("P", Estimator, PolicyLoss)
 ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", "actor.loss_mode"
 
 
@@ -62,7 +62,7 @@ def policy_loss(name: str) -> PolicyLoss:
     return _part(LOSS_KEY, name, policy_losses(), PolicyLoss)
 
 
-def _part(key: str, name: str, ours: Mapping[str, Part], kind: type[Part]) -> Part:
+def _part(key: str, name: str, ours: Mapping[str, P], kind: type[P]) -> P:
     if name in ours:
         return ours[name]
     path, _, own = name.rpartition(":")
@@ -74,7 +74,7 @@ def _part(key: str, name: str, ours: Mapping[str, Part], kind: type[Part]) -> Pa
         problem = "is a relative path, which means another file in a process that runs elsewhere"
         raise ConfigError([Violation(key, name, problem, remedy)])
     theirs = {
-        each.name: each for each in _parts(algorithms_of_file(Path(path), key).values()) if isinstance(each, kind)
+        each.name: each for each in _parts(algorithms_of_file(Path(path), key, name).values()) if isinstance(each, kind)
     }
     if own in theirs:
         return theirs[own]
@@ -90,17 +90,17 @@ class _UnfitFileError(Exception):
     """A file that defines no algorithm.  args: the problem and the remedy."""
 
 
-def algorithms_of_file(path: Path, key: str = "algorithm") -> Mapping[str, Algorithm]:
+def algorithms_of_file(path: Path, key: str, written: str) -> Mapping[str, Algorithm]:
     """The algorithms that a Python file defines, by name.  Runs the file, once a process.
 
-    key: that names the file.
+    key, written: what names the file, for the message.
     Raises ConfigError: there is no such file; it raises; it defines no algorithm, or one that is called as one of ours.
     """
     try:
         return _run_file(path.resolve())
     except _UnfitFileError as error:
         problem, remedy = error.args
-        raise ConfigError([Violation(key, path, problem, remedy)]) from error.__cause__
+        raise ConfigError([Violation(key, written, problem, remedy)]) from error.__cause__
 
 
 @cache

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config.algorithm_presets import offer_algorithms
 from mcore_rl.config.names import meant
-from mcore_rl.config.written_keys import Written, written_keys
+from mcore_rl.config.written_keys import Composed, written_keys
 from mcore_rl.errors import ConfigError, Violation
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def compose(
 
     directory: of yaml files of the user's, which may name ours in their defaults.  name: of the one to begin with; None
     is PROGRAM.
-    A ``Written`` schema also knows which keys the user wrote.
+    A ``Composed`` schema also knows which keys the user wrote.
     Raises ConfigError naming the override or key, and what could be written instead.
     """
     begin = name or program
@@ -57,7 +57,7 @@ def compose(
         files = _of_files(begin, composing)
         wrong = files or [each for override in overrides if (each := _violation(composing, override, schema))]
         raise ConfigError(wrong or [_of_file(begin, error)]) from error
-    if isinstance(found, Written):
+    if isinstance(found, Composed):
         found.written = written_keys(overrides, directory, begin)
     return found
 

@@ -19,12 +19,12 @@ from mcore_rl.config.roles import ActorConfig, CriticConfig, actor_violations, c
 from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations
 from mcore_rl.config.trainer import ModelPathConfig, Placement, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
-from mcore_rl.config.written_keys import Written
+from mcore_rl.config.written_keys import Composed
 from mcore_rl.errors import ConfigError, Violation
 
 
 @dataclass(kw_only=True)
-class RunConfig(Written):
+class RunConfig(Composed):
     """What ``mcore-rl train`` runs."""
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)

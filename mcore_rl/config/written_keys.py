@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 
 @dataclass(kw_only=True)
-class Written:
+class Composed:
     """A configuration that knows what of it the user wrote.
 
     written: dotted keys; none where it was not composed, but made in Python.  It is no key itself.

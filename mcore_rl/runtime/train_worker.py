@@ -20,8 +20,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from mcore_rl.algorithms.advantages.estimation import final_advantages
 from mcore_rl.algorithms.advantages.whiten import Whitening
-from mcore_rl.algorithms.lesson import Outcomes, learn
 from mcore_rl.algorithms.ragged import sequence_sums
+from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.checkpoints.export import save_hf
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
@@ -148,15 +148,15 @@ class TrainWorker(Answering):
         )
         return Kept(sums, Shard.of(batch.lengths_S, **{field: found_T}))
 
-    def learn(self, taken: Taken, algorithm: AlgorithmConfig, kl_coef: float) -> Kept | None:
-        """See ``algorithms.lesson``: facts, and the fields that were made.  Nothing collective; of the leaders."""
+    def compute_advantages(self, taken: Taken, algorithm: AlgorithmConfig, kl_coef: float) -> Kept | None:
+        """See ``algorithms.token_advantages``: the statistics, and the fields that were made.  Of the leaders alone."""
         if not self._leads:
             return None
         (batch,), outcomes = taken.batches, taken.told
         assert isinstance(outcomes, Outcomes)
-        learnt, facts = learn(batch, outcomes, algorithm, kl_coef)
-        made = Shard.of(batch.lengths_S, **vars(learnt))
-        return Kept((facts, tuple(made.fields)), made)
+        of_tokens, stats = compute_advantages(batch, outcomes, algorithm, kl_coef)
+        made = Shard.of(batch.lengths_S, **vars(of_tokens))
+        return Kept((stats, tuple(made.fields)), made)
 
     def train_steps(
         self,

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_rl.algorithms.lesson import learn
+from mcore_rl.algorithms.token_advantages import compute_advantages
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.runtime.shard import Kept, Portion, Shard, Taken
@@ -20,7 +20,7 @@ class InProcessGroup:
         self.layout = Layout.of(parse_layout(""), dp)
         self.told: list[str] = []
         self.neighbours = [list(range(dp))[start : start + 2] for start in range(0, dp, 2)]
-        self.methods = {"learn": lambda _, *args: learn_as_worker(*args)} | methods
+        self.methods = {"compute_advantages": lambda _, *args: advantages_as_worker(*args)} | methods
 
     async def all(self, method: str) -> None:
         self.told.append(method)
@@ -41,9 +41,9 @@ class InProcessGroup:
         return values, kept
 
 
-def learn_as_worker(taken: Taken, *args: Any) -> Kept:
-    """``TrainWorker.learn`` of a leader."""
+def advantages_as_worker(taken: Taken, *args: Any) -> Kept:
+    """``TrainWorker.compute_advantages`` of a leader."""
     (batch,) = taken.batches
-    learnt, facts = learn(batch, taken.told, *args)
-    made = Shard.of(batch.lengths_S, **vars(learnt))
-    return Kept((facts, tuple(made.fields)), made)
+    of_tokens, stats = compute_advantages(batch, taken.told, *args)
+    made = Shard.of(batch.lengths_S, **vars(of_tokens))
+    return Kept((stats, tuple(made.fields)), made)

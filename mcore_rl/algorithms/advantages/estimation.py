@@ -38,7 +38,7 @@ def token_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advant
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class BatchAdvantages:
     """What becomes of all advantages of a step.
 
     advantages_S: of every trained token of a sequence, as they are to be trained; None with an estimator of
@@ -53,7 +53,7 @@ class Estimate:
 
 def estimate(
     group_S: Tensor, scores_S: Tensor, counts_S: Tensor, of_tokens: Spreads | None, config: AlgorithmConfig
-) -> Estimate:
+) -> BatchAdvantages:
     """Of a whole step, by ``config.adv_estimator``, whitened where it or ``config.whiten_advantages`` says so.
 
     group_S: which prompt a sequence is a sample of.  scores_S: sums of the rewards of its trained tokens.  counts_S:
@@ -67,9 +67,9 @@ def estimate(
         assert of_tokens is not None, f"{config.adv_estimator} is made of tokens"
         raw = of_tokens.total()
         if not whitens:
-            return Estimate(advantages_S=None, whitening=None, spread=raw)
+            return BatchAdvantages(advantages_S=None, whitening=None, spread=raw)
         whitening = Whitening.of(raw)
-        return Estimate(advantages_S=None, whitening=whitening, spread=raw and whitening.of_spread(raw))
+        return BatchAdvantages(advantages_S=None, whitening=whitening, spread=raw and whitening.of_spread(raw))
     groups = PromptGroups.of(group_S, scores_S, counts_S)
     of_groups: Callable[[PromptGroups, AlgorithmConfig], Tensor] = chosen.load()
     advantages_S = of_groups(groups, config)
@@ -78,15 +78,17 @@ def estimate(
         whitening = Whitening.of(Spreads.constant(advantages_S, counts_S * compared_S).total())
         advantages_S = torch.where(compared_S, whitening(advantages_S), 0)
     spread = Spreads.constant(advantages_S, counts_S).total()
-    return Estimate(advantages_S=advantages_S, whitening=None, spread=spread)
+    return BatchAdvantages(advantages_S=advantages_S, whitening=None, spread=spread)
 
 
 def final_advantages(
     raw_T: Tensor | None, advantages_S: Tensor | None, whitening: Whitening | None, mask_T: Tensor, lengths: list[int]
 ) -> Tensor:
-    """What is trained with, [T], 0 at untrained tokens.  raw_T: of ``token_advantages``; the rest: of an ``Estimate``.
+    """What is trained with, [T], 0 at untrained tokens.
 
-    advantages_S, mask_T, lengths: of the sequences in question.
+    raw_T: of ``token_advantages``.
+    advantages_S, whitening: of ``BatchAdvantages``.
+    mask_T, lengths: of the same sequences as the others.
     """
     if advantages_S is not None:
         return torch.where(mask_T, at_tokens(advantages_S, lengths), 0)

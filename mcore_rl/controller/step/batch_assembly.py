@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.algorithms.lesson import Outcomes
+from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rollout.protocol import FinishReason, Sample
