@@ -60,9 +60,9 @@ def test_roles_follow_from_the_parts() -> None:
 
 def test_a_run_is_composed_and_checked_before_torch_is_loaded() -> None:
     code = (
-        "import sys; from mcore_rl.cli import parser; from mcore_rl.config.compose import compose\n"
+        "import sys; from mcore_rl import cli; from mcore_rl.config.compose import compose\n"
         "from mcore_rl.config.run import RunConfig, run_violations\n"
-        "parser().format_help()\n"
+        "cli.parser().format_help()\n"
         "run_violations(compose(RunConfig, 'train', ['algorithm=rloo', 'actor.ppo_epochs=2']))\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -13,7 +13,7 @@ import yaml
 from tests.support.own_algorithm import LOSS, MEDIAN
 from tests.support.run_task import overrides, write_task
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.thorough]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.tier("full"), pytest.mark.usefixtures("processes")]
 
 
 def test_a_run_trains_with_the_algorithm_of_a_file(tmp_path: Path) -> None:
