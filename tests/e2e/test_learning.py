@@ -21,7 +21,7 @@ from mcore_rl.controller.loop import train
 from mcore_rl.controller.run import REFERENCE, Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.parallel.device import detect
-from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker
 from tests.support import run_task
@@ -69,8 +69,8 @@ class Course:
         critic = started.critic if config.needs_critic else None
         await started.devices.to_trainer()
         for group in roles(started):
-            await group.all("load_state", self.folder / group.role)
-        await started.actor.all("take_snapshot", REFERENCE)
+            await group.load_state(self.folder / group.role)
+        await started.actor.take_snapshot(REFERENCE)
         drawing = RolloutCollector(started.drawing.engine, started.drawing.scorer, config)
         values = {"algorithm": name}
         with Tracker.open(self.folder / name, config.trainer, values, STEPS) as tracker:
@@ -89,7 +89,7 @@ def configuration(task: Path, directory: Path, *overrides: str) -> RunConfig:
     return compose(RunConfig, "train", run_task.overrides(task, directory, *SETTINGS, *overrides))
 
 
-def roles(run: Run) -> list[WorkerGroup]:
+def roles(run: Run) -> list[TrainGroup]:
     assert run.critic is not None
     return [run.actor, run.critic]
 
@@ -111,7 +111,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         async with open_run(configuration(task, folder / "first", *CASES["ppo"])) as started:
             for group in roles(started):
                 (folder / group.role).mkdir()
-                await group.all("save_state", folder / group.role, False)
+                await group.save_state(folder / group.role, behind=False)
             course = Course(started, task, folder)
             flipped = {name: name == FLIPPED for name in selected}
             return {
