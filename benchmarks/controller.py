@@ -55,13 +55,13 @@ from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.preemption import Preemption
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
-from mcore_rl.controller.step.batch_assembly import Trajectory, sample_rows
-from mcore_rl.controller.step.rollout_collection import Drawn
+from mcore_rl.controller.step.rollout_collection import RolloutBatch
+from mcore_rl.controller.step.samples import sample_rows
 from mcore_rl.data.prompts import PromptRow
+from mcore_rl.episodes import Author, Episode, FinishReason, Segment, prompt_segment
 from mcore_rl.parallel.device import detect, memory
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rewards.score import Score
-from mcore_rl.rollout.protocol import FinishReason, Sample
 from mcore_rl.runtime.answers import Answer, message_of
 from mcore_rl.runtime.shard import Portion, Shard
 from mcore_rl.runtime.train_group import TrainGroup
@@ -160,30 +160,38 @@ class StandInGroup(WorkerGroup[TrainWorker]):
         return await super()._collect(method, calls, ranks)
 
 
-def drawn_of(num_sequences: int, tokens: int) -> Drawn:
-    """Graded samples: of ``tokens`` tokens on average, the prompt included."""
+def rollouts_of(num_sequences: int, tokens: int) -> RolloutBatch:
+    """Graded episodes of one turn: of ``tokens`` tokens on average, the prompt included."""
     draw = np.random.default_rng(0)
     letters = draw.integers(97, 123, 1 << 20, dtype=np.uint8).tobytes().decode()
-    rows, found = [], []
+    prompts, found = [], []
     for number in range(num_sequences // GROUP):
         prompt = tuple(draw.integers(4, 400, PROMPT).tolist())
-        rows.append(PromptRow(f"train.parquet:{number}", prompt, [], "math", "42", {}, {}))
+        row = PromptRow(f"train.parquet:{number}", prompt, [], "math", "42", {}, {})
+        prompts.append((row, prompt_segment(row)))
     spread = (tokens - PROMPT) // 2
     for index in range(num_sequences):
         length = tokens - PROMPT + int(draw.integers(-spread, spread + 1))
         start = int(draw.integers(0, 1 << 19))
-        sample = Sample(
-            prompt_id=rows[index // GROUP].id,
-            index=index % GROUP,
+        answer = Segment(
+            author=Author.model,
             tokens=draw.integers(4, 400, length, dtype=np.int32),
+            trained=True,
             logprobs=np.full(length, -0.7, dtype=np.float32),
-            versions=(),
-            finish=FinishReason.stop,
             text=(letters[start:] + letters)[: 3 * length],
         )
-        score = Score(float(draw.integers(0, 2)), {"format": 1.0}, correct=1.0)
-        found.append(Trajectory(row=rows[index // GROUP], group=index // GROUP, sample=sample, score=score))
-    return Drawn(trajectories=found, greedy=None, num_batches=1, num_dropped=0)
+        row, prompt = prompts[index // GROUP]
+        episode = Episode(
+            row=row,
+            prompt_id=row.id,
+            group=index // GROUP,
+            index=index % GROUP,
+            segments=(prompt, answer),
+            end=FinishReason.stop,
+            score=Score(float(draw.integers(0, 2)), {"format": 1.0}, correct=1.0),
+        )
+        found.append(episode)
+    return RolloutBatch(episodes=found, greedy=None, num_batches=1, num_dropped=0)
 
 
 def large_config(algorithm: str, num_sequences: int, tokens: int) -> RunConfig:
@@ -214,7 +222,7 @@ class Nothing:
 
 
 def simulated_run(
-    config: RunConfig, drawn: Drawn, num_ranks: int, stand_in: Any, ledger: Ledger, folder: Path, model: Path
+    config: RunConfig, rollouts: RolloutBatch, num_ranks: int, stand_in: Any, ledger: Ledger, folder: Path, model: Path
 ) -> Any:
     """What ``train_step`` needs of a ``Run``."""
     layout = Layout.of(ParallelConfig(), num_ranks)
@@ -231,11 +239,11 @@ def simulated_run(
 
     writer = ThreadPoolExecutor(1)  # as in a run: a thread makes and writes them while workers score
 
-    def keep_rollouts(step: int, trajectories: Sequence[Trajectory]) -> None:
-        writer.submit(lambda: write_samples(folder, step, "rollouts", sample_rows(step, trajectories, tokenizer)))
+    def keep_rollouts(step: int, episodes: Sequence[Episode]) -> None:
+        writer.submit(lambda: write_samples(folder, step, "rollouts", sample_rows(step, episodes, tokenizer)))
 
-    async def step(*_: Any) -> Drawn:
-        return drawn
+    async def collect(*_: Any) -> RolloutBatch:
+        return rollouts
 
     (folder / "rollouts").mkdir(exist_ok=True)
     needs_critic, nothing = config.needs_critic, Nothing()
@@ -243,7 +251,7 @@ def simulated_run(
     weights = WeightSync(Nothing(actor), restarter)
     return SimpleNamespace(
         config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), actor=actor,
-        critic=critic if needs_critic else None, drawing=SimpleNamespace(step=step), next_rows=None,
+        critic=critic if needs_critic else None, collector=SimpleNamespace(collect=collect), next_rows=None,
         reporting=lambda _: None, passes=lambda *_: [], keep_rollouts=keep_rollouts, leaving=Preemption(),
         kl=KlController(config.algorithm.kl_ctrl),
         actor_loss=policy_loss(config.actor), critic_loss=value_loss(config.critic), on_accelerator=False, epoch=0.0,
@@ -266,7 +274,7 @@ ASYNC_PARTS = {"score": SCORES, "update": "updates: calls, answers"}
 async def large(algorithm: str, options: argparse.Namespace, folder: Path, model: Path) -> list[Result]:
     """The best of some steps."""
     config = large_config(algorithm, options.sequences, options.tokens)
-    drawn = drawn_of(options.sequences, options.tokens)
+    rollouts = rollouts_of(options.sequences, options.tokens)
     stand_in = StandIn.remote()
     ray.get(stand_in.call.remote(message_of(TrainWorker.host, (), {})))
     names = [*PARTS, "estimate_step", "updates"]
@@ -286,7 +294,7 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
         loop.updates = SimpleNamespace(  # type: ignore[assignment]
             **wrapped, minibatches=module.minibatches, Updated=module.Updated
         )
-        run = simulated_run(config, drawn, options.ranks, stand_in, ledger, folder, model)
+        run = simulated_run(config, rollouts, options.ranks, stand_in, ledger, folder, model)
         to_engines, to_trainer = run.devices.to_engines, run.devices.to_trainer
 
         @asynccontextmanager

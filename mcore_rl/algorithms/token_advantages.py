@@ -84,17 +84,18 @@ def compute_advantages(
 ) -> tuple[TokenAdvantages, SequenceStats]:
     """Of the sequences of ``batch``.
 
-    batch: with old and rollout log-probs, and values and reference log-probs where there are some.
+    batch: with old and rollout log-probs, and turn rewards, values and reference log-probs where there are some.
     kl_coef: of the KL in the reward, as it stands in this step.
     """
     assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
-    mask_T, kl_T, process_T = batch.mask_T, None, None
+    mask_T, kl_T, process_T = batch.mask_T, None, batch.turn_rewards_T
     if algorithm.mask_truncated:
         mask_T = mask_truncated(mask_T, batch.lengths_S, outcomes.truncated_S)
     if algorithm.use_kl_in_reward:
         assert batch.ref_logprobs_T is not None, "the KL in the reward needs the reference"
         kl_T = penalty(algorithm.kl_penalty)(batch.old_logprobs_T, batch.ref_logprobs_T).masked_fill_(~mask_T, 0)
-        process_T = kl_T * -kl_coef  # where it arises (arXiv:1909.08593, eq. 2)
+        of_kl_T = kl_T * -kl_coef  # where it arises (arXiv:1909.08593, eq. 2)
+        process_T = of_kl_T if process_T is None else process_T + of_kl_T
     inputs = AdvantageInputs(
         lengths_S=batch.lengths_S,
         mask_T=mask_T,

@@ -16,7 +16,7 @@ from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, reward_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.roles import ActorConfig, CriticConfig, actor_violations, critic_violations
-from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations
+from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.trainer import ModelPathConfig, Placement, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
 from mcore_rl.config.written_keys import Composed
@@ -71,6 +71,7 @@ def run_violations(run: RunConfig) -> list[Violation]:
         *algorithm_violations(run.algorithm),
         *actor_violations(run.actor),
         *rollout_config_violations(run.rollout),
+        *routing_violations(run.rollout),
         *reward_violations(run.reward),
         *reward_model_violations(run.reward_model),
         *trainer_violations(run.trainer),

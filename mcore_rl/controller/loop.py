@@ -52,9 +52,10 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     actor_loss, critic_loss, temperature = run.actor_loss, run.critic_loss, config.rollout.temperature
 
     with clock("generate"):
-        drawn = await run.leaving.unless(run.drawing.step(step, run.next_rows, run.reporting("drawing")))
-    groups = assemble(drawn.trajectories, drawn.greedy)
-    run.keep_rollouts(step, drawn.trajectories)
+        collecting = run.collector.collect(step, run.next_rows, run.reporting("drawing"))
+        rollouts = await run.leaving.unless(collecting)
+    groups = assemble(rollouts.episodes, rollouts.greedy)
+    run.keep_rollouts(step, rollouts.episodes)
 
     with clock("sync"):
         await run.devices.to_trainer()
@@ -74,7 +75,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     run.leaving.unless_asked()  # from here on the step changes what a checkpoint holds
     with clock("advantages"):
         advantages = await estimate_step(run.actor, shared, groups, config.algorithm, run.kl)
-        metrics = sample_metrics(drawn) | advantages.metrics
+        metrics = sample_metrics(rollouts) | advantages.metrics
 
     updated = valued = updates.Updated()
     if run.critic is not None:

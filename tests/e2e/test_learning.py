@@ -71,11 +71,11 @@ class Course:
         for group in roles(started):
             await group.load_state(self.folder / group.role)
         await started.actor.take_snapshot(REFERENCE)
-        drawing = RolloutCollector(started.drawing.engine, started.drawing.scorer, config)
+        collector = RolloutCollector(started.collector.engine, started.collector.scorer, config)
         values = {"algorithm": name}
         with Tracker.open(self.folder / name, config.trainer, values, STEPS) as tracker:
             run = Run(
-                config, platform, tracker, prepared, started.actor, critic, drawing, started.devices, started.weights
+                config, platform, tracker, prepared, started.actor, critic, collector, started.devices, started.weights
             )
             if flipped:
                 run.actor_loss = Flipped(config.actor)

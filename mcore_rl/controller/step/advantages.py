@@ -15,11 +15,19 @@ from mcore_rl.algorithms.correction import correction_metrics
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.token_advantages import SequenceStats
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel
-from mcore_rl.controller.step.batch_assembly import Groups
+from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
 
-FIELDS = ("tokens_T", "mask_T", "rollout_logprobs_T", "old_logprobs_T", "ref_logprobs_T", "old_values_T")
+FIELDS = (
+    "tokens_T",
+    "mask_T",
+    "rollout_logprobs_T",
+    "turn_rewards_T",
+    "old_logprobs_T",
+    "ref_logprobs_T",
+    "old_values_T",
+)
 # What ``algorithms.correction`` calls its metrics -> what they are called in metrics.jsonl.
 AGREEMENT = {
     "logprob_diff_mean": "rollout/logprob_diff_mean",
@@ -48,7 +56,7 @@ class StepAdvantages:
 
 
 async def estimate_step(
-    actor: TrainGroup, shared: SharedBatch, groups: Groups, algorithm: AlgorithmConfig, kl: KlController
+    actor: TrainGroup, shared: SharedBatch, groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController
 ) -> StepAdvantages:
     """Advantages of a step, from the log-probs and values that were scored.
 
@@ -63,7 +71,7 @@ async def estimate_step(
     return combine(shared.in_order(ranks, [each.stats for each in found]), groups, algorithm, kl)
 
 
-def combine(stats: SequenceStats, groups: Groups, algorithm: AlgorithmConfig, kl: KlController) -> StepAdvantages:
+def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController) -> StepAdvantages:
     """Advantages of a step.  stats: of all sequences, in the order of ``groups``."""
     metrics: dict[str, float] = {}
     if algorithm.mask_truncated:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from mcore_rl.algorithms.value import CriticLoss
 from mcore_rl.config.roles import ActorConfig, CriticConfig
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.data.balance import balance, imbalance
+from mcore_rl.data.pairs import placed_whole, units_of
 from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
@@ -63,10 +65,10 @@ def send(group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[in
     for members in minibatches:
         if seen.isdisjoint(members):
             seen.update(members)
-            for sequences, shard in zip(assignment, _shards(batch.lengths_S, members, group.layout.dp), strict=True):
+            for sequences, shard in zip(assignment, _shards(batch, members, group.layout.dp), strict=True):
                 sequences.extend(shard)
     assert len(seen) == len(batch.lengths_S), "the first pass trains every sequence"
-    shared, shards = SharedBatch(batch.lengths_S, assignment), _together(assignment, group.neighbours)
+    shared, shards = SharedBatch(batch.lengths_S, assignment, batch.pairs_S), _together(assignment, group.neighbours)
     shared.add(shards, group.put(shards_of(batch, shards)), [name for name, _ in batch.token_fields()])
     return shared
 
@@ -119,7 +121,7 @@ async def update(
         await group.rest()
         return Updated()
     counts = [_counts(shared.lengths_S, step.trained_S, members, config) for members in minibatches]
-    shards = [_shards(shared.lengths_S, members, group.layout.dp) for members in minibatches]
+    shards = [_shards(shared, members, group.layout.dp) for members in minibatches]
     batches = list(zip(*shards, strict=True))
     payloads: list[SequenceAdvantages] = [[None] * len(minibatches)] * len(batches)
     if of_actor and step.advantages.advantages_S is not None:
@@ -155,9 +157,14 @@ async def update_alone(group: TrainGroup, batch: TrainBatch, loss: CrossEntropy)
     return (await group.train(inputs, loss, [counts])).results[0]
 
 
-def _shards(lengths_S: Sequence[int], members: Sequence[int], dp: int) -> list[list[int]]:
-    """Of ``members``, those of each data-parallel rank."""
-    shards = balance([lengths_S[index] for index in members], dp)
+def _shards(batch: TrainBatch | SharedBatch, members: Sequence[int], dp: int) -> list[list[int]]:
+    """Of ``members``, those of each data-parallel rank; a pair is one rank's."""
+    lengths = [batch.lengths_S[index] for index in members]
+    if batch.pairs_S is None:
+        shards = balance(lengths, dp)
+    else:
+        units = units_of([batch.pairs_S[index] for index in members])
+        shards = placed_whole(lengths, units, partial(balance, num_ranks=dp))
     return [[members[place] for place in shard] for shard in shards]
 
 

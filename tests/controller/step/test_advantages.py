@@ -27,7 +27,7 @@ from mcore_rl.config.algorithm import (
 )
 from mcore_rl.config.algorithm_registry import estimators
 from mcore_rl.controller.step.advantages import estimate_step
-from mcore_rl.controller.step.batch_assembly import Groups
+from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.controller.step.updates import send
 from mcore_rl.runtime.shard import Portion
 from mcore_rl.types import TrainBatch
@@ -53,7 +53,7 @@ class Found:
     metrics: dict[str, float]
 
 
-def over_ranks(groups: Groups, algorithm: AlgorithmConfig, kl: KlController, dp: int) -> Found:
+def over_ranks(groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController, dp: int) -> Found:
     group, number = InProcessGroup(dp), len(groups.batch.lengths_S)
     shared = send(group, groups.batch, [range(number)])
     step = asyncio.run(estimate_step(group, shared, groups, algorithm, kl))
@@ -72,8 +72,8 @@ def over_ranks(groups: Groups, algorithm: AlgorithmConfig, kl: KlController, dp:
 def step_of(algorithm: AlgorithmConfig, kl: KlController | None = None, dp: int = 2, **changes: torch.Tensor) -> Found:
     batch = TrainBatch(lengths_S=LENGTHS, tokens_T=torch.arange(7), mask_T=MASK, rollout_logprobs_T=ROLLOUT)
     batch = replace(batch, old_logprobs_T=OLD, ref_logprobs_T=REF, old_values_T=VALUES)
-    groups = Groups(
-        trajectories=(),
+    groups = StepBatch(
+        episodes=(),
         batch=replace(batch, **changes),
         group_S=torch.tensor([0, 0]),
         outcomes=Outcomes(
@@ -99,13 +99,14 @@ def as_bits(found: Found) -> dict[str, object]:
 def test_no_bit_depends_on_how_many_ranks_there_are(estimator: str, level: CorrectionLevel) -> None:
     batch, draw = ragged(7), torch.Generator().manual_seed(3)
     size, number = len(batch.mask_T), len(RAGGED)
-    drawn = [torch.randn(size, generator=draw) for _ in range(4)]
+    drawn = [torch.randn(size, generator=draw) for _ in range(5)]
     batch = TrainBatch(
         lengths_S=batch.lengths_S, tokens_T=batch.tokens_T, mask_T=batch.mask_T, rollout_logprobs_T=drawn[0],
         old_logprobs_T=drawn[0] + drawn[1] / 9, ref_logprobs_T=drawn[2], old_values_T=drawn[3],
+        turn_rewards_T=drawn[4],
     )  # fmt: skip
-    groups = Groups(
-        trajectories=(),
+    groups = StepBatch(
+        episodes=(),
         batch=batch,
         group_S=torch.arange(number) // 3,
         outcomes=Outcomes(

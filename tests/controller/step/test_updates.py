@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -183,3 +184,21 @@ def test_metrics_are_means_over_trained_tokens() -> None:
     assert done.mean("a") == 1.0 and done.mean("a", first=True) == 2.0
     assert done.mean("b") == pytest.approx(1 / 3) and done.mean("c") is None
     assert done.sums() == {"a": 10.0, "b": 1.0}
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_pair_is_trained_by_one_rank(dp: int) -> None:
+    pairs_S = (11, 12, 13, 11, 14, 12, 14, None, 13, None)  # by key, both of a pair in one minibatch
+    batch, group = replace(ragged(101), pairs_S=pairs_S), Ranks(dp)
+    parts = [[0, 3, 4, 6], [8, 1, 2, 5, 7, 9]]
+    shared = send(group, batch, parts)
+    loss = policy_loss(ActorConfig())
+    asyncio.run(update(group, shared, loss, parts, _step(batch, torch.zeros(10)), temperature=1.0))
+    for number, members in enumerate(parts):
+        sent = [group.trained[rank][0].batches[number] for rank in range(dp)]
+        keys = [each.pairs_S for each in sent]
+        assert all(of_rank is not None and of_rank.count(key) == 2 for of_rank in keys for key in of_rank or () if key)
+        by_length = dict(zip(LENGTHS, pairs_S, strict=True))
+        for each in sent:
+            assert each.pairs_S == tuple(by_length[length] for length in each.lengths_S)
+        assert sorted(n for each in sent for n in each.lengths_S) == sorted(LENGTHS[i] for i in members)
