@@ -7,7 +7,7 @@
 prompt of 1,024 each, 8 samples of a prompt, a minibatch of 256 prompts, 1,024 data-parallel ranks.  Shards really go
 to Ray's store and calls to an actor, which stands for all ranks and answers with scores of the right size; the time
 that it works, and would share with nobody on a cluster, is not counted, nor is generation.  Everything else is:
-assembly, samples for people (a thread makes and writes them), balance, shards, calls, answers, lesson, updates,
+assembly, samples for people (a thread makes and writes them), balance, shards, calls, answers, advantages, updates,
 metrics.  Target: at most 3 s.
 
 Seconds are those of the wall; beside them the processor time of the controller's process.  Exits with 1 where a target
@@ -42,8 +42,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.algorithms.lesson import learn
 from mcore_rl.algorithms.policy import policy_loss
+from mcore_rl.algorithms.token_advantages import compute_advantages
 from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import Device
@@ -139,9 +139,9 @@ class StandIn:
             sums = SequenceScores(sums_S=-entropy_S, entropy_S=entropy_S if with_entropy else None)
             return Answer(value=sums), Shard.of(batch.lengths_S, **{field: scores})
         if method == "compute_advantages":
-            learnt, facts = learn(batches[0], wanted.payload, *args)
-            made = Shard.of(batches[0].lengths_S, **vars(learnt))
-            return Answer(value=RankAdvantages(facts, tuple(made.fields))), made
+            of_tokens, stats = compute_advantages(batches[0], wanted.payload, *args)
+            made = Shard.of(batches[0].lengths_S, **vars(of_tokens))
+            return Answer(value=RankAdvantages(stats, tuple(made.fields))), made
         assert method == "train" and len(wanted.payload) == len(batches)
         names = ("returns", "returns_squared", "errors", "errors_squared", "vf_clip_fraction", "values")
         metrics = {f"critic/{name}": 1.0 for name in names} | {"actor/ratio": 1.0, "actor/approx_kl": 0.0}
@@ -198,9 +198,8 @@ def large_config(algorithm: str, num_sequences: int, tokens: int) -> RunConfig:
     num_prompts = num_sequences // GROUP
     overrides = [
         f"algorithm={algorithm}", f"rollout.n={GROUP}", f"data.train_batch_size={num_prompts}",
-        f"actor.ppo_mini_batch_size={num_prompts // 4}", f"critic.ppo_mini_batch_size={num_prompts // 4}",
+        f"actor.ppo_mini_batch_size={num_prompts // 4}",
         f"data.max_prompt_length={PROMPT}", f"data.max_response_length={2 * tokens}",
-        f"actor.loss_agg_constant={2 * tokens}",
     ]  # fmt: skip
     if algorithm == "ppo":
         overrides += ["algorithm.use_kl_in_reward=true", "algorithm.rollout_correction.level=token"]
@@ -267,7 +266,7 @@ PARTS = {
     "critic_metrics": "metrics",
     "memory_metrics": "metrics",
 }
-SCORES, STUDY = "scores: shards, calls, answers", "lesson: call, answers, groups, whitening"
+SCORES, ADVANTAGES = "scores: shards, calls, answers", "advantages: call, answers, groups, whitening"
 SHARING = "device sharing and weight sync: calls"
 ASYNC_PARTS = {"score": SCORES, "update": "updates: calls, answers"}
 
@@ -278,7 +277,7 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
     rollouts = rollouts_of(options.sequences, options.tokens)
     stand_in = StandIn.remote()
     ray.get(stand_in.call.remote(message_of(TrainWorker.host, (), {})))
-    names = [*PARTS, "study", "updates"]
+    names = [*PARTS, "estimate_step", "updates"]
     originals = {name: getattr(loop, name) for name in names}
     gc.freeze()  # as ``loop.train``
     best: tuple[tuple[float, float], Ledger] | None = None
@@ -291,7 +290,7 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
             name: ledger.timed_async(title, getattr(module, name)) for name, title in ASYNC_PARTS.items()
         }
         wrapped["send"] = ledger.timed(SCORES, module.send)
-        loop.study = ledger.timed_async(STUDY, originals["study"])
+        loop.estimate_step = ledger.timed_async(ADVANTAGES, originals["estimate_step"])
         loop.updates = SimpleNamespace(  # type: ignore[assignment]
             **wrapped, minibatches=module.minibatches, Updated=module.Updated
         )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.lesson import Outcomes
+from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.data.pairs import units_of
 from mcore_rl.episodes import Episode, Segment
 from mcore_rl.types import TrainBatch

@@ -18,7 +18,7 @@ from mcore_rl.algorithms.losses.aggregation import loss_denominator
 from mcore_rl.algorithms.policy import ActorLoss
 from mcore_rl.algorithms.value import CriticLoss
 from mcore_rl.config.roles import ActorConfig, CriticConfig
-from mcore_rl.controller.step.advantages import Lesson
+from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.data.pairs import placed_whole, units_of
 from mcore_rl.parallel.device import Memory
@@ -104,7 +104,7 @@ async def update(
     shared: SharedBatch,
     loss: ActorLoss | CriticLoss,
     minibatches: Sequence[Sequence[int]],
-    lesson: Lesson,
+    step: StepAdvantages,
     *,
     temperature: float,
     reference: str | None = None,
@@ -116,16 +116,16 @@ async def update(
     config, of_actor = loss.config, isinstance(loss, ActorLoss)
     with_entropy = isinstance(loss, ActorLoss) and loss.with_entropy
     kl_to = reference if isinstance(loss, ActorLoss) and loss.with_full_kl else None
-    minibatches = [members for members in minibatches if int(lesson.trained_S[list(members)].sum())]
+    minibatches = [members for members in minibatches if int(step.trained_S[list(members)].sum())]
     if not minibatches:
         await group.rest()
         return Updated()
-    counts = [_counts(shared.lengths_S, lesson.trained_S, members, config) for members in minibatches]
+    counts = [_counts(shared.lengths_S, step.trained_S, members, config) for members in minibatches]
     shards = [_shards(shared, members, group.layout.dp) for members in minibatches]
     batches = list(zip(*shards, strict=True))
     payloads: list[SequenceAdvantages] = [[None] * len(minibatches)] * len(batches)
-    if of_actor and lesson.estimate.advantages_S is not None:
-        advantages_S = lesson.estimate.advantages_S.numpy()  # pickled sooner than tensors
+    if of_actor and step.advantages.advantages_S is not None:
+        advantages_S = step.advantages.advantages_S.numpy()  # pickled sooner than tensors
         payloads = [[advantages_S[sequences] for sequences in of_rank] for of_rank in batches]
     done = await group.train(
         shared.shard_refs(batches, ACTOR if of_actor else CRITIC, payloads),
@@ -134,12 +134,12 @@ async def update(
         temperature=temperature,
         with_entropy=with_entropy,
         kl_to=kl_to,
-        whitening=lesson.estimate.whitening,
+        whitening=step.advantages.whitening,
     )
     return Updated(
         results=done.results,
         memories=done.memories,
-        trained=[int(lesson.trained_S[list(members)].sum()) for members in minibatches],
+        trained=[int(step.trained_S[list(members)].sum()) for members in minibatches],
         imbalance=max(imbalance(shared.lengths_S, each) for each in shards),
     )
 

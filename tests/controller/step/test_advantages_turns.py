@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig, KlControlConfig
+from mcore_rl.config.algorithm import AlgorithmConfig, KlControlConfig
 from mcore_rl.controller.step.batch_assembly import StepBatch, assemble
 from mcore_rl.episodes import Author
 from mcore_rl.rewards.score import Score
-from tests.controller.step.test_advantages import Found, studied
+from tests.controller.step.test_advantages import Found, over_ranks
 from tests.support.scripted_rollout import answered, conversation, turn
 
 TRAINED = [2, 3, 7, 10, 11]
@@ -49,7 +49,7 @@ def groups(far_from_reference: float) -> StepBatch:
 
 
 def learnt(algorithm: AlgorithmConfig, far_from_reference: float = 0.0) -> Found:
-    one, two = (studied(groups(far_from_reference), algorithm, KlController(algorithm.kl_ctrl), dp) for dp in (1, 2))
+    one, two = (over_ranks(groups(far_from_reference), algorithm, KlController(algorithm.kl_ctrl), dp) for dp in (1, 2))
     assert one.batch.advantages_T is not None and two.batch.advantages_T is not None
     assert torch.equal(one.batch.advantages_T, two.batch.advantages_T)
     untrained_T = torch.ones(12, dtype=torch.bool)
@@ -72,17 +72,17 @@ def whitened(raw: list[float]) -> list[float]:
 
 def test_each_token_is_paid_for_what_follows_it() -> None:
     """ReMax: rewards to go, less the greedy response's 0.25."""
-    assert advantages(AlgorithmConfig(adv_estimator=AdvEstimator.remax)) == [1.0, 1.0, 0.75, 0.25, 0.25]
+    assert advantages(AlgorithmConfig(adv_estimator="remax")) == [1.0, 1.0, 0.75, 0.25, 0.25]
 
 
 def test_rewards_are_discounted_by_trained_tokens() -> None:
-    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.reinforce_plus_plus, gamma=0.5)
+    algorithm = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.5)
     raw = [0.5 * 0.75, 0.25 + 0.5 * 1.0, 1.0, 0.5 * 0.5, 0.5]
     assert advantages(algorithm) == pytest.approx(whitened(raw), rel=1e-5)
 
 
 def test_gae_over_turns() -> None:
-    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.gae, gamma=0.5, lam=0.5)
+    algorithm = AlgorithmConfig(adv_estimator="gae", gamma=0.5, lam=0.5)
     deltas = [0.5 * 0.4 - 0.2, 0.25 + 0.5 * 0.1 - 0.4, 1.0 - 0.1, 0.5 * 0.2 - 0.3, 0.5 - 0.2]
     raw = [deltas[0] + 0.25 * deltas[1] + 0.0625 * deltas[2], deltas[1] + 0.25 * deltas[2], deltas[2],
            deltas[3] + 0.25 * deltas[4], deltas[4]]  # fmt: skip
@@ -95,11 +95,9 @@ def test_gae_over_turns() -> None:
 
 def test_groups_are_compared_by_all_that_an_episode_earned() -> None:
     """RLOO: 1.25 against 0.5, at every trained token, also of the turn that earned nothing by itself."""
-    assert advantages(AlgorithmConfig(adv_estimator=AdvEstimator.rloo)) == [0.75, 0.75, 0.75, -0.75, -0.75]
+    assert advantages(AlgorithmConfig(adv_estimator="rloo")) == [0.75, 0.75, 0.75, -0.75, -0.75]
 
 
 def test_the_kl_is_taken_beside_the_turns_rewards() -> None:
-    algorithm = AlgorithmConfig(
-        adv_estimator=AdvEstimator.remax, use_kl_in_reward=True, kl_ctrl=KlControlConfig(kl_coef=0.1)
-    )
+    algorithm = AlgorithmConfig(adv_estimator="remax", use_kl_in_reward=True, kl_ctrl=KlControlConfig(kl_coef=0.1))
     assert advantages(algorithm, far_from_reference=2.0) == pytest.approx([0.8, 0.8, 0.55, 0.25, 0.25])

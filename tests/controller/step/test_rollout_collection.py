@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig, FilterGroupsConfig
+from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
@@ -26,7 +26,7 @@ def config(
     wanted: int = 3, n: int = 2, attempts: int | None = None, drawn: int | None = None, greedy: bool = False
 ) -> RunConfig:
     filtering = FilterGroupsConfig(enable=attempts is not None, max_num_gen_batches=attempts or 1)
-    estimator = AdvEstimator.remax if greedy else AdvEstimator.grpo
+    estimator = "remax" if greedy else "grpo"
     return RunConfig(
         data=DataConfig(train_batch_size=wanted, gen_batch_size=drawn),
         algorithm=AlgorithmConfig(adv_estimator=estimator, filter_groups=filtering),
