@@ -42,9 +42,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.algorithms.token_advantages import compute_advantages
-from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import ParallelConfig
@@ -55,6 +53,7 @@ from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.preemption import Preemption
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
+from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.samples import sample_rows
 from mcore_rl.data.prompts import PromptRow
@@ -221,6 +220,17 @@ class Nothing:
             await self._group.publish(version)
 
 
+class BareRun(Run):
+    """Of a ``Run`` what a step calls, over workers that answer at once."""
+
+    @property
+    def epoch(self) -> float:
+        return 0.0
+
+    def passes(self, num_updates: Any) -> list[Any]:
+        return []
+
+
 def simulated_run(
     config: RunConfig, rollouts: RolloutBatch, num_ranks: int, stand_in: Any, ledger: Ledger, folder: Path, model: Path
 ) -> Any:
@@ -234,7 +244,7 @@ def simulated_run(
         group.ledger = ledger
         return TrainGroup(group)
 
-    actor, critic = group_of("actor"), group_of("critic")
+    groups = {role.name: group_of(role.name) for role in config.group_rows}
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     writer = ThreadPoolExecutor(1)  # as in a run: a thread makes and writes them while workers score
@@ -246,29 +256,33 @@ def simulated_run(
         return rollouts
 
     (folder / "rollouts").mkdir(exist_ok=True)
-    needs_critic, nothing = config.needs_critic, Nothing()
+    nothing = Nothing()
     restarter = EngineRestarter([], nothing, 0, warn=print)
-    weights = WeightSync(Nothing(actor), restarter)
-    return SimpleNamespace(
-        config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), actor=actor,
-        critic=critic if needs_critic else None, collector=SimpleNamespace(collect=collect), next_rows=None,
-        reporting=lambda _: None, passes=lambda *_: [], keep_rollouts=keep_rollouts, leaving=Preemption(),
+    weights = WeightSync(Nothing(groups[config.policy.name]), restarter)
+    run: Any = object.__new__(BareRun)
+    vars(run).update(
+        config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), groups=groups,
+        collector=SimpleNamespace(collect=collect), next_rows=None,
+        reporting=lambda _: None, keep_rollouts=keep_rollouts, leaving=Preemption(),
         kl=KlController(config.algorithm.kl_ctrl),
-        actor_loss=policy_loss(config.actor), critic_loss=value_loss(config.critic), on_accelerator=False, epoch=0.0,
-        devices=DeviceSharing(Placement.colocated, actor, nothing, weights, restarter), weights=weights,
+        losses={role.name: role.make_loss(config.trained_config(role)) for role in config.trained_rows},
+        on_accelerator=False,
+        devices=DeviceSharing(Placement.colocated, groups[config.policy.name], nothing, weights, restarter),
+        weights=weights,
     )  # fmt: skip
+    return run
 
 
 PARTS = {
     "assemble": "assemble",
     "sample_metrics": "metrics",
-    "actor_metrics": "metrics",
-    "critic_metrics": "metrics",
+    "score_metrics": "metrics",
+    "update_metrics": "metrics",
     "memory_metrics": "metrics",
 }
 SCORES, ADVANTAGES = "scores: shards, calls, answers", "advantages: call, answers, groups, whitening"
 SHARING = "device sharing and weight sync: calls"
-ASYNC_PARTS = {"score": SCORES, "update": "updates: calls, answers"}
+ASYNC_PARTS = {"score_role": SCORES, "update": "updates: calls, answers"}
 
 
 async def large(algorithm: str, options: argparse.Namespace, folder: Path, model: Path) -> list[Result]:

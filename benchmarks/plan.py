@@ -34,7 +34,7 @@ from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.planning.memory import process_peak
 from mcore_rl.planning.overheads import GIB
-from mcore_rl.planning.training import Role, Work
+from mcore_rl.planning.training import RolePlan, Work
 from mcore_rl.training.engine import Engine
 from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 
@@ -167,7 +167,9 @@ def run(case: Case) -> list[Found]:
     parallel = parse_layout(case.layout)
     dp = Layout.of(parallel, case.world_size).dp
     work = Work(sequences=case.tokens // LENGTH * case.microbatches * dp, longest=LENGTH, mean=LENGTH)
-    role = Role(name, case.model, engine_config(case), parallel, case.world_size, work, accelerator=False)
+    role = RolePlan(
+        name, case.model, engine_config(case), parallel, case.world_size, work, accelerator=False, head=case.head
+    )
     per_stage = case.world_size // role.layout.pp
     found = []
     for stage in range(role.layout.pp):

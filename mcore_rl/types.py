@@ -10,8 +10,8 @@ The first token of a sequence was chosen by nobody: its log-prob, entropy and va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class TrainBatch:
     weights_T: what the policy loss of each token is multiplied by (importance correction).
     routing_TLK: int16 expert choices to replay, one row per token and layer of the model; those of dense layers are
         not read.
+    extra_T: fields that rows of the table of roles make beyond these, by name, one that ends in ``_T``.
     pairs_S: the key of each sequence's pair, None where it has none; None where no sequence has one.  A pair is trained
         by one rank, in one microbatch.
     """
@@ -50,6 +51,7 @@ class TrainBatch:
     old_values_T: Tensor | None = None
     weights_T: Tensor | None = None
     routing_TLK: Tensor | None = None
+    extra_T: Mapping[str, Tensor] = field(default_factory=dict)
     pairs_S: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -71,14 +73,22 @@ class TrainBatch:
 
     def token_fields(self) -> list[tuple[str, Tensor]]:
         """(name, tensor) of every per-token field that is present."""
-        of_sequences = ("lengths_S", "pairs_S")
-        named = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name not in of_sequences]
-        return [(name, tensor) for name, tensor in named if tensor is not None]
+        named = [(name, getattr(self, name)) for name in _TOKEN_FIELDS]
+        return [*((name, tensor) for name, tensor in named if tensor is not None), *self.extra_T.items()]
+
+    @classmethod
+    def of_fields(
+        cls, lengths_S: tuple[int, ...], named: Mapping[str, Tensor], pairs_S: tuple[int | None, ...] | None = None
+    ) -> TrainBatch:
+        """From per-token fields by name, as ``token_fields`` has them."""
+        known = {name: tensor for name, tensor in named.items() if name in _TOKEN_FIELDS}
+        extra_T = {name: tensor for name, tensor in named.items() if name not in known}
+        return cls(lengths_S=lengths_S, pairs_S=pairs_S, extra_T=extra_T, **known)
 
     def to(self, device: torch.device) -> TrainBatch:
         """The same batch with its tensors on ``device``."""
         moved = {name: tensor.to(device) for name, tensor in self.token_fields()}
-        return TrainBatch(lengths_S=self.lengths_S, pairs_S=self.pairs_S, **moved)
+        return TrainBatch.of_fields(self.lengths_S, moved, self.pairs_S)
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """The sequences ``indices``, in that order, as a batch of their own."""
@@ -87,7 +97,10 @@ class TrainBatch:
             sequences = torch.split(tensor, list(self.lengths_S))
             selected[name] = torch.cat([sequences[i] for i in indices])
         pairs_S = None if self.pairs_S is None else tuple(self.pairs_S[i] for i in indices)
-        return TrainBatch(lengths_S=tuple(self.lengths_S[i] for i in indices), pairs_S=pairs_S, **selected)
+        return TrainBatch.of_fields(tuple(self.lengths_S[i] for i in indices), selected, pairs_S)
+
+
+_TOKEN_FIELDS = tuple(each.name for each in fields(TrainBatch) if each.name not in ("lengths_S", "extra_T", "pairs_S"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +142,7 @@ class LossInputs:
     returns_N: Tensor | None = None
     old_values_N: Tensor | None = None
     weights_N: Tensor | None = None
+    extra_N: Mapping[str, Tensor] = field(default_factory=dict)
 
     def sequence_sums(self, x_N: Tensor) -> Tensor:
         """Sum of ``x_N`` over each whole sequence, [num_sequences] on every context rank; differentiable."""

@@ -20,14 +20,25 @@ from torch import Tensor
 from mcore_rl.algorithms.kl import kl_k1, kl_k3, penalty
 from mcore_rl.algorithms.losses.aggregation import sum_token_losses
 from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios, masked_sum, trained_rows
+from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.config import algorithm_registry
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.types import LossInputs, LossSums
 
+# What the loss calls a mean over trained tokens -> what it is called in metrics.jsonl.
+REPORTED = {
+    "actor/approx_kl_k1": "actor/kl_k1",
+    "actor/approx_kl": "actor/kl_k3",
+    "actor/clip_fraction_low": "actor/clip_fraction_low",
+    "actor/clip_fraction_high": "actor/clip_fraction_high",
+    "actor/clip_fraction_dual": "actor/clip_fraction_dual",
+    "actor/kl_loss": "kl/loss",
+}
+
 
 @dataclass(frozen=True)
-class ActorLoss:
+class ActorLoss(RoleLoss):
     """``aggregate(weight * policy_loss - entropy_coeff * entropy + kl_loss_coef * kl)`` as a sum; see the module."""
 
     config: ActorConfig
@@ -68,6 +79,13 @@ class ActorLoss:
             per_token |= _change(inputs)
         metrics = {name: masked_sum(x_N.detach(), inputs.mask_N) for name, x_N in per_token.items()}
         return LossSums(total=sum_token_losses(loss_N, inputs, config.loss_agg_mode), metrics=found.metrics | metrics)
+
+    def metrics(self, sums: UpdateSums) -> dict[str, float]:
+        """See ``RoleLoss``; the ratio is of the first minibatch, where it is 1 if all is well."""
+        found = {key: sums.mean(name) for name, key in REPORTED.items()}
+        found["actor/ratio_first"] = sums.mean("actor/ratio", first=True)
+        metrics = {key: value for key, value in found.items() if value is not None}
+        return metrics | ({"kl/coef": self.config.kl_loss_coef} if self.config.use_kl_loss else {})
 
     def _kl(self, inputs: LossInputs) -> Tensor:
         """To the reference, at each row; nats."""

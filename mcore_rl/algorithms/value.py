@@ -14,12 +14,13 @@ import torch
 
 from mcore_rl.algorithms.losses.aggregation import sum_token_losses
 from mcore_rl.algorithms.losses.token_losses import masked_sum, trained_rows
+from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.config.roles import CriticConfig
 from mcore_rl.types import LossInputs, LossSums
 
 
 @dataclass(frozen=True)
-class CriticLoss:
+class CriticLoss(RoleLoss):
     """``aggregate(0.5 * max((V - R)^2, (clip(V, V_old - range, V_old + range) - R)^2))`` as a sum; see the module."""
 
     config: CriticConfig
@@ -48,6 +49,13 @@ class CriticLoss:
         }
         metrics = {name: masked_sum(x_N.detach(), inputs.mask_N) for name, x_N in per_token.items()}
         return LossSums(total=sum_token_losses(loss_N, inputs, self.config.loss_agg_mode), metrics=metrics)
+
+    def metrics(self, sums: UpdateSums) -> dict[str, float]:
+        """See ``RoleLoss``."""
+        clipped = sums.mean("critic/vf_clip_fraction")
+        assert clipped is not None
+        explained = explained_variance(sums.totals(), sum(sums.trained))
+        return {"value/explained_variance": explained, "critic/clip_fraction": clipped}
 
 
 def value_loss(config: CriticConfig) -> CriticLoss:

@@ -2,9 +2,9 @@
 
 The file is a safetensors file.  A rank's optimizer holds ranges of its local tensors (Megatron's distributed optimizer
 cuts them without regard to rows), each stored as it lies in memory: ``main/NAME``, ``exp_avg/NAME``,
-``exp_avg_sq/NAME``, and ``weight/NAME`` of what is not trained.  The header says of each range which regions of which
-Hugging Face tensors lie in it, by the family's table, so that any other layout can find what it needs in the files of
-all ranks.  Beside them are counters, and the random state.
+``exp_avg_sq/NAME``, ``snapshot.ROLE/NAME`` of frozen weights that move, and ``weight/NAME`` of what is not trained.
+The header says of each range which regions of which Hugging Face tensors lie in it, by the family's table, so that any
+other layout can find what it needs in the files of all ranks.  Beside them are counters, and the random state.
 
 Trained weights are not stored a second time: in bfloat16 they are the main weights, cast; in float32 they are the main
 weights.  Nor is the vocabulary's padding, which is zero.
@@ -23,8 +23,10 @@ from mcore_rl.weights.table import Piece
 from mcore_rl.weights.tensor_slice import slices_of_range
 
 FORMAT = "mcore_rl rank state 3"
+BEFORE = "mcore_rl rank state 2"  # said critic: bool instead of a head
 MAIN, WEIGHT = "main", "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SNAPSHOT = "snapshot."  # and its name: frozen weights that move, or their average in float32
 SIDECAR_FILES = "hf"  # where config.json and tokenizer are, beside the files of the ranks
 RANDOM = "random"  # before the names of random states
 
@@ -80,9 +82,11 @@ class RankState:
     @classmethod
     def parse(cls, metadata: Mapping[str, str]) -> RankState:
         """Back from ``metadata``.  ValueError: it is of another format."""
-        if metadata.get("format") != FORMAT:
+        if metadata.get("format") not in (FORMAT, BEFORE):
             raise ValueError(f"it is of format {metadata.get('format')!r}; this program reads {FORMAT!r}")
         values: dict[str, Any] = json.loads(metadata["state"])
+        if metadata["format"] == BEFORE:
+            values["head"] = Head.value.value if values.pop("critic") else Head.lm.value
         values["head"] = Head(values["head"])
         shards = tuple(
             StateShard(name, tuple(shape), begin, end, tuple(map(_piece, pieces)), tuple(kinds))

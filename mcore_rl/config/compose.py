@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config.algorithm_presets import offer_algorithms
 from mcore_rl.config.names import meant
+from mcore_rl.config.role_groups import group_defaults
 from mcore_rl.config.written_keys import Composed, written_keys
 from mcore_rl.errors import ConfigError, Violation
 
@@ -48,7 +49,8 @@ def compose(
         problem = f"there is no {begin}.yaml in {directory}"
         raise ConfigError([Violation("--config-name", begin, problem, f"Choose one of those there: {there}")])
     # PROGRAM.yaml begins with it, so that every key may be overridden and none that the schema does not have.
-    ConfigStore.instance().store(name=f"{program}_schema", node=schema)
+    node = OmegaConf.merge(OmegaConf.structured(schema), group_defaults(schema))
+    ConfigStore.instance().store(name=f"{program}_schema", node=node)
     overrides = offer_algorithms(overrides, directory)
     composing = partial(_compose, schema, begin, directory)
     try:

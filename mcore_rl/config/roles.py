@@ -1,4 +1,4 @@
-"""The roles that are trained, as a user writes them: the actor with its loss, the critic with its."""
+"""The configuration groups of roles: settings of an engine, a layout, and what a trained role needs besides."""
 
 from __future__ import annotations
 
@@ -26,36 +26,82 @@ class LossAggregation(Enum):
 
 
 @dataclass(kw_only=True)
-class ActorConfig(EngineConfig):
-    """The policy that is trained; engine settings, layout, and loss.
+class RoleConfig(EngineConfig):
+    """A model in processes of its own: engine settings and layout.  ``NAME.*`` of the role NAME."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def violations(self, key: str) -> list[Violation]:
+        """Everything wrong in it by itself.  key: what the group is called."""
+        return [
+            Violation(f"{key}.{each.key}", each.value, each.problem, each.remedy.replace(" optim.", f" {key}.optim."))
+            for each in engine_violations(self)
+        ]
+
+
+@dataclass(kw_only=True)
+class FrozenModelConfig(RoleConfig):
+    """A frozen model beside the policy, a teacher say.  path: of its weights; None is the actor's first ones."""
+
+    path: str | None = None
+
+
+@dataclass(kw_only=True)
+class TrainedConfig(RoleConfig):
+    """A role that is trained.
 
     ppo_mini_batch_size: prompts of one optimizer step; each brings ``rollout.n`` sequences.
     ppo_epochs: passes over the samples of a step.
     shuffle: minibatches of the second and later passes are drawn anew.
+    loss_agg_mode, loss_agg_constant: see ``LossAggregation``; None is ``data.max_response_length``.
+    """
+
+    ppo_mini_batch_size: int = 256
+    ppo_epochs: int = 1
+    shuffle: bool = True
+    loss_agg_mode: LossAggregation = LossAggregation.token_mean
+    loss_agg_constant: float | None = None
+
+    def violations(self, key: str) -> list[Violation]:
+        """As of ``RoleConfig``."""
+        found = super().violations(key)
+        for name in ("ppo_mini_batch_size", "ppo_epochs"):
+            if getattr(self, name) < 1:
+                found.append(Violation(f"{key}.{name}", getattr(self, name), "must be positive", "Write 1 or more"))
+        if self.loss_agg_constant is not None and self.loss_agg_constant <= 0:
+            remedy = "Write a length in tokens"
+            found.append(Violation(f"{key}.loss_agg_constant", self.loss_agg_constant, "must be positive", remedy))
+        return found
+
+
+@dataclass(kw_only=True)
+class TrainedModelConfig(TrainedConfig):
+    """A trained model beside the policy.  path: of its first weights; None is the actor's."""
+
+    path: str | None = None
+
+
+@dataclass(kw_only=True)
+class ActorConfig(TrainedConfig):
+    """The policy that is trained.
+
     allow_stale_updates: several updates of a batch with a loss that has no ratio (``policy_gradient``, ``gpg``).  All
     but the first then take samples of an older policy for samples of the current one.
     loss_mode: the policy loss, by its name in docs/algorithms.md; ``FILE.py:NAME`` is one of a file of your own.
     clip_ratio: of PPO.  clip_ratio_low, clip_ratio_high: where they differ (arXiv:2503.14476); None is clip_ratio.
     clip_ratio_c: lower bound of the dual clip (arXiv:1912.09729).
-    loss_agg_mode, loss_agg_constant: see ``LossAggregation``; None is ``data.max_response_length``.
     entropy_coeff: of the bonus.
     use_kl_loss: ``kl_loss_coef * kl_loss_type`` to the reference is added to the loss.
     full_kl_gib: host memory that a process may take for the reference's logits of a minibatch, with
     ``kl_loss_type=full``.
     """
 
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    ppo_mini_batch_size: int = 256
-    ppo_epochs: int = 1
-    shuffle: bool = True
     allow_stale_updates: bool = False
     loss_mode: str = "ppo_clip"
     clip_ratio: float = 0.2
     clip_ratio_low: float | None = None
     clip_ratio_high: float | None = None
     clip_ratio_c: float = 3.0
-    loss_agg_mode: LossAggregation = LossAggregation.token_mean
-    loss_agg_constant: float | None = None
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
@@ -72,54 +118,30 @@ class ActorConfig(EngineConfig):
         """The clip range above 1."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
+    def violations(self, key: str) -> list[Violation]:
+        """As of ``RoleConfig``."""
+        found = super().violations(key)
+        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "entropy_coeff", "kl_loss_coef", "full_kl_gib"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                found.append(Violation(f"{key}.{name}", value, "must not be negative", "Write 0 or more"))
+        return found
+
 
 @dataclass(kw_only=True)
-class CriticConfig(EngineConfig):
+class CriticConfig(TrainedModelConfig):
     """The value model of PPO: a worker group of its own, in a layout of its own.
 
-    path: of its first weights; None is the actor's.  The value head starts at 0.  ppo_mini_batch_size, ppo_epochs: as
-    the actor's.  cliprange_value: values move no further than this from the old ones in one step's loss; 0 is no limit.
-    loss_agg_mode: as the actor's.
+    The value head starts at 0.
+    cliprange_value: values move no further than this from the old ones in one step's loss; 0 is no limit.
     """
 
-    path: str | None = None
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    ppo_mini_batch_size: int = 256
-    ppo_epochs: int = 1
-    shuffle: bool = True
     cliprange_value: float = 0.5
-    loss_agg_mode: LossAggregation = LossAggregation.token_mean
-    loss_agg_constant: float | None = None
 
-
-def actor_violations(actor: ActorConfig) -> list[Violation]:
-    """Everything wrong in ``actor`` by itself."""
-    found = _role_violations(actor, "actor")
-    for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "entropy_coeff", "kl_loss_coef", "full_kl_gib"):
-        value = getattr(actor, name)
-        if value is not None and value < 0:
-            found.append(Violation(f"actor.{name}", value, "must not be negative", "Write 0 or more"))
-    return found
-
-
-def critic_violations(critic: CriticConfig) -> list[Violation]:
-    """Everything wrong in ``critic`` by itself."""
-    found = _role_violations(critic, "critic")
-    if critic.cliprange_value < 0:
-        remedy = "Write 0.5, or 0 for no clipping"
-        found.append(Violation("critic.cliprange_value", critic.cliprange_value, "must not be negative", remedy))
-    return found
-
-
-def _role_violations(role: ActorConfig | CriticConfig, key: str) -> list[Violation]:
-    found = [
-        Violation(f"{key}.{each.key}", each.value, each.problem, each.remedy.replace(" optim.", f" {key}.optim."))
-        for each in engine_violations(role)
-    ]
-    for name in ("ppo_mini_batch_size", "ppo_epochs"):
-        if getattr(role, name) < 1:
-            found.append(Violation(f"{key}.{name}", getattr(role, name), "must be positive", "Write 1 or more"))
-    constant = role.loss_agg_constant
-    if constant is not None and constant <= 0:
-        found.append(Violation(f"{key}.loss_agg_constant", constant, "must be positive", "Write a length in tokens"))
-    return found
+    def violations(self, key: str) -> list[Violation]:
+        """As of ``RoleConfig``."""
+        found = super().violations(key)
+        if self.cliprange_value < 0:
+            remedy = "Write 0.5, or 0 for no clipping"
+            found.append(Violation(f"{key}.cliprange_value", self.cliprange_value, "must not be negative", remedy))
+        return found

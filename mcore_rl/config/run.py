@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel, algorithm_violations
-from mcore_rl.config.algorithm_object import ACTOR, CRITIC, REFERENCE
+from mcore_rl.config.algorithm_object import ACTOR, REFERENCE
 from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, reward_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
-from mcore_rl.config.roles import ActorConfig, CriticConfig, actor_violations, critic_violations
+from mcore_rl.config.role import Role
+from mcore_rl.config.role_groups import RoleGroups, with_role_groups
+from mcore_rl.config.role_table import ROLES
+from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.trainer import ModelPathConfig, Placement, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
@@ -24,15 +27,15 @@ from mcore_rl.errors import ConfigError, Violation
 
 
 @dataclass(kw_only=True)
-class RunConfig(Composed):
-    """What ``mcore-rl train`` runs."""
+@with_role_groups
+class RunConfig(RoleGroups, Composed):
+    """What ``mcore-rl train`` runs.  Beside the groups here it has one for each row of ``role_table.ROLES``."""
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     model: ModelPathConfig = field(default_factory=ModelPathConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
@@ -42,19 +45,21 @@ class RunConfig(Composed):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that are built, by name.  Raises ConfigError where there is no such estimator."""
+        """The roles that are built, by name, in the order of the table.
+
+        Those that the algorithm needs, and those on request whose weights are named.  Raises ConfigError where there
+        is no such estimator.
+        """
         refers = self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
-        return (ACTOR, *estimator(self.algorithm.adv_estimator).roles, *([REFERENCE] if refers else []))
+        needed = {ACTOR, *estimator(self.algorithm.adv_estimator).roles, *([REFERENCE] if refers else [])}
+        return tuple(
+            name for name, role in ROLES.items() if name in needed or (role.on_request and self.has_weights(role))
+        )
 
     @property
-    def needs_critic(self) -> bool:
-        """Whether values are estimated."""
-        return CRITIC in self.roles
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether anything asks how far the policy is from where it started."""
-        return REFERENCE in self.roles
+    def role_rows(self) -> tuple[Role, ...]:
+        """The roles that are built, in the order of the table."""
+        return tuple(ROLES[name] for name in self.roles)
 
     @property
     def needs_greedy(self) -> bool:
@@ -69,7 +74,6 @@ def run_violations(run: RunConfig) -> list[Violation]:
         *data_violations(run.data),
         *unknown,
         *algorithm_violations(run.algorithm),
-        *actor_violations(run.actor),
         *rollout_config_violations(run.rollout),
         *routing_violations(run.rollout),
         *reward_violations(run.reward),
@@ -79,8 +83,8 @@ def run_violations(run: RunConfig) -> list[Violation]:
     ]
     if unknown:
         return found  # what the rules below ask for, nobody knows
-    if run.needs_critic:
-        found += critic_violations(run.critic)
+    for role in run.group_rows:
+        found += run.role_config(role).violations(role.name)
     found += unread_violations(run)
     if run.data.train_batch_size < 1 or run.rollout.n < 1 or run.trainer.world_size < 1:
         return found  # the rules below divide by these
@@ -99,13 +103,12 @@ def _unknown_parts(run: RunConfig) -> list[Violation]:
 
 def _batch_violations(run: RunConfig) -> list[Violation]:
     found, size = [], run.data.train_batch_size
-    for role, mini in (("actor", run.actor.ppo_mini_batch_size), ("critic", run.critic.ppo_mini_batch_size)):
-        if mini < 1 or (role == "critic" and not run.needs_critic):
-            continue
-        if size % mini:
+    for role in run.trained_rows:
+        mini = run.trained_config(role).ppo_mini_batch_size
+        if mini > 0 and size % mini:
             fitting = max(part for part in range(1, min(mini, size) + 1) if size % part == 0)
             problem = f"does not divide data.train_batch_size={size}"
-            found.append(Violation(f"{role}.ppo_mini_batch_size", mini, problem, f"Write {fitting}, say"))
+            found.append(Violation(f"{role.name}.ppo_mini_batch_size", mini, problem, f"Write {fitting}, say"))
     drawn, filtering = run.data.gen_batch_size, run.algorithm.filter_groups.enable
     if drawn is not None and not filtering and drawn != size:
         problem = f"differs from data.train_batch_size={size}, and no groups are filtered"
@@ -149,8 +152,8 @@ def _algorithm_violations(run: RunConfig) -> list[Violation]:
         remedy = "Write rollout.top_p=1.0 rollout.top_k=-1, or level=none"
         level = algorithm.rollout_correction.level.value
         found.append(Violation("algorithm.rollout_correction.level", level, problem, remedy))
-    if run.trainer.critic_warmup and not run.needs_critic:
-        problem = f"there is no critic: algorithm.adv_estimator={name} needs no values"
+    if run.trainer.critic_warmup and len(run.trained_rows) == 1:
+        problem = f"the actor alone is trained: algorithm.adv_estimator={name} needs no values"
         remedy = "Write trainer.critic_warmup=0 or algorithm.adv_estimator=gae"
         found.append(Violation("trainer.critic_warmup", run.trainer.critic_warmup, problem, remedy))
     return found

@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from mcore_rl.config.data import SftDataConfig, data_violations
-from mcore_rl.config.engine import EngineConfig, engine_violations
-from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.recipe import RecipeConfig
+from mcore_rl.config.role import Role
+from mcore_rl.config.role_groups import RoleGroups
+from mcore_rl.config.roles import RoleConfig
 from mcore_rl.config.trainer import ModelPathConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.errors import Violation
 
+ACTOR = Role(
+    name="actor",
+    trains=True,
+    weights="model.path",
+    config=RoleConfig,
+    loss="mcore_rl.algorithms.cross_entropy:cross_entropy",
+)
+
 
 @dataclass(kw_only=True)
-class SftActorConfig(EngineConfig):
-    """The model that is trained: engine settings and layout."""
-
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-
-
-@dataclass(kw_only=True)
-class SftConfig:
+class SftConfig(RoleGroups):
     """What ``mcore-rl sft`` runs; data.train_batch_size: conversations of one optimizer step."""
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     model: ModelPathConfig = field(default_factory=ModelPathConfig)
     data: SftDataConfig = field(default_factory=SftDataConfig)
-    actor: SftActorConfig = field(default_factory=SftActorConfig)
+    actor: RoleConfig = field(default_factory=RoleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+
+    @property
+    def role_rows(self) -> tuple[Role, ...]:
+        """The one role that there is."""
+        return (ACTOR,)
 
 
 def sft_violations(config: SftConfig) -> list[Violation]:
     """Everything wrong in ``config`` that can be told without opening a file."""
     found = [*data_violations(config.data), *trainer_violations(config.trainer)]
-    found += [replace(each, key=f"actor.{each.key}") for each in engine_violations(config.actor)]
+    for role in config.group_rows:
+        found += config.role_config(role).violations(role.name)
     if not config.model.path:
         found.append(Violation("model.path", "", "is not set", "Write model.path=DIR, a Hugging Face checkpoint"))
     if not config.data.train_files:

@@ -22,6 +22,8 @@ from mcore_rl.config.algorithm_registry import (
     policy_loss,
     policy_losses,
 )
+from mcore_rl.config.role import Role
+from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.errors import Violation
 
@@ -46,7 +48,6 @@ class Switch:
 
 
 SWITCHES = (
-    Switch(("critic.",), lambda run: run.needs_critic, "there is no critic", "algorithm=ppo"),
     Switch(
         ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
         lambda run: run.algorithm.use_kl_in_reward,
@@ -72,34 +73,10 @@ SWITCHES = (
         "actor.kl_loss_type=full",
     ),
     Switch(
-        ("actor.loss_agg_constant",),
-        lambda run: run.actor.loss_agg_mode is LossAggregation.sum_over_constant,
-        "actor.loss_agg_mode divides by no constant",
-        "actor.loss_agg_mode=sum_over_constant",
-    ),
-    Switch(
-        ("critic.loss_agg_constant",),
-        lambda run: run.critic.loss_agg_mode is LossAggregation.sum_over_constant,
-        "critic.loss_agg_mode divides by no constant",
-        "critic.loss_agg_mode=sum_over_constant",
-    ),
-    Switch(
         ("actor.clip_ratio",),
         lambda run: run.actor.clip_ratio_low is None or run.actor.clip_ratio_high is None,
         "actor.clip_ratio_low and actor.clip_ratio_high are both there instead of it",
         "these two",
-    ),
-    Switch(
-        ("actor.shuffle",),
-        lambda run: run.actor.ppo_epochs > 1,
-        "there is one pass over the samples, and the second is the first to be shuffled",
-        "actor.ppo_epochs=2",
-    ),
-    Switch(
-        ("critic.shuffle",),
-        lambda run: run.critic.ppo_epochs > 1,
-        "there is one pass over the samples, and the second is the first to be shuffled",
-        "critic.ppo_epochs=2",
     ),
     Switch(
         ("actor.allow_stale_updates",),
@@ -144,6 +121,36 @@ SWITCHES = (
 )
 
 
+def switches() -> tuple[Switch, ...]:
+    """Those of roles, made of the table, and all others."""
+    return (*(switch for role in ROLES.values() if role.config is not None for switch in _of_role(role)), *SWITCHES)
+
+
+def _of_role(role: Role) -> Iterator[Switch]:
+    """The keys of a role's group: all of them where the run has the role, some where it is trained."""
+    name = role.name
+    needed_by = [each.name for each in estimators().values() if name in each.roles]
+    remedy = f"{role.weights}=DIR" if role.on_request else f"{ESTIMATOR_KEY}={' or '.join(needed_by)}"
+    if not role.publishes:
+        yield Switch((f"{name}.",), lambda run: name in run.roles, f"there is no {name}", remedy)
+    if not role.trains:
+        keys = tuple(f"{name}.{key}" for key in ("optim.", "recompute", "max_nonfinite_steps"))
+        yield Switch(keys, lambda run: False, f"the {name} is not trained", "it for a role that is")
+        return
+    yield Switch(
+        (f"{name}.loss_agg_constant",),
+        lambda run: run.trained_config(role).loss_agg_mode is LossAggregation.sum_over_constant,
+        f"{name}.loss_agg_mode divides by no constant",
+        f"{name}.loss_agg_mode=sum_over_constant",
+    )
+    yield Switch(
+        (f"{name}.shuffle",),
+        lambda run: run.trained_config(role).ppo_epochs > 1,
+        "there is one pass over the samples, and the second is the first to be shuffled",
+        f"{name}.ppo_epochs=2",
+    )
+
+
 def unread_violations(run: RunConfig) -> list[Violation]:
     """One for each of ``run.written`` that nothing in ``run`` reads."""
     return [found for key in sorted(run.written) if (found := _violation(run, key))]
@@ -158,7 +165,7 @@ def _violation(run: RunConfig, key: str) -> Violation | None:
 
 
 def _of_switches(run: RunConfig, key: str) -> Iterator[tuple[str, str]]:
-    for switch in SWITCHES:
+    for switch in switches():
         named = any(key == each or (each.endswith(".") and key.startswith(each)) for each in switch.keys)
         if named and not switch.on(run):
             yield switch.problem, switch.remedy

@@ -8,11 +8,11 @@ from __future__ import annotations
 import gc
 
 from mcore_rl.config.trainer import is_due
-from mcore_rl.controller.run import REFERENCE, Run
+from mcore_rl.controller.run import Run
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.advantages import estimate_step
 from mcore_rl.controller.step.batch_assembly import assemble
-from mcore_rl.controller.step.metrics import actor_metrics, critic_metrics, memory_metrics, rates, sample_metrics
+from mcore_rl.controller.step.metrics import memory_metrics, rates, sample_metrics, score_metrics, update_metrics
 from mcore_rl.controller.step.utilization import tflop, utilization
 
 
@@ -36,7 +36,7 @@ async def train(run: Run) -> None:
         if is_due(trainer.test_freq, step, run.num_steps):
             metrics |= await run.validate(step)
         seconds = run.clock.step()
-        speed = rates(metrics, seconds, run.num_sequences, run.config.actor.ppo_epochs)
+        speed = rates(metrics, seconds, run.num_sequences, run.config.trained_config(run.config.policy).ppo_epochs)
         speed |= utilization(metrics, seconds, trainer.world_size, run.device_peak)
         run.tracker.log(step, metrics | seconds | speed | run.saver.metrics())
         # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
@@ -48,8 +48,7 @@ async def train(run: Run) -> None:
 
 async def train_step(run: Run, step: int) -> dict[str, float]:
     """One step: the engines begin with the weights of the step before, and end with those of this one."""
-    config, clock = run.config, run.clock
-    actor_loss, critic_loss, temperature = run.actor_loss, run.critic_loss, config.rollout.temperature
+    config, clock, temperature = run.config, run.clock, run.config.rollout.temperature
 
     with clock("generate"):
         collecting = run.collector.collect(step, run.next_rows, run.reporting("drawing"))
@@ -60,41 +59,33 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     with clock("sync"):
         await run.devices.to_trainer()
     run.tracker.now("log-probs")
-    num_prompts, seed = config.data.train_batch_size, config.data.seed + step
-    actor_parts = updates.minibatches(groups.group_S, config.actor, num_prompts, seed)
-    with clock("logprobs"):
-        shared = updates.send(run.actor, groups.batch, actor_parts)
-        old = await updates.score(run.actor, shared, "old_logprobs_T", temperature=temperature, with_entropy=True)
-    if config.needs_reference:
-        with clock("reference"):
-            await updates.score(run.actor, shared, "ref_logprobs_T", temperature=temperature, snapshot=REFERENCE)
-    if run.critic is not None:
-        with clock("values"):
-            await updates.score(run.critic, shared, "old_values_T")
+    parts = run.minibatches(groups.group_S, step)
+    metrics = sample_metrics(rollouts)
+    with clock(config.policy.phase):
+        shared = updates.send(run.policy, groups.batch, parts[config.policy.name])
+    for role in config.role_rows:
+        with clock(role.phase):
+            scores = await updates.score_role(role, run.groups[role.group], shared, temperature)
+        metrics |= score_metrics(role, scores, groups.num_trained)
 
     run.leaving.unless_asked()  # from here on the step changes what a checkpoint holds
     with clock("advantages"):
-        advantages = await estimate_step(run.actor, shared, groups, config.algorithm, run.kl)
-        metrics = sample_metrics(rollouts) | advantages.metrics
+        advantages = await estimate_step(run.policy, shared, groups, config.algorithm, run.kl)
+        metrics |= advantages.metrics
 
-    updated = valued = updates.Updated()
-    if run.critic is not None:
-        run.tracker.now("training the critic")
-        with clock("update_critic"):
-            critic_parts = updates.minibatches(groups.group_S, config.critic, num_prompts, seed)
-            valued = await updates.update(run.critic, shared, critic_loss, critic_parts, advantages, temperature=1.0)
-            metrics |= critic_metrics(valued)
-    if step > config.trainer.critic_warmup:
-        run.tracker.now("training the actor")
-        with clock("update_actor"):
-            updated = await updates.update(
-                run.actor, shared, actor_loss, actor_parts, advantages, temperature=temperature, reference=REFERENCE
-            )
-    assert old.entropy_S is not None
-    metrics |= actor_metrics(updated, config.actor, float(old.entropy_S.sum()) / max(1, groups.num_trained))
-    metrics |= memory_metrics(updated.memories, run.on_accelerator)
-    metrics |= {"perf/balance": updated.imbalance, "progress/epoch": run.epoch}
-    metrics |= tflop(shared.lengths_S, run.passes(len(updated.results), len(valued.results)))
+    updated = {role.name: updates.Updated() for role in config.trained_rows}
+    for role in config.trained_rows:
+        if role.publishes and step <= config.trainer.critic_warmup:
+            continue
+        run.tracker.now(f"training the {role.name}")
+        with clock(role.update_phase):
+            updated[role.name] = await run.update(role, shared, parts[role.name], advantages)
+            await run.move_snapshots(role, step)
+        metrics |= update_metrics(role, run.losses[role.name], updated[role.name])
+    of_policy = updated[config.policy.name]
+    metrics |= memory_metrics(of_policy.memories, run.on_accelerator)
+    metrics |= {"perf/balance": of_policy.imbalance, "progress/epoch": run.epoch}
+    metrics |= tflop(shared.lengths_S, run.passes({name: len(each.results) for name, each in updated.items()}))
 
     run.tracker.now("weights to the engines")
     with clock("sync"):

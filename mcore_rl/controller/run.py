@@ -7,9 +7,10 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
-from mcore_rl.algorithms.policy import ActorLoss, policy_loss
-from mcore_rl.algorithms.value import CriticLoss, value_loss
-from mcore_rl.config.role import Head
+from torch import Tensor
+
+from mcore_rl.algorithms.role_loss import RoleLoss
+from mcore_rl.config.role import Role, moves_after
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
@@ -19,6 +20,8 @@ from mcore_rl.controller.lifecycle.preparation import Prepared
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.lifecycle.saving import Saver
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
+from mcore_rl.controller.step import updates
+from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.guards import Guards
 from mcore_rl.controller.step.profiling import profiled
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutCollector
@@ -29,18 +32,18 @@ from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode
 from mcore_rl.errors import AlarmError
 from mcore_rl.parallel.device import Platform
+from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker
 
-REFERENCE = "reference"  # the snapshot of the actor's first weights
-
 
 class Run:
     """One run of ``mcore-rl train``; made by ``open_run``.
 
-    critic: None where the algorithm needs no values.  num_steps: of the whole run, those before a resume included.
+    groups: the workers of each role with processes of its own, by name.  losses: of each role that is trained.
+    num_steps: of the whole run, those before a resume included.
     """
 
     def __init__(
@@ -49,13 +52,12 @@ class Run:
         platform: Platform,
         tracker: Tracker,
         prepared: Prepared,
-        actor: TrainGroup,
-        critic: TrainGroup | None,
+        groups: Mapping[str, TrainGroup],
         collector: RolloutCollector,
         devices: DeviceSharing,
         weights: WeightSync,
     ) -> None:
-        self.config, self.tracker, self.actor, self.critic = config, tracker, actor, critic
+        self.config, self.tracker, self.groups = config, tracker, dict(groups)
         self.collector, self.devices, self.weights, self.prepared = collector, devices, weights, prepared
         self.tokenizer, self.progress, self.kl = prepared.tokenizer, prepared.progress, prepared.kl
         self.on_accelerator = platform.is_accelerator
@@ -63,17 +65,23 @@ class Run:
         self.leaving = Preemption()
         self.directory = Path(config.trainer.default_local_dir)
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
-        self.actor_loss: ActorLoss = policy_loss(config.actor)
-        self.critic_loss: CriticLoss = value_loss(config.critic)
+        self.losses: dict[str, RoleLoss] = {
+            role.name: role.make_loss(config.trained_config(role)) for role in config.trained_rows
+        }
         self.clock = Clock()
         self.saver = Saver(
-            self.directory, self.groups, config.trainer, self.progress.step, keep=prepared.identity.keep, warn=warn
+            self.directory,
+            [self.groups[role.name] for role in config.role_rows if role.trains],
+            config.trainer,
+            self.progress.step,
+            keep=prepared.identity.keep,
+            warn=warn,
         )
 
     @property
-    def groups(self) -> list[TrainGroup]:
-        """Of the roles that are trained."""
-        return [self.actor, *([] if self.critic is None else [self.critic])]
+    def policy(self) -> TrainGroup:
+        """The workers whose weights the engines draw with."""
+        return self.groups[self.config.policy.name]
 
     @property
     def num_steps(self) -> int:
@@ -85,15 +93,51 @@ class Run:
         """Of a step."""
         return self.config.data.train_batch_size * self.config.rollout.n
 
-    def passes(self, num_updates: int, num_critic_updates: int) -> list[Passes]:
-        """What the models did with the sequences of a step in which they were updated so often."""
-        config, num_prompts = self.config, self.config.data.train_batch_size
-        trained = num_updates * config.actor.ppo_mini_batch_size / num_prompts
-        found = [Passes(model=self.prepared.model, scored=1 + config.needs_reference, trained=trained)]
-        if self.prepared.critic is not None:
-            trained = num_critic_updates * config.critic.ppo_mini_batch_size / num_prompts
-            found.append(Passes(model=self.prepared.critic, scored=1, trained=trained, head=Head.value))
+    def passes(self, num_updates: Mapping[str, int]) -> list[Passes]:
+        """What the models did with the sequences of a step.  num_updates: of each role that is trained."""
+        config, found = self.config, list[Passes]()
+        for role in config.group_rows:
+            trained, scored = 0.0, bool(role.makes) + len(config.snapshots_of(role.name))
+            if role.trains:
+                mini = config.trained_config(role).ppo_mini_batch_size
+                trained = num_updates[role.name] * mini / config.data.train_batch_size
+            model = self.prepared.models[role.name]
+            found.append(Passes(model=model, scored=scored, trained=trained, head=role.head))
         return found
+
+    def minibatches(self, group_S: Tensor, step: int) -> dict[str, list[list[int]]]:
+        """The sequences of each optimizer step of ``step``, of each role that is trained.  See ``updates``."""
+        data = self.config.data
+        return {
+            role.name: updates.minibatches(
+                group_S, self.config.trained_config(role), data.train_batch_size, data.seed + step
+            )
+            for role in self.config.trained_rows
+        }
+
+    async def update(
+        self, role: Role, shared: SharedBatch, minibatches: Sequence[Sequence[int]], advantages: StepAdvantages
+    ) -> updates.Updated:
+        """One optimizer step of ``role`` for each of ``minibatches``."""
+        config, snapshots = self.config, self.config.snapshots_of(role.name)
+        return await updates.update(
+            self.groups[role.name],
+            shared,
+            self.losses[role.name],
+            config.trained_config(role),
+            minibatches,
+            advantages,
+            reads=updates.fields_read(role, config.role_rows),
+            temperature=config.rollout.temperature,
+            reference=snapshots[0].snapshot if snapshots else None,
+        )
+
+    async def move_snapshots(self, role: Role, step: int) -> None:
+        """Bring frozen weights in the processes of ``role`` after its own, where they are to move after ``step``."""
+        for frozen in self.config.snapshots_of(role.name):
+            if moves_after(frozen.moves, step):
+                assert frozen.snapshot is not None
+                await self.groups[role.name].move_snapshot(frozen.snapshot)
 
     @property
     def epoch(self) -> float:
@@ -128,7 +172,7 @@ class Run:
 
     def profiled(self, step: int) -> AbstractAsyncContextManager[None]:
         """Within: where ``trainer.profile_steps`` names the step, every training process is traced."""
-        return profiled(self.groups, step, self.config.trainer)
+        return profiled([*self.groups.values()], step, self.config.trainer)
 
     async def validate(self, step: int) -> dict[str, float]:
         """Metrics of validation; the best weights so far are exported when they are these."""
@@ -172,11 +216,11 @@ class Run:
         return self.progress
 
     async def export(self, name: str) -> Path:
-        """The actor as a Hugging Face checkpoint, in ``RUN/hf/NAME``."""
+        """The policy as a Hugging Face checkpoint, in ``RUN/hf/NAME``."""
         target = self.directory / "hf" / name
         with self.clock("save"):
             await self.devices.to_trainer(keep_weights=True)
-            await run_checkpoints.export_hf(self.actor, Path(self.config.model.path), target)
+            await run_checkpoints.export_hf(self.policy, Path(self.config.model.path), target)
             async with self.devices.to_engines():
                 await self.weights.update(self.progress.step)
         return target

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import TypeVar
@@ -11,13 +11,13 @@ from typing import TypeVar
 from mcore_rl.config.engine import EngineConfig, Recompute
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.config.role import Head
+from mcore_rl.config.role import Role
 from mcore_rl.parallel.layout import Layout, balanced_layers, divisor_limits, divisors
 from mcore_rl.planning.memory import Site, peaks
 from mcore_rl.planning.peaks import Phase
 from mcore_rl.planning.serving import Serving
 from mcore_rl.planning.states import ModelSizes, States
-from mcore_rl.planning.training import Role, Work
+from mcore_rl.planning.training import RolePlan, Work
 
 E = TypeVar("E", bound=EngineConfig)
 MAX_VPP = 4
@@ -30,12 +30,12 @@ LEAST_MICROBATCH = 4096  # tokens, where sequences are short
 
 @dataclass(frozen=True)
 class Training:
-    """What fits while it trains.  tokens: of a microbatch.  roles: the actor, then the critic where there is one."""
+    """What fits while it trains.  tokens: of a microbatch.  roles: the policy first."""
 
     parallel: ParallelConfig
     recompute: Recompute
     tokens: int
-    roles: tuple[Role, ...]
+    roles: tuple[RolePlan, ...]
 
     def of(self, role: E) -> E:
         """The settings of ``role``, so."""
@@ -47,6 +47,9 @@ class Training:
 
 def trainings(
     engines: Mapping[str, EngineConfig],
+    rows: Sequence[Role],
+    frozen: Sequence[RolePlan],
+    snapshots: Mapping[str, Sequence[Role]],
     model: ModelConfig,
     world_size: int,
     work: Work,
@@ -56,28 +59,32 @@ def trainings(
 ) -> Iterator[Training]:
     """Those that fit, each with the least recompute that does.
 
-    engines: the settings of each role; all roles have one layout.  room: of a rollout rank; None where nothing is
+    rows, engines: the trained roles and the settings of each; all of them have one layout.  frozen: others, each in its
+    own.  snapshots: see ``RolePlan.frozen``, of each that is trained.  room: of a rollout rank; None where nothing is
     drawn.  refused: counts why others do not.
     """
-    sizes = {name: ModelSizes(model, head=Head.value if name == "critic" else Head.lm) for name in engines}
-    precision = engines["actor"].precision
+    sizes = {row.name: ModelSizes(model, head=row.head) for row in rows}
+    precision = engines[rows[0].name].precision
     for parallel in layouts(model, world_size, site.per_node, work.longest):
         layout = Layout.of(parallel, world_size)
         if work.sequences < layout.dp:
             refused[f"fewer than one sequence for each of dp={layout.dp} ranks in a minibatch"] += 1
             continue
-        states = {name: States(sizes[name], parallel, world_size, precision) for name in engines}
+        states = {name: States(sizes[name], parallel, world_size, precision) for name in sizes}
         floor = max(sum(each.of_stage(stage).total for each in states.values()) for stage in range(layout.pp))
         if floor > (site.device_bytes or 0):
             refused["weights, gradients and optimizer alone exceed a device"] += 1
             continue
         for tokens in microbatches(work.longest, work.sequences // layout.dp * work.longest, layout.cp):
             for recompute in Recompute:
-                roles = tuple(
-                    Role(name, model, replace(engine, recompute=recompute, microbatch_tokens=tokens,
-                         microbatch_sequences=None), parallel, world_size, work, accelerator=True, states=states[name])
-                    for name, engine in engines.items()
-                )  # fmt: skip
+                trained = [
+                    RolePlan(row.name, model, replace(engines[row.name], recompute=recompute, microbatch_tokens=tokens,
+                             microbatch_sequences=None), parallel, world_size, work,
+                             accelerator=True, head=row.head, publishes=row.publishes,
+                             frozen=snapshots[row.name], states=states[row.name])
+                    for row in rows
+                ]  # fmt: skip
+                roles = (*trained, *frozen)
                 if layout.vpp > 1 and roles[0].num_microbatches < 2 * layout.pp:
                     refused["too few microbatches for an interleaved schedule"] += 1
                     continue

@@ -32,7 +32,7 @@ from mcore_rl.planning.overheads import (
 from mcore_rl.planning.peaks import Peak, Phase, Place, Row
 from mcore_rl.planning.serving import Serving
 from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, StateBytes
-from mcore_rl.planning.training import Role, StepBytes
+from mcore_rl.planning.training import RolePlan, StepBytes
 
 Part = tuple[str, int, bool]  # what, bytes, exact
 
@@ -43,7 +43,7 @@ class Site:
 
     device_bytes: of one accelerator; None on the CPU.  host_bytes: of one node.  per_node, num_nodes: training ranks of
     a node, and its nodes.  colocated: the engines share the trainer's devices.  engines_per_node: rollout ranks of a
-    node.  ranks_per_engine: of those, what one engine has.  snapshot: the reference's weights are kept.  saves:
+    node.  ranks_per_engine: of those, what one engine has.  saves:
     checkpoints are written beside the run.  reward_model: bytes that its engine may take of a device, on the CPU of the
     machine; 0 is none.
     """
@@ -54,13 +54,12 @@ class Site:
     num_nodes: int
     colocated: bool
     engines_per_node: int
-    snapshot: bool
     saves: bool
     ranks_per_engine: int = 1
     reward_model: int = 0
 
 
-def peaks(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator[Peak]:
+def peaks(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterator[Peak]:
     """Of every phase and place but the disk.  room: of a rollout rank; None where nothing is drawn."""
     if site.device_bytes is None:
         yield from _on_cpu(roles, room, site)
@@ -71,7 +70,7 @@ def peaks(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator[P
     yield from _host(roles, room, site)
 
 
-def state_parts(role: Role, stage: int) -> list[Part]:
+def state_parts(role: RolePlan, stage: int) -> list[Part]:
     """What stays while ``role`` trains, of the rank of ``stage`` that has most."""
     state = role.state(stage)
     return [
@@ -81,7 +80,7 @@ def state_parts(role: Role, stage: int) -> list[Part]:
     ]
 
 
-def step_parts(role: Role, step: StepBytes, stage: int) -> list[Part]:
+def step_parts(role: RolePlan, step: StepBytes, stage: int) -> list[Part]:
     """What comes and goes, and what the allocator loses between it."""
     lost = FRAGMENTATION * step.total if role.accelerator else heap_bytes(role, step, stage)
     return [
@@ -92,7 +91,7 @@ def step_parts(role: Role, step: StepBytes, stage: int) -> list[Part]:
     ]
 
 
-def heap_bytes(role: Role, step: StepBytes, stage: int) -> float:
+def heap_bytes(role: RolePlan, step: StepBytes, stage: int) -> float:
     """Memory of a process on the CPU that is free and not given back; see ``overheads``."""
     size, found = role.kernels.size, 0.0
     for buckets in role.states.buckets(stage):
@@ -104,20 +103,20 @@ def heap_bytes(role: Role, step: StepBytes, stage: int) -> float:
     return found
 
 
-def process_peak(role: Role, stage: int) -> int:
+def process_peak(role: RolePlan, stage: int) -> int:
     """Of one training process on the CPU, outside of Ray: what benchmarks/plan.py measures."""
     parts = [*state_parts(role, stage), *step_parts(role, role.training(stage), stage)]
     return CPU_PROCESS_BYTES + sum(num_bytes for _, num_bytes, _ in parts)
 
 
-def checkpoint_bytes(role: Role) -> int:
-    """Of a checkpoint of ``role``, over all ranks: main weights and moments of every trained element, once."""
+def checkpoint_bytes(role: RolePlan) -> int:
+    """Of a checkpoint of ``role``, over all ranks: what is kept of every trained element, once."""
     layout, held = role.layout, 0
     for stage in range(layout.pp):
         dense, experts = role.states.buckets(stage)
         held += layout.tp * sum(bucket.held for bucket in dense)
         held += layout.etp * layout.ep * sum(bucket.held for bucket in experts)
-    return held * (MAIN_BYTES + 2 * MOMENT_BYTES)
+    return held * role.saved_bytes
 
 
 def _peak(phase: Phase, place: Place, where: str, parts: Iterable[Part], capacity: int | None) -> Peak:
@@ -129,14 +128,14 @@ def _peak(phase: Phase, place: Place, where: str, parts: Iterable[Part], capacit
     return Peak(phase=phase, place=place, where=where, rows=rows, capacity=capacity)
 
 
-def _stages(roles: Sequence[Role]) -> list[tuple[int, ...]]:
+def _stages(roles: Sequence[RolePlan]) -> list[tuple[int, ...]]:
     """Which stages of the roles stand on one device, each combination once."""
     world = roles[0].layout.world_size
     per_stage = [world // role.layout.pp for role in roles]
     return sorted({tuple(rank // each for each in per_stage) for rank in range(0, world, min(per_stage))})
 
 
-def _where(role: Role, stage: int) -> str:
+def _where(role: RolePlan, stage: int) -> str:
     layout = role.layout
     rank = layout.rank_of(tp=0, cp=0, dp=0, pp=stage)
     return f"rank {rank}, stage {stage + 1} of {layout.pp}" if layout.pp > 1 else f"rank {rank}"
@@ -153,20 +152,23 @@ def cpu_engine_bytes(ranks: int, ranks_per_engine: int) -> int:
     return ceil(ranks / ranks_per_engine) * CPU_ENGINE_BYTES + ranks * CPU_ENGINE_RANK_BYTES
 
 
-def _on_device(role: Role, stage: int, phase: Phase, at_work: Role, colocated: bool) -> list[Part]:
+def _on_device(role: RolePlan, stage: int, phase: Phase, at_work: RolePlan, colocated: bool) -> list[Part]:
     """What of ``role`` is there while ``at_work`` is; what makes room for engines brings only what it needs.
 
-    The critic trains before the actor, and leaves (``TrainWorker.rest``).
+    The policy trains last, when the others have left; a role that is not trained leaves when it has scored
+    (``TrainWorker.rest``).
     """
     parts = state_parts(role, stage)
     if not colocated or (phase is Phase.update and role is at_work):
         return parts
-    if phase is Phase.update and at_work.name == "actor":
+    if phase is Phase.update and at_work.publishes:
+        return []
+    if not role.trains and role is not at_work:
         return []
     return parts[:1]
 
 
-def _training(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator[Peak]:
+def _training(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterator[Peak]:
     asleep = 0
     if room is not None and site.colocated:
         asleep = SLEEPING_ENGINE_BYTES * (2 if site.reward_model else 1)
@@ -178,6 +180,8 @@ def _training(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterat
         found = []
         for stages in _stages(roles):
             for role, stage in zip(roles, stages, strict=True):
+                if phase is Phase.update and not role.trains:
+                    continue
                 step = role.training(stage) if phase is Phase.update else role.scoring(stage)
                 where = f"{role.name}, {_where(role, stage)}"
                 states = [
@@ -190,7 +194,7 @@ def _training(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterat
         yield max(found, key=lambda peak: peak.num_bytes)
 
 
-def _serving(roles: Sequence[Role], room: Serving, site: Site) -> Iterator[Peak]:
+def _serving(roles: Sequence[RolePlan], room: Serving, site: Site) -> Iterator[Peak]:
     left = max(0, room.budget - room.weights - room.working - room.overhead - max(0, room.cache))
     parts: list[Part] = [
         ("engine weights", room.weights, True),
@@ -215,7 +219,7 @@ def _serving(roles: Sequence[Role], room: Serving, site: Site) -> Iterator[Peak]
         yield _peak(Phase.sync, Place.device, "a rollout rank", [*parts, buckets], site.device_bytes)
 
 
-def _host(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator[Peak]:
+def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterator[Peak]:
     """Of a node of accelerators."""
     per_node = min(site.per_node, roles[0].layout.world_size)
     engines = site.engines_per_node if room is not None and site.colocated else 0
@@ -225,13 +229,13 @@ def _host(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator[P
             state = _worst(role, lambda each: each.weights + each.optimizer)
             fixed.append((f"{role.name} weights, away", state.weights * per_node, True))
             fixed.append((f"{role.name} optimizer, away", state.optimizer * per_node, True))
-    if site.snapshot:
-        weights = _worst(roles[0], lambda each: each.weights).weights
-        fixed.append(("reference weights", weights * per_node, True))
+    for role in roles:
+        _, worst = max((role.state(stage).weights, -stage) for stage in range(role.layout.pp))
+        fixed += [(name, num_bytes * per_node, exact) for name, num_bytes, exact in role.frozen_parts(-worst)]
     yield _peak(Phase.rollout if room is not None else Phase.update, Place.host, "a node", fixed, site.host_bytes)
     saving = [*fixed]
     if site.saves:
-        for role in roles:
+        for role in (each for each in roles if each.trains):
             state = _worst(role, lambda each: each.optimizer)
             saving.append((f"{role.name} checkpoint", _saved(role, state.optimizer) * per_node, True))
     if room is not None and site.colocated:  # weights of engines that sleep while the actor is exported
@@ -239,19 +243,19 @@ def _host(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator[P
     yield _peak(Phase.save, Place.host, "a node", saving, site.host_bytes)
 
 
-def _worst(role: Role, size: Callable[[StateBytes], int]) -> StateBytes:
+def _worst(role: RolePlan, size: Callable[[StateBytes], int]) -> StateBytes:
     """Of the stage that has most by ``size``."""
     return max((role.state(stage) for stage in range(role.layout.pp)), key=size)
 
 
-def _saved(role: Role, optimizer_bytes: int) -> int:
+def _saved(role: RolePlan, optimizer_bytes: int) -> int:
     """What a rank writes: main weights beside the moments, which in float32 are its weights."""
     if role.engine.precision is Precision.float32:
         return optimizer_bytes * (MAIN_BYTES + 2 * MOMENT_BYTES) // (2 * MOMENT_BYTES)
     return optimizer_bytes
 
 
-def _on_cpu(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator[Peak]:
+def _on_cpu(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterator[Peak]:
     """All processes of a machine together, each rank by its own stage."""
     away = room is not None and site.colocated
     fixed: list[Part] = [
@@ -259,12 +263,13 @@ def _on_cpu(roles: Sequence[Role], room: Serving | None, site: Site) -> Iterator
         ("controller and Ray", CPU_CONTROLLER_BYTES, False),
         *(_engine_parts(room, site) if room is not None else ()),
     ]
-    if site.snapshot:
-        weights = [("reference weights", roles[0].state(stage).weights, True) for stage in range(roles[0].layout.pp)]
-        fixed += _over_node(roles[0], site, [[part] for part in weights])
+    for role in roles:
+        fixed += _over_node(role, site, [role.frozen_parts(stage) for stage in range(role.layout.pp)])
     for phase in (Phase.logprobs, Phase.update) if room is not None else (Phase.update,):
         found = []
         for role in roles:
+            if phase is Phase.update and not role.trains:
+                continue
             stages = range(role.layout.pp)
             steps = [role.training(stage) if phase is Phase.update else role.scoring(stage) for stage in stages]
             step = _over_node(role, site, [step_parts(role, each, stage) for stage, each in enumerate(steps)])
@@ -292,13 +297,13 @@ def _engine_parts(room: Serving, site: Site) -> list[Part]:
     ]
 
 
-def _state_on_cpu(role: Role, site: Site, away: bool) -> list[Part]:
+def _state_on_cpu(role: RolePlan, site: Site, away: bool) -> list[Part]:
     """Of all ranks of a machine.  away: gradients are freed; there is no other memory to go to for the rest."""
     parts = _over_node(role, site, [state_parts(role, stage) for stage in range(role.layout.pp)])
     return [part for part in parts if not (away and part[0].endswith("gradients"))]
 
 
-def _over_node(role: Role, site: Site, stages: Sequence[Sequence[Part]]) -> list[Part]:
+def _over_node(role: RolePlan, site: Site, stages: Sequence[Sequence[Part]]) -> list[Part]:
     """Parts of one rank of each stage, to those of all ranks of a node."""
     ranks = role.layout.world_size // role.layout.pp
     return [

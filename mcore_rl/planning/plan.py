@@ -6,7 +6,7 @@ Weights, gradients and optimizer state are exact; all else is an estimate (docs/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
@@ -14,6 +14,7 @@ from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig, model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.placement import engine_place_violations
+from mcore_rl.config.role import Role
 from mcore_rl.config.rollout import CPU_KV_CACHE_BYTES, rollout_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
@@ -24,8 +25,9 @@ from mcore_rl.planning.memory import Site, checkpoint_bytes, cpu_engine_bytes, p
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row
 from mcore_rl.planning.serving import Serving, serving
+from mcore_rl.planning.states import StateBytes
 from mcore_rl.planning.timing import Rates, generate_s, move_s, score_s, update_s, weights_s
-from mcore_rl.planning.training import Role, Work
+from mcore_rl.planning.training import RolePlan, Work
 
 __all__ = ["Peak", "Phase", "Place", "Plan", "Row", "plan"]
 
@@ -39,22 +41,25 @@ KEYS = {
 
 
 def plan(
-    run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfig, critic: ModelConfig | None = None
+    run: RunConfig | SftConfig,
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    others: Mapping[str, ModelConfig] | None = None,
 ) -> Plan:
     """Of ``mcore-rl train`` or ``sft`` with ``run`` on ``cluster``.
 
-    model: the policy's.  critic: of the critic where it starts from another checkpoint; None is ``model``.
+    model: the policy's.  others: of roles that start from another checkpoint, by name.
     Raises ConfigError where a layout fits neither model nor world, so that there is nothing to plan.
     """
-    return _plan_sft(run, model, cluster) if isinstance(run, SftConfig) else _plan_run(run, model, cluster, critic)
+    return (
+        _plan_sft(run, model, cluster) if isinstance(run, SftConfig) else _plan_run(run, model, cluster, others or {})
+    )
 
 
-def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, critic: ModelConfig | None) -> Plan:
+def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others: Mapping[str, ModelConfig]) -> Plan:
     world, colocated = run.trainer.world_size, run.trainer.placement is Placement.colocated
-    refuse_if_any(_misfits(run, model, critic or model, cluster))
-    roles = [_role("actor", model, run.actor, run.actor.parallel, run, cluster)]
-    if run.needs_critic:
-        roles.append(_role("critic", critic or model, run.critic, run.critic.parallel, run, cluster))
+    refuse_if_any(_misfits(run, model, others, cluster))
+    roles = [role_plan(role, others.get(role.name, model), run, cluster) for role in run.group_rows]
     device_bytes = int(cluster.gpu_memory_gib * GIB) if cluster.gpus_per_node else None
     room = serving(model, run.rollout, device_bytes=device_bytes, latent_attention=device_bytes is not None)
     engines = run.rollout.layout.world_size
@@ -67,7 +72,6 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, critic
         colocated=colocated,
         engines_per_node=-(-engines // run.trainer.nnodes) if colocated else min(per_node, engines),
         ranks_per_engine=run.rollout.layout.tp * run.rollout.layout.engine_dp,
-        snapshot=run.needs_reference,
         saves=run.trainer.save_freq > 0 and run.trainer.async_save,
         reward_model=_reward_model_bytes(run, device_bytes),
     )
@@ -95,7 +99,9 @@ def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> 
     found += _layout_misfits(model, config.actor.parallel, trainer.world_size, "actor")
     refuse_if_any(found)
     accelerator = cluster.gpus_per_node > 0
-    role = Role("actor", model, config.actor, config.actor.parallel, trainer.world_size, work, accelerator=accelerator)
+    role = RolePlan(
+        "actor", model, config.actor, config.actor.parallel, trainer.world_size, work, accelerator=accelerator
+    )
     per_node = trainer.n_gpus_per_node
     site = Site(
         device_bytes=int(cluster.gpu_memory_gib * GIB) if accelerator else None,
@@ -104,7 +110,6 @@ def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> 
         num_nodes=trainer.nnodes,
         colocated=True,
         engines_per_node=0,
-        snapshot=False,
         saves=trainer.save_freq > 0 and trainer.async_save,
     )
     all_peaks = [*peaks([role], None, site), _disk([role], trainer, model, exports=1)]
@@ -124,19 +129,24 @@ def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> 
     )
 
 
-def _role(
-    name: str,
-    model: ModelConfig,
-    engine: EngineConfig,
-    parallel: ParallelConfig,
-    run: RunConfig,
-    cluster: ClusterConfig,
-) -> Role:
-    mini = (run.actor if name == "actor" else run.critic).ppo_mini_batch_size
-    return Role(
-        name, model, engine, parallel, run.trainer.world_size, rl_work(run, mini),
+def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterConfig) -> RolePlan:
+    """``role``, which begins as ``model``, in the layout that ``run`` gives it."""
+    config = run.role_config(role)
+    # A role that only scores has all sequences of a step before it at once.
+    mini = run.trained_config(role).ppo_mini_batch_size if role.trains else run.data.train_batch_size
+    return RolePlan(
+        role.name,
+        model,
+        config,
+        config.parallel,
+        run.trainer.world_size,
+        rl_work(run, mini),
         accelerator=cluster.gpus_per_node > 0,
-    )  # fmt: skip
+        head=role.head,
+        trains=role.trains,
+        publishes=role.publishes,
+        frozen=run.snapshots_of(role.name),
+    )
 
 
 def _reward_model_bytes(run: RunConfig, device_bytes: int | None) -> int:
@@ -164,7 +174,7 @@ def rl_work(run: RunConfig, mini: int) -> Work:
 
 
 def _seconds(
-    run: RunConfig, roles: Sequence[Role], room: Serving, cluster: ClusterConfig, per_node: int
+    run: RunConfig, roles: Sequence[RolePlan], room: Serving, cluster: ClusterConfig, per_node: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(seconds of a step by part, tokens of a step by kind)."""
     actor = roles[0]
@@ -178,7 +188,6 @@ def _seconds(
     sequences = prompts * n
     asked = replace(run.rollout, n=n + 1) if run.needs_greedy else run.rollout
     found = {"generate": generate_s(actor.model, asked, room, rates, drawn, prompt, response)}
-    state = max((actor.state(stage) for stage in range(actor.layout.pp)), key=lambda each: each.total)
     single = run.trainer.world_size == run.rollout.layout.world_size == 1
     found["sync"] = weights_s(actor, room.weights, rates, separate=separate, single=single)
     if not separate:
@@ -187,17 +196,19 @@ def _seconds(
             for role in roles
         )
         found["sync"] += move_s(away, rates)
-    found["logprobs"] = score_s(actor, rates, sequences)
-    if run.needs_reference:
-        found["reference"] = score_s(actor, rates, sequences) + move_s(4 * state.weights, rates)
-    for role in roles[1:]:
-        found["values"] = score_s(role, rates, sequences)
-        epochs = run.critic.ppo_epochs
-        updates = epochs * max(1, prompts // run.critic.ppo_mini_batch_size)
-        found["update_critic"] = update_s(role, rates, sequences * epochs, updates)
-    epochs = run.actor.ppo_epochs
-    updates = epochs * max(1, prompts // run.actor.ppo_mini_batch_size)
-    found["update_actor"] = update_s(actor, rates, sequences * epochs, updates)
+    by_name = {role.name: role for role in roles}
+    for row in run.role_rows:
+        each = by_name[row.group]
+        swap_s = move_s(4 * _heaviest(each).weights, rates)
+        own = bool(row.makes) * (score_s(each, rates, sequences) + (0.0 if row.shares is None else swap_s))
+        copy = 0.0 if row.copy_makes is None else score_s(each, rates, sequences) + swap_s
+        if own + copy:
+            found[row.phase] = own + copy
+    for row in run.trained_rows:
+        config = run.trained_config(row)
+        epochs = config.ppo_epochs
+        updates = epochs * max(1, prompts // config.ppo_mini_batch_size)
+        found[row.update_phase] = update_s(by_name[row.name], rates, sequences * epochs, updates)
     if run.trainer.save_freq:
         copied = sum(checkpoint_bytes(role) / run.trainer.world_size for role in roles)
         written = sum(checkpoint_bytes(role) / run.trainer.nnodes for role in roles) / (cluster.disk_gb_s * 1e9)
@@ -206,13 +217,18 @@ def _seconds(
     return found, tokens
 
 
+def _heaviest(role: RolePlan) -> StateBytes:
+    """The state of the stage that has most."""
+    return max((role.state(stage) for stage in range(role.layout.pp)), key=lambda state: state.total)
+
+
 def _in_order(found: Sequence[Peak]) -> tuple[Peak, ...]:
     """As a step goes."""
     phases = list(Phase)
     return tuple(sorted(found, key=lambda peak: phases.index(peak.phase)))
 
 
-def _disk(roles: Sequence[Role], trainer: TrainerConfig, model: ModelConfig, *, exports: int) -> Peak:
+def _disk(roles: Sequence[RolePlan], trainer: TrainerConfig, model: ModelConfig, *, exports: int) -> Peak:
     """Of the run directory at its largest: the checkpoints that are kept and the one being written, and exports."""
     rows = []
     if trainer.save_freq:
@@ -237,13 +253,15 @@ def _disk(roles: Sequence[Role], trainer: TrainerConfig, model: ModelConfig, *, 
     )
 
 
-def _misfits(run: RunConfig, model: ModelConfig, critic: ModelConfig, cluster: ClusterConfig) -> list[Violation]:
+def _misfits(
+    run: RunConfig, model: ModelConfig, others: Mapping[str, ModelConfig], cluster: ClusterConfig
+) -> list[Violation]:
     world = run.trainer.world_size
     found = [*model_violations(model), *_cluster_misfits(run.trainer, cluster)]
     found += rollout_violations(model, run.rollout.layout)
-    found += _layout_misfits(model, run.actor.parallel, world, "actor")
-    if run.needs_critic:
-        found += _layout_misfits(critic, run.critic.parallel, world, "critic")
+    for role in run.group_rows:
+        parallel = run.role_config(role).parallel
+        found += _layout_misfits(others.get(role.name, model), parallel, world, role.name)
     if cluster.gpus_per_node:
         found += engine_place_violations(run.trainer, run.rollout.layout)
     return found

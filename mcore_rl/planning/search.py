@@ -2,7 +2,7 @@
 
 Training and rollout share devices and meet in two numbers only: what is on a device while weights are sent, and how
 long that takes.  So layouts of each are judged by themselves, with the code that plans a run, and the fastest are
-paired; the best of each layout pair are planned whole before they are named.  A critic has the actor's layout.
+paired; the best of each layout pair are planned whole before they are named.  All trained roles have one layout.
 Fine-tuning is training alone.
 """
 
@@ -29,10 +29,10 @@ from mcore_rl.planning.layouts import LEAST_MICROBATCH, Training, trainings
 from mcore_rl.planning.memory import Site, process_bytes
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
 from mcore_rl.planning.peaks import Phase, Place, Plan
-from mcore_rl.planning.plan import plan, rl_work, sft_work
+from mcore_rl.planning.plan import plan, rl_work, role_plan, sft_work
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.timing import Rates, generate_s, score_s, update_s, weights_s
-from mcore_rl.planning.training import Role
+from mcore_rl.planning.training import RolePlan
 
 SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)  # of a device, for the engine
 SEPARATE_SHARE = 0.9
@@ -144,8 +144,9 @@ def overrides_of(run: RunConfig | SftConfig) -> tuple[str, ...]:
     found += [f"actor.recompute={run.actor.recompute.value}", f"actor.microbatch_tokens={run.actor.microbatch_tokens}"]
     if isinstance(run, SftConfig):
         return tuple(found)
-    if run.needs_critic:
-        found += [each.replace("actor.", "critic.", 1) for each in found]
+    for row in run.trained_rows:
+        if not row.publishes:
+            found += [each.replace("actor.", f"{row.name}.", 1) for each in found if each.startswith("actor.")]
     found += [f"rollout.{axis}={getattr(run.rollout, axis)}" for axis in ROLLOUT_AXES]
     return (*found, f"rollout.gpu_memory_utilization={run.rollout.gpu_memory_utilization:g}")
 
@@ -158,7 +159,8 @@ def _sft_options(
     rates = Rates.of(cluster, trainer.n_gpus_per_node, config.actor.precision, trainer.device_peak_tflops)
     found = []
     engines, site = {"actor": config.actor}, _site(config, cluster)
-    for each in trainings(engines, model, trainer.world_size, work, site, None, refused):
+    rows, snapshots = config.role_rows, {"actor": ()}
+    for each in trainings(engines, rows, (), snapshots, model, trainer.world_size, work, site, None, refused):
         chosen = replace(config, actor=each.of(config.actor))
         found.append(_Option(update_s(each.roles[0], rates, work.sequences, 1), each, chosen))
     return found, len(found) + sum(refused.values())
@@ -170,13 +172,16 @@ def _run_options(
     """The fastest training layouts, each with what goes with it; and how many settings were looked at."""
     work, site = rl_work(run, run.actor.ppo_mini_batch_size), _site(run, cluster)
     rates = Rates.of(cluster, site.per_node, run.actor.precision, run.trainer.device_peak_tflops)
-    engines: dict[str, EngineConfig] = {"actor": run.actor}
-    if run.needs_critic:
-        engines["critic"] = run.critic
+    rows = [role for role in run.group_rows if role.trains]
+    engines: dict[str, EngineConfig] = {role.name: run.role_config(role) for role in rows}
+    snapshots = {role.name: run.snapshots_of(role.name) for role in rows}
+    frozen = [role_plan(role, model, run, cluster) for role in run.group_rows if not role.trains]
     room = serving(model, run.rollout, device_bytes=site.device_bytes)
     ours = [
         (_training_s(run, each.roles, rates), each)
-        for each in trainings(engines, model, run.trainer.world_size, work, site, room, refused)
+        for each in trainings(
+            engines, rows, frozen, snapshots, model, run.trainer.world_size, work, site, room, refused
+        )
     ]
     theirs = sorted(_rollouts(run, model, cluster, refused), key=lambda each: each.seconds)
     considered = len(ours) + len(theirs) + sum(refused.values())
@@ -184,13 +189,16 @@ def _run_options(
     return list(_pairs(run, cluster, fastest, theirs, refused)), considered
 
 
-def _training_s(run: RunConfig, roles: Sequence[Role], rates: Rates) -> float:
+def _training_s(run: RunConfig, roles: Sequence[RolePlan], rates: Rates) -> float:
     sequences, seconds = run.data.train_batch_size * run.rollout.n, 0.0
-    for role in roles:
-        config = run.actor if role.name == "actor" else run.critic
+    by_name = {role.name: role for role in roles}
+    for row in run.group_rows:
+        role = by_name[row.name]
+        seconds += (bool(row.makes) + len(role.frozen)) * score_s(role, rates, sequences)
+        if not row.trains:
+            continue
+        config = run.trained_config(row)
         updates = config.ppo_epochs * max(1, run.data.train_batch_size // config.ppo_mini_batch_size)
-        scored = 1 + (role.name == "actor" and run.needs_reference)
-        seconds += scored * score_s(role, rates, sequences)
         seconds += update_s(role, rates, sequences * config.ppo_epochs, updates)
     return seconds
 
@@ -258,18 +266,13 @@ def _site(run: RunConfig | SftConfig, cluster: ClusterConfig) -> Site:
         num_nodes=run.trainer.nnodes,
         colocated=run.trainer.placement is Placement.colocated,
         engines_per_node=0,
-        snapshot=isinstance(run, RunConfig) and run.needs_reference,
         saves=False,
     )
 
 
 def _with(run: RunConfig, ours: Training, rollout: RolloutConfig) -> RunConfig:
-    return replace(
-        run,
-        actor=ours.of(run.actor),
-        critic=ours.of(run.critic) if run.needs_critic else run.critic,
-        rollout=rollout,
-    )
+    groups = {role.name: ours.of(run.role_config(role)) for role in run.group_rows if role.trains}
+    return replace(run.with_groups(groups), rollout=rollout)
 
 
 def _reasons(planned: Plan, ours: Training, fastest: float) -> tuple[str, ...]:

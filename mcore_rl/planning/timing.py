@@ -26,7 +26,7 @@ from mcore_rl.planning.overheads import (
     STEP_LATENCY_S,
 )
 from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes
-from mcore_rl.planning.training import Role
+from mcore_rl.planning.training import RolePlan
 
 UNKNOWN_TFLOPS = 300.0  # of an accelerator that peak_flops.py does not know
 
@@ -78,7 +78,7 @@ def compute_flops_rate(model: ModelConfig, rates: Rates) -> float:
     return rates.flops * (EXPERT_EFFICIENCY if model.moe is not None and rates.accelerator else 1.0)
 
 
-def pass_s(role: Role, rates: Rates, num_sequences: float, *, train: bool) -> float:
+def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool) -> float:
     """Of one pass over ``num_sequences`` of the whole run: forward, or forward and backward, with its collectives."""
     model, layout, work = role.model, role.layout, role.work
     forward = role.sizes.forward_flops(max(1, round(work.mean))) * num_sequences
@@ -98,7 +98,7 @@ def pass_s(role: Role, rates: Rates, num_sequences: float, *, train: bool) -> fl
     return (compute + communication) * role.imbalance * (1 + bubble) + hand_on
 
 
-def layer_communication_s(role: Role, rates: Rates) -> float:
+def layer_communication_s(role: RolePlan, rates: Rates) -> float:
     """Of a forward pass, for each row of a context rank, over the layers of one stage."""
     model, layout, e = role.model, role.layout, role.kernels.size
     num_layers = model.num_layers / layout.pp
@@ -117,7 +117,7 @@ def layer_communication_s(role: Role, rates: Rates) -> float:
     return seconds
 
 
-def optimizer_s(role: Role, rates: Rates) -> float:
+def optimizer_s(role: RolePlan, rates: Rates) -> float:
     """Of one optimizer step: gradients scattered, moments streamed, weights gathered."""
     layout = role.layout
     worst = max((role.state(stage) for stage in range(layout.pp)), key=lambda state: state.total)
@@ -126,12 +126,12 @@ def optimizer_s(role: Role, rates: Rates) -> float:
     return seconds + rates.ring(worst.weights, layout.dp * layout.cp, layout.tp)
 
 
-def update_s(role: Role, rates: Rates, num_sequences: float, num_updates: float) -> float:
+def update_s(role: RolePlan, rates: Rates, num_sequences: float, num_updates: float) -> float:
     """Of all updates of a step, which see ``num_sequences`` in all."""
     return pass_s(role, rates, num_sequences, train=True) + num_updates * optimizer_s(role, rates)
 
 
-def score_s(role: Role, rates: Rates, num_sequences: float) -> float:
+def score_s(role: RolePlan, rates: Rates, num_sequences: float) -> float:
     """Of log-probs or values."""
     return pass_s(role, rates, num_sequences, train=False)
 
@@ -179,7 +179,7 @@ def _streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active
     return total - experts * untouched
 
 
-def weights_s(role: Role, rollout_bytes: int, rates: Rates, *, separate: bool, single: bool) -> float:
+def weights_s(role: RolePlan, rollout_bytes: int, rates: Rates, *, separate: bool, single: bool) -> float:
     """Of a weight update: what a rollout rank stores comes in over its link, or a training rank's goes out.
 
     single: one process on each side, which share the device's memory.

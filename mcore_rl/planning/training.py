@@ -7,15 +7,16 @@ interleaved schedule ``2 (pp - stage - 1) + (vpp - 1) pp + 1`` chunks of one (se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mcore_rl.config.engine import EngineConfig, Recompute
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.config.role import Head
+from mcore_rl.config.role import ExponentialAverage, Head, Never, Role
 from mcore_rl.planning.activations import Kernels, RowBytes, head_bytes, kernels_of, layer_bytes
-from mcore_rl.planning.states import ModelSizes, StateBytes, States
+from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, ModelSizes, StateBytes, States
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,11 @@ class StepBytes:
         return self.activations + self.logits + self.working
 
 
-class Role:
-    """One role (``actor``, ``critic``) in its layout.
+class RolePlan:
+    """One role in its layout.
 
+    head, trains, publishes: see ``config.role.Role``.
+    frozen: the roles whose frozen weights its processes keep in host memory.
     accelerator: whether it computes on one.  states: where they are known already.
     Raises ConfigError where the layout does not fit the world or the layers.
     """
@@ -64,10 +67,15 @@ class Role:
         work: Work,
         *,
         accelerator: bool,
+        head: Head = Head.lm,
+        trains: bool = True,
+        publishes: bool = False,
+        frozen: Sequence[Role] = (),
         states: States | None = None,
     ) -> None:
         self.name, self.model, self.engine, self.parallel, self.work = name, model, engine, parallel, work
-        self.head = Head.value if name == "critic" else Head.lm
+        self.head, self.trains, self.publishes = head, trains, publishes
+        self.frozen = tuple(frozen)
         self.states = states or States(ModelSizes(model, head=self.head), parallel, world_size, engine.precision)
         self.sizes = self.states.sizes
         self.layout = self.states.layout
@@ -102,7 +110,27 @@ class Role:
 
     def state(self, stage: int) -> StateBytes:
         """Of the rank of ``stage`` that holds most."""
-        return self.states.of_stage(stage)
+        state = self.states.of_stage(stage)
+        return state if self.trains else replace(state, gradients=0, optimizer=0)
+
+    def frozen_parts(self, stage: int) -> list[tuple[str, int, bool]]:
+        """(what, bytes, exact) of frozen weights beside those of the rank of ``stage`` that holds most."""
+        weights = self.state(stage).weights
+        means = weights // self.kernels.size * MAIN_BYTES if self.kernels.size < MAIN_BYTES else 0
+        return [
+            (f"{role.snapshot} weights", weights + means * isinstance(role.moves, ExponentialAverage), True)
+            for role in self.frozen
+        ]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of an element of a checkpoint: main weight, moments, and frozen weights that move."""
+        moving = sum(
+            MAIN_BYTES if isinstance(role.moves, ExponentialAverage) else self.kernels.size
+            for role in self.frozen
+            if not isinstance(role.moves, Never)
+        )
+        return MAIN_BYTES + 2 * MOMENT_BYTES + moving if self.trains else 0
 
     @cached_property
     def _layers(self) -> dict[bool, RowBytes]:

@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.placement import engine_place_violations
+from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
@@ -24,7 +25,8 @@ from mcore_rl.parallel.device import Platform
 WAIT_S = 120.0  # for a cluster whose nodes are still coming
 CPUS = 1.0  # of an accelerator's bundle
 TRAINER = ("trainer.nnodes", "trainer.n_gpus_per_node")  # what is too much where a reservation fails
-ROLES_PER_DEVICE = 4  # actor, critic, reward model, and room: Ray counts the shares, nobody enforces them
+# Every role with processes, the reward model, and room: Ray counts the shares, nobody enforces them.
+ROLES_PER_DEVICE = sum(role.shares is None for role in ROLES.values()) + 2
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class Portion(Generic[X]):
             tensors = {name: torch.from_numpy(np.concatenate(each)) for name, each in parts.items()}
             tensors["tokens_T"] = tensors["tokens_T"].long()
             pairs_S = None if self.pairs is None else self.pairs[number]
-            found.append(TrainBatch(lengths_S=tuple(map(len, parts["tokens_T"])), pairs_S=pairs_S, **tensors))
+            found.append(TrainBatch.of_fields(tuple(map(len, parts["tokens_T"])), tensors, pairs_S))
         return found
 
 

@@ -13,6 +13,7 @@ from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.checkpoints.state_writer import Written
 from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.role import Moves
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.runtime.shard import Shard
@@ -133,9 +134,13 @@ class TrainGroup:
         """Nothing is trained before the next step: offload what the engines do not need."""
         await self.workers.all(TrainWorker.rest)
 
-    async def take_snapshot(self, name: str) -> None:
-        """Keep the weights as they are in host memory, under ``name``."""
-        await self.workers.all(TrainWorker.take_snapshot, name)
+    async def take_snapshot(self, name: str, moves: Moves) -> None:
+        """Keep the weights as they are in host memory, under ``name``; ``move_snapshot`` moves them as ``moves``."""
+        await self.workers.all(TrainWorker.take_snapshot, name, moves)
+
+    async def move_snapshot(self, name: str) -> None:
+        """Bring the frozen weights ``name`` after the live ones: a copy of them, or an average with them."""
+        await self.workers.all(TrainWorker.move_snapshot, name)
 
     async def offload(self, parts: Sequence[OffloadPart] = tuple(OffloadPart)) -> None:
         """To host memory, before the devices are another's."""

@@ -32,7 +32,7 @@ from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.config.role import Head
+from mcore_rl.config.role import Head, Moves
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
@@ -63,6 +63,7 @@ class RoleSpec:
     """What a worker is told of its role.
 
     directory: of the Hugging Face checkpoint that it starts from.  shares_device: with an engine, by turns.
+    trains: it has an optimizer; without, it only scores.
     publishes: its weights go to the engines, which want them when it rests.
     """
 
@@ -71,6 +72,7 @@ class RoleSpec:
     engine: EngineConfig
     parallel: ParallelConfig
     head: Head = Head.lm
+    trains: bool = True
     shares_device: bool = False
     publishes: bool = False
 
@@ -131,7 +133,8 @@ class TrainWorker(Answering):
         family, model = model_of(read_config(spec.directory))
         self.table = Table(family, model, spec.parallel, self.world_size, head=spec.head)
         self.engine = Engine(
-            spec.role, model, spec.parallel, spec.engine, self.groups, self.platform, head=spec.head
+            spec.role, model, spec.parallel, spec.engine, self.groups, self.platform,
+            head=spec.head, trainable=spec.trains,
         )  # fmt: skip
         self._writer = StateWriter(self.platform)
         with HfCheckpoint.open(spec.directory) as checkpoint:
@@ -147,6 +150,8 @@ class TrainWorker(Answering):
         (batch,) = given.batches
         self.onload([OffloadPart.weights])
         scores = self.engine.score(batch, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot)
+        if not self.spec.trains:
+            self.rest()
         if not self._leads:
             return WorkerOutput(None)
         found_T = scores.values_T if self.spec.head is Head.value else scores.logprobs_T
@@ -204,9 +209,15 @@ class TrainWorker(Answering):
         if self.spec.shares_device:
             self.offload([part for part in OffloadPart if part is not OffloadPart.weights or not self.spec.publishes])
 
-    def take_snapshot(self, name: str) -> None:
-        """Keep the weights as they are under ``name``."""
-        self.engine.snapshots.take(name)
+    def take_snapshot(self, name: str, moves: Moves) -> None:
+        """Keep the weights as they are under ``name``; ``move_snapshot`` brings them on as ``moves`` says."""
+        self.engine.snapshots.take(name, moves)
+
+    def move_snapshot(self, name: str) -> None:
+        """Bring the frozen weights ``name`` after the live ones."""
+        self.onload([OffloadPart.weights])
+        self.engine.snapshots.move(name)
+        self.rest()
 
     def offload(self, parts: Sequence[OffloadPart] = tuple(OffloadPart)) -> Moved:
         """To host memory, before the devices are another's."""

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from mcore_rl.config.role import Head, Role
+from mcore_rl.config.role_table import ROLES
+
 Reduction = Literal["mean", "std", "min", "max", "sum", "last"]
 
 
@@ -80,8 +83,29 @@ _ADVANTAGES = (
     Metric("kl/coef", "1", "last", "of the KL in the reward or in the loss", "KL coef"),
 )
 
+
+def _of_trained(role: Role) -> tuple[Metric, ...]:
+    """What every role that is trained reports."""
+    name = role.name
+    return (
+        Metric(f"{name}/loss", "1", "mean", "over minibatches, all terms", f"{name} loss"),
+        Metric(f"{name}/grad_norm", "1", "mean", "global L2 norm before clipping, over minibatches", f"{name} grad"),
+        Metric(f"{name}/lr", "1", "last", "learning rate", f"{name} lr"),
+        Metric(
+            f"{name}/skipped_updates", "updates", "sum", "left out for a loss or gradient not finite", "skipped", "down"
+        ),
+    )
+
+
+def _of_loss(role: Role) -> tuple[Metric, ...]:
+    """Whatever the loss of a role on request reports under the role's name."""
+    name = role.name
+    return (Metric(f"{name}/{{metric}}", "1", "mean", "of its loss, over trained tokens", name),)
+
+
 _UPDATES = (
-    Metric("actor/loss", "1", "mean", "over minibatches, all terms", "loss"),
+    *(metric for role in ROLES.values() if role.trains for metric in _of_trained(role)),
+    *(metric for role in ROLES.values() if role.trains and role.on_request for metric in _of_loss(role)),
     Metric("actor/entropy", "nats", "mean", "of the policy at a trained token", "entropy"),
     Metric("actor/kl_k1", "nats", "mean", "old policy to new, k1, of a trained token", "KL k1"),
     Metric("actor/kl_k3", "nats", "mean", "old policy to new, k3, of a trained token", "KL"),
@@ -91,14 +115,7 @@ _UPDATES = (
     Metric(
         "actor/ratio_first", "1", "mean", "new to old probability in the first minibatch; 1 if all is well", "ratio"
     ),
-    Metric("actor/grad_norm", "1", "mean", "global L2 norm before clipping, over minibatches", "grad"),
-    Metric("actor/lr", "1", "last", "learning rate", "lr"),
-    Metric("actor/skipped_updates", "updates", "sum", "left out for a loss or gradient not finite", "skipped", "down"),
-    Metric("critic/loss", "reward^2", "mean", "over minibatches", "critic loss", "down"),
     Metric("critic/clip_fraction", "share", "mean", "trained tokens whose value was clipped", "value clip"),
-    Metric("critic/grad_norm", "1", "mean", "global L2 norm before clipping, over minibatches", "critic grad"),
-    Metric("critic/lr", "1", "last", "learning rate", "critic lr"),
-    Metric("critic/skipped_updates", "updates", "sum", "left out for a loss or gradient not finite", "skipped", "down"),
     Metric("router/load_max", "1", "max", "load of an expert over its fair share, over layers", "load max", "down"),
     Metric("router/load_min", "1", "min", "load of an expert over its fair share, over layers", "load min", "up"),
     Metric("router/load_entropy", "nats", "mean", "of the experts' loads, over layers", "load entropy", "up"),
@@ -137,16 +154,16 @@ _PERFORMANCE = (
     Metric("progress/epoch", "epochs", "last", "of the training data seen", "epoch"),
 )
 
+_SAYS = {Head.lm: "log-probs", Head.value: "values"}
+_TRAINED = sorted((role for role in ROLES.values() if role.trains), key=lambda role: role.publishes)  # as a step does
+
 # In the order of a step, which is the order of the report's bars.
 PHASES = {
     "generate": "responses are drawn",
     "score": "responses are graded, as far as drawing does not hide it",
-    "logprobs": "the actor's log-probs before its update",
-    "reference": "the reference's log-probs",
-    "values": "the critic's values",
+    **{role.phase: f"the {role.name}'s {_SAYS[role.head]}" for role in ROLES.values()},
     "advantages": "rewards become advantages, on the controller",
-    "update_critic": "the critic is trained",
-    "update_actor": "the actor is trained",
+    **{role.update_phase: f"the {role.name} is trained" for role in _TRAINED},
     "sync": "weights go to the rollout engines",
     "validate": "validation, drawing and grading included",
     "save": "the step waits for a checkpoint or an export; of the one before, as a rule",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.role_table import ROLES
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.before_after import before_after
 from mcore_rl.tracking.charts import NUM_COLOURS, BarSeries, Series, line_chart, stacked_bars
@@ -30,8 +31,8 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("KL of the update, per token", ("actor/kl_k3",)),
     ("Entropy", ("actor/entropy",)),
     ("Log-prob difference, trainer and sampler", ("rollout/logprob_diff_mean",)),
-    ("Gradient norm", ("actor/grad_norm", "critic/grad_norm")),
-    ("Learning rate", ("actor/lr", "critic/lr")),
+    ("Gradient norm", tuple(f"{role.name}/grad_norm" for role in ROLES.values() if role.trains)),
+    ("Learning rate", tuple(f"{role.name}/lr" for role in ROLES.values() if role.trains)),
     ("Clipped tokens", ("actor/clip_fraction_low", "actor/clip_fraction_high", "actor/clip_fraction_dual")),
     ("Explained variance of the critic", ("value/explained_variance",)),
     ("Throughput", ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s")),

@@ -20,6 +20,7 @@ from mcore_rl.checkpoints.rank_state import (
     MAIN,
     MOMENTS,
     RANDOM,
+    SNAPSHOT,
     WEIGHT,
     RankState,
     StateShard,
@@ -101,12 +102,19 @@ def load_run_state(engine: Engine, table: Table, directory: Path) -> bool:
         bound = bind(engine.models, table, rank)
         ranges = _ranges(engine, bound)
         wanted = [*_wanted_weights(bound, table, stored), *_wanted_main(ranges, table, first.adam_step)]
+        for name in engine.snapshots.moving():
+            wanted += [(SNAPSHOT + name, piece) for each in bound for piece in table.pieces(each.local)]
         problems = list(stored.mismatches({name: info.shape for name, info in table.hf_tensors.items()}))
         problems += [problem for kind, piece in wanted if (problem := stored.missing(kind, piece.hf, piece.hf_region))]
         if problems:
             raise CheckpointError(str(directory), problems)
         for each in bound:
             _fill(stored, _weight_kind(stored, each), table, each, 0, each.tensor.detach().view(-1))
+        for name in engine.snapshots.moving():
+            kept = engine.snapshots.tensors(name)
+            for each in bound:
+                _fill(stored, SNAPSHOT + name, table, each, 0, kept[id(each.tensor)].view(-1))
+            engine.snapshots.loaded(name)
         _start_adam(engine, first.adam_step)
         for held in ranges:
             for kind, row in _rows(held, first.adam_step):
@@ -135,11 +143,14 @@ def _state_of(engine: Engine, table: Table) -> tuple[RankState, dict[str, Tensor
         shards.append(StateShard(name, shape, begin, end, pieces, tuple(rows)))
         tensors.update({f"{kind}/{name}": row for kind, row in rows.items()})
 
+    frozen = {SNAPSHOT + name: engine.snapshots.tensors(name) for name in engine.snapshots.moving()}
     for held in _ranges(engine, bound):
-        keep(held.bound, held.begin, dict(_rows(held, adam_step)))
+        of_frozen = {kind: kept[id(held.bound.tensor)].view(-1)[held.begin : held.end] for kind, kept in frozen.items()}
+        keep(held.bound, held.begin, dict(_rows(held, adam_step)) | of_frozen)
     for each in bound:
         if not _is_trained(engine, each.tensor):
-            keep(each, 0, {WEIGHT: each.tensor.detach().view(-1)})
+            of_frozen = {kind: kept[id(each.tensor)].view(-1) for kind, kept in frozen.items()}
+            keep(each, 0, {WEIGHT: each.tensor.detach().view(-1)} | of_frozen)
     random = random_state()
     tensors |= {f"{RANDOM}/{HOST}": random["host"]}
     tensors |= {f"{RANDOM}/{name}": state for name, state in random["tracker"].items()}

@@ -1,6 +1,7 @@
 """Named copies of the model's weights in host memory, swapped in for a pass and out again.
 
-The reference policy is such a snapshot of the actor, not a second model.  Only the weights that the forward pass
+The reference policy is such a snapshot of the actor, not a second model.  Some follow the live weights (``Moves``).
+Only the weights that the forward pass
 reads are kept; main weights, moments and gradients of the optimizer never notice a swap, so no step may run inside one.
 """
 
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from mcore_rl.config.role import ExponentialAverage, Moves, Never
 from mcore_rl.parallel.device import Platform, pinned_empty_like, synchronize
 
 
@@ -22,6 +24,8 @@ class Snapshots:
         self._live = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
         self._platform = platform
         self._kept: dict[str, list[Tensor]] = {}
+        self._moves: dict[str, Moves] = {}
+        self._means: dict[str, list[Tensor]] = {}  # float32, of those that are averages
         self._swapped_in: str | None = None
 
     @property
@@ -35,11 +39,30 @@ class Snapshots:
 
     def num_bytes(self) -> int:
         """Host memory that this rank's snapshots take."""
-        return sum(tensor.nbytes for kept in self._kept.values() for tensor in kept)
+        tensors = [tensor for kept in (*self._kept.values(), *self._means.values()) for tensor in kept]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    def moving(self) -> list[str]:
+        """Names of those that follow the live weights, and so are part of a checkpoint."""
+        return sorted(name for name, moves in self._moves.items() if not isinstance(moves, Never))
+
+    def tensors(self, name: str) -> dict[int, Tensor]:
+        """By the id of the live tensor, what snapshot ``name`` goes on from: its weights, or their float32 mean."""
+        assert name != self._swapped_in, f"snapshot {name!r} is in place; its memory holds the live weights"
+        held = self._means.get(name, self._kept[name])
+        return {id(live): tensor for live, tensor in zip(self._live, held, strict=True)}
+
+    def loaded(self, name: str) -> None:
+        """``tensors(name)`` were written: score with them from now on."""
+        for kept, mean in zip(self._kept[name], self._means.get(name, self._kept[name]), strict=True):
+            kept.copy_(mean)
 
     @torch.no_grad()
-    def take(self, name: str) -> None:
-        """Keep the live weights as ``name``, replacing an earlier snapshot of that name."""
+    def take(self, name: str, moves: Moves | None = None) -> None:
+        """Keep the live weights as ``name``, replacing an earlier snapshot of that name.
+
+        moves: how ``move`` brings it after the live weights; None is as before, at first never.
+        """
         assert self._swapped_in is None, f"the weights in place are those of snapshot {self._swapped_in!r}"
         self._require_live()
         if name not in self._kept:
@@ -47,11 +70,33 @@ class Snapshots:
         for live, kept in zip(self._live, self._kept[name], strict=True):
             kept.copy_(live, non_blocking=True)
         synchronize(self._platform)
+        self._moves[name] = moves or self._moves.get(name, Never())
+        if isinstance(self._moves[name], ExponentialAverage):
+            self._means[name] = [kept.float() if kept.is_floating_point() else kept for kept in self._kept[name]]
+
+    @torch.no_grad()
+    def move(self, name: str) -> None:
+        """Bring snapshot ``name`` after the live weights, as it was taken to."""
+        moves = self._moves[name]
+        if not isinstance(moves, ExponentialAverage):
+            self.take(name)
+            return
+        assert self._swapped_in is None, f"the weights in place are those of snapshot {self._swapped_in!r}"
+        self._require_live()
+        for live, mean in zip(self._live, self._means[name], strict=True):
+            if live.is_floating_point():
+                # Two products and a sum, each rounded: no layout fuses them in another way.
+                mean.copy_(mean.to(live.device) * moves.decay + live.float() * (1 - moves.decay))
+            else:
+                mean.copy_(live)
+        synchronize(self._platform)
+        self.loaded(name)
 
     def drop(self, name: str) -> None:
         """Forget a snapshot and free its memory."""
         assert name != self._swapped_in, f"snapshot {name!r} is in place; its memory holds the live weights"
-        del self._kept[name]
+        for each in (self._kept, self._moves, self._means):
+            each.pop(name, None)
 
     @contextmanager
     def swapped(self, name: str) -> Iterator[None]:

@@ -33,10 +33,10 @@ def test_every_algorithm_runs_with_short_responses_and_a_small_batch(name: str) 
 
 def test_the_roles_that_an_algorithm_needs() -> None:
     needs = {name: run_of(f"algorithm={name}") for name in ALGORITHMS}
-    assert {name for name, run in needs.items() if run.needs_critic} == {"ppo"}
+    assert {name for name, run in needs.items() if "critic" in run.roles} == {"ppo"}
     assert {name for name, run in needs.items() if run.needs_greedy} == {"remax"}
     referring = {"grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo"}
-    assert {name for name, run in needs.items() if run.needs_reference} == referring
+    assert {name for name, run in needs.items() if "reference" in run.roles} == referring
     assert {name: run.roles for name, run in needs.items()} == {each.name: each.roles for each in algorithms().values()}
 
 
@@ -121,7 +121,7 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
             "algorithm.rollout_correction.lower=1.5",
             "algorithm.rollout_correction.lower=1.5: with upper=2.0 does not",
         ),
-        ("trainer.critic_warmup=3", "trainer.critic_warmup=3: there is no critic"),
+        ("trainer.critic_warmup=3", "trainer.critic_warmup=3: the actor alone is trained"),
         ("algorithm=ppo algorithm.gamma=1.1", "algorithm.gamma=1.1: must lie in [0, 1]"),
         ("algorithm=ppo algorithm.lam=-0.1", "algorithm.lam=-0.1: must lie in [0, 1]"),
         (

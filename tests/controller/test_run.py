@@ -90,7 +90,7 @@ async def kill_a_worker(run: Run) -> None:
     logs = [run.directory / "logs" / f"actor-rank-{rank}.log" for rank in range(2)]
     peer, killed = (holder for log in logs for holder in holders_of(log))
     peer.send_signal(signal.SIGSTOP)
-    step = asyncio.ensure_future(run.actor.save_hf(run.directory / "never", Path(run.config.model.path)))
+    step = asyncio.ensure_future(run.policy.save_hf(run.directory / "never", Path(run.config.model.path)))
     try:
         await is_in(logs[1], "save_hf")
         killed.kill()
@@ -104,7 +104,7 @@ async def observe(found: Observed, settings: RunConfig, kill: Any) -> None:
     async with open_run(settings) as run:
         await train(run)
         await run.devices.to_trainer(keep_weights=True)
-        found.checksums = await run.actor.checksum()
+        found.checksums = await run.policy.checksum()
         await kill(run)
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.compose import compose
+from mcore_rl.config.role import Never
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.preparation import complete, prepare
 from mcore_rl.controller.lifecycle.start import open_run
 from mcore_rl.controller.loop import train
-from mcore_rl.controller.run import REFERENCE, Run
+from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.parallel.device import detect
 from mcore_rl.runtime.train_group import TrainGroup
@@ -66,19 +67,17 @@ class Course:
         config = complete(configuration(self.task, self.folder / name, *overrides))
         platform = detect(config.trainer.device)
         prepared = prepare(config, platform)
-        critic = started.critic if config.needs_critic else None
+        groups = {role.name: started.groups[role.name] for role in config.group_rows}
         await started.devices.to_trainer()
         for group in roles(started):
             await group.load_state(self.folder / group.role)
-        await started.actor.take_snapshot(REFERENCE)
+        await started.policy.take_snapshot("reference", Never())
         collector = RolloutCollector(started.collector.engine, started.collector.scorer, config)
         values = {"algorithm": name}
         with Tracker.open(self.folder / name, config.trainer, values, STEPS) as tracker:
-            run = Run(
-                config, platform, tracker, prepared, started.actor, critic, collector, started.devices, started.weights
-            )
+            run = Run(config, platform, tracker, prepared, groups, collector, started.devices, started.weights)
             if flipped:
-                run.actor_loss = Flipped(config.actor)
+                run.losses["actor"] = Flipped(config.actor)
             await train(run)
         rows = read_metrics(self.folder / name / "metrics.jsonl")
         assert [row["step"] for row in rows] == list(range(STEPS + 1))
@@ -90,8 +89,7 @@ def configuration(task: Path, directory: Path, *overrides: str) -> RunConfig:
 
 
 def roles(run: Run) -> list[TrainGroup]:
-    assert run.critic is not None
-    return [run.actor, run.critic]
+    return [*run.groups.values()]
 
 
 Outcomes = dict[str, tuple[float, float]]

@@ -88,7 +88,7 @@ def features(name: str) -> set[str]:
     run = recipe(name)
     layout, _ = shadows.reduced(run.actor.parallel, run.trainer.world_size)
     axes = {axis for axis in ("tp", "pp", "vpp", "cp", "ep", "etp") if getattr(layout, axis) > 1}
-    program = {"sft"} if isinstance(run, SftConfig) else {f"critic: {run.needs_critic}"}
+    program = {"sft"} if isinstance(run, SftConfig) else {f"critic: {'critic' in run.roles}"}
     return {family(name), *axes, *program}
 
 
@@ -129,7 +129,7 @@ def steps_are_sane(config: RunConfig, metrics: list[dict[str, Any]]) -> None:
     for line in metrics:
         # Two implementations in float32, and few layers; a wrong weight makes 0.01 and more.
         assert line["rollout/logprob_diff_max"] < 1e-4
-        assert ("critic/grad_norm" in line) is config.needs_critic
+        assert ("critic/grad_norm" in line) is ("critic" in config.roles)
         assert ("kl/reward" in line) is config.algorithm.use_kl_in_reward
         assert ("kl/loss" in line) is config.actor.use_kl_loss
     if config.algorithm.use_kl_in_reward:

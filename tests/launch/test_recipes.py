@@ -104,7 +104,7 @@ def test_composes_and_validates_at_full_size(name: str) -> None:
     if isinstance(run, SftConfig):
         found = sft_violations(run) + model_sft_violations(run, model)
     else:
-        found = run_violations(run) + model_run_violations(run, model, model if run.needs_critic else None)
+        found = run_violations(run) + model_run_violations(run, {role.name: model for role in run.group_rows})
     assert found == []
 
 
@@ -194,7 +194,7 @@ def test_hyperparameters_are_those_published(name: str) -> None:
     assert not run.algorithm.filter_groups.enable
     assert num_steps(run) == row.steps
     if row.critic_lr is not None:
-        assert run.needs_critic and run.critic.optim.lr == row.critic_lr
+        assert "critic" in run.roles and run.critic.optim.lr == row.critic_lr
         assert run.critic.ppo_mini_batch_size == row.mini and run.critic.cliprange_value == 0.5
 
 
@@ -213,7 +213,7 @@ def layouts(name: str) -> tuple[str, ...]:
     run = recipe(name)
     rollout = run.rollout.layout if isinstance(run, RunConfig) else None
     layers = run.actor.parallel.pipeline_layers
-    critic = isinstance(run, RunConfig) and run.needs_critic
+    critic = isinstance(run, RunConfig) and "critic" in run.roles
     critic_layout = str(run.critic.parallel) if isinstance(run, RunConfig) and critic else ""
     return tuple(map(str, (
         run.recipe.checkpoint, run.actor.parallel, layers, run.trainer.world_size, rollout, critic_layout,
@@ -233,7 +233,7 @@ def test_weights_go_right_at_full_size(name: str) -> None:
     rollout = run.rollout.layout if isinstance(run, RunConfig) else None
     report, model = prove(config, run.actor.parallel, world_size, rollout, None, Console(quiet=True))
     assert report.proven, [check.failures[:3] for check in report.checks]
-    if isinstance(run, RunConfig) and run.needs_critic:
+    if isinstance(run, RunConfig) and "critic" in run.roles:
         family, _ = model_of(config)
         table = Table(family, model, run.critic.parallel, world_size, head=Head.value)
         shapes = partial(meta_shapes, model, run.critic.parallel, world_size, head=Head.value)

@@ -13,7 +13,7 @@ from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.planning.activations import Kernels, head_bytes, kernels_of, layer_bytes
-from mcore_rl.planning.training import Role, Work
+from mcore_rl.planning.training import RolePlan, Work
 from mcore_rl.types import Denominators, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
@@ -90,7 +90,7 @@ def test_what_is_kept_is_what_autograd_saves(processes: None) -> None:
             engine = EngineConfig(precision=precision, microbatch_tokens=ROWS)
             parallel = parse_layout(layout)
             work = Work(sequences=SEQUENCES, longest=LENGTH, mean=LENGTH)
-            role = Role("actor", model, engine, parallel, parallel.tp, work, accelerator=False)
+            role = RolePlan("actor", model, engine, parallel, parallel.tp, work, accelerator=False)
             step = role.training(0)
             assert step.activations + step.logits == pytest.approx(num_bytes, rel=0.04), (layout, precision, recompute)
 

@@ -24,7 +24,7 @@ from mcore_rl.planning.overheads import (
 )
 from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes
 from mcore_rl.planning.timing import Rates
-from mcore_rl.planning.training import Role, Work
+from mcore_rl.planning.training import RolePlan, Work
 
 MODEL = ModelConfig(
     num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2, head_dim=16,
@@ -35,10 +35,10 @@ RATES = Rates(flops=1e12, memory=1e11, intra=1e10, inter=1e9, per_node=8, accele
 WORK = Work(sequences=16, longest=128, mean=100.0)
 
 
-def role(layout: str = "", world_size: int = 1, model: ModelConfig = MODEL, **engine: object) -> Role:
+def role(layout: str = "", world_size: int = 1, model: ModelConfig = MODEL, **engine: object) -> RolePlan:
     settings = dict(precision=Precision.bfloat16, recompute=Recompute.none, microbatch_tokens=400)
     config = EngineConfig(**(settings | engine))  # type: ignore[arg-type]
-    return Role("actor", model, config, parse_layout(layout), world_size, WORK, accelerator=True)
+    return RolePlan("actor", model, config, parse_layout(layout), world_size, WORK, accelerator=True)
 
 
 def test_rates_are_shares_of_the_data_sheet() -> None:

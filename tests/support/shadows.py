@@ -130,7 +130,7 @@ def _of_run(run: RunConfig, world_size: int) -> list[str]:
     ]
     if run.reward.overlong.enable:
         found.append(f"reward.overlong.length={RESPONSE_TOKENS // 2}")
-    if run.needs_critic:
+    if "critic" in run.roles:
         parallel, critic_world_size = reduced(run.critic.parallel, run.trainer.world_size)
         assert critic_world_size == world_size
         found += [*_layout("critic", parallel), "critic.microbatch_tokens=1024"]

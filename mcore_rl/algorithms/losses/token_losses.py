@@ -29,7 +29,8 @@ def trained_rows(inputs: LossInputs) -> LossInputs:
         value = getattr(inputs, each.name)
         if isinstance(value, Tensor) and value.is_floating_point():
             zeroed[each.name] = value.masked_fill(~inputs.mask_N, 0)
-    return replace(inputs, **zeroed)  # type: ignore[arg-type]
+    extra_N = {name: x_N.masked_fill(~inputs.mask_N, 0) for name, x_N in inputs.extra_N.items()}
+    return replace(inputs, extra_N=extra_N, **zeroed)  # type: ignore[arg-type]
 
 
 def log_ratios(inputs: LossInputs) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.role import Head, Role
+from mcore_rl.config.roles import RoleConfig
 from mcore_rl.config.rollout import BYTES, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
@@ -13,33 +16,52 @@ from mcore_rl.errors import Violation
 from mcore_rl.parallel.layout import Layout, layout_violations
 
 
-def model_run_violations(run: RunConfig, model: ModelConfig, critic: ModelConfig | None = None) -> list[Violation]:
-    """Everything that keeps ``model`` from being trained and sampled as ``run`` says; critic: its model, if any."""
-    found = [*context_violations(model, run.rollout), *rollout_violations(model, run.rollout.layout)]
-    world = run.trainer.world_size
-    roles = {"actor": (model, run.actor.parallel)}
-    if critic is not None:
-        roles["critic"] = (critic, run.critic.parallel)
-    for name, (each, parallel) in roles.items():
-        for violation in layout_violations(each, parallel, world):
-            key = violation.key.removeprefix("parallel.")
-            where = f"{name}.parallel.{key}"
-            found.append(Violation(where, violation.value, violation.problem, violation.remedy))
+def model_run_violations(run: RunConfig, models: Mapping[str, ModelConfig]) -> list[Violation]:
+    """Everything that keeps the policy from being sampled, and each role from computing, as ``run`` says.
+
+    models: of each role with processes of its own, by name, the policy's first.
+    """
+    policy, world = next(iter(models.values())), run.trainer.world_size
+    found = [*context_violations(policy, run.rollout), *rollout_violations(policy, run.rollout.layout)]
+    longest = run.data.max_prompt_length + run.data.max_response_length
+    for role in run.group_rows:
+        model = models[role.name]
+        found += _layout_violations(model, run.role_config(role), world, role.name)
+        if not role.publishes:
+            found += _other_model_violations(run, role, model, policy, longest)
     if not found:
-        found += _share_violations(run, Layout.of(run.actor.parallel, world).dp, "actor")
-        found += _full_kl_violations(run, model)
-        if critic is not None:
-            found += _share_violations(run, Layout.of(run.critic.parallel, world).dp, "critic")
+        for role in run.trained_rows:
+            found += _share_violations(run, role)
+        found += _full_kl_violations(run, policy)
     return found
 
 
-def _share_violations(run: RunConfig, dp: int, role: str) -> list[Violation]:
-    size = (run.actor if role == "actor" else run.critic).ppo_mini_batch_size
+def _layout_violations(model: ModelConfig, config: RoleConfig, world_size: int, name: str) -> Iterator[Violation]:
+    for each in layout_violations(model, config.parallel, world_size):
+        yield replace(each, key=f"{name}.parallel.{each.key.removeprefix('parallel.')}")
+
+
+def _other_model_violations(
+    run: RunConfig, role: Role, model: ModelConfig, policy: ModelConfig, longest: int
+) -> Iterator[Violation]:
+    """Whether a model beside the policy can read its samples: the same vocabulary, and as many positions."""
+    path = run.weights_of(role)
+    if role.head is Head.lm and model.vocab_size != policy.vocab_size:
+        problem = f"has {model.vocab_size:,} tokens, and the policy {policy.vocab_size:,}: they mean different texts"
+        yield Violation(f"{role.weights}", path, problem, "Name a model with the policy's tokenizer")
+    if longest > model.max_position_embeddings:
+        problem = f"has {model.max_position_embeddings:,} positions, and a sequence up to {longest:,} tokens"
+        yield Violation(f"{role.weights}", path, problem, "Name a model with more, or shorten data.max_*_length")
+
+
+def _share_violations(run: RunConfig, role: Role) -> list[Violation]:
+    config = run.trained_config(role)
+    dp, size = Layout.of(config.parallel, run.trainer.world_size).dp, config.ppo_mini_batch_size
     sequences = size * run.rollout.n
     if sequences >= dp:
         return []
-    problem = f"makes {sequences} sequences a step, fewer than the {dp} data-parallel ranks of the {role}"
-    return [Violation(f"{role}.ppo_mini_batch_size", size, problem, f"Write {-(-dp // run.rollout.n)} or more")]
+    problem = f"makes {sequences} sequences a step, fewer than the {dp} data-parallel ranks of the {role.name}"
+    return [Violation(f"{role.name}.ppo_mini_batch_size", size, problem, f"Write {-(-dp // run.rollout.n)} or more")]
 
 
 def _full_kl_violations(run: RunConfig, model: ModelConfig) -> list[Violation]:
@@ -72,10 +94,7 @@ def _full_kl_violations(run: RunConfig, model: ModelConfig) -> list[Violation]:
 def model_sft_violations(config: SftConfig, model: ModelConfig) -> list[Violation]:
     """Everything that keeps ``model`` from being trained as ``config`` says."""
     parallel, world = config.actor.parallel, config.trainer.world_size
-    found = [
-        replace(each, key=f"actor.parallel.{each.key.removeprefix('parallel.')}")
-        for each in layout_violations(model, parallel, world)
-    ]
+    found = list(_layout_violations(model, config.actor, world, "actor"))
     if config.data.max_length > model.max_position_embeddings:
         problem = f"exceeds the model's {model.max_position_embeddings} tokens"
         remedy = f"Write {model.max_position_embeddings} or less"

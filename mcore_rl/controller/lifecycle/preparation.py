@@ -12,6 +12,8 @@ from mcore_rl.algorithms.kl import KlController
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import style_violations
+from mcore_rl.config.role_table import ROLES
+from mcore_rl.config.roles import FrozenModelConfig, RoleConfig, TrainedConfig, TrainedModelConfig
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import warn
@@ -34,7 +36,8 @@ from mcore_rl.runtime.placement import placement_violations
 class Prepared:
     """What is known before a process is started.
 
-    model, critic: the actor's, and the critic's where there is one.  encoder: of the reward model, where there is one.
+    models: of each role with processes of its own, by name, the policy's first.
+    encoder: of the reward model, where there is one.
     data_sources: of the prompts that graders grade.
     """
 
@@ -43,8 +46,7 @@ class Prepared:
     validation: PromptSet | None
     sampler: PromptSampler
     num_steps: int
-    model: ModelConfig
-    critic: ModelConfig | None
+    models: dict[str, ModelConfig]
     progress: Progress
     checkpoint: Path | None
     identity: Identity
@@ -59,23 +61,26 @@ def complete(config: RunConfig) -> RunConfig:
     place = str(Path(config.trainer.default_local_dir).resolve())
     longest = float(config.data.max_response_length)
     judge, room = config.reward_model, config.data.max_prompt_length + config.data.max_response_length
-    actor_constant, critic_constant = config.actor.loss_agg_constant, config.critic.loss_agg_constant
+    roles = {role.name: _complete_role(getattr(config, role.name), longest) for role in ROLES.values() if role.config}
     return replace(
-        config,
+        config.with_groups(roles),
         model=replace(config.model, path=path),
         trainer=replace(config.trainer, default_local_dir=place),
-        actor=replace(config.actor, loss_agg_constant=longest if actor_constant is None else actor_constant),
-        critic=replace(
-            config.critic,
-            path=config.critic.path and str(Path(config.critic.path).resolve()),
-            loss_agg_constant=longest if critic_constant is None else critic_constant,
-        ),
         reward_model=replace(
             judge,
             model=replace(judge.model, path=judge.model.path and str(Path(judge.model.path).resolve())),
             max_length=room if judge.max_length is None else judge.max_length,
         ),
     )
+
+
+def _complete_role(config: RoleConfig, longest: float) -> RoleConfig:
+    """longest: tokens of a response."""
+    if isinstance(config, (FrozenModelConfig, TrainedModelConfig)) and config.path:
+        config = replace(config, path=str(Path(config.path).resolve()))
+    if isinstance(config, TrainedConfig) and config.loss_agg_constant is None:
+        config = replace(config, loss_agg_constant=longest)
+    return config
 
 
 def prepare(config: RunConfig, platform: Platform) -> Prepared:
@@ -85,11 +90,12 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     """
     refuse_if_any(run_violations(config))
     directory = Path(config.model.path)
-    model = admit(directory, config.rollout, platform)
-    critic = None
-    if config.needs_critic:
-        _, critic = model_of(read_config(Path(config.critic.path or config.model.path)))
-    found = model_run_violations(config, model, critic)
+    policy = admit(directory, config.rollout, platform)
+    models = {
+        role.name: policy if role.publishes else model_of(read_config(Path(config.weights_of(role))))[1]
+        for role in config.group_rows
+    }
+    found = model_run_violations(config, models)
     found += placement_violations(config.trainer, config.rollout.layout, platform)
     encoder = None
     if config.reward_model.enable:
@@ -111,7 +117,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
             sampler.batches_per_epoch(data.gen_batch_size, "data.gen_batch_size")
         num_steps = num_steps or per_epoch * config.trainer.total_epochs
     kl, progress = KlController(config.algorithm.kl_ctrl), Progress()
-    identity = Identity.of(as_dict(config), ["actor", "critic"] if config.needs_critic else ["actor"])
+    identity = Identity.of(as_dict(config), [role.name for role in config.role_rows if role.trains])
     checkpoint = run_checkpoints.to_resume(config.trainer, warn)
     if checkpoint is not None:
         note_differences(identity, checkpoint)
@@ -124,8 +130,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         validation=validation,
         sampler=sampler,
         num_steps=num_steps,
-        model=model,
-        critic=critic,
+        models=models,
         progress=progress,
         checkpoint=checkpoint,
         identity=identity,

@@ -13,7 +13,6 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.config.compose import as_dict
-from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
@@ -24,20 +23,19 @@ from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
-from mcore_rl.controller.lifecycle.saving import load_state
 from mcore_rl.controller.lifecycle.start_plan import forecast, write_plan
+from mcore_rl.controller.lifecycle.start_roles import start_roles
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
-from mcore_rl.controller.run import REFERENCE, Run
+from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.planning.plan import Plan
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.runtime.cluster import ray_cluster, this_host
-from mcore_rl.runtime.placement import Places, place
+from mcore_rl.runtime.placement import place
 from mcore_rl.runtime.rollout_worker import RayEngine
-from mcore_rl.runtime.start import pool_of, start_engines, start_trainers
+from mcore_rl.runtime.start import pool_of, start_engines
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.runtime.train_worker import RoleSpec
 from mcore_rl.sync.device_ipc import DeviceIpcTransport
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.process_group import ProcessGroupTransport
@@ -80,31 +78,31 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)
         stack.callback(places.close)
 
-        starting_roles = _start_roles(prepared, places, platform, config, stack)
+        starting_roles = start_roles(config, prepared.checkpoint, places, platform, stack)
         directory = Path(config.model.path)
         starting_engines = partial(start_engines, directory, config.rollout, places.rollout, platform, logs, stack)
-        colocated = trainer.placement is Placement.colocated
+        colocated, policy = trainer.placement is Placement.colocated, config.policy.name
         if colocated and platform.is_accelerator:  # engines measure what the trainer left free of a device
             tracker.now("starting the trainer")
-            actor, critic = await starting_roles
+            groups = await starting_roles
             tracker.now("starting the rollout engines")
-            engines = await starting_engines(actor)
+            engines = await starting_engines(groups[policy])
         else:
             tracker.now("starting the trainer and the rollout engines")
-            (actor, critic), engines = await _together(starting_roles, starting_engines())
+            groups, engines = await _together(starting_roles, starting_engines())
         pool, reward_model = pool_of(engines, config.rollout), None
         if prepared.encoder is not None:
             tracker.now("starting the reward model")
-            bundles, shared = places.reward_model, actor if colocated else None
+            bundles, shared = places.reward_model, groups[policy] if colocated else None
             reward_model = await start_reward_model(config, prepared.encoder, bundles, platform, logs, shared, stack)
 
-        updater = await _weight_updater(config, platform, actor, engines, stack)
+        updater = await _weight_updater(config, platform, groups[policy], engines, stack)
         restarter = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
         weights = WeightSync(updater, restarter, trainer.guards.check_weights_freq)
-        devices = DeviceSharing(trainer.placement, actor, pool, weights, restarter, reward_model)
+        devices = DeviceSharing(trainer.placement, groups[policy], pool, weights, restarter, reward_model)
         samples = ResendingPool(pool, restarter, devices, weights)
         collector = RolloutCollector(samples, scorer, config, reward_model)
-        run = Run(config, platform, tracker, prepared, actor, critic, collector, devices, weights)
+        run = Run(config, platform, tracker, prepared, groups, collector, devices, weights)
         stack.push_async_callback(run.saver.close)
         yield run
 
@@ -124,7 +122,7 @@ async def _weight_updater(
 def _prepared(config: RunConfig, platform: Platform) -> tuple[Prepared, Plan]:
     """What is read and what is expected; nothing is started where either is refused."""
     prepared = prepare(config, platform)
-    return prepared, forecast(config, platform, prepared.model, prepared.critic)
+    return prepared, forecast(config, platform, prepared.models)
 
 
 @contextmanager
@@ -146,57 +144,6 @@ async def _together(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B
         for each in both:
             each.cancel()
         await asyncio.wait(both)
-
-
-async def _start_roles(
-    prepared: Prepared, places: Places, platform: Platform, config: RunConfig, stack: AsyncExitStack
-) -> tuple[TrainGroup, TrainGroup | None]:
-    """The actor, and the critic where there is one."""
-    actor = await _start_role(_actor_role(config), prepared, places, platform, config, stack)
-    if not config.needs_critic:
-        return actor, None
-    return actor, await _start_role(_critic_role(config), prepared, places, platform, config, stack)
-
-
-async def _start_role(
-    spec: RoleSpec, prepared: Prepared, places: Places, platform: Platform, config: RunConfig, stack: AsyncExitStack
-) -> TrainGroup:
-    """The workers of a role, with the weights to begin with, and the reference's beside them."""
-    logs = Path(config.trainer.default_local_dir) / "logs"
-    group = await start_trainers(spec, places, platform, logs, config.trainer)
-    stack.callback(group.close)
-    await group.build()
-    if spec.role == "actor" and config.needs_reference:
-        await group.take_snapshot(REFERENCE)  # of what the run began with, also after a resume
-    if prepared.checkpoint is not None:
-        await load_state(group, prepared.checkpoint)
-    if config.trainer.placement is Placement.colocated:
-        await group.offload()  # an engine that starts wants its share of a device to be free
-    return group
-
-
-def _actor_role(config: RunConfig) -> RoleSpec:
-    directory = Path(config.model.path)
-    return RoleSpec(
-        role="actor",
-        publishes=True,
-        directory=directory,
-        engine=config.actor,
-        parallel=config.actor.parallel,
-        shares_device=config.trainer.placement is Placement.colocated,
-    )
-
-
-def _critic_role(config: RunConfig) -> RoleSpec:
-    directory = Path(config.critic.path or config.model.path)
-    return RoleSpec(
-        role="critic",
-        directory=directory,
-        engine=config.critic,
-        parallel=config.critic.parallel,
-        head=Head.value,
-        shares_device=config.trainer.placement is Placement.colocated,
-    )
 
 
 def _transport(config: RunConfig, platform: Platform, host: str, port: int) -> Transport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -24,15 +25,14 @@ from mcore_rl.tracking.secrets import redact
 PLAN = "plan.json"
 
 
-def forecast(
-    config: RunConfig | SftConfig, platform: Platform, model: ModelConfig, critic: ModelConfig | None = None
-) -> Plan:
+def forecast(config: RunConfig | SftConfig, platform: Platform, models: Mapping[str, ModelConfig]) -> Plan:
     """The plan of ``config`` where ``platform`` is, all nodes taken to be like this one; a line of it is shown.
 
+    models: of each role with processes of its own, by name, the policy's first.
     Raises ConfigError where it does not fit, with the numbers and, on accelerators, the nearest settings that do.
     """
-    cluster = cluster_at_hand(config.trainer, platform)
-    planned = plan(config, model, cluster, critic)
+    model, cluster = next(iter(models.values())), cluster_at_hand(config.trainer, platform)
+    planned = plan(config, model, cluster, models)
     if not planned.fits:
         raise refusal(planned, config, model, cluster)
     note(short_line(planned))

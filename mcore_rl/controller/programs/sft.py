@@ -59,7 +59,7 @@ class Sft:
     progress: Progress
     checkpoint: Path | None
     identity: Identity
-    model: ModelConfig
+    models: dict[str, ModelConfig]
     num_steps: int
 
     @property
@@ -102,7 +102,7 @@ def prepare(config: SftConfig) -> Sft:
         progress=progress,
         checkpoint=checkpoint,
         identity=identity,
-        model=model,
+        models={ROLE: model},
         num_steps=trainer.total_training_steps or per_epoch * trainer.total_epochs,
     )
 
@@ -162,7 +162,7 @@ async def _workers(sft: Sft) -> AsyncIterator[_Workers]:
     """Ready to train, from the checkpoint that is gone on from, if any."""
     config, trainer = sft.config, sft.config.trainer
     platform = detect(trainer.device)
-    planned = forecast(config, platform, sft.model)
+    planned = forecast(config, platform, sft.models)
     resumed = None if sft.checkpoint is None else sft.progress.step
     with Tracker.open(sft.directory, trainer, as_dict(config), sft.num_steps, resumed_step=resumed) as tracker:
         write_plan(planned, sft.directory)
@@ -202,7 +202,7 @@ async def _train(sft: Sft, leaving: Preemption, workers: _Workers) -> None:
                 rows = sft.sampler.next(sft.config.data.train_batch_size)
                 batch = batch_of([sft.train[index] for index in rows])
                 metrics = await _step(batch, group)
-        metrics |= tflop(batch.lengths_S, [Passes(model=sft.model, scored=0, trained=1)])
+        metrics |= tflop(batch.lengths_S, [Passes(model=sft.models[ROLE], scored=0, trained=1)])
         if sft.validation is not None and is_due(trainer.test_freq, step, sft.num_steps):
             with clock("validate"):
                 metrics |= await _validate(sft.validation, group)

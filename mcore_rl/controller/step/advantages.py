@@ -56,7 +56,7 @@ class StepAdvantages:
 
 
 async def estimate_step(
-    actor: TrainGroup, shared: SharedBatch, groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController
+    policy: TrainGroup, shared: SharedBatch, groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController
 ) -> StepAdvantages:
     """Advantages of a step, from the log-probs and values that were scored.
 
@@ -66,7 +66,7 @@ async def estimate_step(
     ranks = shared.assignment
     outcomes = [groups.outcomes.of(sequences) for sequences in ranks]
     inputs = shared.shard_refs([[sequences] for sequences in ranks], FIELDS, outcomes)
-    found, shards = await actor.compute_advantages(inputs, algorithm, kl.coef)
+    found, shards = await policy.compute_advantages(inputs, algorithm, kl.coef)
     shared.add(ranks, shards, found[0].fields)
     return combine(shared.in_order(ranks, [each.stats for each in found]), groups, algorithm, kl)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-from mcore_rl.algorithms.value import explained_variance
-from mcore_rl.config.roles import ActorConfig
+from mcore_rl.algorithms.role_loss import RoleLoss
+from mcore_rl.config.role import Role
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.updates import Updated
 from mcore_rl.episodes import Episode
 from mcore_rl.parallel.device import Memory
+from mcore_rl.types import SequenceScores
 
 GIB = 2**30
 
@@ -48,38 +49,23 @@ def _reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
     return {f"reward/part/{name}": fmean(of_one[name] for of_one in parts if name in of_one) for name in names}
 
 
-def actor_metrics(updated: Updated, config: ActorConfig, entropy: float) -> dict[str, float]:
-    """Of the actor's updates.  entropy: mean over the responses' tokens, before them."""
-    metrics = {"actor/entropy": entropy}
-    if not updated.results:
-        return metrics
-    wanted = {
-        "actor/kl_k1": "actor/approx_kl_k1",
-        "actor/kl_k3": "actor/approx_kl",
-        "actor/clip_fraction_low": "actor/clip_fraction_low",
-        "actor/clip_fraction_high": "actor/clip_fraction_high",
-        "actor/clip_fraction_dual": "actor/clip_fraction_dual",
-        "kl/loss": "actor/kl_loss",
-    }
-    found = {key: updated.mean(name) for key, name in wanted.items()}
-    found["actor/ratio_first"] = updated.mean("actor/ratio", first=True)
-    metrics |= {key: value for key, value in found.items() if value is not None}
-    if config.use_kl_loss:
-        metrics["kl/coef"] = config.kl_loss_coef
-    routers = {name for result in updated.results for name in result.metrics if name.startswith("router/")}
-    for name in routers:
-        metrics[name] = fmean(result.metrics[name] for result in updated.results if name in result.metrics)
-    return metrics | _optimizer_metrics("actor", updated)
+def score_metrics(role: Role, scores: SequenceScores | None, num_tokens: int) -> dict[str, float]:
+    """Of the pass of ``role`` over the samples: the mean entropy at ``num_tokens`` trained tokens."""
+    if scores is None or scores.entropy_S is None:
+        return {}
+    return {f"{role.name}/entropy": float(scores.entropy_S.sum()) / max(1, num_tokens)}
 
 
-def critic_metrics(updated: Updated) -> dict[str, float]:
-    """Of the critic's updates."""
+def update_metrics(role: Role, loss: RoleLoss, updated: Updated) -> dict[str, float]:
+    """Of the updates of ``role``; of the routers, those of the policy."""
     if not updated.results:
         return {}
-    metrics = {"value/explained_variance": explained_variance(updated.sums(), sum(updated.trained))}
-    clipped = updated.mean("critic/vf_clip_fraction")
-    assert clipped is not None
-    return metrics | {"critic/clip_fraction": clipped} | _optimizer_metrics("critic", updated)
+    routers = {name for result in updated.results for name in result.metrics if name.startswith("router/")}
+    of_routers = {
+        name: fmean(result.metrics[name] for result in updated.results if name in result.metrics)
+        for name in (routers if role.publishes else ())
+    }
+    return loss.metrics(updated.sums) | of_routers | _optimizer_metrics(role.name, updated)
 
 
 def _optimizer_metrics(role: str, updated: Updated) -> dict[str, float]:
@@ -92,7 +78,7 @@ def _optimizer_metrics(role: str, updated: Updated) -> dict[str, float]:
 
 
 def memory_metrics(memories: Sequence[Memory], accelerator: bool) -> dict[str, float]:
-    """Of the actor's processes: the highest peak of a device, or on CPU what they hold together."""
+    """Of the policy's processes: the highest peak of a device, or on CPU what they hold together."""
     if not memories:
         return {}
     if accelerator:
@@ -103,7 +89,7 @@ def memory_metrics(memories: Sequence[Memory], accelerator: bool) -> dict[str, f
 def rates(
     metrics: Mapping[str, float], seconds: Mapping[str, float], num_sequences: int, epochs: int
 ) -> dict[str, float]:
-    """Tokens a second.  seconds: ``time/*`` of the step.  epochs: passes of the actor over the sequences."""
+    """Tokens a second.  seconds: ``time/*`` of the step.  epochs: passes of the policy over the sequences."""
     found, responses = {}, metrics["response/length_mean"] * num_sequences
     prompts = metrics["prompt/length_mean"] * num_sequences
     if seconds.get("time/generate"):

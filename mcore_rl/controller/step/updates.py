@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
-from mcore_rl.algorithms.policy import ActorLoss
-from mcore_rl.algorithms.value import CriticLoss
-from mcore_rl.config.roles import ActorConfig, CriticConfig
+from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
+from mcore_rl.config.role import Role
+from mcore_rl.config.roles import TrainedConfig
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.data.pairs import placed_whole, units_of
@@ -29,9 +29,6 @@ from mcore_rl.runtime.train_worker import SequenceAdvantages
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 
 TOKENS = ("tokens_T", "mask_T")
-# What a role's loss may read, of what is there.
-ACTOR = (*TOKENS, "old_logprobs_T", "ref_logprobs_T", "advantages_T", "weights_T")
-CRITIC = (*TOKENS, "old_values_T", "returns_T")
 
 
 @dataclass
@@ -43,16 +40,10 @@ class Updated:
     trained: list[int] = field(default_factory=list)
     imbalance: float = 1.0
 
-    def mean(self, name: str, first: bool = False) -> float | None:
-        """A metric that losses sum over trained tokens, per trained token; first: of the first minibatch alone."""
-        chosen = list(zip(self.results, self.trained, strict=True))[: 1 if first else None]
-        found = [(result.metrics[name], count) for result, count in chosen if name in result.metrics]
-        return sum(value for value, _ in found) / max(1, sum(count for _, count in found)) if found else None
-
-    def sums(self) -> dict[str, float]:
-        """All metrics, over all minibatches."""
-        names = {name for result in self.results for name in result.metrics}
-        return {name: sum(result.metrics.get(name, 0.0) for result in self.results) for name in names}
+    @property
+    def sums(self) -> UpdateSums:
+        """What the loss said in them."""
+        return UpdateSums([result.metrics for result in self.results], self.trained)
 
 
 def send(group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> SharedBatch:
@@ -99,23 +90,49 @@ async def score(
     return shared.in_order(ranks, found)
 
 
+async def score_role(role: Role, group: TrainGroup, shared: SharedBatch, temperature: float) -> SequenceScores | None:
+    """The passes of ``role`` over the samples: the fields that it makes, and those that its frozen copy makes.
+
+    group: whose processes it uses.  temperature: of the distribution that was sampled from.  None: it makes none.
+    """
+    found = None
+    if role.makes:
+        found = await score(
+            group,
+            shared,
+            role.makes[0],
+            temperature=temperature,
+            with_entropy="entropy_S" in role.makes,
+            snapshot=None if role.shares is None else role.snapshot,
+        )
+    if role.copy_makes is not None:
+        await score(group, shared, role.copy_makes, temperature=temperature, snapshot=role.snapshot)
+    return found
+
+
+def fields_read(role: Role, rows: Sequence[Role]) -> tuple[str, ...]:
+    """What the loss of ``role`` is given, of what is there.  rows: of the run."""
+    of_others = [name for other in rows if role.name in other.read_by for name in other.makes]
+    return tuple(dict.fromkeys((*TOKENS, *role.reads, *of_others)))
+
+
 async def update(
     group: TrainGroup,
     shared: SharedBatch,
-    loss: ActorLoss | CriticLoss,
+    loss: RoleLoss,
+    config: TrainedConfig,
     minibatches: Sequence[Sequence[int]],
     step: StepAdvantages,
     *,
+    reads: Sequence[str],
     temperature: float,
     reference: str | None = None,
 ) -> Updated:
     """One optimizer step for each of ``minibatches``, lists of sequences; all in one call of the workers.
 
-    One in which nothing is trained is left out.  reference: the snapshot to which a full KL is taken.
+    One in which nothing is trained is left out.  reads: the fields that the loss is given, of what is there.
+    reference: the snapshot to which a full KL is taken.
     """
-    config, of_actor = loss.config, isinstance(loss, ActorLoss)
-    with_entropy = isinstance(loss, ActorLoss) and loss.with_entropy
-    kl_to = reference if isinstance(loss, ActorLoss) and loss.with_full_kl else None
     minibatches = [members for members in minibatches if int(step.trained_S[list(members)].sum())]
     if not minibatches:
         await group.rest()
@@ -124,16 +141,16 @@ async def update(
     shards = [_shards(shared, members, group.layout.dp) for members in minibatches]
     batches = list(zip(*shards, strict=True))
     payloads: list[SequenceAdvantages] = [[None] * len(minibatches)] * len(batches)
-    if of_actor and step.advantages.advantages_S is not None:
+    if "advantages_T" in reads and step.advantages.advantages_S is not None:
         advantages_S = step.advantages.advantages_S.numpy()  # pickled sooner than tensors
         payloads = [[advantages_S[sequences] for sequences in of_rank] for of_rank in batches]
     done = await group.train(
-        shared.shard_refs(batches, ACTOR if of_actor else CRITIC, payloads),
+        shared.shard_refs(batches, reads, payloads),
         loss,
         counts,
         temperature=temperature,
-        with_entropy=with_entropy,
-        kl_to=kl_to,
+        with_entropy=loss.with_entropy,
+        kl_to=reference if loss.with_full_kl else None,
         whitening=step.advantages.whitening,
     )
     return Updated(
@@ -168,9 +185,7 @@ def _shards(batch: TrainBatch | SharedBatch, members: Sequence[int], dp: int) ->
     return [[members[place] for place in shard] for shard in shards]
 
 
-def _counts(
-    lengths_S: Sequence[int], trained_S: Tensor, members: Sequence[int], config: ActorConfig | CriticConfig
-) -> Denominators:
+def _counts(lengths_S: Sequence[int], trained_S: Tensor, members: Sequence[int], config: TrainedConfig) -> Denominators:
     return Denominators(
         loss=loss_denominator(trained_S[list(members)], config.loss_agg_mode, config.loss_agg_constant),
         tokens=sum(lengths_S[index] for index in members),
@@ -178,7 +193,7 @@ def _counts(
     )
 
 
-def minibatches(group_S: Tensor, config: ActorConfig | CriticConfig, num_prompts: int, seed: int) -> list[list[int]]:
+def minibatches(group_S: Tensor, config: TrainedConfig, num_prompts: int, seed: int) -> list[list[int]]:
     """The sequences of each optimizer step: ``ppo_mini_batch_size`` prompts with all of their samples.
 
     group_S: the prompt of each sequence, 0 to ``num_prompts - 1``.  The first pass goes in the order of the prompts,

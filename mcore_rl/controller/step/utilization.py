@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Head
+from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.families.flops import forward_flops, train_flops
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.peak_flops import peak_tflops
 
 TERA = 1e12
-PHASES = {"updates": ("update_actor", "update_critic"), "logprobs": ("logprobs", "reference", "values")}
+PHASES = {
+    "updates": tuple(role.update_phase for role in ROLES.values() if role.trains),
+    "logprobs": tuple(role.phase for role in ROLES.values()),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

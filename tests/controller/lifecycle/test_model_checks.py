@@ -8,10 +8,10 @@ from mcore_rl.config.algorithm import AlgorithmConfig, KlPenalty
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.config.roles import ActorConfig, CriticConfig
+from mcore_rl.config.roles import ActorConfig, CriticConfig, RoleConfig
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftActorConfig, SftConfig
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.controller.lifecycle.model_checks import model_run_violations, model_sft_violations
 from mcore_rl.errors import Violation
@@ -70,7 +70,7 @@ def test_fine_tuning_is_held_against_the_model_too() -> None:
     def settings(length: int = 128, size: int = 4, axes: str = "", world: int = 4) -> SftConfig:
         return SftConfig(
             data=SftDataConfig(max_length=length, train_batch_size=size),
-            actor=SftActorConfig(parallel=parallel(axes)),
+            actor=RoleConfig(parallel=parallel(axes)),
             trainer=TrainerConfig(n_gpus_per_node=world),
         )
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from mcore_rl.config.roles import ActorConfig
-from mcore_rl.controller.step.metrics import actor_metrics, critic_metrics, memory_metrics, rates, sample_metrics
+from mcore_rl.algorithms.policy import policy_loss
+from mcore_rl.algorithms.value import value_loss
+from mcore_rl.config.role_table import ROLES
+from mcore_rl.config.roles import ActorConfig, CriticConfig
+from mcore_rl.controller.step.metrics import memory_metrics, rates, sample_metrics, score_metrics, update_metrics
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.updates import Updated
 from mcore_rl.episodes import Episode
 from mcore_rl.parallel.device import Memory
 from mcore_rl.rewards.score import Score
 from mcore_rl.tracking.metrics import metric_of
-from mcore_rl.types import StepResult
+from mcore_rl.types import SequenceScores, StepResult
 from tests.support.scripted_rollout import answered
 
 
@@ -58,10 +62,10 @@ def test_the_actor_s_updates_are_counted() -> None:
         ],
         trained=[4, 2],
     )  # fmt: skip
-    metrics = actor_metrics(updated, ActorConfig(use_kl_loss=True, kl_loss_coef=0.5), 1.5)
+    metrics = update_metrics(ROLES["actor"], policy_loss(ActorConfig(use_kl_loss=True, kl_loss_coef=0.5)), updated)
     assert known(metrics) == pytest.approx(
         {
-            "actor/entropy": 1.5, "actor/ratio_first": 1.0, "actor/kl_k3": 1.0, "actor/kl_k1": 1.0, "kl/loss": 1.5,
+            "actor/ratio_first": 1.0, "actor/kl_k3": 1.0, "actor/kl_k1": 1.0, "kl/loss": 1.5,
             "kl/coef": 0.5, "actor/clip_fraction_low": 0.5, "router/load_max": 2.0, "actor/loss": 2.0,
             "actor/grad_norm": 4.0, "actor/lr": 0.3, "actor/skipped_updates": 1.0,
         }
@@ -69,8 +73,11 @@ def test_the_actor_s_updates_are_counted() -> None:
 
 
 def test_a_step_without_updates_tells_of_entropy_alone() -> None:
-    assert actor_metrics(Updated(), ActorConfig(), 3.0) == {"actor/entropy": 3.0}
-    assert critic_metrics(Updated()) == {}
+    scores = SequenceScores(sums_S=torch.zeros(2), entropy_S=torch.tensor([2.0, 4.0]))
+    assert known(score_metrics(ROLES["actor"], scores, 2)) == {"actor/entropy": 3.0}
+    assert score_metrics(ROLES["critic"], SequenceScores(sums_S=torch.zeros(2), entropy_S=None), 2) == {}
+    assert update_metrics(ROLES["actor"], policy_loss(ActorConfig()), Updated()) == {}
+    assert update_metrics(ROLES["critic"], value_loss(CriticConfig()), Updated()) == {}
 
 
 def test_the_critic_s_updates_are_counted() -> None:
@@ -80,7 +87,7 @@ def test_the_critic_s_updates_are_counted() -> None:
         dict(critic__returns=4.0, critic__returns_squared=16.0, critic__errors=1.0, critic__errors_squared=1.0),
     ]
     updated = Updated(results=[result(1.0, critic__vf_clip_fraction=3.0, **each) for each in sums], trained=[2, 1])
-    assert known(critic_metrics(updated)) == pytest.approx(
+    assert known(update_metrics(ROLES["critic"], value_loss(CriticConfig()), updated)) == pytest.approx(
         {
             "value/explained_variance": 1.0, "critic/clip_fraction": 2.0, "critic/loss": 1.0, "critic/grad_norm": 2.0,
             "critic/lr": 0.1, "critic/skipped_updates": 0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,13 @@ from mcore_rl.algorithms.advantages.estimation import BatchAdvantages
 from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.ragged import sequence_counts
-from mcore_rl.algorithms.value import value_loss
+from mcore_rl.algorithms.value import CriticLoss, value_loss
+from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation
 from mcore_rl.controller.step.advantages import StepAdvantages
-from mcore_rl.controller.step.updates import Updated, minibatches, score, send, update
+from mcore_rl.controller.step.updates import Updated, fields_read, minibatches, score, send, update
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
+from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_worker import TrainResults
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 from tests.support.batches import LENGTHS, ragged
@@ -69,6 +72,16 @@ def _step(
     return StepAdvantages(advantages=estimate, trained_S=sequence_counts(batch.mask_T, batch.lengths_S), metrics={})
 
 
+async def _update(
+    group: Ranks, shared: SharedBatch, loss: ActorLoss | CriticLoss, parts: Sequence[Sequence[int]],
+    step: StepAdvantages, *, temperature: float,
+) -> Updated:  # fmt: skip
+    """With the settings of the loss, and what its role reads."""
+    role = ROLES["actor" if isinstance(loss, ActorLoss) else "critic"]
+    reads = fields_read(role, tuple(ROLES.values()))
+    return await update(group, shared, loss, loss.config, parts, step, reads=reads, temperature=temperature)
+
+
 def _plain(batch: TrainBatch) -> TrainBatch:
     return TrainBatch(lengths_S=batch.lengths_S, tokens_T=batch.tokens_T, mask_T=batch.mask_T)
 
@@ -94,7 +107,7 @@ def test_what_one_group_said_another_is_handed_with_the_tokens(dp: int, scorers:
     asyncio.run(score(other, shared, "old_values_T"))
     parts = [[9, 1, 4, 0, 6], *PARTS[::-1], [2, 3, 4, 5, 8]]
     loss = value_loss(CriticConfig(loss_agg_constant=9.0))
-    asyncio.run(update(group, shared, loss, parts, _step(batch), temperature=1.0))
+    asyncio.run(_update(group, shared, loss, parts, _step(batch), temperature=1.0))
     for number, members in enumerate(parts):
         given = [group.trained[rank][0].batches[number] for rank in range(dp) if rank in group.trained]
         assert sorted(n for each in given for n in each.lengths_S) == sorted(batch.select(members).lengths_S)
@@ -107,7 +120,7 @@ def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> No
     batch, group = ragged(101), Ranks(dp)
     loss = policy_loss(ActorConfig())
     shared, advantages_S = send(group, batch, PARTS), torch.tensor(LENGTHS) + 0.25
-    done = asyncio.run(update(group, shared, loss, PARTS, _step(batch, advantages_S), temperature=0.5))
+    done = asyncio.run(_update(group, shared, loss, PARTS, _step(batch, advantages_S), temperature=0.5))
     for number, members in enumerate(PARTS):
         whole = batch.select(members)
         sent = [group.trained[rank][0].batches[number] for rank in range(dp)]
@@ -131,7 +144,7 @@ def test_a_role_is_handed_what_its_loss_reads() -> None:
         (value_loss(CriticConfig(loss_agg_constant=9.0)), {"old_values_T", "returns_T"}),
     ):
         step = _step(batch, whitening=whitening)
-        asyncio.run(update(group, shared, loss, PARTS, step, temperature=1.0))
+        asyncio.run(_update(group, shared, loss, PARTS, step, temperature=1.0))
         given, arguments = group.trained[1]
         there = {name for name, _ in batch.token_fields()}
         assert {name for name, _ in given.batches[0].token_fields()} == (fields | {"tokens_T", "mask_T"}) & there
@@ -142,7 +155,7 @@ def test_what_the_sum_is_divided_by_is_counted_over_the_minibatch() -> None:
     batch, group = ragged(101), Ranks(2)
     config = ActorConfig(loss_agg_mode=LossAggregation.sum_over_constant, loss_agg_constant=7.0, entropy_coeff=0.1)
     loss, step = policy_loss(config), _step(batch)
-    asyncio.run(update(group, send(group, batch, [ALL]), loss, [[0, 2]], step, temperature=1.0))
+    asyncio.run(_update(group, send(group, batch, [ALL]), loss, [[0, 2]], step, temperature=1.0))
     _, (sent_loss, (counts,), _, with_entropy, *_) = group.trained[0]
     assert isinstance(sent_loss, ActorLoss) and counts.loss == 2 * 7.0 and with_entropy
 
@@ -150,10 +163,10 @@ def test_what_the_sum_is_divided_by_is_counted_over_the_minibatch() -> None:
 def test_a_minibatch_without_a_trained_token_is_left_out() -> None:
     batch, group = ragged(101), Ranks(1)  # sequence 3 is all masked
     shared, loss, step = send(group, batch, [ALL]), policy_loss(ActorConfig()), _step(batch)
-    done = asyncio.run(update(group, shared, loss, [[3], [0, 1]], step, temperature=1.0))
+    done = asyncio.run(_update(group, shared, loss, [[3], [0, 1]], step, temperature=1.0))
     assert len(group.trained[0][0].batches) == len(done.results) == 1
-    nothing = asyncio.run(update(group, shared, loss, [[3]], step, temperature=1.0))
-    assert nothing.results == [] and nothing.mean("actor/ratio") is None
+    nothing = asyncio.run(_update(group, shared, loss, [[3]], step, temperature=1.0))
+    assert nothing.results == [] and nothing.sums.mean("actor/ratio") is None
     assert group.told == ["rest"], "a device that is shared is left all the same"
 
 
@@ -181,9 +194,10 @@ def test_metrics_are_means_over_trained_tokens() -> None:
         return StepResult(loss=0.0, grad_norm=0.0, lr=0.0, skipped=None, metrics=metrics)
 
     done = Updated(results=[result(a=6.0, b=1.0), result(a=4.0)], trained=[3, 7])
-    assert done.mean("a") == 1.0 and done.mean("a", first=True) == 2.0
-    assert done.mean("b") == pytest.approx(1 / 3) and done.mean("c") is None
-    assert done.sums() == {"a": 10.0, "b": 1.0}
+    sums = done.sums
+    assert sums.mean("a") == 1.0 and sums.mean("a", first=True) == 2.0
+    assert sums.mean("b") == pytest.approx(1 / 3) and sums.mean("c") is None
+    assert sums.totals() == {"a": 10.0, "b": 1.0}
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -193,7 +207,7 @@ def test_a_pair_is_trained_by_one_rank(dp: int) -> None:
     parts = [[0, 3, 4, 6], [8, 1, 2, 5, 7, 9]]
     shared = send(group, batch, parts)
     loss = policy_loss(ActorConfig())
-    asyncio.run(update(group, shared, loss, parts, _step(batch, torch.zeros(10)), temperature=1.0))
+    asyncio.run(_update(group, shared, loss, parts, _step(batch, torch.zeros(10)), temperature=1.0))
     for number, members in enumerate(parts):
         sent = [group.trained[rank][0].batches[number] for rank in range(dp)]
         keys = [each.pairs_S for each in sent]

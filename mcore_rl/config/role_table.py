@@ -1,0 +1,47 @@
+"""The roles that there are, one row each, in the order in which they score the samples of a step.
+
+A new role is a new row.  From it are made its configuration group, its processes, its passes in a step, its
+checkpoints, its share of the plan and its metrics.  A trained one also has a loss function.
+"""
+
+from __future__ import annotations
+
+from mcore_rl.config.role import Head, Never, Role
+from mcore_rl.config.roles import ActorConfig, CriticConfig
+
+ROLES: dict[str, Role] = {
+    role.name: role
+    for role in (
+        Role(
+            name="actor",
+            head=Head.lm,
+            trains=True,
+            publishes=True,
+            weights="model.path",
+            config=ActorConfig,
+            makes=("old_logprobs_T", "entropy_S"),
+            reads=("old_logprobs_T", "ref_logprobs_T", "advantages_T", "weights_T"),
+            loss="mcore_rl.algorithms.policy:policy_loss",
+            phase="logprobs",
+        ),
+        Role(
+            name="reference",
+            head=Head.lm,
+            shares="actor",
+            makes=("ref_logprobs_T",),
+            moves=Never(),
+            phase="reference",
+        ),
+        Role(
+            name="critic",
+            head=Head.value,
+            trains=True,
+            weights="critic.path",
+            config=CriticConfig,
+            makes=("old_values_T",),
+            reads=("old_values_T", "returns_T"),
+            loss="mcore_rl.algorithms.value:value_loss",
+            phase="values",
+        ),
+    )
+}

@@ -1,0 +1,63 @@
+"""The processes of the roles of a run, with the weights to begin with, as the table of roles says."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from mcore_rl.config.role import Role
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.trainer import Placement
+from mcore_rl.controller.lifecycle.saving import load_state
+from mcore_rl.parallel.device import Platform
+from mcore_rl.runtime.placement import Places
+from mcore_rl.runtime.start import start_trainers
+from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.runtime.train_worker import RoleSpec
+
+
+async def start_roles(
+    config: RunConfig | SftConfig, checkpoint: Path | None, places: Places, platform: Platform, stack: AsyncExitStack
+) -> dict[str, TrainGroup]:
+    """The workers of each role with processes of its own, by name, until ``stack`` is closed.
+
+    checkpoint: to go on from, if any.
+    """
+    return {
+        role.name: await _start_role(role, config, checkpoint, places, platform, stack) for role in config.group_rows
+    }
+
+
+async def _start_role(
+    role: Role,
+    config: RunConfig | SftConfig,
+    checkpoint: Path | None,
+    places: Places,
+    platform: Platform,
+    stack: AsyncExitStack,
+) -> TrainGroup:
+    """The workers of ``role``, and the frozen weights of others that share them."""
+    engine, logs = config.role_config(role), Path(config.trainer.default_local_dir) / "logs"
+    shares_device = isinstance(config, RunConfig) and config.trainer.placement is Placement.colocated
+    spec = RoleSpec(
+        role=role.name,
+        directory=Path(config.weights_of(role)),
+        engine=engine,
+        parallel=engine.parallel,
+        head=role.head,
+        trains=role.trains,
+        shares_device=shares_device,
+        publishes=role.publishes,
+    )
+    group = await start_trainers(spec, places, platform, logs, config.trainer)
+    stack.callback(group.close)
+    await group.build()
+    for frozen in config.snapshots_of(role.name):  # of what the run began with, also after a resume
+        assert frozen.snapshot is not None
+        await group.take_snapshot(frozen.snapshot, frozen.moves)
+    if checkpoint is not None and role.trains:
+        await load_state(group, checkpoint)
+    if shares_device:
+        await group.offload()  # an engine that starts wants its share of a device to be free
+    return group
