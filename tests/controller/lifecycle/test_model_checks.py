@@ -18,11 +18,14 @@ from mcore_rl.errors import Violation
 from tests.support import models
 
 
-def run(world: int, *, n: int = 2, actor: str = "", mini: int = 8, critic: str = "", critic_mini: int = 8) -> RunConfig:
+def run(
+    world: int, *, n: int = 2, actor: str = "", mini: int = 8, critic: str | None = None, critic_mini: int = 8
+) -> RunConfig:
+    """critic: its layout; None: there is none."""
     return RunConfig(
-        algorithm=AlgorithmConfig(adv_estimator="gae"),
+        algorithm=AlgorithmConfig(adv_estimator="grpo" if critic is None else "gae"),
         actor=ActorConfig(parallel=parallel(actor), ppo_mini_batch_size=mini),
-        critic=CriticConfig(parallel=parallel(critic), ppo_mini_batch_size=critic_mini),
+        critic=CriticConfig(parallel=parallel(critic or ""), ppo_mini_batch_size=critic_mini),
         rollout=RolloutConfig(n=n, max_prompt_length=64, max_response_length=64),
         trainer=TrainerConfig(n_gpus_per_node=world),
     )
@@ -37,32 +40,46 @@ def keys(found: list[Violation]) -> list[str]:
 
 
 def test_what_fits_is_not_refused() -> None:
-    assert model_run_violations(run(4, actor="tp=2 ep=2", critic="pp=2"), models.moe(), models.dense()) == []
+    assert (
+        model_run_violations(
+            run(4, actor="tp=2 ep=2", critic="pp=2"), {"actor": models.moe(), "critic": models.dense()}
+        )
+        == []
+    )
+
+
+def test_a_model_beside_the_policy_reads_its_samples() -> None:
+    short = replace(models.dense(), max_position_embeddings=100)
+    (found,) = model_run_violations(run(2, critic=""), {"actor": models.dense(), "critic": short})
+    assert found.key == "critic.path" and "has 100 positions, and a sequence up to 1,536 tokens" in found.problem
 
 
 def test_each_role_is_refused_under_its_own_name() -> None:
-    assert "actor.parallel.ep" in keys(model_run_violations(run(2, actor="ep=2"), models.dense()))
-    found = model_run_violations(run(2, critic="ep=2"), models.dense(), models.dense())
+    assert "actor.parallel.ep" in keys(model_run_violations(run(2, actor="ep=2"), {"actor": models.dense()}))
+    found = model_run_violations(run(2, critic="ep=2"), {"actor": models.dense(), "critic": models.dense()})
     assert keys(found) == ["critic.parallel.ep"]
-    assert model_run_violations(run(2, critic="ep=2"), models.dense()) == [], "a critic that is not there"
+    absent = replace(run(2, critic="ep=2"), algorithm=AlgorithmConfig())
+    assert model_run_violations(absent, {"actor": models.dense()}) == [], "a critic that is not there"
 
 
 def test_a_context_that_is_too_long_is_refused_with_the_rest() -> None:
     settings = run(2, actor="ep=2")
     settings.rollout.max_response_length = 65
-    found = keys(model_run_violations(settings, models.dense()))
+    found = keys(model_run_violations(settings, {"actor": models.dense()}))
     assert {"rollout.max_prompt_length", "actor.parallel.ep"} <= set(found)
 
 
 def test_every_data_parallel_rank_must_get_a_sequence_of_each_update() -> None:
-    assert model_run_violations(run(8, mini=4), models.dense()) == [], "8 sequences for 8 ranks"
-    (found,) = model_run_violations(run(8, mini=3), models.dense())
+    assert model_run_violations(run(8, mini=4), {"actor": models.dense()}) == [], "8 sequences for 8 ranks"
+    (found,) = model_run_violations(run(8, mini=3), {"actor": models.dense()})
     assert str(found) == (
         "actor.ppo_mini_batch_size=3: makes 6 sequences a step, fewer than the 8 data-parallel ranks of the actor. "
         "Write 4 or more"
     )
-    assert model_run_violations(run(8, mini=3, actor="tp=2"), models.dense()) == []
-    found = model_run_violations(run(8, mini=4, critic_mini=1), models.dense(), models.dense())
+    assert model_run_violations(run(8, mini=3, actor="tp=2"), {"actor": models.dense()}) == []
+    found = model_run_violations(
+        run(8, mini=4, critic="", critic_mini=1), {"actor": models.dense(), "critic": models.dense()}
+    )
     assert keys(found) == ["critic.ppo_mini_batch_size"]
 
 
@@ -89,16 +106,16 @@ def test_a_full_kl_must_fit_into_the_memory_that_it_may_take() -> None:
     settings = run(8, n=5, mini=10, actor="tp=2")
     settings.data.max_prompt_length = settings.data.max_response_length = 64
     settings.actor.use_kl_loss, settings.actor.kl_loss_type = True, KlPenalty.full
-    assert model_run_violations(settings, model) == []
+    assert model_run_violations(settings, {"actor": model}) == []
     needed = 13 * 64 * 48 * 2 / 2**30
     settings.actor.full_kl_gib = needed
-    assert model_run_violations(settings, model) == []
+    assert model_run_violations(settings, {"actor": model}) == []
     settings.actor.full_kl_gib = 0.99 * needed
-    (found,) = model_run_violations(settings, model)
+    (found,) = model_run_violations(settings, {"actor": model})
     assert found.key == "actor.kl_loss_type" and "832 tokens x 48 columns x 2 bytes" in found.problem
     assert "actor.kl_loss_type=k3" in found.remedy
     settings.actor.kl_loss_type = KlPenalty.k3
-    assert model_run_violations(settings, model) == []
+    assert model_run_violations(settings, {"actor": model}) == []
 
 
 def test_a_context_rank_keeps_its_part_of_a_full_kl() -> None:
@@ -106,5 +123,5 @@ def test_a_context_rank_keeps_its_part_of_a_full_kl() -> None:
     settings.data.max_prompt_length, settings.data.max_response_length = 28, 100
     settings.actor.use_kl_loss, settings.actor.kl_loss_type = True, KlPenalty.full
     settings.actor.precision, settings.actor.full_kl_gib = Precision.float32, 0.0
-    (found,) = model_run_violations(settings, models.dense())
+    (found,) = model_run_violations(settings, {"actor": models.dense()})
     assert f"512 tokens x {models.dense().vocab_size} columns x 4 bytes" in found.problem

@@ -30,7 +30,7 @@ def run_of() -> RunConfig:
 
 
 def test_a_small_run_is_planned_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    planned = forecast(run_of(), CPU, models.moe())
+    planned = forecast(run_of(), CPU, {"actor": models.moe()})
     assert planned.fits
     assert "the plan: " in capsys.readouterr().err
     write_plan(planned, tmp_path)
@@ -40,13 +40,13 @@ def test_a_small_run_is_planned_shown_and_written(tmp_path: Path, capsys: pytest
 def test_fine_tuning_too() -> None:
     config = SftConfig()
     config.actor.microbatch_tokens = 4096
-    assert forecast(config, CPU, models.dense()).concurrency is None
+    assert forecast(config, CPU, {"actor": models.dense()}).concurrency is None
 
 
 def test_a_model_that_this_machine_cannot_hold_is_refused() -> None:
     model = model_of(published.FACTS["mistralai/Mixtral-8x22B-Instruct-v0.1"])[1]
     with pytest.raises(ConfigError, match="update needs"):
-        forecast(run_of(), CPU, model)
+        forecast(run_of(), CPU, {"actor": model})
 
 
 def test_an_accelerator_has_its_own_memory_and_the_rates_of_its_name() -> None:
@@ -54,5 +54,5 @@ def test_an_accelerator_has_its_own_memory_and_the_rates_of_its_name() -> None:
     assert (cluster.gpus_per_node, cluster.gpu_memory_gib, cluster.memory_gb_s) == (1, 79.0, 3350.0)
     assert cluster_at_hand(run_of().trainer, replace(GPU, device_name="unheard of")).memory_gb_s == 2000.0
     assert cluster_at_hand(run_of().trainer, CPU).gpus_per_node == 0
-    planned = forecast(run_of(), GPU, models.moe())
+    planned = forecast(run_of(), GPU, {"actor": models.moe()})
     assert planned.fits and planned.peaks[0].capacity == 79 * 2**30

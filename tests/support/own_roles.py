@@ -1,0 +1,69 @@
+"""``mcore-rl`` with three rows of one's own in the table of roles, and the loss of one of them.
+
+A teacher is frozen, and has a model and a layout of its own.  ``process`` is a language model that is trained, and is
+neither actor nor critic; the exponential average of its weights scores beside it.  The reference follows the actor.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+
+from mcore_rl.config.role import Every, ExponentialAverage, Role
+from mcore_rl.config.role_table import ROLES
+from mcore_rl.config.roles import FrozenModelConfig, TrainedConfig, TrainedModelConfig
+
+DECAY, EVERY = 0.5, 2
+ROLES |= {
+    "reference": replace(ROLES["reference"], moves=Every(EVERY)),
+    "teacher": Role(
+        name="teacher",
+        weights="teacher.path",
+        config=FrozenModelConfig,
+        on_request=True,
+        makes=("teacher_logprobs_T",),
+        read_by=("process",),
+    ),
+    "process": Role(
+        name="process",
+        trains=True,
+        weights="process.path",
+        config=TrainedModelConfig,
+        on_request=True,
+        makes=("process_logprobs_T",),
+        copy_makes="process_copy_logprobs_T",
+        reads=("process_logprobs_T", "process_copy_logprobs_T"),
+        loss="tests.support.own_roles:ProcessLoss",
+        moves=ExponentialAverage(DECAY),
+    ),
+}
+
+from mcore_rl.algorithms.losses.aggregation import sum_token_losses  # noqa: E402  after the rows
+from mcore_rl.algorithms.losses.token_losses import masked_sum, trained_rows  # noqa: E402
+from mcore_rl.algorithms.role_loss import RoleLoss  # noqa: E402
+from mcore_rl.types import LossInputs, LossSums  # noqa: E402
+
+
+@dataclass(frozen=True)
+class ProcessLoss(RoleLoss):
+    """Half the squared distance of its log-probs to the teacher's."""
+
+    config: TrainedConfig
+
+    def __call__(self, inputs: LossInputs) -> LossSums:
+        inputs = trained_rows(inputs)
+        assert inputs.logprobs_N is not None
+        gap_N = inputs.logprobs_N - inputs.extra_N["teacher_logprobs_N"]
+        per_token = {
+            "process/gap": gap_N.abs(),
+            "process/change": (inputs.logprobs_N - inputs.extra_N["process_logprobs_N"]).abs(),
+            "process/lead": (inputs.extra_N["process_logprobs_N"] - inputs.extra_N["process_copy_logprobs_N"]).abs(),
+        }
+        metrics = {name: masked_sum(x_N.detach(), inputs.mask_N) for name, x_N in per_token.items()}
+        return LossSums(total=sum_token_losses(gap_N.square() / 2, inputs, self.config.loss_agg_mode), metrics=metrics)
+
+
+if __name__ == "__main__":
+    from mcore_rl.cli import main
+
+    sys.exit(main(sys.argv[1:]))
