@@ -43,9 +43,8 @@ class Site:
 
     device_bytes: of one accelerator; None on the CPU.  host_bytes: of one node.  per_node, num_nodes: training ranks of
     a node, and its nodes.  colocated: the engines share the trainer's devices.  engines_per_node: rollout ranks of a
-    node.  ranks_per_engine: of those, what one engine has.  saves:
-    checkpoints are written beside the run.  reward_model: bytes that its engine may take of a device, on the CPU of the
-    machine; 0 is none.
+    node.  ranks_per_engine: of those, what one engine has.  saves: checkpoints are written beside the run.
+    reward_model: bytes that its engine may take of a device, on the CPU of the machine; 0 is none.
     """
 
     device_bytes: int | None

@@ -369,13 +369,8 @@ class Engine:
             returns_N=microbatch.at_targets(batch.returns_T),
             old_values_N=microbatch.at_targets(batch.old_values_T),
             weights_N=microbatch.at_targets(batch.weights_T),
-            extra_N=_of_rows({name: microbatch.at_targets(field_T) for name, field_T in batch.extra_T.items()}),
+            extra_N=microbatch.extra_at_targets(batch.extra_T),
         )
-
-
-def _of_rows(extra: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """Fields by the names that they have beside the rows of a microbatch: ``NAME_T`` is ``NAME_N``."""
-    return {f"{name.removesuffix('_T')}_N": x_N for name, x_N in extra.items() if x_N is not None}
 
 
 class _RunningSums:

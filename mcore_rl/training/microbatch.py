@@ -9,7 +9,7 @@ label, mask and log-probs.  ``targets_N`` says where in the batch that token sta
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,6 +58,11 @@ class Microbatch:
             return None
         picked = field_T[self.targets_N.clamp(min=0)]
         return picked.masked_fill(self.targets_N == NOWHERE, 0)
+
+    def extra_at_targets(self, extra_T: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``at_targets`` of fields by name, ``NAME_T``, as ``NAME_N``."""
+        found = {name: self.at_targets(field_T) for name, field_T in extra_T.items()}
+        return {f"{name.removesuffix('_T')}_N": x_N for name, x_N in found.items() if x_N is not None}
 
     def scatter_to_targets(self, values_N: Tensor, out_T: Tensor) -> None:
         """Put per-row results where the predicted tokens stand in the batch."""

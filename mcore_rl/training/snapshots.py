@@ -1,8 +1,8 @@
 """Named copies of the model's weights in host memory, swapped in for a pass and out again.
 
 The reference policy is such a snapshot of the actor, not a second model.  Some follow the live weights (``Moves``).
-Only the weights that the forward pass
-reads are kept; main weights, moments and gradients of the optimizer never notice a swap, so no step may run inside one.
+Only the weights that the forward pass reads are kept; main weights, moments and gradients of the optimizer never notice
+a swap, so no step may run inside one.
 """
 
 from __future__ import annotations

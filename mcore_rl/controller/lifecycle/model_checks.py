@@ -23,12 +23,11 @@ def model_run_violations(run: RunConfig, models: Mapping[str, ModelConfig]) -> l
     """
     policy, world = next(iter(models.values())), run.trainer.world_size
     found = [*context_violations(policy, run.rollout), *rollout_violations(policy, run.rollout.layout)]
-    longest = run.data.max_prompt_length + run.data.max_response_length
     for role in run.group_rows:
         model = models[role.name]
         found += _layout_violations(model, run.role_config(role), world, role.name)
         if not role.publishes:
-            found += _other_model_violations(run, role, model, policy, longest)
+            found += _other_model_violations(run, role, model, policy)
     if not found:
         for role in run.trained_rows:
             found += _share_violations(run, role)
@@ -41,11 +40,9 @@ def _layout_violations(model: ModelConfig, config: RoleConfig, world_size: int, 
         yield replace(each, key=f"{name}.parallel.{each.key.removeprefix('parallel.')}")
 
 
-def _other_model_violations(
-    run: RunConfig, role: Role, model: ModelConfig, policy: ModelConfig, longest: int
-) -> Iterator[Violation]:
+def _other_model_violations(run: RunConfig, role: Role, model: ModelConfig, policy: ModelConfig) -> Iterator[Violation]:
     """Whether a model beside the policy can read its samples: the same vocabulary, and as many positions."""
-    path = run.weights_of(role)
+    path, longest = run.weights_of(role), run.rollout.max_model_len
     if role.head is Head.lm and model.vocab_size != policy.vocab_size:
         problem = f"has {model.vocab_size:,} tokens, and the policy {policy.vocab_size:,}: they mean different texts"
         yield Violation(f"{role.weights}", path, problem, "Name a model with the policy's tokenizer")

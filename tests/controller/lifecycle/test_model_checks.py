@@ -51,7 +51,7 @@ def test_what_fits_is_not_refused() -> None:
 def test_a_model_beside_the_policy_reads_its_samples() -> None:
     short = replace(models.dense(), max_position_embeddings=100)
     (found,) = model_run_violations(run(2, critic=""), {"actor": models.dense(), "critic": short})
-    assert found.key == "critic.path" and "has 100 positions, and a sequence up to 1,536 tokens" in found.problem
+    assert found.key == "critic.path" and "has 100 positions, and a sequence up to 128 tokens" in found.problem
 
 
 def test_each_role_is_refused_under_its_own_name() -> None:
