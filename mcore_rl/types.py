@@ -124,7 +124,8 @@ class LossInputs:
     actor never has them.  mask_N: rows that are trained; all other rows hold zeros.  sequence_N: a row's sequence in
     this microbatch, -1 for padding; num_sequences: how many there are.  With context parallelism a rank sees only a
     part of each sequence, so whole-sequence quantities are made with ``sequence_sums``.  full_kl_N: exact KL to the
-    reference at trained rows, with gradient, where the engine was asked for it.
+    reference at trained rows, with gradient, where the engine was asked for it.  extra_N: the batch's ``extra_T``,
+    ``NAME_N`` for ``NAME_T``.
     """
 
     mask_N: Tensor

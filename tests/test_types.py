@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mcore_rl.algorithms.losses.token_losses import trained_rows
+from mcore_rl.runtime.shard import Portion, shards_of
 from mcore_rl.types import LossInputs, TrainBatch
 from tests.support import batches
 
@@ -117,3 +119,26 @@ def test_a_microbatch_of_padding_alone_still_sums() -> None:
 def test_expand_is_the_value_of_a_rows_sequence() -> None:
     values_N = inputs().expand(torch.tensor([10.0, 20.0]))
     assert values_N[[0, 1, 3]].tolist() == [20.0, 10.0, 20.0]
+
+
+def test_fields_of_rows_travel_with_the_batch() -> None:
+    """``extra_T``: through selection, a shard, and to the rows of a loss, which are zero where they are not trained."""
+    whole = TrainBatch(
+        lengths_S=(2, 3),
+        tokens_T=torch.arange(5),
+        mask_T=torch.tensor([False, True, False, True, False]),
+        extra_T={"own_T": torch.arange(5.0) + 1},
+    )
+    assert [name for name, _ in whole.token_fields()] == ["tokens_T", "mask_T", "own_T"]
+    assert whole.select([1]).extra_T["own_T"].tolist() == [3, 4, 5]
+    fields = (("tokens_T", 0), ("mask_T", 0), ("own_T", 0))
+    (joined,) = Portion(fields, ((((0, 1), (0, 0)),),), None).join(shards_of(whole, [[0, 1]]))
+    assert joined.extra_T["own_T"].tolist() == [3, 4, 5, 1, 2] and joined.tokens_T.tolist() == [2, 3, 4, 0, 1]
+    mask_N = torch.tensor([True, False])
+    inputs = LossInputs(
+        mask_N=mask_N, sequence_N=torch.zeros(2), num_sequences=1, sum_over_context=lambda x: x,
+        extra_N={"own_N": torch.tensor([2.0, float("nan")])},
+    )  # fmt: skip
+    assert trained_rows(inputs).extra_N["own_N"].tolist() == [2.0, 0.0]
+    with pytest.raises(AssertionError, match="own_T has 4 rows for 5 tokens"):
+        replace(whole, extra_T={"own_T": torch.zeros(4)})

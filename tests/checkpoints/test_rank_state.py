@@ -32,10 +32,19 @@ def test_it_comes_back_as_it_was() -> None:
     assert RankState.parse(state(adam_step=4).metadata()).adam_step == 4
 
 
-@pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, state().metadata() | {"format": "mcore_rl rank state 3"}])
+@pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, state().metadata() | {"format": "mcore_rl rank state 1"}])
 def test_another_format_is_refused(metadata: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=f"this program reads '{FORMAT}'"):
         RankState.parse(metadata)
+
+
+@pytest.mark.parametrize("head", Head)
+def test_the_format_before_is_read(head: Head) -> None:
+    """It said whether it is a critic's."""
+    written = state(head=head).metadata()
+    values = json.loads(written["state"])
+    values["critic"] = values.pop("head") == "value"
+    assert RankState.parse({"format": "mcore_rl rank state 2", "state": json.dumps(values)}) == state(head=head)
 
 
 @pytest.mark.parametrize(("family", "layout", "rank"), [("qwen2", "tp=2", 1), ("mixtral", "ep=2", 1), ("qwen2", "", 0)])

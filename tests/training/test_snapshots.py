@@ -6,14 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from torch import Tensor
 
-from mcore_rl.config.engine import Precision
+from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.role import Every, ExponentialAverage, Never
+from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import OffloadPart
+from mcore_rl.training.snapshots import Snapshots
 from mcore_rl.types import StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
@@ -195,3 +199,49 @@ def test_bytes_and_names(observed: Observed) -> None:
 )
 def test_misuse(misuse: str, said: str, observed: Observed) -> None:
     assert observed.refusals[misuse].startswith(said)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_weights_move_by_hand(dtype: torch.dtype) -> None:
+    """Live weights 1, then 2, then 4: an average of decay 0.75, a copy, and one that stays."""
+    model = torch.nn.Linear(3, 2).to(dtype)
+    snapshots = Snapshots([model], detect(Device.cpu))
+
+    def live(value: float) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+
+    live(1.0)
+    for name, moves in {"mean": ExponentialAverage(0.75), "copy": Every(2), "first": Never()}.items():
+        snapshots.take(name, moves)
+    for value in (2.0, 4.0):
+        live(value)
+        for name in snapshots.moving():
+            snapshots.move(name)
+    assert snapshots.moving() == ["copy", "mean"], "one that stays is no part of a checkpoint"
+    mean = 0.75 * (0.75 * 1 + 0.25 * 2) + 0.25 * 4
+    for name, expected in {"mean": mean, "copy": 4.0, "first": 1.0}.items():
+        held = snapshots.tensors(name)[id(model.weight)]
+        assert held.dtype == (torch.float32 if name == "mean" else dtype) and held.unique().tolist() == [expected]
+        with snapshots.swapped(name):
+            assert model.weight.dtype == dtype and model.weight.unique().tolist() == [
+                torch.tensor(expected, dtype=dtype)
+            ]
+        assert model.weight.unique().tolist() == [4.0]
+
+
+def test_a_mean_keeps_what_its_weights_cannot() -> None:
+    """In bfloat16, 1 + 2**-9 is 1: a mean that was rounded in each step would never arrive."""
+    model = torch.nn.Linear(2, 2, bias=False).to(torch.bfloat16)
+    snapshots = Snapshots([model], detect(Device.cpu))
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        snapshots.take("mean", ExponentialAverage(1 - 2**-9))
+        model.weight.fill_(2.0)
+    for _ in range(4):
+        snapshots.move("mean")
+    held, expected = snapshots.tensors("mean")[id(model.weight)], 2 - (1 - 2**-9) ** 4
+    assert held.flatten().tolist() == pytest.approx([expected] * 4, abs=1e-6) and expected > 1.007
+    with snapshots.swapped("mean"):
+        assert model.weight.flatten().tolist() == [torch.tensor(expected).bfloat16().item()] * 4
