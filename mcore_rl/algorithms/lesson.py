@@ -15,7 +15,7 @@ from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.algorithms.advantages.registry import token_advantages
 from mcore_rl.algorithms.correction import CorrectionSums, correct
 from mcore_rl.algorithms.kl import penalty
-from mcore_rl.algorithms.ragged import Spreads, sequence_counts, sequence_sums
+from mcore_rl.algorithms.ragged import Spreads, Trained, sequence_counts, sequence_sums
 from mcore_rl.algorithms.shaping import mask_truncated
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.types import SentAsArrays, TrainBatch
@@ -42,27 +42,37 @@ class Outcomes(SentAsArrays):
 
 @dataclass(frozen=True, kw_only=True)
 class Learnt:
-    """Of each token.  mask_T: what is trained.  advantages_T: a ``PerToken`` estimator's, not yet whitened."""
+    """Of each token; None leaves what the batch has.
+
+    mask_T: what is trained.  advantages_T: a ``PerToken`` estimator's, not yet whitened.  weights_T: not yet divided by
+    their mean.  old_logprobs_T: in bypass mode the sampler's.
+    """
 
     mask_T: Tensor
     advantages_T: Tensor | None
     returns_T: Tensor | None
     weights_T: Tensor | None
+    old_logprobs_T: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts(SentAsArrays):
     """Of each sequence; [S].
 
-    counts_S: tokens that advantages are estimated of, int64; trained_S: those that are trained, which masking makes
-    fewer.  scores_S: sum of all rewards.  kl_S: sum of the KL in the reward, float64.  advantages: of the raw ones of a
-    ``PerToken`` estimator.  returns_S, values_S: sums over ``counts_S`` tokens, float64, where there is a critic.
+    responses_S: tokens of the response, int64; members_S: those of a response whose score its group is compared with,
+    else 0; counts_S: those whose advantages are trained, before correction; trained_S: after it.  scores_S: sum of
+    all rewards.  kl_S: sum of the KL in the reward over ``responses_S`` tokens, float64.  logprobs_S: sum of the old
+    log-probs over ``counts_S`` tokens, float64.  advantages: of the raw ones of a ``PerToken`` estimator.  returns_S,
+    values_S: sums over ``counts_S`` tokens, float64, where there is a critic.
     """
 
+    responses_S: Tensor
+    members_S: Tensor
     counts_S: Tensor
     trained_S: Tensor
     scores_S: Tensor
     kl_S: Tensor | None
+    logprobs_S: Tensor
     advantages: Spreads | None
     returns_S: Tensor | None
     values_S: Tensor | None
@@ -72,38 +82,45 @@ class Facts(SentAsArrays):
 def learn(batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[Learnt, Facts]:
     """batch: with old and rollout log-probs, and values and reference log-probs where there are some."""
     assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
-    mask_T, kl_T, process_T = batch.mask_T, None, None
-    if algorithm.mask_truncated:
-        mask_T = mask_truncated(mask_T, batch.lengths_S, outcomes.truncated_S)
+    kl_T = process_T = None
     if algorithm.use_kl_in_reward:
         assert batch.ref_logprobs_T is not None, "the KL in the reward needs the reference"
-        kl_T = penalty(algorithm.kl_penalty)(batch.old_logprobs_T, batch.ref_logprobs_T).masked_fill_(~mask_T, 0)
+        kl_T = penalty(algorithm.kl_penalty)(batch.old_logprobs_T, batch.ref_logprobs_T).masked_fill_(~batch.mask_T, 0)
         process_T = kl_T * -kl_coef  # where it arises (arXiv:1909.08593, eq. 2)
+    counted_T = batch.mask_T
+    if algorithm.mask_truncated:
+        counted_T = mask_truncated(batch.mask_T, batch.lengths_S, outcomes.truncated_S)
     inputs = AdvantageInputs(
         lengths_S=batch.lengths_S,
-        mask_T=mask_T,
+        mask_T=batch.mask_T if algorithm.masked_in_baseline else counted_T,
         outcome_S=outcomes.scores_S,
         process_T=process_T,
         values_T=batch.old_values_T,
         greedy_S=outcomes.greedy_S,
     )
-    found, trained = token_advantages(inputs, algorithm), inputs.trained
-    correction = correct(
-        batch.old_logprobs_T, batch.rollout_logprobs_T, trained, batch.lengths_S, algorithm.rollout_correction
-    )
+    found = token_advantages(inputs, algorithm)
+    trained = inputs.trained if inputs.mask_T is counted_T else Trained(counted_T)
+    counts_S = sequence_counts(counted_T, batch.lengths_S)
+    config = algorithm.rollout_correction
+    correction = correct(batch.old_logprobs_T, batch.rollout_logprobs_T, trained, batch.lengths_S, config)
+    bypassed_T = batch.rollout_logprobs_T if config.bypass_mode else None
+    old_T = batch.old_logprobs_T if bypassed_T is None else bypassed_T
     raw_T, returns_T = (None, None) if found is None else (found.advantages_T, found.returns_T)
 
-    def sums(x_T: Tensor | None) -> Tensor | None:
-        return None if x_T is None else sequence_sums(trained.gather(x_T).double(), inputs.counts_S)
+    def sums(x_T: Tensor) -> Tensor:
+        return sequence_sums(trained.gather(x_T).double(), counts_S)
 
     facts = Facts(
-        counts_S=inputs.counts_S,
+        responses_S=sequence_counts(batch.mask_T, batch.lengths_S),
+        members_S=inputs.counts_S,
+        counts_S=counts_S,
         trained_S=sequence_counts(correction.mask_T, batch.lengths_S),
         scores_S=inputs.scores_S,
-        kl_S=sums(kl_T),
-        advantages=None if raw_T is None else Spreads.of(trained.gather(raw_T), inputs.counts_S),
-        returns_S=sums(returns_T),
-        values_S=sums(batch.old_values_T),
+        kl_S=None if kl_T is None else sequence_sums(kl_T.double(), batch.lengths_S),
+        logprobs_S=sums(old_T),
+        advantages=None if raw_T is None else Spreads.of(trained.gather(raw_T), counts_S),
+        returns_S=None if returns_T is None else sums(returns_T),
+        values_S=None if batch.old_values_T is None else sums(batch.old_values_T),
         correction=correction.sums,
     )
     learnt = Learnt(
@@ -111,5 +128,6 @@ def learn(batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig, kl_
         advantages_T=raw_T,
         returns_T=returns_T,
         weights_T=correction.weights_T,
+        old_logprobs_T=bypassed_T,
     )
     return learnt, facts
