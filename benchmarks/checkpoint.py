@@ -33,15 +33,15 @@ from offload import trained_engine  # stands beside this file
 from rich.console import Console
 from rich.table import Table as Rows
 
+from mcore_rl.checkpoints.manifest import BLOCK_BYTES, sum_of
+from mcore_rl.checkpoints.rank_state import state_file
+from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.engine import Device
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.training.run_state import begin_save, load_run_state
-from mcore_rl.weights.manifest import BLOCK_BYTES, sum_of
-from mcore_rl.weights.rank_state import state_file
-from mcore_rl.weights.state_writer import StateWriter, Written
 from mcore_rl.weights.table import Table
 
 MODEL = ModelConfig(

@@ -51,10 +51,10 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller import loop
-from mcore_rl.controller.drawing import Drawn
-from mcore_rl.controller.handover import Handover
-from mcore_rl.controller.leaving import Leaving
-from mcore_rl.controller.trajectories import Trajectory, sample_rows
+from mcore_rl.controller.lifecycle.handover import Handover
+from mcore_rl.controller.lifecycle.preemption import Leaving
+from mcore_rl.controller.step.batch_assembly import Trajectory, sample_rows
+from mcore_rl.controller.step.rollout_collection import Drawn
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.parallel.device import detect, memory
 from mcore_rl.parallel.layout import Layout

@@ -53,6 +53,11 @@ from rich.console import Console
 from rich.table import Table as Rows
 from torch import Tensor
 
+from mcore_rl.checkpoints.export import BUCKET_BYTES, export_stream, save_hf
+from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.load import load_hf
+from mcore_rl.checkpoints.safetensors import TensorSpec, tensor_bytes
+from mcore_rl.checkpoints.sharded_writer import ShardedWriter
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, Precision
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.families.registry import model_of
@@ -61,11 +66,6 @@ from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
-from mcore_rl.weights.export import BUCKET_BYTES, export_stream, save_hf
-from mcore_rl.weights.hf_directory import Checkpoint
-from mcore_rl.weights.load import load_hf
-from mcore_rl.weights.safetensors import TensorSpec, tensor_bytes
-from mcore_rl.weights.sharded_writer import ShardedWriter
 from mcore_rl.weights.table import Table
 
 RATIO = 0.8

@@ -33,12 +33,12 @@ from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import balanced_layers
+from mcore_rl.proofs.reshard_proof import reshard_failures, traffic
+from mcore_rl.proofs.tracer import trace
+from mcore_rl.proofs.verify import verify
 from mcore_rl.weights.reshard import plan_reshard
-from mcore_rl.weights.reshard_proof import reshard_failures, traffic
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
-from mcore_rl.weights.tracer import trace
-from mcore_rl.weights.verify import verify
 
 MODEL_CONFIGS = Path(__file__).resolve().parents[1] / "model_configs"
 MAX_SECONDS, MAX_GIB = 60.0, 4.0

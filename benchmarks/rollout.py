@@ -27,9 +27,9 @@ from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import inherited_environment
-from mcore_rl.rollout.admission import admit
-from mcore_rl.rollout.engine_process import EngineProcess, start_engine
-from mcore_rl.rollout.environment import engine_arguments, engine_environment, usable_cores
+from mcore_rl.rollout.engine.admission import admit
+from mcore_rl.rollout.engine.environment import engine_arguments, engine_environment, usable_cores
+from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Prompt, Request, Sampling, requests_of
 
 TARGET = 0.97
@@ -57,7 +57,7 @@ def offline(connection: Connection, directory: Path, rollout: RolloutConfig, rou
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
-    from mcore_rl.rollout.outputs import sampling_params
+    from mcore_rl.rollout.engine.outputs import sampling_params
 
     platform = detect(rollout.device)
     llm = LLM(**engine_arguments(directory, rollout, admit(directory, rollout, platform), platform, None))

@@ -45,21 +45,21 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect, device_of, memory, num_cores, reset_peak_memory
 from mcore_rl.parallel.launch import HOST, Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
-from mcore_rl.rollout import live_weights
-from mcore_rl.rollout.arrival import freed_memory_kept, one_thread
-from mcore_rl.rollout.engine_process import EngineProcess, start_engine
+from mcore_rl.rollout.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.receiver import live_weights
+from mcore_rl.rollout.receiver.receive_memory import freed_memory_kept, one_thread
+from mcore_rl.rollout.receiver.worker_extension import WeightReceiver
 from mcore_rl.rollout.weight_channel import Mode, answer_of
-from mcore_rl.rollout.worker_extension import WeightReceiver
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.process_group import ProcessGroupTransport
 from mcore_rl.sync.publish import Publisher, opening_of
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Outgoing, Transport, at_attempt
-from mcore_rl.weights.box import Box
 from mcore_rl.weights.messages import Message
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
+from mcore_rl.weights.tensor_slice import TensorSlice
 
 NUM_TRAINERS = 2
 BUCKET_BYTES = 256 << 20
@@ -106,7 +106,7 @@ class TimedReceiver(WeightReceiver):
         with freed_memory_kept():
             live.start()
             for module, name in {place.module: name for name, place in live.places.items()}.items():
-                live.space(name, None, Box.whole(live.table.shape(live.stored[name])), torch.float32)
+                live.space(name, None, TensorSlice.whole(live.table.shape(live.stored[name])), torch.float32)
                 live.process(module)
             live.finish()
         return {"result": None}
@@ -168,10 +168,10 @@ def write_model(directory: Path) -> None:
 
 def train(rank: Rank, directory: Path, training: str, rollout: str, transport: Transport) -> list[dict[str, Any]]:
     """One training rank: publishes every round.  Megatron is imported in these processes only."""
+    from mcore_rl.checkpoints.hf_directory import Checkpoint
+    from mcore_rl.checkpoints.load import load_hf
     from mcore_rl.parallel.groups import init_groups
     from mcore_rl.training.engine import Engine
-    from mcore_rl.weights.hf_directory import Checkpoint
-    from mcore_rl.weights.load import load_hf
 
     platform = detect(Device.cpu)
     torch.set_num_threads(1)

@@ -43,25 +43,25 @@ class Program:
 
 
 def _train(config: RunConfig) -> int:
-    from mcore_rl.controller.program import run_training
+    from mcore_rl.controller.programs.train import run_training
 
     return asyncio.run(run_training(config))
 
 
 def _sft(config: SftConfig) -> int:
-    from mcore_rl.controller.sft import run_sft
+    from mcore_rl.controller.programs.sft import run_sft
 
     return asyncio.run(run_sft(config))
 
 
 def _generate(config: GenerateConfig) -> int:
-    from mcore_rl.controller.generate import run_generate
+    from mcore_rl.controller.programs.generate import run_generate
 
     return asyncio.run(run_generate(config))
 
 
 def _evaluate(config: EvaluateConfig) -> int:
-    from mcore_rl.controller.evaluate import run_evaluate
+    from mcore_rl.controller.programs.evaluate import run_evaluate
 
     return asyncio.run(run_evaluate(config))
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from mcore_rl.cli import PROGRAMS, main
 from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.checkpoints import complete_checkpoints
+from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints
 from mcore_rl.errors import ConfigError, Violation
 from tests.support.run_task import GONE_S, overrides, still_alive, write_task
 

@@ -24,11 +24,11 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.errors import ConfigError, McoreRLError, Violation
+from mcore_rl.reports.logprobs.prompts import load_tokenizer, read_prompts
+from mcore_rl.reports.logprobs.question import Question
+from mcore_rl.reports.logprobs.report import RATIO_BOUNDS, Report
+from mcore_rl.reports.logprobs.scoring import measure, report
 from mcore_rl.rollout.protocol import Sampling
-from mcore_rl.sync.logprob_prompts import load_tokenizer, read_prompts
-from mcore_rl.sync.logprob_question import Question
-from mcore_rl.sync.logprob_report import RATIO_BOUNDS, Report
-from mcore_rl.sync.logprob_scoring import measure, report
 
 MAX_WORST_SHOWN = 3
 

@@ -30,10 +30,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from mcore_rl.checkpoints.contents import inspect
+from mcore_rl.checkpoints.convert import Converted, to_hf, to_megatron
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import McoreRLError
-from mcore_rl.weights.contents import inspect
-from mcore_rl.weights.convert import Converted, to_hf, to_megatron
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTERRUPTED = 130  # as a shell reports SIGINT

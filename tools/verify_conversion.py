@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Lines
 
+from mcore_rl.checkpoints.hf_directory import Checkpoint
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout, rollout_violations
@@ -33,11 +34,10 @@ from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import Layout, layout_text, layout_violations
-from mcore_rl.weights.hf_directory import Checkpoint
+from mcore_rl.proofs.tracer import trace
+from mcore_rl.proofs.verify import Report, check, verify
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
-from mcore_rl.weights.tracer import trace
-from mcore_rl.weights.verify import Report, check, verify
 
 MODEL_CONFIGS = Path(__file__).resolve().parents[1] / "model_configs"
 TRACED = "integers, at reduced size: where a direct load puts them"

@@ -1,6 +1,7 @@
 """One run of ``mcore-rl train``, whole: all groups, and what of one contradicts another.
 
-``run_violations`` needs no file and starts nothing; what depends on the checkpoint is ``controller/fit.py``.
+``run_violations`` needs no file and starts nothing; ``controller/lifecycle/model_checks.py`` checks what depends on the
+checkpoint.
 """
 
 from __future__ import annotations

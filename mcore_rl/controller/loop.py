@@ -8,18 +8,18 @@ from __future__ import annotations
 import gc
 
 from mcore_rl.config.trainer import is_due
-from mcore_rl.controller import updates
-from mcore_rl.controller.learning import study
 from mcore_rl.controller.run import REFERENCE, Run
-from mcore_rl.controller.step_metrics import actor_metrics, critic_metrics, memory_metrics, rates, sample_metrics
-from mcore_rl.controller.trajectories import assemble
-from mcore_rl.controller.utilization import tflop, utilization
+from mcore_rl.controller.step import updates
+from mcore_rl.controller.step.advantages import study
+from mcore_rl.controller.step.batch_assembly import assemble
+from mcore_rl.controller.step.metrics import actor_metrics, critic_metrics, memory_metrics, rates, sample_metrics
+from mcore_rl.controller.step.utilization import tflop, utilization
 
 
 async def train(run: Run) -> None:
     """From the step after ``run.progress.step`` to the last, with validation and checkpoints in between.
 
-    Left: it was told to leave, and did after the step that ``run.progress`` says.  AlarmError: a guard stopped it.
+    Preempted: it was told to leave, and did after the step that ``run.progress`` says.  AlarmError: a guard stopped it.
     """
     trainer, begin = run.config.trainer, run.progress.step
     gc.freeze()  # what is there now stays: Python's collector would walk a million objects in every step, for 0.25 s

@@ -10,19 +10,19 @@ from pathlib import Path
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.value import CriticLoss, value_loss
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller import checkpoints
-from mcore_rl.controller.checkpoints import Progress
-from mcore_rl.controller.drawing import Drawing
-from mcore_rl.controller.guards import Guards
-from mcore_rl.controller.handover import Handover
-from mcore_rl.controller.leaving import Leaving, Left
-from mcore_rl.controller.notices import warn
-from mcore_rl.controller.preparation import Prepared
-from mcore_rl.controller.profiling import profiled
-from mcore_rl.controller.saving import Saver
-from mcore_rl.controller.trajectories import Trajectory, sample_rows
-from mcore_rl.controller.utilization import Passes, device_peak
-from mcore_rl.controller.validation import overall, validate
+from mcore_rl.controller.lifecycle import run_checkpoints
+from mcore_rl.controller.lifecycle.handover import Handover
+from mcore_rl.controller.lifecycle.messages import warn
+from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
+from mcore_rl.controller.lifecycle.preparation import Prepared
+from mcore_rl.controller.lifecycle.run_checkpoints import Progress
+from mcore_rl.controller.lifecycle.saving import Saver
+from mcore_rl.controller.step.batch_assembly import Trajectory, sample_rows
+from mcore_rl.controller.step.guards import Guards
+from mcore_rl.controller.step.profiling import profiled
+from mcore_rl.controller.step.rollout_collection import RolloutCollector
+from mcore_rl.controller.step.utilization import Passes, device_peak
+from mcore_rl.controller.step.validation import overall, validate
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.errors import AlarmError
 from mcore_rl.parallel.device import Platform
@@ -48,7 +48,7 @@ class Run:
         prepared: Prepared,
         actor: WorkerGroup,
         critic: WorkerGroup | None,
-        drawing: Drawing,
+        drawing: RolloutCollector,
         handover: Handover,
     ) -> None:
         self.config, self.tracker, self.actor, self.critic = config, tracker, actor, critic
@@ -56,7 +56,7 @@ class Run:
         self.tokenizer, self.progress, self.kl = prepared.tokenizer, prepared.progress, prepared.kl
         self.on_accelerator = platform.is_accelerator
         self.device_peak = device_peak(config.trainer, config.actor.precision, platform)
-        self.leaving = Leaving()
+        self.leaving = Preemption()
         self.directory = Path(config.trainer.default_local_dir)
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
         self.actor_loss: ActorLoss = policy_loss(config.actor)
@@ -118,7 +118,7 @@ class Run:
         place = sampler.state_dict()
         try:
             yield
-        except Left:
+        except Preempted:
             sampler.load_state_dict(place)
             raise
 
@@ -172,6 +172,6 @@ class Run:
         target = self.directory / "hf" / name
         with self.clock("save"):
             await self.handover.to_training(for_a_moment=True)
-            await checkpoints.export_hf(self.actor, Path(self.config.model.path), target)
+            await run_checkpoints.export_hf(self.actor, Path(self.config.model.path), target)
             await self.handover.to_rollout(self.progress.step)
         return target

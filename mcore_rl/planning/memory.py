@@ -1,8 +1,9 @@
 """The bytes of a run by phase and place: who is where when trainer and engines take turns, and what each takes there.
 
-Colocated on accelerators (controller/handover.py): while the engines draw, the trainer's state is in pinned host
-memory, which it keeps; while weights are sent, the actor's are on the device beside the awake engine; while anything is
-trained, all roles are there and the engines sleep.  On the CPU device and host are one memory, and nothing sleeps.
+Colocated on accelerators (controller/lifecycle/handover.py): while the engines draw, the trainer's state is in pinned
+host memory, which it keeps; while weights are sent, the actor's are on the device beside the awake engine; while
+anything is trained, all roles are there and the engines sleep.  On the CPU device and host are one memory, and nothing
+sleeps.
 """
 
 from __future__ import annotations
@@ -283,7 +284,7 @@ def _engine_parts(room: Serving, site: Site) -> list[Part]:
         ("engine processes", cpu_engine_bytes(ranks, site.ranks_per_engine), False),
         ("engine weights", ranks * room.weights, True),
         ("engine weights, packed besides", ranks * room.packed, True),
-        # Half of it the trainers' slots (sync/slots.py), half what layers wait in (rollout/arrival.py).
+        # Half of it the trainers' slots (sync/slots.py), half what layers wait in (rollout/receiver/receive_memory.py).
         ("buffers of weight updates", ranks * min(room.weights, UPDATE_BUCKET_BYTES), False),
         ("engine working memory", ranks * room.working, False),
         ("cache of keys and values", ranks * room.cache, False),

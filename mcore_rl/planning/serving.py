@@ -3,7 +3,7 @@
 vLLM (0.32) takes ``gpu_memory_utilization`` of a device, subtracts weights, graphs and what a forward pass of its
 longest batch was seen to take, and makes the rest cache (``determine_available_memory`` in v1/worker/gpu_worker.py).
 On the CPU the cache is what is asked for, or 1 GiB, and the output projection is there twice: plain, and packed as the
-weight of every product is (``rollout/live_weights.py``).
+weight of every product is (``rollout/receiver/live_weights.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a rollout engine is asked for and what it gives: prompts and sampling in, samples out, and the verbs around it.
 
 Two implementations: ``vllm_engine.VllmEngine``, in a process that belongs to vLLM (a Ray actor), and
-``engine_process.EngineProcess``, which stands for one in a child process.  ``pool.EnginePool`` is several behind one
+``engine.process.EngineProcess``, which stands for one in a child process.  ``pool.EnginePool`` is several behind one
 queue.  How weights travel is not here: ``rpc`` reaches the methods of vLLM's workers, ``start_update`` and
 ``finish_update`` stand around it.
 

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import SyncError
-from mcore_rl.weights.safetensors import TensorSpec
 
 Answer = dict[str, Any]
-WORKER_EXTENSION = "mcore_rl.rollout.worker_extension.WeightReceiver"
+WORKER_EXTENSION = "mcore_rl.rollout.receiver.worker_extension.WeightReceiver"
 
 
 class Mode(Enum):

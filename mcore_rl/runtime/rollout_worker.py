@@ -1,6 +1,6 @@
 """A rollout engine on a node of the cluster: a Ray actor that holds an engine process, and what stands for it here.
 
-The actor is thin: vLLM runs in a process of its own below it (``rollout.engine_process``), with an environment of its
+The actor is thin: vLLM runs in a process of its own below it (``rollout.engine.process``), with an environment of its
 own, and ends with it.
 """
 
@@ -17,10 +17,10 @@ from ray.exceptions import RayError
 
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig
 from mcore_rl.errors import DeadEngineError, McoreRLError
-from mcore_rl.rollout.engine_process import EngineProcess, start_engine
+from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Chunk, Pause, Request, Sample, Sampling, Statistics
 
-EXTENSION = "mcore_rl.rollout.worker_extension.WeightReceiver"
+EXTENSION = "mcore_rl.rollout.receiver.worker_extension.WeightReceiver"
 
 
 class RolloutWorker:

@@ -16,7 +16,7 @@ from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, num_cores
 from mcore_rl.parallel.layout import Layout
-from mcore_rl.rollout.environment import core_shares, usable_cores
+from mcore_rl.rollout.engine.environment import core_shares, usable_cores
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.runtime.placement import Bundle, Places
 from mcore_rl.runtime.rollout_worker import RayEngine, RolloutWorker

@@ -22,6 +22,12 @@ from mcore_rl.algorithms.advantages.registry import final_advantages
 from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.lesson import Outcomes, learn
 from mcore_rl.algorithms.ragged import sequence_sums
+from mcore_rl.checkpoints.export import save_hf
+from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
+from mcore_rl.checkpoints.load import load_hf
+from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
+from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.parallel import ParallelConfig
@@ -43,13 +49,7 @@ from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.offload import Moved, Part
 from mcore_rl.training.run_state import begin_save, load_run_state, num_state_bytes
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
-from mcore_rl.weights.companions import copy_companions
-from mcore_rl.weights.export import save_hf
-from mcore_rl.weights.hf_directory import Checkpoint
-from mcore_rl.weights.load import load_hf
-from mcore_rl.weights.rank_state import COMPANIONS
 from mcore_rl.weights.rollout_table import RolloutTable
-from mcore_rl.weights.state_writer import StateWriter, Written
 from mcore_rl.weights.table import Table
 
 LOCAL = 0  # Ray shows each worker its own accelerator, and no other
@@ -229,8 +229,10 @@ class TrainWorker(Answering):
     def _beside(self, directory: Path) -> None:
         """So that the checkpoint can be made a Hugging Face one by itself."""
         if self.rank == 0:
-            (directory / COMPANIONS).mkdir()
-            copy_companions(self.spec.directory, directory / COMPANIONS, self.engine.dtype, critic=self.table.critic)
+            (directory / SIDECAR_FILES).mkdir()
+            copy_sidecar_files(
+                self.spec.directory, directory / SIDECAR_FILES, self.engine.dtype, critic=self.table.critic
+            )
 
     def load_state(self, directory: Path) -> bool:
         """What ``save_state`` of all ranks wrote; whether in this layout, so that all goes on bit for bit."""

@@ -1,9 +1,9 @@
 """What the rollout ranks hold, against what the trainer holds: every tensor, and every expert of a stacked one.
 
 Training ranks fingerprint the parts that they send, and add them up; workers fingerprint what they execute with
-(``rollout.live_weights``).  No weight is sent, so it costs reading them once (about 3 s per GB and core).  It answers
-for the elements, not for the kernels that use them, and where several training ranks hold a copy, for the one that
-sends.
+(``rollout.receiver.live_weights``).  No weight is sent, so it costs reading them once (about 3 s per GB and core).  It
+answers for the elements, not for the kernels that use them, and where several training ranks hold a copy, for the one
+that sends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A directory that all see, for engines elsewhere: a Hugging Face checkpoint for each version.  By names only.
 
-Training ranks write it together (``weights.export.save_hf``), whole and under its final name, and every rollout rank
-reads it from there.  The store is still needed, to meet; the weights go through the file system, at its speed.  The
-version before is removed once all have applied the new one.
+Training ranks write it together (``checkpoints.export.save_hf``), whole and under its final name, and every rollout
+rank reads it from there.  The store is still needed, to meet; the weights go through the file system, at its speed.
+ The version before is removed once all have applied the new one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mcore_rl.checkpoints.export import save_hf
+from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.errors import SyncError
 from mcore_rl.sync.members import Address, Members
 from mcore_rl.sync.transport import Receiving
-from mcore_rl.weights.box import Box
-from mcore_rl.weights.export import save_hf
-from mcore_rl.weights.hf_directory import Checkpoint
-from mcore_rl.weights.safetensors import TensorSpec
 from mcore_rl.weights.table import Table
+from mcore_rl.weights.tensor_slice import TensorSlice
 
 WHOLE_ONLY = "A directory takes whole tensors only: write mode=names, or choose another transport"
 
@@ -113,5 +113,5 @@ class DirectoryReceiving(Receiving):
         with Checkpoint.open(version_directory(self._root, self.members.address, self._version)) as checkpoint:
             for name, spec in specs.items():
                 tensor = torch.empty(spec.shape, dtype=spec.dtype)
-                checkpoint.read_into(name, Box.whole(spec.shape), tensor)
+                checkpoint.read_into(name, TensorSlice.whole(spec.shape), tensor)
                 yield name, tensor

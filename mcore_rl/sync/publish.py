@@ -17,19 +17,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_rl.checkpoints.export import BUCKET_BYTES, buckets_of, export_stream
+from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.weight_channel import Mode, Opening
 from mcore_rl.sync.directory import DirectoryWriter
 from mcore_rl.sync.transport import NAMED_SHARE, Outgoing, Transport, at_attempt, connector, offsets_of
 from mcore_rl.weights.binding import bind
-from mcore_rl.weights.export import BUCKET_BYTES, buckets_of, export_stream
 from mcore_rl.weights.fingerprint import fingerprint
 from mcore_rl.weights.messages import Message, Part, messages_from, plan_id
 from mcore_rl.weights.reshard import ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
-from mcore_rl.weights.safetensors import TensorSpec, view_of
 from mcore_rl.weights.table import Table
+from mcore_rl.weights.views import view_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,10 +238,10 @@ def message_bytes(table: Table, bucket_bytes: int, in_place: bool) -> int:
     """The most in one direct message, so that no process needs more than two buckets.
 
     A process holds two messages, or what is on its way to it, at most half a bucket.  As much waits to be packed
-    (``rollout/worker_extension.py``).  The parts of a tensor come from up to tp ranks in turn, so that a worker has as
-    much in hand as tp messages write, half a bucket again.  The rest is for what vLLM makes of a module.  What is not
-    received in place is read out of memory that a worker maps, two messages of each of these ranks (``sync/slots.py``):
-    they are half as large.
+    (``rollout/receiver/worker_extension.py``).  The parts of a tensor come from up to tp ranks in turn, so that a
+    worker has as much in hand as tp messages write, half a bucket again.  The rest is for what vLLM makes of a module.
+     What is not received in place is read out of memory that a worker maps, two messages of each of these ranks
+    (``sync/slots.py``): they are half as large.
     """
     return bucket_bytes // ((2 if in_place else 4) * max(2, table.layout.tp))
 

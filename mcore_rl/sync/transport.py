@@ -21,10 +21,10 @@ from typing import ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mcore_rl.checkpoints.export import buckets_of
+from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.errors import SyncError
 from mcore_rl.sync.members import Address, Members
-from mcore_rl.weights.export import buckets_of
-from mcore_rl.weights.safetensors import TensorSpec
 
 # Of a bucket, a message of the export stream, or one tensor: training rank 0 holds four of them, gathered, cast and in
 # both buffers.

@@ -2,7 +2,7 @@
 
 Everything is Megatron's (dist_checkpointing), but for what keeps it from working everywhere: its writer forks
 processes, which hangs on CPU, so torch's plain writer takes its place; and its modules know one dialect of keys, so
-what they ask for is renamed to what the checkpoint calls it (weights/stored_keys.py).
+what they ask for is renamed to what the checkpoint calls it (checkpoints/stored_keys.py).
 
 Weights only: optimizer, random state and the order of data are a run's business, not a model's.
 """
@@ -29,15 +29,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from mcore_rl.checkpoints.convert import HF
+from mcore_rl.checkpoints.distcp import DistributedCheckpoint
+from mcore_rl.checkpoints.distcp_writer import CONTENT
+from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
+from mcore_rl.checkpoints.megatron_checkpoint import MAX_PADDING
+from mcore_rl.checkpoints.new_directory import NewDirectory
+from mcore_rl.checkpoints.stored_keys import LAYER, StoredKeys, parse
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.agreement import together
-from mcore_rl.weights.companions import copy_companions
-from mcore_rl.weights.convert import HF
-from mcore_rl.weights.distcp import DistributedCheckpoint
-from mcore_rl.weights.distcp_writer import CONTENT
-from mcore_rl.weights.megatron_checkpoint import MAX_PADDING
-from mcore_rl.weights.new_directory import NewDirectory
-from mcore_rl.weights.stored_keys import LAYER, StoredKeys, parse
 
 Shards = dict[str, ShardedTensor]
 MISMATCH = "Give a checkpoint of this model"
@@ -100,7 +100,7 @@ def save_megatron(models: Sequence[torch.nn.Module], directory: Path | str, sour
         if made is not None:
             if source is not None:
                 (incomplete / HF).mkdir()
-                copy_companions(source, incomplete / HF, next(models[0].parameters()).dtype)
+                copy_sidecar_files(source, incomplete / HF, next(models[0].parameters()).dtype)
             made.complete()
 
     together(finish, None, device)

@@ -2,7 +2,7 @@
 
 A process stands as one rank after the other: torch's fake process group answers to the world's size and to a rank, and
 nobody is behind it.  Nothing is computed and no collective means anything here.  Modules are built as the engine builds
-them, by ``build_chunks``, so what ``weights/verify.py`` proves of their names and shapes holds for training.
+them, by ``build_chunks``, so what ``proofs/verify.py`` proves of their names and shapes holds for training.
 
 Megatron keeps its groups in globals, and on a machine without an accelerator it is patched to run on the CPU, so this
 is for processes that do not train: tools and tests.

@@ -1,6 +1,6 @@
 """What an engine needs to go on as if it had never stopped: weights, main weights, moments, counters, random state.
 
-Every rank keeps its part (``weights/rank_state.py``) and takes over, from the files of all ranks, what its layout
+Every rank keeps its part (``checkpoints/rank_state.py``) and takes over, from the files of all ranks, what its layout
 needs: in the layout that wrote them bit for bit, random state included; in another, every weight and moment of the
 whole model bit for bit, and a random state that follows from the seed and the step.
 """
@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.errors import CheckpointError
-from mcore_rl.parallel.groups import random_state, restore_random_state, seed_random_state
-from mcore_rl.training.engine import Engine
-from mcore_rl.training.offload import Part
-from mcore_rl.weights.binding import Bound, bind
-from mcore_rl.weights.box import offset_of, row_major_strides
-from mcore_rl.weights.rank_state import (
+from mcore_rl.checkpoints.rank_state import (
     MAIN,
     MOMENTS,
     RANDOM,
@@ -32,10 +26,16 @@ from mcore_rl.weights.rank_state import (
     pieces_of_range,
     state_file,
 )
-from mcore_rl.weights.safetensors import read_whole
-from mcore_rl.weights.state_writer import StateWriter
-from mcore_rl.weights.stored_state import StoredState
+from mcore_rl.checkpoints.safetensors import read_whole
+from mcore_rl.checkpoints.state_writer import StateWriter
+from mcore_rl.checkpoints.stored_state import StoredState
+from mcore_rl.errors import CheckpointError
+from mcore_rl.parallel.groups import random_state, restore_random_state, seed_random_state
+from mcore_rl.training.engine import Engine
+from mcore_rl.training.offload import Part
+from mcore_rl.weights.binding import Bound, bind
 from mcore_rl.weights.table import Piece, Table
+from mcore_rl.weights.tensor_slice import offset_of, row_major_strides
 
 HOST = "host"  # the random state that is not of Megatron's tracker
 Wanted = tuple[str, Piece]  # of which kind, and which part of the whole
@@ -102,7 +102,7 @@ def load_run_state(engine: Engine, table: Table, directory: Path) -> bool:
         ranges = _ranges(engine, bound)
         wanted = [*_wanted_weights(bound, table, stored), *_wanted_main(ranges, table, first.adam_step)]
         problems = list(stored.mismatches({name: info.shape for name, info in table.hf_tensors.items()}))
-        problems += [problem for kind, piece in wanted if (problem := stored.missing(kind, piece.hf, piece.hf_box))]
+        problems += [problem for kind, piece in wanted if (problem := stored.missing(kind, piece.hf, piece.hf_region))]
         if problems:
             raise CheckpointError(str(directory), problems)
         for each in bound:
@@ -217,11 +217,11 @@ def _fill(stored: StoredState, kind: str, table: Table, bound: Bound, begin: int
     shape = table.shape(bound.local)
     strides = row_major_strides(shape)
     pieces = pieces_of_range(table.pieces(bound.local), shape, begin, begin + row.numel())
-    if sum(piece.hf_box.num_elements for piece in pieces) < row.numel():
+    if sum(piece.hf_region.num_elements for piece in pieces) < row.numel():
         row.zero_()
     for piece in pieces:
         place = row.storage_offset() + offset_of(piece.local_start, strides) - begin
-        stored.read_into(kind, piece.hf, piece.hf_box, row.as_strided(piece.shape, strides, place))
+        stored.read_into(kind, piece.hf, piece.hf_region, row.as_strided(piece.shape, strides, place))
 
 
 def _adam_step(engine: Engine) -> int | None:

@@ -17,8 +17,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mcore_rl.weights.box import Box, row_major_strides, windows
-from mcore_rl.weights.safetensors import view_of
+from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
+from mcore_rl.weights.views import view_of
 
 WINDOW_ELEMENTS = 1 << 18  # of which the integers, 8 bytes each, stay in a cache
 # The odd constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
@@ -27,15 +27,15 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(values: Tensor, start: Sequence[int]) -> int:
-    """What ``values``, the box from ``start`` of a tensor, adds to that tensor's; a signed 64-bit integer.
+    """What ``values``, the region from ``start`` of a tensor, adds to that tensor's; a signed 64-bit integer.
 
     All of a tensor: ``fingerprint(tensor, (0,) * tensor.dim())``.  The dtype enters.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for box in windows(Box.whole(values.shape), row_major_strides(values.shape), WINDOW_ELEMENTS):
-        part = _bits(view_of(values, box))
+    for region in windows(TensorSlice.whole(values.shape), row_major_strides(values.shape), WINDOW_ELEMENTS):
+        part = _bits(view_of(values, region))
         for dim in reversed(range(values.dim())):
-            part = (part * _factors(dim, start[dim] + box.start[dim], box.shape[dim], values.device)).sum(-1)
+            part = (part * _factors(dim, start[dim] + region.start[dim], region.shape[dim], values.device)).sum(-1)
         total += part
     return int(total.item())
 

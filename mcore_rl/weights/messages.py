@@ -16,9 +16,9 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mcore_rl.weights.box import Box, row_major_strides, windows
 from mcore_rl.weights.reshard import Copy, ReshardPlan
 from mcore_rl.weights.rollout_table import itemsize_of
+from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
 
 Turn = tuple[bool, int]  # of a place
 ALONE = 32  # a part of one 32nd of the largest message is large
@@ -26,7 +26,7 @@ ALONE = 32  # a part of one 32nd of the largest message is large
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One box in a message.
+    """One region in a message.
 
     chunk, source: the training rank's tensor.  target, slot: the rollout rank's, as in ``reshard.Copy``.  source_box,
     target_box: equal-shaped.  begin, num_bytes: its place in the message.  dtype: torch's name of it, None for the
@@ -35,17 +35,17 @@ class Part:
 
     chunk: int
     source: str
-    source_box: Box
+    source_box: TensorSlice
     target: str
     slot: int | None
-    target_box: Box
+    target_box: TensorSlice
     begin: int
     num_bytes: int
     dtype: str | None
 
     @property
     def elements(self) -> int:
-        """Elements of the box."""
+        """Elements of the region."""
         return self.target_box.num_elements
 
 
@@ -111,16 +111,16 @@ def _cut(
     for turn, number, copy in stream:
         rule = plan.rollout.rules[number]
         itemsize = itemsize_of(rule, plan.itemsize)
-        for box in windows(copy.target_box, row_major_strides(copy.target_box.shape), max_bytes // itemsize):
-            num_bytes = box.num_elements * itemsize
+        for region in windows(copy.target_box, row_major_strides(copy.target_box.shape), max_bytes // itemsize):
+            num_bytes = region.num_elements * itemsize
             begin = -(-used // itemsize) * itemsize  # where a tensor of its dtype may begin
             if begin + num_bytes > max_bytes or num_bytes >= alone:
                 found.append(((turn, number), []))
                 begin = 0
             parts = found[-1][1]
-            source_box = box.moved(copy.target_box.start, copy.source_box.start)
+            source_box = region.moved(copy.target_box.start, copy.source_box.start)
             parts.append(
-                Part(copy.chunk, copy.source, source_box, copy.target, copy.slot, box, begin, num_bytes, rule.dtype)
+                Part(copy.chunk, copy.source, source_box, copy.target, copy.slot, region, begin, num_bytes, rule.dtype)
             )
             used = max_bytes if num_bytes >= alone else begin + num_bytes
     return found

@@ -1,13 +1,13 @@
 """The reshard plan: which part of which training rank's tensor goes to which part of which rollout rank's tensor.
 
 Made once, from a family's two tables, in integers; nothing is sent here, and nothing but numpy is needed.  Rows are
-columns of int32, and the boxes of a copy are shared by all layers, experts and replicas that cut a tensor alike, so
+columns of int32, and the regions of a copy are shared by all layers, experts and replicas that cut a tensor alike, so
 that a plan for hundreds of billions of parameters on hundreds of ranks takes seconds and a few hundred megabytes.
 
 A source that several ranks hold (data-parallel copies; tensors that tensor ranks replicate; the tied embedding of the
 last pipeline stage) is dealt out among them: see ``_deal``.
 
-Invariant, proven by ``weights/reshard_proof.py``: every element that a rollout rank stores, padding apart, is written
+Invariant, proven by ``proofs/reshard_proof.py``: every element that a rollout rank stores, padding apart, is written
 by exactly one copy, from the element of the same Hugging Face tensor.
 """
 
@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.families.rules import Rule, Stage
-from mcore_rl.weights.box import Box
 from mcore_rl.weights.replicas import Replicas
 from mcore_rl.weights.rollout_table import RolloutTable, itemsize_of
 from mcore_rl.weights.table import Piece, Table, pieces
 from mcore_rl.weights.tensor_ids import TensorIds
+from mcore_rl.weights.tensor_slice import TensorSlice
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -36,14 +36,15 @@ class Geometry:
     """What a shard of one rule's tensors gives to a shard of another's, whatever the layer, the expert and the ranks.
 
     source_rule, target_rule: places in ``Table.rules`` and ``RolloutTable.rules``.  source_shard, target_shard: along
-    the rules' axes.  parts: (box of the source, box of the target, within its slot where it is stacked), equal-shaped.
+    the rules' axes.  parts: (region of the source, region of the target, within its slot where it is stacked), of equal
+    shape.
     """
 
     source_rule: int
     source_shard: int
     target_rule: int
     target_shard: int
-    parts: tuple[tuple[Box, Box], ...]
+    parts: tuple[tuple[TensorSlice, TensorSlice], ...]
 
     @property
     def elements(self) -> int:
@@ -53,7 +54,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One box to send.
+    """One region to send.
 
     source: canonical name within model chunk ``chunk`` of ``source_rank``.  target: vLLM's name.  slot: index into the
     first dimension of a stacked target, which ``target_box`` leaves out; None where it is not stacked.
@@ -62,30 +63,30 @@ class Copy:
     source_rank: int
     chunk: int
     source: str
-    source_box: Box
+    source_box: TensorSlice
     target_rank: int
     target: str
     slot: int | None
-    target_box: Box
+    target_box: TensorSlice
 
 
-def same_part(source: Piece, target: Piece) -> tuple[Box, Box] | None:
-    """(box of the source's tensor, box of the target's) where both pieces hold the same elements; None where nowhere.
+def same_part(source: Piece, target: Piece) -> tuple[TensorSlice, TensorSlice] | None:
+    """(region of the source's tensor, region of the target's) where both hold the same elements; None where nowhere.
 
     The pieces are of the same Hugging Face tensor.
     """
-    shared = source.hf_box.shared(target.hf_box)
+    shared = source.hf_region.shared(target.hf_region)
     if shared is None:
         return None
     return shared.moved(source.hf_start, source.local_start), shared.moved(target.hf_start, target.local_start)
 
 
-def _joined(parts: list[tuple[Box, Box]], dim: int) -> tuple[tuple[Box, Box], ...]:
+def _joined(parts: list[tuple[TensorSlice, TensorSlice]], dim: int) -> tuple[tuple[TensorSlice, TensorSlice], ...]:
     """``parts`` with those that follow each other along ``dim``, in the source and in the target, made one."""
-    found: list[tuple[Box, Box]] = []
+    found: list[tuple[TensorSlice, TensorSlice]] = []
     for part in sorted(parts, key=lambda part: part[1]):
         if found:
-            merged = [_follows(before, box, dim) for before, box in zip(found[-1], part, strict=True)]
+            merged = [_follows(before, region, dim) for before, region in zip(found[-1], part, strict=True)]
             if merged[0] is not None and merged[1] is not None:
                 found[-1] = (merged[0], merged[1])
                 continue
@@ -93,13 +94,13 @@ def _joined(parts: list[tuple[Box, Box]], dim: int) -> tuple[tuple[Box, Box], ..
     return tuple(found)
 
 
-def _follows(before: Box, box: Box, dim: int) -> Box | None:
-    """Both as one box where ``box`` begins along ``dim`` where ``before`` ends; None where it does not."""
-    if box.start != (*before.start[:dim], before.end[dim], *before.start[dim + 1 :]):
+def _follows(before: TensorSlice, region: TensorSlice, dim: int) -> TensorSlice | None:
+    """Both as one region where ``region`` begins along ``dim`` where ``before`` ends; None where it does not."""
+    if region.start != (*before.start[:dim], before.end[dim], *before.start[dim + 1 :]):
         return None
-    shape = (*before.shape[:dim], before.shape[dim] + box.shape[dim], *before.shape[dim + 1 :])
-    same = before.shape[:dim] + before.shape[dim + 1 :] == box.shape[:dim] + box.shape[dim + 1 :]
-    return Box(before.start, shape) if same else None
+    shape = (*before.shape[:dim], before.shape[dim] + region.shape[dim], *before.shape[dim + 1 :])
+    same = before.shape[:dim] + before.shape[dim + 1 :] == region.shape[:dim] + region.shape[dim + 1 :]
+    return TensorSlice(before.start, shape) if same else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +254,9 @@ class _Builder:
                     self.geometries.append(Geometry(source, source_shard, target, target_shard, parts))
                     self._add(layers, holders)
 
-    def _parts(self, ours: Rule, source_shard: int, theirs: Rule, target_shard: int) -> tuple[tuple[Box, Box], ...]:
+    def _parts(
+        self, ours: Rule, source_shard: int, theirs: Rule, target_shard: int
+    ) -> tuple[tuple[TensorSlice, TensorSlice], ...]:
         model = self.table.model
         held = ours.shard(model, self.replicas.num_shards(ours), source_shard)
         wanted = theirs.shard(model, self.rollout.num_shards(theirs), target_shard)

@@ -3,7 +3,7 @@
 Integers and names only; nothing is read, sent or built.  Loading, exporting, checkpoints and the proofs all ask it.
 
 Invariant: ``tensors(rank)`` names every tensor that the Megatron modules of ``rank`` have, once; over the ranks of one
-replica every element of every name in ``hf_tensors`` is held.  ``weights/verify.py`` proves both.
+replica every element of every name in ``hf_tensors`` is held.  ``proofs/verify.py`` proves both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mcore_rl.families.blocks import VALUE_HEAD
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Axis, Rule, Shard, Stage
 from mcore_rl.parallel.layout import Coords, Layout, place_layers
-from mcore_rl.weights.box import Box
+from mcore_rl.weights.tensor_slice import TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class Piece:
     shape: tuple[int, ...]
 
     @property
-    def hf_box(self) -> Box:
+    def hf_region(self) -> TensorSlice:
         """The part of the Hugging Face tensor."""
-        return Box(self.hf_start, self.shape)
+        return TensorSlice(self.hf_start, self.shape)
 
     @property
-    def local_box(self) -> Box:
+    def local_region(self) -> TensorSlice:
         """The part of the local tensor."""
-        return Box(self.local_start, self.shape)
+        return TensorSlice(self.local_start, self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ import pytest
 
 from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.checkpoints import complete_checkpoints
+from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints
+from mcore_rl.controller.lifecycle.start import open_run
 from mcore_rl.controller.loop import train
 from mcore_rl.controller.run import Run
-from mcore_rl.controller.start import open_run
 from mcore_rl.errors import DeadEngineError, WorkerError
 from tests.support import prompt_files
 from tests.support.run_task import AGREEMENT, SPEED, holders_of, is_in, nothing_left, overrides, write_task

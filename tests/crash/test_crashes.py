@@ -12,7 +12,7 @@ from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1
 
 import pytest
 
-from mcore_rl.controller.leaving import REQUEUE
+from mcore_rl.controller.lifecycle.preemption import REQUEUE
 from tests.crash.conftest import Undisturbed
 from tests.support import crash_points
 from tests.support.crash_runs import (

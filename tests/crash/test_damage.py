@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.weights.manifest import MANIFEST
+from mcore_rl.checkpoints.manifest import MANIFEST
 from tests.crash.conftest import Undisturbed
 from tests.support.crash_runs import STEPS, bits_of, mounted, nothing_survives, says, start
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.weights.convert import to_megatron
+from mcore_rl.checkpoints.convert import to_megatron
 from tests.support import tiny_models
 from tools import compare_logprobs
 

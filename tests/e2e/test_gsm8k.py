@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.program import run_training
+from mcore_rl.controller.programs.train import run_training
 from tests.house.source import ROOT
 from tests.support.run_task import nothing_left
 

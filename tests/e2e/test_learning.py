@@ -15,11 +15,11 @@ import pytest
 
 from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.drawing import Drawing
+from mcore_rl.controller.lifecycle.preparation import complete, prepare
+from mcore_rl.controller.lifecycle.start import open_run
 from mcore_rl.controller.loop import train
-from mcore_rl.controller.preparation import complete, prepare
 from mcore_rl.controller.run import REFERENCE, Run
-from mcore_rl.controller.start import open_run
+from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.parallel.device import detect
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.tracking.jsonl import read_metrics
@@ -66,7 +66,7 @@ class Course:
         for group in roles(started):
             await group.all("load_state", self.folder / group.role)
         await started.actor.all("take_snapshot", REFERENCE)
-        drawing = Drawing(started.drawing.engine, started.drawing.scorer, config)
+        drawing = RolloutCollector(started.drawing.engine, started.drawing.scorer, config)
         values = {"algorithm": name}
         with Tracker.open(self.folder / name, config.trainer, values, STEPS) as tracker:
             run = Run(config, platform, tracker, prepared, started.actor, critic, drawing, started.handover)

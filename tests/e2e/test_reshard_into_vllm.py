@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout
 from mcore_rl.families.registry import model_of
+from mcore_rl.proofs.tracer import Checkpoint, Tracer, reduced_config
 from mcore_rl.rollout.parameters import VllmProcess
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
-from mcore_rl.weights.tracer import Checkpoint, Tracer, reduced_config
 from tests.support.published import FACTS, TINY
 
 EXACT = 2**24  # integers in float32

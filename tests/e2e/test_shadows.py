@@ -21,8 +21,8 @@ from mcore_rl.config.launch import load_recipe, recipe_names
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.config.trainer import RayInitConfig
-from mcore_rl.controller.program import run_training
-from mcore_rl.controller.sft import run_sft
+from mcore_rl.controller.programs.sft import run_sft
+from mcore_rl.controller.programs.train import run_training
 from mcore_rl.families.registry import family_of
 from mcore_rl.planning.recipes import recipe_config_json
 from mcore_rl.runtime.cluster import ray_cluster

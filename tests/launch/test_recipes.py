@@ -20,15 +20,15 @@ from mcore_rl.config.roles import LossAggregation
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.config.trainer import Placement
-from mcore_rl.controller.fit import model_run_violations, model_sft_violations
+from mcore_rl.controller.lifecycle.model_checks import model_run_violations, model_sft_violations
 from mcore_rl.data.datasets import DATASETS
 from mcore_rl.families.checkpoints import find_checkpoint
 from mcore_rl.families.registry import model_of
 from mcore_rl.planning.plan import plan
 from mcore_rl.planning.recipes import MODEL_CONFIGS, num_steps, recipe_config_json, recipe_model
+from mcore_rl.proofs.verify import verify
 from mcore_rl.training.meta import meta_shapes
 from mcore_rl.weights.table import Table
-from mcore_rl.weights.verify import verify
 from tools.verify_conversion import prove
 
 NAMES = [name for name in recipe_names() if not name.startswith("arithmetic")]

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.errors import DeadEngineError
-from mcore_rl.rollout.engine_process import EngineProcess, start_engine
-from mcore_rl.rollout.environment import usable_cores
+from mcore_rl.rollout.engine.environment import usable_cores
+from mcore_rl.rollout.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.engine.process_group import group_of
 from mcore_rl.rollout.pool import EnginePool
-from mcore_rl.rollout.process_group import group_of
 from mcore_rl.rollout.protocol import Sample, Sampling, requests_of
 from tests.support import rollouts
 from tests.support.rollouts import assert_same, collect, generate, prompts, until_running, wait_until_gone

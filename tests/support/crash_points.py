@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.controller import checkpoints
-from mcore_rl.weights.manifest import MANIFEST
+from mcore_rl.checkpoints.manifest import MANIFEST
+from mcore_rl.controller.lifecycle import run_checkpoints
 
 STEP = 2
 HALF, BEFORE, AFTER = "half a manifest", "before the rename", "after the rename"
@@ -26,8 +26,8 @@ def die() -> None:
 
 def arm(point: str) -> None:
     """Let this process die at ``point``."""
-    write: Callable[..., None] = checkpoints.write_manifest
-    rename: Callable[[Path, Path], None] = checkpoints.replace_directory
+    write: Callable[..., None] = run_checkpoints.write_manifest
+    rename: Callable[[Path, Path], None] = run_checkpoints.replace_directory
 
     def write_manifest(directory: Path, sums: Mapping[str, Any]) -> None:
         write(directory, sums)
@@ -45,7 +45,7 @@ def arm(point: str) -> None:
             die()
 
     assert point in (HALF, BEFORE, AFTER), point
-    checkpoints.write_manifest, checkpoints.replace_directory = write_manifest, replace_directory
+    run_checkpoints.write_manifest, run_checkpoints.replace_directory = write_manifest, replace_directory
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ class _Rank:
         )
 
     def _loader(self, weights: Path) -> Any:
-        from mcore_rl.weights.hf_directory import Checkpoint
-        from mcore_rl.weights.load import load_hf
+        from mcore_rl.checkpoints.hf_directory import Checkpoint
+        from mcore_rl.checkpoints.load import load_hf
 
         checkpoint = self.stack.enter_context(Checkpoint.open(weights))
         return partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank.rank)
@@ -78,7 +78,7 @@ class _Rank:
 
     def export(self, directory: Path, source: Path) -> None:
         """As a Hugging Face checkpoint, with the files that stand beside the weights in ``source``."""
-        from mcore_rl.weights.export import save_hf
+        from mcore_rl.checkpoints.export import save_hf
 
         save_hf(self.engine.models, self.table, self.rank.rank, directory, source)
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
+from mcore_rl.checkpoints.manifest import write_manifest
+from mcore_rl.checkpoints.rank_state import MAIN, SIDECAR_FILES, WEIGHT, RankState, Shard, pieces_of_range, state_file
+from mcore_rl.checkpoints.state_writer import StateWriter
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.families.registry import FAMILIES
-from mcore_rl.weights.companions import copy_companions
-from mcore_rl.weights.manifest import write_manifest
-from mcore_rl.weights.rank_state import COMPANIONS, MAIN, WEIGHT, RankState, Shard, pieces_of_range, state_file
-from mcore_rl.weights.safetensors import view_of
-from mcore_rl.weights.state_writer import StateWriter
 from mcore_rl.weights.table import Table
+from mcore_rl.weights.views import view_of
 from tests.support import checkpoints
 from tests.support.engines import CPU
 
@@ -36,7 +36,7 @@ def write_ranks(
             shape, name = table.shape(local), f"{local.chunk}/{local.name}"
             tensor = torch.zeros(shape)
             for piece in table.pieces(local):
-                view_of(tensor, piece.local_box).copy_(view_of(whole[piece.hf], piece.hf_box))
+                view_of(tensor, piece.local_region).copy_(view_of(whole[piece.hf], piece.hf_region))
             if local.rule.dtype is not None:
                 begin, end, kind = 0, tensor.numel(), WEIGHT
             else:
@@ -79,6 +79,6 @@ def _copies(table: Table, rank: int, *, per_expert: bool) -> list[int]:
 def write_run(directory: Path, family: str, hf: Path, layout: str, world_size: int, dtype: str = "float32") -> None:
     """A checkpoint ``step_N`` of the weights in ``hf``, whole."""
     write_ranks(directory / "actor", family, checkpoints.tensors(hf), layout, world_size, dtype)
-    (directory / "actor" / COMPANIONS).mkdir()
-    copy_companions(hf, directory / "actor" / COMPANIONS, getattr(torch, dtype))
+    (directory / "actor" / SIDECAR_FILES).mkdir()
+    copy_sidecar_files(hf, directory / "actor" / SIDECAR_FILES, getattr(torch, dtype))
     write_manifest(directory, {})

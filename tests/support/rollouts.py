@@ -25,7 +25,7 @@ from transformers import (
 
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import RolloutConfig
-from mcore_rl.rollout.process_group import group_of, is_alive
+from mcore_rl.rollout.engine.process_group import group_of, is_alive
 from mcore_rl.rollout.protocol import Prompt, Request, RolloutEngine, Sample, Sampling
 
 VOCAB, EOS = 101, 2

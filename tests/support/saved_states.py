@@ -12,6 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.load import load_hf
+from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
@@ -19,9 +22,6 @@ from mcore_rl.families.registry import FAMILIES
 from mcore_rl.parallel.groups import Groups
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.run_state import begin_save
-from mcore_rl.weights.hf_directory import Checkpoint
-from mcore_rl.weights.load import load_hf
-from mcore_rl.weights.state_writer import StateWriter, Written
 from mcore_rl.weights.table import Table
 from tests.support import batches, engines, full_weights
 from tests.support.engines import CPU

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
-from mcore_rl.rollout.engine_process import EngineProcess, start_engine
+from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
 from mcore_rl.rollout.weight_channel import WORKER_EXTENSION
 from tests.support import hf_reference, models

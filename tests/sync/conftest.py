@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.rollout.engine_process import EngineProcess
+from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Sample
 from tests.support import sync_cases
 from tests.support.live_trainers import LiveTrainers

@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.checkpoints.export import buckets_of
+from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.errors import SyncError
@@ -20,14 +23,11 @@ from mcore_rl.sync.check import expected_weights
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Publisher, message_bytes, opening_of
 from mcore_rl.sync.transport import NAMED_SHARE, offsets_of
-from mcore_rl.weights.export import buckets_of
 from mcore_rl.weights.fingerprint import added, fingerprint
-from mcore_rl.weights.hf_directory import Checkpoint
-from mcore_rl.weights.load import load_hf
 from mcore_rl.weights.messages import messages_to
 from mcore_rl.weights.rollout_table import RolloutTable
-from mcore_rl.weights.safetensors import view_of
 from mcore_rl.weights.table import Table
+from mcore_rl.weights.views import view_of
 from tests.support import checkpoints, direct_rollout
 
 BUCKET_BYTES = 40_000  # some tensors are larger than a message

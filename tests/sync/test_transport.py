@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.launch import HOST
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.process_group import ProcessGroupTransport
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Transport, offsets_of
-from mcore_rl.weights.safetensors import TensorSpec
 
 SIZES = (5, 100_000, 1, 70_000, 3, 250_000)  # bytes, from each of two senders to each of two receivers
 TIMEOUT_S = 4.0

@@ -14,7 +14,7 @@ import pytest
 
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.errors import SyncError
-from mcore_rl.rollout.engine_process import EngineProcess
+from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Pause, Request, Sampling, VersionSpan
 from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.sync.directory import DirectoryTransport

@@ -20,12 +20,12 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
 
+from mcore_rl.checkpoints.convert import HF, to_hf, to_megatron
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.training.checkpoint import _PlainWriter, load_megatron, save_megatron
 from mcore_rl.training.engine import Engine
-from mcore_rl.weights.convert import HF, to_hf, to_megatron
 from tests.support import checkpoints, engines, full_weights, hf_reference
 
 Load = Callable[[Sequence[torch.nn.Module]], None]

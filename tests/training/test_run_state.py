@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.checkpoints.rank_state import state_file
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.groups import Groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import Part
 from mcore_rl.training.run_state import load_run_state, num_state_bytes
-from mcore_rl.weights.rank_state import state_file
 from mcore_rl.weights.table import Table
 from tests.support import checkpoints, engines
 from tests.support.engines import same_bits

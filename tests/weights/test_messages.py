@@ -13,8 +13,8 @@ from mcore_rl.families.registry import FAMILIES
 from mcore_rl.weights.messages import messages_from, messages_to, plan_id
 from mcore_rl.weights.reshard import ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
-from mcore_rl.weights.safetensors import view_of
 from mcore_rl.weights.table import Table
+from mcore_rl.weights.views import view_of
 from tests.support.checkpoints import MODELS
 
 CASES = [

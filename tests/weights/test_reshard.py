@@ -12,12 +12,12 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES
-from mcore_rl.weights.box import Box
+from mcore_rl.proofs.reshard_proof import reshard_failures, traffic
+from mcore_rl.proofs.tracer import Tracer
 from mcore_rl.weights.reshard import ReshardPlan, _deal, plan_reshard
-from mcore_rl.weights.reshard_proof import reshard_failures, traffic
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
-from mcore_rl.weights.tracer import Tracer
+from mcore_rl.weights.tensor_slice import TensorSlice
 from tests.support import direct_rollout, models
 
 # 8 query heads to 4 key/value heads, a vocabulary that divides by nothing, sizes that differ from each other.
@@ -154,7 +154,11 @@ def test_gate_and_up_of_whole_experts_are_one_copy() -> None:
     made = plan("mixtral", MIXTRAL, "ep=4", 4, "tp=1,dp=4,ep=4")
     (copy,) = [copy for copy in dict(made.copies_to(3))[2] if copy.target.endswith("w13_weight")]
     assert (copy.source_rank, copy.source) == (3, "decoder.layers.2.mlp.experts.local_experts.0.linear_fc1.weight")
-    assert (copy.slot, copy.target_box, copy.source_box) == (0, Box((0, 0), (128, 40)), Box((0, 0), (128, 40)))
+    assert (copy.slot, copy.target_box, copy.source_box) == (
+        0,
+        TensorSlice((0, 0), (128, 40)),
+        TensorSlice((0, 0), (128, 40)),
+    )
 
 
 def test_float32_buffers_count_four_bytes() -> None:

@@ -13,8 +13,8 @@ from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.families import deepseek_v3, llama, mixtral, qwen2, qwen2_moe
 from mcore_rl.families.family import Family
 from mcore_rl.families.rules import Rule
-from mcore_rl.weights.box import Box
 from mcore_rl.weights.table import Table
+from mcore_rl.weights.tensor_slice import TensorSlice
 
 
 def family(weights: tuple[Rule, ...]) -> Family:
@@ -88,10 +88,10 @@ def test_pieces_of_a_padded_shard_by_hand() -> None:
     (embedding,) = [local for local in table.tensors(3) if local.name == "embedding.word_embeddings.weight"]
     assert table.shape(embedding) == (4, 8)
     (piece,) = table.pieces(embedding)
-    assert (piece.hf, piece.hf_box, piece.local_box) == (
+    assert (piece.hf, piece.hf_region, piece.local_region) == (
         "model.embed_tokens.weight",
-        Box((12, 0), (1, 8)),
-        Box((0, 0), (1, 8)),
+        TensorSlice((12, 0), (1, 8)),
+        TensorSlice((0, 0), (1, 8)),
     )
 
 
@@ -113,7 +113,7 @@ def test_one_replica_holds_every_element_and_only_whole_tensors_twice(kind: str,
             held = table.pieces(local)
             assert sum(prod(piece.shape) for piece in held) <= prod(table.shape(local))
             for piece in held:
-                counts[piece.hf][tuple(slice(start, start + size) for start, size in piece.hf_box.spans)] += 1
+                counts[piece.hf][tuple(slice(start, start + size) for start, size in piece.hf_region.spans)] += 1
     by_name = {tensor.name: rule for rule in table.rules for tensor in rule.hf}
     layer_ranks = table.layout.tp * table.layout.cp
     for name, count in counts.items():

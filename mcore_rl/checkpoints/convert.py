@@ -1,0 +1,256 @@
+"""Converting checkpoints on disk, Hugging Face to Megatron and back, and proving what was written before it is named.
+
+Nothing of a model is held but one chunk or window.  What was written is opened again under its temporary name, every
+tensor is read back, and its checksum must be that of the source, read once more, cast as it was to be cast.  Only then
+does the directory get its final name.  Sources are only read.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import lcm, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.checkpoints.block_fp8 import BlockFp8Checkpoint
+from mcore_rl.checkpoints.distcp import DistributedCheckpoint
+from mcore_rl.checkpoints.distcp_writer import ARCHIVE_BYTES, DistcpWriter
+from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
+from mcore_rl.checkpoints.load import check_checkpoint
+from mcore_rl.checkpoints.megatron_checkpoint import MegatronCheckpoint, Readable, plan_stored, write_stored
+from mcore_rl.checkpoints.new_directory import NewDirectory
+from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
+from mcore_rl.checkpoints.run_weights import RunWeights, role_directory
+from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes
+from mcore_rl.checkpoints.sharded_writer import ShardedWriter
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.errors import CheckpointError, refuse_if_any
+from mcore_rl.families.config_json import CONFIG, read_config
+from mcore_rl.families.family import Family
+from mcore_rl.families.registry import model_of
+from mcore_rl.parallel.layout import layout_violations
+from mcore_rl.weights.table import Table
+from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
+
+HF = "hf"  # where a Megatron checkpoint of ours keeps config.json, tokenizer and kin
+QUANTISED = {torch.float8_e4m3fn, torch.float8_e5m2}
+Report = Callable[[str, int, int], None]  # (what is being done, bytes just done, bytes that it takes in all)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written and verified.  num_bytes: of the elements."""
+
+    directory: Path
+    family: str
+    num_tensors: int
+    num_bytes: int
+
+
+def read_model(directory: Path) -> tuple[dict[str, Any], Family, ModelConfig]:
+    """config.json of ``directory``, and what it says.
+
+    CheckpointError: it is missing or is no JSON object.  ConfigError: it is of no family, or says what is not trained.
+    """
+    config = read_config(directory)
+    return config, *model_of(config)
+
+
+def open_hf(directory: Path) -> tuple[Checkpoint, Table]:
+    """The Hugging Face checkpoint in ``directory``, held against its config.json; FP8 is read as what it stands for.
+
+    Raises as ``read_model``, ``Checkpoint.open`` and ``check_checkpoint`` do.
+    """
+    if not directory.is_dir():
+        Checkpoint.open(directory)  # says what is wrong and what to do
+    config, family, model = read_model(directory)
+    checkpoint = Checkpoint.open(directory)
+    quantisation = config.get("quantization_config")
+    if quantisation is not None:
+        checkpoint = BlockFp8Checkpoint(checkpoint, tuple(quantisation["weight_block_size"]))
+    table = Table(family, model)
+    check_checkpoint(checkpoint, table)
+    return checkpoint, table
+
+
+def open_megatron(directory: Path, config: Path | None = None) -> MegatronCheckpoint:
+    """The Megatron checkpoint in ``directory``, held against the config.json in ``config`` or of its own.
+
+    Raises as ``read_model`` and ``MegatronCheckpoint`` do.
+    """
+    stored = DistributedCheckpoint.open(directory)
+    place = directory / HF if config is None else config
+    if config is None and not (place / CONFIG).exists():
+        problem = f"it has no {HF}/{CONFIG}, so nothing says what model it is. Give the model's with --config DIR"
+        raise CheckpointError(str(directory), [problem])
+    _, family, model = read_model(place)
+    return MegatronCheckpoint(stored, family, model)
+
+
+def open_run(directory: Path, config: Path | None = None) -> RunWeights | None:
+    """The weights in a run's checkpoint, ``RUN/checkpoints/step_N`` or a role in it; None where it is none.
+
+    config: as in ``open_megatron``.  Raises as ``read_model`` and ``RunWeights`` do.
+    """
+    role = role_directory(directory)
+    if role is None:
+        return None
+    _, family, model = read_model(role / SIDECAR_FILES if config is None else config)
+    return RunWeights(role, family, model)
+
+
+def to_megatron(
+    hf: Path, out: Path, *, parallel: ParallelConfig | None = None, dtype: torch.dtype | None = None, report: Report
+) -> Converted:
+    """Write the Hugging Face checkpoint ``hf`` as a Megatron checkpoint into the new directory ``out``.
+
+    parallel: the layout that chunks are cut for; any other loads them too.  dtype: to cast to; None keeps each
+    tensor's, and bfloat16 where it is FP8.  report: called as the work goes on.
+
+    Raises as ``open_hf`` and ``NewDirectory`` do; ConfigError where the model cannot be split so; CheckpointError
+    where a file cannot be read or written, or what was written is not what was read.  Whatever is raised, nothing then
+    has the name ``out``.
+    """
+    checkpoint, table = open_hf(hf)
+    parallel = parallel or ParallelConfig()
+    replicas = lcm(parallel.tp * parallel.pp * parallel.cp, parallel.etp * parallel.ep * parallel.pp)
+    refuse_if_any(layout_violations(table.model, parallel, replicas))
+    present = {name: info.dtype for name, info in checkpoint.tensors.items() if name in table.hf_tensors}
+    dtypes = _cast(present, table, dtype)
+    planned = plan_stored(table, dtypes)
+    # What a stored tensor is made of gets its dtype.
+    dtypes = {name: spec.dtype for spec, held in planned.values() for local in held for name in local.hf_names}
+    specs = {
+        name: TensorSpec(name, dtypes[name], info.shape) for name, info in table.hf_tensors.items() if name in dtypes
+    }
+    total = sum(spec.num_bytes for spec in specs.values())
+    directory = NewDirectory(out, total + ARCHIVE_BYTES * (len(specs) + total // WINDOW_BYTES))
+    writer = DistcpWriter(directory)
+    try:
+        (directory.incomplete / HF).mkdir()
+        copy_sidecar_files(hf, directory.incomplete / HF, _most(specs))
+        write_stored(checkpoint, table, dtypes, writer, parallel, lambda n: report("write", n, total))
+        writer.finish()
+    finally:
+        writer.close()
+    with DistributedCheckpoint.open(directory.incomplete) as stored:
+        written = MegatronCheckpoint(stored, table.family, table.model)
+        _verify(checkpoint, written, written.tensors, specs, directory.incomplete, report)
+    checkpoint.close()
+    directory.complete()
+    return Converted(directory.path, table.family.name, len(specs), total)
+
+
+def to_hf(
+    megatron: Path, out: Path, *, config: Path | None = None, dtype: torch.dtype | None = None, report: Report
+) -> Converted:
+    """Write the checkpoint ``megatron`` as a Hugging Face checkpoint into the new directory ``out``.
+
+    megatron: a Megatron checkpoint, or one of a run (``open_run``).
+
+    config: the directory of config.json, tokenizer and kin; None takes those that were put there with it.
+    dtype: to cast to; None keeps each tensor's.  report: called as the work goes on.
+
+    Raises as ``open_megatron``, ``open_run`` and ``ShardedWriter`` do; CheckpointError where a file is damaged, cannot
+    be read or written, or what was written is not what was read.  Whatever is raised, nothing then has the name
+    ``out``.
+    """
+    run = open_run(megatron, config)
+    source = open_megatron(megatron, config) if run is None else run
+    companions = config or (megatron / HF if run is None else run.companions)
+    present = {name: spec.dtype for name, spec in source.tensors.items()}
+    dtypes = _cast(present, source.table, dtype)
+    specs = {name: TensorSpec(name, dtypes[name], spec.shape) for name, spec in source.tensors.items()}
+    total = sum(spec.num_bytes for spec in specs.values())
+    with ShardedWriter(out, list(specs.values())) as writer:
+        if problems := source.damage(lambda num_bytes, of: report("check source", num_bytes, of)):
+            raise CheckpointError(str(megatron), problems)
+        copy_sidecar_files(companions, writer.incomplete, _most(specs), critic=source.table.critic)
+        memory = _memory()
+        for spec in specs.values():
+            for window in _windows(spec):
+                part = _part(memory, window, spec)
+                source.read_into(spec.name, window, part)
+                writer.write_slice(spec.name, window, part)
+                report("write", part.numel() * part.itemsize, total)
+
+        def verify(directory: Path) -> None:
+            with Checkpoint.open(directory) as written:
+                _verify(source, written, written.tensors, specs, directory, report)
+
+        writer.finish(verify)
+    source.close()
+    return Converted(writer.directory.path, source.table.family.name, len(specs), total)
+
+
+def _cast(present: Mapping[str, torch.dtype], table: Table, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The dtype that each tensor is written in: where the table dictates one, a cast does not change that."""
+    found = {}
+    for name, kept in present.items():
+        dictated = table.hf_tensors[name].dtype
+        wanted = dtype or (torch.bfloat16 if kept in QUANTISED else kept)
+        found[name] = getattr(torch, dictated) if dictated and dtype else wanted
+    return found
+
+
+def _most(specs: Mapping[str, TensorSpec]) -> torch.dtype:
+    """The dtype of most of the bytes, which config.json names."""
+    counts = Counter[torch.dtype]()
+    for spec in specs.values():
+        counts[spec.dtype] += spec.num_bytes
+    return counts.most_common(1)[0][0]
+
+
+def _windows(spec: TensorSpec) -> list[TensorSlice]:
+    limit = WINDOW_BYTES // spec.dtype.itemsize
+    return list(windows(TensorSlice.whole(spec.shape), row_major_strides(spec.shape), limit))
+
+
+def _memory() -> Tensor:
+    """Of one window, to be used again and again: new memory costs more than filling it."""
+    return torch.empty(WINDOW_BYTES, dtype=torch.uint8)
+
+
+def _part(memory: Tensor, window: TensorSlice, spec: TensorSpec) -> Tensor:
+    return memory[: prod(window.shape) * spec.dtype.itemsize].view(spec.dtype).view(window.shape)
+
+
+def _verify(
+    source: Readable,
+    written: Readable,
+    found: Mapping[str, TensorSpec],
+    specs: Mapping[str, TensorSpec],
+    directory: Path,
+    report: Report,
+) -> None:
+    """Refuse ``written``, which says that it holds ``found``, unless it is ``source`` cast to ``specs``."""
+    problems = [f"tensor {name} was written and is not of the model" for name in found.keys() - specs.keys()]
+    total = sum(spec.num_bytes for spec in specs.values())
+    memory = _memory()
+    for name, spec in specs.items():
+        held = found.get(name)
+        if held is None or (held.dtype, held.shape) != (spec.dtype, spec.shape):
+            is_there = "nothing" if held is None else f"{held.dtype} {held.shape}"
+            problems.append(f"tensor {name}: expected {spec.dtype} {spec.shape}, found {is_there}")
+            continue
+        expected = read = 0
+        for window in _windows(spec):
+            part = _part(memory, window, spec)
+            source.read_into(name, window, part)
+            expected = zlib.crc32(tensor_bytes(part), expected)
+            written.read_into(name, window, part.zero_())
+            read = zlib.crc32(tensor_bytes(part), read)
+        if expected != read:
+            problems.append(f"tensor {name}: expected crc32:{expected:08x} as in the source, found crc32:{read:08x}")
+        report("verify", spec.num_bytes, total)
+    if problems:
+        again = "The disk or the memory is faulty, or the source changed: convert again"
+        raise CheckpointError(str(directory), [f"{problem}. {again}" for problem in problems])

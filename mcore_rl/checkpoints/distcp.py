@@ -1,0 +1,359 @@
+"""The files of a torch distributed checkpoint (DCP), megatron-core's ``torch_dist``: reading regions of its tensors.
+
+``.metadata`` is a pickle that says for every tensor its dtype, its shape and its chunks, and for every chunk the file
+and the bytes where it lies; the bytes are what ``torch.save`` makes of the chunk, a zip archive with the elements
+uncompressed in one record (torch/distributed/checkpoint/metadata.py and filesystem.py, 2.13).  So a region of a tensor
+is read as a region of safetensors is: from its bytes, straight into the destination.  Torch's own reader would bring
+every chunk that is touched into memory whole.
+
+Pickles can run code.  Here they cannot: only the classes that such a file needs are found, and everything of Megatron's
+own is replaced by an empty stand-in.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from mcore_rl.checkpoints.open_files import OpenFiles
+from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo, read_slice
+from mcore_rl.errors import CheckpointError
+from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides
+from mcore_rl.weights.views import view_of
+
+METADATA = ".metadata"
+_LOCAL_HEADER_BYTES = 30  # of a zip record, before its name and extra field
+_AGAIN = "Copy the checkpoint again, or save it again"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A region of a stored tensor, and the bytes of ``file`` that hold its archive."""
+
+    region: TensorSlice
+    file: Path
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the checkpoint under its key, and its chunks, which cover it."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class DistributedCheckpoint(OpenFiles):
+    """The tensors of an opened directory, read region by region.  Closing, or leaving a ``with``, closes files."""
+
+    def __init__(self, directory: Path, tensors: dict[str, StoredTensor], others: tuple[str, ...]) -> None:
+        super().__init__(directory)
+        self.tensors, self.others = tensors, others
+        self._records: dict[Chunk, _Record] = {}
+        self._found: dict[str, tuple[int, dict[tuple[int, ...], list[Chunk]]]] = {}
+
+    @classmethod
+    def open(cls, directory: Path | str) -> DistributedCheckpoint:
+        """The checkpoint in ``directory``; ``others`` are the keys of what is no tensor.
+
+        CheckpointError, with everything found: no such checkpoint, metadata that cannot be read, chunks that leave a
+        part of their tensor out, a file that is missing or ends too early.
+        """
+        directory = Path(directory)
+        metadata = _read_metadata(directory)
+        tensors, others, problems = {}, [], []
+        ends: dict[Path, int] = defaultdict(int)
+        for key, stored in metadata.state_dict_metadata.items():
+            if not isinstance(stored, TensorStorageMetadata):
+                others.append(key)
+                continue
+            tensor, found = _stored_tensor(directory, key, stored, metadata.storage_data)
+            tensors[key] = tensor
+            problems += found
+            for chunk in tensor.chunks:
+                ends[chunk.file] = max(ends[chunk.file], chunk.begin + chunk.length)
+        for path, end in sorted(ends.items()):
+            if not path.is_file():
+                problems.append(f"{path.name}: is missing; {METADATA} says that it holds {end} bytes. {_AGAIN}")
+            elif path.stat().st_size < end:
+                size = f"expected {end} bytes, found {path.stat().st_size}"
+                problems.append(f"{path.name}: truncated: {size}. {_AGAIN}")
+        if problems:
+            raise CheckpointError(str(directory), problems)
+        return cls(directory, tensors, tuple(others))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that holds a tensor."""
+        return tuple(sorted({chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks}))
+
+    def read_into(self, key: str, region: TensorSlice, out: Tensor) -> None:
+        """Copy ``region`` of tensor ``key`` into ``out``, of the region's shape, any strides, device and dtype (cast).
+
+        CheckpointError: a chunk is not what the metadata says, or cannot be read.
+        """
+        tensor = self.tensors[key]
+        assert region.fits(tensor.shape) and tuple(out.shape) == region.shape, (
+            f"{key} {tensor.shape}: {region}, {out.shape}"
+        )
+        if 0 in region.shape:
+            return
+        for chunk in self._chunks_of(tensor, region):
+            both = region.shared(chunk.region)
+            assert both is not None, "chunks that do not overlap are not asked for"
+            self._read_part(tensor, chunk, both.within(chunk.region), view_of(out, both.within(region)))
+
+    def damage(self, key: str) -> Iterator[str]:
+        """What is wrong with the bytes of tensor ``key``, by the CRC-32 that ``torch.save`` put beside each chunk."""
+        for chunk in self.tensors[key].chunks:
+            record = self._record(self.tensors[key], chunk)
+            file, value = self.descriptor(chunk.file), 0
+            for begin in range(record.begin, record.end, WINDOW_BYTES):
+                value = zlib.crc32(os.pread(file, min(WINDOW_BYTES, record.end - begin), begin), value)
+            if value != record.crc:
+                found = f"expected crc32:{record.crc:08x}, found crc32:{value:08x}"
+                yield f"{chunk.file.name}: {key} at {chunk.region.start} is damaged: {found}. {_AGAIN}"
+
+    def _chunks_of(self, tensor: StoredTensor, region: TensorSlice) -> Iterator[Chunk]:
+        """The chunks that overlap ``region``, found by the leading dimensions of which each chunk holds one index."""
+        if tensor.key not in self._found:
+            sizes = zip(*(chunk.region.shape for chunk in tensor.chunks), strict=True)
+            depth = len(list(takewhile(lambda sizes: set(sizes) == {1}, sizes)))
+            by_lead: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
+            for chunk in tensor.chunks:
+                by_lead[chunk.region.start[:depth]].append(chunk)
+            self._found[tensor.key] = depth, by_lead
+        depth, by_lead = self._found[tensor.key]
+        one = all(size == 1 for size in region.shape[:depth])
+        near = by_lead[region.start[:depth]] if one else tensor.chunks
+        yield from (chunk for chunk in near if chunk.region.overlaps(region))
+
+    def _read_part(self, tensor: StoredTensor, chunk: Chunk, part: TensorSlice, out: Tensor) -> None:
+        record, file = self._record(tensor, chunk), self.descriptor(chunk.file)
+        if record.strides == row_major_strides(chunk.region.shape):
+            info = TensorInfo(tensor.key, tensor.dtype, chunk.region.shape, chunk.file, record.begin, record.end)
+            read_slice(file, info, part, out)
+        else:  # torch.save keeps strides; nothing that Megatron saves is known to have others, but it may
+            archive = io.BytesIO(os.pread(file, chunk.length, chunk.begin))
+            out.copy_(view_of(torch.load(archive, map_location="cpu", weights_only=True), part))
+
+    def _record(self, tensor: StoredTensor, chunk: Chunk) -> _Record:
+        if chunk not in self._records:
+            try:
+                record = _find_record(self.descriptor(chunk.file), chunk)
+            except (OSError, ValueError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError, EOFError) as error:
+                problem = f"{chunk.file.name}: holds no tensor at bytes {chunk.begin} to {chunk.begin + chunk.length}"
+                problem += f", where {tensor.key} should be ({error}). {_AGAIN}"
+                raise CheckpointError(str(self.directory), [problem]) from error
+            size = prod(chunk.region.shape) * tensor.dtype.itemsize
+            if record.dtype != tensor.dtype or record.shape != chunk.region.shape or record.end - record.begin < size:
+                expected = f"{tensor.dtype} {chunk.region.shape}"
+                problem = f"{chunk.file.name}: {tensor.key} at {chunk.region.start}: expected {expected}, found"
+                problem += f" {record.dtype} {record.shape} in {record.end - record.begin} bytes. {_AGAIN}"
+                raise CheckpointError(str(self.directory), [problem])
+            self._records[chunk] = record
+        return self._records[chunk]
+
+
+def _stored_tensor(
+    directory: Path, key: str, stored: TensorStorageMetadata, places: dict[MetadataIndex, Any]
+) -> tuple[StoredTensor, list[str]]:
+    shape, chunks, missing = tuple(stored.size), dict[tuple[int, ...], Chunk](), []
+    for described in stored.chunks:
+        region = TensorSlice(tuple(described.offsets), tuple(described.sizes))
+        place = places.get(MetadataIndex(key, described.offsets))
+        if place is None:
+            missing.append(region)
+        else:  # replicas of a chunk are one chunk
+            chunks[region.start] = Chunk(region, directory / place.relative_path, place.offset, place.length)
+    held = sum(prod(chunk.region.shape) for chunk in chunks.values())
+    problems = []
+    if missing or held != prod(shape) or not all(chunk.region.fits(shape) for chunk in chunks.values()):
+        found = f"{METADATA}: the chunks of {key} hold {held} of the {prod(shape)} elements of its shape {shape}"
+        problems.append(f"{found}. {_AGAIN}")
+    return StoredTensor(key, stored.properties.dtype, shape, tuple(chunks.values())), problems
+
+
+def _read_metadata(directory: Path) -> Any:
+    path = directory / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(metadata.storage_data, dict):
+            raise ValueError("it describes no tensors")
+    except OSError as error:
+        inside = ", ".join(sorted(found.parent.name for found in directory.glob(f"*/{METADATA}")))
+        remedy = (
+            f"Give one of those in it: {inside}" if inside else f"Give a directory with {METADATA} and *.distcp files"
+        )
+        raise CheckpointError(str(directory), [f"{METADATA}: cannot be read: {error.strerror}. {remedy}"]) from error
+    except Exception as error:  # a damaged pickle can raise anything
+        problem = f"{METADATA}: is not the metadata of a torch distributed checkpoint ({error}). {_AGAIN}"
+        raise CheckpointError(str(directory), [problem]) from error
+    return metadata
+
+
+class _StandIn:
+    """In place of a class that a checkpoint mentions and reading weights does not need."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Finds what DCP's metadata is made of; everything of Megatron's is a stand-in, everything else is refused."""
+
+    _ALLOWED = frozenset(
+        {("torch.distributed.checkpoint.metadata", name) for name in (
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        )}
+        | {("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")}
+        | {("torch.distributed.checkpoint.planner", name) for name in (
+            "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
+        )}
+        | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("builtins", "set"), ("builtins", "slice")}
+        | {("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib", "Path")}
+    )  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class ``name`` of ``module``, where such a file may hold it."""
+        if (module, name) in self._ALLOWED:
+            return super().find_class(module, name)
+        if module.partition(".")[0] == "megatron":
+            return _StandIn
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype | torch.layout):
+            return found
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What an archive holds: a tensor of ``dtype``, ``shape`` and ``strides``, and where its elements are."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    begin: int
+    end: int
+    crc: int
+
+
+# What torch calls memory of a dtype; asking its classes for it warns.
+_STORAGES: dict[str, torch.dtype | None] = {
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "DoubleStorage": torch.float64,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "UntypedStorage": None,
+}
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: torch.dtype | None
+    key: str
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Reads the description of one tensor as (storage, offset, shape, strides, dtype), without building it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What ``torch.save`` writes of a plain tensor (torch/_tensor.py, ``_reduce_ex_internal``)."""
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, offset, shape, strides, *_: (storage, offset, shape, strides, storage.dtype)
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+            return lambda storage, offset, shape, strides, _, hooks, dtype, *rest: (
+                storage, offset, shape, strides, dtype,
+            )  # fmt: skip
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return lambda tensor, *_: tensor
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
+            return found
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        """``("storage", type, key, location, number of elements)``."""
+        return _Storage(pid[1], pid[2])
+
+
+def _find_record(file: int, chunk: Chunk) -> _Record:
+    with zipfile.ZipFile(_Section(file, chunk.begin, chunk.length)) as archive:
+        description = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        loaded = _TensorUnpickler(io.BytesIO(archive.read(description))).load()
+        storage, offset, shape, strides, dtype = loaded
+        entry = archive.getinfo(f"{description.removesuffix('data.pkl')}data/{storage.key}")
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError("its elements are compressed")
+    header = os.pread(file, _LOCAL_HEADER_BYTES, chunk.begin + entry.header_offset)
+    names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    begin = chunk.begin + entry.header_offset + _LOCAL_HEADER_BYTES + names
+    if offset:
+        raise ValueError("it is a part of a larger storage")
+    return _Record(dtype, tuple(shape), tuple(strides), begin, begin + entry.file_size, entry.CRC)
+
+
+class _Section(io.RawIOBase):
+    """Some bytes of an open file, as a file."""
+
+    def __init__(self, file: int, begin: int, length: int) -> None:
+        super().__init__()
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of any file."""
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """As of any file."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """As of any file."""
+        wanted = max(0, min(len(buffer), self._length - self._at))
+        found = os.pread(self._file, wanted, self._begin + self._at)
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)

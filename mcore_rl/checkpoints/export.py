@@ -1,0 +1,274 @@
+"""Megatron to Hugging Face: a stream of whole tensors on one rank, or a checkpoint directory that all ranks write.
+
+Both follow the same plan of who gives which part (``owners``), so each Hugging Face tensor is complete exactly once:
+the vocabulary's padding has no part, and a tied output projection gives none.  A tensor keeps its dtype or is cast on
+request; where the table dictates one (``Rule.dtype``), it has that.
+
+``export_stream`` sends parts point to point to one rank.  ``save_hf`` sends nothing: every rank writes its own parts
+into the files that all of them planned, on a file system that all of them see.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
+from mcore_rl.checkpoints.owners import Part, owned_parts
+from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec
+from mcore_rl.checkpoints.sharded_writer import SHARD_BYTES, ShardedWriter
+from mcore_rl.errors import CheckpointError
+from mcore_rl.parallel.agreement import together
+from mcore_rl.weights.binding import bind
+from mcore_rl.weights.table import Table
+from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
+from mcore_rl.weights.views import view_of
+
+BUCKET_BYTES = 512 << 20
+ALIGNMENT = 256  # bytes, what accelerators' copies and kernels like
+Parts = dict[str, list[Part]]
+
+
+class _Source:
+    """This rank's live tensors, as parts of Hugging Face tensors."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], table: Table, rank: int, dtype: torch.dtype | None) -> None:
+        bound = bind(chunks, table, rank)
+        kept = {each.tensor.dtype for each in bound if each.local.rule.dtype is None}
+        assert len(kept) == 1, f"the weights have several dtypes: {kept}"
+        (live,) = kept
+        self.device = bound[0].tensor.device
+        self._tensors = {(each.local.chunk, each.local.name): each.tensor.detach() for each in bound}
+        self.specs = {
+            name: TensorSpec(name, getattr(torch, info.dtype) if info.dtype else dtype or live, info.shape)
+            for name, info in table.hf_tensors.items()
+        }
+        self.dtype = dtype or live
+
+    def pieces(self, part: Part) -> Iterator[tuple[TensorSlice, Tensor]]:
+        """(where in ``part.region``, the live elements), in the dtype that they are here."""
+        local = self._tensors[part.local.chunk, part.local.name]
+        for piece in part.pieces:
+            yield piece.hf_region.within(part.region), view_of(local, piece.local_region)
+
+    def fill(self, part: Part, out: Tensor) -> None:
+        """Copy ``part`` to ``out``, which has its shape; cast."""
+        for region, live in self.pieces(part):
+            view_of(out, region).copy_(live)
+
+    def packed(self, part: Part) -> Tensor:
+        """``part`` as one contiguous tensor in the dtype of the export; the live memory itself where it is that."""
+        dtype = self.specs[part.hf].dtype
+        pieces = list(self.pieces(part))
+        if len(pieces) == 1 and pieces[0][1].is_contiguous() and pieces[0][1].dtype == dtype:
+            return pieces[0][1]
+        out = torch.empty(part.region.shape, dtype=dtype, device=self.device)
+        self.fill(part, out)
+        return out
+
+
+def buckets_of(specs: Mapping[str, TensorSpec], bucket_bytes: int) -> list[list[str]]:
+    """Names in their order, a new bucket where one would exceed ``bucket_bytes``; a larger tensor has its own."""
+    buckets: list[list[str]] = [[]]
+    used = 0
+    for name, spec in specs.items():
+        if buckets[-1] and used + spec.num_bytes > bucket_bytes:
+            buckets.append([])
+            used = 0
+        buckets[-1].append(name)
+        used += spec.num_bytes
+    return buckets
+
+
+def export_stream(
+    chunks: Sequence[torch.nn.Module],
+    table: Table,
+    rank: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    dst: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Every Hugging Face tensor, whole, in buckets of at most ``bucket_bytes`` (or one tensor), on rank ``dst``.
+
+    Collective over ``group`` (None: all; its ranks are the table's): every rank must exhaust its iterator, and those
+    that are not ``dst`` get nothing from it.  Tensors are new, on the device of the weights, in the order of
+    ``table.hf_tensors``, and the receiver's to keep; those of a bucket share one block of memory.  A receiver that lets
+    a bucket go before it asks for the next holds one bucket, and what arrives of it in columns once more; a giver holds
+    no more than its share of a bucket.
+    dtype: to cast to; None keeps that of the weights.
+
+    Raises WeightMapError where modules and table do not agree.
+    """
+    source = _Source(chunks, table, rank, dtype)
+    parts = owned_parts(table, prefer=dst)
+    if table.layout.world_size > 1:
+        _assert_one_plan(parts, source, table, group)
+    for names in buckets_of(source.specs, bucket_bytes):
+        bucket = _gather(names, parts, source, rank, dst, group)
+        if rank == dst:
+            yield bucket
+        del bucket
+
+
+@torch.no_grad()  # not on the generator: torch's wrapper of one would keep each bucket until the next is made
+def _gather(
+    names: Sequence[str], parts: Parts, source: _Source, rank: int, dst: int, group: dist.ProcessGroup | None
+) -> list[tuple[str, Tensor]]:
+    """One bucket, on ``dst``; on the other ranks, which send what they own of it, nothing."""
+    transfers = list[dist.P2POp]()
+    landed: list[tuple[Tensor, Tensor]] = []
+    bucket = _empty_bucket([source.specs[name] for name in names], source.device) if rank == dst else {}
+    for name in names:
+        for part in parts[name]:
+            if part.owner == rank == dst:
+                source.fill(part, view_of(bucket[name], part.region))
+            elif part.owner == rank:
+                transfers.append(_transfer(dist.isend, source.packed(part), dst, group))
+            elif rank == dst:
+                place = arriving = view_of(bucket[name], part.region)
+                if not place.is_contiguous():  # rows arrive where they belong; columns have gaps between them
+                    arriving = torch.empty(place.shape, dtype=place.dtype, device=place.device)
+                    landed.append((place, arriving))
+                transfers.append(_transfer(dist.irecv, arriving, part.owner, group))
+    if transfers:
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
+    for place, arriving in landed:
+        place.copy_(arriving)
+    return list(bucket.items())
+
+
+def _empty_bucket(specs: Sequence[TensorSpec], device: torch.device) -> dict[str, Tensor]:
+    """Tensors side by side in one block of memory, which goes back to the system as one."""
+    starts = [0]
+    for spec in specs:
+        starts.append(starts[-1] + -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT)
+    block = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+    return {
+        spec.name: block[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape)
+        for spec, start in zip(specs, starts, strict=False)
+    }
+
+
+def _transfer(kind: Callable[..., object], tensor: Tensor, peer: int, group: dist.ProcessGroup | None) -> dist.P2POp:
+    # As bytes: not every backend sends every dtype.
+    return dist.P2POp(kind, tensor.reshape(-1).view(torch.uint8), group=group, group_peer=peer)
+
+
+def _assert_one_plan(parts: Parts, source: _Source, table: Table, group: dist.ProcessGroup | None) -> None:
+    """Ranks that plan differently would wait for each other for ever.  Also sets the group up for the transfers."""
+    assert dist.get_world_size(group) == table.layout.world_size, "the group is of another world than the table"
+    plan = [(source.specs[name], [(part.owner, part.region) for part in held]) for name, held in parts.items()]
+    mine = zlib.crc32(repr(plan).encode())
+    bounds = torch.tensor([mine, -mine], device=source.device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    assert bounds.tolist() == [mine, -mine], "the ranks export different models, layouts or dtypes"
+
+
+@torch.no_grad()
+def save_hf(
+    chunks: Sequence[torch.nn.Module],
+    table: Table,
+    rank: int,
+    directory: Path | str,
+    source: Path | str | None,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    group: dist.ProcessGroup | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write the model as a Hugging Face checkpoint into the new ``directory``, which all ranks see.
+
+    Collective over ``group`` (None: all).  Rank 0 makes the files, every rank writes its own parts, and rank 0 checks
+    that all are there before the directory gets its name.  source: a checkpoint directory whose config.json (with the
+    dtype made true), tokenizer and other files that are no weights come along; None writes weights alone.
+    dtype: to cast to; None keeps that of the weights.  progress: called with the number of bytes this rank just wrote.
+
+    Raises on every rank what went wrong on any: WeightMapError where modules and table do not agree; CheckpointError as
+    ``ShardedWriter`` does, and where ``source`` is no checkpoint directory.  Nothing then has the name ``directory``.
+    """
+
+    def plan() -> tuple[_Source, Parts]:
+        return _Source(chunks, table, rank, dtype), owned_parts(table)
+
+    device = next(tensor for chunk in chunks for tensor in chunk.parameters()).device
+    live, parts = together(plan, group, device)
+    specs = list(live.specs.values())
+
+    def create() -> ShardedWriter | None:
+        if rank != 0:
+            return None
+        writer = ShardedWriter(directory, specs, max_shard_bytes=max_shard_bytes)
+        if source is not None:
+            copy_sidecar_files(Path(source), writer.incomplete, live.dtype, critic=table.critic)
+        return writer
+
+    made = together(create, group, device)
+
+    def write() -> ShardedWriter:
+        writer = made or ShardedWriter(directory, specs, max_shard_bytes=max_shard_bytes, joins=True)
+        try:
+            for held in parts.values():
+                for part in held:
+                    if part.owner == rank:
+                        _write(writer, live, part, progress)
+            if writer.joins:
+                writer.leave()
+        except BaseException:
+            writer.abort()
+            raise
+        return writer
+
+    try:
+        writer = together(write, group, device)
+    except BaseException:
+        if made is not None:
+            made.abort()
+        raise
+
+    def finish() -> None:
+        if rank == 0:
+            for name, held in parts.items():
+                for part in held:
+                    if part.owner != rank:
+                        writer.note_written(name, part.region)
+            writer.finish(verify=lambda written: _verify(written, live.specs))
+
+    together(finish, group, device)
+
+
+def _write(writer: ShardedWriter, live: _Source, part: Part, progress: Callable[[int], None] | None) -> None:
+    dtype = live.specs[part.hf].dtype
+    for region, tensor in live.pieces(part):
+        # What is cast is cast by windows: a second copy of an embedding may not fit.
+        limit = WINDOW_BYTES // max(dtype.itemsize, tensor.dtype.itemsize)
+        whole = TensorSlice.whole(tensor.shape)
+        same = tensor.dtype == dtype
+        for window in [whole] if same else windows(whole, row_major_strides(tensor.shape), limit):
+            origins = zip(part.region.start, region.start, window.start, strict=True)
+            place = TensorSlice(tuple(map(sum, origins)), window.shape)
+            writer.write_slice(part.hf, place, view_of(tensor, window).to(dtype))
+            if progress is not None:
+                progress(prod(window.shape) * dtype.itemsize)
+
+
+def _verify(directory: Path, specs: Mapping[str, TensorSpec]) -> None:
+    """Read the headers back: every tensor is there, and every file is as long as it must be."""
+    with Checkpoint.open(directory) as checkpoint:
+        found = {name: TensorSpec(info.name, info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
+    wrong = [name for name in {**specs, **found} if specs.get(name) != found.get(name)]
+    if wrong:
+        problems = [
+            f"tensor {name}: expected {specs.get(name)} and found {found.get(name)}. Export again" for name in wrong
+        ]
+        raise CheckpointError(str(directory), problems)

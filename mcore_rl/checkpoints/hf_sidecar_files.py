@@ -1,0 +1,50 @@
+"""The files of a Hugging Face checkpoint beside its weights: configuration, generation settings, tokenizer, code.
+
+They are copied as they are, but for ``config.json``, which must say of the weights what is true of those written.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.errors import CheckpointError
+from mcore_rl.families.config_json import CONFIG, read_config
+
+PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
+INDEX_SUFFIX = ".index.json"  # of weights, under whatever name
+
+
+def copy_sidecar_files(source: Path, target: Path, dtype: torch.dtype, *, critic: bool = False) -> None:
+    """Copy what belongs to the checkpoint in ``source``, and is no weight, into ``target``.
+
+    dtype: of the weights beside it.  critic: they end in a value head, which transformers calls a classifier of one
+    label.  CheckpointError: ``source`` has no config.json, or one that is not JSON; a file cannot be copied.
+    """
+    config = read_config(source)
+    try:
+        for path in sorted({path for pattern in PATTERNS for path in source.glob(pattern)}):
+            if path.is_file() and path.name != CONFIG and not path.name.endswith(INDEX_SUFFIX):
+                shutil.copyfile(path, target / path.name)
+        text = json.dumps(_config_of_weights(config, dtype, critic), indent=2, ensure_ascii=False)
+        (target / CONFIG).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        problem = f"{error.filename}: cannot be copied: {error.strerror}. Mend that and try again"
+        raise CheckpointError(str(source), [problem]) from error
+
+
+def _config_of_weights(config: dict[str, Any], dtype: torch.dtype, critic: bool) -> dict[str, Any]:
+    """``config`` with what it says of the weights made true."""
+    changed = {key: value for key, value in config.items() if key != "quantization_config"}
+    # transformers 5 writes dtype; before 4.56 it read torch_dtype alone, and reads either since.
+    for key in {"dtype", "torch_dtype"} & config.keys() or {"torch_dtype"}:
+        changed[key] = str(dtype).removeprefix("torch.")
+    if critic:
+        named = config.get("architectures") or []
+        changed["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in named]
+        changed["num_labels"] = 1
+    return changed

@@ -1,0 +1,150 @@
+"""Hugging Face to Megatron: a rank reads the ranges that it needs of a checkpoint straight into its parameters.
+
+Before anything is read, all names and shapes of the checkpoint are held against the table, so that a configuration of
+another model, a lost expert or a left-over layer is an error and not a wrong model.  There is no communication: every
+rank checks everything and reads for itself, and no rank holds more than its parameters and one window of a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo
+from mcore_rl.errors import CheckpointError
+from mcore_rl.families.blocks import EMBEDDING_TENSOR, HF_LAYER, VALUE_HEAD
+from mcore_rl.weights.binding import Bound, bind
+from mcore_rl.weights.table import Piece, Table
+from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
+from mcore_rl.weights.views import view_of
+
+OUTPUT = "lm_head.weight"
+# The rotary frequencies are computed, not learned; transformers before 4.32 saved them all the same.
+COMPUTED = (HF_LAYER + "self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+MISMATCH = "The HF config does not match the tensors: give the config.json of these weights, or download both again"
+
+
+@torch.no_grad()
+def load_hf(
+    chunks: Sequence[torch.nn.Module],
+    checkpoint: Checkpoint,
+    table: Table,
+    rank: int,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Write this rank's part of ``checkpoint`` into ``chunks``, in place, cast where dtypes differ.
+
+    Rows that pad the vocabulary become zero.  What the checkpoint may lack (a critic's value head) keeps its value.
+    progress: called with the number of bytes just read.  For an engine:
+    ``engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank))``.
+
+    Raises WeightMapError where modules and table do not agree, CheckpointError as ``check_checkpoint`` does and where a
+    file cannot be read to its end.
+    """
+    bound = bind(chunks, table, rank)
+    check_checkpoint(checkpoint, table)
+    wanted = []
+    for each in bound:
+        pieces = table.pieces(each.local)
+        if all(piece.hf in checkpoint.tensors for piece in pieces):
+            _zero_padding(each, table)
+            wanted += [(checkpoint.tensors[piece.hf], piece, each.tensor) for piece in pieces]
+    for info, piece, tensor in sorted(wanted, key=_place_in_files):
+        out = view_of(tensor.detach(), piece.local_region)
+        checkpoint.read_into(piece.hf, piece.hf_region, out)
+        if progress is not None:
+            progress(out.numel() * info.dtype.itemsize)
+
+
+def _place_in_files(wanted: tuple[TensorInfo, Piece, Tensor]) -> tuple[str, int, tuple[int, ...]]:
+    # Disks like to be read in order.
+    info, piece, _ = wanted
+    return info.file.name, info.begin, piece.hf_start
+
+
+def _zero_padding(bound: Bound, table: Table) -> None:
+    shard, dim = table.shard(bound.local), bound.local.rule.dim
+    if shard.held < shard.size:
+        bound.tensor.detach().narrow(dim, shard.held, shard.size - shard.held).zero_()
+
+
+def check_checkpoint(checkpoint: Checkpoint, table: Table) -> None:
+    """Refuse a ``checkpoint`` whose tensors are not those of the table's model.
+
+    CheckpointError, with everything found: a tensor that is missing, of another shape, of a dtype that is no
+    floating-point number, or that nothing takes; an output projection beside tied embeddings that is not equal to them.
+    """
+    problems = [
+        *_missing_or_misshapen(checkpoint, table),
+        *_unexpected(checkpoint, table),
+    ]
+    if problems:
+        raise CheckpointError(str(checkpoint.directory), problems)
+
+
+def _missing_or_misshapen(checkpoint: Checkpoint, table: Table) -> Iterator[str]:
+    for name, wanted in table.hf_tensors.items():
+        info = checkpoint.tensors.get(name)
+        if info is None:
+            if not wanted.absent_ok:
+                yield f"tensor {name} of shape {wanted.shape} is missing. {MISMATCH}"
+        elif info.shape != wanted.shape:
+            found = f"expected shape {wanted.shape} by config.json and found {info.shape}"
+            yield f"{info.file.name}: tensor {name}: {found}. {MISMATCH}"
+        elif not info.dtype.is_floating_point:
+            remedy = "Integers are a quantised format that is not read here: give the unquantised checkpoint"
+            yield f"{info.file.name}: tensor {name}: expected floating-point numbers and found {info.dtype}. {remedy}"
+
+
+def _unexpected(checkpoint: Checkpoint, table: Table) -> Iterator[str]:
+    may_stand = [re.compile(_pattern(name)) for name in (*table.family.ignored, *COMPUTED, *_other_heads(table))]
+    layer = re.compile(_pattern(HF_LAYER) + ".+")
+    for name, info in checkpoint.tensors.items():
+        if name in table.hf_tensors or any(pattern.fullmatch(name) for pattern in may_stand):
+            continue
+        if table.model.tie_output and name == OUTPUT:
+            yield from _wrong_tie(checkpoint, info)
+            continue
+        match = layer.fullmatch(name)
+        beyond = match is not None and int(match.group(1)) >= table.model.num_layers
+        if not (beyond and table.family.extra_layers):
+            why = f"config.json says {table.model.num_layers} layers" if beyond else f"{table.family.name} has none"
+            yield f"{info.file.name}: tensor {name} of shape {info.shape} has no place in the model: {why}. {MISMATCH}"
+
+
+def _pattern(template: str) -> str:
+    """A regular expression for a Hugging Face name with ``{l}`` and ``{e}``."""
+    return re.sub(r"\\\{[le]\\\}", r"(\\d+)", re.escape(template))
+
+
+def _other_heads(table: Table) -> Iterable[str]:
+    """A critic has no use for the output projection of the model that it starts from."""
+    if not table.critic:
+        return ()
+    rules = (rule for rule in table.family.weights if rule.name == VALUE_HEAD.name and rule.only(table.model))
+    return {tensor.name for rule in rules for tensor in rule.hf} - table.hf_tensors.keys()
+
+
+def _wrong_tie(checkpoint: Checkpoint, output: TensorInfo) -> Iterator[str]:
+    """Some tools write the tied projection too; that is the embedding once more, or it is not this model."""
+    embedding = checkpoint.tensors.get(EMBEDDING_TENSOR.name)
+    if embedding is None:
+        return  # said already
+    if (embedding.shape, embedding.dtype) != (output.shape, output.dtype) or not _equal(checkpoint, embedding, output):
+        said = f"config.json says tie_word_embeddings=true, and this is not equal to {EMBEDDING_TENSOR.name}"
+        yield f"{output.file.name}: tensor {OUTPUT}: {said}. Write tie_word_embeddings=false. {MISMATCH}"
+
+
+def _equal(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
+    limit = WINDOW_BYTES // one.dtype.itemsize
+    for window in windows(TensorSlice.whole(one.shape), row_major_strides(one.shape), limit):
+        parts = [torch.empty(window.shape, dtype=one.dtype) for _ in range(2)]
+        for info, part in zip((one, other), parts, strict=True):
+            checkpoint.read_into(info.name, window, part)
+        if not torch.equal(*(part.view(torch.uint8) for part in parts)):
+            return False
+    return True

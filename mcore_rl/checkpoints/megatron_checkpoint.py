@@ -1,0 +1,230 @@
+"""Megatron checkpoints on disk, read and written by the table: which stored tensor holds which Hugging Face tensors.
+
+The tensor under a checkpoint's key is the table's tensor at tp=pp=ep=1: gate and up one after the other, the experts of
+a layer stacked, the vocabulary with or without padding.  Whatever layout saved it, and in whatever dialect
+(``stored_keys``), it reads as Hugging Face tensors, region by region; what is written, any layout can load.
+
+Nothing here imports Megatron; tests/training/test_checkpoint.py holds it against Megatron's own modules.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_rl.checkpoints.distcp import DistributedCheckpoint
+from mcore_rl.checkpoints.distcp_writer import DistcpWriter
+from mcore_rl.checkpoints.safetensors import TensorSpec
+from mcore_rl.checkpoints.stored_keys import Place, StoredKeys, is_adapter
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.errors import CheckpointError
+from mcore_rl.families.family import Family
+from mcore_rl.families.rules import Axis, megatron_vocab, split
+from mcore_rl.weights.table import LocalTensor, Piece, Table
+from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
+from mcore_rl.weights.views import view_of
+
+CHUNK_BYTES = 64 << 20  # Megatron reads whole chunks, whatever it needs of them
+# Megatron-LM pads the vocabulary to a multiple of 128 (make_vocab_size_divisible_by) times tp; more is another one.
+MAX_PADDING = 128 * 64
+MISMATCH = "The HF config does not match the checkpoint: give the config.json of the model that was saved"
+
+
+class Readable(Protocol):
+    """Something that holds Hugging Face tensors and reads regions of them."""
+
+    def read_into(self, name: str, region: TensorSlice, out: Tensor) -> None:
+        """Copy ``region`` of tensor ``name`` into ``out``, cast to its dtype."""
+
+
+def _shared(
+    region: TensorSlice, at: tuple[int, ...], other_at: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[TensorSlice, TensorSlice] | None:
+    """What ``region`` of one tensor has of the part of ``shape`` that lies ``at`` there and ``other_at`` in another.
+
+    Returns (where in the other tensor, where in ``region``); None where they have nothing in common.
+    """
+    both = TensorSlice(at, shape).shared(region)
+    return None if both is None else (both.moved(at, other_at), both.within(region))
+
+
+class MegatronCheckpoint:
+    """The Hugging Face tensors that a Megatron checkpoint holds, and reading regions of them.
+
+    tensors: in the order of the layers, in the dtype that they are stored in.  critic: it ends in a value head.
+    """
+
+    def __init__(self, stored: DistributedCheckpoint, family: Family, model: ModelConfig) -> None:
+        """The weights of ``model`` in ``stored``.
+
+        CheckpointError, with everything found: another number of layers, tensors that are missing, of another shape or
+        of no floating-point dtype, that nothing takes, or that belong to an adapter.
+        """
+        self.stored, self.keys = stored, StoredKeys(stored.tensors)
+        head = self.keys.find("output_layer.weight", None, None)
+        self.critic = head is not None and stored.tensors[head.key].shape[0] == 1 != model.vocab_size
+        self.table = Table(family, model, critic=self.critic)
+        self._held: dict[str, list[tuple[Place, Piece]]] = defaultdict(list)
+        used, problems = set[str](), list(self._layer_problems())
+        for local in self.table.tensors(0):
+            place = self.keys.find(local.rule.name, local.layer, local.expert)
+            if place is not None:
+                used.add(place.key)
+                problems += self._shape_problems(local, place)
+                for piece in self.table.pieces(local):
+                    self._held[piece.hf].append((place, piece))
+            elif not local.rule.absent_ok:
+                key, _ = stored_key(local)
+                problems.append(f"tensor {key} is missing. {MISMATCH}")
+        problems += self._unused(used)
+        if problems:
+            raise CheckpointError(str(stored.directory), list(dict.fromkeys(problems)))
+        self.tensors: Mapping[str, TensorSpec] = MappingProxyType(
+            {
+                name: TensorSpec(name, stored.tensors[self._held[name][0][0].key].dtype, info.shape)
+                for name, info in self.table.hf_tensors.items()
+                if name in self._held
+            }
+        )
+
+    @classmethod
+    def open(cls, directory: Path | str, family: Family, model: ModelConfig) -> MegatronCheckpoint:
+        """The weights of ``model`` in ``directory``; CheckpointError as this class and ``DistributedCheckpoint``."""
+        return cls(DistributedCheckpoint.open(directory), family, model)
+
+    @property
+    def used_keys(self) -> tuple[str, ...]:
+        """The keys that hold weights of the model."""
+        return tuple({place.key: None for held in self._held.values() for place, _ in held})
+
+    def read_into(self, name: str, region: TensorSlice, out: Tensor) -> None:
+        """Copy ``region`` of Hugging Face tensor ``name`` into ``out``, of the region's shape; cast.
+
+        Reads only the bytes of the region.  CheckpointError: a file is damaged or cannot be read.
+        """
+        for place, piece in self._held[name]:
+            shared = _shared(region, piece.hf_start, piece.local_start, piece.shape)
+            if shared is not None:
+                (start, shape), into = shared
+                stored = TensorSlice((*place.lead, *start), (1,) * len(place.lead) + shape)
+                self.stored.read_into(place.key, stored, view_of(out, into)[(None,) * len(place.lead)])
+
+    def damage(self, progress: Callable[[int, int], None]) -> list[str]:
+        """Hold every chunk against the CRC-32 that was saved with it; progress: bytes just read, and those to read."""
+        total, problems = sum(self.stored.tensors[key].num_bytes for key in self.used_keys), list[str]()
+        for key in self.used_keys:
+            problems += self.stored.damage(key)
+            progress(self.stored.tensors[key].num_bytes, total)
+        return problems
+
+    def close(self) -> None:
+        """Close the files."""
+        self.stored.close()
+
+    def _layer_problems(self) -> Iterator[str]:
+        found, expected = self.keys.num_layers_named, self.table.model.num_layers
+        if found not in (0, expected):
+            yield f"expected {expected} layers by config.json and found {found}. {MISMATCH}"
+
+    def _shape_problems(self, local: LocalTensor, place: Place) -> Iterator[str]:
+        tensor, expected = self.stored.tensors[place.key], self.table.shape(local)
+        moe, lead = self.table.model.moe, list[int]()
+        if local.layer is not None and self.keys.names[place.key].layer is None:
+            lead.append(self.table.model.num_layers)
+        if local.expert is not None and self.keys.names[place.key].expert is None:
+            assert moe is not None
+            lead.append(moe.num_experts)
+        wanted = (*lead, *expected)
+        padded = local.rule.layout is megatron_vocab and tensor.shape[1:] == wanted[1:]
+        if tensor.shape != wanted and not (padded and 0 <= tensor.shape[0] - wanted[0] < MAX_PADDING):
+            yield f"tensor {place.key}: expected shape {wanted} by config.json and found {tensor.shape}. {MISMATCH}"
+        if not tensor.dtype.is_floating_point:
+            yield f"tensor {place.key}: expected floating-point numbers and found {tensor.dtype}. Save it unquantised"
+
+    def _unused(self, used: set[str]) -> Iterator[str]:
+        for key, tensor in self.stored.tensors.items():
+            if is_adapter(key):
+                yield f"tensor {key} is part of an adapter. Merge it into the weights before it is saved"
+            elif key in self.keys.names and key not in used:
+                family = self.table.family.name
+                yield f"tensor {key} of shape {tensor.shape} has no place in this {family} model. {MISMATCH}"
+
+
+def stored_key(local: LocalTensor) -> tuple[str, tuple[int, ...]]:
+    """The key that megatron-core saves ``local`` under, and its indices into the first dimensions there."""
+    key = (local.rule.checkpoint or local.rule.name).format(l=local.layer, e=None)
+    return key, () if local.expert is None else (local.expert,)
+
+
+def plan_stored(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[TensorSpec, list[LocalTensor]]]:
+    """Key -> the tensor to write and the tensors of ``table``, one replica of one rank, that it is made of.
+
+    dtypes: of the Hugging Face tensors; a stored tensor has one that holds all of what it is made of.
+    """
+    groups: dict[str, list[LocalTensor]] = defaultdict(list)
+    for local in table.tensors(0):
+        if all(name in dtypes for name in local.hf_names):
+            groups[stored_key(local)[0]].append(local)
+    planned = {}
+    for key, locals_ in groups.items():
+        found = [dtypes[name] for local in locals_ for name in local.hf_names]
+        dtype = found[0]
+        for other in set(found):
+            dtype = torch.promote_types(dtype, other)
+        _, lead = stored_key(locals_[0])
+        shape = (*((len(locals_),) if lead else ()), *table.shape(locals_[0]))
+        planned[key] = TensorSpec(key, dtype, shape), locals_
+    return planned
+
+
+def chunks_of(
+    local: LocalTensor, shape: tuple[int, ...], itemsize: int, parallel: ParallelConfig
+) -> Iterator[TensorSlice]:
+    """``local`` of ``shape`` in parts of at most ``CHUNK_BYTES``, none of which two ranks of ``parallel`` share."""
+    rule = local.rule
+    shards = {Axis.tensor: parallel.tp, Axis.expert_tensor: parallel.etp}.get(rule.axis, 1)
+    # Gate and up are split each, whatever else is stored is split as one.
+    step = -(-shape[rule.dim] // (shards * (len(rule.hf) if rule.layout is split else 1)))
+    for begin in range(0, shape[rule.dim], step):
+        start, size = [0] * len(shape), list(shape)
+        start[rule.dim], size[rule.dim] = begin, min(step, shape[rule.dim] - begin)
+        for part in windows(TensorSlice.whole(size), row_major_strides(size), max(1, CHUNK_BYTES // itemsize)):
+            yield TensorSlice(tuple(a + b for a, b in zip(start, part.start, strict=True)), part.shape)
+
+
+def write_stored(
+    source: Readable,
+    table: Table,
+    dtypes: Mapping[str, torch.dtype],
+    writer: DistcpWriter,
+    parallel: ParallelConfig,
+    progress: Callable[[int], None],
+) -> None:
+    """Write what ``table`` (of one replica of one rank) makes of ``source`` to ``writer``, chunk by chunk.
+
+    dtypes: of the Hugging Face tensors to write; what is not among them is left out.  parallel: the layout that the
+    chunks are cut for; any other can load them too.  progress: called with the bytes just written.
+    """
+    chunk = torch.empty(0)
+    for key, (spec, locals_) in plan_stored(table, dtypes).items():
+        writer.declare(key, spec.dtype, spec.shape)
+        for local in locals_:
+            _, lead = stored_key(local)
+            pieces = table.pieces(local)
+            for region in chunks_of(local, table.shape(local), spec.dtype.itemsize, parallel):
+                if chunk.shape != region.shape or chunk.dtype != spec.dtype:  # new memory costs more than filling it
+                    chunk = torch.empty(region.shape, dtype=spec.dtype)
+                for piece in pieces:
+                    shared = _shared(region, piece.local_start, piece.hf_start, piece.shape)
+                    if shared is not None:
+                        theirs, into = shared
+                        source.read_into(piece.hf, theirs, view_of(chunk, into))
+                writer.write(key, TensorSlice((*lead, *region.start), (1,) * len(lead) + region.shape), chunk)
+                progress(chunk.numel() * chunk.itemsize)

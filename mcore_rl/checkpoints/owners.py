@@ -1,0 +1,112 @@
+"""Which rank gives which part of a Hugging Face tensor, where replicas could each give the same.
+
+Data, context and expert-data parallel ranks hold copies, and tensor ranks copies of what is not split; one of them is
+chosen for each part, so that all give about equally many elements.  Integers only: every rank works out the same.
+
+Invariant: the parts of a Hugging Face tensor cover it exactly.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from math import prod
+
+from mcore_rl.errors import WeightMapError
+from mcore_rl.families.rules import Stage
+from mcore_rl.weights.table import LocalTensor, Piece, Table
+from mcore_rl.weights.tensor_slice import TensorSlice
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What rank ``owner`` gives to Hugging Face tensor ``hf``: ``region`` of it.
+
+    local: the tensor that the owner has it in.  pieces: where in it, in the order of the region along ``dim``.
+    """
+
+    hf: str
+    owner: int
+    local: LocalTensor
+    region: TensorSlice
+    pieces: tuple[Piece, ...]
+
+    @property
+    def dim(self) -> int:
+        """The dimension that pieces follow one another in, and parts too."""
+        return self.local.rule.dim
+
+
+def owned_parts(table: Table, prefer: int | None = None) -> dict[str, list[Part]]:
+    """The parts of every Hugging Face tensor, in the order of ``table.hf_tensors`` and of the tensor.
+
+    prefer: a rank that gives all that it holds, because what is gathered on it need not be sent.  A tied output
+    projection is a copy of the embedding and gives nothing.
+    Raises WeightMapError, with all of them, where parts leave something out or overlap.
+    """
+    given = [0] * table.layout.world_size  # elements
+    parts: dict[str, list[Part]] = {name: [] for name in table.hf_tensors}
+    for local, ranks in _holders(table):
+        owner = prefer if prefer in ranks else min(ranks, key=given.__getitem__)
+        assert owner is not None
+        by_name = defaultdict(list)
+        for piece in table.pieces(local):
+            by_name[piece.hf].append(piece)
+            given[owner] += prod(piece.shape)
+        for name, pieces in by_name.items():
+            parts[name].append(_part(name, owner, local, pieces))
+    for held in parts.values():
+        held.sort(key=lambda part: part.region.start)
+    problems = [problem for name, held in parts.items() if (problem := _cover_problem(table, name, held))]
+    if problems:
+        raise WeightMapError(table.family.name, problems)
+    return parts
+
+
+def _holders(table: Table) -> list[tuple[LocalTensor, list[int]]]:
+    """Every distinct local tensor and the ranks that hold it, in the order of the first of them."""
+    peers = defaultdict(list)
+    for rank in range(table.layout.world_size):
+        at = table.layout.coords(rank)
+        peers[at.pp, at.tp, at.ep, at.etp].append(rank)
+    # Rules are compared by identity: they are the table's own, and hashing one hashes all that it says.
+    holders: dict[tuple[int, int | None, int | None, int], tuple[LocalTensor, list[int]]] = {}
+    for ranks in peers.values():
+        for local in table.tensors(ranks[0]):
+            if local.rule.stage is Stage.last_copy:
+                continue
+            key = (id(local.rule), local.layer, local.expert, local.index)
+            holders.setdefault(key, (local, []))[1].extend(ranks)
+    return list(holders.values())
+
+
+def _part(name: str, owner: int, local: LocalTensor, pieces: list[Piece]) -> Part:
+    dim = local.rule.dim
+    ordered = tuple(sorted(pieces, key=lambda piece: piece.hf_start))
+    shape = list(ordered[0].shape)
+    shape[dim] = sum(piece.shape[dim] for piece in ordered)
+    end = ordered[-1].hf_start[dim] + ordered[-1].shape[dim]
+    assert end - ordered[0].hf_start[dim] == shape[dim], f"{local.name} holds ranges of {name} that do not meet"
+    return Part(name, owner, local, TensorSlice(ordered[0].hf_start, tuple(shape)), ordered)
+
+
+def _cover_problem(table: Table, name: str, parts: list[Part]) -> str | None:
+    """What keeps ``parts``, in order, from being all of tensor ``name`` once."""
+    shape = table.hf_tensors[name].shape
+    remedy = f"Mend its rule in families/{table.family.name}.py"
+    if not parts:
+        return f"tensor {name}: no rank holds any of it. {remedy}"
+    dim, end = parts[0].dim, 0
+    for part in parts:
+        rest_is_whole = all(
+            part.region.start[axis] == 0 and part.region.shape[axis] == size
+            for axis, size in enumerate(shape)
+            if axis != dim
+        )
+        if part.dim != dim or part.region.start[dim] != end or not rest_is_whole:
+            found = f"rank {part.owner} holds {part.region.shape} from {part.region.start}"
+            return (
+                f"tensor {name} of shape {shape}: expected what begins at {end} of dimension {dim}, {found}. {remedy}"
+            )
+        end += part.region.shape[dim]
+    return None if end == shape[dim] else f"tensor {name} of shape {shape}: nothing holds more than {end}. {remedy}"

@@ -1,0 +1,286 @@
+"""The safetensors file format: what a file holds and where, and reading a region of one tensor out of it.
+
+A file is eight bytes of header length, a JSON header, and the tensors one after another; see the format section of
+https://huggingface.co/docs/safetensors.  The header is read here, not by the safetensors package, because loading needs
+byte offsets: a rank reads the ranges that it needs straight into its parameters.  Which files make a checkpoint is
+``hf_directory``'s business, writing them is ``sharded_writer``'s.
+
+Invariant: no more than ``WINDOW_BYTES`` of host memory is held beside the destination.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.errors import CheckpointError
+from mcore_rl.weights.tensor_slice import TensorSlice, is_one_run, offset_of, row_major_strides, span_of, windows
+from mcore_rl.weights.views import view_of
+
+WINDOW_BYTES = 32 << 20  # of a file or of a tensor in hand at a time, where it is not read or written in place
+MAX_HEADER_BYTES = 100_000_000  # as the safetensors package
+METADATA = "__metadata__"
+
+# The format's names of the dtypes that torch has too.
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype and shape of a tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TensorInfo(TensorSpec):
+    """A tensor and where it is: bytes ``begin`` to ``end`` (exclusive) of ``file``, row-major, little-endian."""
+
+    file: Path
+    begin: int
+    end: int
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU ``tensor`` of any dtype, not a copy of it."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", "only contiguous host memory is one range of bytes"
+    # Not by way of numpy: torch never again resizes a storage that numpy saw, and what is offloaded must be resized.
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.__dict__["tensor"] = tensor  # alive as long as the view
+    return memoryview(memory).cast("B")
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    # Not reshape: a contiguous tensor of one element may have any stride, and view refuses that.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def checksum_of(parts: Iterable[Tensor]) -> str:
+    """CRC-32 (zlib's) of the bytes of contiguous CPU tensors, one after another, as ``crc32:89abcdef``.
+
+    About 2 GB/s.  It tells apart what was damaged or mixed up, not what was forged.
+    """
+    value = 0
+    for part in parts:
+        value = zlib.crc32(tensor_bytes(part), value)
+    return f"crc32:{value:08x}"
+
+
+def checksum(tensor: Tensor) -> str:
+    """``checksum_of`` a contiguous ``tensor`` of any dtype and device; dtype and shape do not enter."""
+    assert tensor.is_contiguous(), "the bytes of a tensor with gaps have no order of their own"
+    flat = _flat_bytes(tensor)
+    starts = range(0, len(flat), WINDOW_BYTES)
+    return checksum_of(flat[start : start + WINDOW_BYTES].cpu() for start in starts)
+
+
+def read_header(path: Path) -> tuple[dict[str, TensorInfo], list[str]]:
+    """What the file ``path`` holds, in the order of its bytes, and every problem that makes it unusable."""
+    again = "Download it again"
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            if prefix == b"version ":
+                return {}, [f"{path.name}: is a Git LFS pointer, not the file itself. Run git lfs pull where it is"]
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or (length <= MAX_HEADER_BYTES and found < 8 + length):
+                expected = 8 + (length if len(prefix) == 8 else 2)
+                problem = f"truncated: the header alone takes {expected} bytes and the file has {found}"
+                return {}, [f"{path.name}: {problem}. {again}"]
+            if length > MAX_HEADER_BYTES:
+                return {}, [f"{path.name}: is not a safetensors file: a header of {length} bytes. {again}"]
+            header = json.loads(file.read(length), object_pairs_hook=_Pairs)
+    except OSError as error:
+        return {}, [f"{path.name}: cannot be read: {error.strerror}. Check that it exists and may be read"]
+    except ValueError as error:
+        return {}, [f"{path.name}: its header is not JSON ({error}). {again}"]
+    if not isinstance(header, _Pairs):
+        return {}, [f"{path.name}: its header is no JSON object. {again}"]
+    tensors, problems = _entries(path, header, 8 + length)
+    problems += _layout_problems(list(tensors.values()), 8 + length, found) if not problems else []
+    return tensors, [f"{path.name}: {problem}. {again}" for problem in problems]
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What the header of ``path`` says beside its tensors.  For a file that ``read_header`` found no problem with."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        found: dict[str, str] = json.loads(file.read(length)).get(METADATA, {})
+    return found
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object that still shows a name that stands in it twice."""
+
+
+def _entries(path: Path, header: _Pairs, data_begin: int) -> tuple[dict[str, TensorInfo], list[str]]:
+    tensors: dict[str, TensorInfo] = {}
+    problems = []
+    for name, value in header:
+        if name == METADATA:
+            continue
+        entry: dict[str, Any] = dict(value) if isinstance(value, _Pairs) else {}
+        shape: Any = entry.get("shape")
+        offsets: Any = entry.get("data_offsets")
+        if name in tensors:
+            problems.append(f"tensor {name} stands in it twice")
+        elif not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
+            problems.append(f"tensor {name} has no valid shape and data_offsets in the header")
+        elif entry.get("dtype") not in DTYPES:
+            known = ", ".join(DTYPES)
+            problems.append(f"tensor {name} has the unknown dtype {entry.get('dtype')}; known are {known}")
+        else:
+            begin, end = offsets
+            info = TensorInfo(name, DTYPES[entry["dtype"]], tuple(shape), path, data_begin + begin, data_begin + end)
+            if end - begin != info.num_bytes:
+                size = f"{info.num_bytes} bytes, its data_offsets {end - begin}"
+                problems.append(f"tensor {name} of dtype {entry['dtype']} and shape {shape} takes {size}")
+            tensors[name] = info
+    return dict(sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end))), problems
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list) and all(type(count) is int and count >= 0 for count in value)
+
+
+def _layout_problems(tensors: Sequence[TensorInfo], data_begin: int, found: int) -> list[str]:
+    """Gaps, overlaps and a wrong end; ``tensors`` in the order of their bytes."""
+    problems = []
+    if tensors and tensors[0].begin != data_begin:
+        problems.append(f"there is a gap before tensor {tensors[0].name}, the first")
+    for before, after in pairwise(tensors):
+        if before.end != after.begin:
+            what = "a gap" if before.end < after.begin else "an overlap"
+            problems.append(f"there is {what} between tensors {before.name} and {after.name}")
+    expected = tensors[-1].end if tensors else data_begin
+    if expected != found:
+        what = "truncated" if found < expected else "too long"
+        problems.append(f"{what}: expected {expected} bytes, found {found}")
+    return problems
+
+
+def read_slice(file: int, info: TensorInfo, region: TensorSlice, out: Tensor) -> None:
+    """Copy ``region`` of the tensor ``info`` from the open descriptor ``file`` to ``out``, of the region's shape.
+
+    A region without gaps in the file goes straight into contiguous host memory of its dtype.  Anything else (columns, a
+    destination with strides, on a device or of another dtype: cast as ``Tensor.copy_``) is copied out of a mapping of
+    at most ``WINDOW_BYTES``, which touches only the pages that hold the region.  Measured from page cache into new
+    memory, both reach the speed of reading the same bytes at once; a ``pread`` for each row of 2 KiB reaches half of
+    it, and whole rows for an eighth of their columns a third.  Whole files are never mapped: their pages would count
+    as resident, and mappings read network file systems page by page.
+
+    CheckpointError: the file changed since its header was read, or the disk failed.
+    """
+    assert region.fits(info.shape), f"{region} is no part of {info.name} of shape {info.shape}"
+    assert tuple(out.shape) == region.shape, f"{info.name}: out has shape {tuple(out.shape)}, the region {region.shape}"
+    if 0 in region.shape:
+        return
+    strides = row_major_strides(info.shape)
+    try:
+        if is_one_run(region.shape, strides) and _is_plain(out, info.dtype):
+            _read_run(file, info.begin + offset_of(region.start, strides) * info.dtype.itemsize, tensor_bytes(out))
+            return
+        if os.fstat(file).st_size < info.end:  # or touching the mapping would end the process
+            raise EOFError
+        for window in windows(region, strides, WINDOW_BYTES // info.dtype.itemsize):
+            view_of(out, window.within(region)).copy_(_map_window(file, info, window, strides))
+    except (EOFError, OSError) as error:
+        problem = "ends too early" if isinstance(error, EOFError) else f"cannot be read: {error.strerror}"
+        remedy = "It changed or its disk failed while it was read: download it again"
+        message = f"{info.file.name}: {problem}, at tensor {info.name}, bytes {info.begin} to {info.end}. {remedy}"
+        raise CheckpointError(str(info.file.parent), [message]) from error
+
+
+def read_whole(info: TensorInfo) -> Tensor:
+    """All of ``info`` as a new CPU tensor.  For what is small: it opens the file for itself."""
+    out = torch.empty(info.shape, dtype=info.dtype)
+    with info.file.open("rb") as file:
+        read_slice(file.fileno(), info, TensorSlice.whole(info.shape), out)
+    return out
+
+
+def _is_plain(out: Tensor, dtype: torch.dtype) -> bool:
+    return out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
+
+
+def _read_run(file: int, begin: int, memory: memoryview) -> None:
+    done = 0
+    while done < len(memory):
+        count = os.preadv(file, [memory[done:]], begin + done)  # the kernel reads at most 2 GiB a call
+        if count == 0:
+            raise EOFError
+        done += count
+
+
+def _map_window(file: int, info: TensorInfo, window: TensorSlice, strides: Sequence[int]) -> Tensor:
+    """The elements of ``window`` in the page cache; unmapped when the tensor goes."""
+    span = span_of(window.shape, strides)
+    begin = info.begin + offset_of(window.start, strides) * info.dtype.itemsize
+    skip = begin % mmap.ALLOCATIONGRANULARITY
+    # Private and writable: torch warns of memory that is not, and nothing is ever written.
+    mapping = mmap.mmap(file, skip + span * info.dtype.itemsize, access=mmap.ACCESS_COPY, offset=begin - skip)
+    return torch.frombuffer(mapping, dtype=info.dtype, count=span, offset=skip).as_strided(window.shape, strides)
+
+
+def encode_header(
+    specs: Sequence[TensorSpec], path: Path, metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, TensorInfo]]:
+    """The first bytes of a file that holds ``specs``, and where in it each is, in the order of the bytes.
+
+    Wide dtypes come first and the data begins at a multiple of eight, so that every tensor is aligned to its dtype; so
+    does the safetensors package.
+    """
+    begin, entries, tensors = 0, dict[str, Any](), dict[str, TensorInfo]()
+    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
+        end = begin + spec.num_bytes
+        entries[spec.name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [begin, end],
+        }
+        tensors[spec.name] = TensorInfo(spec.name, spec.dtype, tuple(spec.shape), path, begin, end)
+        begin = end
+    text = json.dumps({METADATA: dict(metadata), **entries}, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    size = 8 + len(text)
+    placed = {name: replace(info, begin=info.begin + size, end=info.end + size) for name, info in tensors.items()}
+    return len(text).to_bytes(8, "little") + text, placed

@@ -1,0 +1,131 @@
+"""Reading what all ranks of a role kept: regions of the whole model's tensors, from the byte ranges that hold them.
+
+There is no communication: every reader opens all files, reads their headers, and then the ranges that it needs.  What
+copies hold (tensor ranks of a norm, the last stage of a tied embedding) is read once, of the reader's own rank where
+it has a copy, else of the lowest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from mcore_rl.checkpoints.open_files import OpenFiles
+from mcore_rl.checkpoints.rank_state import RankState, state_file
+from mcore_rl.checkpoints.safetensors import TensorInfo, read_header, read_metadata, read_slice
+from mcore_rl.errors import CheckpointError
+from mcore_rl.weights.table import Piece
+from mcore_rl.weights.tensor_slice import TensorSlice, without
+from mcore_rl.weights.views import view_of
+
+AGAIN = "Resume from another step"
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A piece, and the local tensor that it is of, as if all of it were in the file."""
+
+    info: TensorInfo
+    piece: Piece
+
+
+class StoredState(OpenFiles):
+    """The files of one role.  ranks: what they say of themselves, in order.  tensors: of each, by name."""
+
+    def __init__(self, directory: Path, ranks: Sequence[RankState], tensors: Sequence[dict[str, TensorInfo]]) -> None:
+        super().__init__(directory)
+        self.ranks, self.tensors = tuple(ranks), tuple(tensors)
+        self._sources: dict[tuple[str, str], list[_Source]] = defaultdict(list)
+        for state, held in zip(ranks, tensors, strict=True):
+            for shard in state.shards:
+                for kind in shard.kinds:
+                    info = held[f"{kind}/{shard.name}"]
+                    # Before its begin is what another rank holds; no piece of this shard reaches there.
+                    begin = info.begin - shard.begin * info.dtype.itemsize
+                    whole = TensorInfo(info.name, info.dtype, shard.shape, info.file, begin, info.end)
+                    for piece in shard.pieces:
+                        self._sources[kind, piece.hf].append(_Source(whole, piece))
+
+    @classmethod
+    def open(cls, directory: Path, prefer: int | None = None) -> StoredState:
+        """What is in ``directory``.  prefer: the rank whose copies are read first.
+
+        CheckpointError, with everything found: no files, one that is missing, damaged, or of another world or format.
+        """
+        first, problems = state_file(directory, 0), list[str]()
+        found = sorted(directory.glob(state_file(directory, 0).name.replace("00000", "*")))
+        if not found:
+            raise CheckpointError(str(directory), [f"{first.name} is missing, and so are all others. {AGAIN}"])
+        ranks, tensors = list[RankState](), list[dict[str, TensorInfo]]()
+        for path in found:
+            held, wrong = read_header(path)
+            problems += wrong
+            if wrong:
+                continue
+            try:
+                ranks.append(RankState.parse(read_metadata(path)))
+                tensors.append(held)
+            except (ValueError, KeyError, TypeError) as error:
+                problems.append(f"{path.name} cannot be read: {error}. {AGAIN}")
+        if ranks:
+            expected = {state_file(directory, rank).name for rank in range(ranks[0].world_size)}
+            names = {path.name for path in found}
+            problems += [f"{name} is missing. {AGAIN}" for name in sorted(expected - names)]
+            problems += [f"{name} is of no rank of {ranks[0].world_size}. {AGAIN}" for name in sorted(names - expected)]
+        if problems:
+            raise CheckpointError(str(directory), problems)
+        order = sorted(range(len(ranks)), key=lambda index: (ranks[index].rank != prefer, ranks[index].rank))
+        return cls(directory, [ranks[index] for index in order], [tensors[index] for index in order])
+
+    def mismatches(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+        """What keeps the files from being of a model whose Hugging Face tensors have ``shapes``."""
+        found: dict[str, tuple[int, ...]] = {}
+        for (_, hf), sources in self._sources.items():
+            ends = [source.piece.hf_region.end for source in sources]
+            found[hf] = tuple(map(max, zip(*ends, found.get(hf, ends[0]), strict=True)))
+        for hf, shape in found.items():
+            if shapes.get(hf) != shape:
+                expected = f"shape {shapes[hf]}" if hf in shapes else "no such tensor"
+                yield f"tensor {hf} has shape {shape}, and the model {expected}. Give a checkpoint of this model"
+
+    def holds(self, kind: str, hf: str) -> bool:
+        """Whether there is anything of Hugging Face tensor ``hf`` under ``kind``."""
+        return (kind, hf) in self._sources
+
+    def missing(self, kind: str, hf: str, region: TensorSlice) -> str | None:
+        """What keeps ``region`` from being read whole; None where nothing does."""
+        left = [region]
+        for _, part in self._parts(kind, hf, region):
+            left = [rest for each in left for rest in without(each, part)]
+        if not left:
+            return None
+        return f"tensor {hf}: {kind} of {left[0].shape} from {left[0].start} is in no file. {AGAIN}"
+
+    def read_into(self, kind: str, hf: str, region: TensorSlice, out: Tensor) -> None:
+        """Copy ``region`` of tensor ``hf`` to ``out``, of its shape, any strides, device and dtype (cast).
+
+        CheckpointError: a file changed since it was opened, or cannot be read.
+        """
+        left = [region]
+        for source, part in self._parts(kind, hf, region):
+            rest = list[TensorSlice]()
+            for each in left:
+                if (wanted := each.shared(part)) is not None:
+                    place = wanted.moved(source.piece.hf_start, source.piece.local_start)
+                    read_slice(
+                        self.descriptor(source.info.file), source.info, place, view_of(out, wanted.within(region))
+                    )
+                rest += without(each, part)
+            left = rest
+            if not left:
+                return
+        assert not left, f"{kind} of {hf}: nobody asked whether it is there"
+
+    def _parts(self, kind: str, hf: str, region: TensorSlice) -> Iterator[tuple[_Source, TensorSlice]]:
+        for source in self._sources.get((kind, hf), ()):
+            if (shared := region.shared(source.piece.hf_region)) is not None:
+                yield source, shared

@@ -1,0 +1,168 @@
+"""What is read and refused before a process is started: configuration, model, tokenizer, prompts, checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from mcore_rl.algorithms.kl import KlController
+from mcore_rl.config.compose import as_dict
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.reward_model import style_violations
+from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.controller.lifecycle import run_checkpoints
+from mcore_rl.controller.lifecycle.messages import warn
+from mcore_rl.controller.lifecycle.model_checks import model_run_violations
+from mcore_rl.controller.lifecycle.resume_check import Identity, note_differences
+from mcore_rl.controller.lifecycle.run_checkpoints import Progress
+from mcore_rl.controller.step.reward_model import Encoder, prepare_encoder, template_problem
+from mcore_rl.data.prompts import PromptRow, PromptSet
+from mcore_rl.data.sampler import PromptSampler
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.families.config_json import read_config
+from mcore_rl.families.registry import model_of
+from mcore_rl.parallel.device import Platform
+from mcore_rl.rollout.engine.admission import admit
+from mcore_rl.runtime.placement import placement_violations
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """What is known before a process is started.
+
+    model, critic: the actor's, and the critic's where there is one.  encoder: of the reward model, where there is one.
+    data_sources: of the prompts that graders grade.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptSet | None
+    validation: PromptSet | None
+    sampler: PromptSampler
+    num_steps: int
+    model: ModelConfig
+    critic: ModelConfig | None
+    progress: Progress
+    checkpoint: Path | None
+    identity: Identity
+    kl: KlController
+    encoder: Encoder | None
+    data_sources: frozenset[str]
+
+
+def complete(config: RunConfig) -> RunConfig:
+    """``config`` with what follows from other fields written out, and paths that every process finds."""
+    path = str(Path(config.model.path).resolve()) if config.model.path else ""
+    place = str(Path(config.trainer.default_local_dir).resolve())
+    longest = float(config.data.max_response_length)
+    judge, room = config.reward_model, config.data.max_prompt_length + config.data.max_response_length
+    actor_constant, critic_constant = config.actor.loss_agg_constant, config.critic.loss_agg_constant
+    return replace(
+        config,
+        model=replace(config.model, path=path),
+        trainer=replace(config.trainer, default_local_dir=place),
+        actor=replace(config.actor, loss_agg_constant=longest if actor_constant is None else actor_constant),
+        critic=replace(
+            config.critic,
+            path=config.critic.path and str(Path(config.critic.path).resolve()),
+            loss_agg_constant=longest if critic_constant is None else critic_constant,
+        ),
+        reward_model=replace(
+            judge,
+            model=replace(judge.model, path=judge.model.path and str(Path(judge.model.path).resolve())),
+            max_length=room if judge.max_length is None else judge.max_length,
+        ),
+    )
+
+
+def prepare(config: RunConfig, platform: Platform) -> Prepared:
+    """Read what must be read: configuration, model, tokenizer, prompts, the place to resume from.
+
+    Raises ConfigError and kin with everything that keeps the run from starting.
+    """
+    refuse_if_any(run_violations(config))
+    directory = Path(config.model.path)
+    model = admit(directory, config.rollout, platform)
+    critic = None
+    if config.needs_critic:
+        _, critic = model_of(read_config(Path(config.critic.path or config.model.path)))
+    found = model_run_violations(config, model, critic)
+    found += placement_violations(config.trainer, config.rollout.layout, platform)
+    encoder = None
+    if config.reward_model.enable:
+        found += placement_violations(config.trainer, config.reward_model.layout, platform, "reward_model")
+        try:
+            encoder = prepare_encoder(config.reward_model, platform)
+        except ConfigError as error:
+            found += error.violations
+    refuse_if_any(found)
+    tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
+    train, validation = _prompts(config, tokenizer)
+    data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
+    sampler = PromptSampler(1 if train is None else len(train), data.seed, data.shuffle)
+    num_steps = 0
+    if train is not None:
+        num_steps = config.trainer.total_training_steps or 0
+        per_epoch = sampler.batches_per_epoch(data.train_batch_size)
+        if data.gen_batch_size is not None:
+            sampler.batches_per_epoch(data.gen_batch_size, "data.gen_batch_size")
+        num_steps = num_steps or per_epoch * config.trainer.total_epochs
+    kl, progress = KlController(config.algorithm.kl_ctrl), Progress()
+    identity = Identity.of(as_dict(config), ["actor", "critic"] if config.needs_critic else ["actor"])
+    checkpoint = run_checkpoints.to_resume(config.trainer, warn)
+    if checkpoint is not None:
+        note_differences(identity, checkpoint)
+        progress = run_checkpoints.read_progress(checkpoint)
+        sampler.load_state_dict(progress.sampler)
+        kl.load_state_dict(progress.kl)
+    return Prepared(
+        tokenizer=tokenizer,
+        train=train,
+        validation=validation,
+        sampler=sampler,
+        num_steps=num_steps,
+        model=model,
+        critic=critic,
+        progress=progress,
+        checkpoint=checkpoint,
+        identity=identity,
+        kl=kl,
+        encoder=encoder,
+        data_sources=data_sources,
+    )
+
+
+def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet | None, PromptSet | None]:
+    """Those to train on and those to validate with, where there are any."""
+    data, train, validation = config.data, None, None
+    if not config.trainer.val_only:
+        files, title = data.train_files, "data.train_files"
+        train = PromptSet.load(files, data, tokenizer, max_samples=data.train_max_samples, title=title)
+    if data.val_files:
+        files, title = data.val_files, "data.val_files"
+        validation = PromptSet.load(files, data, tokenizer, max_samples=data.val_max_samples, title=title)
+    return train, validation
+
+
+def _data_sources(config: RunConfig, prompts: Sequence[PromptSet | None], encoder: Encoder | None) -> frozenset[str]:
+    """Of the rows that graders grade; ConfigError where a row would have nobody, or the reward model no row."""
+    by_graders: set[str] = set()
+    ids: list[str] = []  # of rows for the reward model
+    first: PromptRow | None = None
+    for each in prompts:
+        for row in () if each is None else map(each.__getitem__, range(len(each))):
+            if row.scored_by_model:
+                first = first or row
+                ids.append(row.id)
+            else:
+                by_graders.add(row.data_source)
+    found = style_violations(config.reward_model, config.custom_reward_function, ids)
+    if encoder is not None and first is not None and (problem := template_problem(encoder, first.messages)):
+        remedy = "Name a tokenizer whose template can write it, or mend the row"
+        where = config.reward_model.model.tokenizer_path
+        found.append(Violation("reward_model.model.tokenizer_path", where, f"{first.id}: {problem}", remedy))
+    refuse_if_any(found)
+    return frozenset(by_graders)

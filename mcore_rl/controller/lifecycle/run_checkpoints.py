@@ -1,0 +1,192 @@
+"""Checkpoints of a run: ``checkpoints/step_N``, whole under that name or not there.
+
+A checkpoint is every rank's state of every role (``training/run_state.py``), and ``controller.json``: the step, the
+place in the data, the KL controller, the best validation.  What is being written is ``step_N.incomplete``, and is never
+resumed from.  A manifest says what belongs to a checkpoint, so that one that was damaged since is known, and named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.checkpoints.manifest import MANIFEST, FileSum, damage, write_manifest
+from mcore_rl.checkpoints.new_directory import wait_for_disk
+from mcore_rl.config.trainer import ResumeMode, TrainerConfig
+from mcore_rl.errors import CheckpointError, ConfigError, Violation
+from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.tracking.run_directory import set_aside
+
+STEP = re.compile(r"step_(\d+)")
+INCOMPLETE = ".incomplete"
+STATE = "controller.json"
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far a run is.  step: of the last that is complete.  best, best_step: of validation; -1 is before step 1."""
+
+    step: int = 0
+    sampler: dict[str, Any] = field(default_factory=dict)
+    kl: dict[str, float] = field(default_factory=dict)
+    best: float | None = None
+    best_step: int = -1
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Those that were finished, oldest first; whether they are still sound is not looked at."""
+    return [path for path in _named(run_dir) if (path / MANIFEST).is_file()]
+
+
+def how_to_go_on(run_dir: Path) -> str:
+    """One sentence for who has stopped the run."""
+    found = complete_checkpoints(run_dir)
+    if not found:
+        return "There is no checkpoint yet."
+    return f"{found[-1]} is complete: the same command goes on from there (trainer.resume_mode=auto)."
+
+
+def to_resume(trainer: TrainerConfig, warn: Callable[[str], None]) -> Path | None:
+    """The checkpoint that ``trainer`` says to go on from, every byte of it checked; None is a fresh run.
+
+    ``auto`` takes the newest that is sound, and tells ``warn`` what it passed over, and why.
+
+    ConfigError: ``resume_from_path`` is no sound checkpoint.  CheckpointError: there are checkpoints, and none is
+    sound; with everything that is wrong with each.
+    """
+    if trainer.resume_mode is ResumeMode.off:
+        return None
+    if trainer.resume_mode is ResumeMode.path:
+        assert trainer.resume_from_path is not None
+        path = Path(trainer.resume_from_path)
+        if problems := damage(path):
+            problem = "is no sound checkpoint: " + "; ".join(problems)
+            remedy = "Give a directory such as RUN/checkpoints/step_100, or write trainer.resume_mode=auto"
+            raise ConfigError([Violation("trainer.resume_from_path", path, problem, remedy)])
+        return path
+    run_dir = Path(trainer.default_local_dir)
+    begun = sorted((run_dir / "checkpoints").glob(f"step_*{INCOMPLETE}"))
+    passed = [f"{path.name}: it was being written when the run ended" for path in begun]
+    damaged = list[str]()
+    for path in reversed(_named(run_dir)):
+        problems = damage(path)
+        if not problems:
+            if passed + damaged:
+                warn("\n  - ".join([f"Resuming from {path.name}. Passed over:", *damaged, *passed]))
+            return path
+        damaged += [f"{path.name}: {problem}" for problem in problems]
+    if damaged:
+        remedy = "No checkpoint is sound. Restore one, or begin anew with trainer.resume_mode=off"
+        raise CheckpointError(str(run_dir / "checkpoints"), [*damaged, remedy])
+    if passed:
+        warn("\n  - ".join(["There is no checkpoint to resume from; the run begins anew. Passed over:", *passed]))
+    return None
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """What ``begin`` wrote.  CheckpointError: it cannot be read."""
+    try:
+        return Progress(**json.loads((checkpoint / STATE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        problem = f"{STATE} cannot be read: {error}. Resume from another step"
+        raise CheckpointError(str(checkpoint), [problem]) from error
+
+
+def begin(
+    run_dir: Path, progress: Progress, roles: Collection[str], keep: Callable[[Path], None] = lambda path: None
+) -> Path:
+    """A directory for a checkpoint of ``progress``, with an empty one for each role.
+
+    keep: writes what else belongs into it.  OSError: the disk is full, or fails; nothing is left then.
+    """
+    path = run_dir / "checkpoints" / f"step_{progress.step}{INCOMPLETE}"
+    shutil.rmtree(path, ignore_errors=True)  # of a run that was killed while it wrote
+    try:
+        for role in roles:
+            (path / role).mkdir(parents=True)
+        (path / STATE).write_text(json.dumps(asdict(progress), indent=2))
+        keep(path)
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    return path
+
+
+def finish(incomplete: Path, sums: Mapping[str, FileSum]) -> Path:
+    """Everything is on the disk: give the checkpoint its name.
+
+    sums: of the files that the ranks wrote.  OSError: the disk is full, or fails.
+    """
+    write_manifest(incomplete, sums)
+    path = incomplete.with_suffix("")
+    replace_directory(incomplete, path)
+    wait_for_disk(path.parent)
+    return path
+
+
+def remove_old(run_dir: Path, trainer: TrainerConfig, best_step: int) -> None:
+    """Leave the newest ``max_to_keep``, every one of a step that ``keep_every`` divides, and the best."""
+    found = complete_checkpoints(run_dir)
+    for path in [] if trainer.max_to_keep is None else found[: -trainer.max_to_keep]:
+        step = _step(path)
+        if step != best_step and (trainer.keep_every is None or step % trainer.keep_every):
+            _remove(path)
+
+
+def lack_of_space(run_dir: Path, num_bytes: int) -> str | None:
+    """What keeps ``num_bytes`` from being written; None where they fit."""
+    free = shutil.disk_usage(next(place for place in (run_dir, *run_dir.parents) if place.exists())).free
+    if num_bytes <= free:
+        return None
+    return f"{num_bytes:,} bytes are needed and {free:,} are free on the disk of {run_dir}"
+
+
+def set_aside_later(run_dir: Path, step: int) -> None:
+    """Checkpoints of steps after ``step``, where the run goes on, to ``checkpoints/earlier/N``.
+
+    They are of another course of the run: the next resume must not find them newest, nor ``max_to_keep`` keep them.
+    What was never finished is removed.
+    """
+    set_aside([path for path in _named(run_dir) if _step(path) > step], run_dir / "checkpoints")
+    for path in (run_dir / "checkpoints").glob(f"step_*{INCOMPLETE}"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _named(run_dir: Path) -> list[Path]:
+    """Directories with the name of a checkpoint, oldest first."""
+    found = [path for path in (run_dir / "checkpoints").glob("step_*") if STEP.fullmatch(path.name)]
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _remove(checkpoint: Path) -> None:
+    """What is removed half-way is no complete checkpoint, nor one that was damaged."""
+    shutil.rmtree(gone := checkpoint.with_name(checkpoint.name + INCOMPLETE), ignore_errors=True)
+    checkpoint.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def replace_directory(fresh: Path, target: Path) -> None:
+    """``target`` becomes ``fresh``; at every moment one of the two is whole."""
+    aside = target.with_name(target.name + ".old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if target.exists():
+        target.rename(aside)
+    fresh.rename(target)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+async def export_hf(group: WorkerGroup, source: Path, target: Path) -> None:
+    """The weights of ``group`` as a Hugging Face checkpoint in ``target``, with the companions of ``source``."""
+    fresh = target.with_name(f"{target.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed while it wrote
+    await group.all("save_hf", fresh, source)
+    replace_directory(fresh, target)

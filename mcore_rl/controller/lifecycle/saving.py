@@ -1,0 +1,165 @@
+"""Checkpoints are written while the run goes on: a step waits for a copy to host memory, and for nothing else.
+
+At most one is on its way.  The next save, the end of the run and leaving it wait for that one.  A save that fails (a
+disk that is full, or fails) leaves the run going and the last good checkpoint as it is: it is said, counted, and tried
+again after the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mcore_rl.checkpoints.manifest import FileSum
+from mcore_rl.checkpoints.state_writer import Written
+from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.controller.lifecycle import run_checkpoints
+from mcore_rl.controller.lifecycle.messages import note
+from mcore_rl.controller.lifecycle.run_checkpoints import Progress
+from mcore_rl.errors import CheckpointError, McoreRLError
+from mcore_rl.runtime.worker_group import WorkerGroup
+
+FIRST_LOOK_S, LOOK_S = 0.02, 1.0  # how soon, and then how often, the workers are asked whether they have written
+LEAVE_S = 60.0  # for a checkpoint on its way when the run fails: a worker that hangs never answers
+MARGIN_BYTES = 16 << 20  # for headers, tokenizer and the controller's own, where free space is counted
+
+
+class Saver:
+    """The checkpoints of a run in ``directory``.
+
+    groups: the roles, each under its name.  keep: writes what else belongs into a checkpoint.  warn: is told what went
+    wrong.  saved_step: of the last checkpoint that has its name.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        groups: Sequence[WorkerGroup],
+        trainer: TrainerConfig,
+        saved_step: int,
+        *,
+        keep: Callable[[Path], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._directory, self._groups, self._trainer = directory, list(groups), trainer
+        self._keep, self._warn = keep, warn
+        self.saved_step = saved_step
+        self._writing: asyncio.Task[None] | None = None
+        self._problem: str | None = None  # of the last save, where it failed
+        self._metrics: dict[str, float] = {}
+        self._num_bytes = 0  # of the last one, all ranks; 0 before it
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last save did, and is to be tried again."""
+        return self._problem is not None
+
+    def metrics(self) -> dict[str, float]:
+        """Of what ended, well or not, since the last call."""
+        found, self._metrics = self._metrics, {}
+        return found
+
+    async def save(self, progress: Progress) -> None:
+        """A checkpoint of ``progress``, which may change once this returns.
+
+        Returns when it is copied, with ``trainer.async_save``, else when it has its name.  WorkerError: a worker died.
+        """
+        await self.settle()
+        started, step, best_step = time.perf_counter(), progress.step, progress.best_step
+        try:
+            incomplete = await self._begin(progress)
+        except OSError as error:
+            self._fail(step, str(error))
+            return
+        for group in self._groups:
+            await group.all("save_state", incomplete / group.role, self._trainer.async_save)
+        self._writing = asyncio.create_task(self._complete(incomplete, step, best_step, started))
+        if not self._trainer.async_save:
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Return when no checkpoint is on its way."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    async def conclude(self, progress: Progress) -> None:
+        """See to it that there is a checkpoint of ``progress``, which is the end.
+
+        CheckpointError: it could not be written, also when it was tried once more.
+        """
+        await self.settle()
+        for _ in range(2):
+            if self.saved_step != progress.step:
+                await self.save(progress)
+                await self.settle()
+        if self._problem is not None and self.saved_step != progress.step:
+            remedy = run_checkpoints.how_to_go_on(self._directory)
+            raise CheckpointError(str(self._directory / "checkpoints"), [f"{self._problem}. {remedy}"])
+
+    async def close(self) -> None:
+        """The run is left, whatever the reason: what is on its way may still arrive."""
+        try:
+            await asyncio.wait_for(self.settle(), LEAVE_S)
+        except (McoreRLError, TimeoutError) as error:
+            self._warn(f"The checkpoint that was being written is lost: {str(error) or 'the workers do not answer'}")
+
+    async def _begin(self, progress: Progress) -> Path:
+        if self._num_bytes == 0:
+            self._num_bytes = sum([size for group in self._groups for size in await group.all("num_state_bytes")])
+        if lack := run_checkpoints.lack_of_space(self._directory, self._num_bytes + MARGIN_BYTES):
+            raise OSError(lack)
+        return run_checkpoints.begin(self._directory, progress, [group.role for group in self._groups], self._keep)
+
+    async def _complete(self, incomplete: Path, step: int, best_step: int, started: float) -> None:
+        sums, problems = dict[str, FileSum](), list[str]()
+        for group in self._groups:
+            for rank, written in enumerate(await _written(group)):
+                if written.sum is not None:
+                    sums[f"{group.role}/{written.name}"] = written.sum
+                else:
+                    problems.append(f"{group.title(rank)} on {group.hosts[rank]}: {written.problem}")
+        if not problems:
+            try:
+                await asyncio.to_thread(run_checkpoints.finish, incomplete, sums)
+            except OSError as error:
+                problems.append(f"{incomplete} cannot be finished: {error}")
+        if problems:
+            await asyncio.to_thread(shutil.rmtree, incomplete, ignore_errors=True)  # gives its space back
+            self._fail(step, "; ".join(problems))
+            return
+        self.saved_step, self._problem = step, None
+        self._metrics["perf/checkpoint_s"] = time.perf_counter() - started
+        self._num_bytes = sum(each.num_bytes for each in sums.values())
+        self._metrics["perf/checkpoint_gib"] = self._num_bytes / 2**30
+        await asyncio.to_thread(run_checkpoints.remove_old, self._directory, self._trainer, best_step)
+
+    def _fail(self, step: int, problem: str) -> None:
+        self._problem = f"no checkpoint of step {step} was written: {problem}"
+        key = "perf/failed_saves"
+        self._metrics[key] = self._metrics.get(key, 0) + 1
+        last = complete[-1].name if (complete := run_checkpoints.complete_checkpoints(self._directory)) else "none"
+        self._warn(f"{self._problem}\nThe last good one is {last}; it is tried again after the next step.")
+
+
+async def load_state(group: WorkerGroup, checkpoint: Path) -> None:
+    """The workers of ``group`` take over what was saved of their role; a note says so where bits may differ then."""
+    same_layout = await group.all("load_state", checkpoint / group.role)
+    if not all(same_layout):
+        said = f"{group.role}: {checkpoint} was written in another layout. Weights and optimizer are the same"
+        note(f"{said}; sums are now taken in another order, with other random numbers, so that bits may differ")
+
+
+async def _written(group: WorkerGroup) -> list[Written]:
+    """What became of the ranks' files.  Asked for between other calls: none of them waits for the answer."""
+    wait = FIRST_LOOK_S
+    while True:
+        found: list[Written | None] = await group.all("saved")
+        done = [written for written in found if written is not None]
+        if len(done) == len(found):
+            return done
+        await asyncio.sleep(wait)
+        wait = min(2 * wait, LOOK_S)

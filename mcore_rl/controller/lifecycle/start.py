@@ -1,0 +1,219 @@
+"""A run is started: Ray, the trainer, the engines, the channel between them; and all of it is taken down again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared so
+
+from mcore_rl.config.compose import as_dict
+from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.trainer import Placement
+from mcore_rl.controller.lifecycle import run_checkpoints
+from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter, Rollout
+from mcore_rl.controller.lifecycle.handover import ActorTrainers, Handover
+from mcore_rl.controller.lifecycle.messages import warn
+from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
+from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
+from mcore_rl.controller.lifecycle.saving import load_state
+from mcore_rl.controller.lifecycle.start_plan import forecast, write_plan
+from mcore_rl.controller.run import REFERENCE, Run
+from mcore_rl.controller.step.rollout_collection import RolloutCollector
+from mcore_rl.parallel.device import Platform, detect
+from mcore_rl.planning.plan import Plan
+from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.runtime.cluster import ray_cluster, this_host
+from mcore_rl.runtime.placement import Places, place
+from mcore_rl.runtime.rollout_worker import RayEngine
+from mcore_rl.runtime.start import pool_of, start_engines, start_trainers
+from mcore_rl.runtime.train_worker import RoleSpec
+from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.sync.device_ipc import DeviceIpcTransport
+from mcore_rl.sync.members import Address
+from mcore_rl.sync.process_group import ProcessGroupTransport
+from mcore_rl.sync.shared_memory import SharedMemoryTransport
+from mcore_rl.sync.transport import Transport
+from mcore_rl.sync.update import WeightSync
+from mcore_rl.tracking.sinks import Tracker
+from mcore_rl.training.offload import Part
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@asynccontextmanager
+async def open_run(config: RunConfig) -> AsyncIterator[Run]:
+    """Within: all processes of the run are up, with the weights to begin with.  After: none is left."""
+    platform = detect(config.trainer.device)
+    config = complete(config)
+    prepared, planned = _prepared(config, platform)
+    trainer, logs = config.trainer, Path(config.trainer.default_local_dir) / "logs"
+    async with AsyncExitStack() as stack:
+        stack.enter_context(_one_thread())
+        scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
+        scorer.check_sources(prepared.data_sources)
+        tracker = stack.enter_context(
+            Tracker.open(
+                trainer.default_local_dir,
+                trainer,
+                as_dict(config),
+                prepared.num_steps,
+                resumed_step=None if prepared.checkpoint is None else prepared.progress.step,
+            )
+        )
+        write_plan(planned, logs.parent)
+        if not trainer.val_only:
+            run_checkpoints.set_aside_later(Path(trainer.default_local_dir), prepared.progress.step)
+        tracker.now("starting Ray")
+        stack.enter_context(ray_cluster(config.ray_init, partial(run_checkpoints.how_to_go_on, logs.parent)))
+        judge = config.reward_model
+        places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)
+        stack.callback(places.close)
+
+        starting_roles = _start_roles(prepared, places, platform, config, stack)
+        directory = Path(config.model.path)
+        starting_engines = partial(start_engines, directory, config.rollout, places.rollout, platform, logs, stack)
+        colocated = trainer.placement is Placement.colocated
+        if colocated and platform.is_accelerator:  # engines measure what the trainer left free of a device
+            tracker.now("starting the trainer")
+            actor, critic = await starting_roles
+            tracker.now("starting the rollout engines")
+            engines = await starting_engines(actor)
+        else:
+            tracker.now("starting the trainer and the rollout engines")
+            (actor, critic), engines = await _together(starting_roles, starting_engines())
+        pool, reward_model = pool_of(engines, config.rollout), None
+        if prepared.encoder is not None:
+            tracker.now("starting the reward model")
+            bundles, shared = places.reward_model, actor if colocated else None
+            reward_model = await start_reward_model(config, prepared.encoder, bundles, platform, logs, shared, stack)
+
+        sync = await _weight_sync(config, platform, actor, engines, stack)
+        check = trainer.guards.check_weights_freq
+        medic = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
+        handover = Handover(actor, pool, sync, trainer.placement, reward_model, medic.restart_dead, check)
+        drawing = RolloutCollector(Rollout(pool, handover), scorer, config, reward_model)
+        run = Run(config, platform, tracker, prepared, actor, critic, drawing, handover)
+        stack.push_async_callback(run.saver.close)
+        yield run
+
+
+async def _weight_sync(
+    config: RunConfig, platform: Platform, actor: WorkerGroup, engines: Sequence[RayEngine], stack: AsyncExitStack
+) -> WeightSync:
+    """Updates from ``actor`` to ``engines``, whose members meet at a store that ``stack`` keeps."""
+    store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    stack.callback(lambda kept: None, store)
+    transport = _transport(config, platform, this_host(), store.port)
+    await actor.all("onload", [Part.weights])  # which are away where engines stand on the same devices
+    await actor.all("connect", transport, config.rollout.layout, UPDATE_BUCKET_BYTES)
+    return WeightSync(engines, config.rollout.layout, ActorTrainers(actor))
+
+
+def _prepared(config: RunConfig, platform: Platform) -> tuple[Prepared, Plan]:
+    """What is read and what is expected; nothing is started where either is refused."""
+    prepared = prepare(config, platform)
+    return prepared, forecast(config, platform, prepared.model, prepared.critic)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """What the controller computes is in pieces too small for a team of threads, and the cores are the others'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+async def _together(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B]) -> tuple[A, B]:
+    """Both at once; where one fails, it is raised once the other has ended."""
+    both = asyncio.ensure_future(first), asyncio.ensure_future(second)
+    try:
+        made, also_made = await asyncio.gather(*both)
+        return made, also_made
+    finally:
+        for each in both:
+            each.cancel()
+        await asyncio.wait(both)
+
+
+async def _start_roles(
+    prepared: Prepared, places: Places, platform: Platform, config: RunConfig, stack: AsyncExitStack
+) -> tuple[WorkerGroup, WorkerGroup | None]:
+    """The actor, and the critic where there is one."""
+    actor = await _start_role(_actor_role(config), prepared, places, platform, config, stack)
+    if not config.needs_critic:
+        return actor, None
+    return actor, await _start_role(_critic_role(config), prepared, places, platform, config, stack)
+
+
+async def _start_role(
+    spec: RoleSpec, prepared: Prepared, places: Places, platform: Platform, config: RunConfig, stack: AsyncExitStack
+) -> WorkerGroup:
+    """The workers of a role, with the weights to begin with, and the reference's beside them."""
+    logs = Path(config.trainer.default_local_dir) / "logs"
+    group = await start_trainers(spec, places, platform, logs, config.trainer)
+    stack.callback(group.close)
+    await group.all("build")
+    if spec.role == "actor" and config.needs_reference:
+        await group.all("take_snapshot", REFERENCE)  # of what the run began with, also after a resume
+    if prepared.checkpoint is not None:
+        await load_state(group, prepared.checkpoint)
+    if config.trainer.placement is Placement.colocated:
+        await group.all("offload")  # an engine that starts wants its share of a device to be free
+    return group
+
+
+def _actor_role(config: RunConfig) -> RoleSpec:
+    directory = Path(config.model.path)
+    return RoleSpec(
+        role="actor",
+        directory=directory,
+        engine=config.actor,
+        parallel=config.actor.parallel,
+        shares_device=config.trainer.placement is Placement.colocated,
+    )
+
+
+def _critic_role(config: RunConfig) -> RoleSpec:
+    directory = Path(config.critic.path or config.model.path)
+    return RoleSpec(
+        role="critic",
+        directory=directory,
+        engine=config.critic,
+        parallel=config.critic.parallel,
+        critic=True,
+        shares_device=config.trainer.placement is Placement.colocated,
+    )
+
+
+def _transport(config: RunConfig, platform: Platform, host: str, port: int) -> Transport:
+    """How weights travel: through memory that both sides map where they share it, else between processes.
+
+    Colocated on several accelerators they go through host memory: the vendor's library refuses two processes on one
+    device, and a mapped device must be seen by both under one number.
+    """
+    trainer, layout = config.trainer, config.rollout.layout
+    address = Address(
+        host=host,
+        port=port,
+        name="weights",
+        num_trainers=trainer.world_size,
+        num_rollout=layout.world_size,
+        timeout_s=trainer.timeout_s,
+        join_timeout_s=trainer.timeout_s,
+    )
+    if not platform.is_accelerator and trainer.nnodes == 1:
+        return SharedMemoryTransport(address=address)
+    if trainer.placement is Placement.separate:
+        return ProcessGroupTransport(address=address, backend=platform.backend)
+    if trainer.world_size == layout.world_size == 1:
+        return DeviceIpcTransport(address=address, platform=platform)
+    return ProcessGroupTransport(address=address, backend="gloo")

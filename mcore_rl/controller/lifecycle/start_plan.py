@@ -1,0 +1,66 @@
+"""What a run will need of the machine that it is started on, told and refused before any process is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.controller.lifecycle.messages import note
+from mcore_rl.parallel.device import Platform, num_cores
+from mcore_rl.planning.overheads import GIB, device_rates
+from mcore_rl.planning.plan import Plan, plan
+from mcore_rl.planning.search import refusal
+from mcore_rl.planning.tables import plan_values, short_line
+from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.secrets import redact
+
+PLAN = "plan.json"
+
+
+def forecast(
+    config: RunConfig | SftConfig, platform: Platform, model: ModelConfig, critic: ModelConfig | None = None
+) -> Plan:
+    """The plan of ``config`` where ``platform`` is, all nodes taken to be like this one; a line of it is shown.
+
+    Raises ConfigError where it does not fit, with the numbers and, on accelerators, the nearest settings that do.
+    """
+    cluster = cluster_at_hand(config.trainer, platform)
+    planned = plan(config, model, cluster, critic)
+    if not planned.fits:
+        raise refusal(planned, config, model, cluster)
+    note(short_line(planned))
+    return planned
+
+
+def write_plan(planned: Plan, directory: Path) -> None:
+    """Into the run directory."""
+    with replaced(directory / PLAN) as path:
+        path.write_text(json.dumps(redact(plan_values(planned)), indent=2) + "\n", encoding="utf-8")
+
+
+def cluster_at_hand(trainer: TrainerConfig, platform: Platform) -> ClusterConfig:
+    """A cluster of machines like this one.  Rates are of the data sheet where the device is known, else a guess."""
+    host_gib = psutil.virtual_memory().total / GIB
+    if not platform.is_accelerator:
+        return ClusterConfig(name="this machine", cpus_per_node=num_cores(), host_memory_gib=host_gib)
+    memory, intra = device_rates(platform.device_name)
+    return ClusterConfig(
+        name="machines like this",
+        device=platform.kind,
+        device_name=platform.device_name,
+        gpus_per_node=trainer.n_gpus_per_node,
+        gpu_memory_gib=platform.memory_total_bytes / GIB,
+        cpus_per_node=num_cores(),
+        host_memory_gib=host_gib,
+        memory_gb_s=memory,
+        intra_node_gb_s=intra,
+        inter_node_gb_s=50.0,
+        disk_gb_s=1.0,
+    )

@@ -1,0 +1,1 @@
+"""What a command line calls: one file for each of ``mcore-rl train``, ``sft``, ``generate`` and ``evaluate``."""

@@ -1,0 +1,273 @@
+"""``mcore-rl evaluate``: responses that were generated before, graded and counted by data source.
+
+Needs neither a model nor Ray, unless a reward model scores; the numbers are ``rewards.estimates``'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
+from mcore_rl.config.reward_model import style_violations
+from mcore_rl.data.responses import ResponseRow, ResponseSet
+from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.rewards.estimates import CONFIDENCE, Estimate, interval, majority_at_k, pass_at_k
+from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
+from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.progress import WorkProgress
+
+if TYPE_CHECKING:
+    from mcore_rl.controller.step.reward_model import RewardModel
+
+IN_FLIGHT = 256  # responses that wait for a grading process
+UNKNOWN_CORRECT = "the grader does not say what is right; a custom function says it as acc in its dict"
+UNKNOWN_ANSWER = "the grader names no answers to vote on; a custom function names them as pred in its dict"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graded:
+    """A row of the file, without its texts, with the score of each of its responses."""
+
+    row: ResponseRow
+    scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceReport:
+    """What one data source came to.
+
+    num_samples: responses of a prompt, fewest and most.  errors: responses that could not be graded, by kind; example:
+    the first of them.  metrics: ``score``, ``accuracy``, ``pass@k``, ``maj@k``.  missing: why one is not there.
+    """
+
+    num_prompts: int
+    num_responses: int
+    num_samples: tuple[int, int]
+    num_tokens: float | None
+    truncated: float | None
+    errors: dict[str, int]
+    example: str | None
+    metrics: dict[str, Estimate]
+    missing: dict[str, str]
+
+
+async def run_evaluate(config: EvaluateConfig) -> int:
+    """Grade, show a table, write ``config.out``; 0.
+
+    Raises ConfigError and kin with everything that keeps it from starting.
+    """
+    refuse_if_any([*evaluate_violations(config), *_place_violations(config)])
+    rows = ResponseSet.load(config.path, config.prompt_key, config.response_key)
+    refuse_if_any(_row_violations(config, rows))
+    async with AsyncExitStack() as stack:
+        scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
+        scorer.check_sources(s for s, by_model in zip(rows.data_sources, rows.by_model, strict=True) if not by_model)
+        reward_model = await _reward_model(config, stack)
+        work = stack.enter_context(WorkProgress("grading", sum(rows.counts), "responses"))
+        graded = await grade_all(scorer, rows, config.max_response_length or 0, lambda: work.advance(1), reward_model)
+    reports = reports_of(graded, config.k, has_lengths=rows.has_lengths, has_finish=rows.has_finish)
+    console = Console()
+    for source, report in reports.items():
+        console.print(table_of(source, report))
+        for line in _remarks(report):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if config.out is not None:
+        with replaced(Path(config.out).expanduser()) as new:
+            new.write_text(json.dumps(as_json(config.path, reports), indent=2, allow_nan=False) + "\n")
+        console.print(f"numbers: {config.out}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+async def grade_all(
+    scorer: Scorer,
+    rows: ResponseSet,
+    max_tokens: int,
+    report: Callable[[], None],
+    reward_model: RewardModel | None = None,
+) -> list[Graded]:
+    """Every response's score, in file order.  report: is called after each.  reward_model: of rows that ask for it.
+
+    Enough of them are in flight that no grading process waits; texts are read when they are due, and kept no longer.
+    """
+    found: list[tuple[ResponseRow, list[Score | None]]] = []
+
+    def requests() -> Iterator[tuple[ResponseRow, list[Score | None], int]]:
+        for row in rows:
+            scores: list[Score | None] = [None] * len(row.responses)
+            found.append((replace(row, responses=(), columns={}, extra_info={}, messages=[]), scores))
+            for index in range(len(scores)):
+                yield row, scores, index
+
+    waiting = requests()
+
+    async def serve() -> None:
+        for row, scores, index in waiting:  # all servers draw from the one
+            request = request_of(row, index, max_tokens)
+            if reward_model is not None and row.scored_by_model:
+                scores[index] = await reward_model.score(row.messages, request)
+            else:
+                scores[index] = await scorer.score(request)
+            report()
+
+    servers = [asyncio.create_task(serve()) for _ in range(IN_FLIGHT)]
+    try:
+        await asyncio.gather(*servers)
+    finally:
+        for server in servers:
+            server.cancel()
+    return [Graded(row=row, scores=tuple(each for each in scores if each is not None)) for row, scores in found]
+
+
+async def _reward_model(config: EvaluateConfig, stack: AsyncExitStack) -> RewardModel | None:
+    """The one that is asked for, if any, until ``stack`` is closed."""
+    if not config.reward_model.enable:
+        return None
+    from mcore_rl.controller.lifecycle.reward_engines import (
+        open_alone,  # torch, Ray and all, which nothing else here needs
+    )
+
+    return await open_alone(config, stack)
+
+
+def request_of(row: ResponseRow, index: int, max_tokens: int) -> RewardRequest:
+    """What a grader is told of a response, as it is told in training."""
+    return RewardRequest(
+        key=(row.id, index),
+        data_source=row.data_source,
+        response=row.responses[index],
+        ground_truth=row.ground_truth,
+        extra_info={**row.columns, **row.extra_info},
+        num_tokens=row.num_tokens[index],
+        max_tokens=max_tokens,
+        truncated=row.truncated[index],
+    )
+
+
+def reports_of(
+    graded: Sequence[Graded], k: Sequence[int], *, has_lengths: bool, has_finish: bool
+) -> dict[str, SourceReport]:
+    """By data source, in the order in which they appear.
+
+    k: empty is ``default_k`` of the source.  has_lengths, has_finish: the file said it.
+    """
+    sources: dict[str, list[Graded]] = {}
+    for each in graded:
+        sources.setdefault(each.row.data_source, []).append(each)
+    return {source: _report(found, k, has_lengths, has_finish) for source, found in sources.items()}
+
+
+def default_k(fewest: int) -> list[int]:
+    """1, 2, 4, ... below ``fewest``, and ``fewest``."""
+    powers = [2**power for power in range(fewest.bit_length()) if 2**power < fewest]
+    return [*powers, fewest]
+
+
+def _report(graded: Sequence[Graded], k: Sequence[int], has_lengths: bool, has_finish: bool) -> SourceReport:
+    scores = [score for each in graded for score in each.scores]
+    counts = [len(each.scores) for each in graded]
+    errors = [score.error for score in scores if score.error is not None]
+    kinds = Counter(error.partition(":")[0] for error in errors)
+    metrics = {"score": interval([fmean(score.value for score in each.scores) for each in graded])}
+    missing: dict[str, str] = {}
+    wanted = k or default_k(min(counts))
+    if any(score.correct is not None for score in scores):
+        # What could not be graded is not known to be right: it counts as wrong, here and below.
+        metrics["accuracy"] = interval([fmean(score.correct or 0.0 for score in each.scores) for each in graded])
+        right = [[(score.correct or 0.0) >= 1.0 for score in each.scores] for each in graded]
+        for size in wanted:
+            metrics[f"pass@{size}"] = interval([pass_at_k(len(each), sum(each), size) for each in right])
+        if any(score.answer is not None for score in scores):
+            answers = [[score.answer for score in each.scores] for each in graded]
+            for size in (size for size in wanted if size > 1):  # one vote elects itself
+                votes = [majority_at_k(a, r, size) for a, r in zip(answers, right, strict=True)]
+                metrics[f"maj@{size}"] = interval(votes)
+        else:
+            missing["maj@k"] = UNKNOWN_ANSWER
+    else:
+        missing |= dict.fromkeys(("accuracy", "pass@k", "maj@k"), UNKNOWN_CORRECT)
+    lengths = [tokens for each in graded for tokens in each.row.num_tokens]
+    cut = [cut for each in graded for cut in each.row.truncated]
+    return SourceReport(
+        num_prompts=len(graded),
+        num_responses=len(scores),
+        num_samples=(min(counts), max(counts)),
+        num_tokens=fmean(lengths) if has_lengths else None,
+        truncated=fmean(cut) if has_finish else None,
+        errors={kind: kinds[kind] for kind in ERROR_KINDS},
+        example=errors[0] if errors else None,
+        metrics=metrics,
+        missing=missing,
+    )
+
+
+def table_of(source: str, report: SourceReport) -> Table:
+    """One row a metric."""
+    title = f"{source}: {report.num_prompts:,} prompts, {report.num_responses:,} responses"
+    table = Table("metric", "value", f"{100 * CONFIDENCE:g}% interval", "method", title=title, title_justify="left")
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    for name, estimate in report.metrics.items():
+        between = " to ".join(_number(name, edge) for edge in (estimate.low, estimate.high))
+        table.add_row(name, _number(name, estimate.value), between, estimate.method)
+    return table
+
+
+def as_json(path: str, reports: dict[str, SourceReport]) -> dict[str, Any]:
+    """All of it, as plain values."""
+    return {"path": path, "confidence": CONFIDENCE, "data_sources": {name: asdict(r) for name, r in reports.items()}}
+
+
+def _number(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if name == "score" else f"{100 * value:.1f}%"
+
+
+def _remarks(report: SourceReport) -> list[str]:
+    """What the table has no place for."""
+    lines = [f"no {name}: {why}" for name, why in report.missing.items()]
+    if report.num_tokens is not None:
+        lines.append(f"{report.num_tokens:.1f} tokens a response in the mean")
+    if report.truncated is not None:
+        lines.append(f"{100 * report.truncated:.1f}% of responses cut off at their limit")
+    if report.example is not None:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in report.errors.items() if count)
+        lines.append(f"not graded, and counted as wrong: {kinds}; the first: {report.example}")
+    return lines
+
+
+def _place_violations(config: EvaluateConfig) -> list[Violation]:
+    if config.out is None:
+        return []
+    out = Path(config.out).expanduser().resolve()
+    if out.is_dir():
+        return [Violation("out", config.out, "is a directory", "Write the name of a JSON file in it")]
+    if out == Path(config.path).expanduser().resolve():
+        return [Violation("out", config.out, "is the file with the responses", "Write another name")]
+    if out.exists() and not config.overwrite:
+        return [Violation("out", config.out, "exists", "Write another name, or overwrite=true")]
+    return []
+
+
+def _row_violations(config: EvaluateConfig, rows: ResponseSet) -> list[Violation]:
+    fewest = min(rows.counts)
+    found = style_violations(config.reward_model, config.custom_reward_function, rows.ids_by_model)
+    if config.k and max(config.k) > fewest:
+        problem = f"{max(config.k)} of {fewest} responses cannot be drawn: so many has the prompt with the fewest"
+        found.append(Violation("k", config.k, problem, f"Write up to {fewest}, or generate more (rollout.n)"))
+    if config.reward.overlong.enable and not rows.has_lengths:
+        problem = "the file does not say how long its responses are (response_num_tokens)"
+        found.append(Violation("reward.overlong.enable", True, problem, "Generate it again, or write enable=false"))
+    return found

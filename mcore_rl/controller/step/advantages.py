@@ -1,0 +1,85 @@
+"""From scored sequences to what is trained on: KL, rewards, advantages, correction, over all data-parallel ranks.
+
+Ranks do what needs tokens, each for its own sequences (``algorithms/lesson.py``); what spans all of them, groups,
+whitening, the KL's coefficient and all metrics, is concluded here from what they say of each sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mcore_rl.algorithms.advantages.registry import Estimate, estimate
+from mcore_rl.algorithms.correction import correction_metrics
+from mcore_rl.algorithms.kl import KlController
+from mcore_rl.algorithms.lesson import Facts
+from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel
+from mcore_rl.controller.step.batch_assembly import Groups
+from mcore_rl.runtime.shared_batch import SharedBatch
+from mcore_rl.runtime.worker_group import WorkerGroup
+
+FIELDS = ("tokens_T", "mask_T", "rollout_logprobs_T", "old_logprobs_T", "ref_logprobs_T", "old_values_T")
+# What ``algorithms.correction`` calls its metrics -> what they are called in metrics.jsonl.
+AGREEMENT = {
+    "logprob_diff_mean": "rollout/logprob_diff_mean",
+    "logprob_diff_max": "rollout/logprob_diff_max",
+    "kl_k3": "rollout/kl",
+}
+CORRECTION = {
+    "ratio_mean": "rollout/correction_weight_mean",
+    "above_upper": "rollout/correction_clip_share",
+    "masked": "rollout/correction_masked_share",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """estimate: of the advantages.  trained_S: tokens that are trained.  metrics: of the whole step."""
+
+    estimate: Estimate
+    trained_S: Tensor
+    metrics: dict[str, float]
+
+
+async def study(
+    actor: WorkerGroup, shared: SharedBatch, groups: Groups, algorithm: AlgorithmConfig, kl: KlController
+) -> Lesson:
+    """What follows from old and rollout log-probs, and from values and reference log-probs where there are some.
+
+    What is said of tokens stays with ``shared``: a new mask, raw advantages, returns, weights.
+    The KL controller is told of this step's KL after its coefficient was used.
+    """
+    told = [groups.outcomes.of(home) for home in shared.homes]
+    takings = shared.takings([[home] for home in shared.homes], FIELDS, told)
+    found, places = await actor.map("learn", takings, algorithm, kl.coef)
+    facts, fields = zip(*found, strict=True)
+    shared.add(shared.homes, places, fields[0])
+    return conclude(shared.in_order(shared.homes, facts), groups, algorithm, kl)
+
+
+def conclude(facts: Facts, groups: Groups, algorithm: AlgorithmConfig, kl: KlController) -> Lesson:
+    """facts: of all sequences, in the order of ``groups``."""
+    metrics: dict[str, float] = {}
+    if algorithm.mask_truncated:
+        metrics["dropped/masked_sequences"] = float(groups.outcomes.truncated_S.sum())
+    if facts.kl_S is not None:
+        mean = float(facts.kl_S.mean())
+        metrics |= {"kl/reward": mean, "kl/coef": kl.coef}
+        kl.update(mean, len(facts.kl_S))
+    estimated = estimate(groups.group_S, facts.scores_S, facts.counts_S, facts.advantages, algorithm)
+    config = algorithm.rollout_correction
+    names = AGREEMENT if config.level is CorrectionLevel.none else AGREEMENT | CORRECTION
+    correction = correction_metrics(facts.correction, config)
+    metrics |= {key: correction[f"rollout_correction/{name}"] for name, key in names.items()}
+    if (spread := estimated.spread) is not None:
+        metrics |= {
+            "advantage/mean": spread.mean,
+            "advantage/std": spread.variance**0.5,
+            "advantage/min": spread.low,
+            "advantage/max": spread.high,
+        }
+        for name, sums_S in (("return/mean", facts.returns_S), ("value/mean", facts.values_S)):
+            if sums_S is not None:
+                metrics[name] = float(sums_S.sum()) / spread.count
+    return Lesson(estimate=estimated, trained_S=facts.trained_S, metrics=metrics)

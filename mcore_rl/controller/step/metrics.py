@@ -1,0 +1,115 @@
+"""The numbers of one step, under the names of ``tracking.metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+
+from mcore_rl.algorithms.value import explained_variance
+from mcore_rl.config.roles import ActorConfig
+from mcore_rl.controller.step.batch_assembly import Trajectory
+from mcore_rl.controller.step.rollout_collection import Drawn
+from mcore_rl.controller.step.updates import Updated
+from mcore_rl.parallel.device import Memory
+
+GIB = 2**30
+
+
+def sample_metrics(drawn: Drawn) -> dict[str, float]:
+    """Of responses and their rewards."""
+    found = drawn.trajectories
+    rewards = [each.score.value for each in found]
+    lengths = [len(each.sample.tokens) for each in found]
+    prompts = [len(each.row.tokens) for each in found]
+    metrics = {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "response/length_mean": fmean(lengths),
+        "response/length_min": float(min(lengths)),
+        "response/length_max": float(max(lengths)),
+        "response/clip_share": fmean(each.truncated for each in found),
+        "prompt/length_mean": fmean(prompts),
+        "prompt/length_max": float(max(prompts)),
+        "dropped/groups": float(drawn.num_dropped),
+        "dropped/generation_batches": float(drawn.num_batches),
+        "dropped/grader_errors": float(sum(each.score.error is not None for each in found)),
+    }
+    correct = [each.score.correct for each in found if each.score.correct is not None]
+    if correct:
+        metrics["reward/accuracy"] = fmean(correct)
+    return metrics | _reward_parts(found)
+
+
+def _reward_parts(found: Sequence[Trajectory]) -> dict[str, float]:
+    names = sorted({name for each in found for name in each.score.parts})
+    return {
+        f"reward/part/{name}": fmean(each.score.parts[name] for each in found if name in each.score.parts)
+        for name in names
+    }
+
+
+def actor_metrics(updated: Updated, config: ActorConfig, entropy: float) -> dict[str, float]:
+    """Of the actor's updates.  entropy: mean over the responses' tokens, before them."""
+    metrics = {"actor/entropy": entropy}
+    if not updated.results:
+        return metrics
+    wanted = {
+        "actor/kl_k1": "actor/approx_kl_k1",
+        "actor/kl_k3": "actor/approx_kl",
+        "actor/clip_fraction_low": "actor/clip_fraction_low",
+        "actor/clip_fraction_high": "actor/clip_fraction_high",
+        "actor/clip_fraction_dual": "actor/clip_fraction_dual",
+        "kl/loss": "actor/kl_loss",
+    }
+    found = {key: updated.mean(name) for key, name in wanted.items()}
+    found["actor/ratio_first"] = updated.mean("actor/ratio", first=True)
+    metrics |= {key: value for key, value in found.items() if value is not None}
+    if config.use_kl_loss:
+        metrics["kl/coef"] = config.kl_loss_coef
+    routers = {name for result in updated.results for name in result.metrics if name.startswith("router/")}
+    for name in routers:
+        metrics[name] = fmean(result.metrics[name] for result in updated.results if name in result.metrics)
+    return metrics | _optimizer_metrics("actor", updated)
+
+
+def critic_metrics(updated: Updated) -> dict[str, float]:
+    """Of the critic's updates."""
+    if not updated.results:
+        return {}
+    metrics = {"value/explained_variance": explained_variance(updated.sums(), sum(updated.trained))}
+    clipped = updated.mean("critic/vf_clip_fraction")
+    assert clipped is not None
+    return metrics | {"critic/clip_fraction": clipped} | _optimizer_metrics("critic", updated)
+
+
+def _optimizer_metrics(role: str, updated: Updated) -> dict[str, float]:
+    return {
+        f"{role}/loss": fmean(result.loss for result in updated.results),
+        f"{role}/grad_norm": fmean(result.grad_norm for result in updated.results),
+        f"{role}/lr": updated.results[-1].lr,
+        f"{role}/skipped_updates": float(sum(result.skipped is not None for result in updated.results)),
+    }
+
+
+def memory_metrics(memories: Sequence[Memory], accelerator: bool) -> dict[str, float]:
+    """Of the actor's processes: the highest peak of a device, or on CPU what they hold together."""
+    if not memories:
+        return {}
+    if accelerator:
+        return {"perf/memory_device_gib": max(memory.peak_bytes for memory in memories) / GIB}
+    return {"perf/memory_host_gib": sum(memory.allocated_bytes for memory in memories) / GIB}
+
+
+def rates(
+    metrics: Mapping[str, float], seconds: Mapping[str, float], num_sequences: int, epochs: int
+) -> dict[str, float]:
+    """Tokens a second.  seconds: ``time/*`` of the step.  epochs: passes of the actor over the sequences."""
+    found, responses = {}, metrics["response/length_mean"] * num_sequences
+    prompts = metrics["prompt/length_mean"] * num_sequences
+    if seconds.get("time/generate"):
+        found["perf/generated_tokens_per_s"] = responses / seconds["time/generate"]
+    if seconds.get("time/update_actor"):
+        found["perf/trained_tokens_per_s"] = epochs * (prompts + responses) / seconds["time/update_actor"]
+    return found

@@ -1,0 +1,162 @@
+"""The reward model in a run: conversations in its template, and their scores.
+
+The invariant: a response's score is that of transformers' ``AutoModelForSequenceClassification`` for the same messages,
+or the response has a named error; none is scored in part without being told to (``reward_model.truncation``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mcore_rl.config.data import Truncation
+from mcore_rl.config.reward import RewardConfig
+from mcore_rl.config.reward_model import RewardModelConfig
+from mcore_rl.data.prompts import truncated
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.errors import ConfigError, DataError, Violation, refuse_if_any
+from mcore_rl.families.config_json import read_config
+from mcore_rl.parallel.device import Platform
+from mcore_rl.rewards.score import RewardRequest, Score
+from mcore_rl.rewards.worker import grade
+from mcore_rl.rollout.classifier_pool import ClassifierPool
+from mcore_rl.rollout.engine.classifier import admit_classifier
+
+TOKENIZER = "reward_model.model.tokenizer_path"
+PART = "model"  # of a score, for ``reward/part/model``
+SAMPLE = "a response"
+
+Messages = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A conversation as the tokens that the reward model reads: in the chat template of ``tokenizer``.
+
+    pad_token_id: of the model's config.json.  max_length, truncation: as ``reward_model`` has them.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    pad_token_id: int | None
+    max_length: int
+    truncation: Truncation
+
+    def text(self, messages: Messages, response: str) -> str:
+        """``messages`` with ``response`` as the assistant's answer; raises whatever the template does."""
+        conversation = [*messages, {"role": "assistant", "content": response}]
+        return str(self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False))
+
+    def tokens(self, messages: Messages, response: str) -> list[int]:
+        """Of ``text``, without padding at the end: transformers asks for the score at the last token before it.
+
+        ValueError: more than ``max_length``, where truncation is error.
+        """
+        found = list(self.tokenizer(self.text(messages, response), add_special_tokens=False)["input_ids"])
+        while len(found) > 1 and found[-1] == self.pad_token_id:
+            found.pop()
+        if not found:
+            raise ValueError("the reward model's chat template makes no token of the conversation")
+        if len(found) > self.max_length and self.truncation is Truncation.error:
+            problem = f"the conversation has {len(found)} tokens, more than reward_model.max_length={self.max_length}"
+            raise ValueError(f"{problem}. Raise it, or write reward_model.truncation=left")
+        return list(truncated(found, self.max_length, self.truncation)) if len(found) > self.max_length else found
+
+
+class RewardModel:
+    """Scores as a grader's, from the engines of a reward model; see docs/rewards.md."""
+
+    def __init__(self, encoder: Encoder, engines: ClassifierPool, reward: RewardConfig) -> None:
+        self._encoder, self._engines, self._reward = encoder, engines, reward
+        # One thread: a tokenizer is nobody else's meanwhile, and the event loop goes on.
+        self._thread = ThreadPoolExecutor(1, "reward-model")
+
+    async def score(self, messages: Messages, request: RewardRequest) -> Score:
+        """Of ``request.response`` to ``messages``.
+
+        A conversation without a score, or with one that is not finite, is an error as a grader's is; the overlong
+        punishment is added as to a grader's.  DeadEngineError: an engine is gone.
+        """
+        loop = asyncio.get_running_loop()
+        found: float | Exception
+        try:
+            tokens = await loop.run_in_executor(self._thread, self._encoder.tokens, messages, request.response)
+        except Exception as error:  # noqa: BLE001  a template is a program of the user's and may raise anything
+            found = error
+        else:
+            answer = await self._engines.classify(tokens)
+            found = ValueError(f"vLLM gave no score: {answer}") if isinstance(answer, str) else answer
+
+        def verdict(_: RewardRequest, __: RewardConfig) -> Score:
+            if isinstance(found, Exception):
+                raise found
+            return Score(found, {PART: found})
+
+        return grade(request, self._reward, verdict)
+
+    def close(self) -> None:
+        """Ends its thread.  Who started the engines ends those."""
+        self._thread.shutdown(cancel_futures=True)
+
+    async def sleep(self) -> None:
+        """See ``ClassifierPool.sleep``."""
+        await self._engines.sleep()
+
+    async def wake(self) -> None:
+        """See ``ClassifierPool.wake``."""
+        await self._engines.wake()
+
+
+def prepare_encoder(config: RewardModelConfig, platform: Platform) -> Encoder:
+    """What encodes for the reward model of ``config``, once all of that is known to work.
+
+    Raises ConfigError with everything found: of ``admit_classifier``; of the tokenizer, its chat template and its
+    vocabulary.
+    """
+    directory = Path(config.model.path)
+    where = Path(config.model.tokenizer_path or directory)
+    found: list[Violation] = []
+    vocab_size = tokenizer = None
+    try:
+        vocab_size = admit_classifier(directory, config, platform).vocab_size
+    except ConfigError as error:
+        found += error.violations
+    try:
+        tokenizer = load_tokenizer(where, trained=False) if directory.is_dir() or config.model.tokenizer_path else None
+    except DataError as error:
+        for problem in error.problems:
+            said, _, remedy = problem.rpartition(". ")
+            found.append(Violation(TOKENIZER, str(where), said, remedy))
+    if tokenizer is not None:
+        found += _tokenizer_violations(tokenizer, where, vocab_size)
+    refuse_if_any(found)
+    assert tokenizer is not None
+    pad_token_id = read_config(directory).get("pad_token_id")
+    return Encoder(tokenizer, pad_token_id, config.max_model_len, config.truncation)
+
+
+def _tokenizer_violations(tokenizer: PreTrainedTokenizerBase, where: Path, vocab_size: int | None) -> list[Violation]:
+    found = []
+    highest = max(tokenizer.get_vocab().values())
+    if vocab_size is not None and highest >= vocab_size:
+        problem = f"has token {highest}, and the reward model's vocabulary has {vocab_size}"
+        found.append(Violation(TOKENIZER, str(where), problem, "Name the tokenizer of the reward model"))
+    encoder = Encoder(tokenizer, None, 1, Truncation.left)
+    problem = template_problem(encoder, [{"role": "user", "content": "a question"}])
+    if problem:
+        found.append(Violation(TOKENIZER, str(where), problem, "Use a chat template of conversations with answers"))
+    return found
+
+
+def template_problem(encoder: Encoder, messages: Messages) -> str:
+    """Why the template cannot write a response after ``messages``; "" where it can."""
+    try:
+        text = encoder.text(messages, SAMPLE)
+    except Exception as error:  # noqa: BLE001  as above
+        return f"the chat template refuses the conversation: {error}"
+    return "" if SAMPLE in text else "the chat template leaves the response out"

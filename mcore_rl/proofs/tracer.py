@@ -1,0 +1,180 @@
+"""The index tracer: distinct integers in place of weights, followed through the tables and the copy plan.
+
+A Hugging Face checkpoint whose elements are all different integers is cut into the tensors of every training rank by
+the Megatron table, and those are copied, copy by copy, into the tensors of a rollout rank.  What stands there in the
+end must be what a direct load of the checkpoint would put there.  Sizes are reduced and the layouts are not, so every
+axis, stage, shard and replica takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from math import lcm, prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.families.registry import model_of
+from mcore_rl.weights.reshard import Copy, ReshardPlan, plan_reshard
+from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.table import LocalTensor, Table
+from mcore_rl.weights.tensor_slice import TensorSlice
+
+Array = NDArray[np.int64]
+Tensors = Mapping[str, Array]
+
+# What a Hugging Face configuration calls its number of experts, and the sizes of one.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size")
+# Widths of latent attention, in quarters of ``head_dim``.
+LATENTS = {"q_lora_rank": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+
+
+def reduced_config(
+    config: Mapping[str, Any], parallel: ParallelConfig, rollout: RolloutLayout, head_dim: int = 4
+) -> dict[str, Any]:
+    """A Hugging Face ``config`` of the same family, as small as the layouts let it be; every axis still divides.
+
+    Ratios that decide how tensors are cut stay: several query heads to a key/value head where there are, fewer
+    key/value heads than rollout ranks where there are, dense layers before those with experts.
+    """
+    both = lcm(parallel.tp, rollout.tp)
+    given = config["num_key_value_heads"] if "num_key_value_heads" in config else config["num_attention_heads"]
+    shared = rollout.tp > given  # several rollout ranks hold one key/value head
+    groups = parallel.tp if shared and rollout.tp % parallel.tp == 0 else both
+    one_to_one = given == config["num_attention_heads"]
+    heads = groups if one_to_one else lcm(2 * groups, 2 * rollout.tp)
+    small = dict(config)
+    num_layers = sum(parallel.pipeline_layers or [2] * (parallel.pp * parallel.vpp))
+    changes: dict[str, Any] = {
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "hidden_size": heads * head_dim,
+        "head_dim": head_dim,
+        "vocab_size": 64 * both - 3,  # padded for both, by Megatron to the ranks and by vLLM to 64
+        "num_nextn_predict_layers": 0,
+        "max_window_layers": num_layers,
+        "layer_types": None,
+    }
+    changes |= dict.fromkeys(EXPERT_WIDTHS, 2 * both * parallel.etp)
+    changes |= {name: parts * head_dim // 4 for name, parts in LATENTS.items()}
+    if any(name in config for name in EXPERTS):
+        num_experts = 2 * lcm(2, parallel.ep, rollout.ep)  # two groups of two, or more
+        changes |= dict.fromkeys(EXPERTS, num_experts)
+        changes |= {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+        changes["first_k_dense_replace"] = min(config.get("first_k_dense_replace", 0), num_layers // 2)
+        changes["mlp_only_layers"] = [layer for layer in config.get("mlp_only_layers", ()) if layer < num_layers]
+    small |= {name: value for name, value in changes.items() if config.get(name) is not None}
+    small.pop("quantization_config", None)
+    return small
+
+
+class Checkpoint:
+    """A Hugging Face checkpoint of ``table``'s model in which no integer stands twice; made as it is asked for."""
+
+    def __init__(self, table: Table) -> None:
+        self._shapes = {name: info.shape for name, info in table.hf_tensors.items()}
+        sizes = [prod(shape) for shape in self._shapes.values()]
+        self.num_elements = sum(sizes)
+        self._starts = dict(zip(self._shapes, np.cumsum([1, *sizes[:-1]]).tolist(), strict=True))  # 0 is padding
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def read(self, name: str, region: TensorSlice | None = None) -> Array:
+        """The tensor ``name``, or a region of it."""
+        shape, start = self._shapes[name], self._starts[name]
+        strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        region = TensorSlice.whole(shape) if region is None else region
+        numbers = np.asarray(start, dtype=np.int64)
+        for (begin, length), stride in zip(region.spans, strides, strict=True):
+            numbers = numbers[..., None] + np.arange(begin, begin + length) * stride
+        return numbers
+
+
+def training_tensor(table: Table, local: LocalTensor, checkpoint: Checkpoint) -> Array:
+    """What a training rank's ``local`` holds of ``checkpoint``; padding is 0."""
+    out = np.zeros(table.shape(local), dtype=np.int64)
+    for piece in table.pieces(local):
+        out[index(piece.local_region)] = checkpoint.read(piece.hf, piece.hf_region)
+    return out
+
+
+def direct_tensors(rollout: RolloutTable, rank: int, checkpoint: Checkpoint) -> dict[str, Array]:
+    """What rollout rank ``rank`` holds of ``checkpoint`` by the rollout table alone; padding is 0."""
+    found = {}
+    for tensor in rollout.tensors(rank):
+        out = found[tensor.name] = np.zeros(rollout.shape(tensor), dtype=np.int64)
+        for slot, piece in rollout.pieces(tensor):
+            out[index(piece.local_region, slot)] = checkpoint.read(piece.hf, piece.hf_region)
+    return found
+
+
+def index(region: TensorSlice, slot: int | None = None) -> tuple[slice | int, ...]:
+    """``region`` as an index, within ``slot`` of a stacked tensor."""
+    within: tuple[slice | int, ...] = tuple(slice(start, start + length) for start, length in region.spans)
+    return within if slot is None else (slot, *within)
+
+
+class Tracer:
+    """Executes a plan on the integers of ``checkpoint``."""
+
+    def __init__(self, plan: ReshardPlan) -> None:
+        self.plan = plan
+        self.checkpoint = Checkpoint(plan.table)
+        self.locals = lru_cache(maxsize=None)(self._locals)
+        self.source = lru_cache(maxsize=4096)(self._source)
+
+    def _locals(self, rank: int) -> dict[tuple[int, str], LocalTensor]:
+        return {(local.chunk, local.name): local for local in self.plan.table.tensors(rank)}
+
+    def _source(self, rank: int, chunk: int, name: str) -> Array:
+        return training_tensor(self.plan.table, self.locals(rank)[chunk, name], self.checkpoint)
+
+    def received(self, rank: int) -> dict[str, Array]:
+        """The tensors of rollout rank ``rank`` once every copy to it is made; what none writes is 0."""
+        rollout = self.plan.rollout
+        found = {tensor.name: np.zeros(rollout.shape(tensor), dtype=np.int64) for tensor in rollout.tensors(rank)}
+        for _, copies in self.plan.copies_to(rank):
+            for copy in copies:
+                self._make(copy, found)
+        return found
+
+    def _make(self, copy: Copy, into: dict[str, Array]) -> None:
+        source = self.source(copy.source_rank, copy.chunk, copy.source)
+        into[copy.target][index(copy.target_box, copy.slot)] = source[index(copy.source_box)]
+
+    def failures(self, ranks: range, direct: Callable[[int], Tensors] | None = None) -> Iterator[str]:
+        """Names of the tensors of ``ranks`` that are not what ``direct`` (None: the rollout table) says they are."""
+        for rank in ranks:
+            found = self.received(rank)
+            wanted = direct_tensors(self.plan.rollout, rank, self.checkpoint) if direct is None else direct(rank)
+            for name in sorted(found.keys() | wanted.keys()):
+                if name not in found or name not in wanted:
+                    where = "only the plan" if name in found else "nothing in the plan"
+                    yield f"rollout rank {rank} {name}: {where} writes it"
+                elif found[name].shape != wanted[name].shape:
+                    yield f"rollout rank {rank} {name}: expected shape {wanted[name].shape}, found {found[name].shape}"
+                elif not np.array_equal(found[name], wanted[name]):
+                    wrong = np.argwhere(found[name] != wanted[name])
+                    first = tuple(wrong[0].tolist())
+                    yield (
+                        f"rollout rank {rank} {name}: {len(wrong)} of {found[name].size} elements are not those of a "
+                        f"direct load, the first at {first}"
+                    )
+
+
+def trace(
+    config: Mapping[str, Any], parallel: ParallelConfig, world_size: int, rollout: RolloutLayout
+) -> tuple[str, list[str]]:
+    """(what was followed, failures) of every rollout rank, for a model as ``config`` at reduced size."""
+    family, model = model_of(reduced_config(config, parallel, rollout))
+    table = Table(family, model, parallel, world_size)
+    tracer = Tracer(plan_reshard(table, RolloutTable(family, model, rollout)))
+    failures = list(tracer.failures(range(rollout.world_size)))
+    return f"{tracer.checkpoint.num_elements:,} integers, {rollout.world_size} ranks", failures

@@ -1,0 +1,223 @@
+"""The proof of a family's tables for one model, one training layout and one rollout layout, without a GPU.
+
+It builds nothing: ``shapes_of`` says what the modules of a rank hold (``training/meta.py`` asks the real ones).  Each
+check names every tensor that fails it.  Numbers are not its business: that is the index tracer (``proofs/tracer.py``)
+and the parity with transformers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations, pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.load import check_checkpoint
+from mcore_rl.errors import CheckpointError, WeightMapError
+from mcore_rl.families.rules import Rule, Stage, megatron_vocab
+from mcore_rl.proofs.reshard_proof import Traffic, reshard_failures, traffic
+from mcore_rl.weights.binding import bind_states
+from mcore_rl.weights.reshard import plan_reshard
+from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.table import Table
+from mcore_rl.weights.tensor_slice import TensorSlice
+
+ShapesOf = Callable[[int], Sequence[Mapping[str, tuple[int, ...]]]]  # rank -> state dict key -> shape, of each chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing proven, or not.  proves: what.  found: counts, to read.  failures: one message each."""
+
+    proves: str
+    found: str
+    failures: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """checks: in the order they were made.  traffic: bytes of the reshard plan; None where there is none."""
+
+    family: str
+    layout: str
+    world_size: int
+    rollout: str | None
+    checks: tuple[Check, ...]
+    traffic: Traffic | None
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing failed."""
+        return not any(check.failures for check in self.checks)
+
+    @property
+    def seconds(self) -> float:
+        """All checks together."""
+        return sum(check.seconds for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``json.dump``."""
+        bytes_ = {"traffic": asdict(self.traffic) | {"over_bound": self.traffic.over_bound}} if self.traffic else {}
+        return asdict(self) | {"proven": self.proven, "seconds": self.seconds} | bytes_
+
+
+def check(proves: str, make: Callable[[], tuple[str, Iterable[str]]]) -> Check:
+    """Time ``make``, which says what it found and what fails."""
+    begin = time.perf_counter()
+    found, failures = make()
+    return Check(proves=proves, found=found, failures=tuple(failures), seconds=time.perf_counter() - begin)
+
+
+def verify(
+    table: Table,
+    rollout: RolloutTable | None,
+    shapes_of: ShapesOf,
+    *,
+    checkpoint: Checkpoint | None = None,
+    itemsize: int = 2,
+    notice: Callable[[str], None] = lambda proves: None,
+) -> Report:
+    """Prove ``table``, and the plan from it to ``rollout`` where one is given.
+
+    shapes_of: parameters and persistent buffers of the real modules, for every rank of ``table``.  checkpoint: hold the
+    table against its names and shapes too.  itemsize: bytes of an element on its way to the rollout.  notice: called
+    with what is proven next.
+    """
+    wanted: dict[str, Callable[[], tuple[str, Iterable[str]]]] = {
+        "every parameter of every rank: one rule, its shape": lambda: _parameters(table, shapes_of),
+        "every Hugging Face name: consumed once": lambda: _names(table),
+        "every Hugging Face tensor: held exactly": lambda: _cover(table),
+    }
+    if checkpoint is not None:
+        wanted["the checkpoint: these tensors and no others"] = lambda: _checkpoint(table, checkpoint)
+    checks = []
+    for proves, make in wanted.items():
+        notice(proves)
+        checks.append(check(proves, make))
+    sent: list[Traffic] = []
+    if rollout is not None:
+        proves = "every rollout element: written once, evenly"
+        notice(proves)
+        checks.append(check(proves, lambda: _reshard(table, rollout, itemsize, sent)))
+    return Report(
+        family=table.family.name,
+        layout=str(table.parallel),
+        world_size=table.layout.world_size,
+        rollout=None if rollout is None else str(rollout.layout),
+        checks=tuple(checks),
+        traffic=sent[0] if sent else None,
+    )
+
+
+def _parameters(table: Table, shapes_of: ShapesOf) -> tuple[str, list[str]]:
+    failures, count = [], 0
+    for rank in range(table.layout.world_size):
+        found = shapes_of(rank)
+        states = [{key: torch.empty(shape, device="meta") for key, shape in chunk.items()} for chunk in found]
+        count += sum(map(len, states))
+        rules = Counter((local.chunk, local.name) for local in table.tensors(rank))
+        failures += [f"rank {rank}: {name} has {n} rules" for (_, name), n in rules.items() if n > 1]
+        try:
+            bind_states(states, table, rank)
+        except WeightMapError as error:
+            failures += [f"rank {rank}: {problem}" for problem in error.problems]
+    return f"{count:,} tensors on {table.layout.world_size} ranks", failures
+
+
+def _places(table: Table) -> Iterator[tuple[Rule, int | None, int | None]]:
+    """(rule, layer, expert) of everything that is not a copy; written out from what the rules say of themselves."""
+    for rule in table.rules:
+        if rule.stage is Stage.last_copy:
+            continue
+        in_layers = [layer for layer in range(table.model.num_layers) if rule.applies_to(table.model, layer)]
+        layers: list[int | None] = [*in_layers] if rule.stage is Stage.layer else [None]
+        num_experts = table.model.moe.num_experts if table.model.moe else 0
+        experts: list[int | None] = [*range(num_experts)] if rule.per_expert else [None]
+        yield from ((rule, layer, expert) for layer in layers for expert in experts)
+
+
+def _names(table: Table) -> tuple[str, list[str]]:
+    """Of the names that rules read, the model's own, each once; copies of a tied tensor read what is read already."""
+    read = Counter(
+        tensor.name.format(l=layer, e=expert) for rule, layer, expert in _places(table) for tensor in rule.hf
+    )
+    expected = table.hf_tensors.keys()
+    copied = {tensor.name for rule in table.rules if rule.stage is Stage.last_copy for tensor in rule.hf}
+    failures = [f"{name} is consumed {count} times" for name, count in read.items() if count > 1]
+    failures += [f"{name} is consumed and not in the list of names" for name in read.keys() - expected]
+    failures += [f"{name} is not consumed" for name in expected - read.keys()]
+    failures += [f"{name} is copied and not consumed" for name in copied - read.keys()]
+    return f"{len(read):,} names", failures
+
+
+def _cover(table: Table) -> tuple[str, list[str]]:
+    """Over the ranks of each replica, distinct pieces of a tensor are disjoint and all of it."""
+    layout = table.layout
+    held: dict[str, set[TensorSlice]] = defaultdict(set)
+    failures = []
+    seen: set[tuple[int, ...]] = set()
+    for rank in range(layout.world_size):
+        at = layout.coords(rank)
+        if (at.pp, at.tp, at.ep, at.etp) in seen:
+            continue  # the table knows no other coordinates, so the next replica is this one again
+        seen.add((at.pp, at.tp, at.ep, at.etp))
+        for local in table.tensors(rank):
+            pieces = table.pieces(local)
+            for piece in pieces:
+                held[piece.hf].add(piece.hf_region)
+            problem = cover_problem([piece.local_region for piece in pieces], table.shape(local))
+            if problem and local.rule.layout is not megatron_vocab:
+                failures.append(f"rank {rank}: {local.name}: {problem}")
+    total = 0
+    for name, info in table.hf_tensors.items():
+        problem = cover_problem(sorted(held.get(name, ())), info.shape)
+        total += prod(info.shape)
+        if problem:
+            failures.append(f"{name}: {problem}")
+    failures += [f"{name} is held and not in the list of names" for name in held.keys() - table.hf_tensors.keys()]
+    return f"{total:,} elements of {len(table.hf_tensors):,} tensors", failures
+
+
+def cover_problem(regions: Sequence[TensorSlice], shape: tuple[int, ...]) -> str | None:
+    """What keeps ``regions`` from holding every element of a tensor of ``shape`` once; None where nothing does."""
+    if not all(region.fits(shape) for region in regions):
+        return f"a part reaches beyond its shape {shape}"
+    cut = [
+        dim
+        for dim, size in enumerate(shape)
+        if any((region.start[dim], region.shape[dim]) != (0, size) for region in regions)
+    ]
+    # Cut along one dimension, parts that overlap are neighbours in order.
+    ordered = sorted(regions)
+    pairs = pairwise(ordered) if len(cut) <= 1 else combinations(ordered, 2)
+    if any(a.overlaps(b) for a, b in pairs):
+        return "some of its elements are held twice"
+    found, wanted = sum(region.num_elements for region in regions), prod(shape)
+    return None if found == wanted else f"{found} of its {wanted} elements are held"
+
+
+def _checkpoint(table: Table, checkpoint: Checkpoint) -> tuple[str, list[str]]:
+    found = f"{len(checkpoint.tensors):,} tensors"
+    try:
+        check_checkpoint(checkpoint, table)
+    except CheckpointError as error:
+        return found, list(error.problems)
+    return found, []
+
+
+def _reshard(table: Table, rollout: RolloutTable, itemsize: int, sent: list[Traffic]) -> tuple[str, list[str]]:
+    plan = plan_reshard(table, rollout, itemsize)
+    failures = reshard_failures(plan)
+    bytes_ = traffic(plan)
+    if bytes_.total != bytes_.bound:
+        failures.append(f"{bytes_.total} bytes are sent and {bytes_.bound} are needed")
+    sent.append(bytes_)
+    ranks = f"{table.layout.world_size} to {rollout.layout.world_size} ranks"
+    return f"{len(plan):,} copies, {ranks}", failures

@@ -1,0 +1,1 @@
+"""Reports about models for people to read: more than one engine or process takes part in each."""

@@ -1,0 +1,186 @@
+"""Let vLLM draw responses and transformers and Megatron score them, one after another, each in processes of its own.
+
+``measure`` is the whole of it; what the numbers mean is ``logprob_report``'s.  One machine, one model replica: every
+data-parallel coordinate of Megatron scores every sequence.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from mcore_rl.checkpoints.convert import open_megatron
+from mcore_rl.config.engine import Precision
+from mcore_rl.errors import refuse_if_any
+from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.proofs.differences import worst
+from mcore_rl.reports.logprobs.question import Drawn, Pass, Question, question_violations, settings_of
+from mcore_rl.reports.logprobs.report import (
+    MEGATRON,
+    PAIRS,
+    TRANSFORMERS,
+    VLLM,
+    Evidence,
+    Report,
+    Scored,
+    Top1,
+    WorstToken,
+    exceeded,
+    findings,
+    largest_differences,
+    statistics,
+    verdict,
+)
+from mcore_rl.reports.logprobs.vllm_scorer import draw
+from mcore_rl.rollout.protocol import Prompt, Sample
+
+CONTEXT_BEFORE, CONTEXT_AFTER = 12, 4  # tokens around a worst one
+
+Notice = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What ``logprob_report`` needs, and the samples that the rows are of."""
+
+    scored: Scored
+    evidence: Evidence
+    top1: Top1
+    samples: tuple[Sample, ...]
+
+
+def measure(question: Question, prompts: Sequence[Prompt], notice: Notice = lambda doing: None) -> Measured:
+    """Draw, score, and compare routing and weights.  notice: called with what is done next.
+
+    Raises ConfigError, CheckpointError and RolloutError for what a user can mend, WorkerError where a process dies.
+    """
+    refuse_if_any(question_violations(question, len(prompts)))
+    if question.megatron is not None:
+        open_megatron(question.megatron, question.hf).stored.close()  # says what is wrong before anything starts
+    notice("vLLM draws")
+    drawn = draw(question, prompts)
+    notice("transformers scores")
+    (theirs,) = run_ranks(_transformers, 1, (question, drawn))
+    notice(f"Megatron scores as {question.layout}")
+    routing_TLK = theirs[question.dtype].routing_TLK
+    layout = Layout.of(question.layout, question.world_size)
+    ranks = run_ranks(_megatron, question.world_size, (question, drawn, routing_TLK), layout=layout)
+    return _joined(question, drawn, theirs, ranks)
+
+
+def report(
+    question: Question,
+    measured: Measured,
+    tokenizer: Any | None = None,
+    *,
+    max_abs: float | None = None,
+    mean_abs: float | None = None,
+) -> Report:
+    """What was measured, in pairs, with causes.  tokenizer: of the text.  max_abs, mean_abs: thresholds, in nats."""
+    evidence = replace(measured.evidence, **_retokenised(measured.samples, tokenizer))
+    pairs = tuple(statistics(first, second, measured.scored) for first, second in PAIRS)
+    found = findings(measured.scored, evidence, question.dtype.value)
+    return Report(
+        settings=settings_of(question),
+        num_tokens=len(measured.scored.token_N),
+        verdict=verdict(pairs, found),
+        findings=found,
+        pairs=pairs,
+        top1=measured.top1,
+        worst=_worst(measured, tokenizer),
+        exceeded=exceeded(pairs, max_abs, mean_abs),
+    )
+
+
+def _retokenised(samples: Sequence[Sample], tokenizer: Any | None) -> dict[str, Any]:
+    if tokenizer is None:
+        return {}
+    # Special tokens are words here: what ends a response is part of it.
+    texts = [tokenizer.decode(sample.tokens, skip_special_tokens=False) for sample in samples]
+    again = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    differs = sum(tokens != sample.tokens.tolist() for tokens, sample in zip(again, samples, strict=True))
+    return {"num_responses": len(samples), "retokenised": differs}
+
+
+def _worst(measured: Measured, tokenizer: Any | None) -> tuple[WorstToken, ...]:
+    scored, found = measured.scored, []
+    for row in largest_differences(scored).tolist():
+        sample, position = measured.samples[scored.sample_N[row]], int(scored.position_N[row])
+        logprobs = {name: float(values[row]) for name, values in scored.logprobs.items()}
+        found.append(
+            WorstToken(
+                prompt=sample.prompt_id,
+                sample=sample.index,
+                position=position,
+                token=int(scored.token_N[row]),
+                text=_around(sample, position, tokenizer),
+                difference=max(logprobs.values()) - min(logprobs.values()),
+                logprobs=logprobs,
+            )
+        )
+    return tuple(found)
+
+
+def _around(sample: Sample, position: int, tokenizer: Any | None) -> str:
+    """The response around a token, which is in brackets; token ids without a tokenizer."""
+    before, at, after = (
+        sample.tokens[max(0, position - CONTEXT_BEFORE) : position],
+        sample.tokens[position : position + 1],
+        sample.tokens[position + 1 : position + 1 + CONTEXT_AFTER],
+    )
+    if tokenizer is None:
+        return " ".join([*map(str, before), f"[{at[0]}]", *map(str, after)])
+    return f"{tokenizer.decode(before)}[{tokenizer.decode(at)}]{tokenizer.decode(after)}"
+
+
+def _joined(
+    question: Question, drawn: Drawn, theirs: dict[Precision, Pass], ranks: list[dict[Precision, Pass]]
+) -> Measured:
+    reference, ours = theirs[question.dtype], ranks[0][question.dtype]
+    drawn_logprobs = np.concatenate([sample.logprobs for sample in drawn.samples]).astype(np.float64)
+    lengths = [len(sample.tokens) for sample in drawn.samples]
+    scored = Scored(
+        sample_N=np.repeat(np.arange(len(lengths)), lengths),
+        position_N=np.concatenate([np.arange(length) for length in lengths]),
+        token_N=np.concatenate([sample.tokens for sample in drawn.samples]).astype(np.int64),
+        logprobs={VLLM: drawn_logprobs, TRANSFORMERS: reference.logprobs, MEGATRON: ours.logprobs},
+    )
+    differs = None
+    if reference.routing_TLK is not None and ours.routing_TLK is not None:
+        one, other = (each.long().sort(-1).values for each in (reference.routing_TLK, ours.routing_TLK))
+        differs = float((one != other).any(-1).double().mean())
+    float32 = {}
+    if question.dtype is not Precision.float32:
+        whole = Precision.float32
+        float32 = {TRANSFORMERS: theirs[whole].logprobs, MEGATRON: ranks[0][whole].logprobs}
+    held = worst(rank[question.dtype].differing or {} for rank in ranks)
+    evidence = Evidence(
+        differing_weights={VLLM: drawn.differing, MEGATRON: held},
+        float32=float32,
+        sampled_from=reference.sampled_from,
+        truncated=question.sampling.truncated,
+        routing_differs=differs,
+        replayed=ours.replayed,
+    )
+    agreement = {TRANSFORMERS: float(reference.is_top1.mean()), MEGATRON: float(ours.is_top1.mean())}
+    top1 = Top1(count=len(ours.is_top1), agreement=agreement)
+    return Measured(scored=scored, evidence=evidence, top1=top1, samples=drawn.samples)
+
+
+def _transformers(rank: Rank, question: Question, drawn: Drawn) -> dict[Precision, Pass]:
+    from mcore_rl.reports.logprobs import transformers_scorer  # here, so that the parent need not import it
+
+    return transformers_scorer.score(question, drawn)
+
+
+def _megatron(rank: Rank, question: Question, drawn: Drawn, routing_TLK: Tensor | None) -> dict[Precision, Pass]:
+    warnings.simplefilter("ignore")  # what Megatron would like to be installed
+    from mcore_rl.reports.logprobs import megatron_scorer  # Megatron is for these processes alone
+
+    return megatron_scorer.score(rank, question, drawn, routing_TLK)

@@ -1,0 +1,113 @@
+"""transformers' side of a log-probability report: one device, eager attention, sequence by sequence, no padding.
+
+Nothing of ours has a say in it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from mcore_rl.config.engine import Device, Precision
+from mcore_rl.parallel.device import detect, device_of
+from mcore_rl.parallel.phase import phase
+from mcore_rl.reports.logprobs.question import TIE, Drawn, Pass, Question, floats
+from mcore_rl.rollout.protocol import Prompt, Sample, Sampling
+
+EVERYTHING = "the whole distribution at temperature 1"
+TRUNCATED = "what top-p and top-k leave"
+
+
+@torch.no_grad()
+def score(question: Question, drawn: Drawn) -> dict[Precision, Pass]:
+    """A pass in each precision that the question asks for."""
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    device, found = device_of(detect(Device.auto), 0), {}
+    for precision in question.precisions:
+        with phase("transformers", dtype=precision.value):
+            dtype = getattr(torch, precision.value)
+            model: Any = AutoModelForCausalLM.from_pretrained(question.hf, dtype=dtype, attn_implementation="eager")
+            found[precision] = _transformers_pass(model.to(device), question.sampling, drawn)
+            del model
+    return found
+
+
+def _transformers_pass(model: Any, sampling: Sampling, drawn: Drawn) -> Pass:
+    choices = _Choices(model)
+    others = {EVERYTHING: 1.0} if sampling.temperature != 1 else {}
+    rows: dict[str, list[Tensor]] = {name: [] for name in ("", *others, *([TRUNCATED] * sampling.truncated))}
+    for sample in drawn.samples:
+        logits_NV, tokens_N1 = _response_logits(model, drawn.prompts[sample.prompt_id], sample)
+        scaled_NV = logits_NV / sampling.temperature
+        rows[""].append(_chosen(scaled_NV, tokens_N1))
+        for name, temperature in others.items():
+            rows[name].append(_chosen(logits_NV / temperature, tokens_N1))
+        if sampling.truncated:
+            rows[TRUNCATED].append(_chosen(_truncated(scaled_NV, sampling), tokens_N1))
+    routing_TLK = choices.taken()
+    tops = []
+    for sample in drawn.greedy:
+        logits_NV, tokens_N1 = _response_logits(model, drawn.prompts[sample.prompt_id], sample)
+        tops.append(logits_NV.gather(1, tokens_N1)[:, 0] >= logits_NV.amax(1) - TIE)
+    values = {name: floats(torch.cat(found)) for name, found in rows.items()}
+    return Pass(
+        logprobs=values.pop(""), is_top1=torch.cat(tops).cpu().numpy(), sampled_from=values, routing_TLK=routing_TLK
+    )
+
+
+def _response_logits(model: Any, prompt: Prompt, sample: Sample) -> tuple[Tensor, Tensor]:
+    """(float32 [N, V], int64 [N, 1]): what each response token was chosen from, and the tokens."""
+    tokens = torch.tensor([[*prompt.tokens, *sample.tokens.tolist()]], device=model.device)
+    logits = model(tokens, use_cache=False).logits[0].float()
+    begin = len(prompt.tokens)
+    return logits[begin - 1 : -1], tokens[0, begin:, None]
+
+
+def _chosen(scaled_NV: Tensor, tokens_N1: Tensor) -> Tensor:
+    return torch.log_softmax(scaled_NV, -1).gather(1, tokens_N1)[:, 0]
+
+
+def _truncated(scaled_NV: Tensor, sampling: Sampling) -> Tensor:
+    """Logits with -inf where top-k, and then top-p of what is left, cut off."""
+    order_NV = scaled_NV.argsort(-1, descending=True)
+    sorted_NV = scaled_NV.gather(-1, order_NV)
+    if sampling.top_k > 0:
+        sorted_NV[:, sampling.top_k :] = -torch.inf
+    p_NV = sorted_NV.softmax(-1)
+    before_NV = p_NV.cumsum(-1) - p_NV
+    sorted_NV[before_NV >= sampling.top_p] = -torch.inf
+    return torch.full_like(scaled_NV, -torch.inf).scatter(-1, order_NV, sorted_NV)
+
+
+class _Choices:
+    """The experts that every token went to, layer by layer.
+
+    All of transformers' families call ``experts(x, index, weights)`` (modeling_mixtral.py, qwen2_moe, qwen3_moe and
+    deepseek_v3, 5.19).
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._layers: dict[int, list[Tensor]] = {}
+        self._num_layers = len(model.model.layers)
+        for number, layer in enumerate(model.model.layers):
+            experts = layer.mlp._modules.get("experts")
+            if experts is not None:
+                experts.register_forward_pre_hook(partial(self._note, number))
+
+    def _note(self, layer: int, module: torch.nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        self._layers.setdefault(layer, []).append(arguments[1].to(torch.int16).cpu())
+
+    def taken(self) -> Tensor | None:
+        """[T, L, K] of what was run so far; dense layers are zero.  None without experts."""
+        if not self._layers:
+            return None
+        chosen = {layer: torch.cat(parts) for layer, parts in self._layers.items()}
+        empty = torch.zeros_like(next(iter(chosen.values())))
+        self._layers = {}
+        return torch.stack([chosen.get(layer, empty) for layer in range(self._num_layers)], dim=1)

@@ -1,0 +1,53 @@
+"""vLLM's side of a log-probability report: it draws, and says of its own tokens how likely they were."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from mcore_rl.checkpoints.convert import open_hf
+from mcore_rl.config.rollout import RolloutConfig, kv_bytes_per_token
+from mcore_rl.proofs.differences import worst
+from mcore_rl.reports.logprobs.question import Drawn, Question
+from mcore_rl.rollout.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, requests_of
+
+EXTENSION = "mcore_rl.rollout.receiver.held_weights.HeldWeights"  # by name: importing it imports vLLM
+KV_CACHE_BYTES = 256 << 20  # at least
+NUM_SEQS = 8  # that the KV cache holds at once
+
+
+def draw(question: Question, prompts: Sequence[Prompt]) -> Drawn:
+    """Responses of vLLM, in an engine that ends with the call; and what its weights have otherwise than the files."""
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    _, table = open_hf(question.hf)
+    rollout = RolloutConfig(
+        tp=question.rollout.tp,
+        ep=question.rollout.ep,
+        dtype=question.dtype,
+        max_prompt_length=longest,
+        max_response_length=question.sampling.max_tokens,
+        enforce_eager=True,  # a few hundred tokens: capturing graphs takes longer
+        enable_sleep_mode=False,
+    )
+    # Enough for some sequences at once, without taking the machine.
+    sequence = kv_bytes_per_token(table.model, rollout) * rollout.max_model_len
+    rollout.kv_cache_memory_bytes = max(KV_CACHE_BYTES, NUM_SEQS * sequence)
+    with start_engine("vllm", question.hf, rollout, extension=EXTENSION) as engine:
+        return asyncio.run(_draw(engine, question, prompts))
+
+
+async def _draw(engine: EngineProcess, question: Question, prompts: Sequence[Prompt]) -> Drawn:
+    held = await engine.rpc("held_differences", str(question.hf.resolve()), str(question.rollout))
+    greedy = Sampling(max_tokens=question.sampling.max_tokens, temperature=0.0)
+    return Drawn(
+        prompts={prompt.id: prompt for prompt in prompts},
+        samples=await _samples(engine, requests_of(prompts, question.n), question.sampling),
+        greedy=await _samples(engine, requests_of(prompts, 1), greedy),
+        differing=worst(held),
+    )
+
+
+async def _samples(engine: EngineProcess, requests: list[Request], sampling: Sampling) -> tuple[Sample, ...]:
+    found = {(sample.prompt_id, sample.index): sample async for sample in engine.generate(requests, sampling)}
+    return tuple(found[request.key] for request in requests)

@@ -1,0 +1,173 @@
+"""The child's side of ``process``: a vLLM engine that answers over a pipe, in a process group of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from contextlib import aclosing
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_rl.config.rollout import ServingConfig
+from mcore_rl.errors import McoreRLError, RolloutError
+from mcore_rl.parallel.device import Platform
+from mcore_rl.rollout.engine import guard
+
+if TYPE_CHECKING:
+    from mcore_rl.rollout.engine.vllm_engine import VllmEngine
+
+START = 0  # the call that every child answers without being asked
+ITERATED = ("generate", "stream")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a child is told; see ``start_engine``.  log: where its output goes.  scratch: a folder that ends with it."""
+
+    name: str
+    directory: Path
+    config: ServingConfig
+    platform: Platform
+    cores: tuple[int, ...]
+    extension: str | None
+    version: int
+    log: Path
+    scratch: Path
+
+
+def serve(settings: Settings, connection: Connection) -> None:
+    """The whole life of the child: start the engine, answer until ``close`` or the end of the pipe."""
+    os.setsid()  # one group to end; and Ctrl-C reaches the parent alone, which decides
+    log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(log, stream.fileno())
+    _have_own_tracker()
+    if sys.platform == "linux" and not settings.platform.is_accelerator:
+        os.sched_setaffinity(0, settings.cores)
+    _have_guard(settings.scratch)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    asyncio.run(_Server(connection).run(settings))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)  # an interpreter with vLLM in it takes a second to take itself apart
+
+
+class _Server:
+    """Answers of the form (call, kind, value): any number of ``part``, then ``end`` or ``error``."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self, settings: Settings) -> None:
+        engine = await self._start(settings)
+        if engine is None:
+            return
+        self._send(START, "end", None)
+        inbox: asyncio.Queue[tuple[int, str, Any]] = asyncio.Queue()
+        threading.Thread(target=self._receive, args=(asyncio.get_running_loop(), inbox), daemon=True).start()
+        while True:
+            call, verb, content = await inbox.get()
+            if verb == "close":
+                break
+            if verb != "cancel":
+                self._tasks[call] = asyncio.create_task(self._answer(engine, call, verb, *content))
+            elif call in self._tasks:
+                self._tasks[call].cancel()
+        await engine.shutdown()
+
+    async def _start(self, settings: Settings) -> VllmEngine | None:
+        self._send(START, "phase", "importing vLLM")
+        try:
+            from mcore_rl.rollout.engine.vllm_engine import VllmEngine
+
+            self._send(START, "phase", f"loading {settings.directory}")
+            return await VllmEngine.start(
+                settings.name,
+                settings.directory,
+                settings.config,
+                settings.platform,
+                extension=settings.extension,
+                version=settings.version,
+                log=settings.log,
+            )
+        except Exception as error:  # noqa: BLE001  raised in the parent
+            self._send(START, "error", _portable(settings.name, error))
+            return None
+
+    async def _answer(
+        self, engine: VllmEngine, call: int, verb: str, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        try:
+            method = getattr(engine, verb)
+            if verb in ITERATED:
+                async with aclosing(method(*args, **options)) as parts:
+                    async for part in parts:
+                        self._send(call, "part", part)
+            else:
+                self._send(call, "part", await method(*args, **options))
+            self._send(call, "end", None)
+        except Exception as error:  # noqa: BLE001  raised in the parent
+            self._send(call, "error", _portable(engine.name, error))
+        finally:
+            del self._tasks[call]
+
+    def _send(self, call: int, kind: str, value: Any) -> None:
+        self._connection.send_bytes(pickle.dumps((call, kind, value)))
+
+    def _receive(self, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[tuple[int, str, Any]]) -> None:
+        """The receiving thread."""
+        try:
+            while True:
+                loop.call_soon_threadsafe(inbox.put_nowait, pickle.loads(self._connection.recv_bytes()))
+        except (EOFError, OSError):
+            loop.call_soon_threadsafe(inbox.put_nowait, (START, "close", ()))
+
+
+def _portable(name: str, error: Exception) -> McoreRLError:
+    """An error that the parent can raise: ours as it is, any other as its text."""
+    if isinstance(error, McoreRLError):
+        error.__cause__ = None
+        return error
+    return RolloutError(f"{name}: {type(error).__name__}: {error}")
+
+
+def _have_own_tracker() -> None:
+    """Leave the caller's resource tracker for one of this process group.
+
+    It removes what vLLM's processes leave behind when they are ended, and says so in the log; the caller's would do so
+    at the end of the caller's program, and warn of a leak.  Another is started where the one there was is dead.
+    """
+    tracker = resource_tracker.getfd()
+    assert tracker is not None
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, tracker)
+    os.close(writing)
+    with warnings.catch_warnings(action="ignore"):
+        resource_tracker.ensure_running()
+
+
+def _have_guard(scratch: Path) -> None:
+    """Start what ends this process group when this process has ended, also where it is killed."""
+    reading, _ = os.pipe()  # nobody inherits the other end, which is open as long as this process lives
+    command = [sys.executable, "-I", "-S", guard.__file__, str(reading), str(os.getpgrp()), str(scratch)]
+    subprocess.Popen(command, pass_fds=[reading], stdin=subprocess.DEVNULL, start_new_session=True)
+    os.close(reading)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # the guard does the rest

@@ -1,0 +1,287 @@
+"""The rollout engine on vLLM's AsyncLLM, in a process that belongs to vLLM: a Ray actor or ``process``'s child.
+
+vLLM resets the seed of torch, its threads and its process groups, so this is never imported beside Megatron.  Samples
+of a prompt are requests of their own, each with its seed: vLLM shares the prompt's full KV blocks all the same.
+
+The invariant: a sample depends on the weights, its prompt, its index, the sampling and the run's seed, and on nothing
+that runs beside it, as far as the kernels of the platform round alike in every batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor import Executor
+
+from mcore_rl.config.rollout import ServingConfig
+from mcore_rl.errors import DeadEngineError, McoreRLError, RolloutError
+from mcore_rl.parallel.device import Platform
+from mcore_rl.rollout.engine.admission import Limits, admit_requests, limits_of
+from mcore_rl.rollout.engine.classifier import admit_engine
+from mcore_rl.rollout.engine.environment import engine_arguments
+from mcore_rl.rollout.engine.log import first_cause, first_exception
+from mcore_rl.rollout.engine.meter import Meter
+from mcore_rl.rollout.engine.outputs import Response, sampling_params
+from mcore_rl.rollout.engine.process_group import is_alive, is_tracker, remove, shared_memory_of
+from mcore_rl.rollout.protocol import Chunk, Pause, Request, Sample, Sampling, Statistics
+
+T = TypeVar("T")
+
+POLL_S = 0.2  # between two looks whether vLLM's processes are alive
+SETTLE_S = 0.5  # once they are not: for what they still write
+# Between the signal that asks vLLM's processes to end and the one that cannot be refused.  They have a device's memory
+# to give back; on the CPU they would only take their interpreters apart, for longer than that.
+STOP_S, STOP_ON_CPU_S = 5.0, 0.0
+
+
+class VllmEngine:
+    """A ``RolloutEngine`` or a ``Classifier``, as it was started; see there.  Made by ``start``."""
+
+    def __init__(self, llm: AsyncLLM, meter: Meter, limits: Limits, log: Path | None, stop_s: float) -> None:
+        self._llm, self._meter, self._limits, self._log, self._stop_s = llm, meter, limits, log, stop_s
+        self._cores = list(llm.engine_core.resources.engine_manager.processes)
+        # vLLM notices a dead worker only after it has waited for the others to end, 10 s.
+        self._below = [child for child in psutil.Process().children(recursive=True) if not is_tracker(child)]
+        self._mapped = shared_memory_of(self._below)
+        self._ids: dict[str, tuple[str, int]] = {}  # vLLM's id of a request -> whose it is
+        self._count = itertools.count()
+        self._refusal = ""
+        self._death = asyncio.create_task(self._watch())
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self._limits.name
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        directory: Path,
+        config: ServingConfig,
+        platform: Platform,
+        *,
+        extension: str | None = None,
+        version: int = 0,
+        log: Path | None = None,
+    ) -> VllmEngine:
+        """Load ``directory`` into vLLM, in processes of vLLM's own; 10 s and more.
+
+        The process must have been started with ``engine_environment``.  extension: dotted name of the class whose
+        methods vLLM's workers get.  version: of the weights in ``directory``.  log: the file that this process's output
+        goes to, where it does, to be asked for the cause of a death.
+
+        Raises what ``admit_engine`` raises, and RolloutError with the first cause where vLLM does not start.
+        """
+        model = admit_engine(directory, config, platform)
+        arguments = engine_arguments(directory, config, model, platform, extension)
+        try:
+            settings = AsyncEngineArgs(**arguments).create_engine_config()
+            executor = Executor.get_class(settings)
+            llm = AsyncLLM(settings, executor, log_stats=False, log_requests=False, stat_loggers=[Meter])
+            await llm.update_weight_version(str(version))
+        except Exception as error:  # vLLM raises whatever its models, its checks and its processes do
+            cause = first_cause(log, {}) or _words(error)
+            where = f". Its output is in {log}" if log is not None else ""
+            raise RolloutError(f"{name}: vLLM does not start with {directory}: {cause}{where}") from error
+        (meter,) = llm.logger_manager.stat_loggers
+        stop_s = STOP_S if platform.is_accelerator else STOP_ON_CPU_S
+        return cls(llm, meter, limits_of(name, directory, config, model), log, stop_s)
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+        """See ``RolloutEngine.generate``."""
+        async with aclosing(self._run(requests, sampling, RequestOutputKind.FINAL_ONLY)) as parts:
+            async for part in parts:
+                if isinstance(part, Sample):
+                    yield part
+
+    async def stream(self, request: Request, sampling: Sampling) -> AsyncIterator[Chunk | Sample]:
+        """See ``RolloutEngine.stream``."""
+        async with aclosing(self._run([request], sampling, RequestOutputKind.DELTA)) as parts:
+            async for part in parts:
+                yield part
+
+    async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
+        """See ``Classifier.classify``."""
+        return await self._alive(self._classify(texts), f"scoring {len(texts)} texts")
+
+    async def abort(self, keys: Iterable[tuple[str, int]] | None = None) -> None:
+        """See ``RolloutEngine.abort``."""
+        wanted = set(self._ids.values()) if keys is None else set(keys)
+        ids = [vllm_id for vllm_id, key in self._ids.items() if key in wanted]
+        await self._alive(self._llm.abort(ids), f"aborting {len(ids)} samples")
+
+    async def pause(self, mode: Pause) -> None:
+        """See ``RolloutEngine.pause``."""
+        await self._alive(self._llm.pause_generation(mode=mode.value), f"pausing ({mode.value})")
+
+    async def resume(self) -> None:
+        """See ``RolloutEngine.resume``."""
+        self._demand_whole_weights()
+        await self._alive(self._llm.resume_generation(), "resuming")
+
+    async def sleep(self, level: int = 1) -> None:
+        """See ``RolloutEngine.sleep``."""
+        await self._alive(self._llm.sleep(level), f"going to sleep at level {level}")
+
+    async def wake(self) -> None:
+        """See ``RolloutEngine.wake``."""
+        await self._alive(self._llm.wake_up(), "waking up")
+
+    async def version(self) -> int:
+        """See ``RolloutEngine.version``."""
+        return int(await self._alive(self._llm.get_weight_version(), "asked for its version"))
+
+    async def start_update(self, mode: Pause = Pause.keep) -> None:
+        """See ``RolloutEngine.start_update``."""
+        self._refusal = "its weights are being updated"
+        await self.pause(mode)
+
+    async def finish_update(self, version: int) -> None:
+        """See ``RolloutEngine.finish_update``."""
+        await self._alive(self._llm.update_weight_version(str(version)), f"finishing the update to version {version}")
+        await self.reset_prefix_cache()
+        self._refusal = ""
+        await self.resume()
+
+    async def fail_update(self, cause: str) -> None:
+        """See ``RolloutEngine.fail_update``."""
+        self._refusal = f"an update of its weights failed ({cause})"
+        await self.abort()
+
+    async def rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
+        """See ``RolloutEngine.rpc``."""
+        call = self._llm.collective_rpc(method, timeout=timeout_s, args=args)
+        return list(await self._alive(call, f"running {method}"))
+
+    async def reset_prefix_cache(self) -> None:
+        """See ``RolloutEngine.reset_prefix_cache``."""
+        reset = self._llm.reset_prefix_cache(reset_running_requests=True)
+        if not await self._alive(reset, "resetting its prefix cache"):
+            raise RolloutError(f"{self.name}: vLLM did not reset its prefix cache: some of it is in use")
+
+    async def statistics(self) -> Statistics:
+        """See ``RolloutEngine.statistics``."""
+        return self._meter.statistics()
+
+    async def shutdown(self) -> None:
+        """See ``RolloutEngine.shutdown``."""
+        await _cancel([self._death])
+        await asyncio.to_thread(self._llm.shutdown, self._stop_s)
+        remove(self._mapped)
+
+    def _demand_whole_weights(self) -> None:
+        if self._refusal:
+            remedy = "Send all weights again and finish the update"
+            raise RolloutError(f"{self.name} does not generate: {self._refusal}. {remedy}")
+
+    async def _run(
+        self, requests: Sequence[Request], sampling: Sampling, kind: RequestOutputKind
+    ) -> AsyncGenerator[Chunk | Sample]:
+        """Pieces of responses, and each response when it is done."""
+        self._demand_whole_weights()
+        admit_requests(requests, sampling, self._limits)
+        parts: asyncio.Queue[Chunk | Sample | Exception] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._run_one(request, sampling, kind, parts)) for request in requests]
+        unfinished = len(tasks)
+        try:
+            while unfinished:
+                part = await self._alive(parts.get(), f"generating {unfinished} samples")
+                if isinstance(part, Exception):
+                    raise await self._explained(part, f"generating {unfinished} samples")
+                yield part
+                unfinished -= isinstance(part, Sample)
+        finally:
+            await _cancel(tasks)
+
+    async def _run_one(
+        self, request: Request, sampling: Sampling, kind: RequestOutputKind, parts: asyncio.Queue[Any]
+    ) -> None:
+        vllm_id = str(next(self._count))
+        self._ids[vllm_id] = request.key
+        try:
+            response = Response(request)
+            params = sampling_params(request, sampling, kind, detokenize=self._limits.has_tokenizer)
+            async with aclosing(self._llm.generate(tokens_input(request.tokens), params, vllm_id)) as outputs:
+                async for output in outputs:
+                    assert isinstance(output, RequestOutput)
+                    chunk = response.chunk(output)
+                    if kind is RequestOutputKind.DELTA and len(chunk.tokens):
+                        parts.put_nowait(chunk)
+                    if output.finished:
+                        parts.put_nowait(response.sample(output))
+        except Exception as error:  # noqa: BLE001  raised where the parts are read
+            parts.put_nowait(error)
+        finally:
+            del self._ids[vllm_id]
+
+    async def _classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
+        return list(await asyncio.gather(*map(self._classify_one, texts)))
+
+    async def _classify_one(self, tokens: Sequence[int]) -> float | str:
+        tasks = await self._llm.get_supported_tasks()
+        # A head of its own (Qwen2ForRewardModel) is asked at every token.
+        params = PoolingParams(task="classify" if "classify" in tasks else "token_classify")
+        outputs = self._llm.encode(tokens_input(list(tokens)), params, str(next(self._count)))
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.error is not None:
+                    return str(output.error.message)
+                return float(output.outputs.data.flatten()[-1])
+        return "vLLM ended without an answer"
+
+    async def _watch(self) -> None:
+        while not self._llm.errored and all(map(is_alive, self._below)):
+            await asyncio.sleep(POLL_S)
+
+    async def _alive(self, work: Coroutine[Any, Any, T], doing: str) -> T:
+        """What ``work`` gives, unless it fails or vLLM dies first.  doing: for the message: "waking up"."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait([task, self._death], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise await self._obituary(doing)
+            return task.result()
+        except Exception as error:
+            raise await self._explained(error, doing) from error
+        finally:
+            task.cancel()
+
+    async def _explained(self, error: Exception, doing: str) -> McoreRLError:
+        """``error`` as one that is meant for people."""
+        if isinstance(error, McoreRLError):
+            return error
+        if self._llm.errored or self._death.done():
+            return await self._obituary(doing)
+        return RolloutError(f"{self.name} failed while {doing}: {_words(error)}")
+
+    async def _obituary(self, doing: str) -> DeadEngineError:
+        await asyncio.sleep(SETTLE_S)
+        remove(self._mapped)
+        cause = first_cause(self._log, {core.name: core.exitcode for core in self._cores})
+        where = f". Its output is in {self._log}" if self._log is not None else ""
+        return DeadEngineError(f"{self.name} died while {doing}: {cause or 'one of its processes is gone'}{where}")
+
+
+def _words(error: Exception) -> str:
+    """What a person is told of an exception of vLLM's: of many lines, the one that says what was raised."""
+    text = f"{type(error).__name__}: {error}"
+    return first_exception(str(error)) or (text if "\n" not in text else " ".join(text.split())[:600])
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

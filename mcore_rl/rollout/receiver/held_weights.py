@@ -1,0 +1,53 @@
+"""What every vLLM worker is given (``worker_extension_cls``) so that its weights can be held against the files.
+
+Needs no trainer and no channel; what a run's updates bring is for ``worker_extension``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.checkpoints.convert import open_hf
+from mcore_rl.config.rollout import parse_rollout_layout
+from mcore_rl.proofs.differences import Differences, piece_differences, worst
+from mcore_rl.rollout.receiver.live_weights import LiveWeights
+from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.tensor_slice import TensorSlice
+from mcore_rl.weights.views import view_of
+
+
+class HeldWeights:
+    """Mixed into vLLM's worker class; ``rank``, ``vllm_config`` and ``model_runner`` are its own."""
+
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+
+    @torch.no_grad()
+    def held_differences(self, directory: str, layout: str) -> Differences:
+        """What this worker executes with otherwise than the files say, as it was before any packing.
+
+        directory: a Hugging Face checkpoint.  layout: the engine's, as a user writes it.
+
+        Raises WeightMapError where vLLM's model is not what the family's table says of it.
+        """
+        checkpoint, plain = open_hf(Path(directory))
+        latent = bool(self.vllm_config.model_config.use_mla)
+        table = RolloutTable(plain.family, plain.model, parse_rollout_layout(layout), latent_attention=latent)
+        live = LiveWeights(self.model_runner.get_model(), self.vllm_config, table, self.rank)
+        found = []
+        with checkpoint:
+            for name, slot, parts in live.executed():
+                stored = live.stored[live.names_of_heads.get(name, name)]
+                shape = table.shape(stored) if slot is None else table.shape(stored)[1:]
+                held: torch.Tensor | None = None
+                for start, values in parts:
+                    held = torch.zeros(shape, dtype=values.dtype) if held is None else held
+                    view_of(held, TensorSlice(start, tuple(values.shape))).copy_(values)
+                assert held is not None, f"{name} has no parts"
+                pieces = [piece for place, piece in table.pieces(stored) if place == slot]
+                found.append(piece_differences(held, pieces, checkpoint))
+        return worst(found)

@@ -1,0 +1,337 @@
+"""The weights inside a running vLLM worker: written in place, module by module, and read back as they are executed.
+
+Written through vLLM's own layerwise reload (model_executor/model_loader/reload, 0.32), which all of its weight-transfer
+engines stand on: modules get tensors as they were before any kernel's packing, those are filled, processed once more
+and copied into the memory that captured graphs know.  ``load_named`` feeds ``model.load_weights``.  ``write`` fills
+slices directly, as vLLM's sharded engine does (distributed/weight_transfer/sharded_rdt_engine.py, ``_process_item`` and
+``_run_quant``); no loader is involved, a module is processed as soon as all of it was written, and what is kept as it
+was loaded is written where it is kept.
+
+What vLLM 0.32 forgets on the CPU is done here, each where it answers to:
+- layers/fused_moe/unquantized_fused_moe_method.py, ``_setup_kernel``: experts are packed by ``_init_moe_kernel``'s
+  kernel only while ``moe_kernel`` is None, so a reloaded layer would execute unpacked weights as packed ones.
+- layers/vocab_parallel_embedding.py, ``tie_weights``: a tied lm_head is a module of its own over the embedding's
+  weight, with a packed copy of it (``cpu_linear``), for which nothing is loaded and which nothing processes again.
+And what it need not do is left out: an embedding is packed for products even where rows are only looked up in it.
+
+Read back: the CPU's linear layers keep no plain weight (layers/utils.py, ``dispatch_cpu_unquantized_gemm``).  Their
+product with the identity is what they execute, exactly: every sum has one term that is not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _layerwise_process,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+
+from mcore_rl.errors import WeightMapError
+from mcore_rl.rollout.receiver.packed_experts import unpacked_experts
+from mcore_rl.rollout.receiver.receive_memory import Blocks
+from mcore_rl.weights.rollout_table import RolloutTable, StoredTensor
+from mcore_rl.weights.tensor_slice import TensorSlice
+from mcore_rl.weights.views import view_of
+
+IDENTITY_ROWS = 256  # of the identity at once: as many tokens through a layer
+
+
+@dataclass
+class _Place:
+    """Where a stored tensor lives."""
+
+    module: nn.Module
+    attribute: str
+    stored: StoredTensor
+
+
+class _LookedUp(UnquantizedEmbeddingMethod):  # type: ignore[misc]  # vLLM is not followed
+    """Of an embedding that nothing is multiplied with."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing."""
+
+
+class LiveWeights:
+    """The model of one worker, held against what ``table`` says that rollout rank ``rank`` stores.
+
+    Raises WeightMapError where the model stores other tensors or other shapes, with all of them.
+    """
+
+    def __init__(self, model: Any, vllm_config: Any, table: RolloutTable, rank: int) -> None:
+        self.model, self.vllm_config, self.table, self.rank = model, vllm_config, table, rank
+        self.stored = {tensor.name: tensor for tensor in table.tensors(rank)}
+        self._modules = dict(model.named_modules())
+        self.places: dict[str, _Place] = {}
+        problems = [*self._missing(), *self._strangers()]
+        if problems:
+            raise WeightMapError(f"{table.family.name}, rollout rank {rank} of {table.layout}", problems)
+        self._names = {name for name, _ in model.named_parameters()}
+        self._heads = self._heads_of_embeddings()
+        for module in self._modules.values():
+            if type(module) is VocabParallelEmbedding and module not in self._heads:
+                assert type(module.quant_method) in (UnquantizedEmbeddingMethod, _LookedUp), "weights are unquantised"
+                module.quant_method = _LookedUp()
+        self._left: dict[nn.Module, int] = {}
+        self._begun: set[nn.Module] = set()
+        self.blocks = Blocks(vllm_config.device_config.device)
+        self.on_cpu = self.blocks.device.type == "cpu"
+        self._lent: dict[nn.Module, list[Tensor]] = {}
+
+    def _missing(self) -> Iterator[str]:
+        for name, stored in self.stored.items():
+            prefix, _, attribute = name.rpartition(".")
+            module = self._modules.get(prefix)
+            found = None if module is None else self._shape(module, attribute)
+            if module is None or found is None:
+                yield f"{name} is in the table and not in vLLM's model. Mend families/{self.table.family.name}.py"
+            elif found != self.table.shape(stored):
+                sizes = f"expected shape {self.table.shape(stored)} and found {found}"
+                yield f"{name}: {sizes}. Start vLLM with the layout that the table was made for"
+            else:
+                self.places[name] = _Place(module, attribute, stored)
+
+    def _strangers(self) -> Iterator[str]:
+        for name, _ in self.model.named_parameters():
+            if name not in self.stored:
+                yield f"{name} is in vLLM's model and not in the table. Mend families/{self.table.family.name}.py"
+
+    def _shape(self, module: nn.Module, attribute: str) -> tuple[int, ...] | None:
+        """Before any packing: as the reload remembers it, or, of a tensor that it leaves alone, as it is."""
+        for remembered in get_layerwise_info(module).restore_metadata:
+            if attribute in remembered:
+                return tuple(remembered[attribute].shape)
+        tensor = module._parameters.get(attribute, module._buffers.get(attribute))
+        return None if tensor is None else tuple(tensor.shape)
+
+    # Writing
+
+    def start(self) -> None:
+        """Take the modules apart; until ``finish`` none of them can run.
+
+        Weights that are packed beside the module's parameters are dropped: all that comes takes their memory.
+        """
+        for module in {*(place.module for place in self.places.values()), *self._heads}:
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = None
+        with self._vllm():
+            initialize_layerwise_reload(self.model)
+            for module in self._modules.values():
+                if _cpu_experts(module) is not None:
+                    module.quant_method.moe_kernel = None  # see above
+        self._forget()
+        for name, place in self.places.items():
+            self._left[place.module] = self._left.get(place.module, 0) + self.elements(name)
+
+    def elements(self, name: str) -> int:
+        """Elements of a stored tensor, padding apart."""
+        stored = self.stored[name]
+        whole, dim = self.table.shape(stored), stored.rule.dim + stored.rule.stacked
+        return self.table.shard(stored).held * prod(whole[:dim] + whole[dim + 1 :])
+
+    @torch.no_grad()
+    def write(self, name: str, slot: int | None, region: TensorSlice, values: Tensor) -> nn.Module | None:
+        """``values`` to ``region`` of a stored tensor (of its expert ``slot``, where it is stacked), each element once.
+
+        values: may lie there already, in what ``space`` gave.  Returns the module that this completed, to ``process``.
+        """
+        module = self.places[name].module
+        view = self._view(name, slot, region)
+        if view.data_ptr() != values.data_ptr():
+            view.copy_(values)
+        self._left[module] -= values.numel()
+        assert self._left[module] >= 0, f"{name} was written twice"
+        return module if self._left[module] == 0 else None
+
+    @torch.no_grad()
+    def process(self, module: nn.Module) -> None:
+        """Make of a complete module what is executed.  Beside ``write``, in the thread that ``start`` was called in."""
+        with self._vllm(), self.vllm_config.device_config.device:
+            # Our tensors are not on the meta device any more and no loader's arguments are kept, so what it still does
+            # is to process the module and to copy the result into the tensors of before.
+            _layerwise_process(module, get_layerwise_info(module))
+        for block in self._lent.pop(module, []):
+            self.blocks.take_back(block)
+
+    def num_bytes(self, module: nn.Module) -> int:
+        """In blocks that a module waits with."""
+        return sum(block.nbytes for block in self._lent.get(module, []))
+
+    def space(self, name: str, slot: int | None, region: TensorSlice, dtype: torch.dtype) -> Tensor | None:
+        """The memory of ``region`` of a stored tensor, uint8; None where it is of another dtype or in several pieces.
+
+        What is put there counts once it is given to ``write``.
+        """
+        view = self._view(name, slot, region)
+        return view.view(-1).view(torch.uint8) if view.is_contiguous() and view.dtype == dtype else None
+
+    def _view(self, name: str, slot: int | None, region: TensorSlice) -> Tensor:
+        place = self.places[name]
+        if place.module not in self._begun:
+            self._begun.add(place.module)
+            with self.vllm_config.device_config.device:
+                self._materialize(place.module)
+                self._zero_padding(place.module)
+        tensor = getattr(place.module, place.attribute).data
+        return view_of(tensor if slot is None else tensor[slot], region)
+
+    def _materialize(self, module: nn.Module) -> None:
+        """As vLLM's ``materialize_layer`` (reload/meta.py), in memory that is there already.
+
+        Where the module keeps a tensor as it was loaded, in the memory that it keeps; else in memory that modules use
+        one after another, for what is kept is packed anew.
+        """
+        parameters, buffers = get_layerwise_info(module).kernel_tensors or ({}, {})
+        kept = parameters | buffers
+        for name, meta in get_layer_tensors(module).items():
+            if name in SKIP_TENSORS or not meta.is_meta:
+                continue
+            if name in kept and _alike(kept[name], meta):
+                tensor = kept[name].data
+            else:
+                size = meta.numel() * meta.dtype.itemsize
+                block = self.blocks.lend(size)
+                self._lent.setdefault(module, []).append(block)
+                tensor = block[:size].view(meta.dtype).as_strided(meta.shape, meta.stride())
+            tensor.__class__, tensor.__dict__ = meta.__class__, dict(meta.__dict__)
+            setattr(module, name, tensor)
+
+    def _zero_padding(self, module: nn.Module) -> None:
+        for place in self.places.values():
+            if place.module is module:
+                shard = self.table.shard(place.stored)
+                if shard.held < shard.size:
+                    dim = place.stored.rule.dim + place.stored.rule.stacked
+                    getattr(module, place.attribute).data.narrow(dim, shard.held, shard.size - shard.held).zero_()
+
+    @torch.no_grad()
+    def load_named(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Feed Hugging Face tensors to the model's own ``load_weights``; names that it took nothing for.
+
+        A tensor must not change once it was given: what of a module has come is kept until the module is complete.
+        """
+        with self._vllm(), self.vllm_config.device_config.device:
+            loaded = self.model.load_weights(iter(tensors))
+        self._left = {}
+        return [] if loaded is None else sorted(self._names - set(loaded))
+
+    def unwritten(self) -> list[str]:
+        """Stored tensors of modules that are not complete."""
+        return [name for name, place in self.places.items() if self._left.get(place.module)]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Put everything together again."""
+        self._forget()
+        with self._vllm(), self.vllm_config.device_config.device:
+            finalize_layerwise_reload(self.model, self.vllm_config.model_config)
+            for head in self._heads:
+                if isinstance(head, ParallelLMHead):
+                    head.quant_method.process_weights_after_loading(head)  # see above
+
+    def put_back(self) -> None:
+        """After a failure between ``start`` and ``finish``: whole modules again, of old weights and new ones.
+
+        As ``_restore_after_dry_run`` of vLLM's sharded engine.
+        """
+        for module in self._modules.values():
+            info = get_layerwise_info(module)
+            if info.can_load():
+                if info.kernel_tensors is not None:
+                    _place_kernel_tensors(module, info)
+                info.reset()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._left, self._begun, self._lent = {}, set(), {}
+        if not self.on_cpu:  # memory is dear there, and slow to get on the CPU
+            self.drop_blocks()
+
+    def drop_blocks(self) -> None:
+        """Give back the memory that ``write`` keeps for the next update."""
+        self.blocks = Blocks(self.blocks.device)
+
+    def _vllm(self) -> Any:
+        return set_current_vllm_config(self.vllm_config)
+
+    def _heads_of_embeddings(self) -> list[Any]:
+        """What multiplies with an embedding's rows: heads that are tied to it; itself where there is none (gemma2)."""
+        embeddings = [module for module in self._modules.values() if type(module) is VocabParallelEmbedding]
+        heads = [module for module in self._modules.values() if isinstance(module, ParallelLMHead)]
+        return [head for head in heads or embeddings if any(head.weight is other.weight for other in embeddings)]
+
+    # Reading
+
+    def executed(self) -> Iterator[tuple[str, int | None, Iterator[tuple[tuple[int, ...], Tensor]]]]:
+        """(name, slot, parts as (start, values)) of everything that the model computes with, as it was before packing.
+
+        A stacked tensor is one entry for each slot.  What logits are made with, where that is an embedding, is
+        ``lm_head.weight``.
+        """
+        for name, place in self.places.items():
+            experts = _cpu_experts(place.module)
+            tensor = getattr(place.module, place.attribute).data
+            if place.stored.rule.stacked:
+                shape = self.table.shape(place.stored)[1:]
+                for slot in range(len(place.stored.experts)):
+                    plain = tensor[slot]
+                    if experts is not None:
+                        plain = unpacked_experts(plain, experts, place.attribute, shape)
+                    yield name, slot, iter([((0,) * plain.dim(), plain)])
+            elif place.attribute == "weight" and self._is_product(place.module):
+                yield name, None, _by_identity(place.module, self.table.shape(place.stored)[1], tensor)
+            else:
+                yield name, None, iter([((0,) * tensor.dim(), tensor)])
+        for head in self._heads:
+            if hasattr(head, "cpu_linear"):
+                yield "lm_head.weight", None, _by_identity(head, head.weight.shape[1], head.weight.data)
+
+    @staticmethod
+    def _is_product(module: nn.Module) -> bool:
+        """Whether the module multiplies with something packed; an embedding looks its plain rows up."""
+        return hasattr(module, "cpu_linear") and type(module) is not VocabParallelEmbedding
+
+    @property
+    def names_of_heads(self) -> Mapping[str, str]:
+        """Entries of ``executed`` that are copies -> the stored tensor that they are copies of."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self._heads else {}
+
+
+def _cpu_experts(module: nn.Module) -> CPUUnquantizedExperts | None:
+    """The CPU's experts of a fused layer, which pack their weights; None for all else."""
+    if not isinstance(module, RoutedExperts) or not isinstance(module.quant_method, UnquantizedFusedMoEMethod):
+        return None
+    kernel = module.quant_method.moe_kernel
+    experts = None if kernel is None else kernel.fused_experts
+    return experts if isinstance(experts, CPUUnquantizedExperts) else None
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+def _by_identity(module: Any, width: int, weight: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Columns of the weight: what the layer makes of rows of the identity."""
+    for begin in range(0, width, IDENTITY_ROWS):
+        rows = torch.zeros(min(IDENTITY_ROWS, width - begin), width, dtype=weight.dtype, device=weight.device)
+        rows[torch.arange(len(rows)), begin + torch.arange(len(rows))] = 1
+        yield (0, begin), module.cpu_linear(rows, weight, None).t()

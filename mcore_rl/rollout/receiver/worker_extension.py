@@ -1,0 +1,219 @@
+"""What this package adds to every vLLM worker (``worker_extension_cls``): weights come in, fingerprints go out.
+
+``collective_rpc`` reaches the methods by name.  Arguments and results are plain values; what is more than that is
+pickled by the caller, who is of this package too.  A transport is not known here: ``Opening.connect`` makes one, and
+``Incoming`` is what is asked of it.
+
+One call receives a whole update.  It could be split into vLLM's three phases (``start_weight_update``,
+``update_weights``, ``finish_weight_update``, v1/worker/gpu_worker.py, 0.32), by an engine of our own registered with
+``WeightTransferEngineFactory``; those would call what ``LiveWeights`` calls, would tie the engine's configuration to
+the transport, and would keep the engine core answering calls between buckets while all it may do is wait.
+
+No method raises: vLLM's executor stops reading at the first worker that does, and takes what the others answered for
+answers to its next call (``collective_rpc`` in v1/executor/multiproc_executor.py, 0.32).  Each returns
+``{"result": ...}`` or ``{"failed": message}``; ``answer_of`` makes of it what it was.
+
+Invariant: from the moment an update begins until one is complete, this worker runs no model.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Generator
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_rl.checkpoints.safetensors import TensorSpec
+from mcore_rl.errors import McoreRLError, RolloutError, SyncError
+from mcore_rl.families.registry import FAMILIES
+from mcore_rl.rollout.receiver.live_weights import LiveWeights
+from mcore_rl.rollout.receiver.receive_memory import beside, freed_memory_kept, freed_memory_returned, one_thread
+from mcore_rl.rollout.weight_channel import Answer, Mode, Opening
+from mcore_rl.weights.fingerprint import added, fingerprint
+from mcore_rl.weights.messages import Message, Part, messages_to, plan_id
+from mcore_rl.weights.reshard import plan_reshard
+from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.table import Table
+
+
+class _Updates:
+    """A worker's side of the channel; what it knows of its weights."""
+
+    def __init__(self, opening: Opening, model: torch.nn.Module, vllm_config: Any, rank: int) -> None:
+        self.rank = opening.first_rank + rank
+        self.dtype = getattr(torch, opening.dtype)
+        table = Table(FAMILIES[opening.family], opening.model, opening.parallel, opening.world_size)
+        latent = bool(vllm_config.model_config.use_mla)
+        rollout = RolloutTable(FAMILIES[opening.family], opening.model, opening.rollout, latent_attention=latent)
+        plan = plan_reshard(table, rollout, self.dtype.itemsize)
+        if plan_id(plan, opening.message_bytes, opening.in_place) != opening.plan:
+            remedy = (
+                f"Install one version of mcore_rl on both sides; make the RolloutTable with latent_attention={latent}"
+            )
+            raise SyncError(f"Rollout rank {self.rank} makes another reshard plan than the trainer. {remedy}")
+        self.live = LiveWeights(model, vllm_config, rollout, self.rank)
+        self.expected: list[Message] = messages_to(plan, self.rank, opening.message_bytes, opening.in_place)
+        self.specs = {
+            name: TensorSpec(name, getattr(torch, info.dtype) if info.dtype else self.dtype, info.shape)
+            for name, info in table.hf_tensors.items()
+        }
+        self.bucket_bytes = opening.bucket_bytes
+        self.incoming = opening.connect(self.rank)
+
+    def receive(self, mode: Mode) -> None:
+        """All of an update, once everybody is there."""
+        if mode is Mode.direct:
+            with freed_memory_kept():
+                self._receive_slices()
+        else:
+            self._receive_named()
+
+    def _receive_slices(self) -> None:
+        self.lent: dict[int, Tensor] = {}  # message -> block that it comes to lie in
+        self.live.start()
+        complete = self._unpacked()
+        if self.live.on_cpu:
+            complete = beside(complete, self.live.num_bytes, self.bucket_bytes // 2)
+        with closing(complete):  # whatever fails here, that thread has ended before others hear of it
+            for module in complete:
+                self.live.process(module)
+        if unwritten := self.live.unwritten():
+            raise SyncError(f"Nothing, or not all, came for {', '.join(unwritten[:5])}, {len(unwritten)} in all")
+        self.live.finish()
+
+    def _receive_named(self) -> None:
+        self.live.start()
+        self.live.drop_blocks()
+        with freed_memory_returned(), one_thread():
+            unloaded = self.live.load_named(self.incoming.named(self.specs))
+        if unloaded:
+            raise SyncError(f"vLLM's load_weights set nothing of {', '.join(unloaded[:5])}, {len(unloaded)} in all")
+        self.live.finish()
+
+    def _unpacked(self) -> Generator[nn.Module]:
+        """Write what comes; the modules that are complete."""
+        wanted = [(message.source_rank, message.num_bytes) for message in self.expected]
+        incoming = self.incoming.messages(wanted, self.place)
+        for index, (message, data) in enumerate(zip(self.expected, incoming, strict=True)):
+            for part in message.parts:
+                values = data[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
+                module = self.live.write(part.target, part.slot, part.target_box, values.view(part.target_box.shape))
+                if module is not None:
+                    yield module
+            if (block := self.lent.pop(index, None)) is not None:
+                self.live.blocks.take_back(block)
+
+    def place(self, index: int) -> Tensor:
+        """Where message ``index`` may come to lie: where it belongs, if it is one part that lies in one piece there."""
+        message = self.expected[index]
+        first, *others = message.parts
+        space = None if others else self.live.space(first.target, first.slot, first.target_box, self._dtype_of(first))
+        if space is None:
+            self.lent[index] = self.live.blocks.lend(message.num_bytes)
+            return self.lent[index][: message.num_bytes]
+        return space
+
+    def _dtype_of(self, part: Part) -> torch.dtype:
+        dtype: torch.dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)
+        return dtype
+
+
+class WeightReceiver:
+    """Mixed into vLLM's worker class; ``rank``, ``vllm_config``, ``model_runner`` and ``execute_model`` are its own."""
+
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+
+    def sync_open(self, opening: bytes) -> Answer:
+        """Join the channel; an open one is left.  Blocks until all others join.  Returns this worker's rollout rank.
+
+        Fails where the sender's plan is another, nobody comes, or vLLM's model is none of the plan's.
+        """
+        return _answer(self._sync_open, opening)
+
+    def sync_close(self) -> Answer:
+        """Leave the channel, if there is one."""
+        return _answer(self._sync_close)
+
+    def sync_receive(self, version: int, mode: str) -> Answer:
+        """Take part in update ``version``, from its first byte to its last.  mode: of ``Mode``.
+
+        Fails with the first cause, whoever it was; this worker then refuses to run, and the channel must be opened
+        again, until an update is complete.
+        """
+        return _answer(self._sync_receive, version, mode)
+
+    def sync_version(self) -> Answer:
+        """Of the last complete update; None before the first."""
+        return {"result": self.__dict__.get("sync_held_version")}
+
+    def sync_fingerprints(self) -> Answer:
+        """[(name, slot or -1, fingerprint)] of all that this worker executes with, as it was before any packing."""
+        return _answer(self._sync_fingerprints)
+
+    def sync_copies(self) -> Answer:
+        """Names among the fingerprints that are copies of a stored tensor -> that tensor."""
+        return _answer(lambda: dict(self._sync_channel().live.names_of_heads))
+
+    def _sync_open(self, opening: bytes) -> int:
+        self._sync_close()
+        asked: Opening = pickle.loads(opening)
+        parallel = self.vllm_config.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + self.rank
+        model = self.model_runner.get_model()
+        self.sync_updates = _Updates(asked, model, self.vllm_config, rank)
+        return self.sync_updates.rank
+
+    def _sync_close(self) -> None:
+        updates = self.__dict__.pop("sync_updates", None)
+        if updates is not None:
+            updates.incoming.close()
+
+    def _sync_receive(self, version: int, mode: str) -> None:
+        updates = self._sync_channel()
+        doing = f"receiving version {version}"
+        self.__dict__["execute_model"] = _refusal(f"it stopped while {doing}")
+        try:
+            updates.incoming.begin(version)
+            updates.receive(Mode(mode))
+            updates.incoming.finish()
+        except BaseException as error:  # whatever it is, the others must hear of it
+            updates.live.put_back()
+            failure = updates.incoming.failed(error, doing)
+            self._sync_close()
+            self.__dict__["execute_model"] = _refusal(str(failure))
+            raise failure from error
+        self.__dict__.pop("execute_model")
+        self.__dict__["sync_held_version"] = version
+
+    def _sync_fingerprints(self) -> list[tuple[str, int, int]]:
+        found = []
+        with torch.no_grad():
+            for name, slot, parts in self._sync_channel().live.executed():
+                total = added(*(fingerprint(values, start) for start, values in parts))
+                found.append((name, -1 if slot is None else slot, total))
+        return found
+
+    def _sync_channel(self) -> _Updates:
+        updates: _Updates | None = self.__dict__.get("sync_updates")
+        if updates is None:
+            raise SyncError("No channel is open: make a Publisher, and call sync_open with its opening")
+        return updates
+
+
+def _answer(call: Callable[..., object], *args: object) -> Answer:
+    try:
+        return {"result": call(*args)}
+    except Exception as error:  # noqa: BLE001  raised by ``answer_of``
+        return {"failed": str(error) if isinstance(error, McoreRLError) else f"{type(error).__name__}: {error}"}
+
+
+def _refusal(cause: str) -> Callable[..., Any]:
+    def execute_model(*_: object, **__: object) -> Any:
+        raise RolloutError(f"The weights are only partly updated: {cause}. Complete an update before generating")
+
+    return execute_model

@@ -1,0 +1,110 @@
+"""Whether a model fits a configuration: layouts of all roles, lengths, and a sequence for every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig, KlPenalty
+from mcore_rl.config.data import SftDataConfig
+from mcore_rl.config.engine import Precision
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.roles import ActorConfig, CriticConfig
+from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftActorConfig, SftConfig
+from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.controller.lifecycle.model_checks import model_run_violations, model_sft_violations
+from mcore_rl.errors import Violation
+from tests.support import models
+
+
+def run(world: int, *, n: int = 2, actor: str = "", mini: int = 8, critic: str = "", critic_mini: int = 8) -> RunConfig:
+    return RunConfig(
+        algorithm=AlgorithmConfig(adv_estimator=AdvEstimator.gae),
+        actor=ActorConfig(parallel=parallel(actor), ppo_mini_batch_size=mini),
+        critic=CriticConfig(parallel=parallel(critic), ppo_mini_batch_size=critic_mini),
+        rollout=RolloutConfig(n=n, max_prompt_length=64, max_response_length=64),
+        trainer=TrainerConfig(n_gpus_per_node=world),
+    )
+
+
+def parallel(axes: str) -> ParallelConfig:
+    return ParallelConfig(**{axis: int(size) for axis, size in (each.split("=") for each in axes.split())})
+
+
+def keys(found: list[Violation]) -> list[str]:
+    return [violation.key for violation in found]
+
+
+def test_what_fits_is_not_refused() -> None:
+    assert model_run_violations(run(4, actor="tp=2 ep=2", critic="pp=2"), models.moe(), models.dense()) == []
+
+
+def test_each_role_is_refused_under_its_own_name() -> None:
+    assert "actor.parallel.ep" in keys(model_run_violations(run(2, actor="ep=2"), models.dense()))
+    found = model_run_violations(run(2, critic="ep=2"), models.dense(), models.dense())
+    assert keys(found) == ["critic.parallel.ep"]
+    assert model_run_violations(run(2, critic="ep=2"), models.dense()) == [], "a critic that is not there"
+
+
+def test_a_context_that_is_too_long_is_refused_with_the_rest() -> None:
+    settings = run(2, actor="ep=2")
+    settings.rollout.max_response_length = 65
+    found = keys(model_run_violations(settings, models.dense()))
+    assert {"rollout.max_prompt_length", "actor.parallel.ep"} <= set(found)
+
+
+def test_every_data_parallel_rank_must_get_a_sequence_of_each_update() -> None:
+    assert model_run_violations(run(8, mini=4), models.dense()) == [], "8 sequences for 8 ranks"
+    (found,) = model_run_violations(run(8, mini=3), models.dense())
+    assert str(found) == (
+        "actor.ppo_mini_batch_size=3: makes 6 sequences a step, fewer than the 8 data-parallel ranks of the actor. "
+        "Write 4 or more"
+    )
+    assert model_run_violations(run(8, mini=3, actor="tp=2"), models.dense()) == []
+    found = model_run_violations(run(8, mini=4, critic_mini=1), models.dense(), models.dense())
+    assert keys(found) == ["critic.ppo_mini_batch_size"]
+
+
+def test_fine_tuning_is_held_against_the_model_too() -> None:
+    def settings(length: int = 128, size: int = 4, axes: str = "", world: int = 4) -> SftConfig:
+        return SftConfig(
+            data=SftDataConfig(max_length=length, train_batch_size=size),
+            actor=SftActorConfig(parallel=parallel(axes)),
+            trainer=TrainerConfig(n_gpus_per_node=world),
+        )
+
+    assert model_sft_violations(settings(), models.dense()) == []
+    assert keys(model_sft_violations(settings(length=129, axes="ep=2"), models.dense())) == [
+        "actor.parallel.ep", "data.max_length"
+    ]  # fmt: skip
+    (found,) = model_sft_violations(settings(size=3), models.dense())
+    assert str(found) == "data.train_batch_size=3: is fewer than the 4 data-parallel ranks. Write 4 or more"
+    assert model_sft_violations(settings(size=3, axes="tp=2"), models.dense()) == []
+
+
+def test_a_full_kl_must_fit_into_the_memory_that_it_may_take() -> None:
+    """4 ranks of data parallelism train 12 or 13 of 50 sequences, of which 64 tokens each; 48 of 96 columns."""
+    model = replace(models.dense(), vocab_size=96)
+    settings = run(8, n=5, mini=10, actor="tp=2")
+    settings.data.max_prompt_length = settings.data.max_response_length = 64
+    settings.actor.use_kl_loss, settings.actor.kl_loss_type = True, KlPenalty.full
+    assert model_run_violations(settings, model) == []
+    needed = 13 * 64 * 48 * 2 / 2**30
+    settings.actor.full_kl_gib = needed
+    assert model_run_violations(settings, model) == []
+    settings.actor.full_kl_gib = 0.99 * needed
+    (found,) = model_run_violations(settings, model)
+    assert found.key == "actor.kl_loss_type" and "832 tokens x 48 columns x 2 bytes" in found.problem
+    assert "actor.kl_loss_type=k3" in found.remedy
+    settings.actor.kl_loss_type = KlPenalty.k3
+    assert model_run_violations(settings, model) == []
+
+
+def test_a_context_rank_keeps_its_part_of_a_full_kl() -> None:
+    settings = run(4, n=4, mini=4, actor="cp=4")
+    settings.data.max_prompt_length, settings.data.max_response_length = 28, 100
+    settings.actor.use_kl_loss, settings.actor.kl_loss_type = True, KlPenalty.full
+    settings.actor.precision, settings.actor.full_kl_gib = Precision.float32, 0.0
+    (found,) = model_run_violations(settings, models.dense())
+    assert f"512 tokens x {models.dense().vocab_size} columns x 4 bytes" in found.problem

@@ -1,0 +1,169 @@
+"""What keeps a run from starting is said before a process is started; what follows from other fields is filled in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_rl.config.compose import compose
+from mcore_rl.config.engine import Device
+from mcore_rl.config.run import RunConfig
+from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
+from mcore_rl.controller.lifecycle.run_checkpoints import Progress, begin, finish
+from mcore_rl.errors import McoreRLError
+from mcore_rl.parallel.device import detect
+from tests.support import reward_models
+from tests.support.run_task import overrides, write_task
+
+CPU = detect(Device.cpu)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+def config(task: Path, run_dir: Path, *more: str) -> RunConfig:
+    return complete(compose(RunConfig, "train", overrides(task, run_dir, *more)))
+
+
+def prepared(task: Path, run_dir: Path, *more: str) -> Prepared:
+    return prepare(config(task, run_dir, *more), CPU)
+
+
+def refusal(task: Path, run_dir: Path, *more: str) -> str:
+    with pytest.raises(McoreRLError) as error:
+        prepared(task, run_dir, *more)
+    return str(error.value)
+
+
+def test_steps_are_counted_in_epochs_or_as_written(task: Path, tmp_path: Path) -> None:
+    found = prepared(task, tmp_path)
+    assert found.train is not None and found.validation is not None
+    assert (len(found.train), len(found.validation), found.num_steps) == (40, 6, 5)
+    assert found.data_sources == {"arithmetic"}
+    assert found.checkpoint is None and found.progress == Progress()
+    assert prepared(task, tmp_path, "trainer.total_epochs=3").num_steps == 15
+    assert prepared(task, tmp_path, "trainer.total_training_steps=7", "trainer.total_epochs=3").num_steps == 7
+    assert prepared(task, tmp_path, "trainer.val_only=true", "data.train_files=[]").num_steps == 0
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(task: Path, tmp_path: Path) -> None:
+    first = prepared(task, tmp_path)
+    seen = first.sampler.next(8)
+    state = Progress(step=1, sampler=first.sampler.state_dict(), kl=first.kl.state_dict() | {"coef": 0.5}, best=0.25)
+    path = finish(begin(tmp_path, state, ["actor"], first.identity.keep), {})
+    again = prepared(task, tmp_path, "algorithm.kl_ctrl.type=adaptive")
+    assert again.checkpoint == path and again.progress == state and again.kl.coef == 0.5
+    assert again.sampler.next(8) == first.sampler.next(8) != seen
+    fresh = prepared(task, tmp_path, "trainer.resume_mode=off")
+    assert fresh.checkpoint is None and fresh.sampler.next(8) == seen
+    assert "data.seed=5: the checkpoint was made with 1" in refusal(task, tmp_path, "data.seed=5")
+
+
+def test_what_follows_from_other_fields_is_filled_in(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(task)
+    found = config(Path(), Path("run"), "critic.path=model")
+    assert found.model.path == found.critic.path == str(task / "model")
+    assert found.trainer.default_local_dir == str(task / "run")
+    assert found.actor.loss_agg_constant == found.critic.loss_agg_constant == 12.0
+    written = config(task, task, "actor.loss_agg_constant=3", "critic.loss_agg_constant=0")
+    assert (written.actor.loss_agg_constant, written.critic.loss_agg_constant) == (3.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("model.path=nowhere", "config.json: cannot be read"),
+        ("algorithm=ppo critic.path=nowhere", "config.json: cannot be read"),
+        ("data.train_files=[nowhere.parquet]", "nowhere.parquet"),
+        ("data.val_files=[nowhere.parquet]", "nowhere.parquet"),
+        ("data.max_prompt_length=3", "more than data.max_prompt_length=3 tokens"),
+        ("data.max_prompt_length=3 data.filter_overlong_prompts=true", "no prompt is left"),
+        ("data.train_batch_size=44", "data.train_batch_size=44: is more than the 40 prompts that there are"),
+        (
+            "algorithm.filter_groups.enable=true data.gen_batch_size=48",
+            "data.gen_batch_size=48: is more than the 40 prompts that there are",
+        ),
+        ("data.max_response_length=999", "exceeds the model's 256 tokens"),
+        ("actor.parallel.tp=4", "actor.parallel."),
+        ("algorithm=ppo critic.parallel.ep=8", "critic.parallel."),
+        ("rollout.tp=3", "rollout.tp=3: does not divide"),
+        ("actor.loss_agg_constant=0", "actor.loss_agg_constant=0.0: must be positive"),
+        ("trainer.resume_mode=path trainer.resume_from_path=nowhere", "trainer.resume_from_path=nowhere: is no sound"),
+        (
+            "trainer.n_gpus_per_node=8 actor.parallel.ep=1 actor.ppo_mini_batch_size=1",
+            "actor.ppo_mini_batch_size=1: makes 4 sequences a step, fewer than the 8 data-parallel ranks of the actor. "
+            "Write 2 or more",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(task: Path, tmp_path: Path, more: str, said: str) -> None:
+    assert said in refusal(task, tmp_path, *more.split())
+
+
+def test_layouts_of_all_roles_are_refused_together(task: Path, tmp_path: Path) -> None:
+    said = refusal(task, tmp_path, "algorithm=ppo", "actor.parallel.tp=4", "critic.parallel.pp=3")
+    assert "actor.parallel." in said and "critic.parallel." in said
+
+
+def test_a_tokenizer_without_a_chat_template_is_named(task: Path, tmp_path: Path) -> None:
+    shutil.copytree(task / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert "chat template" in refusal(task, tmp_path / "run", f"model.path={tmp_path}/model")
+    assert prepared(task, tmp_path / "run", f"model.path={tmp_path}/model", f"model.tokenizer_path={task}/model")
+
+
+@pytest.fixture(scope="module")
+def judged(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``task`` with a reward model, and validation rows that ask for it."""
+    directory = tmp_path_factory.mktemp("judged")
+    shutil.copytree(task, directory, dirs_exist_ok=True)
+    reward_models.write_judge(directory / "judge")
+    rows = pq.read_table(task / "val.parquet").to_pylist()
+    for row in rows:
+        row |= {"reward_model": {"style": "model", "ground_truth": None}, "data_source": "chat"}
+    reward_models.write_rows(directory / "val.parquet", rows)
+    return directory
+
+
+def test_a_reward_model_is_prepared_for_rows_that_ask_for_it(judged: Path, tmp_path: Path) -> None:
+    enabled = ["reward_model.enable=true", f"reward_model.model.path={judged}/judge"]
+    found = prepared(judged, tmp_path, *enabled)
+    assert found.encoder is not None and found.encoder.max_length == 64 + 12
+    assert found.data_sources == {"arithmetic"}, "nobody need know how to grade chat"
+    longer = prepared(judged, tmp_path, *enabled, "reward_model.max_length=99")
+    assert longer.encoder is not None and longer.encoder.max_length == 99
+    assert prepared(judged, tmp_path).encoder is None, "the task's own function grades every row"
+
+
+def test_rows_and_reward_models_without_each_other_are_refused(task: Path, judged: Path, tmp_path: Path) -> None:
+    said = refusal(judged, tmp_path, "custom_reward_function.path=null")
+    assert "reward_model.enable=False: reward_model.style is model in 6 rows, and nobody scores them; " in said
+    assert "val.parquet:0 is the first. Write reward_model.enable=true reward_model.model.path=DIR" in said
+    enabled = ["reward_model.enable=true", f"reward_model.model.path={judged}/judge"]
+    said = refusal(task, tmp_path, *enabled)
+    assert "reward_model.enable=True: no row asks for it: reward_model.style is model in none. Write the style" in said
+
+
+def test_a_reward_model_s_problems_are_told_with_the_others(judged: Path, tmp_path: Path) -> None:
+    wrong = [f"reward_model.model.path={judged}/model", "reward_model.tp=3", "actor.parallel.tp=4"]
+    said = refusal(judged, tmp_path, "reward_model.enable=true", *wrong)
+    assert "['MixtralForCausalLM']: is a language model" in said and "actor.parallel." in said
+
+
+def test_a_template_that_refuses_the_rows_is_named_with_the_first(judged: Path, tmp_path: Path) -> None:
+    shutil.copytree(judged / "judge", tmp_path / "judge")
+    (tmp_path / "judge" / "chat_template.jinja").write_text(
+        "{% if '?' in messages[0]['content'] %}{{ raise_exception('no questions') }}{% endif %}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    said = refusal(judged, tmp_path, "reward_model.enable=true", f"reward_model.model.path={tmp_path}/judge")
+    assert "val.parquet:0: the chat template refuses the conversation: no questions" in said

@@ -1,0 +1,58 @@
+"""The plan before a run: of this machine, shown, written, and refused where it cannot fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.engine import Device
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.controller.lifecycle.start_plan import cluster_at_hand, forecast, write_plan
+from mcore_rl.errors import ConfigError
+from mcore_rl.families.registry import model_of
+from mcore_rl.parallel.device import detect
+from tests.support import models, published
+
+CPU = detect(Device.cpu)
+GPU = replace(
+    CPU, kind=Device.cuda, device_type="cuda", device_name="NVIDIA H100 80GB HBM3", memory_total_bytes=79 * 2**30
+)  # fmt: skip
+
+
+def run_of() -> RunConfig:
+    run = RunConfig()
+    run.actor.microbatch_tokens = 4096
+    return run
+
+
+def test_a_small_run_is_planned_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = forecast(run_of(), CPU, models.moe())
+    assert planned.fits
+    assert "the plan: " in capsys.readouterr().err
+    write_plan(planned, tmp_path)
+    assert json.loads((tmp_path / "plan.json").read_text())["fits"] is True
+
+
+def test_fine_tuning_too() -> None:
+    config = SftConfig()
+    config.actor.microbatch_tokens = 4096
+    assert forecast(config, CPU, models.dense()).concurrency is None
+
+
+def test_a_model_that_this_machine_cannot_hold_is_refused() -> None:
+    model = model_of(published.FACTS["mistralai/Mixtral-8x22B-Instruct-v0.1"])[1]
+    with pytest.raises(ConfigError, match="update needs"):
+        forecast(run_of(), CPU, model)
+
+
+def test_an_accelerator_has_its_own_memory_and_the_rates_of_its_name() -> None:
+    cluster = cluster_at_hand(run_of().trainer, GPU)
+    assert (cluster.gpus_per_node, cluster.gpu_memory_gib, cluster.memory_gb_s) == (1, 79.0, 3350.0)
+    assert cluster_at_hand(run_of().trainer, replace(GPU, device_name="unheard of")).memory_gb_s == 2000.0
+    assert cluster_at_hand(run_of().trainer, CPU).gpus_per_node == 0
+    planned = forecast(run_of(), GPU, models.moe())
+    assert planned.fits and planned.peaks[0].capacity == 79 * 2**30

@@ -1,0 +1,169 @@
+"""Responses graded and counted, from parquet to numbers: every number by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.compose import compose
+from mcore_rl.config.evaluate import EvaluateConfig
+from mcore_rl.controller.programs.evaluate import default_k, request_of, run_evaluate
+from mcore_rl.data.responses import ResponseSet
+from mcore_rl.errors import ConfigError
+from mcore_rl.rewards.score import RewardRequest
+from tests.support.prompt_files import row, write
+
+
+def answers(*numbers: int | str) -> list[str]:
+    return [f"so\n#### {number}" if isinstance(number, int) else number for number in numbers]
+
+
+def sums(gold: object, *numbers: int | str, source: str = "gsm8k", **columns: Any) -> dict[str, Any]:
+    return row(answer=str(gold), data_source=source, responses=answers(*numbers), **columns)
+
+
+def evaluate(path: Path, *overrides: str) -> dict[str, Any]:
+    out = path.with_suffix(".json")
+    written = [f"path={path}", f"out={out}", "overwrite=true", "reward.num_workers=1", *overrides]
+    assert asyncio.run(run_evaluate(compose(EvaluateConfig, "evaluate", written))) == 0
+    found = json.loads(out.read_text())
+    assert found["confidence"] == 0.95 and found["path"] == str(path)
+    sources: dict[str, Any] = found["data_sources"]
+    return sources
+
+
+def values(report: dict[str, Any]) -> dict[str, float]:
+    return {name: metric["value"] for name, metric in report["metrics"].items()}
+
+
+def test_every_number_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        sums(4, 4, 4, 5, 4, response_num_tokens=[3, 4, 5, 8], finish_reasons=["stop", "stop", "stop", "length"]),
+        sums(4, 5, 5, 5, 4, response_num_tokens=[4] * 4, finish_reasons=["stop"] * 4),
+        sums(7, 1, 2, "?", 7, source="arithmetic", response_num_tokens=[4] * 4, finish_reasons=["stop"] * 4),
+    ]
+    found = evaluate(write(tmp_path / "r.parquet", rows), "reward.gsm8k.format_score=0.2")
+    assert list(found) == ["gsm8k", "arithmetic"]
+    report = found["gsm8k"]
+    assert values(report) == {
+        "score": pytest.approx((3.2 + 1.6) / 8),
+        "accuracy": 0.5,
+        "pass@1": 0.5,
+        "pass@2": pytest.approx((1.0 + 0.5) / 2),  # of 6 pairs of the second prompt 3 hold its one right response
+        "pass@4": 1.0,
+        "maj@2": pytest.approx(((1 + 0.5) / 2 + (0 + 0.5) / 2) / 2),
+        "maj@4": 0.5,
+    }
+    assert {name: metric["method"] for name, metric in report["metrics"].items()} == dict.fromkeys(
+        ("score", "accuracy", "pass@1", "pass@2", "maj@2"), "bootstrap"
+    ) | dict.fromkeys(("pass@4", "maj@4"), "wilson")
+    assert all(metric["low"] < metric["value"] <= metric["high"] for metric in report["metrics"].values())
+    counts = ("num_prompts", "num_responses", "num_samples", "num_tokens", "truncated")
+    assert [report[name] for name in counts] == [2, 8, [4, 4], pytest.approx(36 / 8), pytest.approx(1 / 8)]
+    other = found["arithmetic"]  # 1, 2 and 7 have a vote each, "?" has none
+    assert values(other) == {
+        "score": pytest.approx(0.35),
+        "accuracy": 0.25,
+        "pass@1": 0.25,
+        "pass@2": 0.5,
+        "pass@4": 1.0,
+        "maj@2": pytest.approx((0 + 1) / 2),
+        "maj@4": pytest.approx(1 / 3),
+    }
+    assert other["metrics"]["accuracy"]["low"] is None  # one prompt says nothing of the spread
+    shown = capsys.readouterr().out
+    assert "gsm8k: 2 prompts, 8 responses" in shown and "12.5% of responses cut off" in shown
+
+
+def test_one_response_a_prompt_is_a_share_with_wilsons_interval(tmp_path: Path) -> None:
+    """``response_key`` of a text: 8 right of 10 lie between 0.4902 and 0.9433 (Wilson, by hand)."""
+    rows = [row(answer="4", data_source="gsm8k", said=f"#### {4 if n < 8 else 5}") for n in range(10)]
+    report = evaluate(write(tmp_path / "r.parquet", rows), "response_key=said")["gsm8k"]
+    assert values(report) == {"score": 0.8, "accuracy": 0.8, "pass@1": 0.8}
+    accuracy = report["metrics"]["accuracy"]
+    assert (accuracy["low"], accuracy["high"]) == (pytest.approx(0.49016, abs=1e-5), pytest.approx(0.94332, abs=1e-5))
+    assert report["num_tokens"] is None and report["truncated"] is None
+
+
+def test_the_same_file_gives_the_same_numbers(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.parquet", [sums(4, 4, 5), sums(4, 4, 4), sums(4, 5, 5)])
+    assert evaluate(path) == evaluate(path)
+
+
+def test_what_cannot_be_graded_counts_as_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [sums(4, 4, 4), sums("four", 4, 4)]
+    report = evaluate(write(tmp_path / "r.parquet", rows), "reward.error_score=-1", "k=[1]")["gsm8k"]
+    assert values(report) == {"score": 0.0, "accuracy": 0.5, "pass@1": 0.5}
+    assert report["errors"] == {"raised": 2, "not_a_number": 0, "timeout": 0, "died": 0}
+    assert "ground truth 'four' is not a number" in report["example"]
+    assert "not graded, and counted as wrong: 2 raised; the first: raised: ValueError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answer", "metrics", "missing"),
+    [
+        ("len(solution_str)", {"score": 1.5}, {"accuracy", "pass@k", "maj@k"}),
+        ("{'score': 0, 'acc': solution_str == 'ab'}", {"score": 0, "accuracy": 0.5, "pass@2": 1.0}, {"maj@k"}),
+        (
+            "{'score': 0, 'acc': extra_info['level'] == 3, 'pred': solution_str}",
+            {"score": 0, "accuracy": 1.0, "pass@2": 1.0, "maj@2": 1.0},
+            set(),
+        ),
+    ],
+)
+def test_a_function_of_ones_own(tmp_path: Path, answer: str, metrics: dict[str, float], missing: set[str]) -> None:
+    function = tmp_path / "mine.py"
+    function.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    assert set(extra_info) == {'ability', 'reward_model', 'level', 'index'}, extra_info  # as in training\n"
+        f"    return {answer}\n"
+    )
+    path = write(tmp_path / "r.parquet", [row(level=3, responses=["a", "ab"], finish_reasons=["stop"] * 2)])
+    report = evaluate(path, f"custom_reward_function.path={function}", "k=[2]")["sums"]
+    assert values(report) == metrics and set(report["missing"]) == missing
+    assert sum(report["errors"].values()) == 0
+
+
+def test_the_overlong_punishment_knows_lengths(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.parquet", [sums(4, 4, 4, response_num_tokens=[5, 10])])
+    overlong = ["reward.overlong.enable=true", "reward.overlong.length=4", "max_response_length=10"]
+    assert values(evaluate(path, *overlong)["gsm8k"])["score"] == pytest.approx(0.5)  # 1 and 1 - 1
+    with pytest.raises(ConfigError, match="does not say how long its responses are"):
+        evaluate(write(tmp_path / "s.parquet", [sums(4, 4)]), *overlong)
+
+
+def test_what_cannot_be_evaluated_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.parquet", [sums(4, 4, 4), sums(4, 4)])
+    with pytest.raises(ConfigError, match=r"k=\[2\]: 2 of 1 responses cannot be drawn.*Write up to 1"):
+        evaluate(path, "k=[2]")
+    with pytest.raises(ConfigError, match="data_source=sums: no grader is known"):
+        evaluate(write(tmp_path / "s.parquet", [row(responses=["a"])]))
+    for name, said in ((path, "is the file with the responses"), (tmp_path, "is a directory")):
+        with pytest.raises(ConfigError, match=said):
+            evaluate(path, f"out={name}")
+    (tmp_path / "old.json").write_text("old")
+    with pytest.raises(ConfigError, match=r"old.json: exists\. Write another name, or overwrite=true"):
+        evaluate(path, f"out={tmp_path / 'old.json'}", "overwrite=false")
+    assert (tmp_path / "old.json").read_text() == "old"
+
+
+def test_a_grader_is_told_what_it_is_told_in_training(tmp_path: Path) -> None:
+    columns = dict(response_num_tokens=[5, 10], finish_reasons=["stop", "length"])
+    path = write(tmp_path / "r.parquet", [sums(4, 4, 5, level=3, extra_info={"level": 7, "index": 1}, **columns)])
+    (only,) = ResponseSet.load(path, "prompt", "responses")
+    graded_by = {"style": "rule", "ground_truth": "4"}
+    told = {"ability": "math", "reward_model": graded_by, "level": 7, "index": 1}
+    for index, (text, length, cut) in enumerate([("so\n#### 4", 5, False), ("so\n#### 5", 10, True)]):
+        expected = RewardRequest(("r.parquet:0", index), "gsm8k", text, "4", told, length, 10, cut)
+        assert request_of(only, index, 10) == expected
+
+
+@pytest.mark.parametrize(
+    ("fewest", "expected"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9])]
+)
+def test_k_that_nobody_chose(fewest: int, expected: list[int]) -> None:
+    assert default_k(fewest) == expected

@@ -1,0 +1,170 @@
+"""Responses of a real engine against transformers' greedy ones; the order of samples; what is refused at the start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mcore_rl.config.compose import compose
+from mcore_rl.config.data import DataConfig
+from mcore_rl.config.engine import Device
+from mcore_rl.config.generate import GenerateConfig
+from mcore_rl.controller.programs.generate import draw, logs_beside, prepare, run_generate
+from mcore_rl.data.prompts import PromptSet
+from mcore_rl.data.responses import Generated
+from mcore_rl.errors import McoreRLError
+from mcore_rl.parallel.device import detect
+from mcore_rl.rollout.protocol import FinishReason, Request, Sample, Sampling
+from tests.support import prompt_files
+from tests.support.prompt_files import row, write
+from tests.support.rollouts import SIZES
+
+TOKENIZER = prompt_files.tokenizer()
+LENGTH = 12
+QUESTIONS = ["Tom has 3 apples.", "2 + 3?", "Who has 7 coins and finds 9 more of them, and how many?", "Why?"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama that answers in ASCII: bytes that are no text may be shown in more than one way."""
+    directory = tmp_path_factory.mktemp("generate") / "model"
+    torch.manual_seed(0)
+    size = dict(SIZES) | dict(vocab_size=len(TOKENIZER), eos_token_id=TOKENIZER.eos_token_id)
+    llama = LlamaForCausalLM(LlamaConfig(**size))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for token in range(len(TOKENIZER)):
+            text = TOKENIZER.decode([token], skip_special_tokens=True)
+            if not (text.isascii() and text.isprintable()):
+                llama.lm_head.weight[token] = 0
+    llama.save_pretrained(directory)
+    TOKENIZER.save_pretrained(directory)
+    return directory
+
+
+def rows_of(questions: Sequence[str]) -> list[dict[str, Any]]:
+    return [row(question, str(number), level=number) for number, question in enumerate(questions)]
+
+
+def config_of(model: Path, out: Path, *overrides: str) -> GenerateConfig:
+    small = [f"data.max_response_length={LENGTH}", "data.max_prompt_length=64", "rollout.dtype=float32"]
+    engine = ["rollout.device=cpu", f"rollout.kv_cache_memory_bytes={16 << 20}", "rollout.max_num_seqs=8"]
+    written = [f"model.path={model}", f"out={out}", *small, *engine, *overrides]
+    return compose(GenerateConfig, "generate", written)
+
+
+def greedy(model: Path, tokens: Sequence[int]) -> list[int]:
+    """What transformers answers."""
+    llama = LlamaForCausalLM.from_pretrained(model)
+    found = llama.generate(
+        torch.tensor([tokens]), do_sample=False, max_new_tokens=LENGTH, pad_token_id=TOKENIZER.pad_token_id
+    )
+    return [int(token) for token in found[0, len(tokens) :]]
+
+
+def test_greedy_responses_are_those_of_transformers(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two files, one prompt too long and left out; all columns kept, in order; one engine on Ray."""
+    folder = model.parent
+    long = row("Tom " * 70, "0", level=9)
+    first = write(folder / "a.parquet", [*rows_of(QUESTIONS[:2]), long])
+    second = write(folder / "b.parquet", [dict(each, note="b") for each in rows_of(QUESTIONS[2:])])
+    out = folder / "made" / "answers.parquet"
+    files = f"data.files=[{first},{second}]"
+    config = config_of(model, out, files, "data.filter_overlong_prompts=true", "rollout.temperature=0")
+    assert asyncio.run(run_generate(config)) == 0
+
+    table = pq.read_table(out)
+    kept = [*pq.read_table(first).to_pylist()[:2], *pq.read_table(second).to_pylist()]
+    made = ("responses", "response_num_tokens", "finish_reasons")
+    assert [name for name in table.column_names if name not in made] == [*kept[0], "note"]
+    found = table.to_pylist()
+    assert [{name: each[name] for name in each if name not in made} for each in found] == [
+        {"note": None} | each for each in kept
+    ]
+    for question, each in zip(QUESTIONS, found, strict=True):
+        text = TOKENIZER.apply_chat_template(prompt_files.user(question), tokenize=False, add_generation_prompt=True)
+        tokens = greedy(model, TOKENIZER.encode(text, add_special_tokens=False))
+        ended = tokens[-1] == TOKENIZER.eos_token_id
+        assert each["responses"] == [TOKENIZER.decode(tokens, skip_special_tokens=True)]
+        assert each["response_num_tokens"] == [len(tokens)]
+        assert each["finish_reasons"] == ["stop" if ended else "length"]
+    assert [file.name for file in out.parent.iterdir() if file.is_file()] == ["answers.parquet"]
+    assert [file.name for file in logs_beside(out).iterdir()] == ["engine-0.log"]
+    said = capsys.readouterr()
+    assert "data.files: 4 prompts of" in said.err and "1 of 5 left out" in said.err
+    assert "answers.parquet: 4 prompts, 1 responses each" in said.out
+
+
+class Backwards:
+    """Answers the last request first, with its own name; every second response is cut off."""
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+        for request in reversed(requests):
+            yield Sample(
+                prompt_id=request.prompt.id,
+                index=request.index,
+                tokens=np.zeros(request.index + 1, dtype=np.int32),
+                logprobs=np.zeros(request.index + 1, dtype=np.float32),
+                versions=(),
+                finish=FinishReason.length if request.index % 2 else FinishReason.stop,
+                text=f"{request.prompt.id}/{request.index}",
+            )
+
+
+def test_samples_come_in_any_order_and_stand_in_theirs(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.parquet", rows_of(["a", "b", "a"]))  # two rows with one question are two prompts
+    config = DataConfig(max_prompt_length=64)
+    prompts = PromptSet.load([path], config, TOKENIZER, max_samples=None, title="data.files")
+    told: list[int] = []
+    found = asyncio.run(draw(Backwards(), prompts, 3, Sampling(max_tokens=4), told.append))  # type: ignore[arg-type]
+    assert found == [
+        [Generated(f"p.parquet:{n}/{i}", i + 1, "length" if i % 2 else "stop") for i in range(3)] for n in range(3)
+    ]
+    assert told == [3, 2, 1] * 3
+
+
+def refusal(config: GenerateConfig) -> str:
+    with pytest.raises(McoreRLError) as caught:
+        prepare(config, detect(Device.cpu))
+    return str(caught.value)
+
+
+def test_a_place_that_cannot_be_written_is_refused_with_all_else(model: Path, tmp_path: Path) -> None:
+    prompts = write(tmp_path / "p.parquet", rows_of(["a"]))
+    files = f"data.files=[{prompts}]"
+    assert "is one of data.files. Write another name" in refusal(config_of(model, prompts, files, "overwrite=true"))
+    assert "is a directory" in refusal(config_of(model, tmp_path, files))
+    old = write(tmp_path / "old.parquet", rows_of(["b"]))
+    said = refusal(config_of(model, old, files, "rollout.n=0"))
+    assert "2 problems" in said and f"out={old}: exists. Write another name, or overwrite=true" in said
+    prepared, found = prepare(config_of(model, old, files, "overwrite=true"), detect(Device.cpu))
+    assert len(found) == 1 and prepared.out == str(old)
+
+
+def test_files_with_responses_and_models_without_text_are_refused(model: Path, tmp_path: Path) -> None:
+    answered = write(tmp_path / "p.parquet", [row(responses=["x"], finish_reasons=["stop"])])
+    said = refusal(config_of(model, tmp_path / "o.parquet", f"data.files=[{answered}]"))
+    assert "data.files: 1 problem" in said and "there is a column responses, finish_reasons already" in said
+    silent = tmp_path / "silent"
+    silent.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (silent / name).symlink_to(model / name)
+    config = config_of(silent, tmp_path / "o.parquet", f"data.files=[{answered}]", f"model.tokenizer_path={model}")
+    assert "has no tokenizer, so that responses have no text" in refusal(config)
+
+
+def test_relative_paths_are_found_by_every_process(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "p.parquet", rows_of(["a"]))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").symlink_to(model)
+    config, _ = prepare(config_of(Path("m"), Path("o.parquet"), "data.files=[p.parquet]"), detect(Device.cpu))
+    assert (config.model.path, config.out) == (str(model), str(tmp_path / "o.parquet"))

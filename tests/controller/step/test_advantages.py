@@ -1,0 +1,193 @@
+"""From scores to what is trained on, by hand: which number goes where, in which order.
+
+The algorithms themselves are held against float64 references in tests/algorithms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from mcore_rl.algorithms.advantages.registry import final_advantages
+from mcore_rl.algorithms.kl import KlController
+from mcore_rl.algorithms.lesson import Outcomes
+from mcore_rl.algorithms.ragged import sequence_counts
+from mcore_rl.config.algorithm import (
+    AdvEstimator,
+    AlgorithmConfig,
+    CorrectionLevel,
+    CorrectionMode,
+    KlControl,
+    KlControlConfig,
+    RolloutCorrectionConfig,
+)
+from mcore_rl.controller.step.advantages import study
+from mcore_rl.controller.step.batch_assembly import Groups
+from mcore_rl.controller.step.updates import send
+from mcore_rl.runtime.shard import Taken
+from mcore_rl.types import TrainBatch
+from tests.support.batches import LENGTHS as RAGGED
+from tests.support.batches import ragged
+from tests.support.in_process_group import InProcessGroup
+
+# Two samples of one prompt of two tokens; responses of two tokens and of one.  Of prompts nothing may be read.
+LENGTHS = (4, 3)
+MASK = torch.tensor([0, 0, 1, 1, 0, 0, 1]).bool()
+OLD = torch.tensor([0.0, -9.0, -1.0, -2.0, 0.0, -9.0, -1.0])
+REF = torch.tensor([0.0, -5.0, -1.5, -2.0, 0.0, -5.0, -0.8])
+ROLLOUT = torch.tensor([0.0, 0.0, -1.0, -2.0, 0.0, 0.0, -1.0])
+VALUES = torch.tensor([9.0, 9.0, 0.2, 0.4, 9.0, 9.0, 0.1])
+KL = KlControlConfig(kl_coef=0.1)
+
+
+@dataclass
+class Found:
+    """What ranks would train with, in the order of the batch, and what was said of it."""
+
+    batch: TrainBatch
+    metrics: dict[str, float]
+
+
+def studied(groups: Groups, algorithm: AlgorithmConfig, kl: KlController, dp: int) -> Found:
+    group, number = InProcessGroup(dp), len(groups.batch.lengths_S)
+    shared = send(group, groups.batch, [range(number)])  # type: ignore[arg-type]
+    lesson = asyncio.run(study(group, shared, groups, algorithm, kl))  # type: ignore[arg-type]
+    fields = [*(name for name, _ in groups.batch.token_fields()), "advantages_T", "returns_T", "weights_T"]
+    whole: list[Taken] = []
+    one = InProcessGroup(1, take=lambda _, taken: whole.append(taken))
+    asyncio.run(one.map("take", shared.takings([[list(range(number))]], fields)))
+    (batch,) = whole[0].batches
+    assert torch.equal(lesson.trained_S, sequence_counts(batch.mask_T, batch.lengths_S))
+    estimate = lesson.estimate
+    final_T = final_advantages(
+        batch.advantages_T, estimate.advantages_S, estimate.whitening, batch.mask_T, list(batch.lengths_S)
+    )
+    return Found(replace(batch, advantages_T=final_T), lesson.metrics)
+
+
+def learn(algorithm: AlgorithmConfig, kl: KlController | None = None, dp: int = 2, **changes: torch.Tensor) -> Found:
+    batch = TrainBatch(lengths_S=LENGTHS, tokens_T=torch.arange(7), mask_T=MASK, rollout_logprobs_T=ROLLOUT)
+    batch = replace(batch, old_logprobs_T=OLD, ref_logprobs_T=REF, old_values_T=VALUES)
+    groups = Groups(
+        trajectories=(),
+        batch=replace(batch, **changes),
+        group_S=torch.tensor([0, 0]),
+        outcomes=Outcomes(
+            scores_S=torch.tensor([1.0, 0.0]),
+            truncated_S=torch.tensor([False, True]),
+            greedy_S=torch.tensor([0.25, 0.25]),
+        ),
+    )
+    return studied(groups, algorithm, kl or KlController(algorithm.kl_ctrl), dp)
+
+
+def advantages(found: Found) -> list[float]:
+    assert found.batch.advantages_T is not None
+    return found.batch.advantages_T[MASK].tolist()
+
+
+def as_bits(found: Found) -> dict[str, object]:
+    return {name: tensor.numpy().tobytes() for name, tensor in found.batch.token_fields()} | found.metrics
+
+
+@pytest.mark.parametrize("estimator", list(AdvEstimator))
+@pytest.mark.parametrize("level", list(CorrectionLevel))
+def test_no_bit_depends_on_how_many_ranks_there_are(estimator: AdvEstimator, level: CorrectionLevel) -> None:
+    batch, draw = ragged(7), torch.Generator().manual_seed(3)
+    size, number = len(batch.mask_T), len(RAGGED)
+    drawn = [torch.randn(size, generator=draw) for _ in range(4)]
+    batch = TrainBatch(
+        lengths_S=batch.lengths_S, tokens_T=batch.tokens_T, mask_T=batch.mask_T, rollout_logprobs_T=drawn[0],
+        old_logprobs_T=drawn[0] + drawn[1] / 9, ref_logprobs_T=drawn[2], old_values_T=drawn[3],
+    )  # fmt: skip
+    groups = Groups(
+        trajectories=(),
+        batch=batch,
+        group_S=torch.arange(number) // 3,
+        outcomes=Outcomes(
+            scores_S=torch.randn(number, generator=draw),
+            truncated_S=torch.arange(number) % 4 == 1,
+            greedy_S=torch.randn(number, generator=draw),
+        ),
+    )
+    mode = CorrectionMode.mask if level is CorrectionLevel.token else CorrectionMode.truncate
+    algorithm = AlgorithmConfig(
+        adv_estimator=estimator, gamma=0.9, lam=0.8, mask_truncated=True, use_kl_in_reward=True, whiten_advantages=True,
+        rollout_correction=RolloutCorrectionConfig(level=level, mode=mode, lower=0.9, upper=1.1),
+    )  # fmt: skip
+    one, *more = (as_bits(studied(groups, algorithm, KlController(KL), dp)) for dp in (1, 2, 3, number))
+    assert all(each == one for each in more)
+
+
+def test_leave_one_out_of_the_scores() -> None:
+    found = learn(AlgorithmConfig(adv_estimator=AdvEstimator.rloo))
+    assert advantages(found) == [1.0, 1.0, -1.0]
+    assert torch.equal(found.batch.mask_T, MASK) and found.batch.weights_T is None
+    assert found.metrics["advantage/mean"] == pytest.approx(1 / 3)
+    assert found.metrics["advantage/std"] == pytest.approx(math.sqrt(8 / 9))
+    assert (found.metrics["advantage/min"], found.metrics["advantage/max"]) == (-1.0, 1.0)
+    assert "kl/reward" not in found.metrics and "return/mean" not in found.metrics
+
+
+def test_the_kl_is_taken_from_the_reward_with_the_coefficient_of_before() -> None:
+    control = KlControlConfig(type=KlControl.adaptive, kl_coef=0.1, target_kl=0.01, horizon=10)
+    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.rloo, use_kl_in_reward=True, kl_ctrl=control)
+    kl = KlController(control)
+    found = learn(algorithm, kl)
+    # k1: 0.5 and 0 in the first response, -0.2 in the second: returns 1 - 0.05 and 0.02.
+    assert advantages(found) == pytest.approx([0.93, 0.93, -0.93])
+    assert found.metrics["kl/reward"] == pytest.approx(0.15)
+    assert found.metrics["kl/coef"] == 0.1
+    # arXiv:1909.08593, section 2.2: the error, 14, is clipped to 0.2; two samples of a horizon of ten.
+    assert kl.coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
+    assert learn(algorithm, kl).metrics["kl/coef"] == kl.coef / (1 + 0.2 * 2 / 10)
+
+
+def test_the_critic_s_values_are_the_baseline_of_gae() -> None:
+    found = learn(AlgorithmConfig(adv_estimator=AdvEstimator.gae))
+    # Returns less values are 0.8, 0.6 and -0.1, whose mean is 1.3 / 3; whitened, with the unbiased variance.
+    centred = [0.8 - 1.3 / 3, 0.6 - 1.3 / 3, -0.1 - 1.3 / 3]
+    deviation = math.sqrt(sum(x * x for x in centred) / 2)
+    assert advantages(found) == pytest.approx([x / deviation for x in centred], rel=1e-5)
+    assert found.batch.returns_T is not None
+    assert found.batch.returns_T[MASK].tolist() == pytest.approx([1.0, 1.0, 0.0])
+    assert found.metrics["return/mean"] == pytest.approx(2 / 3)
+    assert found.metrics["value/mean"] == pytest.approx(0.7 / 3)
+
+
+def test_the_greedy_score_is_the_baseline_of_remax() -> None:
+    assert advantages(learn(AlgorithmConfig(adv_estimator=AdvEstimator.remax))) == pytest.approx([0.75, 0.75, -0.25])
+
+
+def test_responses_that_were_cut_off_are_not_trained_where_that_is_said() -> None:
+    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.remax, mask_truncated=True)
+    found = learn(algorithm)
+    assert found.batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 0, 0]
+    assert found.metrics["dropped/masked_sequences"] == 1.0
+    assert found.metrics["advantage/min"] == found.metrics["advantage/max"] == 0.75
+    assert "dropped/masked_sequences" not in learn(replace(algorithm, mask_truncated=False)).metrics
+
+
+def test_the_difference_to_the_sampler_weighs_the_loss() -> None:
+    sampler = torch.tensor([0.0, 0.0, -1.0 - math.log(3), -2.0, 0.0, 0.0, -1.0 + math.log(2)])
+    config = RolloutCorrectionConfig(level=CorrectionLevel.token, upper=2.0)
+    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.remax, rollout_correction=config)
+    found = learn(algorithm, rollout_logprobs_T=sampler)
+    assert found.batch.weights_T is not None
+    assert found.batch.weights_T[MASK].tolist() == pytest.approx([2.0, 1.0, 0.5])
+    assert found.metrics["rollout/logprob_diff_max"] == pytest.approx(math.log(3))
+    assert found.metrics["rollout/correction_weight_mean"] == pytest.approx((3 + 1 + 0.5) / 3)
+    assert found.metrics["rollout/correction_clip_share"] == pytest.approx(1 / 3)
+    off = learn(replace(algorithm, rollout_correction=RolloutCorrectionConfig()), rollout_logprobs_T=sampler)
+    assert off.batch.weights_T is None
+    assert off.metrics["rollout/logprob_diff_max"] == pytest.approx(math.log(3))
+    assert not [key for key in off.metrics if "correction" in key]
+
+
+def test_a_batch_of_which_nothing_is_trained_has_no_advantages_to_tell_of() -> None:
+    found = learn(AlgorithmConfig(adv_estimator=AdvEstimator.gae), mask_T=torch.zeros(7, dtype=torch.bool))
+    assert not [key for key in found.metrics if key.startswith(("advantage", "return", "value"))]

@@ -1,0 +1,107 @@
+"""The numbers of a step, by hand, under names that the tracker knows."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_rl.config.roles import ActorConfig
+from mcore_rl.controller.step.batch_assembly import Trajectory
+from mcore_rl.controller.step.metrics import actor_metrics, critic_metrics, memory_metrics, rates, sample_metrics
+from mcore_rl.controller.step.rollout_collection import Drawn
+from mcore_rl.controller.step.updates import Updated
+from mcore_rl.parallel.device import Memory
+from mcore_rl.rewards.score import Score
+from mcore_rl.tracking.metrics import metric_of
+from mcore_rl.types import StepResult
+from tests.support.scripted_rollout import row, sample
+
+
+def known(metrics: dict[str, float]) -> dict[str, float]:
+    for key in metrics:
+        metric_of(key)
+    return metrics
+
+
+def test_samples_are_counted() -> None:
+    def trajectory(length: int, score: Score, cut: bool = False) -> Trajectory:
+        answer = sample("p", 0, (7,) * length, cut=cut)
+        return Trajectory(row=row(1, (1,) * length), group=0, sample=answer, score=score)
+
+    found = [
+        trajectory(2, Score(1.0, {"format": 1.0, "rare": 3.0}, correct=1.0)),
+        trajectory(4, Score(0.0, {"format": 0.0}, correct=0.0), cut=True),
+        trajectory(6, Score(-1.0, error="timeout: x")),
+    ]
+    drawn = Drawn(trajectories=found, greedy=None, num_batches=2, num_dropped=5)
+    assert known(sample_metrics(drawn)) == pytest.approx(
+        {
+            "reward/mean": 0.0, "reward/std": (2 / 3) ** 0.5, "reward/min": -1.0, "reward/max": 1.0,
+            "reward/accuracy": 0.5, "reward/part/format": 0.5, "reward/part/rare": 3.0,
+            "response/length_mean": 4.0, "response/length_min": 2.0, "response/length_max": 6.0,
+            "response/clip_share": 1 / 3, "prompt/length_mean": 4.0, "prompt/length_max": 6.0,
+            "dropped/groups": 5.0, "dropped/generation_batches": 2.0, "dropped/grader_errors": 1.0,
+        }
+    )  # fmt: skip
+
+
+def result(loss: float = 0.0, skipped: str | None = None, **metrics: float) -> StepResult:
+    named = {name.replace("__", "/"): value for name, value in metrics.items()}
+    return StepResult(loss=loss, grad_norm=2 * loss, lr=loss / 10, skipped=skipped, metrics=named)
+
+
+def test_the_actor_s_updates_are_counted() -> None:
+    updated = Updated(
+        results=[
+            result(1.0, actor__ratio=4.0, actor__approx_kl=1.0, actor__approx_kl_k1=2.0, actor__kl_loss=8.0,
+                   actor__clip_fraction_low=1.0, router__load_max=1.5),
+            result(3.0, "not finite", actor__ratio=9.0, actor__approx_kl=5.0, actor__approx_kl_k1=4.0,
+                   actor__kl_loss=1.0, actor__clip_fraction_low=2.0, router__load_max=2.5),
+        ],
+        trained=[4, 2],
+    )  # fmt: skip
+    metrics = actor_metrics(updated, ActorConfig(use_kl_loss=True, kl_loss_coef=0.5), 1.5)
+    assert known(metrics) == pytest.approx(
+        {
+            "actor/entropy": 1.5, "actor/ratio_first": 1.0, "actor/kl_k3": 1.0, "actor/kl_k1": 1.0, "kl/loss": 1.5,
+            "kl/coef": 0.5, "actor/clip_fraction_low": 0.5, "router/load_max": 2.0, "actor/loss": 2.0,
+            "actor/grad_norm": 4.0, "actor/lr": 0.3, "actor/skipped_updates": 1.0,
+        }
+    )  # fmt: skip
+
+
+def test_a_step_without_updates_tells_of_entropy_alone() -> None:
+    assert actor_metrics(Updated(), ActorConfig(), 3.0) == {"actor/entropy": 3.0}
+    assert critic_metrics(Updated()) == {}
+
+
+def test_the_critic_s_updates_are_counted() -> None:
+    # Returns 0 and 2 in the first minibatch, 4 in the second; errors 1, 1 and 1: all variance is explained.
+    sums = [
+        dict(critic__returns=2.0, critic__returns_squared=4.0, critic__errors=2.0, critic__errors_squared=2.0),
+        dict(critic__returns=4.0, critic__returns_squared=16.0, critic__errors=1.0, critic__errors_squared=1.0),
+    ]
+    updated = Updated(results=[result(1.0, critic__vf_clip_fraction=3.0, **each) for each in sums], trained=[2, 1])
+    assert known(critic_metrics(updated)) == pytest.approx(
+        {
+            "value/explained_variance": 1.0, "critic/clip_fraction": 2.0, "critic/loss": 1.0, "critic/grad_norm": 2.0,
+            "critic/lr": 0.1, "critic/skipped_updates": 0.0,
+        }
+    )  # fmt: skip
+
+
+def test_memory_is_of_the_device_or_of_all_processes() -> None:
+    rest = dict(reserved_bytes=0, free_bytes=0, total_bytes=0)
+    sizes = ((1 << 30, 3 << 30), (2 << 30, 2 << 30))
+    memories = [Memory(allocated_bytes=size, peak_bytes=peak, **rest) for size, peak in sizes]
+    assert known(memory_metrics(memories, accelerator=True)) == {"perf/memory_device_gib": 3.0}
+    assert known(memory_metrics(memories, accelerator=False)) == {"perf/memory_host_gib": 3.0}
+    assert memory_metrics([], accelerator=True) == {}, "the actor was not trained"
+
+
+def test_rates_are_tokens_by_the_seconds_of_their_phase() -> None:
+    metrics = {"response/length_mean": 10.0, "prompt/length_mean": 5.0}
+    seconds = {"time/generate": 4.0, "time/update_actor": 2.0}
+    assert known(rates(metrics, seconds, 8, epochs=3)) == {
+        "perf/generated_tokens_per_s": 20.0, "perf/trained_tokens_per_s": 180.0
+    }  # fmt: skip
+    assert rates(metrics, {}, 8, 1) == {}

@@ -1,0 +1,183 @@
+"""Batches to ranks and back: nothing is lost, swapped or counted twice, whoever holds what."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.algorithms.advantages.registry import Estimate
+from mcore_rl.algorithms.advantages.whiten import Whitening
+from mcore_rl.algorithms.policy import ActorLoss, policy_loss
+from mcore_rl.algorithms.ragged import sequence_counts
+from mcore_rl.algorithms.value import value_loss
+from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation
+from mcore_rl.controller.step.advantages import Lesson
+from mcore_rl.controller.step.updates import Updated, minibatches, score, send, update
+from mcore_rl.runtime.shard import Kept, Shard, Taken
+from mcore_rl.runtime.train_worker import Trained
+from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
+from tests.support.batches import LENGTHS, ragged
+from tests.support.in_process_group import InProcessGroup
+
+ALL = list(range(len(LENGTHS)))
+PARTS = [[0, 3, 4, 6, 9], [8, 1, 2, 5, 7]]
+
+
+class Ranks(InProcessGroup):
+    """They answer from the tokens that they are handed."""
+
+    def __init__(self, dp: int) -> None:
+        super().__init__(dp, score=self._score, train_steps=self._train_steps)
+        self.scored: list[TrainBatch] = []
+        self.trained: dict[int, tuple[Taken, tuple[Any, ...]]] = {}
+
+    def _score(self, rank: int, taken: Taken, field: str, *args: Any) -> Kept:
+        self.arguments = args
+        (batch,) = taken.batches
+        self.scored.append(batch)
+        return Kept(
+            SequenceScores(sums_S=_sums(batch), entropy_S=-_sums(batch)),
+            Shard.of(batch.lengths_S, **{field: _says(batch)}),
+        )
+
+    def _train_steps(self, rank: int, taken: Taken, *args: Any) -> Trained | None:
+        self.trained[rank] = taken, args
+        results = [
+            StepResult(loss=1.0, grad_norm=2.0, lr=0.1, skipped=None, metrics={"actor/ratio": float(number)})
+            for number in range(len(taken.batches))
+        ]
+        return Trained(results, []) if rank == 0 else None
+
+
+def _says(batch: TrainBatch) -> torch.Tensor:
+    """Of each token, where it stands in its sequence, and how long that is: no two of ``LENGTHS`` are alike."""
+    return torch.cat([torch.arange(n) + 1000 * n + 0.5 for n in batch.lengths_S]) + batch.tokens_T / 1024
+
+
+def _sums(batch: TrainBatch) -> torch.Tensor:
+    return torch.stack([part.double().sum() for part in torch.split(_says(batch), list(batch.lengths_S))])
+
+
+def _lesson(batch: TrainBatch, advantages_S: torch.Tensor | None = None, whitening: Whitening | None = None) -> Lesson:
+    estimate = Estimate(advantages_S=advantages_S, whitening=whitening, spread=None)
+    return Lesson(estimate=estimate, trained_S=sequence_counts(batch.mask_T, batch.lengths_S), metrics={})
+
+
+def _plain(batch: TrainBatch) -> TrainBatch:
+    return TrainBatch(lengths_S=batch.lengths_S, tokens_T=batch.tokens_T, mask_T=batch.mask_T)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 10])
+def test_sums_come_back_in_the_order_of_the_batch(dp: int) -> None:
+    batch, group = ragged(101), Ranks(dp)
+    shared = send(group, batch, [ALL])  # type: ignore[arg-type]
+    found = asyncio.run(score(group, shared, "old_logprobs_T", temperature=0.7, with_entropy=True, snapshot="s"))  # type: ignore[arg-type]
+    assert torch.equal(found.sums_S, _sums(batch))
+    assert found.entropy_S is not None and torch.equal(found.entropy_S, -_sums(batch))
+    assert group.arguments == (0.7, True, "s")
+    assert sorted(n for each in group.scored for n in each.lengths_S) == sorted(LENGTHS)
+    read = {name for each in group.scored for name, _ in each.token_fields()}
+    assert read == {"tokens_T", "mask_T"}, "what scoring does not read is not taken"
+
+
+@pytest.mark.parametrize(("dp", "scorers"), [(1, 1), (3, 3), (2, 5), (5, 1)])
+def test_what_one_group_said_another_is_handed_with_the_tokens(dp: int, scorers: int) -> None:
+    """Also where the two are of different sizes, and minibatches are not those that the tokens were laid out for."""
+    batch, group, other = ragged(101), Ranks(dp), Ranks(scorers)
+    shared = send(group, _plain(batch), PARTS)  # type: ignore[arg-type]
+    asyncio.run(score(other, shared, "old_values_T"))  # type: ignore[arg-type]
+    parts = [[9, 1, 4, 0, 6], *PARTS[::-1], [2, 3, 4, 5, 8]]
+    loss = value_loss(CriticConfig(loss_agg_constant=9.0))
+    asyncio.run(update(group, shared, loss, parts, _lesson(batch), temperature=1.0))  # type: ignore[arg-type]
+    for number, members in enumerate(parts):
+        taken = [group.trained[rank][0].batches[number] for rank in range(dp) if rank in group.trained]
+        assert sorted(n for each in taken for n in each.lengths_S) == sorted(batch.select(members).lengths_S)
+        for each in taken:
+            assert each.old_values_T is not None and torch.equal(each.old_values_T, _says(each))
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> None:
+    batch, group = ragged(101), Ranks(dp)
+    loss = policy_loss(ActorConfig())
+    shared, advantages_S = send(group, batch, PARTS), torch.tensor(LENGTHS) + 0.25  # type: ignore[arg-type]
+    done = asyncio.run(update(group, shared, loss, PARTS, _lesson(batch, advantages_S), temperature=0.5))  # type: ignore[arg-type]
+    for number, members in enumerate(PARTS):
+        whole = batch.select(members)
+        sent = [group.trained[rank][0].batches[number] for rank in range(dp)]
+        assert sorted(n for each in sent for n in each.lengths_S) == sorted(whole.lengths_S)
+        tokens = torch.cat([each.tokens_T for each in sent]).sort().values
+        assert torch.equal(tokens, whole.tokens_T.sort().values)
+        for rank, each in enumerate(sent):  # a sequence's own, which its length tells
+            assert group.trained[rank][0].told[number].tolist() == [n + 0.25 for n in each.lengths_S]
+    (sent_loss, counts, *rest), whole = group.trained[0][1], batch.select(PARTS[1])
+    assert (sent_loss, rest) == (loss, [0.5, False, None, None])
+    assert counts[1] == Denominators(loss=float(whole.mask_T.sum()), tokens=sum(whole.lengths_S), sequences=5)
+    assert done.trained == [int(batch.select(members).mask_T.sum()) for members in PARTS]
+    assert [result.metrics["actor/ratio"] for result in done.results] == [0.0, 1.0]
+
+
+def test_a_role_is_handed_what_its_loss_reads() -> None:
+    batch, group = ragged(101), Ranks(2)
+    shared, whitening = send(group, batch, PARTS), Whitening(0.5, 2.0)  # type: ignore[arg-type]
+    for loss, fields in (
+        (policy_loss(ActorConfig()), {"old_logprobs_T", "ref_logprobs_T", "advantages_T"}),
+        (value_loss(CriticConfig(loss_agg_constant=9.0)), {"old_values_T", "returns_T"}),
+    ):
+        lesson = _lesson(batch, whitening=whitening)
+        asyncio.run(update(group, shared, loss, PARTS, lesson, temperature=1.0))  # type: ignore[arg-type]
+        taken, arguments = group.trained[1]
+        there = {name for name, _ in batch.token_fields()}
+        assert {name for name, _ in taken.batches[0].token_fields()} == (fields | {"tokens_T", "mask_T"}) & there
+        assert taken.told == [None, None] and arguments[-1] is whitening
+
+
+def test_what_the_sum_is_divided_by_is_counted_over_the_minibatch() -> None:
+    batch, group = ragged(101), Ranks(2)
+    config = ActorConfig(loss_agg_mode=LossAggregation.sum_over_constant, loss_agg_constant=7.0, entropy_coeff=0.1)
+    loss, lesson = policy_loss(config), _lesson(batch)
+    asyncio.run(update(group, send(group, batch, [ALL]), loss, [[0, 2]], lesson, temperature=1.0))  # type: ignore[arg-type]
+    _, (sent_loss, (counts,), _, with_entropy, *_) = group.trained[0]
+    assert isinstance(sent_loss, ActorLoss) and counts.loss == 2 * 7.0 and with_entropy
+
+
+def test_a_minibatch_without_a_trained_token_is_left_out() -> None:
+    batch, group = ragged(101), Ranks(1)  # sequence 3 is all masked
+    shared, loss, lesson = send(group, batch, [ALL]), policy_loss(ActorConfig()), _lesson(batch)  # type: ignore[arg-type]
+    done = asyncio.run(update(group, shared, loss, [[3], [0, 1]], lesson, temperature=1.0))  # type: ignore[arg-type]
+    assert len(group.trained[0][0].batches) == len(done.results) == 1
+    nothing = asyncio.run(update(group, shared, loss, [[3]], lesson, temperature=1.0))  # type: ignore[arg-type]
+    assert nothing.results == [] and nothing.mean("actor/ratio") is None
+    assert group.told == ["rest"], "a device that is shared is left all the same"
+
+
+def test_minibatches_hold_whole_groups_in_order() -> None:
+    group_S = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    assert minibatches(group_S, ActorConfig(ppo_mini_batch_size=2), 4, seed=1) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_later_passes_are_shuffled_by_the_seed() -> None:
+    group_S = torch.arange(12).repeat_interleave(2)
+    config = ActorConfig(ppo_mini_batch_size=4, ppo_epochs=3)
+    found = minibatches(group_S, config, 12, seed=1)
+    passes = [[each for part in found[start : start + 3] for each in part] for start in (0, 3, 6)]
+    assert passes[0] == list(range(24))
+    assert all(sorted(each) == list(range(24)) for each in passes)
+    assert passes[1] != passes[0] and passes[2] != passes[1]
+    assert all(part[2 * i] + 1 == part[2 * i + 1] for part in found for i in range(4)), "groups stay together"
+    assert minibatches(group_S, config, 12, seed=1) == found != minibatches(group_S, config, 12, seed=2)
+    straight = ActorConfig(ppo_mini_batch_size=4, ppo_epochs=2, shuffle=False)
+    assert minibatches(group_S, straight, 12, seed=1) == found[:3] * 2
+
+
+def test_metrics_are_means_over_trained_tokens() -> None:
+    def result(**metrics: float) -> StepResult:
+        return StepResult(loss=0.0, grad_norm=0.0, lr=0.0, skipped=None, metrics=metrics)
+
+    done = Updated(results=[result(a=6.0, b=1.0), result(a=4.0)], trained=[3, 7])
+    assert done.mean("a") == 1.0 and done.mean("a", first=True) == 2.0
+    assert done.mean("b") == pytest.approx(1 / 3) and done.mean("c") is None
+    assert done.sums() == {"a": 10.0, "b": 1.0}

@@ -1,0 +1,66 @@
+"""Utilisation by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mcore_rl.config.engine import Device, Precision
+from mcore_rl.config.trainer import TrainerConfig, trainer_violations
+from mcore_rl.controller.step.utilization import Passes, device_peak, tflop, utilization
+from mcore_rl.families.flops import forward_flops
+from mcore_rl.parallel.device import detect
+from mcore_rl.tracking.metrics import metric_of
+from tests.support import models
+
+LENGTHS = (3, 5)
+SECONDS = {
+    "time/update_actor": 3.0, "time/update_critic": 1.0, "time/logprobs": 1.0, "time/reference": 0.5,
+    "time/values": 0.5, "time/generate": 9.0,
+}  # fmt: skip
+
+
+def test_a_step_needs_what_its_passes_do() -> None:
+    actor, critic = models.moe(), models.dense()
+    passes = [
+        Passes(model=actor, scored=2, trained=1.5),
+        Passes(model=critic, scored=1, trained=1, critic=True),
+    ]
+    a, c = forward_flops(actor, LENGTHS) / 1e12, forward_flops(critic, LENGTHS, critic=True) / 1e12
+    found = tflop(LENGTHS, passes)
+    assert found == pytest.approx({"perf/tflop_updates": 4.5 * a + 3 * c, "perf/tflop_logprobs": 2 * a + c})
+
+
+def test_rates_are_of_a_device_and_its_phases() -> None:
+    metrics = {"perf/tflop_updates": 80.0, "perf/tflop_logprobs": 20.0}
+    rates = {"perf/tflops_per_device": 10.0, "perf/tflops_per_device_logprobs": 5.0}
+    assert utilization(metrics, SECONDS, 2, None) == rates, "no peak, no MFU"
+    found = utilization(metrics, SECONDS, 2, 40.0)
+    assert found == rates | {"perf/mfu": 0.25, "perf/mfu_logprobs": 0.125}
+    assert all(metric_of(key) for key in found | metrics)
+
+
+def test_a_step_that_trained_nothing_has_no_rate() -> None:
+    assert set(tflop(LENGTHS, [Passes(model=models.moe(), scored=1, trained=0)])) == {"perf/tflop_logprobs"}
+    metrics = {"perf/tflop_logprobs": 20.0}
+    assert set(utilization(metrics, SECONDS, 1, None)) == {"perf/tflops_per_device_logprobs"}
+    assert utilization(metrics, {}, 1, 1.0) == {}
+
+
+def test_the_peak_is_stated_or_the_data_sheets() -> None:
+    cpu = detect(Device.cpu)
+    gpu = replace(cpu, kind=Device.cuda, device_name="NVIDIA H100 80GB HBM3")
+    stated = TrainerConfig(device_peak_tflops=3.0)
+    assert device_peak(TrainerConfig(), Precision.bfloat16, cpu) is None
+    assert device_peak(stated, Precision.bfloat16, cpu) == 3.0
+    assert device_peak(TrainerConfig(), Precision.bfloat16, gpu) == 989.5
+    assert device_peak(TrainerConfig(), Precision.float32, gpu) == 67.0
+    assert device_peak(stated, Precision.bfloat16, gpu) == 3.0
+    assert device_peak(TrainerConfig(), Precision.bfloat16, replace(gpu, device_name="NVIDIA L4")) is None
+
+
+def test_a_peak_is_positive() -> None:
+    assert not trainer_violations(TrainerConfig(device_peak_tflops=0.5))
+    [violation] = trainer_violations(TrainerConfig(device_peak_tflops=0.0))
+    assert violation.key == "trainer.device_peak_tflops" and "data sheet" in violation.remedy

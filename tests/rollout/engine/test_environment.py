@@ -1,0 +1,103 @@
+"""What vLLM is started with, by platform."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config.engine import Device, Precision
+from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.parallel.device import detect
+from mcore_rl.rollout.engine.environment import core_shares, engine_arguments, engine_environment, has_tokenizer
+from tests.support import models, reward_models
+
+CPU = detect(Device.cpu)
+ROCM = replace(CPU, kind=Device.rocm, device_type="cuda", num_devices=8)
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "shares"),
+    [
+        ((0, 1), 1, [(0, 1)]),
+        ((0, 1), 2, [(0,), (1,)]),
+        ((3, 4, 5, 7, 9), 2, [(3, 4), (5, 7)]),
+        ((6,), 2, [(6,), (6,)]),
+    ],
+)
+def test_every_rank_has_cores(cores: tuple[int, ...], ranks: int, shares: list[tuple[int, ...]]) -> None:
+    assert core_shares(cores, ranks) == shares
+
+
+def test_threads_are_bound_on_the_cpu_and_no_device_is_seen() -> None:
+    one = engine_environment(CPU, RolloutConfig(), (2, 3))
+    assert (one["OMP_NUM_THREADS"], one["VLLM_ENABLE_V1_MULTIPROCESSING"]) == ("2", "0")
+    two = engine_environment(CPU, RolloutConfig(tp=2), (2, 3))
+    assert (two["OMP_NUM_THREADS"], two["VLLM_CPU_OMP_THREADS_BIND"]) == ("1", "2|3")
+    assert two["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1" and two["VLLM_CPU_KVCACHE_SPACE"] is None
+    assert two["CUDA_VISIBLE_DEVICES"] == two["HIP_VISIBLE_DEVICES"] == "-1"
+
+
+def test_an_accelerator_gets_its_masks_and_nothing_of_the_cpu() -> None:
+    found = engine_environment(ROCM, RolloutConfig(), (0,), device_ids=("4", "5"))
+    assert found["HIP_VISIBLE_DEVICES"] == found["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert not {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_MLA_DISABLE"} & found.keys()
+    assert "CUDA_VISIBLE_DEVICES" not in engine_environment(ROCM, RolloutConfig(), (0,))
+
+
+def test_engines_have_no_secrets_and_a_place_for_sockets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "sk-123456")
+    for platform in (CPU, ROCM):
+        found = engine_environment(platform, RolloutConfig(), (0,), scratch=Path("/scratch"))
+        assert found["SOME_API_KEY"] is None and found["VLLM_RPC_BASE_PATH"] == "/scratch"
+        assert "VLLM_RPC_BASE_PATH" not in engine_environment(platform, RolloutConfig(), (0,))
+
+
+def test_arguments_on_the_cpu_and_on_an_accelerator(tmp_path: Path) -> None:
+    rollout = RolloutConfig(tp=2, max_prompt_length=5000, dtype=Precision.float32)
+    cpu = engine_arguments(tmp_path, rollout, models.dense(), CPU, "package.module.Class")
+    assert (cpu["tensor_parallel_size"], cpu["distributed_executor_backend"]) == (2, "mp")
+    assert cpu["kv_cache_memory_bytes"] == 2**30 and not cpu["enable_sleep_mode"]
+    assert not cpu["enable_chunked_prefill"] and cpu["max_num_batched_tokens"] == cpu["max_model_len"] == 5512
+    assert cpu["worker_extension_cls"] == "package.module.Class" and cpu["dtype"] == "float32"
+    assert cpu["logprobs_mode"] == "processed_logprobs" and cpu["skip_tokenizer_init"]
+    rocm = engine_arguments(tmp_path, rollout, models.dense(), ROCM, None)
+    assert rocm["kv_cache_memory_bytes"] is None and rocm["enable_sleep_mode"]
+    assert "runner" not in cpu and "pooler_config" not in cpu
+    assert "enable_chunked_prefill" not in rocm and "compilation_config" not in rocm and not rocm["enforce_eager"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (dict(tp=2), (2, 1, False)),
+        (dict(tp=2, dp=4, ep=2), (2, 1, True)),  # four engines, each with its experts over its two ranks
+        (dict(tp=2, dp=4, ep=8), (2, 4, True)),  # one engine
+    ],
+)
+def test_layouts_are_vllm_s_arguments(tmp_path: Path, layout: dict[str, int], expected: tuple[int, int, bool]) -> None:
+    found = engine_arguments(tmp_path, RolloutConfig(**layout), models.moe(), ROCM, None)
+    names = ("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel")
+    assert tuple(found[name] for name in names) == expected
+
+
+def test_deepseek_gets_what_its_config_and_the_cpu_lack(tmp_path: Path) -> None:
+    found = engine_arguments(tmp_path, RolloutConfig(), models.deepseek_v3(), CPU, None)
+    assert found["hf_overrides"] == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    assert found["compilation_config"] == {"custom_ops": ["all", "-rotary_embedding"]}
+    assert "compilation_config" not in engine_arguments(tmp_path, RolloutConfig(), models.deepseek_v3(), ROCM, None)
+    assert "hf_overrides" not in engine_arguments(tmp_path, RolloutConfig(), models.moe(), CPU, None)
+
+
+def test_a_tokenizer_is_found_by_its_files(tmp_path: Path) -> None:
+    assert not has_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert has_tokenizer(tmp_path)
+
+
+def test_a_reward_model_s_engine_gives_the_last_token_s_score_as_it_is(tmp_path: Path) -> None:
+    found = engine_arguments(tmp_path, reward_models.config(tmp_path, tp=2), models.dense(), CPU, None)
+    assert (found["runner"], found["convert"], found["max_model_len"]) == ("pooling", "classify", 200)
+    assert found["pooler_config"] == {"seq_pooling_type": "LAST", "use_activation": False}
+    assert (found["tensor_parallel_size"], found["dtype"]) == (2, "float32") and "logprobs_mode" not in found

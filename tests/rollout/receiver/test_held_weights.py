@@ -1,0 +1,65 @@
+"""A running vLLM held against files: against those that it was started with, and against others.
+
+One engine for the file: it takes 15 s to start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mcore_rl.config.engine import Precision
+from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.reports.logprobs.vllm_scorer import EXTENSION
+from mcore_rl.rollout.engine.process import EngineProcess, start_engine
+from tests.support import tiny_models
+
+FILE = "model.safetensors"
+BLOCK = "model.layers.1."
+# One of each kind that vLLM stores its own way: fused, stacked, packed, padded, plain.
+CHANGED = {
+    "model.embed_tokens.weight": 0.5,
+    "lm_head.weight": 0.25,
+    BLOCK + "self_attn.k_proj.weight": 1.0,
+    BLOCK + "self_attn.o_proj.weight": 2.0,
+    BLOCK + "input_layernorm.weight": 4.0,
+    BLOCK + "block_sparse_moe.gate.weight": 8.0,
+    BLOCK + "block_sparse_moe.experts.3.w2.weight": 16.0,
+    BLOCK + "block_sparse_moe.experts.0.w3.weight": 32.0,
+}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, Path]]:
+    directory = tmp_path_factory.mktemp("held") / "hf"
+    tiny_models.save("mixtral", directory)
+    config = RolloutConfig(
+        dtype=Precision.float32, max_prompt_length=8, max_response_length=8, kv_cache_memory_bytes=64 << 20
+    )
+    with start_engine("held", directory, config, extension=EXTENSION) as engine:
+        yield engine, directory
+
+
+def held(engine: EngineProcess, directory: Path) -> list[dict[str, float]]:
+    return asyncio.run(engine.rpc("held_differences", str(directory), "tp=1"))
+
+
+def test_its_own_files(started: tuple[EngineProcess, Path]) -> None:
+    engine, directory = started
+    assert held(engine, directory) == [{}]
+
+
+def test_other_files(started: tuple[EngineProcess, Path], tmp_path: Path) -> None:
+    engine, directory = started
+    other = shutil.copytree(directory, tmp_path / "other")
+    tensors = load_file(other / FILE)
+    for name, by in CHANGED.items():
+        tensors[name].view(-1)[-1] += by
+    save_file(tensors, other / FILE, {"format": "pt"})
+    (found,) = held(engine, other)
+    assert found == pytest.approx(CHANGED, rel=1e-5)

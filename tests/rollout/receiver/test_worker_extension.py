@@ -1,0 +1,148 @@
+"""The workers' side without an engine: answers instead of errors, the refusal, and experts unpacked.
+
+What an engine does with it is proven in tests/sync, with real trainers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from mcore_rl.errors import SyncError
+from mcore_rl.rollout.weight_channel import answer_of
+
+SHAPES = ((64, 96), (64, 64), (48, 64))  # of one expert: (intermediate, hidden); the last is padded
+
+
+def _in_a_worker() -> dict[str, object]:
+    """Everything that needs vLLM, in a process that it may have."""
+    import torch
+
+    from mcore_rl.errors import RolloutError
+    from mcore_rl.rollout.receiver.worker_extension import WeightReceiver
+
+    worker = WeightReceiver()
+    found: dict[str, object] = {"no channel": worker.sync_fingerprints(), "version": worker.sync_version()}
+
+    class Incoming:
+        def begin(self, version: int) -> None:
+            raise ValueError("no route")
+
+        def failed(self, error: BaseException, doing: str) -> SyncError:
+            return SyncError(f"{doing}: {error}")
+
+        def close(self) -> None:
+            found["closed"] = True
+
+    class Updates:
+        incoming = Incoming()
+
+        class live:
+            @staticmethod
+            def put_back() -> None:
+                found["put back"] = True
+
+    worker.__dict__["sync_updates"] = Updates()
+    found["failed"] = worker.sync_receive(3, "direct")
+    try:
+        worker.__dict__["execute_model"]()
+    except RolloutError as error:
+        found["refusal"] = str(error)
+    found["left"] = _threads_after_a_failure()
+    found["unpacked"] = [_round_trip(torch.Generator().manual_seed(1), *shape) for shape in SHAPES]
+    return pickle.loads(pickle.dumps(found))  # plain values only
+
+
+def _threads_after_a_failure() -> tuple[str, int]:
+    """(what was raised, threads more than before) where a module cannot be processed while others still arrive."""
+    import threading
+    from itertools import repeat
+    from types import SimpleNamespace
+
+    import torch
+
+    from mcore_rl.rollout.receiver.worker_extension import Mode, _Updates
+
+    class Live:
+        on_cpu, blocks = True, None
+        start = num_bytes = staticmethod(lambda *_: 0)
+        write = staticmethod(lambda *_: torch.nn.Module())
+
+        def process(self, _: object) -> None:
+            raise RuntimeError("no primitive")
+
+    region = SimpleNamespace(shape=(1,))
+    part = SimpleNamespace(begin=0, num_bytes=4, dtype="float32", target="a", slot=None, target_box=region)
+    updates = object.__new__(_Updates)
+    updates.expected = [SimpleNamespace(source_rank=0, num_bytes=4, parts=[part])] * 10_000  # type: ignore[list-item]
+    updates.live, updates.bucket_bytes = Live(), 8  # type: ignore[assignment]
+    updates.incoming = SimpleNamespace(  # type: ignore[assignment]
+        messages=lambda wanted, _: repeat(torch.zeros(4, dtype=torch.uint8), len(wanted))
+    )
+    before = threading.active_count()
+    try:
+        updates.receive(Mode.direct)
+    except RuntimeError as error:
+        return str(error), threading.active_count() - before
+    return "nothing", 0
+
+
+def _round_trip(random: object, intermediate: int, hidden: int) -> bool:
+    from types import SimpleNamespace
+
+    import torch
+    from vllm._custom_ops import cpu_prepack_moe_weight
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    from mcore_rl.rollout.receiver.packed_experts import unpacked_experts
+
+    w13 = torch.randn(2, 2 * intermediate, hidden, generator=random)  # type: ignore[arg-type]
+    w2 = torch.randn(2, hidden, intermediate, generator=random)  # type: ignore[arg-type]
+    layer = torch.nn.Module()
+    layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(each.clone(), requires_grad=False) for each in (w13, w2))
+    experts = object.__new__(CPUUnquantizedExperts)
+    experts.moe_config = SimpleNamespace(intermediate_size_per_partition=intermediate, activation=None)
+    experts._use_zentorch = False
+    experts._pad_moe_intermediate(layer)
+
+    packed = {
+        name: cpu_prepack_moe_weight(getattr(layer, name).data, experts.isa) for name in ("w13_weight", "w2_weight")
+    }
+    moved = not torch.equal(packed["w2_weight"][..., :intermediate].flatten()[: w2.numel()], w2.flatten())
+    same = all(
+        torch.equal(unpacked_experts(packed[name][index], experts, name, whole[index].shape), whole[index])
+        for name, whole in (("w13_weight", w13), ("w2_weight", w2))
+        for index in range(2)
+    )
+    return moved and same
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, object]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_in_a_worker).result()
+
+
+def test_methods_answer_and_never_raise(found: dict[str, object]) -> None:
+    with pytest.raises(SyncError, match="No channel is open: make a Publisher"):
+        answer_of(found["no channel"])  # type: ignore[arg-type]
+    assert answer_of(found["version"]) is None  # type: ignore[arg-type]
+    with pytest.raises(SyncError, match="receiving version 3: no route"):
+        answer_of(found["failed"])  # type: ignore[arg-type]
+
+
+def test_after_a_failed_update_nothing_runs(found: dict[str, object]) -> None:
+    assert found["put back"] and found["closed"]
+    refusal = "The weights are only partly updated: receiving version 3: no route. Complete an update before generating"
+    assert found["refusal"] == refusal
+
+
+def test_what_fails_while_others_arrive_ends_their_arrival(found: dict[str, object]) -> None:
+    assert found["left"] == ("no primitive", 0)
+
+
+def test_experts_are_unpacked_bit_for_bit(found: dict[str, object]) -> None:
+    assert found["unpacked"] == [True] * len(SHAPES)
