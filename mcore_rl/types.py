@@ -26,8 +26,9 @@ class TrainBatch:
     lengths_S: tokens of each sequence, all positive.  tokens_T: int64 for an engine; int32, half the memory, on the
     controller, which only counts and sends them.  mask_T: bool, tokens that are trained; the
     first of a sequence never is.  The rest is optional and float32: what the losses need.  weights_T: what the policy
-    loss of each token is multiplied by (importance correction).  routing_TLK: int16 expert choices to replay, one row
-    per token and layer of the model; those of dense layers are not read.
+    loss of each token is multiplied by (importance correction).  selection_T: how far a token's key is above the least
+    that is selected, so not negative where the token is (``algorithms/selection.py``).  routing_TLK: int16 expert
+    choices to replay, one row per token and layer of the model; those of dense layers are not read.
     """
 
     lengths_S: tuple[int, ...]
@@ -40,6 +41,7 @@ class TrainBatch:
     returns_T: Tensor | None = None
     old_values_T: Tensor | None = None
     weights_T: Tensor | None = None
+    selection_T: Tensor | None = None
     routing_TLK: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -116,6 +118,7 @@ class LossInputs:
     returns_N: Tensor | None = None
     old_values_N: Tensor | None = None
     weights_N: Tensor | None = None
+    selection_N: Tensor | None = None
 
     def sequence_sums(self, x_N: Tensor) -> Tensor:
         """Sum of ``x_N`` over each whole sequence, [num_sequences] on every context rank; differentiable."""

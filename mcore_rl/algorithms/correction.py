@@ -113,9 +113,7 @@ def _weights(
     weighed_U = inside_U.double() if config.mode is CorrectionMode.mask else torch.ones_like(ratio_U)
     largest_S = torch.segment_reduce(ratio_U, "max", lengths=units_S, unsafe=True).where(found_S, 0)
     of_units = (units_S.double(), *(sequence_sums(x_U, units_S) for x_U in (ratio_U, ratio_U.square())), largest_S)
-    of_units += tuple(
-        sequence_sums(x_U, units_S) for x_U in ((ratio_U > config.upper).double(), weight_U, weighed_U)
-    )
+    of_units += tuple(sequence_sums(x_U, units_S) for x_U in ((ratio_U > config.upper).double(), weight_U, weighed_U))
     weight_M, inside_M = weight_U, inside_U
     if config.level is CorrectionLevel.sequence:
         lengths = counts_S[found_S].tolist()

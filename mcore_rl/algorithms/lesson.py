@@ -26,18 +26,23 @@ class Outcomes(SentAsArrays):
     """What is known of each response.
 
     scores_S: float32, finite.  truncated_S: bool, cut off at its limit.  greedy_S: float32, the score of the greedy
-    response to the same prompt, where there is one.
+    response to the same prompt, where there is one.  parts_SK: float32, the K parts of the score that
+    ``gdpo_reward_keys`` names, where it does.
     """
 
     scores_S: Tensor
     truncated_S: Tensor
     greedy_S: Tensor | None = None
+    parts_SK: Tensor | None = None
 
     def of(self, members: Sequence[int]) -> Outcomes:
         """Of some responses."""
         chosen = list(members)
         greedy_S = None if self.greedy_S is None else self.greedy_S[chosen]
-        return Outcomes(scores_S=self.scores_S[chosen], truncated_S=self.truncated_S[chosen], greedy_S=greedy_S)
+        parts_SK = None if self.parts_SK is None else self.parts_SK[chosen]
+        return Outcomes(
+            scores_S=self.scores_S[chosen], truncated_S=self.truncated_S[chosen], greedy_S=greedy_S, parts_SK=parts_SK
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,8 +97,8 @@ class Rejection(Enum):
     """By what tokens or whole responses are rejected, whatever their weights; the names are verl's ``rollout_rs``.
 
     k1, k2, k3: of a token, ``log r``, ``(log r)^2 / 2`` and ``r - 1 - log r``, with ``r = p_trainer / p_sampler``.
-    ``token_*`` rejects tokens; the others whole responses, by the sum, mean or largest of their tokens.  ``seq_mean_k1``
-    is the geometric mean of the ratios.
+    ``token_*`` rejects tokens; the others whole responses, by the sum, mean or largest of their tokens.
+    ``seq_mean_k1`` is the geometric mean of the ratios.
     """
 
     none = "none"
@@ -173,7 +173,8 @@ class AlgorithmConfig:
     mask_truncated: responses cut off at their limit are not trained (arXiv:2503.14476, overlong filtering).
     masked_in_baseline: their scores stay in the mean and deviation of their group, as in that paper, which masks their
     loss; false: they leave their group.
-    gdpo_reward_keys: of ``gdpo``, parts of the reward as the grader names them; gdpo_reward_weights: of each, None is 1.
+    gdpo_reward_keys: of ``gdpo``, parts of the reward as the grader names them, ``acc`` (whether the answer is right) or
+    ``score`` (the whole); gdpo_reward_weights: of each, None is 1 for all.
     """
 
     adv_estimator: AdvEstimator = AdvEstimator.grpo
@@ -270,11 +271,11 @@ def _gdpo_violations(algorithm: AlgorithmConfig) -> list[Violation]:
         return found
     if not keys:
         problem = "gdpo normalises each part of the reward by itself, and none is named"
-        remedy = "Write [format,answer], say: names of Score.parts"
+        remedy = "Write [acc,format], say: parts that the grader names, acc or score"
         found.append(Violation("algorithm.gdpo_reward_keys", "[]", problem, remedy))
     if weights is not None and len(weights) != len(keys):
         problem = f"has {len(weights)} weights for {len(keys)} gdpo_reward_keys"
-        found.append(Violation("algorithm.gdpo_reward_weights", weights, problem, "Write one for each, or leave it out"))
+        found.append(Violation("algorithm.gdpo_reward_weights", weights, problem, "Write one for each, or none"))
     if algorithm.use_kl_in_reward:
         problem = "gdpo reads the parts of the reward, and the KL is none"
         remedy = "Write false, and actor.use_kl_loss=true"

@@ -32,6 +32,8 @@ GROUPED = {
     AdvEstimator.reinforce_plus_plus_baseline,
     AdvEstimator.gpg,
     AdvEstimator.opo,
+    AdvEstimator.lite_ppo,
+    AdvEstimator.gdpo,
 }
 
 

@@ -52,7 +52,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
 
     with clock("generate"):
         drawn = await run.leaving.unless(run.drawing.step(step, run.next_rows, run.reporting("drawing")))
-    groups = assemble(drawn.trajectories, drawn.greedy)
+    groups = assemble(drawn.trajectories, drawn.greedy, config.algorithm.gdpo_reward_keys)
     run.keep_rollouts(step, drawn.trajectories)
 
     with clock("sync"):
@@ -86,8 +86,9 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
         run.tracker.now("training the actor")
         with clock("update_actor"):
             updated = await updates.update(
-                run.actor, shared, actor_loss, actor_parts, lesson, temperature=temperature, reference=REFERENCE
-            )
+                run.actor, shared, actor_loss, actor_parts, lesson,
+                temperature=temperature, reference=REFERENCE, seed=seed,
+            )  # fmt: skip
     assert old.entropy_S is not None
     metrics |= actor_metrics(updated, config.actor, float(old.entropy_S.sum()) / max(1, groups.num_trained))
     metrics |= memory_metrics(updated.memories, run.on_accelerator)

@@ -45,6 +45,15 @@ class Score:
     error: str | None = None
     answer: str | None = None
 
+    @property
+    def own(self) -> float:
+        """The value without the overlong penalty, which differs within any group of long responses, right or wrong."""
+        return self.value - self.parts.get("overlong", 0.0)
+
+    def named(self, name: str) -> float | None:
+        """The part called ``name``; of none so called, ``acc`` is ``correct`` and ``score`` is ``own``; else None."""
+        return self.parts.get(name, {"acc": self.correct, "score": self.own}.get(name))
+
 
 # raised: the grader raised.  not_a_number: it answered something else, nan or infinity.  timeout: it took longer than
 # ``reward.timeout_s``.  died: its process ended.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
-from mcore_rl.algorithms.advantages.registry import final_advantages
-from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.lesson import Outcomes, learn
 from mcore_rl.algorithms.ragged import sequence_sums
+from mcore_rl.algorithms.selection import Moments, select
+from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.checkpoints.export import save_hf
 from mcore_rl.checkpoints.hf_directory import Checkpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
@@ -31,6 +31,7 @@ from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
@@ -158,6 +159,18 @@ class TrainWorker(Answering):
         made = Shard.of(batch.lengths_S, **vars(learnt))
         return Kept((facts, tuple(made.fields)), made)
 
+    def select(self, taken: Taken, config: ActorConfig, numbers: StepNumbers, moments: Moments) -> Kept | None:
+        """See ``algorithms.selection``: the largest keys, and those of all tokens, which stay; of the leaders.
+
+        taken: told, the advantages of its sequences or None, and the place of each in the step.
+        """
+        if not self._leads:
+            return None
+        (batch,), (told_S, index_S) = taken.batches, taken.told
+        batch = finish(batch, None if told_S is None else torch.from_numpy(told_S), numbers)
+        keys_T, largest = select(batch, index_S, config, moments)
+        return Kept(largest, Shard.of(batch.lengths_S, selection_T=keys_T))
+
     def train_steps(
         self,
         taken: Taken,
@@ -166,7 +179,7 @@ class TrainWorker(Answering):
         temperature: float,
         with_entropy: bool,
         kl_to: str | None = None,
-        whitening: Whitening | None = None,
+        numbers: StepNumbers = StepNumbers(),  # noqa: B008  frozen
     ) -> Trained | None:
         """``Engine.train_step`` on one minibatch after the other; of rank 0, which knows of all.
 
@@ -175,11 +188,7 @@ class TrainWorker(Answering):
         self.onload()
         found = []
         for batch, told_S, counts in zip(taken.batches, taken.told, denominators, strict=True):
-            if told_S is not None or batch.advantages_T is not None:
-                advantages_S = None if told_S is None else torch.from_numpy(told_S)
-                lengths, raw_T = list(batch.lengths_S), batch.advantages_T
-                final_T = final_advantages(raw_T, advantages_S, whitening, batch.mask_T, lengths)
-                batch = replace(batch, advantages_T=final_T)
+            batch = finish(batch, None if told_S is None else torch.from_numpy(told_S), numbers)
             found.append(
                 self.engine.train_step(
                     batch, loss, counts, temperature=temperature, with_entropy=with_entropy, kl_to=kl_to

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.dr_grpo import dr_grpo
 from mcore_rl.algorithms.advantages.gae import gae
+from mcore_rl.algorithms.advantages.gdpo import gdpo
 from mcore_rl.algorithms.advantages.gpg import gpg
 from mcore_rl.algorithms.advantages.groups import PromptGroups
 from mcore_rl.algorithms.advantages.grpo import grpo
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs, Advantages
+from mcore_rl.algorithms.advantages.lite_ppo import lite_ppo
 from mcore_rl.algorithms.advantages.opo import opo
 from mcore_rl.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
 from mcore_rl.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
@@ -29,15 +31,15 @@ from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.ragged import Spread, Spreads, at_tokens
 from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig
 
-Need = Literal["values", "group", "greedy"]
+Need = Literal["values", "group", "greedy", "parts"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerSequence:
     """One estimator whose advantages are the same for every token of a response.
 
-    fn: of all sequences.  needs: a ``group`` of two or more samples of each prompt.  whitens: whether its result is
-    whitened whatever ``whiten_advantages`` says.
+    fn: of all sequences.  needs: a ``group`` of two or more samples of each prompt, ``parts`` of the reward.  whitens:
+    whether its result is whitened whatever ``whiten_advantages`` says.
     """
 
     fn: Callable[[PromptGroups, AlgorithmConfig], Tensor]
@@ -62,6 +64,7 @@ class PerToken:
 VALUES: frozenset[Need] = frozenset({"values"})
 GROUP: frozenset[Need] = frozenset({"group"})
 GREEDY: frozenset[Need] = frozenset({"greedy"})
+PARTS: frozenset[Need] = frozenset({"group", "parts"})
 NOTHING: frozenset[Need] = frozenset()
 
 ADVANTAGES: dict[AdvEstimator, PerSequence | PerToken] = {
@@ -78,6 +81,8 @@ ADVANTAGES: dict[AdvEstimator, PerSequence | PerToken] = {
     AdvEstimator.remax: PerToken(fn=remax, needs=GREEDY, paper="arXiv:2310.10505"),
     AdvEstimator.gpg: PerSequence(fn=gpg, needs=GROUP, paper="arXiv:2504.02546"),
     AdvEstimator.opo: PerSequence(fn=opo, needs=GROUP, paper="arXiv:2505.23585"),
+    AdvEstimator.lite_ppo: PerSequence(fn=lite_ppo, needs=GROUP, paper="arXiv:2508.08221"),
+    AdvEstimator.gdpo: PerSequence(fn=gdpo, needs=PARTS, paper="arXiv:2601.05242"),
 }
 
 
@@ -104,12 +109,25 @@ class Estimate:
 
 
 def estimate(
-    group_S: Tensor, scores_S: Tensor, counts_S: Tensor, of_tokens: Spreads | None, config: AlgorithmConfig
+    group_S: Tensor,
+    scores_S: Tensor,
+    counts_S: Tensor,
+    of_tokens: Spreads | None,
+    config: AlgorithmConfig,
+    *,
+    members_S: Tensor | None = None,
+    parts_SK: Tensor | None = None,
 ) -> Estimate:
     """Of a whole step, by ``config.adv_estimator``, whitened where it or ``config.whiten_advantages`` says so.
 
-    group_S: which prompt a sequence is a sample of.  scores_S: sums of the rewards of its trained tokens.  counts_S:
-    those, int64.  of_tokens: of ``token_advantages``.
+    Args:
+        group_S: which prompt a sequence is a sample of.
+        scores_S: sums of the rewards of its tokens.
+        counts_S: its tokens whose advantages are trained, int64.
+        of_tokens: of ``token_advantages``.
+        config: names the estimator.
+        members_S: tokens of each member of a group, int64; None is ``counts_S``.
+        parts_SK: of ``gdpo_reward_keys``, where the estimator needs ``parts``.
 
     The only member of a group gets 0 where groups are compared, and whitening leaves it out (``groups`` says why).
     """
@@ -122,7 +140,8 @@ def estimate(
             return Estimate(advantages_S=None, whitening=None, spread=raw)
         whitening = Whitening.of(raw)
         return Estimate(advantages_S=None, whitening=whitening, spread=raw and whitening.of_spread(raw))
-    groups = PromptGroups.of(group_S, scores_S, counts_S)
+    assert "parts" not in row.needs or parts_SK is not None, f"{config.adv_estimator} needs parts_SK"
+    groups = PromptGroups.of(group_S, scores_S, counts_S if members_S is None else members_S, parts_SK)
     advantages_S = row.fn(groups, config)
     if whitens:
         compared_S = groups.has_siblings_S
@@ -145,7 +164,9 @@ def final_advantages(
     return torch.where(mask_T, raw_T if whitening is None else whitening(raw_T), 0)
 
 
-def estimate_advantages(inputs: AdvantageInputs, group_S: Tensor, config: AlgorithmConfig) -> Advantages:
+def estimate_advantages(
+    inputs: AdvantageInputs, group_S: Tensor, config: AlgorithmConfig, parts_SK: Tensor | None = None
+) -> Advantages:
     """Advantages of a whole step that is in one place: what all of the above comes to.
 
     Untrained tokens get 0.  Returns are never whitened.
@@ -153,7 +174,7 @@ def estimate_advantages(inputs: AdvantageInputs, group_S: Tensor, config: Algori
     found, of_tokens = token_advantages(inputs, config), None
     if found is not None:
         of_tokens = Spreads.of(inputs.trained.gather(found.advantages_T), inputs.counts_S)
-    concluded = estimate(group_S, inputs.scores_S, inputs.counts_S, of_tokens, config)
+    concluded = estimate(group_S, inputs.scores_S, inputs.counts_S, of_tokens, config, parts_SK=parts_SK)
     raw_T, returns_T = (None, None) if found is None else (found.advantages_T, found.returns_T)
     advantages_T = final_advantages(
         raw_T, concluded.advantages_S, concluded.whitening, inputs.mask_T, list(inputs.lengths_S)

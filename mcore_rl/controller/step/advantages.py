@@ -11,35 +11,29 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mcore_rl.algorithms.advantages.registry import Estimate, estimate
-from mcore_rl.algorithms.correction import correction_metrics
+from mcore_rl.algorithms.correction import correction_metrics, mean_weight
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.lesson import Facts
-from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel
+from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.controller.step.batch_assembly import Groups
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.worker_group import WorkerGroup
 
 FIELDS = ("tokens_T", "mask_T", "rollout_logprobs_T", "old_logprobs_T", "ref_logprobs_T", "old_values_T")
-# What ``algorithms.correction`` calls its metrics -> what they are called in metrics.jsonl.
-AGREEMENT = {
-    "logprob_diff_mean": "rollout/logprob_diff_mean",
-    "logprob_diff_max": "rollout/logprob_diff_max",
-    "kl_k3": "rollout/kl",
-}
-CORRECTION = {
-    "ratio_mean": "rollout/correction_weight_mean",
-    "above_upper": "rollout/correction_clip_share",
-    "masked": "rollout/correction_masked_share",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lesson:
-    """estimate: of the advantages.  trained_S: tokens that are trained.  metrics: of the whole step."""
+    """estimate: of the advantages.  trained_S: tokens that are trained.  metrics: of the whole step.
+
+    mean_weight: what importance weights are divided by.  mean_logprob: of a token whose advantage was estimated.
+    """
 
     estimate: Estimate
     trained_S: Tensor
     metrics: dict[str, float]
+    mean_weight: float = 1.0
+    mean_logprob: float = 0.0
 
 
 async def study(
@@ -64,14 +58,15 @@ def conclude(facts: Facts, groups: Groups, algorithm: AlgorithmConfig, kl: KlCon
     if algorithm.mask_truncated:
         metrics["dropped/masked_sequences"] = float(groups.outcomes.truncated_S.sum())
     if facts.kl_S is not None:
-        mean = float(facts.kl_S.mean())
-        metrics |= {"kl/reward": mean, "kl/coef": kl.coef}
-        kl.update(mean, len(facts.kl_S))
-    estimated = estimate(groups.group_S, facts.scores_S, facts.counts_S, facts.advantages, algorithm)
-    config = algorithm.rollout_correction
-    names = AGREEMENT if config.level is CorrectionLevel.none else AGREEMENT | CORRECTION
-    correction = correction_metrics(facts.correction, config)
-    metrics |= {key: correction[f"rollout_correction/{name}"] for name, key in names.items()}
+        per_response = float(facts.kl_S.mean())
+        per_token = float((facts.kl_S / facts.responses_S.clamp(min=1)).mean())
+        metrics |= {"kl/reward": per_response, "kl/reward_per_token": per_token, "kl/coef": kl.coef}
+        kl.update(per_token=per_token, per_response=per_response, num_samples=len(facts.kl_S))
+    estimated = estimate(
+        groups.group_S, facts.scores_S, facts.counts_S, facts.advantages, algorithm,
+        members_S=facts.members_S, parts_SK=groups.outcomes.parts_SK,
+    )  # fmt: skip
+    metrics |= correction_metrics(facts.correction, algorithm.rollout_correction)
     if (spread := estimated.spread) is not None:
         metrics |= {
             "advantage/mean": spread.mean,
@@ -82,4 +77,10 @@ def conclude(facts: Facts, groups: Groups, algorithm: AlgorithmConfig, kl: KlCon
         for name, sums_S in (("return/mean", facts.returns_S), ("value/mean", facts.values_S)):
             if sums_S is not None:
                 metrics[name] = float(sums_S.sum()) / spread.count
-    return Lesson(estimate=estimated, trained_S=facts.trained_S, metrics=metrics)
+    return Lesson(
+        estimate=estimated,
+        trained_S=facts.trained_S,
+        metrics=metrics,
+        mean_weight=mean_weight(facts.correction, algorithm.rollout_correction),
+        mean_logprob=float(facts.logprobs_S.sum()) / max(int(facts.counts_S.sum()), 1),
+    )

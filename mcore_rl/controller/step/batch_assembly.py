@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.algorithms.lesson import Outcomes
 from mcore_rl.data.prompts import PromptRow
+from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rollout.protocol import FinishReason, Sample
 from mcore_rl.types import TrainBatch
@@ -48,10 +49,18 @@ class Groups:
         return int(np.count_nonzero(self.batch.mask_T.numpy()))
 
 
-def assemble(trajectories: Sequence[Trajectory], greedy: Sequence[float] | None = None) -> Groups:
+def assemble(
+    trajectories: Sequence[Trajectory], greedy: Sequence[float] | None = None, reward_keys: Sequence[str] = ()
+) -> Groups:
     """Sequences of prompt and response tokens, the response tokens trained; in the order of ``trajectories``.
 
-    greedy: score of the greedy response to each group's prompt, by group number.
+    Args:
+        trajectories: those of a prompt follow one another.
+        greedy: score of the greedy response to each group's prompt, by group number.
+        reward_keys: parts of the score that advantages are made of (``algorithm.gdpo_reward_keys``).
+
+    Raises:
+        ConfigError: a grader does not name one of ``reward_keys``.
     """
     lengths = [len(each.row.tokens) + len(each.sample.tokens) for each in trajectories]
     tokens_T = np.empty(sum(lengths), dtype=np.int32)
@@ -79,8 +88,28 @@ def assemble(trajectories: Sequence[Trajectory], greedy: Sequence[float] | None 
             scores_S=torch.tensor([trajectory.score.value for trajectory in trajectories], dtype=torch.float32),
             truncated_S=torch.tensor([trajectory.truncated for trajectory in trajectories]),
             greedy_S=None if greedy is None else torch.tensor([greedy[group] for group in groups], dtype=torch.float32),
+            parts_SK=_parts(trajectories, reward_keys) if reward_keys else None,
         ),
     )
+
+
+def _parts(trajectories: Sequence[Trajectory], names: Sequence[str]) -> Tensor:
+    """Each named part of each score, [S, K]; of a response that could not be graded, its score."""
+    graded = [each for each in trajectories if each.score.error is None]
+    missing = {name: each for each in graded for name in names if each.score.named(name) is None}
+    refuse_if_any(
+        [
+            Violation(
+                "algorithm.gdpo_reward_keys",
+                name,
+                f"the grader of {each.row.data_source} names no such part; it names {sorted(each.score.parts)}",
+                "Write names of its own, acc or score, or let it answer with this one",
+            )
+            for name, each in missing.items()
+        ]
+    )
+    rows = [[each.score.value if each.score.error else each.score.named(name) for name in names] for each in trajectories]
+    return torch.tensor(rows, dtype=torch.float32)
 
 
 def reward_request(row: PromptRow, sample: Sample, max_tokens: int) -> RewardRequest:

@@ -2,6 +2,7 @@
 
 Dynamic sampling (arXiv:2503.14476, section 3.2) is here too: groups without signal make room for those of fresh
 prompts, up to a bound; what is still missing then is filled with groups without signal, so that a step is always whole.
+A group has a signal where answers differ in being right, as far as training will see them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from mcore_rl.algorithms.shaping import has_signal
+from mcore_rl.config.algorithm import FilterMetric
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.fault_tolerance import Rollout
@@ -77,10 +80,11 @@ class RolloutCollector:
         return filtering.enable and batches < filtering.max_num_gen_batches
 
     def _teaches(self, group: Sequence[Trajectory]) -> bool:
-        if not self._run.algorithm.filter_groups.enable:
+        algorithm, sampled = self._run.algorithm, group[: self._run.rollout.n]
+        if not algorithm.filter_groups.enable:
             return True
-        scores = [each.score.value for each in group[: self._run.rollout.n]]
-        return min(scores) < max(scores)
+        scores = [filter_score(each.score, algorithm.filter_groups.metric) for each in sampled]
+        return has_signal(scores, [each.truncated for each in sampled], algorithm)
 
     async def _groups(self, step: int, batch: int, rows: Sequence[PromptRow], report: Report) -> list[list[Trajectory]]:
         rollout = self._run.rollout
@@ -121,6 +125,11 @@ class RolloutCollector:
         if self._reward_model is not None and row.scored_by_model:
             return sample, await self._reward_model.score(row.messages, request)
         return sample, await self.scorer.score(request)
+
+
+def filter_score(score: Score, metric: FilterMetric) -> float:
+    """What must differ within a group: whether the answer is right where the grader says it, else the grader's score."""
+    return score.correct if metric is FilterMetric.acc and score.correct is not None else score.own
 
 
 def sampling_of(rollout: RolloutConfig, draw: RolloutConfig | ValidationConfig, seed: int) -> Sampling:

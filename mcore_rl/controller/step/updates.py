@@ -7,7 +7,7 @@ divided by is counted here, over the whole minibatch, before anything is sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
 from mcore_rl.algorithms.policy import ActorLoss
+from mcore_rl.algorithms.selection import Moments, num_selected, threshold
+from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.algorithms.value import CriticLoss
 from mcore_rl.config.roles import ActorConfig, CriticConfig
 from mcore_rl.controller.step.advantages import Lesson
@@ -28,7 +30,8 @@ from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 
 TOKENS = ("tokens_T", "mask_T")
 # What a role's loss may read, of what is there.
-ACTOR = (*TOKENS, "old_logprobs_T", "ref_logprobs_T", "advantages_T", "weights_T")
+ACTOR = (*TOKENS, "old_logprobs_T", "ref_logprobs_T", "advantages_T", "weights_T", "selection_T")
+SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T")
 CRITIC = (*TOKENS, "old_values_T", "returns_T")
 
 
@@ -105,10 +108,12 @@ async def update(
     *,
     temperature: float,
     reference: str | None = None,
+    seed: int = 0,
 ) -> Updated:
     """One optimizer step for each of ``minibatches``, lists of sequences; all in one call of the workers.
 
-    One in which nothing is trained is left out.  reference: the snapshot to which a full KL is taken.
+    One in which nothing is trained is left out.  reference: the snapshot to which a full KL is taken.  seed: of what
+    the loss draws.
     """
     config, of_actor = loss.config, isinstance(loss, ActorLoss)
     with_entropy = isinstance(loss, ActorLoss) and loss.with_entropy
@@ -124,9 +129,11 @@ async def update(
     if of_actor and lesson.estimate.advantages_S is not None:
         advantages_S = lesson.estimate.advantages_S.numpy()  # pickled sooner than tensors
         told = [[advantages_S[lot] for lot in of_rank] for of_rank in lots]
+    numbers = StepNumbers(whitening=lesson.estimate.whitening, mean_weight=lesson.mean_weight)
+    if isinstance(loss, ActorLoss):
+        numbers = await _selection(group, shared, loss.config, lesson, numbers, seed)
     takings = shared.takings(lots, ACTOR if of_actor else CRITIC, told)
-    whitening = lesson.estimate.whitening
-    found, _ = await group.map("train_steps", takings, loss, counts, temperature, with_entropy, kl_to, whitening)
+    found, _ = await group.map("train_steps", takings, loss, counts, temperature, with_entropy, kl_to, numbers)
     done: Trained = found[0]
     return Updated(
         results=done.results,
@@ -134,6 +141,23 @@ async def update(
         trained=[int(lesson.trained_S[list(members)].sum()) for members in minibatches],
         imbalance=max(imbalance(shared.lengths_S, each) for each in shards),
     )
+
+
+async def _selection(
+    group: WorkerGroup, shared: SharedBatch, config: ActorConfig, lesson: Lesson, numbers: StepNumbers, seed: int
+) -> StepNumbers:
+    """``numbers``, with the threshold of a loss that selects tokens; their keys stay with ``shared``."""
+    count, spread = num_selected(config, int(lesson.trained_S.sum())), lesson.estimate.spread
+    if not count:
+        return numbers
+    assert spread is not None, "tokens that are trained have advantages"
+    moments = Moments(advantage=spread.mean, logprob=lesson.mean_logprob, num_selected=count, seed=seed)
+    of_response_S = lesson.estimate.advantages_S
+    told = [(None if of_response_S is None else of_response_S[home].numpy(), home) for home in shared.homes]
+    takings = shared.takings([[home] for home in shared.homes], SELECTION, told)
+    largest, places = await group.map("select", takings, config, numbers, moments)
+    shared.add(shared.homes, places, ["selection_T"])
+    return replace(numbers, threshold=threshold(largest, count))
 
 
 async def update_alone(group: WorkerGroup, batch: TrainBatch, loss: CrossEntropy) -> StepResult:
