@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.export import save_hf
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.errors import SyncError
 from mcore_rl.sync.members import Address, Members
@@ -110,7 +110,7 @@ class DirectoryReceiving(Receiving):
     def named(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
         """See ``Incoming``."""
         self.members.meet("written", self.members.address.join_timeout_s)
-        with Checkpoint.open(version_directory(self._root, self.members.address, self._version)) as checkpoint:
+        with HfCheckpoint.open(version_directory(self._root, self.members.address, self._version)) as checkpoint:
             for name, spec in specs.items():
                 tensor = torch.empty(spec.shape, dtype=spec.dtype)
                 checkpoint.read_into(name, TensorSlice.whole(spec.shape), tensor)

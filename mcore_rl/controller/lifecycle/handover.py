@@ -17,7 +17,7 @@ from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.publish import Published
 from mcore_rl.sync.update import WeightSync
-from mcore_rl.training.offload import Part
+from mcore_rl.training.offload import OffloadPart
 
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2  # levels of sleep
 
@@ -121,7 +121,7 @@ class Handover:
                 await self._sync.check()
             self._held = version
         if self._colocated:
-            await self._actor.all("offload", [Part.weights])
+            await self._actor.all("offload", [OffloadPart.weights])
             if self._reward_model is not None:
                 await self._reward_model.wake()
 

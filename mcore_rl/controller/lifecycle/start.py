@@ -42,7 +42,7 @@ from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Transport
 from mcore_rl.sync.update import WeightSync
 from mcore_rl.tracking.sinks import Tracker
-from mcore_rl.training.offload import Part
+from mcore_rl.training.offload import OffloadPart
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -112,7 +112,7 @@ async def _weight_sync(
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     stack.callback(lambda kept: None, store)
     transport = _transport(config, platform, this_host(), store.port)
-    await actor.all("onload", [Part.weights])  # which are away where engines stand on the same devices
+    await actor.all("onload", [OffloadPart.weights])  # which are away where engines stand on the same devices
     await actor.all("connect", transport, config.rollout.layout, UPDATE_BUCKET_BYTES)
     return WeightSync(engines, config.rollout.layout, ActorTrainers(actor))
 

@@ -33,7 +33,7 @@ from mcore_rl.rollout.receiver.live_weights import LiveWeights
 from mcore_rl.rollout.receiver.receive_memory import beside, freed_memory_kept, freed_memory_returned, one_thread
 from mcore_rl.rollout.weight_channel import Answer, Mode, Opening
 from mcore_rl.weights.fingerprint import added, fingerprint
-from mcore_rl.weights.messages import Message, Part, messages_to, plan_id
+from mcore_rl.weights.messages import Message, MessagePart, messages_to, plan_id
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
@@ -116,7 +116,7 @@ class _Updates:
             return self.lent[index][: message.num_bytes]
         return space
 
-    def _dtype_of(self, part: Part) -> torch.dtype:
+    def _dtype_of(self, part: MessagePart) -> torch.dtype:
         dtype: torch.dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)
         return dtype
 

@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.handover import DROP_WEIGHTS, KEEP_WEIGHTS, Handover
 from mcore_rl.errors import DeadEngineError
-from mcore_rl.training.offload import Part
+from mcore_rl.training.offload import OffloadPart
 
 
 class Told:
@@ -54,7 +54,7 @@ def handover(placement: Placement) -> tuple[Handover, list[Any]]:
 def test_colocated_the_weights_stay_until_the_engines_have_them() -> None:
     both, log = handover(Placement.colocated)
     asyncio.run(both.to_rollout(0))
-    assert log == ["wake", ("update", 0), ("actor", "offload", (Part.weights,))]
+    assert log == ["wake", ("update", 0), ("actor", "offload", (OffloadPart.weights,))]
     log.clear()
     asyncio.run(both.to_training())
     assert log == [("sleep", DROP_WEIGHTS)], "who trains comes back by itself"
@@ -80,7 +80,7 @@ def test_a_reward_model_is_awake_while_the_rollout_is() -> None:
     actor, rest = Told("actor", log), Told("", log)
     both = Handover(actor, rest, rest, Placement.colocated, Judges(log))  # type: ignore[arg-type]
     asyncio.run(both.to_rollout(0))
-    assert log[-2:] == [("actor", "offload", (Part.weights,)), "judges wake"], "once the trainer has left"
+    assert log[-2:] == [("actor", "offload", (OffloadPart.weights,)), "judges wake"], "once the trainer has left"
     log.clear()
     asyncio.run(both.to_training())
     assert log == ["judges sleep", ("sleep", DROP_WEIGHTS)]
@@ -143,7 +143,7 @@ def mortal(dies_in: str, check_freq: int = 0) -> tuple[Handover, list[Any]]:
     return both, log
 
 
-WEIGHTS = ("actor", "offload", (Part.weights,))
+WEIGHTS = ("actor", "offload", (OffloadPart.weights,))
 BACK = [("sleep", DROP_WEIGHTS)]
 
 
