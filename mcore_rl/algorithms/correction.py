@@ -141,10 +141,10 @@ def _largest(x_M: Tensor, counts_S: Tensor) -> Tensor:
     return torch.segment_reduce(x_M, "max", lengths=counts_S, unsafe=True).where(counts_S > 0, 0)
 
 
-Estimate = Callable[[Tensor], Tensor]
-Reduction = Callable[[Tensor, Tensor], Tensor]  # (values of tokens, tokens of each sequence) -> of each sequence
+TokenEstimate = Callable[[Tensor], Tensor]
+ResponseReduction = Callable[[Tensor, Tensor], Tensor]  # (values of tokens, tokens of each sequence) -> of each sequence
 # The estimate of a token, and what is made of it for a response; None: tokens are rejected by themselves.
-REJECTIONS: dict[Rejection, tuple[Estimate, Reduction | None]] = {
+REJECTIONS: dict[Rejection, tuple[TokenEstimate, ResponseReduction | None]] = {
     Rejection.token_k1: (_k1, None),
     Rejection.token_k2: (_k2, None),
     Rejection.token_k3: (_k3, None),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_rl.config.algorithm import KlControl, KlControlConfig, KlPenalty, KlUnit
 
-Estimate = Callable[[Tensor, Tensor], Tensor]  # (log-probs, reference log-probs) -> nats, elementwise
+KlEstimate = Callable[[Tensor, Tensor], Tensor]  # (log-probs, reference log-probs) -> nats, elementwise
 MAX_LOG_RATIO = 10.0  # up to a ratio of 22026, k3 is exact
 VERL_MAX_LOG_RATIO, VERL_MAX_K3 = 20.0, 10.0
 MAX_ADAPTIVE_ERROR = 0.2  # arXiv:1909.08593, section 2.2
@@ -54,7 +54,7 @@ def kl_low_var(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (log_ratio.exp() - log_ratio - 1).clamp(max=VERL_MAX_K3)
 
 
-def straight_through(value: Estimate) -> Estimate:
+def straight_through(value: KlEstimate) -> KlEstimate:
     """``value`` with the gradient of k2, which is that of the KL in expectation (arXiv:2506.09477; verl's ``+``)."""
 
     def estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def straight_through(value: Estimate) -> Estimate:
     return estimate
 
 
-PENALTIES: dict[KlPenalty, Estimate] = {
+PENALTIES: dict[KlPenalty, KlEstimate] = {
     KlPenalty.k1: kl_k1,
     KlPenalty.k2: kl_k2,
     KlPenalty.k3: kl_k3,
@@ -74,7 +74,7 @@ PENALTIES: dict[KlPenalty, Estimate] = {
 }
 
 
-def penalty(kind: KlPenalty) -> Estimate:
+def penalty(kind: KlPenalty) -> KlEstimate:
     """The estimate called ``kind``; ``full`` is none."""
     return PENALTIES[kind]
 

@@ -140,6 +140,15 @@ class RolloutCorrectionConfig:
     reject_lower: float | None = None
     bypass_mode: bool = False
 
+    @property
+    def reads_ratio(self) -> tuple[str, object] | None:
+        """The first key, and its value, that makes training depend on how trainer and sampler differ; None of none."""
+        if self.level is not CorrectionLevel.none:
+            return "level", self.level.value
+        if self.reject is not Rejection.none:
+            return "reject", self.reject.value
+        return ("bypass_mode", True) if self.bypass_mode else None
+
 
 class FilterMetric(Enum):
     """``acc``: whether the answer is right; of a grader that does not say, its score.  ``score``: its score.
@@ -173,8 +182,8 @@ class AlgorithmConfig:
     mask_truncated: responses cut off at their limit are not trained (arXiv:2503.14476, overlong filtering).
     masked_in_baseline: their scores stay in the mean and deviation of their group, as in that paper, which masks their
     loss; false: they leave their group.
-    gdpo_reward_keys: of ``gdpo``, parts of the reward as the grader names them, ``acc`` (whether the answer is right) or
-    ``score`` (the whole); gdpo_reward_weights: of each, None is 1 for all.
+    gdpo_reward_keys: of ``gdpo``, parts of the reward as the grader names them, ``acc`` (whether the answer is right)
+    or ``score`` (the whole); gdpo_reward_weights: of each, None is 1 for all.
     """
 
     adv_estimator: AdvEstimator = AdvEstimator.grpo

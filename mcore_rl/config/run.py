@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig, CorrectionLevel, algorithm_violations
+from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig, algorithm_violations
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, reward_violations
@@ -129,20 +129,27 @@ def _algorithm_violations(run: RunConfig) -> list[Violation]:
     if algorithm.filter_groups.enable and n < 2:
         problem = "algorithm.filter_groups.enable looks for groups whose rewards differ, and a group has one sample"
         found.append(Violation("rollout.n", n, problem, "Write rollout.n=8, say, or enable=false"))
-    if run.actor.loss_mode is LossMode.gspo and run.actor.loss_agg_mode is not LossAggregation.seq_mean_token_mean:
-        problem = "GSPO's objective is a mean over sequences (arXiv:2507.18071, eq. 5)"
+    of_sequences = {
+        LossMode.gspo: "GSPO's objective is a mean over sequences (arXiv:2507.18071, eq. 5)",
+        LossMode.geo_mean: "GMPO's objective is a mean over sequences (arXiv:2507.20673)",
+    }
+    loss = run.actor.loss_mode
+    if loss in of_sequences and run.actor.loss_agg_mode is not LossAggregation.seq_mean_token_mean:
+        problem = of_sequences[loss]
         remedy = "Write actor.loss_agg_mode=seq_mean_token_mean"
         found.append(Violation("actor.loss_agg_mode", run.actor.loss_agg_mode.value, problem, remedy))
     drawn = run.rollout
     if drawn.temperature == 0:
         problem = "greedy samples are of no distribution that could be trained"
         found.append(Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0"))
-    corrected = algorithm.rollout_correction.level is not CorrectionLevel.none
-    if corrected and (drawn.top_p < 1 or drawn.top_k != -1):
+    key, reads = "algorithm.rollout_correction", algorithm.rollout_correction.reads_ratio
+    if reads is not None and (drawn.top_p < 1 or drawn.top_k != -1):
         problem = "with top_p or top_k, sampler and trainer mean different distributions, and the ratio says nothing"
-        remedy = "Write rollout.top_p=1.0 rollout.top_k=-1, or level=none"
-        level = algorithm.rollout_correction.level.value
-        found.append(Violation("algorithm.rollout_correction.level", level, problem, remedy))
+        remedy = "Write rollout.top_p=1.0 rollout.top_k=-1, or leave it out"
+        found.append(Violation(f"{key}.{reads[0]}", reads[1], problem, remedy))
+    if algorithm.rollout_correction.bypass_mode and loss in (LossMode.gpg, LossMode.policy_gradient):
+        problem = f"actor.loss_mode={loss.value} has no ratio, and the sampler's log-probs would be read by nobody"
+        found.append(Violation(f"{key}.bypass_mode", True, problem, "Write false and level=token, or another loss"))
     if run.trainer.critic_warmup and not run.needs_critic:
         problem = f"there is no critic: algorithm.adv_estimator={name} needs no values"
         remedy = "Write trainer.critic_warmup=0 or algorithm.adv_estimator=gae"

@@ -106,7 +106,7 @@ def test_the_loss_travels_to_workers() -> None:
 
 
 def test_the_clip_fraction_does_not_count_rounding() -> None:
-    """Within the limit the held value is the value, up to rounding, which in half of all cases makes its error larger."""
+    """Within the limit the held value is the value up to rounding, by which its error is larger in half the cases."""
     batch = drawn(2, lengths=(400, 300), dtype=torch.float32).without(*ACTORS)
     near = (batch.fields["values"].detach() + 0.1 * torch.sin(torch.arange(700.0))).float()
     batch = replace(batch, fields=batch.fields | {"old_values": near})

@@ -107,6 +107,56 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
             "algorithm.rollout_correction.level=token rollout.top_p=0.9",
             "algorithm.rollout_correction.level=token: with top_p or top_k",
         ),
+        (
+            "algorithm.rollout_correction.reject=seq_mean_k1 algorithm.rollout_correction.reject_upper=1.1 "
+            "rollout.top_k=9",
+            "algorithm.rollout_correction.reject=seq_mean_k1: with top_p or top_k",
+        ),
+        (
+            "algorithm.rollout_correction.bypass_mode=true rollout.top_p=0.9",
+            "algorithm.rollout_correction.bypass_mode=True: with top_p or top_k",
+        ),
+        (
+            "algorithm=gpg algorithm.rollout_correction.bypass_mode=true",
+            "algorithm.rollout_correction.bypass_mode=True: actor.loss_mode=gpg has no ratio",
+        ),
+        (
+            "algorithm.rollout_correction.level=token algorithm.rollout_correction.bypass_mode=true",
+            "algorithm.rollout_correction.bypass_mode=True: with level=token corrects twice",
+        ),
+        (
+            "algorithm.rollout_correction.batch_normalize=true",
+            "algorithm.rollout_correction.batch_normalize=True: there are no weights: level=none",
+        ),
+        (
+            "algorithm.rollout_correction.reject=seq_mean_k1",
+            "algorithm.rollout_correction.reject_upper=None: must be 1 or more, a ratio, with reject=seq_mean_k1",
+        ),
+        (
+            "algorithm.rollout_correction.reject=seq_max_k3 algorithm.rollout_correction.reject_upper=0",
+            "algorithm.rollout_correction.reject_upper=0.0: must be positive, nats, with reject=seq_max_k3",
+        ),
+        (
+            "algorithm.rollout_correction.reject=seq_max_k3 algorithm.rollout_correction.reject_upper=1 "
+            "algorithm.rollout_correction.reject_lower=0.1",
+            "algorithm.rollout_correction.reject_lower=0.1: reject=seq_max_k3 is never negative",
+        ),
+        (
+            "algorithm.rollout_correction.reject=token_k1 algorithm.rollout_correction.reject_upper=2 "
+            "algorithm.rollout_correction.reject_lower=1.5",
+            "algorithm.rollout_correction.reject_lower=1.5: must lie in (0, 1]",
+        ),
+        (
+            "algorithm.rollout_correction.reject_upper=2",
+            "algorithm.rollout_correction.reject_upper=2.0: nothing is rejected",
+        ),
+        ("algorithm.kl_penalty=k3_plus", "algorithm.kl_penalty=k3_plus: differs in its gradient alone"),
+        ("algorithm=gdpo algorithm.gdpo_reward_keys=[]", "algorithm.gdpo_reward_keys=[]: gdpo normalises each part"),
+        (
+            "algorithm=gdpo algorithm.gdpo_reward_weights=[1,2,3]",
+            "algorithm.gdpo_reward_weights=[1.0, 2.0, 3.0]: has 3 weights for 2 gdpo_reward_keys",
+        ),
+        ("algorithm=gdpo algorithm.use_kl_in_reward=true", "algorithm.use_kl_in_reward=True: gdpo reads the parts"),
         ("algorithm.rollout_correction.lower=1.5", "algorithm.rollout_correction.lower=1.5: with upper=2.0 does not"),
         ("trainer.critic_warmup=3", "trainer.critic_warmup=3: there is no critic"),
         ("algorithm.gamma=1.1", "algorithm.gamma=1.1: must lie in [0, 1]"),
@@ -124,6 +174,11 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         # roles
         ("actor.clip_ratio=-0.1", "actor.clip_ratio=-0.1: must not be negative"),
         ("actor.clip_ratio_c=1.2", "actor.clip_ratio_c=1.2: must exceed 1 + the upper clip range, 1.2"),
+        ("actor.loss_mode=geo_mean", "actor.loss_agg_mode=token_mean: GMPO's objective is a mean over sequences"),
+        ("actor.tau_neg=0", "actor.tau_neg=0.0: must be positive"),
+        ("actor.kl_cov_ratio=0", "actor.kl_cov_ratio=0.0: is a share of the tokens"),
+        ("actor.clip_cov_lb=6", "actor.clip_cov_lb=6.0: leaves no covariance below clip_cov_ub=5"),
+        ("actor.ppo_kl_coef=-1", "actor.ppo_kl_coef=-1.0: must not be negative"),
         ("actor.full_kl_gib=-1", "actor.full_kl_gib=-1.0: must not be negative"),
         ("actor.loss_agg_constant=0", "actor.loss_agg_constant=0.0: must be positive"),
         ("actor.optim.lr=-1", "actor.optim.lr=-1.0: must not be negative"),

@@ -108,7 +108,9 @@ def _parts(trajectories: Sequence[Trajectory], names: Sequence[str]) -> Tensor:
             for name, each in missing.items()
         ]
     )
-    rows = [[each.score.value if each.score.error else each.score.named(name) for name in names] for each in trajectories]
+    rows = [
+        [each.score.value if each.score.error else each.score.named(name) for name in names] for each in trajectories
+    ]
     return torch.tensor(rows, dtype=torch.float32)
 
 

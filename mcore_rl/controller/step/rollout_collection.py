@@ -128,7 +128,7 @@ class RolloutCollector:
 
 
 def filter_score(score: Score, metric: FilterMetric) -> float:
-    """What must differ within a group: whether the answer is right where the grader says it, else the grader's score."""
+    """What must differ within a group: whether the answer is right, or the grader's own score where it does not say."""
     return score.correct if metric is FilterMetric.acc and score.correct is not None else score.own
 
 
