@@ -26,9 +26,9 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,8 +51,10 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller import loop
-from mcore_rl.controller.lifecycle.handover import Handover
-from mcore_rl.controller.lifecycle.preemption import Leaving
+from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
+from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
+from mcore_rl.controller.lifecycle.preemption import Preemption
+from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.step.batch_assembly import Trajectory, sample_rows
 from mcore_rl.controller.step.rollout_collection import Drawn
 from mcore_rl.data.prompts import PromptRow
@@ -208,7 +210,7 @@ class Nothing:
 
     async def update(self, version: int) -> None:
         if self._group is not None:
-            await self._group.all("publish", version, "live")
+            await self._group.all("publish", version)
 
 
 def simulated_run(
@@ -233,14 +235,16 @@ def simulated_run(
         return drawn
 
     (folder / "rollouts").mkdir(exist_ok=True)
-    needs_critic = config.needs_critic
+    needs_critic, nothing = config.needs_critic, Nothing()
+    restarter = EngineRestarter([], nothing, 0, warn=print)
+    weights = WeightSync(Nothing(actor), restarter)
     return SimpleNamespace(
         config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), actor=actor,
         critic=critic if needs_critic else None, drawing=SimpleNamespace(step=step), next_rows=None,
-        reporting=lambda _: None, passes=lambda *_: [], keep_rollouts=keep_rollouts, leaving=Leaving(),
+        reporting=lambda _: None, passes=lambda *_: [], keep_rollouts=keep_rollouts, leaving=Preemption(),
         kl=KlController(config.algorithm.kl_ctrl),
         actor_loss=policy_loss(config.actor), critic_loss=value_loss(config.critic), on_accelerator=False, epoch=0.0,
-        handover=Handover(actor, Nothing(), Nothing(actor), Placement.colocated),
+        devices=DeviceSharing(Placement.colocated, actor, nothing, weights, restarter), weights=weights,
     )  # fmt: skip
 
 
@@ -252,6 +256,7 @@ PARTS = {
     "memory_metrics": "metrics",
 }
 SCORES, STUDY = "scores: shards, calls, answers", "lesson: call, answers, groups, whitening"
+SHARING = "device sharing and weight sync: calls"
 ASYNC_PARTS = {"score": SCORES, "update": "updates: calls, answers"}
 
 
@@ -279,8 +284,15 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
             **wrapped, minibatches=module.minibatches, Updated=module.Updated
         )
         run = simulated_run(config, drawn, options.ranks, stand_in, ledger, folder, model)
-        run.handover.to_training = ledger.timed_async("handover: calls", run.handover.to_training)
-        run.handover.to_rollout = ledger.timed_async("handover: calls", run.handover.to_rollout)
+        to_engines, to_trainer = run.devices.to_engines, run.devices.to_trainer
+
+        @asynccontextmanager
+        async def timed_to_engines(to_engines: Any = to_engines, ledger: Ledger = ledger) -> AsyncIterator[None]:
+            with ledger(SHARING):
+                async with to_engines():
+                    yield
+
+        run.devices.to_engines, run.devices.to_trainer = timed_to_engines, ledger.timed_async(SHARING, to_trainer)
         begin = ledger.now()
         try:
             await loop.train_step(run, step)

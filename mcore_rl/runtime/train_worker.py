@@ -39,7 +39,6 @@ from mcore_rl.parallel.device import Memory, detect, device_of, memory, set_devi
 from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import mark_phases
-from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.cluster import this_host
 from mcore_rl.runtime.shard import Kept, Shard, Taken
@@ -276,10 +275,10 @@ class TrainWorker(Answering):
         """``Publisher.open``."""
         self.publisher.open(attempt)
 
-    def publish(self, version: int, mode: Mode) -> Published:
+    def publish(self, version: int) -> Published:
         """``Publisher.publish``."""
         self.onload([OffloadPart.weights])
-        return self.publisher.publish(version, mode)
+        return self.publisher.publish(version)
 
     def expected(self, version: int) -> Expected:
         """``check.expected_weights``."""

@@ -156,7 +156,7 @@ def _unfinished(rank: Rank, root: Path, engine: Engine, table: Table) -> None:
 
 
 @pytest.fixture(scope="module")
-def streams(root: Path) -> dict[Case, list[list[tuple[str, Tensor]]]]:
+def streams(root: Path, processes: None) -> dict[Case, list[list[tuple[str, Tensor]]]]:
     """case -> what each rank got."""
     found = {}
     for world_size in (1, 2, 4):

@@ -103,7 +103,7 @@ def _critic(root: Path, groups: engines.Groups) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def single(root: Path) -> dict[str, Tensor]:
+def single(root: Path, processes: None) -> dict[str, Tensor]:
     return run_ranks(_engine_logprobs, 1, (root,))[0]
 
 
@@ -188,7 +188,7 @@ def _cases() -> tuple[tuple[str, str], ...]:
 
 
 @pytest.fixture(scope="module")
-def misplaced(root: Path) -> list[dict[tuple[str, str], list[str]]]:
+def misplaced(root: Path, processes: None) -> list[dict[tuple[str, str], list[str]]]:
     return run_ranks(_misplaced, 4, (root, _cases()))
 
 

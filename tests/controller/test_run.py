@@ -80,7 +80,8 @@ async def kill_the_engine(run: Run) -> None:
     for each in holders_of(run.directory / "logs" / "engine-0.log"):
         each.kill()
     with pytest.raises(DeadEngineError):
-        await run.handover.to_rollout(STEPS)
+        async with run.devices.to_engines():
+            await run.weights.update(STEPS)
     await run.drawing.step(STEPS + 1, run.next_rows, run.reporting("drawing"))
 
 
@@ -102,7 +103,7 @@ async def kill_a_worker(run: Run) -> None:
 async def observe(found: Observed, settings: RunConfig, kill: Any) -> None:
     async with open_run(settings) as run:
         await train(run)
-        await run.handover.to_training(for_a_moment=True)
+        await run.devices.to_trainer(keep_weights=True)
         found.checksums = await run.actor.all("checksum")
         await kill(run)
 
@@ -124,7 +125,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
     return run(task, tmp_path_factory.mktemp("whole"), kill_the_engine)
 
 

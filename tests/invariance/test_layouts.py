@@ -89,7 +89,7 @@ class Gate:
 
 
 @pytest.fixture(scope="module")
-def gate(request: pytest.FixtureRequest) -> Gate:
+def gate(request: pytest.FixtureRequest, processes: None) -> Gate:
     selected = [item.callspec.params["case"] for item in request.session.items if item.fspath == request.node.fspath]
     return Gate(list(dict.fromkeys(selected)))
 

@@ -117,7 +117,7 @@ def take_on_layouts(rank: Rank) -> tuple[dict[tuple[int, str], Found], dict[int,
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[tuple[dict[tuple[int, str], Found], dict[int, list[int]]]]:
+def ranks(processes: None) -> list[tuple[dict[tuple[int, str], Found], dict[int, list[int]]]]:
     return run_ranks(take_on_layouts, max(WORLDS), threads_per_rank=1, timeout_s=300)
 
 

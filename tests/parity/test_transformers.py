@@ -51,7 +51,7 @@ def _engine_side(rank: Rank, names: tuple[str, ...]) -> dict[str, tuple[torch.Te
 
 
 @pytest.fixture(scope="module")
-def engine_side() -> dict[str, tuple[torch.Tensor, torch.Tensor, float, Weights]]:
+def engine_side(processes: None) -> dict[str, tuple[torch.Tensor, torch.Tensor, float, Weights]]:
     return run_ranks(_engine_side, 1, (NAMES,))[0]
 
 

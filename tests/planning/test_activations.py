@@ -72,7 +72,7 @@ def saved_bytes(rank: Rank, cases: list[tuple[ModelConfig, str, Precision, Recom
     return found
 
 
-def test_what_is_kept_is_what_autograd_saves() -> None:
+def test_what_is_kept_is_what_autograd_saves(processes: None) -> None:
     """Within 4 %: labels, offsets and the loss's own vectors are a round number of ours.
 
     Selective recompute saves its inputs outside of autograd's eyes, and forward comes twice, so that what is seen is

@@ -114,7 +114,7 @@ def real_bytes(rank: Rank, cases: list[tuple[str, ModelConfig, Precision, bool]]
     return found
 
 
-def test_tiny_models_hold_what_real_processes_do() -> None:
+def test_tiny_models_hold_what_real_processes_do(processes: None) -> None:
     """Odd widths, so that gaps lie inside of buffers and which rank has them depends on the order of the modules."""
     tied = models.dense(tie_output=True, qk_norm=True)
     cases = [

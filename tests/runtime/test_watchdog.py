@@ -24,7 +24,7 @@ from tests.support.answerers import Talker
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster(processes: None) -> Iterator[None]:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()

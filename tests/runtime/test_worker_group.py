@@ -34,7 +34,7 @@ SOON_S = 60.0  # far more than it takes on a busy machine, far less than the wor
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster(processes: None) -> Iterator[None]:
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()

@@ -116,10 +116,6 @@ class ScriptedEngine:
                     self.ended.append("aborted")
             yield sample_of(request, (1, 2))
 
-    async def stream(self, request: Request, sampling: Sampling) -> AsyncIterator[Sample]:
-        async for sample in self.generate([request], sampling):
-            yield sample
-
     async def version(self) -> int:
         return 7
 

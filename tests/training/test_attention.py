@@ -244,7 +244,7 @@ def _context_parallel_worker(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def test_context_parallel_processes_equal_one(tmp_path: Path) -> None:
+def test_context_parallel_processes_equal_one(tmp_path: Path, processes: None) -> None:
     """cp=2 and cp=4: outputs and gradients are those of the undivided sequences, packed and unpacked."""
     set_forkserver_preload([attention.__name__])  # import Megatron once, not once a process
     mp.start_processes(_context_parallel_worker, args=(str(tmp_path / "store"),), nprocs=4, start_method="forkserver")

@@ -189,7 +189,7 @@ def _refused_save(runs: _Runs) -> str:
 
 
 @pytest.fixture(scope="module")
-def on_four(root: Path) -> list[dict[object, object]]:
+def on_four(root: Path, processes: None) -> list[dict[object, object]]:
     _shallow(root)
     return run_ranks(_on_four, 4, (root,))
 
@@ -258,7 +258,7 @@ def _on_one(rank: Rank, root: Path) -> list[str]:
             return wrong + ([] if torch.equal(critic.models[0].output_layer.weight, head) else ["value head"])
 
 
-def test_one_process_and_a_critic(root: Path, tmp_path: Path) -> None:
+def test_one_process_and_a_critic(root: Path, tmp_path: Path, processes: None) -> None:
     assert run_ranks(_on_one, 1, (root,)) == [[]]
     to_hf(root / "critic", tmp_path / "hf", report=_quiet)
     written = checkpoints.tensors(tmp_path / "hf")

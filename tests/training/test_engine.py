@@ -230,7 +230,7 @@ def _observe(rank: Rank) -> dict[str, Observed]:
 
 
 @pytest.fixture(scope="module")
-def observed() -> list[dict[str, Observed]]:
+def observed(processes: None) -> list[dict[str, Observed]]:
     return run_ranks(_observe, 2)
 
 
@@ -364,7 +364,7 @@ def _fail(rank: Rank, layout: str, how: str, when: Path) -> None:
     ],
 )
 def test_a_failing_rank_brings_all_down_and_is_named(
-    layout: str, how: str, named: str, where: str, cause: str, tmp_path: Path
+    layout: str, how: str, named: str, where: str, cause: str, tmp_path: Path, processes: None
 ) -> None:
     when = tmp_path / "failed_at"
     with pytest.raises(WorkerError) as failed:

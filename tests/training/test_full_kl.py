@@ -217,7 +217,7 @@ def on_ranks(rank: Rank) -> Found:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[Found]:
+def ranks(processes: None) -> list[Found]:
     return run_ranks(on_ranks, 2, timeout_s=120)
 
 

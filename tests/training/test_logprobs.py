@@ -460,7 +460,7 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def parallel_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, int], Any]]:
+def parallel_results(tmp_path_factory: pytest.TempPathFactory, processes: None) -> list[dict[tuple[str, int], Any]]:
     folder: Path = tmp_path_factory.mktemp("tensor_parallel")
     spawn(run_rank, args=(str(folder),), nprocs=WORLD_SIZE)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD_SIZE)]

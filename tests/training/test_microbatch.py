@@ -291,7 +291,7 @@ def _agree(rank: Rank) -> Agreed:
 
 
 @pytest.fixture(scope="module")
-def agreed() -> list[Agreed]:
+def agreed(processes: None) -> list[Agreed]:
     return run_ranks(_agree, 2)
 
 

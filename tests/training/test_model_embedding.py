@@ -26,7 +26,7 @@ def _embed(rank: Rank) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def embedded() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def embedded(processes: None) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return run_ranks(_embed, 1)[0]
 
 

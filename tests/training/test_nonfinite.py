@@ -150,7 +150,7 @@ def _in_a_row(engine: Engine) -> list[str | None]:
 
 
 @pytest.fixture(scope="module")
-def observed() -> list[Observed]:
+def observed(processes: None) -> list[Observed]:
     return run_ranks(_observe, 2)
 
 
@@ -220,7 +220,7 @@ def _fail(rank: Rank) -> None:
         _step(engine, Poisoned(groups, POISONS["loss and gradient"], rank=1, at=0))
 
 
-def test_the_error_reaches_the_parent_as_itself() -> None:
+def test_the_error_reaches_the_parent_as_itself(processes: None) -> None:
     with pytest.raises(NonFiniteError, match=r"the loss of microbatch 0 on rank 1 \(dp1 "):
         run_ranks(_fail, 2)
 

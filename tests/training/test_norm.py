@@ -89,7 +89,7 @@ def _gradient_sum_worker(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def test_megatron_sums_gradients_over_tensor_ranks(tmp_path: Path) -> None:
+def test_megatron_sums_gradients_over_tensor_ranks(tmp_path: Path, processes: None) -> None:
     """Under sequence parallelism those of every norm; without it those of query and key norms alone."""
     set_forkserver_preload(["megatron.core.distributed.finalize_model_grads"])  # imported once, not once a process
     mp.start_processes(_gradient_sum_worker, args=(str(tmp_path / "store"),), nprocs=2, start_method="forkserver")

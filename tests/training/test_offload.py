@@ -175,7 +175,7 @@ def _observe(rank: Rank) -> tuple[dict[tuple[str, Precision], Observed], Residen
 
 
 @pytest.fixture(scope="module")
-def everything() -> tuple[dict[tuple[str, Precision], Observed], Resident, dict[OffloadPart, int]]:
+def everything(processes: None) -> tuple[dict[tuple[str, Precision], Observed], Resident, dict[OffloadPart, int]]:
     return run_ranks(_observe, 1)[0]
 
 

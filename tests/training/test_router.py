@@ -117,7 +117,7 @@ def _observe(rank: Rank) -> Observed:
 
 
 @pytest.fixture(scope="module")
-def observed() -> Observed:
+def observed(processes: None) -> Observed:
     return run_ranks(_observe, 1)[0]
 
 

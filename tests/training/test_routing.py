@@ -96,7 +96,7 @@ def reference() -> Weights:
 
 
 @pytest.fixture(scope="module")
-def observed(reference: Weights) -> list[dict[str, Observed]]:
+def observed(reference: Weights, processes: None) -> list[dict[str, Observed]]:
     return run_ranks(_observe, 2, (reference,))
 
 

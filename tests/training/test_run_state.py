@@ -159,7 +159,7 @@ def _ranks(rank: Rank, root: Path) -> Observed:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Observed]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, processes: None) -> list[Observed]:
     root = tmp_path_factory.mktemp("states")
     checkpoints.write(FAMILY, root / FAMILY)
     for name in [*(" ".join(case) for case in CASES), "there", "first"]:

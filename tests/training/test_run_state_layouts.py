@@ -105,7 +105,7 @@ def _ranks(rank: Rank, root: Path) -> list[Read]:
 
 
 @pytest.fixture(scope="module")
-def reads(tmp_path_factory: pytest.TempPathFactory) -> list[list[Read]]:
+def reads(tmp_path_factory: pytest.TempPathFactory, processes: None) -> list[list[Read]]:
     root = tmp_path_factory.mktemp("states")
     (root / "like").mkdir()
     for family in FAMILIES:

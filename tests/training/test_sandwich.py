@@ -39,7 +39,7 @@ def _build(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, dict[str, tuple[int,
 
 
 @pytest.fixture(scope="module")
-def built() -> tuple[torch.Tensor, torch.Tensor, dict[str, tuple[int, ...]], str]:
+def built(processes: None) -> tuple[torch.Tensor, torch.Tensor, dict[str, tuple[int, ...]], str]:
     return run_ranks(_build, 1)[0]
 
 

@@ -131,7 +131,7 @@ def _observe(rank: Rank) -> dict[str, Observed]:
 
 
 @pytest.fixture(scope="module")
-def everything() -> dict[str, Observed]:
+def everything(processes: None) -> dict[str, Observed]:
     return run_ranks(_observe, 1)[0]
 
 

@@ -87,7 +87,7 @@ def _observe(rank: Rank) -> dict[tuple[str, Precision], Observed]:
 
 
 @pytest.fixture(scope="module")
-def observed() -> list[dict[tuple[str, Precision], Observed]]:
+def observed(processes: None) -> list[dict[tuple[str, Precision], Observed]]:
     return run_ranks(_observe, 2)
 
 

@@ -17,13 +17,15 @@ from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle import run_checkpoints
-from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter, Rollout
-from mcore_rl.controller.lifecycle.handover import ActorTrainers, Handover
+from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
+from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
+from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
 from mcore_rl.controller.lifecycle.saving import load_state
 from mcore_rl.controller.lifecycle.start_plan import forecast, write_plan
+from mcore_rl.controller.lifecycle.weight_sync import ActorTrainers, WeightSync
 from mcore_rl.controller.run import REFERENCE, Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.parallel.device import Platform, detect
@@ -40,7 +42,7 @@ from mcore_rl.sync.members import Address
 from mcore_rl.sync.process_group import ProcessGroupTransport
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Transport
-from mcore_rl.sync.update import WeightSync
+from mcore_rl.sync.update import WeightUpdater
 from mcore_rl.tracking.sinks import Tracker
 from mcore_rl.training.offload import OffloadPart
 
@@ -95,26 +97,27 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             bundles, shared = places.reward_model, actor if colocated else None
             reward_model = await start_reward_model(config, prepared.encoder, bundles, platform, logs, shared, stack)
 
-        sync = await _weight_sync(config, platform, actor, engines, stack)
-        check = trainer.guards.check_weights_freq
-        medic = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
-        handover = Handover(actor, pool, sync, trainer.placement, reward_model, medic.restart_dead, check)
-        drawing = RolloutCollector(Rollout(pool, handover), scorer, config, reward_model)
-        run = Run(config, platform, tracker, prepared, actor, critic, drawing, handover)
+        updater = await _weight_updater(config, platform, actor, engines, stack)
+        restarter = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
+        weights = WeightSync(updater, restarter, trainer.guards.check_weights_freq)
+        devices = DeviceSharing(trainer.placement, actor, pool, weights, restarter, reward_model)
+        samples = ResendingPool(pool, restarter, devices, weights)
+        drawing = RolloutCollector(samples, scorer, config, reward_model)
+        run = Run(config, platform, tracker, prepared, actor, critic, drawing, devices, weights)
         stack.push_async_callback(run.saver.close)
         yield run
 
 
-async def _weight_sync(
+async def _weight_updater(
     config: RunConfig, platform: Platform, actor: WorkerGroup, engines: Sequence[RayEngine], stack: AsyncExitStack
-) -> WeightSync:
+) -> WeightUpdater:
     """Updates from ``actor`` to ``engines``, whose members meet at a store that ``stack`` keeps."""
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     stack.callback(lambda kept: None, store)
     transport = _transport(config, platform, this_host(), store.port)
     await actor.all("onload", [OffloadPart.weights])  # which are away where engines stand on the same devices
     await actor.all("connect", transport, config.rollout.layout, UPDATE_BUCKET_BYTES)
-    return WeightSync(engines, config.rollout.layout, ActorTrainers(actor))
+    return WeightUpdater(engines, config.rollout.layout, ActorTrainers(actor))
 
 
 def _prepared(config: RunConfig, platform: Platform) -> tuple[Prepared, Plan]:

@@ -36,7 +36,7 @@ from mcore_rl.rollout.engine.environment import engine_environment, usable_cores
 from mcore_rl.rollout.engine.log import death, first_cause
 from mcore_rl.rollout.engine.process_group import end_group
 from mcore_rl.rollout.engine.server import START, Settings, serve
-from mcore_rl.rollout.protocol import Chunk, Pause, Request, Sample, Sampling, Statistics
+from mcore_rl.rollout.protocol import Pause, Request, Sample, Sampling, Statistics
 
 STOP_S = 10.0  # for an engine that was asked to shut down
 SETTLE_S = 1.0  # between the end of the pipe and the end of the process
@@ -182,13 +182,6 @@ class EngineProcess:
             async for sample in parts:
                 yield sample
 
-    async def stream(self, request: Request, sampling: Sampling) -> AsyncIterator[Chunk | Sample]:
-        """See ``RolloutEngine.stream``."""
-        parts = self._parts("generating 1 sample", "stream", request, sampling)
-        async with aclosing(parts):
-            async for part in parts:
-                yield part
-
     async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
         """See ``Classifier.classify``."""
         return list(await self._ask(f"scoring {len(texts)} texts", "classify", tuple(texts)))
@@ -232,10 +225,6 @@ class EngineProcess:
     async def rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
         """See ``RolloutEngine.rpc``."""
         return list(await self._ask(f"running {method}", "rpc", method, *args, timeout_s=timeout_s))
-
-    async def reset_prefix_cache(self) -> None:
-        """See ``RolloutEngine.reset_prefix_cache``."""
-        await self._ask("resetting its prefix cache", "reset_prefix_cache")
 
     async def statistics(self) -> Statistics:
         """See ``RolloutEngine.statistics``."""

@@ -40,7 +40,7 @@ class Started:
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+def started(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator[Started]:
     root = tmp_path_factory.mktemp("reward_models")
     models = reward_models.write(root / "llama"), reward_models.write(root / "qwen2", "qwen2", seed=1)
     two_layer = TwoLayerReward(root / "two_layer")

@@ -35,7 +35,7 @@ CHANGED = {
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, Path]]:
+def started(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator[tuple[EngineProcess, Path]]:
     directory = tmp_path_factory.mktemp("held") / "hf"
     tiny_models.save("mixtral", directory)
     config = RolloutConfig(

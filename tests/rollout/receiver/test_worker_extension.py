@@ -46,7 +46,7 @@ def _in_a_worker() -> dict[str, object]:
                 found["put back"] = True
 
     worker.__dict__["sync_updates"] = Updates()
-    found["failed"] = worker.sync_receive(3, "direct")
+    found["failed"] = worker.sync_receive(3)
     try:
         worker.__dict__["execute_model"]()
     except RolloutError as error:
@@ -64,7 +64,7 @@ def _threads_after_a_failure() -> tuple[str, int]:
 
     import torch
 
-    from mcore_rl.rollout.receiver.worker_extension import Mode, _Updates
+    from mcore_rl.rollout.receiver.worker_extension import _Updates
 
     class Live:
         on_cpu, blocks = True, None
@@ -84,7 +84,7 @@ def _threads_after_a_failure() -> tuple[str, int]:
     )
     before = threading.active_count()
     try:
-        updates.receive(Mode.direct)
+        updates.receive()
     except RuntimeError as error:
         return str(error), threading.active_count() - before
     return "nothing", 0
@@ -121,7 +121,7 @@ def _round_trip(random: object, intermediate: int, hidden: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, object]:
+def found(processes: None) -> dict[str, object]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_in_a_worker).result()
 
