@@ -142,7 +142,7 @@ def _largest(x_M: Tensor, counts_S: Tensor) -> Tensor:
 
 
 TokenEstimate = Callable[[Tensor], Tensor]
-ResponseReduction = Callable[[Tensor, Tensor], Tensor]  # (values of tokens, tokens of each sequence) -> of each sequence
+ResponseReduction = Callable[[Tensor, Tensor], Tensor]  # (values of tokens, lengths of responses) -> of responses
 # The estimate of a token, and what is made of it for a response; None: tokens are rejected by themselves.
 REJECTIONS: dict[Rejection, tuple[TokenEstimate, ResponseReduction | None]] = {
     Rejection.token_k1: (_k1, None),

@@ -275,7 +275,7 @@ def _rejection_violations(correction: RolloutCorrectionConfig, key: str) -> list
 
 def _gdpo_violations(algorithm: AlgorithmConfig) -> list[Violation]:
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    found = []
+    found: list[Violation] = []
     if algorithm.adv_estimator is not AdvEstimator.gdpo:
         return found
     if not keys:

@@ -144,7 +144,7 @@ def test_group_advantages_are_verl_s(core: Any, estimator: AdvEstimator, name: s
     for step in steps():
         arguments = dict(token_level_rewards=step.rewards, response_mask=step.mask, index=step.index, **changes)
         theirs, _ = core.get_adv_estimator_fn(name)(**arguments)
-        torch.testing.assert_close(ours(step, estimator).advantages_T, step.flat(theirs), **TIGHT)
+        torch.testing.assert_close(ours(step, estimator).advantages_T, step.flat(theirs), **NEAR)
 
 
 def test_advantages_without_groups_are_verl_s(core: Any) -> None:
@@ -152,13 +152,11 @@ def test_advantages_without_groups_are_verl_s(core: Any) -> None:
         config = SimpleNamespace(gamma=0.9)
         theirs, returns = core.compute_gae_advantage_return(step.rewards, step.values, step.mask, 0.9, 0.8)
         found = ours(step, AdvEstimator.gae)
-        torch.testing.assert_close(found.advantages_T, step.flat(theirs * step.mask), **TIGHT)
+        torch.testing.assert_close(found.advantages_T, step.flat(theirs * step.mask), **NEAR)
         mask_T = step.flat(step.mask).bool()
         torch.testing.assert_close(found.returns_T[mask_T], step.flat(returns)[mask_T], **TIGHT)
         theirs, _ = core.compute_reinforce_plus_plus_outcome_advantage(step.rewards, step.mask, config=config)
-        torch.testing.assert_close(
-            ours(step, AdvEstimator.reinforce_plus_plus).advantages_T, step.flat(theirs), **TIGHT
-        )
+        torch.testing.assert_close(ours(step, AdvEstimator.reinforce_plus_plus).advantages_T, step.flat(theirs), **NEAR)
         greedy = torch.tensor(step.case.greedy, dtype=torch.float64)
         theirs, _ = core.compute_remax_outcome_advantage(step.rewards, greedy, step.mask)
         torch.testing.assert_close(ours(step, AdvEstimator.remax).advantages_T, step.flat(theirs * step.mask), **TIGHT)

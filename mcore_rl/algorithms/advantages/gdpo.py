@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,5 +26,5 @@ def gdpo(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     for weight, scores_S in zip(weights, groups.parts_SK.unbind(1), strict=True):
         total_S = total_S + weight * grpo(groups.by(scores_S), config)
     count = int(groups.has_siblings_S.sum())
-    deviation = float(total_S.double().square().sum() / max(count - 1, 1)) ** 0.5
+    deviation = math.sqrt(float(total_S.double().square().sum()) / max(count - 1, 1))
     return total_S / (deviation + EPSILON)
