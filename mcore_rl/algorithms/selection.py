@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mcore_rl.algorithms.losses.registry import POLICY_LOSSES
 from mcore_rl.algorithms.ragged import Trained
+from mcore_rl.config.algorithm_registry import policy_loss
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.types import TrainBatch
 
@@ -40,8 +40,8 @@ class Moments:
 
 def num_selected(config: ActorConfig, num_tokens: int) -> int:
     """The loss's share of the trained tokens, rounded down; at least one, as in verl; 0 of a loss that selects none."""
-    selects = POLICY_LOSSES[config.loss_mode].selects
-    return 0 if selects is None else max(1, int(selects.share(config) * num_tokens))
+    selection = policy_loss(config.loss_mode).selection
+    return 0 if selection is None else max(1, int(getattr(config, selection.share) * num_tokens))
 
 
 def select(
@@ -49,20 +49,19 @@ def select(
 ) -> tuple[Tensor, NDArray[np.float32]]:
     """Keys of a rank's tokens, float32 [T], -inf where they cannot be selected; and its ``num_selected`` largest.
 
-    Args:
-        batch: finished, with the advantages that are trained.
-        index_S: the place of each sequence in the step, by which its draws are made.
-        config: names the loss.
-        moments: of the step.
+    batch: finished, with the advantages that are trained.
+    index_S: the place of each sequence in the step, by which its draws are made.
+    config: names the loss.
+    moments: of the step.
     """
-    selects = POLICY_LOSSES[config.loss_mode].selects
-    assert selects is not None, f"{config.loss_mode} selects no tokens"
+    selection = policy_loss(config.loss_mode).selection
+    assert selection is not None, f"{config.loss_mode} selects no tokens"
     assert batch.old_logprobs_T is not None and batch.advantages_T is not None
     trained = Trained(batch.mask_T)
     advantages_M, logprobs_M = (trained.gather(x_T).double() for x_T in (batch.advantages_T, batch.old_logprobs_T))
     covariance_M = (advantages_M - moments.advantage) * (logprobs_M - moments.logprob)
     uniform_M = trained.gather(_uniform(batch.lengths_S, index_S, moments.seed))
-    keys_M = selects.keys(covariance_M, uniform_M, config).float()
+    keys_M = selection.load()(covariance_M, uniform_M, config).float()
     keys_T = torch.full((len(batch.mask_T),), -torch.inf)
     keys_T[batch.mask_T] = keys_M
     found_M = keys_M[keys_M > -torch.inf]

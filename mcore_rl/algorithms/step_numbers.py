@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from mcore_rl.algorithms.advantages.registry import final_advantages
+from mcore_rl.algorithms.advantages.estimation import final_advantages
 from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.types import TrainBatch
 
@@ -15,8 +17,9 @@ from mcore_rl.types import TrainBatch
 class StepNumbers:
     """Concluded on the controller from what every rank says of its sequences; the same for all ranks.
 
-    whitening: of the advantages of a ``PerToken`` estimator.  mean_weight: what importance weights are divided by.
-    threshold: the least key that is selected, where the loss selects tokens.
+    whitening: of the advantages of an estimator of ``Scope.token``; None: they are not whitened.
+    mean_weight: what importance weights are divided by.
+    threshold: the least key that is selected; None where the loss selects no tokens.
     """
 
     whitening: Whitening | None = None
@@ -24,14 +27,16 @@ class StepNumbers:
     threshold: float | None = None
 
 
-def finish(batch: TrainBatch, advantages_S: Tensor | None, numbers: StepNumbers) -> TrainBatch:
+def finish(batch: TrainBatch, advantages_S: NDArray[np.float32] | None, numbers: StepNumbers) -> TrainBatch:
     """``batch`` as it is trained.
 
-    advantages_S: of its sequences, where a response has one advantage; else ``batch.advantages_T`` is whitened.
+    advantages_S: of its sequences, where a response has one advantage; None: ``batch.advantages_T`` are of tokens.
     """
     if advantages_S is not None or batch.advantages_T is not None:
-        lengths = list(batch.lengths_S)
-        final_T = final_advantages(batch.advantages_T, advantages_S, numbers.whitening, batch.mask_T, lengths)
+        of_response_S = None if advantages_S is None else torch.from_numpy(advantages_S)
+        final_T = final_advantages(
+            batch.advantages_T, of_response_S, numbers.whitening, batch.mask_T, list(batch.lengths_S)
+        )
         batch = replace(batch, advantages_T=final_T)
     if batch.weights_T is not None and numbers.mean_weight != 1.0:
         batch = replace(batch, weights_T=batch.weights_T / numbers.mean_weight)

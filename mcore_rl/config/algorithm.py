@@ -8,22 +8,6 @@ from enum import Enum
 from mcore_rl.errors import Violation
 
 
-class AdvEstimator(Enum):
-    """How advantages follow from rewards; one file of ``algorithms/advantages`` each, with its paper."""
-
-    gae = "gae"
-    grpo = "grpo"
-    dr_grpo = "dr_grpo"
-    rloo = "rloo"
-    reinforce_plus_plus = "reinforce_plus_plus"
-    reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline"
-    remax = "remax"
-    gpg = "gpg"
-    opo = "opo"
-    lite_ppo = "lite_ppo"
-    gdpo = "gdpo"
-
-
 class KlPenalty(Enum):
     """KL(policy || reference) at one token: estimates from the token drawn (http://joschu.net/blog/kl-approx.html).
 
@@ -151,7 +135,7 @@ class RolloutCorrectionConfig:
 
 
 class FilterMetric(Enum):
-    """``acc``: whether the answer is right; of a grader that does not say, its score.  ``score``: its score.
+    """``acc``: whether the answer is right; where the grader does not say, ``score``: what the response earned.
 
     Neither has the overlong penalty in it.
     """
@@ -177,8 +161,11 @@ class FilterGroupsConfig:
 class AlgorithmConfig:
     """Advantages and KL.
 
-    gamma, lam: discount and GAE's lambda.  whiten_advantages: to mean 0 and variance 1 over the trained tokens of the
-    whole batch.  use_kl_in_reward: ``- kl_ctrl.kl_coef * kl_penalty`` is added to every token's reward.
+    adv_estimator: how advantages follow from rewards, by its name in docs/algorithms.md; ``FILE.py:NAME`` is one of a
+    file of your own.
+    gamma, lam: discount, and GAE's lambda.
+    whiten_advantages: to mean 0 and variance 1 over the trained tokens of the whole batch.
+    use_kl_in_reward: ``- kl_ctrl.kl_coef * kl_penalty`` is added to every token's reward.
     mask_truncated: responses cut off at their limit are not trained (arXiv:2503.14476, overlong filtering).
     masked_in_baseline: their scores stay in the mean and deviation of their group, as in that paper, which masks their
     loss; false: they leave their group.
@@ -186,7 +173,7 @@ class AlgorithmConfig:
     or ``score`` (the whole); gdpo_reward_weights: of each, None is 1 for all.
     """
 
-    adv_estimator: AdvEstimator = AdvEstimator.grpo
+    adv_estimator: str = "grpo"
     gamma: float = 1.0
     lam: float = 1.0
     whiten_advantages: bool = False
@@ -219,7 +206,6 @@ def algorithm_violations(algorithm: AlgorithmConfig) -> list[Violation]:
         found.append(Violation("algorithm.kl_ctrl.type", control.type.value, problem, remedy))
     found += _penalty_violations(algorithm.kl_penalty)
     found += _correction_violations(algorithm.rollout_correction)
-    found += _gdpo_violations(algorithm)
     attempts = algorithm.filter_groups.max_num_gen_batches
     if attempts < 1:
         key = "algorithm.filter_groups.max_num_gen_batches"
@@ -245,9 +231,6 @@ def _correction_violations(correction: RolloutCorrectionConfig) -> list[Violatio
         problem = f"with upper={correction.upper} does not enclose a ratio of 1"
         found.append(Violation(f"{key}.lower", correction.lower, problem, "Write lower <= 1 <= upper"))
     weighs = correction.level is not CorrectionLevel.none
-    if correction.batch_normalize and not weighs:
-        problem = "there are no weights: level=none"
-        found.append(Violation(f"{key}.batch_normalize", True, problem, "Write level=token, or batch_normalize=false"))
     if correction.bypass_mode and weighs:
         problem = f"with level={correction.level.value} corrects twice: the loss's ratio is that to the sampler already"
         found.append(Violation(f"{key}.bypass_mode", True, problem, "Write level=none, or bypass_mode=false"))
@@ -257,36 +240,12 @@ def _correction_violations(correction: RolloutCorrectionConfig) -> list[Violatio
 def _rejection_violations(correction: RolloutCorrectionConfig, key: str) -> list[Violation]:
     reject, upper, lower = correction.reject, correction.reject_upper, correction.reject_lower
     if reject is Rejection.none:
-        remedy = "Leave it out, or write reject=seq_mean_k1, say"
-        given = [(name, getattr(correction, name)) for name in ("reject_upper", "reject_lower")]
-        return [Violation(f"{key}.{name}", x, "nothing is rejected", remedy) for name, x in given if x is not None]
+        return []
     found = []
     if upper is None or not (upper >= 1 if reject.bounds_ratio else upper > 0):
         problem = "must be 1 or more, a ratio" if reject.bounds_ratio else "must be positive, nats"
         remedy = "Write 1.001, say" if reject.bounds_ratio else "Write 0.01, say"
         found.append(Violation(f"{key}.reject_upper", upper, f"{problem}, with reject={reject.value}", remedy))
-    if lower is not None and not reject.bounds_ratio:
-        problem = f"reject={reject.value} is never negative, and bounded from above alone"
-        found.append(Violation(f"{key}.reject_lower", lower, problem, "Leave it out"))
-    elif lower is not None and not 0 < lower <= 1:
+    if reject.bounds_ratio and lower is not None and not 0 < lower <= 1:
         found.append(Violation(f"{key}.reject_lower", lower, "must lie in (0, 1]", "Leave it out: 1 / reject_upper"))
-    return found
-
-
-def _gdpo_violations(algorithm: AlgorithmConfig) -> list[Violation]:
-    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    found: list[Violation] = []
-    if algorithm.adv_estimator is not AdvEstimator.gdpo:
-        return found
-    if not keys:
-        problem = "gdpo normalises each part of the reward by itself, and none is named"
-        remedy = "Write [acc,format], say: parts that the grader names, acc or score"
-        found.append(Violation("algorithm.gdpo_reward_keys", "[]", problem, remedy))
-    if weights is not None and len(weights) != len(keys):
-        problem = f"has {len(weights)} weights for {len(keys)} gdpo_reward_keys"
-        found.append(Violation("algorithm.gdpo_reward_weights", weights, problem, "Write one for each, or none"))
-    if algorithm.use_kl_in_reward:
-        problem = "gdpo reads the parts of the reward, and the KL is none"
-        remedy = "Write false, and actor.use_kl_loss=true"
-        found.append(Violation("algorithm.use_kl_in_reward", True, problem, remedy))
     return found

@@ -11,20 +11,6 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import Violation
 
 
-class LossMode(Enum):
-    """The policy loss; one file of ``algorithms/losses`` each, with its paper."""
-
-    ppo_clip = "ppo_clip"
-    gspo = "gspo"
-    geo_mean = "geo_mean"
-    sapo = "sapo"
-    cispo = "cispo"
-    clip_cov = "clip_cov"
-    kl_cov = "kl_cov"
-    gpg = "gpg"
-    policy_gradient = "policy_gradient"
-
-
 class LossAggregation(Enum):
     """How the losses of tokens become one number.
 
@@ -43,23 +29,32 @@ class LossAggregation(Enum):
 class ActorConfig(EngineConfig):
     """The policy that is trained; engine settings, layout, and loss.
 
-    ppo_mini_batch_size: prompts of one optimizer step; each brings ``rollout.n`` sequences.  ppo_epochs: passes over
-    the samples of a step.  shuffle: minibatches of the second and later passes are drawn anew.
-    clip_ratio: of PPO; clip_ratio_low, clip_ratio_high: where they differ (arXiv:2503.14476); None is clip_ratio; of
-    ``geo_mean`` they are of the ratio's logarithm.  clip_ratio_c: bound of the dual clip (arXiv:1912.09729), TRL's
-    delta; None is no dual clip.  tau_pos, tau_neg: temperatures of ``sapo``.  clip_cov_ratio, clip_cov_lb, clip_cov_ub:
-    share of tokens that ``clip_cov`` leaves out, and the covariances between which it draws them.  kl_cov_ratio,
-    ppo_kl_coef: share of tokens that ``kl_cov`` lets pay for moving, and how much.  loss_agg_constant: see
-    ``LossAggregation``; None is ``data.max_response_length``.  entropy_coeff: of the bonus.  use_kl_loss:
-    ``kl_loss_coef * kl_loss_type`` to the reference is added to the loss.  full_kl_gib: host memory that a process may
-    take for the reference's logits of a minibatch, with ``kl_loss_type=full``.
+    ppo_mini_batch_size: prompts of one optimizer step; each brings ``rollout.n`` sequences.
+    ppo_epochs: passes over the samples of a step.
+    shuffle: minibatches of the second and later passes are drawn anew.
+    allow_stale_updates: several updates of a batch with a loss that has no ratio (``policy_gradient``, ``gpg``).  All
+    but the first then take samples of an older policy for samples of the current one.
+    loss_mode: the policy loss, by its name in docs/algorithms.md; ``FILE.py:NAME`` is one of a file of your own.
+    clip_ratio: of PPO.  clip_ratio_low, clip_ratio_high: where they differ (arXiv:2503.14476); None is clip_ratio.
+    Those of ``geo_mean`` are of the ratio's logarithm.
+    clip_ratio_c: bound of the dual clip (arXiv:1912.09729), TRL's delta; None is no dual clip.
+    tau_pos, tau_neg: temperatures of ``sapo``, for advantages above 0 and for the others.
+    clip_cov_ratio, clip_cov_lb, clip_cov_ub: share of tokens that ``clip_cov`` leaves out, and the covariances between
+    which it draws them.
+    kl_cov_ratio, ppo_kl_coef: share of tokens that ``kl_cov`` lets pay for moving, and how much.
+    loss_agg_mode, loss_agg_constant: see ``LossAggregation``; None is ``data.max_response_length``.
+    entropy_coeff: of the bonus.
+    use_kl_loss: ``kl_loss_coef * kl_loss_type`` to the reference is added to the loss.
+    full_kl_gib: host memory that a process may take for the reference's logits of a minibatch, with
+    ``kl_loss_type=full``.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     ppo_mini_batch_size: int = 256
     ppo_epochs: int = 1
     shuffle: bool = True
-    loss_mode: LossMode = LossMode.ppo_clip
+    allow_stale_updates: bool = False
+    loss_mode: str = "ppo_clip"
     clip_ratio: float = 0.2
     clip_ratio_low: float | None = None
     clip_ratio_high: float | None = None
@@ -117,10 +112,6 @@ def actor_violations(actor: ActorConfig) -> list[Violation]:
         value = getattr(actor, name)
         if value is not None and value < 0:
             found.append(Violation(f"actor.{name}", value, "must not be negative", "Write 0 or more"))
-    if actor.clip_ratio_c is not None and actor.clip_ratio_c <= 1 + actor.clip_high:
-        problem = f"must exceed 1 + the upper clip range, {1 + actor.clip_high:g}: it bounds ratios above that"
-        remedy = "Write 3.0, or null for no dual clip"
-        found.append(Violation("actor.clip_ratio_c", actor.clip_ratio_c, problem, remedy))
     for name in ("tau_pos", "tau_neg"):
         if getattr(actor, name) <= 0:
             found.append(Violation(f"actor.{name}", getattr(actor, name), "must be positive", "Write 1.0, say"))

@@ -8,37 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig, algorithm_violations
+from mcore_rl.config.algorithm import AlgorithmConfig, algorithm_violations
+from mcore_rl.config.algorithm_object import ACTOR, CRITIC, REFERENCE
+from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, reward_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
-from mcore_rl.config.roles import (
-    ActorConfig,
-    CriticConfig,
-    LossAggregation,
-    LossMode,
-    actor_violations,
-    critic_violations,
-)
-from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations
+from mcore_rl.config.roles import ActorConfig, CriticConfig, actor_violations, critic_violations
+from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.trainer import ModelPathConfig, Placement, RayInitConfig, TrainerConfig, trainer_violations
-from mcore_rl.errors import Violation
-
-GROUPED = {
-    AdvEstimator.grpo,
-    AdvEstimator.dr_grpo,
-    AdvEstimator.rloo,
-    AdvEstimator.reinforce_plus_plus_baseline,
-    AdvEstimator.gpg,
-    AdvEstimator.opo,
-    AdvEstimator.lite_ppo,
-    AdvEstimator.gdpo,
-}
+from mcore_rl.config.unread_keys import unread_violations
+from mcore_rl.config.written_keys import Composed
+from mcore_rl.errors import ConfigError, Violation
 
 
 @dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(Composed):
     """What ``mcore-rl train`` runs."""
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
@@ -55,36 +41,60 @@ class RunConfig:
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that are built, by name.  Raises ConfigError where there is no such estimator."""
+        refers = self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+        return (ACTOR, *estimator(self.algorithm.adv_estimator).roles, *([REFERENCE] if refers else []))
+
+    @property
     def needs_critic(self) -> bool:
         """Whether values are estimated."""
-        return self.algorithm.adv_estimator is AdvEstimator.gae
+        return CRITIC in self.roles
 
     @property
     def needs_reference(self) -> bool:
         """Whether anything asks how far the policy is from where it started."""
-        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+        return REFERENCE in self.roles
 
     @property
     def needs_greedy(self) -> bool:
         """Whether each prompt is also answered greedily, for a baseline."""
-        return self.algorithm.adv_estimator is AdvEstimator.remax
+        return estimator(self.algorithm.adv_estimator).greedy
 
 
 def run_violations(run: RunConfig) -> list[Violation]:
-    """Everything wrong in ``run`` that can be told without opening a file."""
+    """Everything wrong in ``run`` that can be told without opening a file of data or of a model."""
+    unknown = _unknown_parts(run)
     found = [
         *data_violations(run.data),
+        *unknown,
         *algorithm_violations(run.algorithm),
         *actor_violations(run.actor),
-        *(critic_violations(run.critic) if run.needs_critic else ()),
         *rollout_config_violations(run.rollout),
+        *routing_violations(run.rollout),
         *reward_violations(run.reward),
         *reward_model_violations(run.reward_model),
         *trainer_violations(run.trainer),
+        *_missing(run),
     ]
+    if unknown:
+        return found  # what the rules below ask for, nobody knows
+    if run.needs_critic:
+        found += critic_violations(run.critic)
+    found += unread_violations(run)
     if run.data.train_batch_size < 1 or run.rollout.n < 1 or run.trainer.world_size < 1:
         return found  # the rules below divide by these
-    return [*found, *_batch_violations(run), *_algorithm_violations(run), *_share_violations(run), *_missing(run)]
+    return [*found, *_batch_violations(run), *_algorithm_violations(run), *_share_violations(run)]
+
+
+def _unknown_parts(run: RunConfig) -> list[Violation]:
+    found: list[Violation] = []
+    for part, name in ((estimator, run.algorithm.adv_estimator), (policy_loss, run.actor.loss_mode)):
+        try:
+            part(name)
+        except ConfigError as error:
+            found += error.violations
+    return found
 
 
 def _batch_violations(run: RunConfig) -> list[Violation]:
@@ -121,39 +131,76 @@ def _batch_violations(run: RunConfig) -> list[Violation]:
 
 
 def _algorithm_violations(run: RunConfig) -> list[Violation]:
-    found, algorithm, n = [], run.algorithm, run.rollout.n
-    name = algorithm.adv_estimator.value
-    if algorithm.adv_estimator in GROUPED and n < 2:
-        problem = f"algorithm.adv_estimator={name} compares the samples of a prompt, and there is one"
+    found, algorithm, n = _loss_violations(run), run.algorithm, run.rollout.n
+    name, least = algorithm.adv_estimator, estimator(algorithm.adv_estimator).min_group
+    if n < least:
+        problem = f"algorithm.adv_estimator={name} compares the samples of a prompt, and needs {least} or more"
         found.append(Violation("rollout.n", n, problem, "Write rollout.n=5, say, or another estimator"))
     if algorithm.filter_groups.enable and n < 2:
         problem = "algorithm.filter_groups.enable looks for groups whose rewards differ, and a group has one sample"
         found.append(Violation("rollout.n", n, problem, "Write rollout.n=8, say, or enable=false"))
-    of_sequences = {
-        LossMode.gspo: "GSPO's objective is a mean over sequences (arXiv:2507.18071, eq. 5)",
-        LossMode.geo_mean: "GMPO's objective is a mean over sequences (arXiv:2507.20673)",
-    }
-    loss = run.actor.loss_mode
-    if loss in of_sequences and run.actor.loss_agg_mode is not LossAggregation.seq_mean_token_mean:
-        problem = of_sequences[loss]
-        remedy = "Write actor.loss_agg_mode=seq_mean_token_mean"
-        found.append(Violation("actor.loss_agg_mode", run.actor.loss_agg_mode.value, problem, remedy))
     drawn = run.rollout
     if drawn.temperature == 0:
         problem = "greedy samples are of no distribution that could be trained"
         found.append(Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0"))
-    key, reads = "algorithm.rollout_correction", algorithm.rollout_correction.reads_ratio
-    if reads is not None and (drawn.top_p < 1 or drawn.top_k != -1):
+    reads_ratio = algorithm.rollout_correction.reads_ratio
+    if reads_ratio is not None and (drawn.top_p < 1 or drawn.top_k != -1):
         problem = "with top_p or top_k, sampler and trainer mean different distributions, and the ratio says nothing"
         remedy = "Write rollout.top_p=1.0 rollout.top_k=-1, or leave it out"
-        found.append(Violation(f"{key}.{reads[0]}", reads[1], problem, remedy))
-    if algorithm.rollout_correction.bypass_mode and loss in (LossMode.gpg, LossMode.policy_gradient):
-        problem = f"actor.loss_mode={loss.value} has no ratio, and the sampler's log-probs would be read by nobody"
-        found.append(Violation(f"{key}.bypass_mode", True, problem, "Write false and level=token, or another loss"))
+        found.append(Violation(f"algorithm.rollout_correction.{reads_ratio[0]}", reads_ratio[1], problem, remedy))
+    if estimator(name).parts:
+        found += _parts_violations(algorithm)
     if run.trainer.critic_warmup and not run.needs_critic:
         problem = f"there is no critic: algorithm.adv_estimator={name} needs no values"
         remedy = "Write trainer.critic_warmup=0 or algorithm.adv_estimator=gae"
         found.append(Violation("trainer.critic_warmup", run.trainer.critic_warmup, problem, remedy))
+    return found
+
+
+def _loss_violations(run: RunConfig) -> list[Violation]:
+    """What the policy loss cannot be asked for."""
+    found, actor, loss = [], run.actor, policy_loss(run.actor.loss_mode)
+    if loss.aggregation is not None and actor.loss_agg_mode is not loss.aggregation:
+        problem = f"actor.loss_mode={loss.name} is defined with another ({loss.paper})"
+        remedy = f"Write actor.loss_agg_mode={loss.aggregation.value}"
+        found.append(Violation("actor.loss_agg_mode", actor.loss_agg_mode.value, problem, remedy))
+    most = actor.clip_ratio_c
+    if "actor.clip_ratio_c" in loss.reads and most is not None and most <= 1 + actor.clip_high:
+        problem = f"must exceed 1 + the upper clip range, {1 + actor.clip_high:g}: it bounds ratios above that"
+        found.append(Violation("actor.clip_ratio_c", most, problem, "Write 3.0, or null for no dual clip"))
+    if run.algorithm.rollout_correction.bypass_mode and not loss.needs_old:
+        problem = f"actor.loss_mode={loss.name} has no ratio, and nobody would read the sampler's log-probs"
+        remedy = "Write false and level=token, or another loss"
+        found.append(Violation("algorithm.rollout_correction.bypass_mode", True, problem, remedy))
+    if loss.updates_per_batch is None or actor.allow_stale_updates:
+        return found
+    size = run.data.train_batch_size
+    reason = f"actor.loss_mode={loss.name} has no ratio, and is right for {loss.updates_per_batch} update of a batch"
+    remedy = "or a loss with a ratio, actor.loss_mode=ppo_clip, or actor.allow_stale_updates=true"
+    if actor.ppo_epochs > loss.updates_per_batch:
+        found.append(Violation("actor.ppo_epochs", actor.ppo_epochs, reason, f"Write 1, {remedy}"))
+    if 0 < actor.ppo_mini_batch_size < size and size % actor.ppo_mini_batch_size == 0:
+        problem = f"is less than data.train_batch_size={size}: {reason}"
+        found.append(
+            Violation("actor.ppo_mini_batch_size", actor.ppo_mini_batch_size, problem, f"Write {size}, {remedy}")
+        )
+    return found
+
+
+def _parts_violations(algorithm: AlgorithmConfig) -> list[Violation]:
+    """Of an estimator that reads the parts of the reward."""
+    found, keys, weights = [], algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if not keys:
+        problem = f"{algorithm.adv_estimator} normalizes each part of the reward by itself, and none is named"
+        remedy = "Write [acc,format], say: parts that the grader names, acc or score"
+        found.append(Violation("algorithm.gdpo_reward_keys", "[]", problem, remedy))
+    if weights is not None and len(weights) != len(keys):
+        problem = f"has {len(weights)} weights for {len(keys)} gdpo_reward_keys"
+        found.append(Violation("algorithm.gdpo_reward_weights", weights, problem, "Write one for each, or none"))
+    if algorithm.use_kl_in_reward:
+        problem = f"{algorithm.adv_estimator} reads the parts of the reward, and the KL is none"
+        remedy = "Write false, and actor.use_kl_loss=true"
+        found.append(Violation("algorithm.use_kl_in_reward", True, problem, remedy))
     return found
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
-from mcore_rl.algorithms.losses.registry import POLICY_LOSSES
 from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.algorithm import KlPenalty
-from mcore_rl.config.roles import ActorConfig, LossAggregation, LossMode
+from mcore_rl.config.algorithm_registry import policy_losses
+from mcore_rl.config.roles import ActorConfig, LossAggregation
 from tests.algorithms.loss_cases import (
     Minibatch,
     assert_same,
@@ -29,13 +29,13 @@ from tests.algorithms.loss_cases import (
 
 LOW, HIGH, MOST, CONSTANT = 0.2, 0.3, 1.6, 11.0
 TAU_POS, TAU_NEG, PAID = 1.1, 1.7, 0.6
-SELECTING = (LossMode.clip_cov, LossMode.kl_cov)
-WITHOUT_CLIPS = (LossMode.gpg, LossMode.policy_gradient, LossMode.sapo, LossMode.kl_cov)
-OF_SEQUENCES = (LossMode.gspo, LossMode.geo_mean)
+SELECTING = ("clip_cov", "kl_cov")
+WITHOUT_CLIPS = ("gpg", "policy_gradient", "sapo", "kl_cov")
+OF_SEQUENCES = ("gspo", "geo_mean")
 EVERYTHING = dict(entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.7)
 
 
-def actor(mode: LossMode, aggregation: LossAggregation = LossAggregation.token_mean, **changes: object) -> ActorConfig:
+def actor(mode: str, aggregation: LossAggregation = LossAggregation.token_mean, **changes: object) -> ActorConfig:
     return ActorConfig(
         loss_mode=mode,
         loss_agg_mode=aggregation,
@@ -54,32 +54,30 @@ def clipped_change(moved: float, advantage: float) -> float:
     return min(moved, HIGH) if advantage > 0 else max(moved, -LOW)
 
 
-def token_loss(
-    mode: LossMode, logprob: Tensor, old: float, advantage: float, mean_change: float, selected: bool
-) -> Tensor:
+def token_loss(mode: str, logprob: Tensor, old: float, advantage: float, mean_change: float, selected: bool) -> Tensor:
     """With an ``if`` for every case of the formulas."""
-    if mode in (LossMode.gpg, LossMode.policy_gradient):
+    if mode in ("gpg", "policy_gradient"):
         return -advantage * logprob
     ratio = torch.exp(logprob - old)
-    if mode is LossMode.sapo:
+    if mode == "sapo":
         tau = TAU_POS if advantage > 0 else TAU_NEG
         return -advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
-    if mode is LossMode.kl_cov:
+    if mode == "kl_cov":
         return -advantage * ratio + (PAID * abs(logprob - old) if selected else 0)
-    if mode is LossMode.clip_cov and selected:
+    if mode == "clip_cov" and selected:
         return logprob * 0
-    if mode is LossMode.geo_mean:
+    if mode == "geo_mean":
         moved = float(logprob.detach()) - old
         cut = clipped_change(moved, advantage) != moved
         own = 1 if cut else torch.exp(logprob - logprob.detach())
         return -advantage * math.exp(mean_change) * own + logprob * 0
-    if mode is LossMode.cispo:
+    if mode == "cispo":
         return -min(max(float(ratio.detach()), 1 - LOW), 1 + HIGH) * advantage * logprob
-    if mode is LossMode.gspo:
+    if mode == "gspo":
         ratio = torch.exp(torch.tensor(mean_change, dtype=torch.float64)) * torch.exp(logprob - logprob.detach())
     if advantage >= 0:
         return -advantage * (ratio if ratio <= 1 + HIGH else ratio.detach() * 0 + 1 + HIGH)
-    if mode is LossMode.ppo_clip and ratio > MOST:
+    if mode == "ppo_clip" and ratio > MOST:
         return logprob * 0 - advantage * MOST
     return -advantage * (ratio if ratio >= 1 - LOW else ratio.detach() * 0 + 1 - LOW)
 
@@ -114,7 +112,7 @@ def by_hand(batch: Minibatch, config: ActorConfig) -> tuple[Tensor, dict[str, fl
         rows = ((batch.sequence == index) & batch.mask).nonzero().squeeze(1).tolist()
         tokens, sequences = tokens + len(rows), sequences + bool(rows)
         change = [float(x["logprobs"][t].detach()) - float(x["old_logprobs"][t]) for t in rows]
-        if config.loss_mode is LossMode.geo_mean:
+        if config.loss_mode == "geo_mean":
             advantages = [float(x["advantages"][t]) for t in rows]
             change_of_ratio = [clipped_change(moved, a) for moved, a in zip(change, advantages, strict=True)]
         else:
@@ -126,15 +124,15 @@ def by_hand(batch: Minibatch, config: ActorConfig) -> tuple[Tensor, dict[str, fl
             mine = token_loss(config.loss_mode, logprob, float(x["old_logprobs"][t]), advantage, mean_change, selected)
             mine = mine * float(x["weights"][t])
             kl = kl_by_hand(config.kl_loss_type, logprob, float(x["ref_logprobs"][t]), x["full_kl"][t])
-            ratio = torch.tensor(mean_change if config.loss_mode is LossMode.gspo else moved).exp()
+            ratio = torch.tensor(mean_change if config.loss_mode == "gspo" else moved).exp()
             low, high = ratio < 1 - LOW, ratio > 1 + HIGH
-            if config.loss_mode is LossMode.geo_mean:
+            if config.loss_mode == "geo_mean":
                 low, high = moved < -LOW, moved > HIGH
-            if config.loss_mode is not LossMode.cispo:
+            if config.loss_mode != "cispo":
                 low, high = low and advantage < 0, high and advantage > 0
             if config.loss_mode not in WITHOUT_CLIPS:
                 count(clip_fraction=low or high, clip_fraction_low=low, clip_fraction_high=high)
-            if config.loss_mode is LossMode.ppo_clip:
+            if config.loss_mode == "ppo_clip":
                 count(clip_fraction_dual=ratio > MOST and advantage < 0)
             if config.loss_mode in SELECTING:
                 count(selected_fraction=selected)
@@ -154,8 +152,8 @@ def by_hand(batch: Minibatch, config: ActorConfig) -> tuple[Tensor, dict[str, fl
 
 
 @pytest.mark.parametrize("aggregation", list(LossAggregation))
-@pytest.mark.parametrize("mode", list(LossMode))
-def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: LossMode, aggregation: LossAggregation) -> None:
+@pytest.mark.parametrize("mode", list(policy_losses()))
+def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: str, aggregation: LossAggregation) -> None:
     met: dict[str, float] = {}
     for seed, kind in enumerate(KlPenalty):
         batch = drawn(seed, lengths=(2, 5, 1, 17, 30, 4))
@@ -172,12 +170,12 @@ def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: LossMode, aggr
         assert not any(value.requires_grad for value in found.metrics.values())
         met = {name: met.get(name, 0) + value for name, value in metrics.items()}
     clips = [value for name, value in met.items() if "clip" in name]
-    assert all(clips) or mode is LossMode.gspo  # else the cases prove nothing; its means of many ratios clip elsewhere
+    assert all(clips) or mode == "gspo"  # else the cases prove nothing; its means of many ratios clip elsewhere
 
 
 def test_gspo_clips() -> None:
     batch = drawn(0, lengths=(3, 4, 2, 6, 4, 3, 4, 3))
-    config = actor(LossMode.gspo, **EVERYTHING)
+    config = actor("gspo", **EVERYTHING)
     expected, metrics, denominator = by_hand(batch, config)
     found = policy_loss(config)(whole(batch))
     assert metrics["actor/clip_fraction_low"] > 0 and metrics["actor/clip_fraction_high"] > 0
@@ -201,14 +199,14 @@ def test_gspo_has_the_gradient_of_the_sequence_form() -> None:
             advantage = fields["advantages"][rows][0]
             loss = loss - torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
             sequences += 1
-    found = policy_loss(actor(LossMode.gspo, LossAggregation.seq_mean_token_mean))(whole(batch))
+    found = policy_loss(actor("gspo", LossAggregation.seq_mean_token_mean))(whole(batch))
     torch.testing.assert_close(found.total / sequences, loss / sequences)
     for mine, theirs in zip(batch.gradients(found.total), batch.gradients(loss), strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize(("mode", "aggregation"), list(product(LossMode, LossAggregation)))
-def test_no_cut_changes_the_sums(mode: LossMode, aggregation: LossAggregation) -> None:
+@pytest.mark.parametrize(("mode", "aggregation"), list(product(policy_losses(), LossAggregation)))
+def test_no_cut_changes_the_sums(mode: str, aggregation: LossAggregation) -> None:
     loss = policy_loss(actor(mode, aggregation, **EVERYTHING))
     batch = drawn(7)
     reference = loss(whole(batch))
@@ -218,9 +216,9 @@ def test_no_cut_changes_the_sums(mode: LossMode, aggregation: LossAggregation) -
         assert_same(batch, over_context(loss, batch, seed), reference)
 
 
-@pytest.mark.parametrize(("mode", "aggregation"), list(product(LossMode, LossAggregation)))
+@pytest.mark.parametrize(("mode", "aggregation"), list(product(policy_losses(), LossAggregation)))
 @pytest.mark.parametrize("members", [[], [3], [1, 3]])
-def test_nothing_trained_is_a_connected_zero(mode: LossMode, aggregation: LossAggregation, members: list[int]) -> None:
+def test_nothing_trained_is_a_connected_zero(mode: str, aggregation: LossAggregation, members: list[int]) -> None:
     batch = drawn(7)
     found = policy_loss(actor(mode, aggregation, **EVERYTHING))(whole(batch, members))
     assert float(found.total.detach()) == 0 and found.total.requires_grad
@@ -228,9 +226,9 @@ def test_nothing_trained_is_a_connected_zero(mode: LossMode, aggregation: LossAg
     assert not any(value.any() for value in found.metrics.values())
 
 
-@pytest.mark.parametrize("mode", list(LossMode))
+@pytest.mark.parametrize("mode", list(policy_losses()))
 @pytest.mark.parametrize("kind", list(KlPenalty))
-def test_what_stands_at_untrained_rows_reaches_nothing(mode: LossMode, kind: KlPenalty) -> None:
+def test_what_stands_at_untrained_rows_reaches_nothing(mode: str, kind: KlPenalty) -> None:
     clean = drawn(8)
     config = actor(mode, LossAggregation.seq_mean_token_mean, **EVERYTHING, kl_loss_type=kind)
     reference = policy_loss(config)(whole(clean))
@@ -246,8 +244,8 @@ def test_what_stands_at_untrained_rows_reaches_nothing(mode: LossMode, kind: KlP
             torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("mode", list(LossMode))
-def test_at_the_old_policy_the_gradient_is_the_plain_policy_gradient(mode: LossMode) -> None:
+@pytest.mark.parametrize("mode", list(policy_losses()))
+def test_at_the_old_policy_the_gradient_is_the_plain_policy_gradient(mode: str) -> None:
     batch = drawn(9)
     fields = batch.fields | {"old_logprobs": batch.fields["logprobs"].detach().clone()}
     fields["selection"] = torch.full_like(fields["selection"], -1.0)  # none: what else such a loss does is by choice
@@ -259,8 +257,8 @@ def test_at_the_old_policy_the_gradient_is_the_plain_policy_gradient(mode: LossM
     assert float(found.metrics["actor/approx_kl"]) == float(found.metrics["actor/approx_kl_k1"]) == 0
 
 
-@pytest.mark.parametrize("mode", [mode for mode, row in POLICY_LOSSES.items() if row.needs_old])
-def test_extreme_ratios_stay_finite_in_float32(mode: LossMode) -> None:
+@pytest.mark.parametrize("mode", [name for name, row in policy_losses().items() if row.needs_old])
+def test_extreme_ratios_stay_finite_in_float32(mode: str) -> None:
     batch = drawn(10, dtype=torch.float32)
     far = torch.where(torch.arange(len(batch.mask)) % 2 == 0, 300.0, -300.0)
     batch = replace(batch, fields=batch.fields | {"old_logprobs": batch.fields["logprobs"].detach() + far})
@@ -272,35 +270,35 @@ def test_extreme_ratios_stay_finite_in_float32(mode: LossMode) -> None:
 
 def test_what_is_absent_has_no_metric_and_no_part() -> None:
     batch = drawn(11).without("weights", "entropy", "ref_logprobs", "old_logprobs", "values")
-    config = actor(LossMode.policy_gradient)
+    config = actor("policy_gradient")
     found = policy_loss(config)(whole(batch))
     assert found.metrics.keys() == {"actor/policy_loss"}
     expected = -(batch.fields["advantages"] * batch.fields["logprobs"])[batch.mask].sum()
     torch.testing.assert_close(found.total, expected)
     for missing, loss in {
-        "ratio needs old": actor(LossMode.ppo_clip),
-        "bonus needs entropies": actor(LossMode.gpg, entropy_coeff=0.1),
-        "needs the reference": actor(LossMode.gpg, use_kl_loss=True),
+        "ratio needs old": actor("ppo_clip"),
+        "bonus needs entropies": actor("gpg", entropy_coeff=0.1),
+        "needs the reference": actor("gpg", use_kl_loss=True),
     }.items():
         with pytest.raises(AssertionError, match=missing):
             policy_loss(loss)(whole(batch))
 
 
 def test_entropy_is_asked_for_where_it_earns_a_bonus() -> None:
-    assert policy_loss(actor(LossMode.gpg, entropy_coeff=0.1)).with_entropy
-    assert not policy_loss(actor(LossMode.gpg)).with_entropy
+    assert policy_loss(actor("gpg", entropy_coeff=0.1)).with_entropy
+    assert not policy_loss(actor("gpg")).with_entropy
 
 
 def test_the_loss_travels_to_workers() -> None:
-    loss = policy_loss(actor(LossMode.gspo, **EVERYTHING))
+    loss = policy_loss(actor("gspo", **EVERYTHING))
     travelled = pickle.loads(pickle.dumps(loss))
     assert travelled == loss
     batch = drawn(12)
     assert_same(batch, travelled(whole(batch)), loss(whole(batch)))
 
 
-@pytest.mark.parametrize("mode", [mode for mode in LossMode if mode not in WITHOUT_CLIPS])
-def test_a_clip_fraction_does_not_count_rounding(mode: LossMode) -> None:
+@pytest.mark.parametrize("mode", [mode for mode in policy_losses() if mode not in WITHOUT_CLIPS])
+def test_a_clip_fraction_does_not_count_rounding(mode: str) -> None:
     """The policy of before in other kernels, clip ranges of 0; and ratios that are the bounds themselves."""
     batch = drawn(13, lengths=(40, 50), dtype=torch.float32)
     logprobs = batch.fields["logprobs"].detach() - 9
@@ -310,7 +308,7 @@ def test_a_clip_fraction_does_not_count_rounding(mode: LossMode) -> None:
         (0.25, torch.tensor(0.75).log() + noise),
         (0.25, torch.tensor(1.25).log() + noise),
     ):
-        if mode is LossMode.geo_mean:  # whose bounds are of the logarithm
+        if mode == "geo_mean":  # whose bounds are of the logarithm
             change = torch.where(change.abs() < 0.1, change, change.sign() * low)
         fields = batch.fields | {"logprobs": logprobs + change, "old_logprobs": logprobs}
         fields["selection"] = torch.full_like(logprobs, -1.0)
@@ -325,8 +323,8 @@ def test_a_clip_fraction_does_not_count_rounding(mode: LossMode) -> None:
 
 def test_without_a_dual_clip_a_ratio_has_no_bound_where_the_advantage_is_negative() -> None:
     batch = drawn(14, lengths=(30, 20))
-    bounded = policy_loss(actor(LossMode.ppo_clip))
-    config = replace(actor(LossMode.ppo_clip), clip_ratio_c=None)
+    bounded = policy_loss(actor("ppo_clip"))
+    config = replace(actor("ppo_clip"), clip_ratio_c=None)
     free = policy_loss(config)(whole(batch))
     assert "actor/clip_fraction_dual" not in free.metrics
     ratio = (batch.fields["logprobs"] - batch.fields["old_logprobs"]).exp()
@@ -342,7 +340,7 @@ def test_two_sided_clipping_is_the_dual_clip() -> None:
     ratio = (batch.fields["logprobs"] - batch.fields["old_logprobs"]).exp()
     a = batch.fields["advantages"]
     expected = -torch.minimum(ratio.clamp(max=MOST) * a, ratio.clamp(1 - LOW, 1 + HIGH) * a)
-    found = policy_loss(actor(LossMode.ppo_clip))(whole(batch))
+    found = policy_loss(actor("ppo_clip"))(whole(batch))
     assert float(found.metrics["actor/clip_fraction_dual"]) > 0
     total = (expected * batch.fields["weights"])[batch.mask].sum()
     torch.testing.assert_close(found.total, total)
@@ -365,7 +363,7 @@ def test_gmpo_has_the_gradient_of_the_sequence_form() -> None:
             power = torch.minimum(r**sign, r.clamp(*bounds) ** sign).prod().abs()
             loss = loss - advantage * (power ** (1 / int(rows.sum()))) ** sign
             sequences += 1
-    found = policy_loss(actor(LossMode.geo_mean, LossAggregation.seq_mean_token_mean))(whole(batch))
+    found = policy_loss(actor("geo_mean", LossAggregation.seq_mean_token_mean))(whole(batch))
     assert float(found.metrics["actor/clip_fraction_low"]) > 0 and float(found.metrics["actor/clip_fraction_high"]) > 0
     torch.testing.assert_close(found.total / sequences, loss / sequences)
     for mine, theirs in zip(batch.gradients(found.total), batch.gradients(loss), strict=True):

@@ -27,10 +27,11 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.registry import model_of
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.weights.table import Table
 from tests.support import batches, checkpoints, engines, full_weights, hf_reference
+from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-5
 DENSE_LAYOUTS = ("tp=2", "pp=2", "cp=2", "pp=2,vpp=2", "tp=2,pp=2")  # over 4 ranks: what is left is data parallel

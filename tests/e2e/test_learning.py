@@ -21,7 +21,7 @@ from mcore_rl.controller.loop import train
 from mcore_rl.controller.run import REFERENCE, Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.parallel.device import detect
-from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker
 from tests.support import run_task
@@ -38,26 +38,25 @@ STEPS = 10
 LIFT = 0.2
 SETTINGS = (
     f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={STEPS}", "trainer.save_freq=0",
-    "trainer.val_before_train=true", "actor.optim.lr=3e-3", "critic.optim.lr=3e-3", "critic.parallel.pp=2",
+    "trainer.val_before_train=true", "actor.optim.lr=3e-3",
     "data.train_batch_size=16", "actor.ppo_mini_batch_size=8", "rollout.ignore_eos=true", "actor.use_kl_loss=false",
     "rollout.val_kwargs.temperature=1.0", "rollout.val_kwargs.n=8",
 )  # fmt: skip
 CASES = {
-    "ppo": ("algorithm=ppo", "rollout.n=8"),
+    "ppo": ("algorithm=ppo", "rollout.n=8", "algorithm.lam=1", "critic.optim.lr=3e-3", "critic.parallel.pp=2"),
     "grpo": ("algorithm=grpo", "rollout.n=8"),
     "rloo": ("algorithm=rloo", "rollout.n=8"),
     "reinforce_plus_plus": ("algorithm=reinforce_plus_plus", "rollout.n=8"),
     # Tokens are selected over the step, and weights are divided by their mean over the step.
     "kl_cov": (
-        "algorithm=grpo",
-        "rollout.n=8",
-        "actor.loss_mode=kl_cov",
-        "actor.kl_cov_ratio=0.02",
-        "algorithm.rollout_correction.level=token",
-        "algorithm.rollout_correction.batch_normalize=true",
+        "algorithm=grpo", "rollout.n=8", "actor.loss_mode=kl_cov", "actor.kl_cov_ratio=0.02",
+        "algorithm.rollout_correction.level=token", "algorithm.rollout_correction.batch_normalize=true",
     ),
-    "gspo": ("algorithm=gspo", "rollout.n=8", "actor.clip_ratio_low=0.2", "actor.clip_ratio_high=0.2"),
-}
+    "gspo": (
+        "algorithm=gspo", "rollout.n=8", "actor.loss_mode=gspo", "actor.loss_agg_mode=seq_mean_token_mean",
+        "actor.clip_ratio_low=0.2", "actor.clip_ratio_high=0.2",
+    ),
+}  # fmt: skip
 
 
 class Course:
@@ -75,13 +74,13 @@ class Course:
         critic = started.critic if config.needs_critic else None
         await started.devices.to_trainer()
         for group in roles(started):
-            await group.all("load_state", self.folder / group.role)
-        await started.actor.all("take_snapshot", REFERENCE)
-        drawing = RolloutCollector(started.drawing.engine, started.drawing.scorer, config)
+            await group.load_state(self.folder / group.role)
+        await started.actor.take_snapshot(REFERENCE)
+        collector = RolloutCollector(started.collector.engine, started.collector.scorer, config)
         values = {"algorithm": name}
         with Tracker.open(self.folder / name, config.trainer, values, STEPS) as tracker:
             run = Run(
-                config, platform, tracker, prepared, started.actor, critic, drawing, started.devices, started.weights
+                config, platform, tracker, prepared, started.actor, critic, collector, started.devices, started.weights
             )
             if flipped:
                 run.actor_loss = Flipped(config.actor)
@@ -95,7 +94,7 @@ def configuration(task: Path, directory: Path, *overrides: str) -> RunConfig:
     return compose(RunConfig, "train", run_task.overrides(task, directory, *SETTINGS, *overrides))
 
 
-def roles(run: Run) -> list[WorkerGroup]:
+def roles(run: Run) -> list[TrainGroup]:
     assert run.critic is not None
     return [run.actor, run.critic]
 
@@ -117,7 +116,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         async with open_run(configuration(task, folder / "first", *CASES["ppo"])) as started:
             for group in roles(started):
                 (folder / group.role).mkdir()
-                await group.all("save_state", folder / group.role, False)
+                await group.save_state(folder / group.role, behind=False)
             course = Course(started, task, folder)
             flipped = {name: name == FLIPPED for name in selected}
             return {

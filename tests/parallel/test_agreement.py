@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from mcore_rl.errors import CheckpointError, WorkerError
 from mcore_rl.parallel.agreement import together
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from tests.support import engines
+from tests.support.forked import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,12 @@ import torch
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.planning.activations import Kernels, head_bytes, kernels_of, layer_bytes
 from mcore_rl.planning.training import Role, Work
 from mcore_rl.types import Denominators, TrainBatch
 from tests.support import batches, engines, models
+from tests.support.forked import run_ranks
 
 LENGTH, SEQUENCES = 96, 4
 ROWS = LENGTH * SEQUENCES

@@ -23,10 +23,11 @@ from torch import Tensor
 from mcore_rl.checkpoints.convert import HF, to_hf, to_megatron
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import CheckpointError
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.checkpoint import _PlainWriter, load_megatron, save_megatron
 from mcore_rl.training.engine import Engine
 from tests.support import checkpoints, engines, full_weights, hf_reference
+from tests.support.forked import run_ranks
 
 Load = Callable[[Sequence[torch.nn.Module]], None]
 LOADS = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,13 +20,14 @@ from mcore_rl.algorithms.selection import Moments, num_selected, threshold
 from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.algorithms.value import CriticLoss
 from mcore_rl.config.roles import ActorConfig, CriticConfig
-from mcore_rl.controller.step.advantages import Lesson
+from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.data.balance import balance, imbalance
+from mcore_rl.data.pairs import placed_whole, units_of
 from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
-from mcore_rl.runtime.train_worker import Trained
-from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.runtime.train_worker import SequenceAdvantages, SequencesInStep
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 
 TOKENS = ("tokens_T", "mask_T")
@@ -56,31 +58,31 @@ class Updated:
         return {name: sum(result.metrics.get(name, 0.0) for result in self.results) for name in names}
 
 
-def send(group: WorkerGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> SharedBatch:
+def send(group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> SharedBatch:
     """``batch`` to where workers read it, each sequence to the rank that trains it in ``minibatches``.
 
-    They are ``group``'s, and have every sequence once; what they have a second time is left to a later pass.
+    minibatches: ``group``'s.  Every sequence appears once in the first pass; repeats are of later passes.
     """
-    homes: list[list[int]] = [[] for _ in range(group.layout.dp)]
+    assignment: list[list[int]] = [[] for _ in range(group.layout.dp)]
     seen: set[int] = set()
     for members in minibatches:
         if seen.isdisjoint(members):
             seen.update(members)
-            for home, shard in zip(homes, _shards(batch.lengths_S, members, group.layout.dp), strict=True):
-                home.extend(shard)
+            for sequences, shard in zip(assignment, _shards(batch, members, group.layout.dp), strict=True):
+                sequences.extend(shard)
     assert len(seen) == len(batch.lengths_S), "the first pass trains every sequence"
-    shared, shards = SharedBatch(batch.lengths_S, homes), _together(homes, group.neighbours)
+    shared, shards = SharedBatch(batch.lengths_S, assignment, batch.pairs_S), _together(assignment, group.neighbours)
     shared.add(shards, group.put(shards_of(batch, shards)), [name for name, _ in batch.token_fields()])
     return shared
 
 
-def _together(homes: Sequence[Sequence[int]], neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The sequences of each lot of neighbours: what they share travels to their machine once, and is read there."""
-    return [[sequence for rank in ranks for sequence in homes[rank]] for ranks in neighbours]
+def _together(assignment: Sequence[Sequence[int]], neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The sequences of the ranks that share a machine: their shard travels there once, and all of them read it."""
+    return [[sequence for rank in ranks for sequence in assignment[rank]] for ranks in neighbours]
 
 
 async def score(
-    group: WorkerGroup,
+    group: TrainGroup,
     shared: SharedBatch,
     field: str,
     *,
@@ -89,22 +91,23 @@ async def score(
     snapshot: str | None = None,
 ) -> SequenceScores:
     """What the role's model says of every token, which stays with the batch as ``field``; sums of each sequence."""
-    ranks, dp = shared.homes, group.layout.dp
+    ranks, dp = shared.assignment, group.layout.dp
     if len(ranks) != dp:
         ranks = balance(shared.lengths_S, dp)
-    takings = shared.takings([[members] for members in ranks], TOKENS)
-    found, places = await group.map("score", takings, field, temperature, with_entropy, snapshot)
-    shared.add(ranks, places, [field])
-    scores: SequenceScores = shared.in_order(ranks, found)
-    return scores
+    inputs = shared.shard_refs([[members] for members in ranks], TOKENS, [None] * dp)
+    found, shards = await group.score(
+        inputs, field, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot
+    )
+    shared.add(ranks, shards, [field])
+    return shared.in_order(ranks, found)
 
 
 async def update(
-    group: WorkerGroup,
+    group: TrainGroup,
     shared: SharedBatch,
     loss: ActorLoss | CriticLoss,
     minibatches: Sequence[Sequence[int]],
-    lesson: Lesson,
+    step: StepAdvantages,
     *,
     temperature: float,
     reference: str | None = None,
@@ -112,70 +115,85 @@ async def update(
 ) -> Updated:
     """One optimizer step for each of ``minibatches``, lists of sequences; all in one call of the workers.
 
-    One in which nothing is trained is left out.  reference: the snapshot to which a full KL is taken.  seed: of what
-    the loss draws.
+    One in which nothing is trained is left out.
+    reference: the snapshot to which a full KL is taken.
+    seed: of what the loss draws.
     """
     config, of_actor = loss.config, isinstance(loss, ActorLoss)
     with_entropy = isinstance(loss, ActorLoss) and loss.with_entropy
     kl_to = reference if isinstance(loss, ActorLoss) and loss.with_full_kl else None
-    minibatches = [members for members in minibatches if int(lesson.trained_S[list(members)].sum())]
+    minibatches = [members for members in minibatches if int(step.trained_S[list(members)].sum())]
     if not minibatches:
-        await group.all("rest")
+        await group.rest()
         return Updated()
-    counts = [_counts(shared.lengths_S, lesson.trained_S, members, config) for members in minibatches]
-    shards = [_shards(shared.lengths_S, members, group.layout.dp) for members in minibatches]
-    lots = list(zip(*shards, strict=True))
-    told: list[list[object]] = [[None] * len(of_rank) for of_rank in lots]
-    if of_actor and lesson.estimate.advantages_S is not None:
-        advantages_S = lesson.estimate.advantages_S.numpy()  # pickled sooner than tensors
-        told = [[advantages_S[lot] for lot in of_rank] for of_rank in lots]
-    numbers = StepNumbers(whitening=lesson.estimate.whitening, mean_weight=lesson.mean_weight)
+    counts = [_counts(shared.lengths_S, step.trained_S, members, config) for members in minibatches]
+    shards = [_shards(shared, members, group.layout.dp) for members in minibatches]
+    batches = list(zip(*shards, strict=True))
+    numbers = StepNumbers(whitening=step.advantages.whitening, mean_weight=step.mean_weight)
     if isinstance(loss, ActorLoss):
-        numbers = await _selection(group, shared, loss.config, lesson, numbers, seed)
-    takings = shared.takings(lots, ACTOR if of_actor else CRITIC, told)
-    found, _ = await group.map("train_steps", takings, loss, counts, temperature, with_entropy, kl_to, numbers)
-    done: Trained = found[0]
+        numbers = await _select_tokens(group, shared, loss.config, step, numbers, seed)
+    payloads: list[SequenceAdvantages] = [[None] * len(minibatches)] * len(batches)
+    if of_actor and step.advantages.advantages_S is not None:
+        advantages_S = step.advantages.advantages_S.numpy()  # pickled sooner than tensors
+        payloads = [[advantages_S[sequences] for sequences in of_rank] for of_rank in batches]
+    done = await group.train(
+        shared.shard_refs(batches, ACTOR if of_actor else CRITIC, payloads),
+        loss,
+        counts,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        kl_to=kl_to,
+        numbers=numbers,
+    )
     return Updated(
         results=done.results,
         memories=done.memories,
-        trained=[int(lesson.trained_S[list(members)].sum()) for members in minibatches],
+        trained=[int(step.trained_S[list(members)].sum()) for members in minibatches],
         imbalance=max(imbalance(shared.lengths_S, each) for each in shards),
     )
 
 
-async def _selection(
-    group: WorkerGroup, shared: SharedBatch, config: ActorConfig, lesson: Lesson, numbers: StepNumbers, seed: int
+async def _select_tokens(
+    group: TrainGroup, shared: SharedBatch, config: ActorConfig, step: StepAdvantages, numbers: StepNumbers, seed: int
 ) -> StepNumbers:
     """``numbers``, with the threshold of a loss that selects tokens; their keys stay with ``shared``."""
-    count, spread = num_selected(config, int(lesson.trained_S.sum())), lesson.estimate.spread
+    count, spread = num_selected(config, int(step.trained_S.sum())), step.advantages.spread
     if not count:
         return numbers
     assert spread is not None, "tokens that are trained have advantages"
-    moments = Moments(advantage=spread.mean, logprob=lesson.mean_logprob, num_selected=count, seed=seed)
-    of_response_S = lesson.estimate.advantages_S
-    told = [(None if of_response_S is None else of_response_S[home].numpy(), home) for home in shared.homes]
-    takings = shared.takings([[home] for home in shared.homes], SELECTION, told)
-    largest, places = await group.map("select", takings, config, numbers, moments)
-    shared.add(shared.homes, places, ["selection_T"])
+    moments = Moments(advantage=spread.mean, logprob=step.mean_logprob, num_selected=count, seed=seed)
+    ranks, of_response_S = shared.assignment, step.advantages.advantages_S
+    payloads = [
+        SequencesInStep(None if of_response_S is None else of_response_S[sequences].numpy(), sequences)
+        for sequences in ranks
+    ]
+    inputs = shared.shard_refs([[sequences] for sequences in ranks], SELECTION, payloads)
+    largest, shards = await group.select_tokens(inputs, config, numbers, moments)
+    shared.add(ranks, shards, ["selection_T"])
     return replace(numbers, threshold=threshold(largest, count))
 
 
-async def update_alone(group: WorkerGroup, batch: TrainBatch, loss: CrossEntropy) -> StepResult:
+async def update_alone(group: TrainGroup, batch: TrainBatch, loss: CrossEntropy) -> StepResult:
     """One optimizer step on all of ``batch``, which needs nothing besides; a mean over trained tokens."""
     members = list(range(len(batch.lengths_S)))
     shared = send(group, batch, [members])
     counts = Denominators(
         loss=float(batch.mask_T.sum()), tokens=int(batch.tokens_T.numel()), sequences=len(batch.lengths_S)
     )
-    takings = shared.takings([[home] for home in shared.homes], TOKENS, [[None]] * len(shared.homes))
-    found, _ = await group.map("train_steps", takings, loss, [counts], 1.0, False)
-    done: Trained = found[0]
-    return done.results[0]
+    ranks = shared.assignment
+    payloads: list[SequenceAdvantages] = [[None]] * len(ranks)
+    inputs = shared.shard_refs([[sequences] for sequences in ranks], TOKENS, payloads)
+    return (await group.train(inputs, loss, [counts])).results[0]
 
 
-def _shards(lengths_S: Sequence[int], members: Sequence[int], dp: int) -> list[list[int]]:
-    """Of ``members``, those of each data-parallel rank."""
-    shards = balance([lengths_S[index] for index in members], dp)
+def _shards(batch: TrainBatch | SharedBatch, members: Sequence[int], dp: int) -> list[list[int]]:
+    """Of ``members``, those of each data-parallel rank; a pair is one rank's."""
+    lengths = [batch.lengths_S[index] for index in members]
+    if batch.pairs_S is None:
+        shards = balance(lengths, dp)
+    else:
+        units = units_of([batch.pairs_S[index] for index in members])
+        shards = placed_whole(lengths, units, partial(balance, num_ranks=dp))
     return [[members[place] for place in shard] for shard in shards]
 
 

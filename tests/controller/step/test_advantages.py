@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pickle
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.algorithms.lesson import Outcomes
 from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
+from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.config.algorithm import (
-    AdvEstimator,
     AlgorithmConfig,
     CorrectionLevel,
     CorrectionMode,
@@ -27,10 +27,11 @@ from mcore_rl.config.algorithm import (
     Rejection,
     RolloutCorrectionConfig,
 )
-from mcore_rl.controller.step.advantages import study
-from mcore_rl.controller.step.batch_assembly import Groups
+from mcore_rl.config.algorithm_registry import estimators
+from mcore_rl.controller.step.advantages import estimate_step
+from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.controller.step.updates import send
-from mcore_rl.runtime.shard import Taken
+from mcore_rl.runtime.shard import Portion
 from mcore_rl.types import TrainBatch
 from tests.support.batches import LENGTHS as RAGGED
 from tests.support.batches import ragged
@@ -54,26 +55,25 @@ class Found:
     metrics: dict[str, float]
 
 
-def studied(groups: Groups, algorithm: AlgorithmConfig, kl: KlController, dp: int) -> Found:
+def over_ranks(groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController, dp: int) -> Found:
     group, number = InProcessGroup(dp), len(groups.batch.lengths_S)
-    shared = send(group, groups.batch, [range(number)])  # type: ignore[arg-type]
-    lesson = asyncio.run(study(group, shared, groups, algorithm, kl))  # type: ignore[arg-type]
+    shared = send(group, groups.batch, [range(number)])
+    step = asyncio.run(estimate_step(group, shared, groups, algorithm, kl))
     fields = [*(name for name, _ in groups.batch.token_fields()), "advantages_T", "returns_T", "weights_T"]
-    whole: list[Taken] = []
-    one = InProcessGroup(1, take=lambda _, taken: whole.append(taken))
-    asyncio.run(one.map("take", shared.takings([[list(range(number))]], fields)))
-    (batch,) = whole[0].batches
-    assert torch.equal(lesson.trained_S, sequence_counts(batch.mask_T, batch.lengths_S))
-    estimate = lesson.estimate
-    numbers = StepNumbers(whitening=estimate.whitening, mean_weight=lesson.mean_weight)
-    return Found(finish(batch, estimate.advantages_S, numbers), lesson.metrics)
+    (refs,) = shared.shard_refs([[list(range(number))]], fields, [None])
+    portion: Portion[None] = pickle.loads(refs.portion)
+    (batch,) = portion.join([pickle.loads(shard) for shard in refs.shards])  # type: ignore[arg-type]
+    assert torch.equal(step.trained_S, sequence_counts(batch.mask_T, batch.lengths_S))
+    numbers = StepNumbers(whitening=step.advantages.whitening, mean_weight=step.mean_weight)
+    advantages_S = step.advantages.advantages_S
+    return Found(finish(batch, None if advantages_S is None else advantages_S.numpy(), numbers), step.metrics)
 
 
-def learn(algorithm: AlgorithmConfig, kl: KlController | None = None, dp: int = 2, **changes: torch.Tensor) -> Found:
+def step_of(algorithm: AlgorithmConfig, kl: KlController | None = None, dp: int = 2, **changes: torch.Tensor) -> Found:
     batch = TrainBatch(lengths_S=LENGTHS, tokens_T=torch.arange(7), mask_T=MASK, rollout_logprobs_T=ROLLOUT)
     batch = replace(batch, old_logprobs_T=OLD, ref_logprobs_T=REF, old_values_T=VALUES)
-    groups = Groups(
-        trajectories=(),
+    groups = StepBatch(
+        episodes=(),
         batch=replace(batch, **changes),
         group_S=torch.tensor([0, 0]),
         outcomes=Outcomes(
@@ -82,7 +82,7 @@ def learn(algorithm: AlgorithmConfig, kl: KlController | None = None, dp: int = 
             greedy_S=torch.tensor([0.25, 0.25]),
         ),
     )
-    return studied(groups, algorithm, kl or KlController(algorithm.kl_ctrl), dp)
+    return over_ranks(groups, algorithm, kl or KlController(algorithm.kl_ctrl), dp)
 
 
 def advantages(found: Found) -> list[float]:
@@ -94,18 +94,19 @@ def as_bits(found: Found) -> dict[str, object]:
     return {name: tensor.numpy().tobytes() for name, tensor in found.batch.token_fields()} | found.metrics
 
 
-@pytest.mark.parametrize("estimator", list(AdvEstimator))
+@pytest.mark.parametrize("estimator", list(estimators()))
 @pytest.mark.parametrize("level", list(CorrectionLevel))
-def test_no_bit_depends_on_how_many_ranks_there_are(estimator: AdvEstimator, level: CorrectionLevel) -> None:
+def test_no_bit_depends_on_how_many_ranks_there_are(estimator: str, level: CorrectionLevel) -> None:
     batch, draw = ragged(7), torch.Generator().manual_seed(3)
     size, number = len(batch.mask_T), len(RAGGED)
-    drawn = [torch.randn(size, generator=draw) for _ in range(4)]
+    drawn = [torch.randn(size, generator=draw) for _ in range(5)]
     batch = TrainBatch(
         lengths_S=batch.lengths_S, tokens_T=batch.tokens_T, mask_T=batch.mask_T, rollout_logprobs_T=drawn[0],
         old_logprobs_T=drawn[0] + drawn[1] / 9, ref_logprobs_T=drawn[2], old_values_T=drawn[3],
+        turn_rewards_T=drawn[4],
     )  # fmt: skip
-    groups = Groups(
-        trajectories=(),
+    groups = StepBatch(
+        episodes=(),
         batch=batch,
         group_S=torch.arange(number) // 3,
         outcomes=Outcomes(
@@ -123,12 +124,12 @@ def test_no_bit_depends_on_how_many_ranks_there_are(estimator: AdvEstimator, lev
             reject=Rejection.seq_max_k3, reject_upper=0.05,
         ),
     )  # fmt: skip
-    one, *more = (as_bits(studied(groups, algorithm, KlController(KL), dp)) for dp in (1, 2, 3, number))
+    one, *more = (as_bits(over_ranks(groups, algorithm, KlController(KL), dp)) for dp in (1, 2, 3, number))
     assert all(each == one for each in more)
 
 
 def test_leave_one_out_of_the_scores() -> None:
-    found = learn(AlgorithmConfig(adv_estimator=AdvEstimator.rloo))
+    found = step_of(AlgorithmConfig(adv_estimator="rloo"))
     assert advantages(found) == [1.0, 1.0, -1.0]
     assert torch.equal(found.batch.mask_T, MASK) and found.batch.weights_T is None
     assert found.metrics["advantage/mean"] == pytest.approx(1 / 3)
@@ -140,9 +141,9 @@ def test_leave_one_out_of_the_scores() -> None:
 def test_the_kl_is_taken_from_the_reward_with_the_coefficient_of_before() -> None:
     control = KlControlConfig(type=KlControl.adaptive, kl_coef=0.1, target_kl=0.01, horizon=10)
     control.target_kl_per = KlUnit.response
-    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.rloo, use_kl_in_reward=True, kl_ctrl=control)
+    algorithm = AlgorithmConfig(adv_estimator="rloo", use_kl_in_reward=True, kl_ctrl=control)
     kl = KlController(control)
-    found = learn(algorithm, kl)
+    found = step_of(algorithm, kl)
     # k1: 0.5 and 0 in the first response, -0.2 in the second: returns 1 - 0.05 and 0.02.
     assert advantages(found) == pytest.approx([0.93, 0.93, -0.93])
     assert found.metrics["kl/reward"] == pytest.approx(0.15)
@@ -150,11 +151,11 @@ def test_the_kl_is_taken_from_the_reward_with_the_coefficient_of_before() -> Non
     assert found.metrics["kl/coef"] == 0.1
     # arXiv:1909.08593, section 2.2: the error, 14, is clipped to 0.2; two samples of a horizon of ten.
     assert kl.coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
-    assert learn(algorithm, kl).metrics["kl/coef"] == kl.coef / (1 + 0.2 * 2 / 10)
+    assert step_of(algorithm, kl).metrics["kl/coef"] == kl.coef / (1 + 0.2 * 2 / 10)
 
 
 def test_the_critic_s_values_are_the_baseline_of_gae() -> None:
-    found = learn(AlgorithmConfig(adv_estimator=AdvEstimator.gae))
+    found = step_of(AlgorithmConfig(adv_estimator="gae"))
     # Returns less values are 0.8, 0.6 and -0.1, whose mean is 1.3 / 3; whitened, with the unbiased variance.
     centred = [0.8 - 1.3 / 3, 0.6 - 1.3 / 3, -0.1 - 1.3 / 3]
     deviation = math.sqrt(sum(x * x for x in centred) / 2)
@@ -166,36 +167,36 @@ def test_the_critic_s_values_are_the_baseline_of_gae() -> None:
 
 
 def test_the_greedy_score_is_the_baseline_of_remax() -> None:
-    assert advantages(learn(AlgorithmConfig(adv_estimator=AdvEstimator.remax))) == pytest.approx([0.75, 0.75, -0.25])
+    assert advantages(step_of(AlgorithmConfig(adv_estimator="remax"))) == pytest.approx([0.75, 0.75, -0.25])
 
 
 def test_responses_that_were_cut_off_are_not_trained_where_that_is_said() -> None:
-    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.remax, mask_truncated=True)
-    found = learn(algorithm)
+    algorithm = AlgorithmConfig(adv_estimator="remax", mask_truncated=True)
+    found = step_of(algorithm)
     assert found.batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 0, 0]
     assert found.metrics["dropped/masked_sequences"] == 1.0
     assert found.metrics["advantage/min"] == found.metrics["advantage/max"] == 0.75
-    assert "dropped/masked_sequences" not in learn(replace(algorithm, mask_truncated=False)).metrics
+    assert "dropped/masked_sequences" not in step_of(replace(algorithm, mask_truncated=False)).metrics
 
 
 def test_the_difference_to_the_sampler_weighs_the_loss() -> None:
     sampler = torch.tensor([0.0, 0.0, -1.0 - math.log(3), -2.0, 0.0, 0.0, -1.0 + math.log(2)])
     config = RolloutCorrectionConfig(level=CorrectionLevel.token, upper=2.0)
-    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.remax, rollout_correction=config)
-    found = learn(algorithm, rollout_logprobs_T=sampler)
+    algorithm = AlgorithmConfig(adv_estimator="remax", rollout_correction=config)
+    found = step_of(algorithm, rollout_logprobs_T=sampler)
     assert found.batch.weights_T is not None
     assert found.batch.weights_T[MASK].tolist() == pytest.approx([2.0, 1.0, 0.5])
     assert found.metrics["rollout/logprob_diff_max"] == pytest.approx(math.log(3))
     assert found.metrics["rollout/correction_weight_mean"] == pytest.approx((3 + 1 + 0.5) / 3)
     assert found.metrics["rollout/correction_clip_share"] == pytest.approx(1 / 3)
-    off = learn(replace(algorithm, rollout_correction=RolloutCorrectionConfig()), rollout_logprobs_T=sampler)
+    off = step_of(replace(algorithm, rollout_correction=RolloutCorrectionConfig()), rollout_logprobs_T=sampler)
     assert off.batch.weights_T is None
     assert off.metrics["rollout/logprob_diff_max"] == pytest.approx(math.log(3))
     assert not [key for key in off.metrics if "correction" in key]
 
 
 def test_a_batch_of_which_nothing_is_trained_has_no_advantages_to_tell_of() -> None:
-    found = learn(AlgorithmConfig(adv_estimator=AdvEstimator.gae), mask_T=torch.zeros(7, dtype=torch.bool))
+    found = step_of(AlgorithmConfig(adv_estimator="gae"), mask_T=torch.zeros(7, dtype=torch.bool))
     assert not [key for key in found.metrics if key.startswith(("advantage", "return", "value"))]
 
 
@@ -203,11 +204,11 @@ def test_the_kl_of_a_token_is_what_verl_s_target_is_held_against() -> None:
     """Of each response the mean over its tokens, 0.25 and -0.2, then over responses: 0.025, a quarter of the target."""
     control = KlControlConfig(type=KlControl.adaptive, kl_coef=0.1, target_kl=0.1, horizon=10)
     kl = KlController(control)
-    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.rloo, use_kl_in_reward=True, kl_ctrl=control)
-    learn(algorithm, kl)
+    algorithm = AlgorithmConfig(adv_estimator="rloo", use_kl_in_reward=True, kl_ctrl=control)
+    step_of(algorithm, kl)
     assert kl.coef == pytest.approx(0.1 * (1 - 0.2 * 2 / 10))
     per_response = KlController(replace(control, target_kl_per=KlUnit.response))  # 0.15: above it
-    learn(algorithm, per_response)
+    step_of(algorithm, per_response)
     assert per_response.coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
 
 
@@ -215,10 +216,10 @@ def test_the_kl_of_a_token_is_what_verl_s_target_is_held_against() -> None:
 def test_a_response_that_was_cut_off_is_compared_with_or_not(in_baseline: bool) -> None:
     """Of scores 1 and 0 the second is cut off: it is the first one's baseline, or the first has none."""
     algorithm = AlgorithmConfig(
-        adv_estimator=AdvEstimator.rloo, mask_truncated=True, masked_in_baseline=in_baseline, use_kl_in_reward=True,
+        adv_estimator="rloo", mask_truncated=True, masked_in_baseline=in_baseline, use_kl_in_reward=True,
         kl_ctrl=KL,
     )  # fmt: skip
-    found = learn(algorithm)
+    found = step_of(algorithm)
     assert found.batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 0, 0]
     # The KL in its reward comes along: returns are 1 - 0.05 and 0 + 0.02.
     expected = [0.93, 0.93, 0.0] if in_baseline else [0.0, 0.0, 0.0]
@@ -228,8 +229,8 @@ def test_a_response_that_was_cut_off_is_compared_with_or_not(in_baseline: bool) 
 
 
 def test_masked_responses_are_not_whitened_with() -> None:
-    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.gae, mask_truncated=True)
-    found = learn(algorithm)  # returns less values of the first response: 0.8 and 0.6
+    algorithm = AlgorithmConfig(adv_estimator="gae", mask_truncated=True)
+    found = step_of(algorithm)  # returns less values of the first response: 0.8 and 0.6
     assert advantages(found) == pytest.approx([0.5**0.5, -(0.5**0.5), 0.0], rel=1e-5)
     assert found.metrics["return/mean"] == pytest.approx(1.0)
 
@@ -239,17 +240,17 @@ SAMPLER = torch.tensor([0.0, 0.0, -1.0 - math.log(3), -2.0, 0.0, 0.0, -1.0 + mat
 
 def test_normalized_weights_have_mean_1() -> None:
     config = RolloutCorrectionConfig(level=CorrectionLevel.token, upper=2.0, batch_normalize=True)
-    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.remax, rollout_correction=config)
+    algorithm = AlgorithmConfig(adv_estimator="remax", rollout_correction=config)
     for dp in (1, 2):
-        found = learn(algorithm, dp=dp, rollout_logprobs_T=SAMPLER)
+        found = step_of(algorithm, dp=dp, rollout_logprobs_T=SAMPLER)
         assert found.batch.weights_T is not None
         assert found.batch.weights_T[MASK].tolist() == pytest.approx([2 * 6 / 7, 6 / 7, 3 / 7])
 
 
 def test_bypassed_the_loss_s_ratio_is_that_to_the_sampler() -> None:
-    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.remax)
+    algorithm = AlgorithmConfig(adv_estimator="remax")
     bypassing = replace(algorithm, rollout_correction=RolloutCorrectionConfig(bypass_mode=True))
-    found, before = learn(bypassing, rollout_logprobs_T=SAMPLER), learn(algorithm, rollout_logprobs_T=SAMPLER)
+    found, before = step_of(bypassing, rollout_logprobs_T=SAMPLER), step_of(algorithm, rollout_logprobs_T=SAMPLER)
     assert found.batch.old_logprobs_T is not None and before.batch.old_logprobs_T is not None
     assert torch.equal(found.batch.old_logprobs_T, SAMPLER) and torch.equal(before.batch.old_logprobs_T, OLD)
     assert found.metrics == before.metrics, "what sampler and trainer differ in is measured all the same"

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages.registry import Estimate
+from mcore_rl.algorithms.advantages.estimation import BatchAdvantages
 from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.ragged import Spreads, sequence_counts
-from mcore_rl.algorithms.selection import select
+from mcore_rl.algorithms.selection import Moments, select
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.algorithms.value import value_loss
-from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation, LossMode
-from mcore_rl.controller.step.advantages import Lesson
+from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation
+from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.updates import Updated, minibatches, score, send, update
-from mcore_rl.runtime.shard import Kept, Shard, Taken
-from mcore_rl.runtime.train_worker import Trained
+from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
+from mcore_rl.runtime.train_worker import TrainResults
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 from tests.support.batches import LENGTHS, ragged
 from tests.support.in_process_group import InProcessGroup
@@ -33,35 +33,34 @@ class Ranks(InProcessGroup):
     """They answer from the tokens that they are handed."""
 
     def __init__(self, dp: int) -> None:
-        super().__init__(dp, score=self._score, train_steps=self._train_steps, select=self._select)
+        super().__init__(dp, score=self._score, train=self._train, select_tokens=self._select_tokens)
         self.scored: list[TrainBatch] = []
-        self.trained: dict[int, tuple[Taken, tuple[Any, ...]]] = {}
+        self.trained: dict[int, tuple[WorkerInput[Any], tuple[Any, ...]]] = {}
 
-    def _score(self, rank: int, taken: Taken, field: str, *args: Any) -> Kept:
+    def _score(self, rank: int, given: WorkerInput[None], field: str, *args: Any) -> WorkerOutput[SequenceScores]:
         self.arguments = args
-        (batch,) = taken.batches
+        (batch,) = given.batches
         self.scored.append(batch)
-        return Kept(
+        return WorkerOutput(
             SequenceScores(sums_S=_sums(batch), entropy_S=-_sums(batch)),
             Shard.of(batch.lengths_S, **{field: _says(batch)}),
         )
 
-    def _select(self, rank: int, taken: Taken, config: ActorConfig, numbers: StepNumbers, *args: Any) -> Kept:
-        (batch,), (told_S, index_S) = taken.batches, taken.told
-        keys_T, largest = select(finish(batch, _tensor(told_S), numbers), index_S, config, *args)
-        return Kept(largest, Shard.of(batch.lengths_S, selection_T=keys_T))
+    def _select_tokens(
+        self, rank: int, given: WorkerInput[Any], config: ActorConfig, numbers: StepNumbers, moments: Moments
+    ) -> WorkerOutput[Any]:
+        (batch,) = given.batches
+        finished = finish(batch, given.payload.advantages_S, numbers)
+        keys_T, largest = select(finished, given.payload.index_S, config, moments)
+        return WorkerOutput(largest, Shard.of(batch.lengths_S, selection_T=keys_T))
 
-    def _train_steps(self, rank: int, taken: Taken, *args: Any) -> Trained | None:
-        self.trained[rank] = taken, args
+    def _train(self, rank: int, given: WorkerInput[Any], *args: Any) -> WorkerOutput[TrainResults | None]:
+        self.trained[rank] = given, args
         results = [
             StepResult(loss=1.0, grad_norm=2.0, lr=0.1, skipped=None, metrics={"actor/ratio": float(number)})
-            for number in range(len(taken.batches))
+            for number in range(len(given.batches))
         ]
-        return Trained(results, []) if rank == 0 else None
-
-
-def _tensor(told_S: Any) -> torch.Tensor | None:
-    return None if told_S is None else torch.from_numpy(told_S)
+        return WorkerOutput(TrainResults(results, []) if rank == 0 else None)
 
 
 def _says(batch: TrainBatch) -> torch.Tensor:
@@ -73,9 +72,11 @@ def _sums(batch: TrainBatch) -> torch.Tensor:
     return torch.stack([part.double().sum() for part in torch.split(_says(batch), list(batch.lengths_S))])
 
 
-def _lesson(batch: TrainBatch, advantages_S: torch.Tensor | None = None, whitening: Whitening | None = None) -> Lesson:
-    estimate = Estimate(advantages_S=advantages_S, whitening=whitening, spread=None)
-    return Lesson(estimate=estimate, trained_S=sequence_counts(batch.mask_T, batch.lengths_S), metrics={})
+def _step(
+    batch: TrainBatch, advantages_S: torch.Tensor | None = None, whitening: Whitening | None = None
+) -> StepAdvantages:
+    estimate = BatchAdvantages(advantages_S=advantages_S, whitening=whitening, spread=None)
+    return StepAdvantages(advantages=estimate, trained_S=sequence_counts(batch.mask_T, batch.lengths_S), metrics={})
 
 
 def _plain(batch: TrainBatch) -> TrainBatch:
@@ -85,8 +86,8 @@ def _plain(batch: TrainBatch) -> TrainBatch:
 @pytest.mark.parametrize("dp", [1, 2, 3, 10])
 def test_sums_come_back_in_the_order_of_the_batch(dp: int) -> None:
     batch, group = ragged(101), Ranks(dp)
-    shared = send(group, batch, [ALL])  # type: ignore[arg-type]
-    found = asyncio.run(score(group, shared, "old_logprobs_T", temperature=0.7, with_entropy=True, snapshot="s"))  # type: ignore[arg-type]
+    shared = send(group, batch, [ALL])
+    found = asyncio.run(score(group, shared, "old_logprobs_T", temperature=0.7, with_entropy=True, snapshot="s"))
     assert torch.equal(found.sums_S, _sums(batch))
     assert found.entropy_S is not None and torch.equal(found.entropy_S, -_sums(batch))
     assert group.arguments == (0.7, True, "s")
@@ -99,15 +100,15 @@ def test_sums_come_back_in_the_order_of_the_batch(dp: int) -> None:
 def test_what_one_group_said_another_is_handed_with_the_tokens(dp: int, scorers: int) -> None:
     """Also where the two are of different sizes, and minibatches are not those that the tokens were laid out for."""
     batch, group, other = ragged(101), Ranks(dp), Ranks(scorers)
-    shared = send(group, _plain(batch), PARTS)  # type: ignore[arg-type]
-    asyncio.run(score(other, shared, "old_values_T"))  # type: ignore[arg-type]
+    shared = send(group, _plain(batch), PARTS)
+    asyncio.run(score(other, shared, "old_values_T"))
     parts = [[9, 1, 4, 0, 6], *PARTS[::-1], [2, 3, 4, 5, 8]]
     loss = value_loss(CriticConfig(loss_agg_constant=9.0))
-    asyncio.run(update(group, shared, loss, parts, _lesson(batch), temperature=1.0))  # type: ignore[arg-type]
+    asyncio.run(update(group, shared, loss, parts, _step(batch), temperature=1.0))
     for number, members in enumerate(parts):
-        taken = [group.trained[rank][0].batches[number] for rank in range(dp) if rank in group.trained]
-        assert sorted(n for each in taken for n in each.lengths_S) == sorted(batch.select(members).lengths_S)
-        for each in taken:
+        given = [group.trained[rank][0].batches[number] for rank in range(dp) if rank in group.trained]
+        assert sorted(n for each in given for n in each.lengths_S) == sorted(batch.select(members).lengths_S)
+        for each in given:
             assert each.old_values_T is not None and torch.equal(each.old_values_T, _says(each))
 
 
@@ -115,8 +116,8 @@ def test_what_one_group_said_another_is_handed_with_the_tokens(dp: int, scorers:
 def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> None:
     batch, group = ragged(101), Ranks(dp)
     loss = policy_loss(ActorConfig())
-    shared, advantages_S = send(group, batch, PARTS), torch.tensor(LENGTHS) + 0.25  # type: ignore[arg-type]
-    done = asyncio.run(update(group, shared, loss, PARTS, _lesson(batch, advantages_S), temperature=0.5))  # type: ignore[arg-type]
+    shared, advantages_S = send(group, batch, PARTS), torch.tensor(LENGTHS) + 0.25
+    done = asyncio.run(update(group, shared, loss, PARTS, _step(batch, advantages_S), temperature=0.5))
     for number, members in enumerate(PARTS):
         whole = batch.select(members)
         sent = [group.trained[rank][0].batches[number] for rank in range(dp)]
@@ -124,7 +125,7 @@ def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> No
         tokens = torch.cat([each.tokens_T for each in sent]).sort().values
         assert torch.equal(tokens, whole.tokens_T.sort().values)
         for rank, each in enumerate(sent):  # a sequence's own, which its length tells
-            assert group.trained[rank][0].told[number].tolist() == [n + 0.25 for n in each.lengths_S]
+            assert group.trained[rank][0].payload[number].tolist() == [n + 0.25 for n in each.lengths_S]
     (sent_loss, counts, *rest), whole = group.trained[0][1], batch.select(PARTS[1])
     assert (sent_loss, rest) == (loss, [0.5, False, None, StepNumbers()])
     assert counts[1] == Denominators(loss=float(whole.mask_T.sum()), tokens=sum(whole.lengths_S), sequences=5)
@@ -134,34 +135,34 @@ def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> No
 
 def test_a_role_is_handed_what_its_loss_reads() -> None:
     batch, group = ragged(101), Ranks(2)
-    shared, whitening = send(group, batch, PARTS), Whitening(0.5, 2.0)  # type: ignore[arg-type]
+    shared, whitening = send(group, batch, PARTS), Whitening(0.5, 2.0)
     for loss, fields in (
         (policy_loss(ActorConfig()), {"old_logprobs_T", "ref_logprobs_T", "advantages_T"}),
         (value_loss(CriticConfig(loss_agg_constant=9.0)), {"old_values_T", "returns_T"}),
     ):
-        lesson = _lesson(batch, whitening=whitening)
-        asyncio.run(update(group, shared, loss, PARTS, lesson, temperature=1.0))  # type: ignore[arg-type]
-        taken, arguments = group.trained[1]
+        step = _step(batch, whitening=whitening)
+        asyncio.run(update(group, shared, loss, PARTS, step, temperature=1.0))
+        given, arguments = group.trained[1]
         there = {name for name, _ in batch.token_fields()}
-        assert {name for name, _ in taken.batches[0].token_fields()} == (fields | {"tokens_T", "mask_T"}) & there
-        assert taken.told == [None, None] and arguments[-1] == StepNumbers(whitening=whitening)
+        assert {name for name, _ in given.batches[0].token_fields()} == (fields | {"tokens_T", "mask_T"}) & there
+        assert given.payload == [None, None] and arguments[-1] == StepNumbers(whitening=whitening)
 
 
 def test_what_the_sum_is_divided_by_is_counted_over_the_minibatch() -> None:
     batch, group = ragged(101), Ranks(2)
     config = ActorConfig(loss_agg_mode=LossAggregation.sum_over_constant, loss_agg_constant=7.0, entropy_coeff=0.1)
-    loss, lesson = policy_loss(config), _lesson(batch)
-    asyncio.run(update(group, send(group, batch, [ALL]), loss, [[0, 2]], lesson, temperature=1.0))  # type: ignore[arg-type]
+    loss, step = policy_loss(config), _step(batch)
+    asyncio.run(update(group, send(group, batch, [ALL]), loss, [[0, 2]], step, temperature=1.0))
     _, (sent_loss, (counts,), _, with_entropy, *_) = group.trained[0]
     assert isinstance(sent_loss, ActorLoss) and counts.loss == 2 * 7.0 and with_entropy
 
 
 def test_a_minibatch_without_a_trained_token_is_left_out() -> None:
     batch, group = ragged(101), Ranks(1)  # sequence 3 is all masked
-    shared, loss, lesson = send(group, batch, [ALL]), policy_loss(ActorConfig()), _lesson(batch)  # type: ignore[arg-type]
-    done = asyncio.run(update(group, shared, loss, [[3], [0, 1]], lesson, temperature=1.0))  # type: ignore[arg-type]
+    shared, loss, step = send(group, batch, [ALL]), policy_loss(ActorConfig()), _step(batch)
+    done = asyncio.run(update(group, shared, loss, [[3], [0, 1]], step, temperature=1.0))
     assert len(group.trained[0][0].batches) == len(done.results) == 1
-    nothing = asyncio.run(update(group, shared, loss, [[3]], lesson, temperature=1.0))  # type: ignore[arg-type]
+    nothing = asyncio.run(update(group, shared, loss, [[3]], step, temperature=1.0))
     assert nothing.results == [] and nothing.mean("actor/ratio") is None
     assert group.told == ["rest"], "a device that is shared is left all the same"
 
@@ -195,9 +196,27 @@ def test_metrics_are_means_over_trained_tokens() -> None:
     assert done.sums() == {"a": 10.0, "b": 1.0}
 
 
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_pair_is_trained_by_one_rank(dp: int) -> None:
+    pairs_S = (11, 12, 13, 11, 14, 12, 14, None, 13, None)  # by key, both of a pair in one minibatch
+    batch, group = replace(ragged(101), pairs_S=pairs_S), Ranks(dp)
+    parts = [[0, 3, 4, 6], [8, 1, 2, 5, 7, 9]]
+    shared = send(group, batch, parts)
+    loss = policy_loss(ActorConfig())
+    asyncio.run(update(group, shared, loss, parts, _step(batch, torch.zeros(10)), temperature=1.0))
+    for number, members in enumerate(parts):
+        sent = [group.trained[rank][0].batches[number] for rank in range(dp)]
+        keys = [each.pairs_S for each in sent]
+        assert all(of_rank is not None and of_rank.count(key) == 2 for of_rank in keys for key in of_rank or () if key)
+        by_length = dict(zip(LENGTHS, pairs_S, strict=True))
+        for each in sent:
+            assert each.pairs_S == tuple(by_length[length] for length in each.lengths_S)
+        assert sorted(n for each in sent for n in each.lengths_S) == sorted(LENGTHS[i] for i in members)
+
+
 @pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("mode", [LossMode.clip_cov, LossMode.kl_cov])
-def test_tokens_are_selected_over_the_whole_step_whoever_holds_them(mode: LossMode, per_token: bool) -> None:
+@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
+def test_tokens_are_selected_over_the_whole_step_whoever_holds_them(mode: str, per_token: bool) -> None:
     """By hand over the whole batch; the same for one rank and for many, for one minibatch and for two."""
     batch, draw = ragged(101), torch.Generator().manual_seed(3)
     raw_T = torch.randn(len(batch.mask_T), generator=draw)
@@ -205,24 +224,24 @@ def test_tokens_are_selected_over_the_whole_step_whoever_holds_them(mode: LossMo
     batch = replace(batch, advantages_T=raw_T if per_token else None)
     advantages_S = torch.randn(len(LENGTHS), generator=draw)
     config = ActorConfig(loss_mode=mode, clip_cov_ratio=0.2, kl_cov_ratio=0.2, clip_cov_lb=0.1, clip_cov_ub=3.0)
-    final_T = finish(batch, None if per_token else advantages_S, StepNumbers()).advantages_T
+    final_T = finish(batch, None if per_token else advantages_S.numpy(), StepNumbers()).advantages_T
     counts_S = sequence_counts(batch.mask_T, batch.lengths_S)
     assert final_T is not None and batch.old_logprobs_T is not None
     a_M, p_M = final_T[batch.mask_T].double(), batch.old_logprobs_T[batch.mask_T].double()
     covariance_M = (a_M - a_M.mean()) * (p_M - p_M.mean())
-    estimate = Estimate(
+    estimate = BatchAdvantages(
         advantages_S=None if per_token else advantages_S, whitening=None, spread=Spreads.of(a_M, counts_S).total()
     )
-    lesson = Lesson(estimate=estimate, trained_S=counts_S, metrics={}, mean_logprob=float(p_M.mean()))
+    step = StepAdvantages(advantages=estimate, trained_S=counts_S, metrics={}, mean_logprob=float(p_M.mean()))
     count, chosen = int(0.2 * len(a_M)), set()
     for dp, parts in ((1, [ALL]), (1, PARTS), (3, PARTS), (10, [ALL])):
         group = Ranks(dp)
-        shared = send(group, batch, parts)  # type: ignore[arg-type]
-        asyncio.run(update(group, shared, policy_loss(config), parts, lesson, temperature=1.0, seed=5))  # type: ignore[arg-type]
+        shared = send(group, batch, parts)
+        asyncio.run(update(group, shared, policy_loss(config), parts, step, temperature=1.0, seed=5))
         selected_T = torch.zeros_like(batch.mask_T)
-        for taken, (*_, numbers) in group.trained.values():
-            for part, told_S in zip(taken.batches, taken.told, strict=True):
-                part = finish(part, _tensor(told_S), numbers)
+        for given, (*_, numbers) in group.trained.values():
+            for part, given_S in zip(given.batches, given.payload, strict=True):
+                part = finish(part, given_S, numbers)
                 assert part.selection_T is not None
                 for n, selection in zip(part.lengths_S, part.selection_T.split(list(part.lengths_S)), strict=True):
                     start = batch.offsets_S[LENGTHS.index(n)]  # no two lengths are alike
@@ -231,7 +250,7 @@ def test_tokens_are_selected_over_the_whole_step_whoever_holds_them(mode: LossMo
         chosen.add(tuple(selected_T.tolist()))
     assert len(chosen) == 1, "no layout and no minibatch changes what is selected"
     selected_M = selected_T[batch.mask_T]
-    if mode is LossMode.kl_cov:
+    if mode == "kl_cov":
         assert int(selected_M.sum()) == count > 3
         assert covariance_M[selected_M].min() > covariance_M[~selected_M].max()
     else:

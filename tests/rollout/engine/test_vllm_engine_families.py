@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.rollout.engine.process import start_engine
 from mcore_rl.rollout.protocol import Sampling, requests_of
 from tests.support import rollouts
+from tests.support.forked import start_engine
 from tests.support.rollouts import chosen, generate, prompts, reference_logprobs
 
 ATOL = 3e-5

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.reports.logprobs.vllm_scorer import EXTENSION
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.engine.process import EngineProcess
 from tests.support import tiny_models
+from tests.support.forked import start_engine
 
 FILE = "model.safetensors"
 BLOCK = "model.layers.1."
