@@ -102,7 +102,11 @@ _UPDATES = (
     Metric("actor/clip_fraction_dual", "share", "mean", "trained tokens bounded by clip_ratio_c", "clip dual"),
     Metric("actor/selected_fraction", "share", "mean", "trained tokens that clip_cov or kl_cov selected", "selected"),
     Metric(
-        "actor/ratio_first", "1", "mean", "new to old probability in the first minibatch; 1 if all is well", "ratio"
+        "actor/ratio_first",
+        "1",
+        "mean",
+        "new to old probability, first minibatch; 1 if all is well, but with bypass_mode",
+        "ratio",
     ),
     Metric("actor/grad_norm", "1", "mean", "global L2 norm before clipping, over minibatches", "grad"),
     Metric("actor/lr", "1", "last", "learning rate", "lr"),
