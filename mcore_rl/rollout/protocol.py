@@ -2,7 +2,7 @@
 
 Two implementations: ``vllm_engine.VllmEngine``, in a process that belongs to vLLM (a Ray actor), and
 ``engine.process.EngineProcess``, which stands for one in a child process.  ``pool.EnginePool`` draws with several.
-How weights travel is not here: ``rpc`` reaches the methods of vLLM's workers, ``start_update`` and
+How weights travel is not here: ``call_workers`` reaches the methods of vLLM's workers, ``start_update`` and
 ``finish_update`` stand around it.
 
 Everything here travels by pickle and needs neither torch nor vLLM.
@@ -11,15 +11,18 @@ Everything here travels by pickle and needs neither torch nor vLLM.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.errors import RolloutError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class FinishReason(Enum):
@@ -278,10 +281,14 @@ class RolloutEngine(SampleSource, Protocol):
         """The update failed: end what is frozen, and keep refusing, naming ``cause``, until a complete one succeeds."""
         ...
 
-    async def rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
-        """Call ``method`` of every rank's worker, or of its extension; the results in rank order.
+    async def call_workers(
+        self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **options: P.kwargs
+    ) -> list[T]:
+        """Call a method of every rank's worker; the results in rank order.
 
-        Arguments and results are plain values (no tensors, no classes of one's own): vLLM sends them as msgpack.
+        method: any function of the method's name and signature; ``worker_methods`` has those that we add to workers.
+        Arguments and results are plain values (no tensors, no classes of one's own): vLLM sends them as msgpack, so
+        that tuples come as lists.
         RolloutError: it raised; the message says what.
         """
         ...

@@ -9,16 +9,17 @@ again joins anew, is checked before anybody generates with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import DeadEngineError, DeadWorkerError, SyncError
 from mcore_rl.rollout.protocol import Pause, RolloutEngine
-from mcore_rl.rollout.weight_channel import answer_of
+from mcore_rl.rollout.worker_methods import Answer, WeightReceiverMethods, answer_of
 from mcore_rl.sync.check import Expected, Held, differences
 from mcore_rl.sync.publish import Published
 
+P = ParamSpec("P")
 T = TypeVar("T")
 MAX_SHOWN = 20
 
@@ -61,7 +62,9 @@ class WeightUpdater:
         """Join all in one channel.  Raises SyncError or WeightMapError with what one of them found."""
         self._attempt += 1
         openings = {rank: await self.trainers.opening(rank, self._attempt) for rank in self.engines}
-        joining = [_call(engine, "sync_open", openings[rank]) for rank, engine in self.engines.items()]
+        joining = [
+            _call(engine, WeightReceiverMethods.sync_open, openings[rank]) for rank, engine in self.engines.items()
+        ]
         await _all(*joining, self.trainers.open(self._attempt))
         self._is_open, self._is_checked = True, False
 
@@ -84,8 +87,9 @@ class WeightUpdater:
             await _all(*(engine.start_update(pause) for engine in engines))
             if not self._is_open:
                 await self.open()
-            receiving = [_call(engine, "sync_receive", version) for engine in engines]
-            results = await _all(*receiving, self.trainers.publish(version))
+            receiving = [_call(engine, WeightReceiverMethods.sync_receive, version) for engine in engines]
+            publishing = asyncio.ensure_future(self.trainers.publish(version))
+            await _all(*receiving, publishing)
             self._version = version
             if not self._is_checked:
                 await self.check()
@@ -95,8 +99,7 @@ class WeightUpdater:
             telling = (engine.fail_update(str(error)) for engine in engines)
             await asyncio.gather(*telling, return_exceptions=True)  # one that is gone cannot be told
             raise
-        published: list[Published] = results[-1]
-        return published
+        return publishing.result()
 
     async def check(self) -> None:
         """Hold every tensor of every rollout rank against the trainers'.  They must not have trained since ``update``.
@@ -110,7 +113,8 @@ class WeightUpdater:
         self._expected = expected
         held = Held(values={}, copies={})
         for rank, engine in self.engines.items():
-            prints, copies = await _all(_call(engine, "sync_fingerprints"), _call(engine, "sync_copies"))
+            prints = await _call(engine, WeightReceiverMethods.sync_fingerprints)
+            copies = await _call(engine, WeightReceiverMethods.sync_copies)
             held = held.beside(Held.of(rank, prints, copies))
         found = differences(expected, held, self._previous)
         if found:
@@ -120,9 +124,11 @@ class WeightUpdater:
         self._is_checked = True
 
 
-async def _call(engine: RolloutEngine, method: str, *args: object) -> list[Any]:
+async def _call(
+    engine: RolloutEngine, method: Callable[Concatenate[Any, P], Answer[T]], *args: P.args, **options: P.kwargs
+) -> list[T]:
     """What each worker's extension answers, in rank order."""
-    return [answer_of(answer) for answer in await engine.rpc(method, *args)]
+    return [answer_of(answer) for answer in await engine.call_workers(method, *args, **options)]
 
 
 async def _all(*calls: Awaitable[T]) -> list[T]:

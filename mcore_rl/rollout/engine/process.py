@@ -18,14 +18,14 @@ import pickle
 import shutil
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import DeadEngineError
@@ -36,7 +36,11 @@ from mcore_rl.rollout.engine.environment import engine_environment, usable_cores
 from mcore_rl.rollout.engine.log import death, first_cause
 from mcore_rl.rollout.engine.process_group import end_group
 from mcore_rl.rollout.engine.server import START, Settings, serve
-from mcore_rl.rollout.protocol import Pause, Request, Sample, Sampling, Statistics
+from mcore_rl.rollout.protocol import Request, RolloutEngine, Sample, Sampling
+from mcore_rl.rollout.remote_engine import RemoteEngine, Verb
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 STOP_S = 10.0  # for an engine that was asked to shut down
 SETTLE_S = 1.0  # between the end of the pipe and the end of the process
@@ -110,7 +114,7 @@ class _Caller:
             self.loop.call_soon_threadsafe(self.queue.put_nowait, (kind, value))
 
 
-class EngineProcess:
+class EngineProcess(RemoteEngine):
     """A ``RolloutEngine`` or ``Classifier`` in a process of its own; see there.
 
     Made by ``start_engine``; a context manager.
@@ -119,7 +123,8 @@ class EngineProcess:
     def __init__(
         self, name: str, process: SpawnProcess, connection: Connection, settings: Settings, *, temporary: bool
     ) -> None:
-        self._name, self._process, self._connection = name, process, connection
+        super().__init__(name)
+        self._process, self._connection = process, connection
         self._log, self._scratch, self._temporary = settings.log, settings.scratch, temporary
         self._doing = "starting"
         self._started: Future[None] = Future()
@@ -130,11 +135,6 @@ class EngineProcess:
         # When this program ends, before multiprocessing waits for its children: the last that is registered runs first.
         atexit.register(self._end)
         threading.Thread(target=self._listen, name=f"{name} listener", daemon=True).start()
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        return self._name
 
     @property
     def pid(self) -> int:
@@ -177,72 +177,31 @@ class EngineProcess:
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
         """See ``RolloutEngine.generate``."""
-        parts = self._parts(f"generating {len(requests)} samples", "generate", tuple(requests), sampling)
+        doing = f"generating {len(requests)} samples"
+        parts = self._parts(doing, RolloutEngine.generate.__name__, (tuple(requests), sampling), {})
         async with aclosing(parts):
             async for sample in parts:
                 yield sample
-
-    async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
-        """See ``Classifier.classify``."""
-        return list(await self._ask(f"scoring {len(texts)} texts", "classify", tuple(texts)))
-
-    async def abort(self, keys: Iterable[tuple[str, int]] | None = None) -> None:
-        """See ``RolloutEngine.abort``."""
-        await self._ask("aborting samples", "abort", None if keys is None else tuple(keys))
-
-    async def pause(self, mode: Pause) -> None:
-        """See ``RolloutEngine.pause``."""
-        await self._ask("pausing", "pause", mode)
-
-    async def resume(self) -> None:
-        """See ``RolloutEngine.resume``."""
-        await self._ask("resuming", "resume")
-
-    async def sleep(self, level: int = 1) -> None:
-        """See ``RolloutEngine.sleep``."""
-        await self._ask("going to sleep", "sleep", level)
-
-    async def wake(self) -> None:
-        """See ``RolloutEngine.wake``."""
-        await self._ask("waking up", "wake")
-
-    async def version(self) -> int:
-        """See ``RolloutEngine.version``."""
-        return int(await self._ask("asked for its version", "version"))
-
-    async def start_update(self, mode: Pause = Pause.keep) -> None:
-        """See ``RolloutEngine.start_update``."""
-        await self._ask("starting an update", "start_update", mode)
-
-    async def finish_update(self, version: int) -> None:
-        """See ``RolloutEngine.finish_update``."""
-        await self._ask(f"finishing the update to version {version}", "finish_update", version)
-
-    async def fail_update(self, cause: str) -> None:
-        """See ``RolloutEngine.fail_update``."""
-        await self._ask("giving an update up", "fail_update", cause)
-
-    async def rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
-        """See ``RolloutEngine.rpc``."""
-        return list(await self._ask(f"running {method}", "rpc", method, *args, timeout_s=timeout_s))
-
-    async def statistics(self) -> Statistics:
-        """See ``RolloutEngine.statistics``."""
-        found = await self._ask("asked for its statistics", "statistics")
-        assert isinstance(found, Statistics)
-        return found
 
     async def shutdown(self) -> None:
         """See ``RolloutEngine.shutdown``."""
         await asyncio.to_thread(self.close)
 
-    async def _ask(self, doing: str, verb: str, *args: object, **options: object) -> Any:
-        found = None
-        async for part in self._parts(doing, verb, *args, **options):
-            found = part
-        return found
+    async def _ask(
+        self,
+        doing: str,
+        verb: Verb[P, T],
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> T:
+        async with aclosing(self._parts(doing, verb.__name__, args, options)) as parts:
+            found: list[T] = [part async for part in parts]
+        (answer,) = found
+        return answer
 
-    async def _parts(self, doing: str, verb: str, *args: object, **options: object) -> AsyncGenerator[Any]:
+    async def _parts(
+        self, doing: str, verb: str, args: tuple[object, ...], options: dict[str, Any]
+    ) -> AsyncGenerator[Any]:
         """What the child answers, part by part, until it says that this was all."""
         call, caller = next(self._count), _Caller(doing, asyncio.get_running_loop(), asyncio.Queue())
         with self._lock:

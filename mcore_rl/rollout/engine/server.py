@@ -21,12 +21,13 @@ from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import McoreRLError, RolloutError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.engine import guard
+from mcore_rl.rollout.protocol import RolloutEngine
+from mcore_rl.rollout.remote_engine import perform
 
 if TYPE_CHECKING:
     from mcore_rl.rollout.engine.vllm_engine import VllmEngine
 
 START = 0  # the call that every child answers without being asked
-ITERATED = ("generate",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +110,12 @@ class _Server:
         self, engine: VllmEngine, call: int, verb: str, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         try:
-            method = getattr(engine, verb)
-            if verb in ITERATED:
-                async with aclosing(method(*args, **options)) as parts:
-                    async for part in parts:
-                        self._send(call, "part", part)
+            if verb == RolloutEngine.generate.__name__:
+                async with aclosing(engine.generate(*args)) as samples:
+                    async for sample in samples:
+                        self._send(call, "part", sample)
             else:
-                self._send(call, "part", await method(*args, **options))
+                self._send(call, "part", await perform(engine, verb, args, options))
             self._send(call, "end", None)
         except Exception as error:  # noqa: BLE001  raised in the parent
             self._send(call, "error", _portable(engine.name, error))

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -36,6 +36,7 @@ from mcore_rl.rollout.engine.outputs import sample_of, sampling_params
 from mcore_rl.rollout.engine.process_group import is_alive, is_tracker, remove, shared_memory_of
 from mcore_rl.rollout.protocol import Pause, Request, Sample, Sampling, Statistics
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 POLL_S = 0.2  # between two looks whether vLLM's processes are alive
@@ -99,7 +100,7 @@ class VllmEngine:
         stop_s = STOP_S if platform.is_accelerator else STOP_ON_CPU_S
         return cls(llm, meter, limits_of(name, directory, config, model), log, stop_s)
 
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
         """See ``RolloutEngine.generate``."""
         self._demand_whole_weights()
         admit_requests(requests, sampling, self._limits)
@@ -162,10 +163,13 @@ class VllmEngine:
         self._refusal = f"an update of its weights failed ({cause})"
         await self.abort()
 
-    async def rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
-        """See ``RolloutEngine.rpc``."""
-        call = self._llm.collective_rpc(method, timeout=timeout_s, args=args)
-        return list(await self._alive(call, f"running {method}"))
+    async def call_workers(
+        self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **options: P.kwargs
+    ) -> list[T]:
+        """See ``RolloutEngine.call_workers``."""
+        name = method.__name__
+        found: list[T] = await self._alive(self._llm.collective_rpc(name, args=args, kwargs=options), f"running {name}")
+        return found
 
     async def statistics(self) -> Statistics:
         """See ``RolloutEngine.statistics``."""

@@ -10,8 +10,9 @@ import ray
 
 from mcore_rl.errors import DeadEngineError, RolloutError
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
-from mcore_rl.runtime.rollout_worker import RayEngine
-from tests.support.answerers import Scripted
+from mcore_rl.rollout.worker_methods import HeldWeightsMethods
+from mcore_rl.runtime.engine_client import EngineClient
+from tests.support.answerers import Scripted, ScriptedEngine
 
 SAMPLING = Sampling(max_tokens=4)
 
@@ -24,8 +25,8 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def engine() -> RayEngine:
-    return RayEngine("engine 7", lambda: ray.remote(Scripted).options(num_cpus=0).remote("engine 7"))
+def engine() -> EngineClient:
+    return EngineClient("engine 7", lambda: ray.remote(Scripted).options(num_cpus=0).remote("engine 7"))
 
 
 def request(name: str, index: int = 0) -> Request:
@@ -36,34 +37,35 @@ async def gather(samples: AsyncIterator[Sample]) -> list[Sample]:
     return [each async for each in samples]
 
 
-def test_samples_arrive_whole(engine: RayEngine) -> None:
+def test_samples_arrive_whole(engine: EngineClient) -> None:
     found = asyncio.run(gather(engine.generate([request("a"), request("a", 1)], SAMPLING)))
     assert [(each.prompt_id, each.index) for each in found] == [("a", 0), ("a", 1)]
     assert [each.tokens.tolist() for each in found] == [[1, 2], [1, 2]]
 
 
-def test_verbs_reach_the_engine(engine: RayEngine) -> None:
+def test_verbs_reach_the_engine(engine: EngineClient) -> None:
     assert asyncio.run(engine.version()) == 7
-    assert asyncio.run(engine.rpc("held", 1, "two", timeout_s=3.0)) == ["held", (1, "two"), 3.0]
+    answer = asyncio.run(engine.call_workers(HeldWeightsMethods.held_differences, "folder", "tp=1"))
+    assert answer == ["held_differences", ["folder", "tp=1"]]  # type: ignore[comparison-overlap]
     with pytest.raises(RolloutError, match="it does not wake"):
         asyncio.run(engine.wake())
 
 
-def test_an_error_is_of_the_type_that_was_raised(engine: RayEngine) -> None:
+def test_an_error_is_of_the_type_that_was_raised(engine: EngineClient) -> None:
     with pytest.raises(RolloutError, match="no room for refused") as error:
         asyncio.run(gather(engine.generate([request("refused")], SAMPLING)))
     assert type(error.value) is RolloutError
 
 
-def test_cancelling_reaches_the_engine(engine: RayEngine) -> None:
+def test_cancelling_reaches_the_engine(engine: EngineClient) -> None:
     async def cancel() -> list[str]:
         waiting = asyncio.ensure_future(gather(engine.generate([request("forever")], SAMPLING)))
-        while not await engine._call("ends"):
+        while not await engine._ask("asked for its ends", ScriptedEngine.ends):
             await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        while len(ends := await engine._call("ends")) < 2:
+        while len(ends := await engine._ask("asked for its ends", ScriptedEngine.ends)) < 2:
             await asyncio.sleep(0.01)
         return list(ends)
 
@@ -71,11 +73,11 @@ def test_cancelling_reaches_the_engine(engine: RayEngine) -> None:
 
 
 def test_an_actor_that_is_gone_is_a_dead_engine_and_can_be_shut_down() -> None:
-    engine = RayEngine("engine 9", lambda: ray.remote(Scripted).options(num_cpus=0).remote("engine 9"))
+    engine = EngineClient("engine 9", lambda: ray.remote(Scripted).options(num_cpus=0).remote("engine 9"))
     asyncio.run(engine.version())
-    ray.kill(engine.worker)
+    engine.kill()
     with pytest.raises(DeadEngineError, match="engine 9 died while generating 1 samples: its Ray actor is gone"):
         asyncio.run(gather(engine.generate([request("a")], SAMPLING)))
-    with pytest.raises(DeadEngineError, match="engine 9 died while in sleep"):
+    with pytest.raises(DeadEngineError, match="engine 9 died while going to sleep"):
         asyncio.run(engine.sleep())
     asyncio.run(engine.shutdown())
