@@ -54,7 +54,7 @@ from rich.table import Table as Rows
 from torch import Tensor
 
 from mcore_rl.checkpoints.export import BUCKET_BYTES, export_stream, save_hf
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.safetensors import TensorSpec, tensor_bytes
 from mcore_rl.checkpoints.sharded_writer import ShardedWriter
@@ -153,7 +153,7 @@ def write_checkpoint(name: str, directory: Path) -> None:
 
 def read_all(directory: Path) -> None:
     """The limit of loading."""
-    with Checkpoint.open(directory) as checkpoint:
+    with HfCheckpoint.open(directory) as checkpoint:
         for path in sorted({info.file for info in checkpoint.tensors.values()}):
             with path.open("rb", buffering=0) as file:
                 for info in checkpoint.tensors.values():
@@ -215,7 +215,7 @@ def measure(rank: Rank, name: str, directory: Path, scratch: Path, repetitions: 
     num_bytes = sum(parameter.nbytes for parameter in parameters)
 
     def load() -> None:
-        with Checkpoint.open(directory) as checkpoint:
+        with HfCheckpoint.open(directory) as checkpoint:
             engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=0))
 
     def save() -> None:
@@ -259,7 +259,7 @@ def measure(rank: Rank, name: str, directory: Path, scratch: Path, repetitions: 
 
 def same(one: Path, other: Path) -> None:
     """A fast converter that is wrong is no converter."""
-    with Checkpoint.open(one) as ours, Checkpoint.open(other) as theirs:
+    with HfCheckpoint.open(one) as ours, HfCheckpoint.open(other) as theirs:
         assert ours.tensors.keys() == theirs.tensors.keys()
         for name in ours.tensors:
             assert ours.checksum(name) == theirs.checksum(name), f"{name} came out changed"

@@ -36,7 +36,7 @@ from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
-from mcore_rl.training.offload import Part
+from mcore_rl.training.offload import OffloadPart
 from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
 
 MODEL = ModelConfig(
@@ -123,11 +123,11 @@ def copy_limits(platform: Platform, device: torch.device, num_bytes: int, repeti
 def offload_rows(engine: Engine, platform: Platform, repetitions: int) -> list[Row]:
     """Every part out and back, each by itself."""
     rows = []
-    for part in Part:
+    for part in OffloadPart:
         trips = [(engine.memory.offload((part,)), engine.memory.onload((part,))) for _ in range(repetitions)]
         num_bytes = trips[0][0].num_bytes[part]
         limits: Sequence[float | None] = (None, None)
-        if part is not Part.gradients:
+        if part is not OffloadPart.gradients:
             limits = copy_limits(platform, engine.groups.device, num_bytes, repetitions)
         for direction, name in enumerate(("out", "back")):
             seconds = min(trip[direction].seconds for trip in trips)

@@ -168,7 +168,7 @@ def write_model(directory: Path) -> None:
 
 def train(rank: Rank, directory: Path, training: str, rollout: str, transport: Transport) -> list[dict[str, Any]]:
     """One training rank: publishes every round.  Megatron is imported in these processes only."""
-    from mcore_rl.checkpoints.hf_directory import Checkpoint
+    from mcore_rl.checkpoints.hf_directory import HfCheckpoint
     from mcore_rl.checkpoints.load import load_hf
     from mcore_rl.parallel.groups import init_groups
     from mcore_rl.training.engine import Engine
@@ -184,7 +184,7 @@ def train(rank: Rank, directory: Path, training: str, rollout: str, transport: T
     )
     engine = Engine("actor", model, parallel, settings, groups, platform, trainable=False)
     table = Table(family, model, parallel, NUM_TRAINERS)
-    with Checkpoint.open(directory) as checkpoint:
+    with HfCheckpoint.open(directory) as checkpoint:
         engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank.rank))
     target = RolloutTable(family, model, parse_rollout_layout(rollout))
     publisher = Publisher(

@@ -26,7 +26,7 @@ from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.errors import ConfigError, McoreRLError, Violation
 from mcore_rl.reports.logprobs.prompts import load_tokenizer, read_prompts
 from mcore_rl.reports.logprobs.question import Question
-from mcore_rl.reports.logprobs.report import RATIO_BOUNDS, Report
+from mcore_rl.reports.logprobs.report import RATIO_BOUNDS, LogprobReport
 from mcore_rl.reports.logprobs.scoring import measure, report
 from mcore_rl.rollout.protocol import Sampling
 
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def ask(arguments: argparse.Namespace, console: Console) -> Report:
+def ask(arguments: argparse.Namespace, console: Console) -> LogprobReport:
     """Measure, behind a line that says what is done."""
     if not arguments.out.parent.is_dir():
         raise ConfigError([Violation("out", str(arguments.out), "its directory is not there", "Make it first")])
@@ -85,7 +85,7 @@ def ask(arguments: argparse.Namespace, console: Console) -> Report:
     return report(question, measured, tokenizer, max_abs=arguments.max_abs_diff, mean_abs=arguments.mean_abs_diff)
 
 
-def show(found: Report, console: Console) -> None:
+def show(found: LogprobReport, console: Console) -> None:
     """The report, to read."""
     console.print(f"{found.num_tokens} tokens drawn by vLLM; differences in nats")
     lines = Table("", *(f"{pair.first} - {pair.second}" for pair in found.pairs), box=None, pad_edge=False)

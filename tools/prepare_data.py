@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mcore_rl.data.arithmetic import LEVELS
-from mcore_rl.data.datasets import DATASETS, Row, arithmetic_rows, published_rows, write_rows
+from mcore_rl.data.datasets import DATASETS, DatasetRow, arithmetic_rows, published_rows, write_rows
 from mcore_rl.errors import McoreRLError
 
 INTERRUPTED = 130  # as a shell reports SIGINT
@@ -53,14 +53,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def rows_of(arguments: argparse.Namespace) -> dict[str, list[Row]]:
+def rows_of(arguments: argparse.Namespace) -> dict[str, list[DatasetRow]]:
     """By split, what the command line asks for."""
     if arguments.dataset == "arithmetic":
         return arithmetic_rows(arguments.difficulty, arguments.train, arguments.val, arguments.seed)
     return published_rows(arguments.dataset, arguments.source)
 
 
-def show(rows: dict[str, list[Row]], out: Path, console: Console) -> None:
+def show(rows: dict[str, list[DatasetRow]], out: Path, console: Console) -> None:
     """What was written: files with row counts, and the first row to look at."""
     files = Table(show_edge=False)
     files.add_column("file", overflow="fold")

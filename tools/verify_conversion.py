@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Lines
 
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout, rollout_violations
@@ -35,7 +35,7 @@ from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import Layout, layout_text, layout_violations
 from mcore_rl.proofs.tracer import trace
-from mcore_rl.proofs.verify import Report, check, verify
+from mcore_rl.proofs.verify import ProofReport, check, verify
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
@@ -95,7 +95,7 @@ def read_layouts(arguments: argparse.Namespace) -> tuple[ParallelConfig, int, Ro
 def prove(
     config: Mapping[str, Any], parallel: ParallelConfig, world_size: int, rollout: RolloutLayout | None,
     hf: Path | None, console: Console,
-) -> tuple[Report, ModelConfig]:  # fmt: skip
+) -> tuple[ProofReport, ModelConfig]:  # fmt: skip
     """The report at full size, and the tracer's check.  Raises ConfigError where a layout does not fit."""
     family, model = model_of(config)
     found = layout_violations(model, parallel, world_size)
@@ -109,7 +109,7 @@ def prove(
                 Table(family, model, parallel, world_size),
                 RolloutTable(family, model, rollout) if rollout else None,
                 lambda rank: meta_shapes(model, parallel, world_size, rank),
-                checkpoint=Checkpoint.open(hf) if hf else None,
+                checkpoint=HfCheckpoint.open(hf) if hf else None,
                 notice=status.update,
             )
             if rollout is not None:
@@ -119,7 +119,7 @@ def prove(
     return report, model
 
 
-def show(report: Report, model: ModelConfig, parallel: ParallelConfig, console: Console) -> None:
+def show(report: ProofReport, model: ModelConfig, parallel: ParallelConfig, console: Console) -> None:
     """The verdict, to read."""
     layout = Layout.of(parallel, report.world_size)
     console.print(f"{report.family}, {model.num_layers} layers: training on {report.world_size} ranks as "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.hf_directory import SCALE_SUFFIX, Checkpoint
+from mcore_rl.checkpoints.hf_directory import SCALE_SUFFIX, HfCheckpoint
 from mcore_rl.checkpoints.safetensors import TensorInfo
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
@@ -21,13 +21,13 @@ QUANTISED = torch.float8_e4m3fn
 FLOAT32_OF_BYTE = torch.arange(256, dtype=torch.uint8).view(QUANTISED).float()
 
 
-class BlockFp8Checkpoint(Checkpoint):
+class BlockFp8Checkpoint(HfCheckpoint):
     """A checkpoint that reads its quantised tensors as the weights they stand for; scales are not among ``tensors``.
 
     ``tensors`` and ``num_bytes`` speak of the files: a quantised tensor has their dtype, and ``checksum`` is of it.
     """
 
-    def __init__(self, checkpoint: Checkpoint, block: tuple[int, int]) -> None:
+    def __init__(self, checkpoint: HfCheckpoint, block: tuple[int, int]) -> None:
         """Quantised reading of ``checkpoint``, whose blocks have ``block`` rows and columns.
 
         CheckpointError, with everything found: an FP8 tensor without scales or that is no matrix, scales without an FP8
@@ -52,7 +52,7 @@ class BlockFp8Checkpoint(Checkpoint):
         super().__init__(checkpoint.directory, weights)
 
     def read_into(self, name: str, region: TensorSlice, out: Tensor) -> None:
-        """As ``Checkpoint.read_into``; a quantised tensor is read as float32 and cast to the dtype of ``out``.
+        """As ``HfCheckpoint.read_into``; a quantised tensor is read as float32 and cast to the dtype of ``out``.
 
         Boxes may begin and end inside blocks.  One row of blocks is in hand at a time.
         """

@@ -21,7 +21,7 @@ from torch import Tensor
 from mcore_rl.checkpoints.block_fp8 import BlockFp8Checkpoint
 from mcore_rl.checkpoints.distcp import DistributedCheckpoint
 from mcore_rl.checkpoints.distcp_writer import ARCHIVE_BYTES, DistcpWriter
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.megatron_checkpoint import MegatronCheckpoint, Readable, plan_stored, write_stored
@@ -42,7 +42,7 @@ from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, window
 
 HF = "hf"  # where a Megatron checkpoint of ours keeps config.json, tokenizer and kin
 QUANTISED = {torch.float8_e4m3fn, torch.float8_e5m2}
-Report = Callable[[str, int, int], None]  # (what is being done, bytes just done, bytes that it takes in all)
+ProgressCallback = Callable[[str, int, int], None]  # (what is being done, bytes just done, bytes that it takes in all)
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ def read_model(directory: Path) -> tuple[dict[str, Any], Family, ModelConfig]:
     return config, *model_of(config)
 
 
-def open_hf(directory: Path) -> tuple[Checkpoint, Table]:
+def open_hf(directory: Path) -> tuple[HfCheckpoint, Table]:
     """The Hugging Face checkpoint in ``directory``, held against its config.json; FP8 is read as what it stands for.
 
-    Raises as ``read_model``, ``Checkpoint.open`` and ``check_checkpoint`` do.
+    Raises as ``read_model``, ``HfCheckpoint.open`` and ``check_checkpoint`` do.
     """
     if not directory.is_dir():
-        Checkpoint.open(directory)  # says what is wrong and what to do
+        HfCheckpoint.open(directory)  # says what is wrong and what to do
     config, family, model = read_model(directory)
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = HfCheckpoint.open(directory)
     quantisation = config.get("quantization_config")
     if quantisation is not None:
         checkpoint = BlockFp8Checkpoint(checkpoint, tuple(quantisation["weight_block_size"]))
@@ -108,7 +108,12 @@ def open_run(directory: Path, config: Path | None = None) -> RunWeights | None:
 
 
 def to_megatron(
-    hf: Path, out: Path, *, parallel: ParallelConfig | None = None, dtype: torch.dtype | None = None, report: Report
+    hf: Path,
+    out: Path,
+    *,
+    parallel: ParallelConfig | None = None,
+    dtype: torch.dtype | None = None,
+    report: ProgressCallback,
 ) -> Converted:
     """Write the Hugging Face checkpoint ``hf`` as a Megatron checkpoint into the new directory ``out``.
 
@@ -150,7 +155,7 @@ def to_megatron(
 
 
 def to_hf(
-    megatron: Path, out: Path, *, config: Path | None = None, dtype: torch.dtype | None = None, report: Report
+    megatron: Path, out: Path, *, config: Path | None = None, dtype: torch.dtype | None = None, report: ProgressCallback
 ) -> Converted:
     """Write the checkpoint ``megatron`` as a Hugging Face checkpoint into the new directory ``out``.
 
@@ -183,7 +188,7 @@ def to_hf(
                 report("write", part.numel() * part.itemsize, total)
 
         def verify(directory: Path) -> None:
-            with Checkpoint.open(directory) as written:
+            with HfCheckpoint.open(directory) as written:
                 _verify(source, written, written.tensors, specs, directory, report)
 
         writer.finish(verify)
@@ -229,7 +234,7 @@ def _verify(
     found: Mapping[str, TensorSpec],
     specs: Mapping[str, TensorSpec],
     directory: Path,
-    report: Report,
+    report: ProgressCallback,
 ) -> None:
     """Refuse ``written``, which says that it holds ``found``, unless it is ``source`` cast to ``specs``."""
     problems = [f"tensor {name} was written and is not of the model" for name in found.keys() - specs.keys()]

@@ -41,7 +41,7 @@ _AGAIN = "Copy the checkpoint again, or save it again"
 
 
 @dataclass(frozen=True)
-class Chunk:
+class DcpChunk:
     """A region of a stored tensor, and the bytes of ``file`` that hold its archive."""
 
     region: TensorSlice
@@ -51,13 +51,13 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class DcpTensor:
     """A tensor of the checkpoint under its key, and its chunks, which cover it."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[DcpChunk, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -68,11 +68,11 @@ class StoredTensor:
 class DistributedCheckpoint(OpenFiles):
     """The tensors of an opened directory, read region by region.  Closing, or leaving a ``with``, closes files."""
 
-    def __init__(self, directory: Path, tensors: dict[str, StoredTensor], others: tuple[str, ...]) -> None:
+    def __init__(self, directory: Path, tensors: dict[str, DcpTensor], others: tuple[str, ...]) -> None:
         super().__init__(directory)
         self.tensors, self.others = tensors, others
-        self._records: dict[Chunk, _Record] = {}
-        self._found: dict[str, tuple[int, dict[tuple[int, ...], list[Chunk]]]] = {}
+        self._records: dict[DcpChunk, _Record] = {}
+        self._found: dict[str, tuple[int, dict[tuple[int, ...], list[DcpChunk]]]] = {}
 
     @classmethod
     def open(cls, directory: Path | str) -> DistributedCheckpoint:
@@ -136,12 +136,12 @@ class DistributedCheckpoint(OpenFiles):
                 found = f"expected crc32:{record.crc:08x}, found crc32:{value:08x}"
                 yield f"{chunk.file.name}: {key} at {chunk.region.start} is damaged: {found}. {_AGAIN}"
 
-    def _chunks_of(self, tensor: StoredTensor, region: TensorSlice) -> Iterator[Chunk]:
+    def _chunks_of(self, tensor: DcpTensor, region: TensorSlice) -> Iterator[DcpChunk]:
         """The chunks that overlap ``region``, found by the leading dimensions of which each chunk holds one index."""
         if tensor.key not in self._found:
             sizes = zip(*(chunk.region.shape for chunk in tensor.chunks), strict=True)
             depth = len(list(takewhile(lambda sizes: set(sizes) == {1}, sizes)))
-            by_lead: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
+            by_lead: dict[tuple[int, ...], list[DcpChunk]] = defaultdict(list)
             for chunk in tensor.chunks:
                 by_lead[chunk.region.start[:depth]].append(chunk)
             self._found[tensor.key] = depth, by_lead
@@ -150,7 +150,7 @@ class DistributedCheckpoint(OpenFiles):
         near = by_lead[region.start[:depth]] if one else tensor.chunks
         yield from (chunk for chunk in near if chunk.region.overlaps(region))
 
-    def _read_part(self, tensor: StoredTensor, chunk: Chunk, part: TensorSlice, out: Tensor) -> None:
+    def _read_part(self, tensor: DcpTensor, chunk: DcpChunk, part: TensorSlice, out: Tensor) -> None:
         record, file = self._record(tensor, chunk), self.descriptor(chunk.file)
         if record.strides == row_major_strides(chunk.region.shape):
             info = TensorInfo(tensor.key, tensor.dtype, chunk.region.shape, chunk.file, record.begin, record.end)
@@ -159,7 +159,7 @@ class DistributedCheckpoint(OpenFiles):
             archive = io.BytesIO(os.pread(file, chunk.length, chunk.begin))
             out.copy_(view_of(torch.load(archive, map_location="cpu", weights_only=True), part))
 
-    def _record(self, tensor: StoredTensor, chunk: Chunk) -> _Record:
+    def _record(self, tensor: DcpTensor, chunk: DcpChunk) -> _Record:
         if chunk not in self._records:
             try:
                 record = _find_record(self.descriptor(chunk.file), chunk)
@@ -179,21 +179,21 @@ class DistributedCheckpoint(OpenFiles):
 
 def _stored_tensor(
     directory: Path, key: str, stored: TensorStorageMetadata, places: dict[MetadataIndex, Any]
-) -> tuple[StoredTensor, list[str]]:
-    shape, chunks, missing = tuple(stored.size), dict[tuple[int, ...], Chunk](), []
+) -> tuple[DcpTensor, list[str]]:
+    shape, chunks, missing = tuple(stored.size), dict[tuple[int, ...], DcpChunk](), []
     for described in stored.chunks:
         region = TensorSlice(tuple(described.offsets), tuple(described.sizes))
         place = places.get(MetadataIndex(key, described.offsets))
         if place is None:
             missing.append(region)
         else:  # replicas of a chunk are one chunk
-            chunks[region.start] = Chunk(region, directory / place.relative_path, place.offset, place.length)
+            chunks[region.start] = DcpChunk(region, directory / place.relative_path, place.offset, place.length)
     held = sum(prod(chunk.region.shape) for chunk in chunks.values())
     problems = []
     if missing or held != prod(shape) or not all(chunk.region.fits(shape) for chunk in chunks.values()):
         found = f"{METADATA}: the chunks of {key} hold {held} of the {prod(shape)} elements of its shape {shape}"
         problems.append(f"{found}. {_AGAIN}")
-    return StoredTensor(key, stored.properties.dtype, shape, tuple(chunks.values())), problems
+    return DcpTensor(key, stored.properties.dtype, shape, tuple(chunks.values())), problems
 
 
 def _read_metadata(directory: Path) -> Any:
@@ -310,7 +310,7 @@ class _TensorUnpickler(pickle.Unpickler):
         return _Storage(pid[1], pid[2])
 
 
-def _find_record(file: int, chunk: Chunk) -> _Record:
+def _find_record(file: int, chunk: DcpChunk) -> _Record:
     with zipfile.ZipFile(_Section(file, chunk.begin, chunk.length)) as archive:
         description = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
         loaded = _TensorUnpickler(io.BytesIO(archive.read(description))).load()

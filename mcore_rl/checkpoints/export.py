@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
-from mcore_rl.checkpoints.owners import Part, owned_parts
+from mcore_rl.checkpoints.owners import OwnedPart, owned_parts
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec
 from mcore_rl.checkpoints.sharded_writer import SHARD_BYTES, ShardedWriter
 from mcore_rl.errors import CheckpointError
@@ -33,7 +33,7 @@ from mcore_rl.weights.views import view_of
 
 BUCKET_BYTES = 512 << 20
 ALIGNMENT = 256  # bytes, what accelerators' copies and kernels like
-Parts = dict[str, list[Part]]
+Parts = dict[str, list[OwnedPart]]
 
 
 class _Source:
@@ -52,18 +52,18 @@ class _Source:
         }
         self.dtype = dtype or live
 
-    def pieces(self, part: Part) -> Iterator[tuple[TensorSlice, Tensor]]:
+    def pieces(self, part: OwnedPart) -> Iterator[tuple[TensorSlice, Tensor]]:
         """(where in ``part.region``, the live elements), in the dtype that they are here."""
         local = self._tensors[part.local.chunk, part.local.name]
         for piece in part.pieces:
             yield piece.hf_region.within(part.region), view_of(local, piece.local_region)
 
-    def fill(self, part: Part, out: Tensor) -> None:
+    def fill(self, part: OwnedPart, out: Tensor) -> None:
         """Copy ``part`` to ``out``, which has its shape; cast."""
         for region, live in self.pieces(part):
             view_of(out, region).copy_(live)
 
-    def packed(self, part: Part) -> Tensor:
+    def packed(self, part: OwnedPart) -> Tensor:
         """``part`` as one contiguous tensor in the dtype of the export; the live memory itself where it is that."""
         dtype = self.specs[part.hf].dtype
         pieces = list(self.pieces(part))
@@ -247,7 +247,7 @@ def save_hf(
     together(finish, group, device)
 
 
-def _write(writer: ShardedWriter, live: _Source, part: Part, progress: Callable[[int], None] | None) -> None:
+def _write(writer: ShardedWriter, live: _Source, part: OwnedPart, progress: Callable[[int], None] | None) -> None:
     dtype = live.specs[part.hf].dtype
     for region, tensor in live.pieces(part):
         # What is cast is cast by windows: a second copy of an embedding may not fit.
@@ -264,7 +264,7 @@ def _write(writer: ShardedWriter, live: _Source, part: Part, progress: Callable[
 
 def _verify(directory: Path, specs: Mapping[str, TensorSpec]) -> None:
     """Read the headers back: every tensor is there, and every file is as long as it must be."""
-    with Checkpoint.open(directory) as checkpoint:
+    with HfCheckpoint.open(directory) as checkpoint:
         found = {name: TensorSpec(info.name, info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
     wrong = [name for name in {**specs, **found} if specs.get(name) != found.get(name)]
     if wrong:

@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 SCALE_SUFFIX = "_scale_inv"  # of the companion that an FP8 tensor has; see block_fp8
 
 
-class Checkpoint(OpenFiles):
+class HfCheckpoint(OpenFiles):
     """The tensors of an opened directory, and reading regions of them.
 
     Holds open the files that were read; ``close``, or leaving a ``with``, closes them.
@@ -38,7 +38,7 @@ class Checkpoint(OpenFiles):
         self.tensors = MappingProxyType(dict(tensors))
 
     @classmethod
-    def open(cls, directory: Path | str) -> Checkpoint:
+    def open(cls, directory: Path | str) -> HfCheckpoint:
         """The checkpoint in ``directory``; its tensors in the order of shards and bytes.
 
         CheckpointError, with everything found: no safetensors files; an index or header that is not valid; a file that

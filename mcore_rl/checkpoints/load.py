@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.blocks import EMBEDDING_TENSOR, HF_LAYER, VALUE_HEAD
@@ -31,7 +31,7 @@ MISMATCH = "The HF config does not match the tensors: give the config.json of th
 @torch.no_grad()
 def load_hf(
     chunks: Sequence[torch.nn.Module],
-    checkpoint: Checkpoint,
+    checkpoint: HfCheckpoint,
     table: Table,
     rank: int,
     progress: Callable[[int], None] | None = None,
@@ -72,7 +72,7 @@ def _zero_padding(bound: Bound, table: Table) -> None:
         bound.tensor.detach().narrow(dim, shard.held, shard.size - shard.held).zero_()
 
 
-def check_checkpoint(checkpoint: Checkpoint, table: Table) -> None:
+def check_checkpoint(checkpoint: HfCheckpoint, table: Table) -> None:
     """Refuse a ``checkpoint`` whose tensors are not those of the table's model.
 
     CheckpointError, with everything found: a tensor that is missing, of another shape, of a dtype that is no
@@ -86,7 +86,7 @@ def check_checkpoint(checkpoint: Checkpoint, table: Table) -> None:
         raise CheckpointError(str(checkpoint.directory), problems)
 
 
-def _missing_or_misshapen(checkpoint: Checkpoint, table: Table) -> Iterator[str]:
+def _missing_or_misshapen(checkpoint: HfCheckpoint, table: Table) -> Iterator[str]:
     for name, wanted in table.hf_tensors.items():
         info = checkpoint.tensors.get(name)
         if info is None:
@@ -100,7 +100,7 @@ def _missing_or_misshapen(checkpoint: Checkpoint, table: Table) -> Iterator[str]
             yield f"{info.file.name}: tensor {name}: expected floating-point numbers and found {info.dtype}. {remedy}"
 
 
-def _unexpected(checkpoint: Checkpoint, table: Table) -> Iterator[str]:
+def _unexpected(checkpoint: HfCheckpoint, table: Table) -> Iterator[str]:
     may_stand = [re.compile(_pattern(name)) for name in (*table.family.ignored, *COMPUTED, *_other_heads(table))]
     layer = re.compile(_pattern(HF_LAYER) + ".+")
     for name, info in checkpoint.tensors.items():
@@ -129,7 +129,7 @@ def _other_heads(table: Table) -> Iterable[str]:
     return {tensor.name for rule in rules for tensor in rule.hf} - table.hf_tensors.keys()
 
 
-def _wrong_tie(checkpoint: Checkpoint, output: TensorInfo) -> Iterator[str]:
+def _wrong_tie(checkpoint: HfCheckpoint, output: TensorInfo) -> Iterator[str]:
     """Some tools write the tied projection too; that is the embedding once more, or it is not this model."""
     embedding = checkpoint.tensors.get(EMBEDDING_TENSOR.name)
     if embedding is None:
@@ -139,7 +139,7 @@ def _wrong_tie(checkpoint: Checkpoint, output: TensorInfo) -> Iterator[str]:
         yield f"{output.file.name}: tensor {OUTPUT}: {said}. Write tie_word_embeddings=false. {MISMATCH}"
 
 
-def _equal(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
+def _equal(checkpoint: HfCheckpoint, one: TensorInfo, other: TensorInfo) -> bool:
     limit = WINDOW_BYTES // one.dtype.itemsize
     for window in windows(TensorSlice.whole(one.shape), row_major_strides(one.shape), limit):
         parts = [torch.empty(window.shape, dtype=one.dtype) for _ in range(2)]

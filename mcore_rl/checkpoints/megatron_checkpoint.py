@@ -21,7 +21,7 @@ from torch import Tensor
 from mcore_rl.checkpoints.distcp import DistributedCheckpoint
 from mcore_rl.checkpoints.distcp_writer import DistcpWriter
 from mcore_rl.checkpoints.safetensors import TensorSpec
-from mcore_rl.checkpoints.stored_keys import Place, StoredKeys, is_adapter
+from mcore_rl.checkpoints.stored_keys import StoredKeys, TensorLocation, is_adapter
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import CheckpointError
@@ -71,7 +71,7 @@ class MegatronCheckpoint:
         head = self.keys.find("output_layer.weight", None, None)
         self.critic = head is not None and stored.tensors[head.key].shape[0] == 1 != model.vocab_size
         self.table = Table(family, model, critic=self.critic)
-        self._held: dict[str, list[tuple[Place, Piece]]] = defaultdict(list)
+        self._held: dict[str, list[tuple[TensorLocation, Piece]]] = defaultdict(list)
         used, problems = set[str](), list(self._layer_problems())
         for local in self.table.tensors(0):
             place = self.keys.find(local.rule.name, local.layer, local.expert)
@@ -133,7 +133,7 @@ class MegatronCheckpoint:
         if found not in (0, expected):
             yield f"expected {expected} layers by config.json and found {found}. {MISMATCH}"
 
-    def _shape_problems(self, local: LocalTensor, place: Place) -> Iterator[str]:
+    def _shape_problems(self, local: LocalTensor, place: TensorLocation) -> Iterator[str]:
         tensor, expected = self.stored.tensors[place.key], self.table.shape(local)
         moe, lead = self.table.model.moe, list[int]()
         if local.layer is not None and self.keys.names[place.key].layer is None:

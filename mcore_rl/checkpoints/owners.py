@@ -19,7 +19,7 @@ from mcore_rl.weights.tensor_slice import TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OwnedPart:
     """What rank ``owner`` gives to Hugging Face tensor ``hf``: ``region`` of it.
 
     local: the tensor that the owner has it in.  pieces: where in it, in the order of the region along ``dim``.
@@ -37,7 +37,7 @@ class Part:
         return self.local.rule.dim
 
 
-def owned_parts(table: Table, prefer: int | None = None) -> dict[str, list[Part]]:
+def owned_parts(table: Table, prefer: int | None = None) -> dict[str, list[OwnedPart]]:
     """The parts of every Hugging Face tensor, in the order of ``table.hf_tensors`` and of the tensor.
 
     prefer: a rank that gives all that it holds, because what is gathered on it need not be sent.  A tied output
@@ -45,7 +45,7 @@ def owned_parts(table: Table, prefer: int | None = None) -> dict[str, list[Part]
     Raises WeightMapError, with all of them, where parts leave something out or overlap.
     """
     given = [0] * table.layout.world_size  # elements
-    parts: dict[str, list[Part]] = {name: [] for name in table.hf_tensors}
+    parts: dict[str, list[OwnedPart]] = {name: [] for name in table.hf_tensors}
     for local, ranks in _holders(table):
         owner = prefer if prefer in ranks else min(ranks, key=given.__getitem__)
         assert owner is not None
@@ -80,17 +80,17 @@ def _holders(table: Table) -> list[tuple[LocalTensor, list[int]]]:
     return list(holders.values())
 
 
-def _part(name: str, owner: int, local: LocalTensor, pieces: list[Piece]) -> Part:
+def _part(name: str, owner: int, local: LocalTensor, pieces: list[Piece]) -> OwnedPart:
     dim = local.rule.dim
     ordered = tuple(sorted(pieces, key=lambda piece: piece.hf_start))
     shape = list(ordered[0].shape)
     shape[dim] = sum(piece.shape[dim] for piece in ordered)
     end = ordered[-1].hf_start[dim] + ordered[-1].shape[dim]
     assert end - ordered[0].hf_start[dim] == shape[dim], f"{local.name} holds ranges of {name} that do not meet"
-    return Part(name, owner, local, TensorSlice(ordered[0].hf_start, tuple(shape)), ordered)
+    return OwnedPart(name, owner, local, TensorSlice(ordered[0].hf_start, tuple(shape)), ordered)
 
 
-def _cover_problem(table: Table, name: str, parts: list[Part]) -> str | None:
+def _cover_problem(table: Table, name: str, parts: list[OwnedPart]) -> str | None:
     """What keeps ``parts``, in order, from being all of tensor ``name`` once."""
     shape = table.hf_tensors[name].shape
     remedy = f"Mend its rule in families/{table.family.name}.py"

@@ -29,7 +29,7 @@ RANDOM = "random"  # before the names of random states
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class StateShard:
     """Elements ``begin`` to ``end`` (exclusive), row-major, of the local tensor ``name`` of ``shape``.
 
     pieces: what of Hugging Face tensors lies in them.  kinds: what is stored of them, each as one range of bytes.
@@ -65,7 +65,7 @@ class RankState:
     num_steps: int
     num_skipped: int
     adam_step: int | None
-    shards: tuple[Shard, ...]
+    shards: tuple[StateShard, ...]
 
     def metadata(self) -> dict[str, str]:
         """For the header of the file."""
@@ -83,7 +83,7 @@ class RankState:
             raise ValueError(f"it is of format {metadata.get('format')!r}; this program reads {FORMAT!r}")
         values: dict[str, Any] = json.loads(metadata["state"])
         shards = tuple(
-            Shard(name, tuple(shape), begin, end, tuple(map(_piece, pieces)), tuple(kinds))
+            StateShard(name, tuple(shape), begin, end, tuple(map(_piece, pieces)), tuple(kinds))
             for name, shape, begin, end, pieces, kinds in values.pop("shards")
         )
         return cls(shards=shards, **values)

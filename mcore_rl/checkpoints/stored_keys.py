@@ -40,7 +40,7 @@ class Name:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor is: in the tensor under ``key``, at ``lead`` of its first dimensions."""
 
     key: str
@@ -90,12 +90,12 @@ class StoredKeys:
         """Layers that keys speak of; 0 where they are stacked."""
         return 1 + max((name.layer for name in self._keys if name.layer is not None), default=-1)
 
-    def find(self, stem: str, layer: int | None, expert: int | None) -> Place | None:
+    def find(self, stem: str, layer: int | None, expert: int | None) -> TensorLocation | None:
         """Where the tensor of ``layer`` and ``expert`` (None: of none) under the rule named ``stem`` is."""
         for by_layer in (layer, None) if layer is not None else (None,):
             for by_expert in (expert, None) if expert is not None else (None,):
                 key = self._keys.get(Name(stem, by_layer, by_expert))
                 if key is not None:
                     lead = (layer if by_layer is None else None, expert if by_expert is None else None)
-                    return Place(key, tuple(index for index in lead if index is not None))
+                    return TensorLocation(key, tuple(index for index in lead if index is not None))
         return None

@@ -15,10 +15,8 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from mcore_rl.arrays import Float64Array, Int64Array
 
 TOLERANCE = 1e-3  # max/mean - 1 below which nothing is gained: a step's time varies more
 MAX_ROUNDS = 100  # of swaps; about 10 are needed
@@ -64,7 +62,7 @@ def imbalance(costs: Sequence[int] | Sequence[float], shards: Sequence[Sequence[
     return max(totals) * len(totals) / sum(totals)
 
 
-def _in_rounds(cost: Floats, num_ranks: int) -> Ints:
+def _in_rounds(cost: Float64Array, num_ranks: int) -> Int64Array:
     """Indices, one row a rank; only the last column holds NOTHING."""
     order = np.argsort(-cost, kind="stable")
     members = np.full((num_ranks, -(-len(cost) // num_ranks)), NOTHING, dtype=np.int64)
@@ -77,7 +75,7 @@ def _in_rounds(cost: Floats, num_ranks: int) -> Ints:
     return members
 
 
-def _swapped(cost: Floats, members: Ints) -> Ints:
+def _swapped(cost: Float64Array, members: Int64Array) -> Int64Array:
     """The heaviest rank and the lightest, the second heaviest and the second lightest and so on swap one sequence each.
 
     Each pair takes the swap that leaves the smallest difference.  An empty place counts as a sequence that costs
@@ -110,7 +108,7 @@ def _swapped(cost: Floats, members: Ints) -> Ints:
     return members
 
 
-def _least_loaded(cost: Floats, num_ranks: int) -> list[list[int]]:
+def _least_loaded(cost: Float64Array, num_ranks: int) -> list[list[int]]:
     shards: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap already
     for index in np.argsort(-cost, kind="stable").tolist():

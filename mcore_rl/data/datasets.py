@@ -24,7 +24,7 @@ from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.data.sources import Record, read_splits
 from mcore_rl.errors import DataError
 
-Row = dict[str, Any]
+DatasetRow = dict[str, Any]
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
@@ -115,14 +115,14 @@ DATASETS: dict[str, Dataset] = {
 }
 
 
-def published_rows(name: str, source: str) -> dict[str, list[Row]]:
+def published_rows(name: str, source: str) -> dict[str, list[DatasetRow]]:
     """The rows of each split of data set ``name``; a question that is there again is left out (DAPO repeats its own).
 
     source: a folder, a file, or a Hub id.  DataError: it cannot be read, or a record is not of this data set.
     """
     dataset = DATASETS[name]
     problems: list[str] = []
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[DatasetRow]] = {}
     for split, records in read_splits(source, dataset.splits, dataset.folder).items():
         solved = [
             (index, found) for index, record in enumerate(records) if (found := _solved(dataset, record, problems))
@@ -138,7 +138,7 @@ def published_rows(name: str, source: str) -> dict[str, list[Row]]:
     return rows
 
 
-def arithmetic_rows(difficulty: int, train: int, val: int, seed: int) -> dict[str, list[Row]]:
+def arithmetic_rows(difficulty: int, train: int, val: int, seed: int) -> dict[str, list[DatasetRow]]:
     """Generated problems (``arithmetic``), ``train`` and ``val`` of them; no question is in both."""
     rows = {}
     for split, count in ((Split.train, train), (Split.validation, val)):
@@ -149,7 +149,7 @@ def arithmetic_rows(difficulty: int, train: int, val: int, seed: int) -> dict[st
     return rows
 
 
-def write_rows(rows: Sequence[Row], path: Path) -> None:
+def write_rows(rows: Sequence[DatasetRow], path: Path) -> None:
     """A parquet file of ``rows``, in place of what ``path`` may be.  DataError: it cannot be written."""
     schema = SCHEMA if any(row["response"] is not None for row in rows) else SCHEMA.remove(len(SCHEMA) - 1)
     incomplete = path.with_name(f"{path.name}.incomplete")
@@ -183,7 +183,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _row(data_source: str, split: str, index: int, solved: Solved) -> Row:
+def _row(data_source: str, split: str, index: int, solved: Solved) -> DatasetRow:
     answer = solved.solution if solved.solution is not None else solved.ground_truth
     return {
         "data_source": data_source,

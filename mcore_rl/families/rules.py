@@ -109,14 +109,14 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardRanges:
     """The split dimension of one shard: ``ranges`` one after another, then zeros up to ``size``."""
 
     ranges: tuple[Range, ...]
     size: int
 
     @classmethod
-    def of(cls, ranges: Sequence[Range], size: int | None = None) -> Shard:
+    def of(cls, ranges: Sequence[Range], size: int | None = None) -> ShardRanges:
         """Ranges that hold nothing are left out; without ``size`` there is no padding."""
         held = tuple(range_ for range_ in ranges if range_.end > range_.begin)
         shard = cls(held, 0)
@@ -129,22 +129,24 @@ class Shard:
 
 
 Sizes = Sequence[int]  # of the Hugging Face tensors of a rule along its split dimension
-Layout = Callable[[ModelConfig, Sizes, int, int], Shard]  # (model, sizes, number of shards, which) -> Shard
+ShardLayout = Callable[
+    [ModelConfig, Sizes, int, int], ShardRanges
+]  # (model, sizes, number of shards, which) -> ShardRanges
 
 
-def whole(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shard:
+def whole(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
     """Every shard holds all of every tensor, one after another."""
-    return Shard.of([Range(source, 0, size) for source, size in enumerate(sizes)])
+    return ShardRanges.of([Range(source, 0, size) for source, size in enumerate(sizes)])
 
 
-def split(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shard:
+def split(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
     """Every tensor is cut evenly; a shard holds its part of each, one after another (gate, then up)."""
     assert all(size % num_shards == 0 for size in sizes), f"{sizes} over {num_shards} shards"
     parts = [size // num_shards for size in sizes]
-    return Shard.of([Range(source, index * part, (index + 1) * part) for source, part in enumerate(parts)])
+    return ShardRanges.of([Range(source, index * part, (index + 1) * part) for source, part in enumerate(parts)])
 
 
-def grouped_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shard:
+def grouped_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
     """Megatron's ``linear_qkv``: for each key/value head its query heads, the key head, the value head.
 
     ``get_query_key_value_tensors`` in megatron/core/transformer/attention.py, 0.16.1.
@@ -153,12 +155,12 @@ def grouped_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -
     assert groups % num_shards == 0, f"{groups} key/value heads over {num_shards} shards"
     mine = range(index * groups // num_shards, (index + 1) * groups // num_shards)
     heads = [size // groups for size in sizes]
-    return Shard.of(
+    return ShardRanges.of(
         [Range(source, group * head, (group + 1) * head) for group in mine for source, head in enumerate(heads)]
     )
 
 
-def replicated_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shard:
+def replicated_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
     """vLLM's ``qkv_proj``: query heads, key heads, value heads; more shards than key/value heads share them.
 
     ``QKVParallelLinear`` in vllm/model_executor/layers/linear.py, 0.32.
@@ -170,18 +172,18 @@ def replicated_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int
     for source in (1, 2):
         part = sizes[source] * sharing // num_shards
         ranges.append(Range(source, index // sharing * part, (index // sharing + 1) * part))
-    return Shard.of(ranges)
+    return ShardRanges.of(ranges)
 
 
-def padded_vocab(multiple: int) -> Layout:
+def padded_vocab(multiple: int) -> ShardLayout:
     """Rows of the vocabulary, padded with zeros to a multiple of ``multiple`` and of the shards, cut evenly."""
 
-    def layout(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shard:
+    def layout(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
         (rows,) = sizes
         padded = -(-rows // multiple) * multiple
         size = -(-padded // num_shards)
         begin = min(rows, index * size)
-        return Shard.of([Range(0, begin, min(rows, begin + size))], size)
+        return ShardRanges.of([Range(0, begin, min(rows, begin + size))], size)
 
     return layout
 
@@ -208,7 +210,7 @@ class Rule:
 
     name: str
     hf: tuple[HfTensor, ...]
-    layout: Layout = whole
+    layout: ShardLayout = whole
     dim: int = 0
     axis: Axis = Axis.none
     layers: Layers = Layers.all
@@ -237,7 +239,7 @@ class Rule:
         """Shapes of ``hf`` in a checkpoint of ``model``."""
         return [tensor.shape(model) for tensor in self.hf]
 
-    def shard(self, model: ModelConfig, num_shards: int, index: int) -> Shard:
+    def shard(self, model: ModelConfig, num_shards: int, index: int) -> ShardRanges:
         """What shard ``index`` of ``num_shards`` holds along ``dim``."""
         assert 0 <= index < num_shards, f"shard {index} of {num_shards}"
         return self.layout(model, [shape[self.dim] for shape in self.hf_shapes(model)], num_shards, index)

@@ -1,7 +1,7 @@
 """Megatron's process groups for a layout, and the few of them that we use ourselves.
 
 ``init_groups`` hands the layout to ``megatron.core.parallel_state``, which keeps the groups for all Megatron modules of
-this process; we keep the same objects in a ``Groups`` record and never ask the global state again.
+this process; we keep the same objects in a ``ProcessGroups`` record and never ask the global state again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcore_rl.parallel.layout import Coords, Layout
 
 
 @dataclass(frozen=True)
-class Groups:
+class ProcessGroups:
     """Process groups of this rank.
 
     dp_cp: all ranks that hold the same dense weights.  experts: all ranks that one set of experts is spread over, by
@@ -47,7 +47,7 @@ class Groups:
         return self.coords.pp == self.layout.pp - 1
 
 
-def init_groups(layout: Layout, platform: Platform, device: torch.device, seed: int) -> Groups:
+def init_groups(layout: Layout, platform: Platform, device: torch.device, seed: int) -> ProcessGroups:
     """Make Megatron's groups over the default process group, and seed its random-state tracker.
 
     Collective over the world.  May be called again with another layout once ``destroy_groups`` was called.
@@ -65,7 +65,7 @@ def init_groups(layout: Layout, platform: Platform, device: torch.device, seed: 
     )
     seed_random_state(seed)
     rank = dist.get_rank()
-    return Groups(
+    return ProcessGroups(
         layout=layout,
         rank=rank,
         coords=layout.coords(rank),

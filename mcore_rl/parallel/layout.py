@@ -21,8 +21,8 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import AXES, ParallelConfig
 from mcore_rl.errors import Violation, refuse_if_any
 
-Axis = Literal["tp", "cp", "dp", "pp", "ep", "etp", "edp", "dp_cp"]
-Placement = tuple[tuple[int, ...], ...]
+GroupAxis = Literal["tp", "cp", "dp", "pp", "ep", "etp", "edp", "dp_cp"]
+LayerPlacement = tuple[tuple[int, ...], ...]
 
 DENSE_ORDER = ("tp", "cp", "dp", "pp")
 EXPERT_ORDER = ("etp", "ep", "edp", "pp")
@@ -86,7 +86,7 @@ class Layout:
         assert all(0 <= at[axis] < size for axis, size, _ in dense), f"{at} is outside {self}"
         return sum(at[axis] * stride for axis, _, stride in dense)
 
-    def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
+    def group(self, axis: GroupAxis, rank: int) -> tuple[int, ...]:
         """Ranks of the group of ``axis`` that ``rank`` is in, ascending; ``dp_cp`` varies both dp and cp."""
         assert 0 <= rank < self.world_size, f"rank {rank} of a world of {self.world_size}"
         varied = axis.split("_")
@@ -118,7 +118,7 @@ def balanced_layers(num_layers: int, num_chunks: int) -> list[int]:
     return [shortest + (chunk < longer) for chunk in range(num_chunks)]
 
 
-def place_layers(num_layers: int, parallel: ParallelConfig) -> Placement:
+def place_layers(num_layers: int, parallel: ParallelConfig) -> LayerPlacement:
     """Global layer numbers (from 0) of each model chunk, in the order of the forward pass.
 
     Chunk ``c`` is model chunk ``c // pp`` of pipeline stage ``c % pp``.  Layers are spread evenly where they divide,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.weights.binding import bind
 from mcore_rl.weights.table import Piece, Table
 from mcore_rl.weights.views import view_of
@@ -20,7 +20,7 @@ Differences = dict[str, float]  # Hugging Face name -> largest absolute differen
 
 
 @torch.no_grad()
-def piece_differences(held: Tensor, pieces: Iterable[Piece], checkpoint: Checkpoint) -> Differences:
+def piece_differences(held: Tensor, pieces: Iterable[Piece], checkpoint: HfCheckpoint) -> Differences:
     """Of ``pieces``, those that ``held`` has otherwise than the files, cast to its dtype.
 
     held: a local tensor, on any device.  Pieces of tensors that the checkpoint may lack are left out.
@@ -40,7 +40,7 @@ def piece_differences(held: Tensor, pieces: Iterable[Piece], checkpoint: Checkpo
 
 @torch.no_grad()
 def module_differences(
-    chunks: Sequence[torch.nn.Module], table: Table, rank: int, checkpoint: Checkpoint
+    chunks: Sequence[torch.nn.Module], table: Table, rank: int, checkpoint: HfCheckpoint
 ) -> Differences:
     """What the Megatron model ``chunks`` of ``rank`` hold otherwise than ``checkpoint``, copies and replicas too.
 

@@ -13,12 +13,10 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_rl.arrays import Int32Array, Int64Array
 from mcore_rl.families.rules import Rule
 from mcore_rl.weights.reshard import Geometry, ReshardPlan, grouped
 from mcore_rl.weights.tensor_slice import TensorSlice
-
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
 
 MAX_NAMED = 5  # of one kind of failure
 
@@ -86,7 +84,7 @@ def _geometry_failures(plan: ReshardPlan) -> Iterator[str]:
     names = sorted({tensor.name for rule in (*plan.table.rules, *plan.rollout.rules) for tensor in rule.hf})
     number_of = {name: number for number, name in enumerate(names)}
 
-    def labels(rule: Rule, num_shards: int, index: int) -> list[Longs]:
+    def labels(rule: Rule, num_shards: int, index: int) -> list[Int64Array]:
         """For each dimension of a local tensor, the index into its Hugging Face tensor, and which; -1 in padding."""
         found = [np.arange(size, dtype=np.int64) for size in rule.local_shape(plan.table.model, num_shards)]
         ranges = rule.shard(plan.table.model, num_shards, index).ranges
@@ -104,7 +102,7 @@ def _geometry_failures(plan: ReshardPlan) -> Iterator[str]:
                 yield f"{ours.name} {source} is not what {theirs.name} {target} should hold"
 
 
-def _same_elements(ours: list[Longs], source: TensorSlice, theirs: list[Longs], target: TensorSlice) -> bool:
+def _same_elements(ours: list[Int64Array], source: TensorSlice, theirs: list[Int64Array], target: TensorSlice) -> bool:
     for a, b, (a_start, a_length), (b_start, b_length) in zip(ours, theirs, source.spans, target.spans, strict=True):
         if a_length != b_length or a_start < 0 or b_start < 0 or a_length < 1:
             return False
@@ -147,7 +145,7 @@ def _row_failures(plan: ReshardPlan) -> Iterator[str]:
             yield f"{_name_of_row(plan, int(row))}: {problem}"
 
 
-def _in_stage(plan: ReshardPlan, rule: Ints, layer: Ints) -> NDArray[np.bool_]:
+def _in_stage(plan: ReshardPlan, rule: Int32Array, layer: Int32Array) -> NDArray[np.bool_]:
     """Whether the source's stage is one of those that have the tensor."""
     layout, replicas = plan.table.layout, plan.replicas
     has = np.zeros((len(plan.table.rules), plan.table.model.num_layers, layout.pp), dtype=bool)
@@ -202,7 +200,7 @@ def _cover_failures(plan: ReshardPlan) -> Iterator[str]:
             yield f"{_name_of_key(plan, int(written[group]))}: {incomplete} ({same} like it)"
 
 
-def _stored_keys(plan: ReshardPlan) -> Iterator[Longs]:
+def _stored_keys(plan: ReshardPlan) -> Iterator[Int64Array]:
     """rank * targets + target of everything that rollout ranks store; a shard of padding alone is nothing."""
     for number, rule in enumerate(plan.rollout.rules):
         layers = np.array([layer or 0 for layer in plan.rollout.layers(rule)])

@@ -14,8 +14,8 @@ from math import lcm, prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mcore_rl.arrays import Int64Array
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.registry import model_of
@@ -24,8 +24,7 @@ from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import LocalTensor, Table
 from mcore_rl.weights.tensor_slice import TensorSlice
 
-Array = NDArray[np.int64]
-Tensors = Mapping[str, Array]
+Tensors = Mapping[str, Int64Array]
 
 # What a Hugging Face configuration calls its number of experts, and the sizes of one.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -74,7 +73,7 @@ def reduced_config(
     return small
 
 
-class Checkpoint:
+class NumberedCheckpoint:
     """A Hugging Face checkpoint of ``table``'s model in which no integer stands twice; made as it is asked for."""
 
     def __init__(self, table: Table) -> None:
@@ -86,7 +85,7 @@ class Checkpoint:
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
 
-    def read(self, name: str, region: TensorSlice | None = None) -> Array:
+    def read(self, name: str, region: TensorSlice | None = None) -> Int64Array:
         """The tensor ``name``, or a region of it."""
         shape, start = self._shapes[name], self._starts[name]
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -97,7 +96,7 @@ class Checkpoint:
         return numbers
 
 
-def training_tensor(table: Table, local: LocalTensor, checkpoint: Checkpoint) -> Array:
+def training_tensor(table: Table, local: LocalTensor, checkpoint: NumberedCheckpoint) -> Int64Array:
     """What a training rank's ``local`` holds of ``checkpoint``; padding is 0."""
     out = np.zeros(table.shape(local), dtype=np.int64)
     for piece in table.pieces(local):
@@ -105,7 +104,7 @@ def training_tensor(table: Table, local: LocalTensor, checkpoint: Checkpoint) ->
     return out
 
 
-def direct_tensors(rollout: RolloutTable, rank: int, checkpoint: Checkpoint) -> dict[str, Array]:
+def direct_tensors(rollout: RolloutTable, rank: int, checkpoint: NumberedCheckpoint) -> dict[str, Int64Array]:
     """What rollout rank ``rank`` holds of ``checkpoint`` by the rollout table alone; padding is 0."""
     found = {}
     for tensor in rollout.tensors(rank):
@@ -126,17 +125,17 @@ class Tracer:
 
     def __init__(self, plan: ReshardPlan) -> None:
         self.plan = plan
-        self.checkpoint = Checkpoint(plan.table)
+        self.checkpoint = NumberedCheckpoint(plan.table)
         self.locals = lru_cache(maxsize=None)(self._locals)
         self.source = lru_cache(maxsize=4096)(self._source)
 
     def _locals(self, rank: int) -> dict[tuple[int, str], LocalTensor]:
         return {(local.chunk, local.name): local for local in self.plan.table.tensors(rank)}
 
-    def _source(self, rank: int, chunk: int, name: str) -> Array:
+    def _source(self, rank: int, chunk: int, name: str) -> Int64Array:
         return training_tensor(self.plan.table, self.locals(rank)[chunk, name], self.checkpoint)
 
-    def received(self, rank: int) -> dict[str, Array]:
+    def received(self, rank: int) -> dict[str, Int64Array]:
         """The tensors of rollout rank ``rank`` once every copy to it is made; what none writes is 0."""
         rollout = self.plan.rollout
         found = {tensor.name: np.zeros(rollout.shape(tensor), dtype=np.int64) for tensor in rollout.tensors(rank)}
@@ -145,7 +144,7 @@ class Tracer:
                 self._make(copy, found)
         return found
 
-    def _make(self, copy: Copy, into: dict[str, Array]) -> None:
+    def _make(self, copy: Copy, into: dict[str, Int64Array]) -> None:
         source = self.source(copy.source_rank, copy.chunk, copy.source)
         into[copy.target][index(copy.target_box, copy.slot)] = source[index(copy.source_box)]
 

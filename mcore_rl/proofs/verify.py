@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.errors import CheckpointError, WeightMapError
 from mcore_rl.families.rules import Rule, Stage, megatron_vocab
@@ -42,7 +42,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ProofReport:
     """checks: in the order they were made.  traffic: bytes of the reshard plan; None where there is none."""
 
     family: str
@@ -80,10 +80,10 @@ def verify(
     rollout: RolloutTable | None,
     shapes_of: ShapesOf,
     *,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: HfCheckpoint | None = None,
     itemsize: int = 2,
     notice: Callable[[str], None] = lambda proves: None,
-) -> Report:
+) -> ProofReport:
     """Prove ``table``, and the plan from it to ``rollout`` where one is given.
 
     shapes_of: parameters and persistent buffers of the real modules, for every rank of ``table``.  checkpoint: hold the
@@ -106,7 +106,7 @@ def verify(
         proves = "every rollout element: written once, evenly"
         notice(proves)
         checks.append(check(proves, lambda: _reshard(table, rollout, itemsize, sent)))
-    return Report(
+    return ProofReport(
         family=table.family.name,
         layout=str(table.parallel),
         world_size=table.layout.world_size,
@@ -203,7 +203,7 @@ def cover_problem(regions: Sequence[TensorSlice], shape: tuple[int, ...]) -> str
     return None if found == wanted else f"{found} of its {wanted} elements are held"
 
 
-def _checkpoint(table: Table, checkpoint: Checkpoint) -> tuple[str, list[str]]:
+def _checkpoint(table: Table, checkpoint: HfCheckpoint) -> tuple[str, list[str]]:
     found = f"{len(checkpoint.tensors):,} tensors"
     try:
         check_checkpoint(checkpoint, table)

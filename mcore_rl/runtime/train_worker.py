@@ -23,7 +23,7 @@ from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.lesson import Outcomes, learn
 from mcore_rl.algorithms.ragged import sequence_sums
 from mcore_rl.checkpoints.export import save_hf
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
@@ -45,7 +45,7 @@ from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.training.engine import Engine, Loss
-from mcore_rl.training.offload import Moved, Part
+from mcore_rl.training.offload import Moved, OffloadPart
 from mcore_rl.training.run_state import begin_save, load_run_state, num_state_bytes
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 from mcore_rl.weights.rollout_table import RolloutTable
@@ -124,7 +124,7 @@ class TrainWorker(Answering):
             spec.role, model, spec.parallel, spec.engine, self.groups, self.platform, critic=spec.critic
         )  # fmt: skip
         self._writer = StateWriter(self.platform)
-        with Checkpoint.open(spec.directory) as checkpoint:
+        with HfCheckpoint.open(spec.directory) as checkpoint:
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
 
     def score(
@@ -135,7 +135,7 @@ class TrainWorker(Answering):
         Of the leader of each data-parallel coordinate, since its peers would say the same.
         """
         (batch,) = taken.batches
-        self.onload([Part.weights])
+        self.onload([OffloadPart.weights])
         scores = self.engine.score(batch, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot)
         if not self._leads:
             return None
@@ -194,17 +194,17 @@ class TrainWorker(Answering):
     def rest(self) -> None:
         """Nothing is trained before the next step: leave a shared device, but for weights that engines want."""
         if self.spec.shares_device:
-            self.offload([part for part in Part if part is not Part.weights or self.spec.critic])
+            self.offload([part for part in OffloadPart if part is not OffloadPart.weights or self.spec.critic])
 
     def take_snapshot(self, name: str) -> None:
         """Keep the weights as they are under ``name``."""
         self.engine.snapshots.take(name)
 
-    def offload(self, parts: Sequence[Part] = tuple(Part)) -> Moved:
+    def offload(self, parts: Sequence[OffloadPart] = tuple(OffloadPart)) -> Moved:
         """To host memory, before the devices are another's."""
         return self.engine.memory.offload(parts)
 
-    def onload(self, parts: Sequence[Part] = tuple(Part)) -> Moved:
+    def onload(self, parts: Sequence[OffloadPart] = tuple(OffloadPart)) -> Moved:
         """Back to the device; what computes does it by itself, once there is something to compute."""
         return self.engine.memory.onload(parts)
 
@@ -235,14 +235,14 @@ class TrainWorker(Answering):
 
     def load_state(self, directory: Path) -> bool:
         """What ``save_state`` of all ranks wrote; whether in this layout, so that all goes on bit for bit."""
-        self.onload([Part.weights, Part.optimizer])
+        self.onload([OffloadPart.weights, OffloadPart.optimizer])
         alike = load_run_state(self.engine, self.table, directory)
         self.rest()
         return alike
 
     def save_hf(self, target: Path, source: Path) -> None:
         """A Hugging Face checkpoint of the live weights, whole and under its name; collective."""
-        self.onload([Part.weights])
+        self.onload([OffloadPart.weights])
         save_hf(self.engine.models, self.table, self.rank, target, source, dtype=self.engine.dtype)
 
     def connect(self, transport: Transport, layout: RolloutLayout, bucket_bytes: int) -> None:
@@ -268,12 +268,12 @@ class TrainWorker(Answering):
 
     def publish(self, version: int) -> Published:
         """``Publisher.publish``."""
-        self.onload([Part.weights])
+        self.onload([OffloadPart.weights])
         return self.publisher.publish(version)
 
     def expected(self, version: int) -> Expected:
         """``check.expected_weights``."""
-        self.onload([Part.weights])
+        self.onload([OffloadPart.weights])
         return expected_weights(self.publisher, version)
 
     def start_profile(self) -> None:
@@ -291,7 +291,7 @@ class TrainWorker(Answering):
 
     def checksum(self) -> int:
         """Of all weights and of what the optimizer holds on this rank: equal bits, equal sums."""
-        self.onload([Part.weights, Part.optimizer])
+        self.onload([OffloadPart.weights, OffloadPart.optimizer])
         tensors = [*(p for chunk in self.engine.models for p in chunk.parameters())]
         if self.engine.optimizer is not None:
             tensors += self.engine.optimizer.state_tensors()

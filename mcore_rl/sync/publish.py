@@ -23,7 +23,7 @@ from mcore_rl.rollout.weight_channel import Opening
 from mcore_rl.sync.transport import Outgoing, Transport, at_attempt, connector
 from mcore_rl.weights.binding import bind
 from mcore_rl.weights.fingerprint import fingerprint
-from mcore_rl.weights.messages import Message, Part, messages_from, plan_id
+from mcore_rl.weights.messages import Message, MessagePart, messages_from, plan_id
 from mcore_rl.weights.reshard import ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
@@ -154,11 +154,11 @@ class Publisher:
                 space.view(part.target_box.shape).copy_(self.live(part))
         return buffer
 
-    def live(self, part: Part) -> Tensor:
+    def live(self, part: MessagePart) -> Tensor:
         """The elements of ``part`` as they are now."""
         return view_of(self.tensors[part.chunk, part.source].detach(), part.source_box)
 
-    def _dtype_of(self, part: Part) -> torch.dtype:
+    def _dtype_of(self, part: MessagePart) -> torch.dtype:
         dtype: torch.dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)
         return dtype
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from mcore_rl.tracking.console import number
 from mcore_rl.tracking.page import text
-from mcore_rl.tracking.run_files import Run
+from mcore_rl.tracking.run_files import RecordedRun
 from mcore_rl.tracking.samples import sample_files
 
-Row = Mapping[str, Any]
+SampleRow = Mapping[str, Any]
 
 # (right before, right after), what it is called, and how many are shown: the first ones, so that nobody picked them.
 KINDS: tuple[tuple[tuple[bool, bool], str, int], ...] = (
@@ -22,7 +22,7 @@ KINDS: tuple[tuple[tuple[bool, bool], str, int], ...] = (
 )
 
 
-def pairs(first: Sequence[Row], last: Sequence[Row]) -> list[tuple[str, Row, Row]]:
+def pairs(first: Sequence[SampleRow], last: Sequence[SampleRow]) -> list[tuple[str, SampleRow, SampleRow]]:
     """(kind, before, after) of some prompts that both have; of several samples of a prompt the first one."""
     after = _by_prompt(last)
     both = [(row, after[prompt]) for prompt, row in _by_prompt(first).items() if prompt in after]
@@ -33,7 +33,7 @@ def pairs(first: Sequence[Row], last: Sequence[Row]) -> list[tuple[str, Row, Row
     return found
 
 
-def before_after(run: Run) -> str:
+def before_after(run: RecordedRun) -> str:
     """The section of the report; of the first and the last validation whose samples can be read."""
     steps = list(sample_files(run.path, "validation"))
     first_step, first = _readable(run, steps)
@@ -54,7 +54,7 @@ def before_after(run: Run) -> str:
     return f'<h2>Samples, before and after</h2><p class="soft">{text(note)}</p>{shown}'
 
 
-def _readable(run: Run, steps: Sequence[int]) -> tuple[int, list[dict[str, Any]]]:
+def _readable(run: RecordedRun, steps: Sequence[int]) -> tuple[int, list[dict[str, Any]]]:
     """The first of ``steps`` whose samples can be read, and those; (-1, []) where there is none."""
     for step in steps:
         if rows := [row for row in run.samples(step, "validation") if row.get("prompt_id") is not None]:
@@ -62,14 +62,14 @@ def _readable(run: Run, steps: Sequence[int]) -> tuple[int, list[dict[str, Any]]
     return -1, []
 
 
-def _by_prompt(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
-    found: dict[tuple[str, str], Row] = {}
+def _by_prompt(rows: Sequence[SampleRow]) -> dict[tuple[str, str], SampleRow]:
+    found: dict[tuple[str, str], SampleRow] = {}
     for row in rows:
         found.setdefault((str(row.get("data_source")), str(row["prompt_id"])), row)
     return found
 
 
-def _pair(kind: str, sides: Mapping[str, Row]) -> str:
+def _pair(kind: str, sides: Mapping[str, SampleRow]) -> str:
     row = next(iter(sides.values()))
     head = f"<h3>{text(kind)} <span class='soft'>{text(row.get('data_source', ''))}</span></h3>"
     prompt = f"<pre>{text(_conversation(row.get('prompt', '')))}</pre>"
@@ -80,7 +80,7 @@ def _pair(kind: str, sides: Mapping[str, Row]) -> str:
     return f'<div class="pair">{head}{prompt}{gold}<div class="sides">{shown}</div></div>'
 
 
-def _mark(step: str, row: Row) -> str:
+def _mark(step: str, row: SampleRow) -> str:
     said = []
     if row.get("correct") is not None:
         right = bool(row["correct"])

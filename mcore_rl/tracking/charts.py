@@ -33,7 +33,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Part:
+class BarSeries:
     """Of stacked bars.  colour: of the page's ``NUM_COLOURS``.  values: one a step."""
 
     label: str
@@ -93,7 +93,7 @@ def line_chart(title: str, unit: str, series: Sequence[Series]) -> str:
     return _figure(title, unit, drawn, hover, legend, together)
 
 
-def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[Part]) -> str:
+def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[BarSeries]) -> str:
     """A figure of one bar a step, made of ``parts``, the first at the bottom.  "" where nothing took any height."""
     together = max(1, math.ceil(len(steps) / (MAX_POINTS // 3)))
     bins = [range(start, min(start + together, len(steps))) for start in range(0, len(steps), together)]

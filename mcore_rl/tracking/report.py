@@ -12,11 +12,11 @@ from typing import Any
 
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.before_after import before_after
-from mcore_rl.tracking.charts import NUM_COLOURS, Part, Series, line_chart, stacked_bars
+from mcore_rl.tracking.charts import NUM_COLOURS, BarSeries, Series, line_chart, stacked_bars
 from mcore_rl.tracking.console import duration
 from mcore_rl.tracking.metrics import METRICS, PHASES, Metric, metric_of
 from mcore_rl.tracking.page import details, page, table, text
-from mcore_rl.tracking.run_files import Run, read_run
+from mcore_rl.tracking.run_files import RecordedRun, read_run
 from mcore_rl.tracking.verdict import Accuracy, Gain, best, gain
 
 # Title and keys of the charts that are always open; every other metric has one in a fold below them.
@@ -68,7 +68,7 @@ def write_comparison(run_dirs: Sequence[Path | str], path: Path) -> Path:
     return path
 
 
-def _heading(run: Run) -> str:
+def _heading(run: RecordedRun) -> str:
     found = [f"<h1>{text(run.name)}</h1>", _progress(run)]
     if not run.complete:
         found.append('<div class="verdict"><p><b>No verdict:</b> this run has not been recorded to its end.</p></div>')
@@ -79,7 +79,7 @@ def _heading(run: Run) -> str:
     return "".join(found)
 
 
-def _progress(run: Run) -> str:
+def _progress(run: RecordedRun) -> str:
     total = "an unknown number of" if run.total_steps is None else str(run.total_steps)
     reached = "no step" if run.last_step is None else f"step {run.last_step}"
     said = [f"{run.name}: {reached} of {total} steps recorded"]
@@ -115,7 +115,7 @@ def _verdict(source: str, validations: Sequence[Accuracy]) -> str:
     return f'<div class="verdict {kind}"><p><b>{text(source)}:</b> {text(said)}.</p></div>'
 
 
-def _learned(runs: Sequence[Run]) -> str:
+def _learned(runs: Sequence[RecordedRun]) -> str:
     """First, best and last of each run and data source."""
     rows = []
     for name, run in zip(_names(runs), runs, strict=True):
@@ -134,7 +134,7 @@ def _learned(runs: Sequence[Run]) -> str:
     return f'<h2>Validation accuracy</h2>{body}<p class="soft">{text(note)}</p>'
 
 
-def _curves(runs: Sequence[Run]) -> str:
+def _curves(runs: Sequence[RecordedRun]) -> str:
     known = list(dict.fromkeys(key for run in runs for key in run.metric_keys()))
     shown = [_validation_chart(runs), *(_chart(title, keys, runs) for title, keys in CHARTS)]
     open_keys = {key for _, keys in CHARTS for key in keys}
@@ -146,7 +146,7 @@ def _curves(runs: Sequence[Run]) -> str:
     return found + (details("Every other metric", f'<div class="charts">{others}</div>') if others else "")
 
 
-def _validation_chart(runs: Sequence[Run]) -> str:
+def _validation_chart(runs: Sequence[RecordedRun]) -> str:
     """From the samples, with intervals; for a data source without samples from the metrics, without."""
     series = []
     for name, run in zip(_names(runs), runs, strict=True):
@@ -162,7 +162,7 @@ def _validation_chart(runs: Sequence[Run]) -> str:
     return line_chart("Validation accuracy", "share", series)
 
 
-def _chart(title: str, keys: Sequence[str], runs: Sequence[Run]) -> str:
+def _chart(title: str, keys: Sequence[str], runs: Sequence[RecordedRun]) -> str:
     series = []
     for name, run in zip(_names(runs), runs, strict=True):
         for key in keys:
@@ -174,19 +174,19 @@ def _chart(title: str, keys: Sequence[str], runs: Sequence[Run]) -> str:
     return line_chart(title, "1" if row is None else row.unit, series)
 
 
-def _seconds(run: Run) -> str:
+def _seconds(run: RecordedRun) -> str:
     steps = [step for step, _ in run.values("time/step")]
     if not steps:
         return "<h2>Time</h2><p class='soft'>No times were recorded.</p>"
     seconds = {phase: dict(run.values(f"time/{phase}")) for phase in run.phases()}
     parts = [
-        Part(phase, list(PHASES).index(phase), [times.get(step) or 0.0 for step in steps])
+        BarSeries(phase, list(PHASES).index(phase), [times.get(step) or 0.0 for step in steps])
         for phase, times in seconds.items()
     ]
     whole = dict(run.values("time/step"))
     named = [sum(part.values[k] for part in parts) for k in range(len(steps))]
     other = [max(0.0, (whole[step] or 0.0) - spent) for step, spent in zip(steps, named, strict=True)]
-    parts.append(Part("controller", NUM_COLOURS - 1, other))
+    parts.append(BarSeries("controller", NUM_COLOURS - 1, other))
     total = sum(map(sum, (part.values for part in parts))) or 1.0
     rows = [
         [
@@ -202,7 +202,7 @@ def _seconds(run: Run) -> str:
     return f'<h2>Time</h2><div class="charts">{chart}<figure>{shares}</figure></div>'
 
 
-def _told(run: Run) -> str:
+def _told(run: RecordedRun) -> str:
     config = f"<pre>{text(run.config)}</pre>" if run.config else '<p class="soft">config.yaml is missing.</p>'
     rows = [[key, value] for key, value in _flat("", run.environment)]
     place = table([], rows) if rows else '<p class="soft">environment.json is missing.</p>'
@@ -216,7 +216,7 @@ def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:
     return [(prefix, " ".join(map(str, value)) if isinstance(value, list) else str(value))]
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
+def _names(runs: Sequence[RecordedRun]) -> list[str]:
     """Of the runs; whole paths where two directories are called the same."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]

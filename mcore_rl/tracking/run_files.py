@@ -22,7 +22,7 @@ EVIDENCE = ("data_source", "prompt_id", "correct")
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """What was found.  steps: lines of metrics.jsonl.  environment, config: {} and "" where the file is gone."""
 
     path: Path
@@ -92,14 +92,16 @@ class Run:
             return []
 
 
-def read_run(path: Path | str) -> Run:
+def read_run(path: Path | str) -> RecordedRun:
     """The run in the directory ``path``.  ConfigError: there is none."""
     path = Path(path)
     names = ("metrics.jsonl", "environment.json", "config.yaml")
     if not any((path / name).is_file() for name in names):
         problem = f"holds none of {', '.join(names)}"
         raise ConfigError([Violation("run_dir", path, problem, "Give trainer.default_local_dir of a run")])
-    return Run(path, tuple(read_metrics(path / "metrics.jsonl")), _environment(path), _text(path / "config.yaml"))
+    return RecordedRun(
+        path, tuple(read_metrics(path / "metrics.jsonl")), _environment(path), _text(path / "config.yaml")
+    )
 
 
 def _environment(path: Path) -> dict[str, Any]:

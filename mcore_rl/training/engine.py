@@ -26,7 +26,7 @@ from mcore_rl.config.model import ModelConfig, model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform, have_transformer_engine, pinned_empty_like
-from mcore_rl.parallel.groups import Groups, sum_over
+from mcore_rl.parallel.groups import ProcessGroups, sum_over
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
 from mcore_rl.training.full_kl import full_kl
@@ -35,7 +35,7 @@ from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches
 from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
 from mcore_rl.training.nonfinite import FiniteWatch
-from mcore_rl.training.offload import Offload, Part
+from mcore_rl.training.offload import Offload, OffloadPart
 from mcore_rl.training.optimizer import Optimizer
 from mcore_rl.training.router import Purpose
 from mcore_rl.training.routing import Routing
@@ -84,7 +84,7 @@ class Engine:
         model: ModelConfig,
         parallel: ParallelConfig,
         config: EngineConfig,
-        groups: Groups,
+        groups: ProcessGroups,
         platform: Platform,
         *,
         critic: bool = False,
@@ -131,7 +131,7 @@ class Engine:
 
     def load_weights(self, load: Callable[[Sequence[torch.nn.Module]], None]) -> None:
         """Let ``load`` write this rank's weights in place, and bring the optimizer's main weights in line."""
-        self.memory.require(Part.weights, Part.optimizer)
+        self.memory.require(OffloadPart.weights, OffloadPart.optimizer)
         assert self.snapshots.swapped_in is None, "weights loaded over a snapshot in place would be lost with it"
         with phase("load_weights", role=self.role), torch.no_grad():
             load(self.models)
@@ -152,7 +152,7 @@ class Engine:
         temperature: of the distribution the tokens were sampled from.  record_routing: also return the experts chosen.
         snapshot: score with these weights instead of the live ones.  A ``batch.routing_TLK`` is replayed.
         """
-        self.memory.require(Part.weights)
+        self.memory.require(OffloadPart.weights)
         batch = batch.to(self.groups.device)
         names = ["values_T"] if self.critic else ["logprobs_T", "entropy_T"][: 1 + with_entropy]
         out = torch.zeros(len(names), batch.tokens_T.numel(), device=self.groups.device)
@@ -197,7 +197,7 @@ class Engine:
         assert self.optimizer is not None, f"the {self.role} was built to score only"
         assert self.snapshots.swapped_in is None, "a step on swapped-in weights would train the wrong model"
         assert denominators.loss > 0, "nothing is trained: the loss would be divided by 0"
-        self.memory.require(*Part)
+        self.memory.require(*OffloadPart)
         batch = batch.to(self.groups.device)
         sums = _RunningSums(self.groups)
 
@@ -373,7 +373,7 @@ class Engine:
 class _RunningSums:
     """Adds up the loss and the metrics of a step's microbatches, then over the ranks."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self._sums: dict[str, Tensor] = {}
 

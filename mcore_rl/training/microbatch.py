@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_rl.data.packing import budget_violations, chunk_fixed, pack, pack_into, padded_length
 from mcore_rl.errors import refuse_if_any
 from mcore_rl.parallel.context import padded_lengths, split_indices
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.sequences import PackedSequences
 from mcore_rl.types import TrainBatch
 
@@ -63,14 +63,14 @@ class Microbatch:
         out_T[self.targets_N[has_target]] = values_N[has_target].to(out_T.dtype)
 
 
-def split_multiple(groups: Groups) -> int:
+def split_multiple(groups: ProcessGroups) -> int:
     """Rows of a microbatch must be a multiple of this to split over context (zig-zag) and sequence parallelism."""
     cp, tp = groups.layout.cp, groups.layout.tp
     return math.lcm(2 * cp if cp > 1 else 1, cp * tp)
 
 
 def build_microbatches(
-    batch: TrainBatch, groups: Groups, *, tokens: int | None, sequences: int | None, equal_over_experts: bool
+    batch: TrainBatch, groups: ProcessGroups, *, tokens: int | None, sequences: int | None, equal_over_experts: bool
 ) -> list[Microbatch]:
     """Cut this data-parallel rank's batch into microbatches.
 
@@ -101,7 +101,7 @@ def build_microbatches(
     ]
 
 
-def _plan(lengths: Sequence[int], groups: Groups, budget: int | None, sequences: int | None) -> list[list[int]]:
+def _plan(lengths: Sequence[int], groups: ProcessGroups, budget: int | None, sequences: int | None) -> list[list[int]]:
     """Which sequences go into which microbatch; some may be empty.
 
     All data-parallel ranks run equally many, because experts and gradient reduction are collective over them; with an
@@ -123,7 +123,7 @@ def _plan(lengths: Sequence[int], groups: Groups, budget: int | None, sequences:
     return plan + [[] for _ in range(num_microbatches - len(plan))]
 
 
-def _padded_shape(lengths: Sequence[int], groups: Groups, *, packed: bool) -> tuple[int, int]:
+def _padded_shape(lengths: Sequence[int], groups: ProcessGroups, *, packed: bool) -> tuple[int, int]:
     """(rows, width) of the padded microbatch, over all context ranks."""
     if packed:
         total = sum(padded_lengths(lengths, groups.layout.cp))
@@ -132,7 +132,13 @@ def _padded_shape(lengths: Sequence[int], groups: Groups, *, packed: bool) -> tu
 
 
 def _build(
-    index: int, batch: TrainBatch, members: Sequence[int], groups: Groups, shape: tuple[int, int], *, packed: bool
+    index: int,
+    batch: TrainBatch,
+    members: Sequence[int],
+    groups: ProcessGroups,
+    shape: tuple[int, int],
+    *,
+    packed: bool,
 ) -> Microbatch:
     """The microbatch of sequences ``members`` for this rank.  No members: padding alone, that trains nothing."""
     rows, width = shape

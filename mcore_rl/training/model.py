@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
 from mcore_rl.config.model import Activation, ModelConfig, RouterScore
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.layout import place_layers
 from mcore_rl.training.layers import block_spec
 from mcore_rl.training.rope import inverse_frequencies, score_scale, set_frequencies
@@ -142,8 +142,8 @@ def _experts(model: ModelConfig, layer_spec: LayerSpec) -> dict[str, Any]:
 
 
 def build_chunks(
-    model: ModelConfig, config: TransformerConfig, parallel: ParallelConfig, layer_spec: LayerSpec, groups: Groups,
-    *, critic: bool,
+    model: ModelConfig, config: TransformerConfig, parallel: ParallelConfig, layer_spec: LayerSpec,
+    groups: ProcessGroups, *, critic: bool,
 ) -> list[GPTModel]:  # fmt: skip
     """The model chunks of this rank, one per virtual stage, with Megatron's initial weights.
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class NonFiniteTensor:
     """One non-finite tensor.  Sorts by cause: losses first, then the gradient that the backward pass met first."""
 
     is_gradient: bool
@@ -35,7 +35,7 @@ class Finding:
 class FiniteWatch:
     """Watches the losses of a step and the gradients that pass between the stages of ``models`` while it is on."""
 
-    def __init__(self, groups: Groups, models: Sequence[GPTModel], num_chunks: int) -> None:
+    def __init__(self, groups: ProcessGroups, models: Sequence[GPTModel], num_chunks: int) -> None:
         self.groups = groups
         self.microbatch = 0
         self._is_on = False
@@ -78,11 +78,11 @@ class FiniteWatch:
         """The first cause over all ranks, in words.  Collective over the world."""
         rank, coords = self.groups.rank, str(self.groups.coords)
         mine = [
-            Finding(is_gradient, order, microbatch, rank, where, coords)
+            NonFiniteTensor(is_gradient, order, microbatch, rank, where, coords)
             for is_gradient, order, microbatch, where, extremes in self._flags
             if not bool(extremes.isfinite().all())
         ]
-        everyone: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
+        everyone: list[list[NonFiniteTensor]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)
         findings = sorted(finding for rank_findings in everyone for finding in rank_findings)
         if not findings:

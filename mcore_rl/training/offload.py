@@ -21,7 +21,7 @@ from mcore_rl.parallel.device import Platform, empty_cache, pinned_empty_like, s
 from mcore_rl.training.optimizer import Optimizer
 
 
-class Part(Enum):
+class OffloadPart(Enum):
     """What can be moved by itself."""
 
     weights = "weights"
@@ -33,7 +33,7 @@ class Part(Enum):
 class Moved:
     """What one ``offload`` or ``onload`` did: bytes by part, and the seconds it took."""
 
-    num_bytes: dict[Part, int]
+    num_bytes: dict[OffloadPart, int]
     seconds: float
 
 
@@ -66,14 +66,14 @@ class Offload:
         self._wrapped = wrapped
         self._optimizer = optimizer
         self._platform = platform
-        self._away: dict[Part, list[_Away]] = {}
-        self._host: dict[tuple[Part, int], Tensor] = {}  # pinning is slow: kept for the next trip
+        self._away: dict[OffloadPart, list[_Away]] = {}
+        self._host: dict[tuple[OffloadPart, int], Tensor] = {}  # pinning is slow: kept for the next trip
 
-    def is_away(self, part: Part) -> bool:
+    def is_away(self, part: OffloadPart) -> bool:
         """Whether ``part`` is in host memory now."""
         return part in self._away
 
-    def require(self, *parts: Part) -> None:
+    def require(self, *parts: OffloadPart) -> None:
         """AssertionError where one of ``parts`` is away: a kernel that read it would take the process down."""
         away = [part.value for part in parts if part in self._away]
         assert not away, f"in host memory: {', '.join(away)}; onload first"
@@ -93,7 +93,7 @@ class Offload:
             found.append(InHost(part, unchanging=not self._platform.is_accelerator))
         return found
 
-    def offload(self, parts: Iterable[Part] = tuple(Part)) -> Moved:
+    def offload(self, parts: Iterable[OffloadPart] = tuple(OffloadPart)) -> Moved:
         """Copy ``parts`` to pinned host memory and free their device memory.  Gradients are freed without a copy."""
         begin, moved = time.perf_counter(), {}
         for part in parts:
@@ -107,7 +107,7 @@ class Offload:
         empty_cache(self._platform)
         return Moved(moved, time.perf_counter() - begin)
 
-    def onload(self, parts: Iterable[Part] = tuple(Part)) -> Moved:
+    def onload(self, parts: Iterable[OffloadPart] = tuple(OffloadPart)) -> Moved:
         """Bring ``parts`` back, bit for bit (gradients as zeros)."""
         begin, moved = time.perf_counter(), {}
         for part in parts:
@@ -115,26 +115,26 @@ class Offload:
         synchronize(self._platform)
         return Moved(moved, time.perf_counter() - begin)
 
-    def _storages(self, part: Part) -> list[torch.UntypedStorage]:
+    def _storages(self, part: OffloadPart) -> list[torch.UntypedStorage]:
         storages = [tensor.untyped_storage() for tensor in self._tensors(part)]
         unique = {storage.data_ptr(): storage for storage in storages if storage.nbytes() > 0}
-        if part is Part.optimizer:
+        if part is OffloadPart.optimizer:
             # A float32 model's main weights are views of its weights, and move as weights.
-            for tensor in self._tensors(Part.weights):
+            for tensor in self._tensors(OffloadPart.weights):
                 unique.pop(tensor.untyped_storage().data_ptr(), None)
         return list(unique.values())
 
-    def _tensors(self, part: Part) -> list[Tensor]:
-        if part is Part.weights:
+    def _tensors(self, part: OffloadPart) -> list[Tensor]:
+        if part is OffloadPart.weights:
             return [tensor for model in self._models for tensor in (*model.parameters(), *model.buffers())]
-        if part is Part.gradients:
+        if part is OffloadPart.gradients:
             buffers = [buffer for chunk in self._wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             return [buffer.grad_data for buffer in buffers]
         return [] if self._optimizer is None else self._optimizer.state_tensors()
 
-    def _send_away(self, storage: torch.UntypedStorage, part: Part, index: int) -> _Away:
+    def _send_away(self, storage: torch.UntypedStorage, part: OffloadPart, index: int) -> _Away:
         num_bytes, kept = storage.nbytes(), None
-        if part is not Part.gradients:
+        if part is not OffloadPart.gradients:
             view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
             kept = self._host.get((part, index))
             if kept is None or kept.numel() != num_bytes:  # Adam's moments come with the first step

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_rl.config.engine import MoeTrainConfig
 from mcore_rl.config.model import MoeConfig
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.microbatch import NOWHERE, Microbatch
 from mcore_rl.training.router import Purpose, RoutedMicrobatch, RouterState, routers_of
 from mcore_rl.types import Denominators, TrainBatch
@@ -27,7 +27,12 @@ class Routing:
     """
 
     def __init__(
-        self, models: Sequence[torch.nn.Module], num_layers: int, moe: MoeConfig, terms: MoeTrainConfig, groups: Groups
+        self,
+        models: Sequence[torch.nn.Module],
+        num_layers: int,
+        moe: MoeConfig,
+        terms: MoeTrainConfig,
+        groups: ProcessGroups,
     ) -> None:
         self.groups, self.num_layers, self.top_k = groups, num_layers, moe.top_k
         self.routers = routers_of(models)

@@ -22,7 +22,7 @@ from mcore_rl.checkpoints.rank_state import (
     RANDOM,
     WEIGHT,
     RankState,
-    Shard,
+    StateShard,
     pieces_of_range,
     state_file,
 )
@@ -32,7 +32,7 @@ from mcore_rl.checkpoints.stored_state import StoredState
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.groups import random_state, restore_random_state, seed_random_state
 from mcore_rl.training.engine import Engine
-from mcore_rl.training.offload import Part
+from mcore_rl.training.offload import OffloadPart
 from mcore_rl.weights.binding import Bound, bind
 from mcore_rl.weights.table import Piece, Table
 from mcore_rl.weights.tensor_slice import offset_of, row_major_strides
@@ -92,7 +92,7 @@ def load_run_state(engine: Engine, table: Table, directory: Path) -> bool:
     CheckpointError, before anything is changed: a file that is missing or damaged, another role, parts that this
     model needs and no file holds.
     """
-    engine.memory.require(Part.weights, Part.optimizer)
+    engine.memory.require(OffloadPart.weights, OffloadPart.optimizer)
     rank, layout = engine.groups.rank, engine.groups.layout
     with StoredState.open(directory, prefer=rank) as stored:
         first = stored.ranks[0]
@@ -126,13 +126,13 @@ def _state_of(engine: Engine, table: Table) -> tuple[RankState, dict[str, Tensor
     """What is to be kept, and its tensors by the names that the file gives them."""
     assert engine.snapshots.swapped_in is None, "the weights in place are those of a snapshot"
     groups, optimizer, adam_step = engine.groups, engine.optimizer, _adam_step(engine)
-    bound, shards, tensors = bind(engine.models, table, groups.rank), list[Shard](), dict[str, Tensor]()
+    bound, shards, tensors = bind(engine.models, table, groups.rank), list[StateShard](), dict[str, Tensor]()
 
     def keep(each: Bound, begin: int, rows: dict[str, Tensor]) -> None:
         shape, end = table.shape(each.local), begin + next(iter(rows.values())).numel()
         pieces = pieces_of_range(table.pieces(each.local), shape, begin, end)
         name = f"{each.local.chunk}/{each.local.name}"
-        shards.append(Shard(name, shape, begin, end, pieces, tuple(rows)))
+        shards.append(StateShard(name, shape, begin, end, pieces, tuple(rows)))
         tensors.update({f"{kind}/{name}": row for kind, row in rows.items()})
 
     for held in _ranges(engine, bound):

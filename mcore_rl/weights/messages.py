@@ -25,7 +25,7 @@ ALONE = 32  # a part of one 32nd of the largest message is large
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MessagePart:
     """One region in a message.
 
     chunk, source: the training rank's tensor.  target, slot: the rollout rank's, as in ``reshard.Copy``.  source_box,
@@ -55,7 +55,7 @@ class Message:
 
     source_rank: int
     target_rank: int
-    parts: tuple[Part, ...]
+    parts: tuple[MessagePart, ...]
     num_bytes: int
 
 
@@ -101,12 +101,12 @@ def _messages(
 
 def _cut(
     plan: ReshardPlan, stream: list[tuple[Turn, int, Copy]], max_bytes: int, alone: int
-) -> list[tuple[tuple[Turn, int], list[Part]]]:
+) -> list[tuple[tuple[Turn, int], list[MessagePart]]]:
     """((turn, tensor) of the first part, parts) of each message of one pair of ranks.
 
     alone: bytes of a part that shares its message with no other.
     """
-    found: list[tuple[tuple[Turn, int], list[Part]]] = []
+    found: list[tuple[tuple[Turn, int], list[MessagePart]]] = []
     used = max_bytes
     for turn, number, copy in stream:
         rule = plan.rollout.rules[number]
@@ -120,7 +120,9 @@ def _cut(
             parts = found[-1][1]
             source_box = region.moved(copy.target_box.start, copy.source_box.start)
             parts.append(
-                Part(copy.chunk, copy.source, source_box, copy.target, copy.slot, region, begin, num_bytes, rule.dtype)
+                MessagePart(
+                    copy.chunk, copy.source, source_box, copy.target, copy.slot, region, begin, num_bytes, rule.dtype
+                )
             )
             used = max_bytes if num_bytes >= alone else begin + num_bytes
     return found

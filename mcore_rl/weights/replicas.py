@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_rl.arrays import Int32Array, Int64Array
 from mcore_rl.families.rules import Axis, Rule, Stage
 from mcore_rl.weights.table import Table
-
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
 
 
 class Replicas:
@@ -24,7 +22,7 @@ class Replicas:
         self.pp, self.ep, self.tp, self.etp = np.array([(c.pp, c.ep, c.tp, c.etp) for c in at]).T
         self._place_of = {layer: place for place, layers in enumerate(table.placement) for layer in layers}
         self._copies = {rule.hf: rule for rule in table.rules if rule.stage is Stage.last_copy}
-        self.members: list[Longs] = []
+        self.members: list[Int64Array] = []
         self._known: dict[bytes, int] = {}
 
     def num_shards(self, rule: Rule) -> int:
@@ -32,9 +30,9 @@ class Replicas:
         layout = self.table.layout
         return {Axis.none: 1, Axis.tensor: layout.tp, Axis.expert_tensor: layout.etp}[rule.axis]
 
-    def shard_index(self, rule: Rule) -> Longs:
+    def shard_index(self, rule: Rule) -> Int64Array:
         """The shard of ``rule`` that each rank would hold: int64 [ranks]."""
-        by_axis: dict[Axis, Longs] = {
+        by_axis: dict[Axis, Int64Array] = {
             Axis.none: np.zeros_like(self.tp),
             Axis.tensor: self.tp,
             Axis.expert_tensor: self.etp,
@@ -51,7 +49,7 @@ class Replicas:
             return (0, last) if rule.hf in self._copies and last else (0,)
         return (last,)
 
-    def sets(self, rule: Rule, shard: int, layers: list[int | None]) -> Ints:
+    def sets(self, rule: Rule, shard: int, layers: list[int | None]) -> Int32Array:
         """The set that holds shard ``shard`` of ``rule``: [layers, experts (1 where it has none)]."""
         mine = self.shard_index(rule) == shard
         ep_ranks = range(self.table.layout.ep if rule.per_expert else 1)

@@ -20,15 +20,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_rl.arrays import Int32Array, Int64Array
 from mcore_rl.families.rules import Rule, Stage
 from mcore_rl.weights.replicas import Replicas
 from mcore_rl.weights.rollout_table import RolloutTable, itemsize_of
 from mcore_rl.weights.table import Piece, Table, pieces
 from mcore_rl.weights.tensor_ids import TensorIds
 from mcore_rl.weights.tensor_slice import TensorSlice
-
-Ints = NDArray[np.int32]
-Longs = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +115,11 @@ class ReshardPlan:
     replicas: Replicas
     itemsize: int
     geometries: tuple[Geometry, ...]
-    source_rank: Ints
-    source: Ints
-    target_rank: Ints
-    target: Ints
-    geometry: Ints
+    source_rank: Int32Array
+    source: Int32Array
+    target_rank: Int32Array
+    target: Int32Array
+    geometry: Int32Array
 
     def __len__(self) -> int:
         return len(self.geometry)
@@ -137,22 +135,22 @@ class ReshardPlan:
         return TensorIds(self.rollout.rules, self.rollout.model)
 
     @cached_property
-    def geometry_bytes(self) -> Longs:
+    def geometry_bytes(self) -> Int64Array:
         """Bytes of each geometry: int64 [geometries]."""
         rules = self.rollout.rules
         return np.array([g.elements * itemsize_of(rules[g.target_rule], self.itemsize) for g in self.geometries])
 
     @cached_property
-    def bytes_sent(self) -> Longs:
+    def bytes_sent(self) -> Int64Array:
         """By each training rank: int64 [ranks]."""
         return self._bytes_by(self.source_rank, self.table.layout.world_size)
 
     @cached_property
-    def bytes_received(self) -> Longs:
+    def bytes_received(self) -> Int64Array:
         """By each rollout rank: int64 [ranks]."""
         return self._bytes_by(self.target_rank, self.rollout.layout.world_size)
 
-    def _bytes_by(self, ranks: Ints, world_size: int) -> Longs:
+    def _bytes_by(self, ranks: Int32Array, world_size: int) -> Int64Array:
         # Counts per geometry first: floats, which bincount sums, would be exact below 2**53 bytes only.
         counts = np.zeros((world_size, len(self.geometries)), dtype=np.int64)
         np.add.at(counts, (ranks, self.geometry), 1)
@@ -170,24 +168,24 @@ class ReshardPlan:
         return self._copies(self._rows_of(self._by_target, rank))
 
     @cached_property
-    def _by_source(self) -> tuple[Longs, Longs]:
+    def _by_source(self) -> tuple[Int64Array, Int64Array]:
         return grouped(self.source_rank, self.table.layout.world_size)
 
     @cached_property
-    def _by_target(self) -> tuple[Longs, Longs]:
+    def _by_target(self) -> tuple[Int64Array, Int64Array]:
         return grouped(self.target_rank, self.rollout.layout.world_size)
 
-    def _rows_of(self, groups: tuple[Longs, Longs], rank: int) -> Longs:
+    def _rows_of(self, groups: tuple[Int64Array, Int64Array], rank: int) -> Int64Array:
         order, bounds = groups
         return order[bounds[rank] : bounds[rank + 1]]
 
-    def _copies(self, rows: Longs) -> Iterator[tuple[int, list[Copy]]]:
+    def _copies(self, rows: Int64Array) -> Iterator[tuple[int, list[Copy]]]:
         places = self.target_ids.places(self.target[rows])
         starts = np.flatnonzero(np.diff(places, prepend=-2))
         for begin, end in zip(starts, [*starts[1:], len(rows)], strict=True):
             yield int(places[begin]), list(self._copies_of(rows[begin:end]))
 
-    def _copies_of(self, rows: Longs) -> Iterator[Copy]:
+    def _copies_of(self, rows: Int64Array) -> Iterator[Copy]:
         _, layers, experts = self.source_ids.decode(self.source[rows])
         columns = (self.source_rank[rows], self.target_rank[rows], self.geometry[rows], layers, experts)
         for source_rank, target_rank, number, layer, expert in zip(
@@ -202,7 +200,7 @@ class ReshardPlan:
                 yield Copy(source_rank, chunk, source, source_box, target_rank, target, slot, target_box)
 
 
-def grouped(numbers: NDArray[np.integer], count: int) -> tuple[Longs, Longs]:
+def grouped(numbers: NDArray[np.integer], count: int) -> tuple[Int64Array, Int64Array]:
     """(order, bounds): ``order[bounds[n] : bounds[n + 1]]`` are the places of ``n`` in ``numbers``, ascending."""
     assert count <= 2**16, f"{count} ranks or sets of them are more than 16 bits hold"
     order = np.argsort(numbers.astype(np.uint16), kind="stable")  # a radix sort, for 16 bits
@@ -217,11 +215,11 @@ class _Block:
     """
 
     geometry: int
-    places: Ints
-    sets: Ints
-    source: Ints
-    target: Ints
-    targets: Ints
+    places: Int32Array
+    sets: Int32Array
+    source: Int32Array
+    target: Int32Array
+    targets: Int32Array
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -268,7 +266,7 @@ class _Builder:
         ]
         return _joined([part for part in found if part is not None], theirs.dim)
 
-    def _add(self, layers: list[int | None], holders: Ints) -> None:
+    def _add(self, layers: list[int | None], holders: Int32Array) -> None:
         geometry = self.geometries[-1]
         ours = self.table.rules[geometry.source_rule]
         sets = self.replicas.sets(ours, geometry.source_shard, layers)
@@ -289,7 +287,7 @@ class _Builder:
         largest_first = sorted(self.blocks, key=lambda block: -sizes_of[block.geometry])
         sizes = [int(np.prod(block.shape)) for block in largest_first]
 
-        def column(values: list[Ints]) -> Ints:
+        def column(values: list[Int32Array]) -> Int32Array:
             out, begin = np.empty(sum(sizes), dtype=np.int32), 0
             for block, value, size in zip(largest_first, values, sizes, strict=True):
                 out[begin : begin + size].reshape(block.shape)[...] = value
@@ -318,7 +316,7 @@ class _Builder:
         )
 
 
-def _deal(sets: Ints, row_bytes: Longs, members: list[Longs], world_size: int) -> Ints:
+def _deal(sets: Int32Array, row_bytes: Int64Array, members: list[Int64Array], world_size: int) -> Int32Array:
     """The rank that sends each row: rows, the largest first, are dealt in turn to the members of their set.
 
     sets: of each row.  row_bytes: likewise, descending.  members: ranks of each set.  Between any two members the bytes

@@ -16,12 +16,12 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutLayout, rollout_violations
 from mcore_rl.errors import refuse_if_any
 from mcore_rl.families.family import Family
-from mcore_rl.families.rules import Axis, Rule, Shard, Stage
+from mcore_rl.families.rules import Axis, Rule, ShardRanges, Stage
 from mcore_rl.weights.table import Piece, pieces
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class RolloutTensor:
     """A tensor of one rollout rank.
 
     name: vLLM's.  layer: None where it is of none.  experts: of a stacked tensor, those of its slots in order, else
@@ -97,24 +97,24 @@ class RolloutTable:
             return [None]
         return [layer for layer in range(self.model.num_layers) if rule.applies_to(self.model, layer)]
 
-    def tensors(self, rank: int) -> Iterator[StoredTensor]:
+    def tensors(self, rank: int) -> Iterator[RolloutTensor]:
         """Every tensor of ``rank``, rule by rule."""
         for rule in self.rules:
             experts = self.experts(rank) if rule.stacked else range(0)
             for layer in self.layers(rule):
                 name = rule.name.format(l=layer)
-                yield StoredTensor(name, rule, layer, experts, self.num_shards(rule), self.shard_index(rule, rank))
+                yield RolloutTensor(name, rule, layer, experts, self.num_shards(rule), self.shard_index(rule, rank))
 
-    def shard(self, tensor: StoredTensor) -> Shard:
+    def shard(self, tensor: RolloutTensor) -> ShardRanges:
         """The split dimension of ``tensor``."""
         return tensor.rule.shard(self.model, tensor.num_shards, tensor.index)
 
-    def shape(self, tensor: StoredTensor) -> tuple[int, ...]:
+    def shape(self, tensor: RolloutTensor) -> tuple[int, ...]:
         """The shape of ``tensor``; a stacked one's first dimension is its slots."""
         shape = tensor.rule.local_shape(self.model, tensor.num_shards)
         return (len(tensor.experts), *shape) if tensor.rule.stacked else shape
 
-    def pieces(self, tensor: StoredTensor) -> list[tuple[int | None, Piece]]:
+    def pieces(self, tensor: RolloutTensor) -> list[tuple[int | None, Piece]]:
         """(slot or None, piece) of all that ``tensor`` is made of; what they leave is padding."""
         shapes, rule, shard = tensor.rule.hf_shapes(self.model), tensor.rule, self.shard(tensor)
         slots = list(enumerate(tensor.experts)) if rule.stacked else [(None, None)]

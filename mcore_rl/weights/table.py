@@ -16,7 +16,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.families.blocks import VALUE_HEAD
 from mcore_rl.families.family import Family
-from mcore_rl.families.rules import Axis, Rule, Shard, Stage
+from mcore_rl.families.rules import Axis, Rule, ShardRanges, Stage
 from mcore_rl.parallel.layout import Coords, Layout, place_layers
 from mcore_rl.weights.tensor_slice import TensorSlice
 
@@ -78,7 +78,7 @@ class HfInfo:
     absent_ok: bool
 
 
-def pieces(shard: Shard, dim: int, hf_names: tuple[str, ...], hf_shapes: list[tuple[int, ...]]) -> list[Piece]:
+def pieces(shard: ShardRanges, dim: int, hf_names: tuple[str, ...], hf_shapes: list[tuple[int, ...]]) -> list[Piece]:
     """The parts of a local tensor whose dimension ``dim`` is ``shard``, in order; what they leave is padding."""
     found, offset = [], 0
     for held in shard.ranges:
@@ -116,7 +116,7 @@ class Table:
         if critic:
             rules = (*(rule for rule in rules if rule.name != VALUE_HEAD.name), VALUE_HEAD)
         self.rules = tuple(rule for rule in rules if rule.only(model))
-        self._shards: dict[tuple[Rule, int, int], Shard] = {}
+        self._shards: dict[tuple[Rule, int, int], ShardRanges] = {}
 
     def tensors(self, rank: int) -> list[LocalTensor]:
         """Every tensor of ``rank``, in the order of its chunks and layers."""
@@ -157,7 +157,7 @@ class Table:
         assert self.model.moe is not None
         return self.model.moe.num_experts // self.layout.ep
 
-    def shard(self, local: LocalTensor) -> Shard:
+    def shard(self, local: LocalTensor) -> ShardRanges:
         """The split dimension of ``local``."""
         key = (local.rule, local.num_shards, local.index)
         if key not in self._shards:

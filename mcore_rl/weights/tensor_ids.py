@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_rl.arrays import Int32Array
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.rules import Rule, Stage
-
-Ints = NDArray[np.int32]
 
 
 class TensorIds:
@@ -30,18 +29,18 @@ class TensorIds:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def encode(self, rule: int, layers: NDArray[np.integer], experts: NDArray[np.integer]) -> Ints:
+    def encode(self, rule: int, layers: NDArray[np.integer], experts: NDArray[np.integer]) -> Int32Array:
         """Numbers of the tensors of ``rule`` (place in the rules); 0 where it is of no layer or no expert."""
-        numbers: Ints = (self._starts[rule] + layers * self._experts[rule] + experts).astype(np.int32)
+        numbers: Int32Array = (self._starts[rule] + layers * self._experts[rule] + experts).astype(np.int32)
         return numbers
 
-    def decode(self, ids: Ints) -> tuple[Ints, Ints, Ints]:
+    def decode(self, ids: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
         """(rule, layer, expert) of each; 0 where it is of none."""
         rule = np.searchsorted(self._starts, ids, side="right").astype(np.int32) - 1
         layer, expert = np.divmod(ids - self._starts[rule], self._experts[rule])
         return rule, layer.astype(np.int32), expert.astype(np.int32)
 
-    def places(self, ids: Ints) -> Ints:
+    def places(self, ids: Int32Array) -> Int32Array:
         """Where each stands in the model: its layer, -1 before all layers, or their number behind them."""
         rule, layer, _ = self.decode(ids)
         return np.where(self._in_layer[rule], layer, self._place[rule]).astype(np.int32)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_rl.checkpoints.block_fp8 import FLOAT32_OF_BYTE, QUANTISED, BlockFp8Checkpoint
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.safetensors import checksum
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
@@ -43,7 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ten
 
 def test_boxes_that_begin_and_end_anywhere_are_dequantised(saved: tuple[Path, dict[str, Tensor]]) -> None:
     directory, tensors = saved
-    checkpoint, rng = BlockFp8Checkpoint(Checkpoint.open(directory), BLOCK), random.Random(0)
+    checkpoint, rng = BlockFp8Checkpoint(HfCheckpoint.open(directory), BLOCK), random.Random(0)
     for index, shape in enumerate(SHAPES):
         expected = by_hand(tensors[f"w{index}"], tensors[f"w{index}_scale_inv"])
         assert torch.equal(checkpoint.read(f"w{index}"), expected)
@@ -58,7 +58,7 @@ def test_boxes_that_begin_and_end_anywhere_are_dequantised(saved: tuple[Path, di
 
 def test_scales_are_consumed_and_other_tensors_read_as_they_are(saved: tuple[Path, dict[str, Tensor]]) -> None:
     directory, tensors = saved
-    with BlockFp8Checkpoint(Checkpoint.open(directory), BLOCK) as checkpoint:
+    with BlockFp8Checkpoint(HfCheckpoint.open(directory), BLOCK) as checkpoint:
         assert checkpoint.tensors.keys() == {"norm", *(f"w{index}" for index in range(len(SHAPES)))}
         assert torch.equal(checkpoint.read("norm"), tensors["norm"])
         assert checkpoint.checksum("w0") == checksum(tensors["w0"])
@@ -86,7 +86,7 @@ def test_everything_wrong_with_scales_is_said_at_once(tmp_path: Path) -> None:
     }
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
-        BlockFp8Checkpoint(Checkpoint.open(tmp_path), BLOCK)
+        BlockFp8Checkpoint(HfCheckpoint.open(tmp_path), BLOCK)
     said = {problem.split(" ")[2]: problem for problem in caught.value.problems}
     assert said.keys() == {"bare", "cube", "small", "half", "lost_scale_inv", "wide_scale_inv"}
     assert "shape (2, 2) for blocks of (4, 6); bare_scale_inv is not there" in said["bare"]

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.checkpoints import convert, distcp_writer, megatron_checkpoint
 from mcore_rl.checkpoints.convert import HF, to_hf, to_megatron
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import CheckpointError, ConfigError, McoreRLError
@@ -228,7 +228,7 @@ def test_what_was_written_wrongly_is_never_named(
 ) -> None:
     """One bit on the disk is not what was written."""
     out, needle = tmp_path / "out", checkpoints.tensors(root / "mixtral")[NORM]
-    opened = convert.DistributedCheckpoint.open if way == "to_megatron" else Checkpoint.open
+    opened = convert.DistributedCheckpoint.open if way == "to_megatron" else HfCheckpoint.open
 
     def after_writing(directory: Path) -> object:
         if directory.name == "out.incomplete":
@@ -237,7 +237,7 @@ def test_what_was_written_wrongly_is_never_named(
             _flip(path, needle)
         return opened(directory)
 
-    owner = convert.DistributedCheckpoint if way == "to_megatron" else Checkpoint
+    owner = convert.DistributedCheckpoint if way == "to_megatron" else HfCheckpoint
     monkeypatch.setattr(owner, "open", staticmethod(after_writing))
     source = root / ("mixtral" if way == "to_megatron" else "megatron")
     with _refused(source, out, CheckpointError, f"tensor {NORM}: expected crc32:", "as in the source, found crc32:"):
@@ -248,14 +248,14 @@ def test_what_was_written_wrongly_is_never_named(
 def test_a_tensor_written_to_the_wrong_place_is_never_named(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Checkpoint.read_into
+    real = HfCheckpoint.read_into
     calls = [0]
 
-    def swap_once(self: Checkpoint, name: str, region: TensorSlice, out: Tensor) -> None:
+    def swap_once(self: HfCheckpoint, name: str, region: TensorSlice, out: Tensor) -> None:
         calls[0] += name.endswith("experts.1.w1.weight")
         real(self, name.replace("experts.1.w1", "experts.2.w1") if calls[0] == 1 else name, region, out)
 
-    monkeypatch.setattr(Checkpoint, "read_into", swap_once)
+    monkeypatch.setattr(HfCheckpoint, "read_into", swap_once)
     with _refused(root / "mixtral", tmp_path / "out", CheckpointError, "layers.0.block_sparse_moe.experts.1.w1.weight"):
         to_megatron(root / "mixtral", tmp_path / "out", report=_quiet)
 
@@ -317,7 +317,7 @@ def test_a_reader_that_reads_nothing_verifies_nothing(root: Path) -> None:
         def read_into(self, name: str, region: TensorSlice, out: Tensor) -> None: ...
 
     specs = {NORM: TensorSpec(NORM, torch.float32, (48,))}
-    with Checkpoint.open(root / "llama") as source, pytest.raises(CheckpointError, match=NORM):
+    with HfCheckpoint.open(root / "llama") as source, pytest.raises(CheckpointError, match=NORM):
         convert._verify(source, Nothing(), specs, specs, root, _quiet)
 
 

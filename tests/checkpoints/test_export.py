@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from mcore_rl.checkpoints import export
 from mcore_rl.checkpoints.export import buckets_of, export_stream, save_hf
-from mcore_rl.checkpoints.hf_directory import INDEX, Checkpoint
+from mcore_rl.checkpoints.hf_directory import INDEX, HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.errors import CheckpointError, WorkerError
@@ -54,7 +54,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _loaded(groups: engines.Groups, directory: Path, table: Table, layout: str, *, critic: bool = False) -> Engine:
-    with Checkpoint.open(directory) as checkpoint:
+    with HfCheckpoint.open(directory) as checkpoint:
         load = partial(load_hf, checkpoint=checkpoint, table=table, rank=groups.rank)
         return engines.build(groups, table.model, layout=layout, critic=critic, trainable=False, load=load)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mcore_rl.checkpoints import hf_directory
-from mcore_rl.checkpoints.hf_directory import INDEX, SINGLE, Checkpoint
+from mcore_rl.checkpoints.hf_directory import INDEX, SINGLE, HfCheckpoint
 from mcore_rl.checkpoints.safetensors import checksum
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
@@ -41,13 +41,13 @@ def sharded(tmp_path: Path) -> Path:
 
 def problems(directory: Path) -> tuple[str, ...]:
     with pytest.raises(CheckpointError) as caught:
-        Checkpoint.open(directory)
+        HfCheckpoint.open(directory)
     assert caught.value.place == str(directory) and str(directory) in str(caught.value)
     return caught.value.problems
 
 
 def assert_holds(directory: Path, expected: dict[str, Tensor]) -> None:
-    with Checkpoint.open(directory) as checkpoint:
+    with HfCheckpoint.open(directory) as checkpoint:
         assert checkpoint.tensors.keys() == expected.keys()
         assert checkpoint.num_bytes == sum(tensor.nbytes for tensor in expected.values())
         for name, tensor in expected.items():
@@ -85,7 +85,7 @@ def test_what_transformers_saves_in_shards_opens(tmp_path: Path) -> None:
 
 
 def test_boxes_come_from_the_right_shard_after_closing_too(sharded: Path) -> None:
-    checkpoint = Checkpoint.open(sharded)
+    checkpoint = HfCheckpoint.open(sharded)
     for _ in range(2):
         for name, tensor in TENSORS.items():
             out = torch.zeros(2, 3, dtype=torch.bfloat16)
@@ -105,7 +105,7 @@ def test_checksums_do_not_depend_on_the_window(sharded: Path, monkeypatch: pytes
 def test_numbers_without_their_scales_are_refused(tmp_path: Path) -> None:
     weight = torch.ones(2, 2).to(torch.float8_e4m3fn)
     save_file({"w": weight, "w_scale_inv": torch.ones(1, 1)}, tmp_path / SINGLE)
-    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint = HfCheckpoint.open(tmp_path)
     assert torch.equal(checkpoint.read("w").view(torch.uint8), weight.view(torch.uint8))
     with pytest.raises(CheckpointError, match="tensor w is quantised"):
         checkpoint.read_into("w", TensorSlice.whole((2, 2)), torch.zeros(2, 2))

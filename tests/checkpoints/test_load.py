@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint, load_hf
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
@@ -57,7 +57,7 @@ def _engine_logprobs(rank: Rank, root: Path) -> dict[str, Tensor]:
     with engines.world(rank), engines.groups_of() as groups:
         for name in checkpoints.MODELS:
             table, model = _described(root / name)
-            with Checkpoint.open(root / name) as checkpoint:
+            with HfCheckpoint.open(root / name) as checkpoint:
                 load = partial(load_hf, checkpoint=checkpoint, table=table, rank=0)
                 engine = engines.build(groups, model, trainable=False, load=load)
             scores = engine.score(batches.ragged(model.vocab_size))
@@ -71,7 +71,7 @@ def _engine_logprobs(rank: Rank, root: Path) -> dict[str, Tensor]:
 def _bfloat16(root: Path, groups: engines.Groups) -> dict[str, Tensor]:
     """Weights cast on the way in, and the optimizer's float32 copies, which must be those of the new weights."""
     table, model = _described(root / "llama")
-    with Checkpoint.open(root / "llama") as checkpoint:
+    with HfCheckpoint.open(root / "llama") as checkpoint:
         load = partial(load_hf, checkpoint=checkpoint, table=table, rank=0)
         engine = engines.build(groups, model, engines.config(precision=Precision.bfloat16), load=load)
     assert engine.optimizer is not None
@@ -93,7 +93,7 @@ def _critic(root: Path, groups: engines.Groups) -> dict[str, Tensor]:
         engine = engines.build(groups, model, critic=True, trainable=False)
         head = engine.models[0].output_layer.weight
         before = head.detach().clone()
-        with Checkpoint.open(root / name) as checkpoint:
+        with HfCheckpoint.open(root / name) as checkpoint:
             engine.load_weights(
                 partial(load_hf, checkpoint=checkpoint, table=checkpoints.table(name, critic=True), rank=0)
             )
@@ -151,7 +151,7 @@ def _misplaced(rank: Rank, root: Path, cases: tuple[tuple[str, str], ...]) -> di
 
 def _load(engine: Engine, directory: Path, table: Table, rank: int) -> int:
     read: list[int] = []
-    with Checkpoint.open(directory) as checkpoint:
+    with HfCheckpoint.open(directory) as checkpoint:
         engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank, progress=read.append))
     return sum(read)
 
@@ -217,14 +217,14 @@ def _edited(root: Path, tmp_path: Path, name: str, edit: Edit, **config: object)
 
 def _refusal(directory: Path) -> CheckpointError:
     table, _ = _described(directory)
-    with Checkpoint.open(directory) as checkpoint, pytest.raises(CheckpointError) as refused:
+    with HfCheckpoint.open(directory) as checkpoint, pytest.raises(CheckpointError) as refused:
         check_checkpoint(checkpoint, table)
     return refused.value
 
 
 def _accepts(directory: Path) -> bool:
     table, _ = _described(directory)
-    with Checkpoint.open(directory) as checkpoint:
+    with HfCheckpoint.open(directory) as checkpoint:
         check_checkpoint(checkpoint, table)
     return True
 
@@ -318,7 +318,7 @@ def test_nothing_is_written_where_the_checkpoint_is_refused(root: Path, tmp_path
     directory = _edited(root, tmp_path, "llama", edit)
     table, _ = _described(directory)
     module = _module_of(table)
-    with Checkpoint.open(directory) as checkpoint, pytest.raises(CheckpointError, match=NORM):
+    with HfCheckpoint.open(directory) as checkpoint, pytest.raises(CheckpointError, match=NORM):
         load_hf([module], checkpoint, table, 0)
     assert all(bool((parameter == 1).all()) for parameter in module.parameters())
 

@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl.checkpoints.owners import owned_parts
 from mcore_rl.errors import WeightMapError
-from mcore_rl.families.rules import Range, Rule, Shard
+from mcore_rl.families.rules import Range, Rule, ShardRanges
 from mcore_rl.weights.views import view_of
 from tests.support import checkpoints
 
@@ -76,8 +76,8 @@ def test_a_tied_projection_gives_nothing() -> None:
 def test_a_table_that_does_not_cover_is_refused(lost: bool) -> None:
     table = checkpoints.table("llama", "tp=2")
 
-    def layout(model: object, sizes: object, num_shards: int, index: int) -> Shard:
-        return Shard.of([Range(0, 0, 32)] if lost else [Range(0, 0, 33 if index == 0 else 32)])
+    def layout(model: object, sizes: object, num_shards: int, index: int) -> ShardRanges:
+        return ShardRanges.of([Range(0, 0, 32)] if lost else [Range(0, 0, 33 if index == 0 else 32)])
 
     def broken(rule: Rule) -> Rule:
         return replace(rule, layout=layout) if rule.name.endswith("linear_proj.weight") else rule

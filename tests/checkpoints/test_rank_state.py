@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.checkpoints.rank_state import FORMAT, RankState, Shard, pieces_of_range, state_file
+from mcore_rl.checkpoints.rank_state import FORMAT, RankState, StateShard, pieces_of_range, state_file
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
 from tests.support import checkpoints
@@ -18,7 +18,7 @@ def state(**changes: object) -> RankState:
     table = checkpoints.table("qwen2", "tp=2")
     local = next(each for each in table.tensors(1) if "linear_qkv.weight" in each.name)
     pieces = pieces_of_range(table.pieces(local), table.shape(local), 7, 900)
-    shard = Shard("0/qkv", table.shape(local), 7, 900, pieces, ("main", "exp_avg"))
+    shard = StateShard("0/qkv", table.shape(local), 7, 900, pieces, ("main", "exp_avg"))
     values = dict(
         role="actor", rank=1, world_size=2, layout="tp=2", critic=False, dtype="bfloat16", num_steps=3, num_skipped=1,
         adam_step=None, shards=(shard,),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mcore_rl.checkpoints import sharded_writer
-from mcore_rl.checkpoints.hf_directory import INDEX, SINGLE, Checkpoint
+from mcore_rl.checkpoints.hf_directory import INDEX, SINGLE, HfCheckpoint
 from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.checkpoints.sharded_writer import ShardedWriter, plan_shards
 from mcore_rl.errors import CheckpointError
@@ -72,7 +72,7 @@ def test_whole_tensors_in_any_order_load_back(tmp_path: Path, max_shard_bytes: i
             writer.write(name, tensors[name])
     assert_same(load(tmp_path / "out"), tensors)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    with Checkpoint.open(tmp_path / "out") as checkpoint:
+    with HfCheckpoint.open(tmp_path / "out") as checkpoint:
         assert checkpoint.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -225,7 +225,7 @@ def test_an_interruption_leaves_nothing_under_the_final_name(tmp_path: Path, int
 
 def test_verification_sees_the_whole_directory_and_its_failure_keeps_the_name_free(tmp_path: Path) -> None:
     def verify(directory: Path) -> None:
-        with Checkpoint.open(directory) as checkpoint:
+        with HfCheckpoint.open(directory) as checkpoint:
             assert torch.equal(checkpoint.read("x"), X)
         assert not (tmp_path / "out").exists()
         raise RuntimeError("not the same")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.checkpoints.stored_keys import Name, Place, StoredKeys, is_adapter, parse
+from mcore_rl.checkpoints.stored_keys import Name, StoredKeys, TensorLocation, is_adapter, parse
 
 LAYER = "decoder.layers.{l}."
 NORM = LAYER + "input_layernorm.weight"
@@ -49,15 +49,17 @@ def test_what_is_no_weight_of_the_model(key: str) -> None:
 
 def test_where_a_tensor_is() -> None:
     single = StoredKeys(["decoder.layers.0.mlp.experts.experts.linear_fc1.weight"])
-    assert single.find(FC1, 0, 5) == Place("decoder.layers.0.mlp.experts.experts.linear_fc1.weight", (5,))
+    assert single.find(FC1, 0, 5) == TensorLocation("decoder.layers.0.mlp.experts.experts.linear_fc1.weight", (5,))
     assert single.find(FC1, 1, 5) is None
     assert (single.stacked, single.num_layers_named) == (False, 1)
     stacked = StoredKeys(["module.decoder.layers.mlp.experts.experts.linear_fc1.weight"])
-    assert stacked.find(FC1, 2, 5) == Place("module.decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 5))
+    assert stacked.find(FC1, 2, 5) == TensorLocation(
+        "module.decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 5)
+    )
     assert (stacked.stacked, stacked.num_layers_named) == (True, 0)
     apart = StoredKeys(["decoder.layers.2.mlp.experts.experts.5.linear_fc1.weight"])
-    assert apart.find(FC1, 2, 5) == Place("decoder.layers.2.mlp.experts.experts.5.linear_fc1.weight", ())
-    assert StoredKeys(["output_layer.weight"]).find("output_layer.weight", None, None) == Place(
+    assert apart.find(FC1, 2, 5) == TensorLocation("decoder.layers.2.mlp.experts.experts.5.linear_fc1.weight", ())
+    assert StoredKeys(["output_layer.weight"]).find("output_layer.weight", None, None) == TensorLocation(
         "output_layer.weight", ()
     )
 

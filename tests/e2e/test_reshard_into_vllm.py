@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout
 from mcore_rl.families.registry import model_of
-from mcore_rl.proofs.tracer import Checkpoint, Tracer, reduced_config
+from mcore_rl.proofs.tracer import NumberedCheckpoint, Tracer, reduced_config
 from mcore_rl.rollout.parameters import VllmProcess
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
@@ -34,7 +34,7 @@ def vllm() -> Iterator[VllmProcess]:
         yield process
 
 
-def write(config: dict, checkpoint: Checkpoint, directory: Path) -> None:
+def write(config: dict, checkpoint: NumberedCheckpoint, directory: Path) -> None:
     assert checkpoint.num_elements < EXACT
     tensors = {name: torch.from_numpy(checkpoint.read(name)).float() for name in checkpoint}
     save_file(tensors, directory / "model.safetensors")

@@ -10,10 +10,10 @@ from mcore_rl.families.rules import (
     SIZES,
     Axis,
     Layers,
-    Layout,
     Range,
     Rule,
-    Shard,
+    ShardLayout,
+    ShardRanges,
     Stage,
     grouped_qkv,
     hf,
@@ -38,7 +38,7 @@ MODEL = ModelConfig(
 )
 
 
-def laid_out(layout: Layout, tensors: list[np.ndarray], num_shards: int, index: int) -> np.ndarray:
+def laid_out(layout: ShardLayout, tensors: list[np.ndarray], num_shards: int, index: int) -> np.ndarray:
     """What ``layout`` says that a shard holds of one-dimensional ``tensors``; padding is -1."""
     shard = layout(MODEL, [len(tensor) for tensor in tensors], num_shards, index)
     held = [tensors[part.source][part.begin : part.end] for part in shard.ranges]
@@ -111,7 +111,7 @@ def test_vocabulary_is_padded_at_its_end(multiple: int, num_shards: int, size: i
 )
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
 def test_every_element_is_held_and_none_twice_by_one_shard(
-    layout: Layout, tensors: list[np.ndarray], num_shards: int
+    layout: ShardLayout, tensors: list[np.ndarray], num_shards: int
 ) -> None:
     held = [laid_out(layout, tensors, num_shards, index) for index in range(num_shards)]
     for part in held:
@@ -128,8 +128,8 @@ def test_what_does_not_divide_is_ours_to_refuse_earlier() -> None:
 
 
 def test_empty_ranges_are_left_out_and_size_stays() -> None:
-    assert Shard.of([Range(0, 3, 3), Range(1, 0, 2)]) == Shard((Range(1, 0, 2),), 2)
-    assert Shard.of([Range(0, 3, 3)], size=4) == Shard((), 4)
+    assert ShardRanges.of([Range(0, 3, 3), Range(1, 0, 2)]) == ShardRanges((Range(1, 0, 2),), 2)
+    assert ShardRanges.of([Range(0, 3, 3)], size=4) == ShardRanges((), 4)
 
 
 def test_sizes_by_hand() -> None:

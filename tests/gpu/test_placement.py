@@ -11,7 +11,7 @@ from mcore_rl.config.engine import AuxLoss, Device, Recompute
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.parallel import cpu
 from mcore_rl.parallel.device import Platform, detect
-from mcore_rl.parallel.groups import Groups, destroy_groups, init_groups
+from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
@@ -32,7 +32,7 @@ CASES = {
 LEFT_OUT = ("to cuda", "factories", "optimizer type names", "clip type names")
 
 
-def look(case: Case, memories: TwoMemories, groups: Groups, platform: Platform, *, trainable: bool) -> list[str]:
+def look(case: Case, memories: TwoMemories, groups: ProcessGroups, platform: Platform, *, trainable: bool) -> list[str]:
     """Build, score, train, swap a snapshot; what a real accelerator would have refused."""
     model, critic = MODELS[case.problem.model], case.problem.critic
     config = engine_config(case, Device.cuda)

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.parallel.device import detect
-from mcore_rl.parallel.groups import Groups, destroy_groups, init_groups, sum_over
+from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups, sum_over
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Coords, Layout
 
@@ -66,7 +66,7 @@ def layout_of(world_size: int, text: str) -> Layout:
     return Layout.of(parse_layout(text), world_size)
 
 
-def look(groups: Groups) -> Found:
+def look(groups: ProcessGroups) -> Found:
     named = {name: getattr(groups, name) for name in SHARED}
     mine = torch.tensor([groups.rank + 1.0])
     sums = {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.proofs.differences import module_differences, piece_differences, worst
 from mcore_rl.weights.table import Piece
@@ -17,11 +17,11 @@ from tests.support import checkpoints
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Checkpoint:
+def checkpoint(tmp_path: Path) -> HfCheckpoint:
     save_file(
         {"a": torch.arange(24.0).view(4, 6) / 7, "b": torch.arange(6.0).view(1, 6)}, tmp_path / "model.safetensors"
     )
-    return Checkpoint.open(tmp_path)
+    return HfCheckpoint.open(tmp_path)
 
 
 def held() -> tuple[torch.Tensor, list[Piece]]:
@@ -30,14 +30,14 @@ def held() -> tuple[torch.Tensor, list[Piece]]:
     return tensor, [Piece("a", (2, 0), (0, 0), (2, 6)), Piece("b", (0, 0), (2, 0), (1, 6))]
 
 
-def test_what_is_the_same_is_not_found(checkpoint: Checkpoint) -> None:
+def test_what_is_the_same_is_not_found(checkpoint: HfCheckpoint) -> None:
     tensor, pieces = held()
     assert piece_differences(tensor, pieces, checkpoint) == {}
     assert piece_differences(tensor.bfloat16(), pieces, checkpoint) == {}, "files are cast as weights are when loaded"
     assert piece_differences(tensor, [*pieces, Piece("c", (0,), (0,), (1,))], checkpoint) == {}, "files may lack it"
 
 
-def test_each_tensor_with_its_largest_difference(checkpoint: Checkpoint) -> None:
+def test_each_tensor_with_its_largest_difference(checkpoint: HfCheckpoint) -> None:
     tensor, pieces = held()
     tensor[1, 3] += 0.5
     tensor[0, 0] -= 2.0
@@ -65,7 +65,7 @@ def test_every_parameter_is_looked_at(name: str, tmp_path: Path) -> None:
                 at.add_module(part, torch.nn.Module())
             at = at._modules[part]
         at.register_parameter(last, torch.nn.Parameter(torch.empty(table.shape(local))))
-    with Checkpoint.open(tmp_path) as files:
+    with HfCheckpoint.open(tmp_path) as files:
         load_hf([model], files, table, 0)
         assert module_differences([model], table, 0, files) == {}
         found = set()

@@ -12,8 +12,8 @@ from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import FAMILIES, model_of
-from mcore_rl.families.rules import Layers, Range, Rule, Shard, replicated_qkv
-from mcore_rl.proofs.tracer import Checkpoint, Tracer, direct_tensors, reduced_config, trace, training_tensor
+from mcore_rl.families.rules import Layers, Range, Rule, ShardRanges, replicated_qkv
+from mcore_rl.proofs.tracer import NumberedCheckpoint, Tracer, direct_tensors, reduced_config, trace, training_tensor
 from mcore_rl.weights.reshard import ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
@@ -71,7 +71,7 @@ def test_uneven_placements_are_traced_as_they_are() -> None:
 
 def test_no_integer_stands_twice() -> None:
     table = Table(FAMILIES["mixtral"], MIXTRAL)
-    checkpoint = Checkpoint(table)
+    checkpoint = NumberedCheckpoint(table)
     everything = np.concatenate([checkpoint.read(name).ravel() for name in checkpoint])
     assert len(np.unique(everything)) == len(everything) == checkpoint.num_elements
     assert 0 not in everything
@@ -83,7 +83,7 @@ def test_no_integer_stands_twice() -> None:
 def test_a_training_tensor_by_hand() -> None:
     """Rank 1 of 2 of a fused first projection: its half of gate, then of up; and of the vocabulary, with a zero row."""
     table = Table(FAMILIES["llama"], models.dense(), parse_layout("tp=2"))
-    checkpoint = Checkpoint(table)
+    checkpoint = NumberedCheckpoint(table)
     held = {local.name: training_tensor(table, local, checkpoint) for local in table.tensors(1)}
     gate, up = (checkpoint.read(f"model.layers.2.mlp.{name}_proj.weight") for name in ("gate", "up"))
     expected = np.concatenate([gate[48:], up[48:]])
@@ -130,7 +130,7 @@ def wrong_kv_head() -> Family:
         right = replicated_qkv(model, sizes, num_shards, index)
         other = replicated_qkv(model, sizes, num_shards, (index + 1) % num_shards)
         key = next(held for held in other.ranges if held.source == 1)
-        return Shard.of([Range(1, key.begin, key.end) if held.source == 1 else held for held in right.ranges])
+        return ShardRanges.of([Range(1, key.begin, key.end) if held.source == 1 else held for held in right.ranges])
 
     return changed("qkv_proj.weight", lambda rule: replace(rule, layout=layout))
 
@@ -172,7 +172,7 @@ def test_a_shifted_layer_and_a_dropped_expert_show() -> None:
 
 def test_the_table_and_the_hand_agree_without_a_plan() -> None:
     plan = planned(FAMILIES["mixtral"], "tp=4,dp=1,ep=4")
-    checkpoint = Checkpoint(plan.table)
+    checkpoint = NumberedCheckpoint(plan.table)
     for rank in range(4):
         hand = direct_rollout.llama_like(checkpoint.read, MIXTRAL, plan.rollout.layout, rank, mixtral=True)
         table = direct_tensors(plan.rollout, rank, checkpoint)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import FAMILIES
-from mcore_rl.families.rules import Range, Rule, Shard, Sizes, hf
-from mcore_rl.proofs.verify import Report, cover_problem, verify
+from mcore_rl.families.rules import Range, Rule, ShardRanges, Sizes, hf
+from mcore_rl.proofs.verify import ProofReport, cover_problem, verify
 from mcore_rl.training.meta import Shapes, meta_shapes
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
@@ -32,13 +32,13 @@ def shapes(model_name: str, training: str, world_size: int, rank: int) -> list[S
     return meta_shapes(checkpoints.MODELS[model_name], parse_layout(training), world_size, rank)
 
 
-def proof(family: Family, model: ModelConfig, training: str, world_size: int, rollout: str, name: str) -> Report:
+def proof(family: Family, model: ModelConfig, training: str, world_size: int, rollout: str, name: str) -> ProofReport:
     table = Table(family, model, parse_layout(training), world_size)
     target = RolloutTable(family, model, parse_rollout_layout(rollout))
     return verify(table, target, lambda rank: shapes(name, training, world_size, rank))
 
 
-def failures(report: Report) -> str:
+def failures(report: ProofReport) -> str:
     return "\n".join(f"{check.proves}: {failure}" for check in report.checks for failure in check.failures)
 
 
@@ -88,12 +88,12 @@ def wrong_axis(family: Family) -> Family:
     return with_rule(family, rule.name, replace(rule, dim=0))
 
 
-def first_head_for_all(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shard:
+def first_head_for_all(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
     """As ``grouped_qkv``, but every shard has the key/value heads of shard 0."""
     right = rule_of(FAMILIES["mixtral"], "linear_qkv.weight").layout
     mine, first = right(model, sizes, num_shards, index), right(model, sizes, num_shards, 0)
     ranges = [a if a.source == 0 else b for a, b in zip(mine.ranges, first.ranges, strict=True)]
-    return Shard.of([Range(r.source, r.begin, r.end) for r in ranges])
+    return ShardRanges.of([Range(r.source, r.begin, r.end) for r in ranges])
 
 
 def wrong_kv_head(family: Family) -> Family:
@@ -149,7 +149,7 @@ def test_the_checkpoint_is_held_too(tmp_path: Path) -> None:
     checkpoints.write("qwen2", tmp_path)
     model = checkpoints.MODELS["llama"]
     table = Table(FAMILIES["llama"], model)
-    with Checkpoint.open(tmp_path) as checkpoint:
+    with HfCheckpoint.open(tmp_path) as checkpoint:
         report = verify(table, None, lambda rank: shapes("llama", "", 1, rank), checkpoint=checkpoint)
     assert "self_attn.q_proj.bias" in failures(report)
     assert "lm_head.weight of shape (101, 48) is missing" in failures(report)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, MoeTrainConfig, OptimizerConfig, Precision, Schedule
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.parallel.device import Platform, detect, device_of
-from mcore_rl.parallel.groups import Groups, destroy_groups, init_groups
+from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import phase
@@ -85,12 +85,12 @@ def global_batch(problem: Problem) -> TrainBatch:
     )
 
 
-def members_of(batch: TrainBatch, groups: Groups) -> list[int]:
+def members_of(batch: TrainBatch, groups: ProcessGroups) -> list[int]:
     """Sequences of this rank's data-parallel coordinate."""
     return list(range(groups.coords.dp, len(batch.lengths_S), groups.layout.dp))
 
 
-def gather_scores(scores: TokenScores, batch: TrainBatch, groups: Groups) -> dict[str, torch.Tensor]:
+def gather_scores(scores: TokenScores, batch: TrainBatch, groups: ProcessGroups) -> dict[str, torch.Tensor]:
     """Every rank's scores in the order of the global batch; peers must agree bit for bit."""
     named = {"logprobs": scores.logprobs_T, "entropy": scores.entropy_T, "values": scores.values_T}
     mine = {name: tensor for name, tensor in named.items() if tensor is not None}
@@ -125,7 +125,9 @@ def run_case(case: Case, platform: Platform, start: Weights, rank: int) -> Resul
         destroy_groups()
 
 
-def _run_in_groups(case: Case, parallel: ParallelConfig, groups: Groups, platform: Platform, start: Weights) -> Result:
+def _run_in_groups(
+    case: Case, parallel: ParallelConfig, groups: ProcessGroups, platform: Platform, start: Weights
+) -> Result:
     model, problem = MODELS[case.problem.model], case.problem
     engine = Engine(
         "critic" if problem.critic else "actor", model, parallel, engine_config(case, platform.kind), groups, platform,

@@ -13,7 +13,7 @@ from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, OptimizerCon
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.parallel.device import detect, device_of
-from mcore_rl.parallel.groups import Groups, destroy_groups, init_groups
+from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
@@ -34,7 +34,7 @@ def world(rank: Rank) -> Iterator[None]:
 
 
 @contextmanager
-def groups_of(layout: str = "") -> Iterator[Groups]:
+def groups_of(layout: str = "") -> Iterator[ProcessGroups]:
     """Megatron's groups for a layout, as a user writes it, over the world."""
     shape = Layout.of(parse_layout(layout), dist.get_world_size())
     groups = init_groups(shape, CPU, device_of(CPU, dist.get_rank()), seed=1)
@@ -66,7 +66,7 @@ def seed_weights(models: Sequence[torch.nn.Module]) -> None:
 
 
 def build(
-    groups: Groups,
+    groups: ProcessGroups,
     model: ModelConfig,
     settings: EngineConfig | None = None,
     *,
@@ -84,7 +84,7 @@ def build(
     return engine
 
 
-def share_of(batch: TrainBatch, groups: Groups) -> TrainBatch:
+def share_of(batch: TrainBatch, groups: ProcessGroups) -> TrainBatch:
     """The sequences of this rank's data-parallel coordinate."""
     return batch.select(range(groups.coords.dp, len(batch.lengths_S), groups.layout.dp))
 

@@ -66,10 +66,10 @@ class _Rank:
         )
 
     def _loader(self, weights: Path) -> Any:
-        from mcore_rl.checkpoints.hf_directory import Checkpoint
+        from mcore_rl.checkpoints.hf_directory import HfCheckpoint
         from mcore_rl.checkpoints.load import load_hf
 
-        checkpoint = self.stack.enter_context(Checkpoint.open(weights))
+        checkpoint = self.stack.enter_context(HfCheckpoint.open(weights))
         return partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank.rank)
 
     def load(self, weights: Path) -> None:

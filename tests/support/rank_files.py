@@ -14,7 +14,15 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.manifest import write_manifest
-from mcore_rl.checkpoints.rank_state import MAIN, SIDECAR_FILES, WEIGHT, RankState, Shard, pieces_of_range, state_file
+from mcore_rl.checkpoints.rank_state import (
+    MAIN,
+    SIDECAR_FILES,
+    WEIGHT,
+    RankState,
+    StateShard,
+    pieces_of_range,
+    state_file,
+)
 from mcore_rl.checkpoints.state_writer import StateWriter
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.families.registry import FAMILIES
@@ -47,7 +55,7 @@ def write_ranks(
                 if begin >= end:
                     continue
             pieces = pieces_of_range(table.pieces(local), shape, begin, end)
-            shards.append(Shard(name, shape, begin, end, pieces, (kind,)))
+            shards.append(StateShard(name, shape, begin, end, pieces, (kind,)))
             tensors[f"{kind}/{name}"] = tensor.view(-1)[begin:end].clone()
         assert coords is not None
         state = RankState(

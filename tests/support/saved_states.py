@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.families.registry import FAMILIES
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.run_state import begin_save
 from mcore_rl.weights.table import Table
@@ -30,16 +30,16 @@ LENGTHS = (9, 5, 12, 7)  # a microbatch for each of four data-parallel ranks
 PRECISIONS = {"float32": Precision.float32, "bfloat16": Precision.bfloat16}
 
 
-def table_of(groups: Groups, family: str, model: ModelConfig, layout: str, *, critic: bool = False) -> Table:
+def table_of(groups: ProcessGroups, family: str, model: ModelConfig, layout: str, *, critic: bool = False) -> Table:
     """Of the engine that ``engine_of`` builds."""
     return Table(FAMILIES[family], model, parse_layout(layout), groups.layout.world_size, critic=critic)
 
 
 def engine_of(
-    groups: Groups, table: Table, layout: str, source: Path, precision: str = "float32", role: str = "actor"
+    groups: ProcessGroups, table: Table, layout: str, source: Path, precision: str = "float32", role: str = "actor"
 ) -> Engine:
     """With the weights in the Hugging Face directory ``source``, so that padding is zero, as in any run."""
-    with Checkpoint.open(source) as checkpoint:
+    with HfCheckpoint.open(source) as checkpoint:
         load = partial(load_hf, checkpoint=checkpoint, table=table, rank=groups.rank)
         settings = engines.config(precision=PRECISIONS[precision])
         return engines.build(groups, table.model, settings, layout=layout, role=role, critic=table.critic, load=load)
@@ -54,7 +54,7 @@ def save(engine: Engine, table: Table, directory: Path, *, behind: bool = False)
     return written
 
 
-def train(engine: Engine, groups: Groups, first: int, count: int) -> list[float]:
+def train(engine: Engine, groups: ProcessGroups, first: int, count: int) -> list[float]:
     """Losses of steps ``first`` and on, each on a batch that its number seeds."""
     losses = []
     for step in range(first, first + count):

@@ -10,9 +10,9 @@ from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.errors import DeadEngineError
-from mcore_rl.training.offload import Part
+from mcore_rl.training.offload import OffloadPart
 
-OFFLOADED = ("actor", "offload", (Part.weights,))  # what the actor is told once the engines have its weights
+OFFLOADED = ("actor", "offload", (OffloadPart.weights,))  # what the actor is told once the engines have its weights
 
 
 class Trainer:

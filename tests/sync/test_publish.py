@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
@@ -149,7 +149,7 @@ def world(
     table = Table(FAMILIES[name], checkpoints.MODELS[name], parse_layout(training), world_size)
     target = RolloutTable(FAMILIES[name], checkpoints.MODELS[name], parse_rollout_layout(rollout))
     publishers = []
-    with Checkpoint.open(directory) as checkpoint:
+    with HfCheckpoint.open(directory) as checkpoint:
         for rank in range(world_size):
             chunks = [Chunk(table, rank)]
             load_hf(chunks, checkpoint=checkpoint, table=table, rank=rank)

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mcore_rl.tracking.charts import MAX_POINTS, Part, Series, line_chart, stacked_bars, ticks
+from mcore_rl.tracking.charts import MAX_POINTS, BarSeries, Series, line_chart, stacked_bars, ticks
 
 Element = ElementTree.Element
 
@@ -95,7 +95,7 @@ def test_no_number_is_no_chart(values: list[None]) -> None:
 
 def test_bars_are_as_high_as_their_seconds_and_stand_on_one_another() -> None:
     noise = random.Random(1)
-    parts = [Part(name, k, [noise.random() * 5 for _ in range(12)]) for k, name in enumerate(("a", "b", "c"))]
+    parts = [BarSeries(name, k, [noise.random() * 5 for _ in range(12)]) for k, name in enumerate(("a", "b", "c"))]
     svg = chart(stacked_bars("t", "s", range(1, 13), parts))
     y0, dy = axis(svg, "y")
     for k, part in enumerate(parts):
@@ -109,10 +109,10 @@ def test_bars_are_as_high_as_their_seconds_and_stand_on_one_another() -> None:
 
 
 def test_many_bars_are_means_and_no_seconds_are_no_chart() -> None:
-    text = stacked_bars("t", "s", range(1000), [Part("a", 0, [float(k % 10) for k in range(1000)])])
+    text = stacked_bars("t", "s", range(1000), [BarSeries("a", 0, [float(k % 10) for k in range(1000)])])
     assert "(means of 10 steps)" in text
     assert [float(bar.get("data-value") or "") for bar in chart(text).iter("rect")] == [4.5] * 100
-    assert stacked_bars("t", "s", [1, 2], [Part("a", 0, [0.0, 0.0])]) == ""
+    assert stacked_bars("t", "s", [1, 2], [BarSeries("a", 0, [0.0, 0.0])]) == ""
 
 
 @pytest.mark.parametrize("most", [3, 5, 6, 7])

@@ -19,7 +19,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import ConfigError, Violation, WorkerError
 from mcore_rl.parallel.device import Platform
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training import engine as engine_module
@@ -178,7 +178,7 @@ def _logits(engine: Engine, batch: TrainBatch) -> Tensor | None:
     return torch.cat([logits[:length] for logits, length in zip(caught, batch.lengths_S, strict=True)])
 
 
-def _observe_layout(groups: Groups, layout: str) -> Observed:
+def _observe_layout(groups: ProcessGroups, layout: str) -> Observed:
     def build(trainable: bool = True, **changes: object) -> Engine:
         optim = OptimizerConfig(lr=0.0, clip_grad=0.0)
         return engines.build(groups, MODEL, engines.config(optim=optim, **changes), layout=layout, trainable=trainable)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mcore_rl.config.engine import Dispatcher, MoeTrainConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import ConfigError
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches
@@ -31,18 +31,18 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def ranks_of(layout: str) -> Iterator[Groups]:
+def ranks_of(layout: str) -> Iterator[ProcessGroups]:
     """What each rank of one model replica would be told; only the data-parallel group is real."""
     parallel, itself = parse_layout(layout), dist.group.WORLD
     shape = Layout.of(parallel, parallel.tp * parallel.pp * parallel.cp)
     for rank in range(shape.world_size):
-        yield Groups(
+        yield ProcessGroups(
             layout=shape, rank=rank, coords=shape.coords(rank), device=torch.device("cpu"),
             tp=itself, pp=itself, cp=itself, dp=itself, dp_cp=itself, experts=itself, moe_tokens=itself,
         )  # fmt: skip
 
 
-def cut(batch: TrainBatch, groups: Groups, tokens: int | None, sequences: int | None) -> list[Microbatch]:
+def cut(batch: TrainBatch, groups: ProcessGroups, tokens: int | None, sequences: int | None) -> list[Microbatch]:
     return build_microbatches(batch, groups, tokens=tokens, sequences=sequences, equal_over_experts=False)
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from mcore_rl.config.engine import OptimizerConfig, Schedule
 from mcore_rl.errors import NonFiniteError
 from mcore_rl.parallel.device import memory, reset_peak_memory
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.training.engine import Engine, Loss
-from mcore_rl.training.nonfinite import Finding, FiniteWatch
+from mcore_rl.training.nonfinite import FiniteWatch, NonFiniteTensor
 from mcore_rl.types import LossInputs, LossSums, StepResult
 from tests.support import batches, engines, models
 
@@ -42,7 +42,7 @@ class _Backward(torch.autograd.Function):
 class Poisoned:
     """``policy_loss``, but on ``rank`` the total of microbatch ``at`` goes through ``poison``."""
 
-    def __init__(self, groups: Groups, poison: Callable[[Tensor], Tensor], rank: int, at: int) -> None:
+    def __init__(self, groups: ProcessGroups, poison: Callable[[Tensor], Tensor], rank: int, at: int) -> None:
         self.poison, self.at = poison, at if groups.rank == rank else -1
         self.calls = 0
 
@@ -88,7 +88,7 @@ def _bits(engine: Engine) -> list[Tensor]:
     return [*engines.weights_of(engine).values(), *engines.state_of(engine)]
 
 
-def _fresh(groups: Groups, layout: str, max_nonfinite_steps: int = 3) -> Engine:
+def _fresh(groups: ProcessGroups, layout: str, max_nonfinite_steps: int = 3) -> Engine:
     settings = engines.config(optim=OPTIM, microbatch_tokens=32, max_nonfinite_steps=max_nonfinite_steps)
     engine = engines.build(groups, MODEL, settings, layout=layout)
     _step(engine)  # so that there are moments to lose
@@ -240,11 +240,11 @@ def test_watching_costs_no_memory(dtype: torch.dtype) -> None:
 def test_findings_sort_by_cause() -> None:
     """A loss before any gradient; of gradients, what the backward pass met first; then the earlier microbatch."""
     ordered = [
-        Finding(False, 0, 2, 1, "the loss", ""),
-        Finding(False, 0, 3, 0, "the loss", ""),
-        Finding(True, 0, 1, 3, "the gradient at the output of the last chunk", ""),
-        Finding(True, 1, 0, 0, "the gradient at the output of the first chunk", ""),
-        Finding(True, 2, 0, 0, "the gradient at the embedding", ""),
+        NonFiniteTensor(False, 0, 2, 1, "the loss", ""),
+        NonFiniteTensor(False, 0, 3, 0, "the loss", ""),
+        NonFiniteTensor(True, 0, 1, 3, "the gradient at the output of the last chunk", ""),
+        NonFiniteTensor(True, 1, 0, 0, "the gradient at the output of the first chunk", ""),
+        NonFiniteTensor(True, 2, 0, 0, "the gradient at the embedding", ""),
     ]
     shuffled = [ordered[index] for index in (3, 1, 4, 0, 2)]
     assert sorted(shuffled) == ordered

@@ -17,10 +17,10 @@ from torch import Tensor
 from mcore_rl.config.engine import OptimizerConfig, Precision
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.parallel.device import memory
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.training.engine import Engine
-from mcore_rl.training.offload import Part
+from mcore_rl.training.offload import OffloadPart
 from mcore_rl.types import StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
 
@@ -34,12 +34,12 @@ MODELS = {
 }
 KINDS = [(name, precision) for name in MODELS for precision in Precision]
 BYTES = {
-    Precision.float32: {Part.weights: 4, Part.gradients: 4, Part.optimizer: 8},
-    Precision.bfloat16: {Part.weights: 2, Part.gradients: 4, Part.optimizer: 12},
+    Precision.float32: {OffloadPart.weights: 4, OffloadPart.gradients: 4, OffloadPart.optimizer: 8},
+    Precision.bfloat16: {OffloadPart.weights: 2, OffloadPart.gradients: 4, OffloadPart.optimizer: 12},
 }
 # (what leaves, what comes back), in these orders; a step follows each.
-JOURNEYS = [(out, back) for out in permutations(Part) for back in (out, out[::-1])] + [
-    ((part,), (part,)) for part in Part
+JOURNEYS = [(out, back) for out in permutations(OffloadPart) for back in (out, out[::-1])] + [
+    ((part,), (part,)) for part in OffloadPart
 ]
 
 # 51 million parameters, nearly all in matrices whose float32 state is larger than 32 MiB.
@@ -54,8 +54,8 @@ class Observed:
     """One kind of model.  moved: bytes by what was done.  here: bytes of storage, by part, by when."""
 
     num_parameters: int = 0
-    moved: dict[str, dict[Part, int]] = field(default_factory=dict)
-    here: dict[str, dict[Part, int]] = field(default_factory=dict)
+    moved: dict[str, dict[OffloadPart, int]] = field(default_factory=dict)
+    here: dict[str, dict[OffloadPart, int]] = field(default_factory=dict)
     is_away: dict[str, list[bool]] = field(default_factory=dict)
     steps: list[tuple[StepResult, list[Tensor]]] = field(default_factory=list)
     never_left: list[tuple[StepResult, list[Tensor]]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Resident:
 
     num_parameters: int
     before: int
-    without: dict[Part, int]
+    without: dict[OffloadPart, int]
     back: int
 
 
@@ -89,15 +89,15 @@ def _bits(engine: Engine) -> list[Tensor]:
     return [*engines.weights_of(engine).values(), *engines.state_of(engine)]
 
 
-def _here(engine: Engine) -> dict[Part, int]:
+def _here(engine: Engine) -> dict[OffloadPart, int]:
     """Bytes of all storages that an engine's tensors lie in, each counted once, under the first part that has it."""
     assert engine.optimizer is not None
     seen: set[int] = set()
     found = {}
     tensors = {
-        Part.weights: list(engine.models[0].parameters()),
-        Part.gradients: [parameter.main_grad for parameter in engine.models[0].parameters()],
-        Part.optimizer: engine.optimizer.state_tensors(),
+        OffloadPart.weights: list(engine.models[0].parameters()),
+        OffloadPart.gradients: [parameter.main_grad for parameter in engine.models[0].parameters()],
+        OffloadPart.optimizer: engine.optimizer.state_tensors(),
     }
     for part, part_tensors in tensors.items():
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in part_tensors}
@@ -106,7 +106,7 @@ def _here(engine: Engine) -> dict[Part, int]:
     return found
 
 
-def _observe_kind(groups: Groups, model: ModelConfig, precision: Precision) -> Observed:
+def _observe_kind(groups: ProcessGroups, model: ModelConfig, precision: Precision) -> Observed:
     found = Observed()
     never, engine = (engines.build(groups, model, engines.config(precision=precision)) for _ in range(2))
     found.num_parameters = sum(parameter.numel() for parameter in engine.models[0].parameters())
@@ -118,18 +118,18 @@ def _observe_kind(groups: Groups, model: ModelConfig, precision: Precision) -> O
     assert engine.optimizer is not None
     tensors = [*engine.models[0].parameters(), *engine.optimizer.state_tensors()]
     found.in_host = [None if host is None else host.tensor.clone() for host in memory_of.away(tensors)]
-    found.here["away"], found.is_away["away"] = _here(engine), [memory_of.is_away(part) for part in Part]
+    found.here["away"], found.is_away["away"] = _here(engine), [memory_of.is_away(part) for part in OffloadPart]
     found.moved["out again"] = memory_of.offload().num_bytes
     found.refusals = _refusals(engine)
     found.moved["back"] = memory_of.onload().num_bytes
     found.on_device = [tensor.detach().clone() for tensor in tensors]
     found.none_away = memory_of.away(tensors) == [None] * len(tensors)
-    found.here["back"], found.is_away["back"] = _here(engine), [memory_of.is_away(part) for part in Part]
+    found.here["back"], found.is_away["back"] = _here(engine), [memory_of.is_away(part) for part in OffloadPart]
     found.moved["back again"] = memory_of.onload().num_bytes
     found.are_gradients_zero = not any(parameter.main_grad.any() for parameter in engine.models[0].parameters())
     for out, back in JOURNEYS:
         memory_of.offload(out)
-        if Part.weights not in out:
+        if OffloadPart.weights not in out:
             found.scores = never.score(_batch()), engine.score(_batch())
         memory_of.onload(back)
         found.steps.append((_step(engine), _bits(engine)))
@@ -153,13 +153,13 @@ def _refusals(engine: Engine) -> dict[str, str]:
     return said
 
 
-def _resident(groups: Groups) -> Resident:
+def _resident(groups: ProcessGroups) -> Resident:
     settings = engines.config(precision=Precision.bfloat16, optim=OptimizerConfig(lr=1e-4))
     engine = engines.build(groups, BIG, settings)
     _step(engine)
     num_parameters = sum(parameter.numel() for parameter in engine.models[0].parameters())
     found = Resident(num_parameters, memory(engines.CPU).allocated_bytes, {}, 0)
-    for part in Part:
+    for part in OffloadPart:
         engine.memory.offload([part])
         found.without[part] = memory(engines.CPU).allocated_bytes
     engine.memory.onload()
@@ -167,7 +167,7 @@ def _resident(groups: Groups) -> Resident:
     return found
 
 
-def _observe(rank: Rank) -> tuple[dict[tuple[str, Precision], Observed], Resident, dict[Part, int]]:
+def _observe(rank: Rank) -> tuple[dict[tuple[str, Precision], Observed], Resident, dict[OffloadPart, int]]:
     with engines.world(rank), engines.groups_of() as groups:
         kinds = {(name, precision): _observe_kind(groups, MODELS[name], precision) for name, precision in KINDS}
         only_scores = engines.build(groups, MODELS["dense"], trainable=False)
@@ -175,7 +175,7 @@ def _observe(rank: Rank) -> tuple[dict[tuple[str, Precision], Observed], Residen
 
 
 @pytest.fixture(scope="module")
-def everything() -> tuple[dict[tuple[str, Precision], Observed], Resident, dict[Part, int]]:
+def everything() -> tuple[dict[tuple[str, Precision], Observed], Resident, dict[OffloadPart, int]]:
     return run_ranks(_observe, 1)[0]
 
 
@@ -189,7 +189,7 @@ def observed(everything: tuple[dict[tuple[str, Precision], Observed], ...], kind
     return everything[0][kind]
 
 
-def expected(observed: Observed, precision: Precision) -> dict[Part, int]:
+def expected(observed: Observed, precision: Precision) -> dict[OffloadPart, int]:
     return {part: size * observed.num_parameters for part, size in BYTES[precision].items()}
 
 
@@ -199,7 +199,7 @@ def test_exactly_what_is_there_moves(observed: Observed, kind: tuple[str, Precis
 
 
 def test_nothing_stays(observed: Observed) -> None:
-    assert observed.here["away"] == dict.fromkeys(Part, 0)
+    assert observed.here["away"] == dict.fromkeys(OffloadPart, 0)
 
 
 def test_what_is_away_can_be_read_where_it_is(observed: Observed) -> None:
@@ -241,14 +241,18 @@ def test_what_is_away_is_refused_instead_of_read(observed: Observed) -> None:
 
 
 def test_an_engine_that_only_scores_has_weights_alone(
-    everything: tuple[dict[tuple[str, Precision], Observed], Resident, dict[Part, int]],
+    everything: tuple[dict[tuple[str, Precision], Observed], Resident, dict[OffloadPart, int]],
 ) -> None:
     num_parameters = everything[0]["dense", Precision.float32].num_parameters
-    assert everything[2] == {Part.weights: 4 * num_parameters, Part.gradients: 0, Part.optimizer: 0}
+    assert everything[2] == {
+        OffloadPart.weights: 4 * num_parameters,
+        OffloadPart.gradients: 0,
+        OffloadPart.optimizer: 0,
+    }
 
 
 def test_memory_is_really_freed(
-    everything: tuple[dict[tuple[str, Precision], Observed], Resident, dict[Part, int]],
+    everything: tuple[dict[tuple[str, Precision], Observed], Resident, dict[OffloadPart, int]],
 ) -> None:
     """On the CPU the host copy stays in the same memory, so only gradients, which are dropped, make the process
     smaller; weights and optimizer state leave it as large as it was, where a copy that did not free would add 2 and 12
@@ -258,9 +262,11 @@ def test_memory_is_really_freed(
     per_parameter = {
         part: (after - before) / resident.num_parameters
         for part, before, after in zip(
-            Part, [resident.before, *resident.without.values()], resident.without.values(), strict=False
+            OffloadPart, [resident.before, *resident.without.values()], resident.without.values(), strict=False
         )
     }
     assert resident.num_parameters > 50e6
-    assert per_parameter == pytest.approx({Part.weights: 0, Part.gradients: -4, Part.optimizer: 0}, abs=1.5)
+    assert per_parameter == pytest.approx(
+        {OffloadPart.weights: 0, OffloadPart.gradients: -4, OffloadPart.optimizer: 0}, abs=1.5
+    )
     assert (resident.back - resident.before) / resident.num_parameters == pytest.approx(0, abs=1.5)

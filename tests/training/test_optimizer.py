@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.engine import OptimizerConfig, Precision, Schedule
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.optimizer import learning_rate
@@ -100,7 +100,7 @@ def _step(engine: Engine) -> StepResult:
     return engine.train_step(batch, batches.policy_loss, batches.denominators(batch), with_entropy=True)
 
 
-def _steps(groups: Groups, clip_grad: float) -> tuple[list[Step], Engine]:
+def _steps(groups: ProcessGroups, clip_grad: float) -> tuple[list[Step], Engine]:
     engine = engines.build(groups, MODEL, engines.config(optim=replace(OPTIM, clip_grad=clip_grad)))
     still = OptimizerConfig(lr=0.0, clip_grad=0.0)
     found = []
@@ -127,7 +127,7 @@ def _main_weights(engine: Engine) -> Named:
     return {f"0.{name}": parameter.main_param.detach().view_as(parameter).clone() for name, parameter in named}
 
 
-def _bf16(groups: Groups) -> Bf16:
+def _bf16(groups: ProcessGroups) -> Bf16:
     optim = OptimizerConfig(lr=SMALL_RATE, weight_decay=0.0, clip_grad=0.0)
     engine = engines.build(groups, MODEL, engines.config(precision=Precision.bfloat16, optim=optim))
     found = Bf16([engines.weights_of(engine)], [_main_weights(engine)], set())

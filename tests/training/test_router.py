@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
 from mcore_rl.config.engine import AuxLoss, EngineConfig, MoeTrainConfig, OptimizerConfig, Recompute
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.router import Router, routers_of
@@ -83,7 +83,7 @@ def _router_inputs(engine: Engine, batch: TrainBatch) -> list[Tensor]:
     return [torch.cat(kept).double() for kept in caught]
 
 
-def _train(groups: Groups, batch: TrainBatch, settings: EngineConfig) -> Trained:
+def _train(groups: ProcessGroups, batch: TrainBatch, settings: EngineConfig) -> Trained:
     engine = engines.build(groups, MODEL, settings)
     step = engine.train_step(batch, nothing, batches.denominators(batch))
     return Trained([router.weight.main_grad.clone() for router in routers_of(engine.models)], step.metrics)

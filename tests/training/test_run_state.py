@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mcore_rl.checkpoints.rank_state import state_file
 from mcore_rl.errors import CheckpointError
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.training.engine import Engine
-from mcore_rl.training.offload import Part
+from mcore_rl.training.offload import OffloadPart
 from mcore_rl.training.run_state import load_run_state, num_state_bytes
 from mcore_rl.weights.table import Table
 from tests.support import checkpoints, engines
@@ -45,7 +45,7 @@ def _bits(engine: Engine) -> list[Tensor]:
     return [*engines.weights_of(engine).values(), *engines.state_of(engine)]
 
 
-def _observe(found: Observed, groups: Groups, precision: str, layout: str, root: Path) -> None:
+def _observe(found: Observed, groups: ProcessGroups, precision: str, layout: str, root: Path) -> None:
     key, folder = (precision, layout), root / f"{precision} {layout}"
     bits, losses, draws = found.bits.setdefault(key, {}), found.losses.setdefault(key, {}), {}
     found.draws[key] = draws
@@ -53,11 +53,11 @@ def _observe(found: Observed, groups: Groups, precision: str, layout: str, root:
     whole = engine_of(groups, table, layout, root / FAMILY, precision)
     train(whole, groups, 0, BEFORE)
     bits["save"] = _bits(whole)
-    whole.memory.offload(list(Part))  # as a trainer is while the engines draw
+    whole.memory.offload(list(OffloadPart))  # as a trainer is while the engines draw
     written = save(whole, table, folder, behind=precision == "float32")
     assert written.problem is None and written.sum is not None
     found.sizes.append((num_state_bytes(whole, table), written.sum.num_bytes))
-    whole.memory.onload(list(Part))
+    whole.memory.onload(list(OffloadPart))
     assert same_bits(_bits(whole), bits["save"])
     draws["whole"] = torch.rand(4)
     losses["whole"] = train(whole, groups, BEFORE, AFTER)
@@ -69,15 +69,15 @@ def _observe(found: Observed, groups: Groups, precision: str, layout: str, root:
     assert load_run_state(fresh, table, folder)
     draws["resumed"] = torch.rand(4)
     bits["loaded"] = _bits(fresh)
-    fresh.memory.offload(list(Part))
-    fresh.memory.onload(list(Part))
+    fresh.memory.offload(list(OffloadPart))
+    fresh.memory.onload(list(OffloadPart))
     losses["resumed"] = train(fresh, groups, BEFORE, AFTER)
     bits["resumed"] = _bits(fresh)
     assert whole.optimizer is not None and fresh.optimizer is not None
     found.steps[key] = whole.optimizer.num_steps, fresh.optimizer.num_steps
 
 
-def _there_and_back(groups: Groups, root: Path) -> bool:
+def _there_and_back(groups: ProcessGroups, root: Path) -> bool:
     """bfloat16 from ep=2 to this layout, kept here; whether its parts are those that were kept there is seen later."""
     table = table_of(groups, FAMILY, MODEL, "tp=2")
     engine = engine_of(groups, table, "tp=2", root / FAMILY, "bfloat16")
@@ -85,7 +85,7 @@ def _there_and_back(groups: Groups, root: Path) -> bool:
     return save(engine, table, root / "there").problem is None
 
 
-def _before_a_step(groups: Groups, root: Path) -> bool:
+def _before_a_step(groups: ProcessGroups, root: Path) -> bool:
     """A critic's warm-up leaves the actor without moments; what is loaded over others has none either."""
     table = table_of(groups, FAMILY, MODEL, "tp=2")
     engine = engine_of(groups, table, "tp=2", root / FAMILY)
@@ -104,7 +104,7 @@ def _refusal(engine: Engine, table: Table, folder: Path) -> str:
     return str(error.value)
 
 
-def _observe_refusals(found: Observed, groups: Groups, root: Path) -> None:
+def _observe_refusals(found: Observed, groups: ProcessGroups, root: Path) -> None:
     table, saved = table_of(groups, FAMILY, MODEL, "tp=2"), root / "float32 tp=2"
     engine = engine_of(groups, table, "tp=2", root / FAMILY)
     found.refusals["nothing"] = _refusal(engine, table, root / "nowhere")

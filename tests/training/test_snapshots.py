@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.training.engine import Engine
-from mcore_rl.training.offload import Part
+from mcore_rl.training.offload import OffloadPart
 from mcore_rl.types import StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
 
@@ -48,12 +48,12 @@ def _bits(engine: Engine) -> list[Tensor]:
     return [*engines.weights_of(engine).values(), *engines.state_of(engine)]
 
 
-def _fresh(groups: Groups, kind: str) -> Engine:
+def _fresh(groups: ProcessGroups, kind: str) -> Engine:
     model, precision = KINDS[kind]
     return engines.build(groups, model, engines.config(precision=precision))
 
 
-def _observe_kind(groups: Groups, kind: str) -> Observed:
+def _observe_kind(groups: ProcessGroups, kind: str) -> Observed:
     found = Observed()
     never = _fresh(groups, kind)
     _step(never)
@@ -94,11 +94,11 @@ def _refusals(engine: Engine) -> dict[str, str]:
             action()
 
     def away(action: Callable[[], object]) -> None:
-        engine.memory.offload([Part.weights])
+        engine.memory.offload([OffloadPart.weights])
         try:
             action()
         finally:
-            engine.memory.onload([Part.weights])
+            engine.memory.onload([OffloadPart.weights])
 
     def fail() -> None:
         raise ValueError("of the caller's own")

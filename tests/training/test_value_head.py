@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_rl.config.engine import OptimizerConfig, Precision
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.parallel.groups import Groups
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
@@ -46,7 +46,7 @@ def _heads(engine: Engine) -> list[ValueHead]:
     return [module for chunk in engine.models for module in chunk.modules() if isinstance(module, ValueHead)]
 
 
-def _observe_layout(groups: Groups, layout: str, precision: Precision) -> Observed:
+def _observe_layout(groups: ProcessGroups, layout: str, precision: Precision) -> Observed:
     # Rate 0 and no clipping: the gradients stay in place after a step.
     still = OptimizerConfig(lr=0.0, clip_grad=0.0)
     settings = engines.config(precision=precision, optim=still, microbatch_tokens=None, microbatch_sequences=1)

@@ -17,7 +17,7 @@ from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.runtime.worker_group import WorkerGroup
-from mcore_rl.training.offload import Part
+from mcore_rl.training.offload import OffloadPart
 
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2  # vLLM's levels of sleep
 
@@ -58,7 +58,7 @@ class DeviceSharing:
             await self._restarter.repeat(self._engines.wake)
         yield
         if self._is_shared:
-            await self._actor.all("offload", [Part.weights])
+            await self._actor.all("offload", [OffloadPart.weights])
             if self._reward_model is not None:
                 await self._reward_model.wake()
 

@@ -44,7 +44,7 @@ from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Transport
 from mcore_rl.sync.update import WeightUpdater
 from mcore_rl.tracking.sinks import Tracker
-from mcore_rl.training.offload import Part
+from mcore_rl.training.offload import OffloadPart
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -115,7 +115,7 @@ async def _weight_updater(
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     stack.callback(lambda kept: None, store)
     transport = _transport(config, platform, this_host(), store.port)
-    await actor.all("onload", [Part.weights])  # which are away where engines stand on the same devices
+    await actor.all("onload", [OffloadPart.weights])  # which are away where engines stand on the same devices
     await actor.all("connect", transport, config.rollout.layout, UPDATE_BUCKET_BYTES)
     return WeightUpdater(engines, config.rollout.layout, ActorTrainers(actor))
 

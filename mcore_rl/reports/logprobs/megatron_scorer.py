@@ -6,17 +6,17 @@ from functools import partial
 
 from torch import Tensor
 
+from mcore_rl.arrays import Float64Array
 from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.config.engine import Device, EngineConfig, Precision
 from mcore_rl.parallel.device import Platform, detect, device_of
-from mcore_rl.parallel.groups import Groups, destroy_groups, init_groups
+from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import phase
 from mcore_rl.proofs.differences import module_differences
-from mcore_rl.reports.logprobs.question import TIE, Drawn, Pass, Question, batch_of, floats
-from mcore_rl.reports.logprobs.report import Floats
+from mcore_rl.reports.logprobs.question import TIE, Pass, Question, VllmSamples, batch_of, floats
 from mcore_rl.training.checkpoint import load_megatron
 from mcore_rl.training.engine import Engine
 from mcore_rl.types import TrainBatch
@@ -27,7 +27,7 @@ COLD = TIE / 10  # a temperature at which a token's log-prob says whether it is 
 COLD_LOGPROB = -10.0
 
 
-def score(rank: Rank, question: Question, drawn: Drawn, routing_TLK: Tensor | None) -> dict[Precision, Pass]:
+def score(rank: Rank, question: Question, drawn: VllmSamples, routing_TLK: Tensor | None) -> dict[Precision, Pass]:
     """One rank of Megatron: a pass in each precision, the same on every rank but for ``differing``."""
     platform = detect(Device.auto)
     rank.init_process_group(platform)
@@ -42,11 +42,11 @@ def score(rank: Rank, question: Question, drawn: Drawn, routing_TLK: Tensor | No
 
 
 def _megatron_pass(
-    groups: Groups,
+    groups: ProcessGroups,
     platform: Platform,
     precision: Precision,
     question: Question,
-    drawn: Drawn,
+    drawn: VllmSamples,
     routing_TLK: Tensor | None,
 ) -> Pass:
     batch, greedy = batch_of(drawn.samples, drawn.prompts), batch_of(drawn.greedy, drawn.prompts)
@@ -77,6 +77,6 @@ def _megatron_pass(
     )
 
 
-def _responses(logprobs_T: Tensor | None, batch: TrainBatch) -> Floats:
+def _responses(logprobs_T: Tensor | None, batch: TrainBatch) -> Float64Array:
     assert logprobs_T is not None, "an actor has log-probs"
     return floats(logprobs_T[batch.mask_T])

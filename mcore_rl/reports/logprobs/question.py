@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mcore_rl.arrays import Float64Array
 from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.parallel import ParallelConfig
@@ -21,7 +22,6 @@ from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import Violation
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.differences import Differences
-from mcore_rl.reports.logprobs.report import Floats
 from mcore_rl.rollout.protocol import Prompt, Sample, Sampling
 from mcore_rl.types import TrainBatch
 
@@ -57,7 +57,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class VllmSamples:
     """vLLM's side.  samples: as asked for.  greedy: one of each prompt.  differing: of the weights that it held."""
 
     prompts: Mapping[str, Prompt]
@@ -74,11 +74,11 @@ class Pass:
     prompts too, int16; None without experts.  replayed: log-probs with the other's choices.  differing: weights.
     """
 
-    logprobs: Floats
+    logprobs: Float64Array
     is_top1: NDArray[np.bool_]
-    sampled_from: dict[str, Floats]
+    sampled_from: dict[str, Float64Array]
     routing_TLK: Tensor | None = None
-    replayed: Floats | None = None
+    replayed: Float64Array | None = None
     differing: Differences | None = None
 
 
@@ -109,7 +109,7 @@ def batch_of(samples: Sequence[Sample], prompts: Mapping[str, Prompt], routing_T
     )
 
 
-def floats(values: Tensor) -> Floats:
+def floats(values: Tensor) -> Float64Array:
     """``values`` as statistics want them: float64 on the host."""
     return values.double().cpu().numpy()
 

@@ -16,10 +16,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from mcore_rl.arrays import Float64Array, Int64Array
 
 VLLM, TRANSFORMERS, MEGATRON = "vllm", "transformers", "megatron"
 SCORERS = (VLLM, TRANSFORMERS, MEGATRON)
@@ -87,7 +85,7 @@ class Top1:
     agreement: dict[str, float]
 
 
-class Cause(Enum):
+class MismatchCause(Enum):
     """What makes log-probs of the same tokens differ, in the order in which it is looked for."""
 
     weights = "weights"
@@ -101,7 +99,7 @@ class Cause(Enum):
 class Finding:
     """found: whether the evidence shows it; None where nothing could be examined.  evidence: numbers, in words."""
 
-    cause: Cause
+    cause: MismatchCause
     found: bool | None
     evidence: str
 
@@ -114,10 +112,10 @@ class Scored:
     log_softmax(logits / temperature) (vLLM's: under what it says it drew from).
     """
 
-    sample_N: Ints
-    position_N: Ints
-    token_N: Ints
-    logprobs: Mapping[str, Floats]
+    sample_N: Int64Array
+    position_N: Int64Array
+    token_N: Int64Array
+    logprobs: Mapping[str, Float64Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,17 +130,17 @@ class Evidence:
     """
 
     differing_weights: Mapping[str, Mapping[str, float]] | None = None
-    float32: Mapping[str, Floats] = field(default_factory=dict)
-    sampled_from: Mapping[str, Floats] = field(default_factory=dict)
+    float32: Mapping[str, Float64Array] = field(default_factory=dict)
+    sampled_from: Mapping[str, Float64Array] = field(default_factory=dict)
     truncated: bool = False
     routing_differs: float | None = None
-    replayed: Floats | None = None
+    replayed: Float64Array | None = None
     num_responses: int = 0
     retokenised: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class LogprobReport:
     """settings: what was asked for.  verdict: one sentence.  exceeded: the thresholds that were, in words."""
 
     settings: dict[str, Any]
@@ -182,7 +180,7 @@ def statistics(first: str, second: str, scored: Scored) -> PairStatistics:
     )
 
 
-def _bins(abs_N: Floats, position_N: Ints) -> tuple[Bin, ...]:
+def _bins(abs_N: Float64Array, position_N: Int64Array) -> tuple[Bin, ...]:
     """Positions 0, 1, 2-3, 4-7, ...: as many bins as the longest response has bits."""
     edges = [0, *(1 << bit for bit in range(int(position_N.max()).bit_length() + 1))]
     found = []
@@ -194,7 +192,7 @@ def _bins(abs_N: Floats, position_N: Ints) -> tuple[Bin, ...]:
     return tuple(found)
 
 
-def largest_differences(scored: Scored, count: int = MAX_WORST) -> Ints:
+def largest_differences(scored: Scored, count: int = MAX_WORST) -> Int64Array:
     """The rows with the largest spread between scorers, largest first."""
     rows = np.stack([scored.logprobs[name] for name in SCORERS])
     return np.argsort(-np.ptp(rows, axis=0), kind="stable")[:count]
@@ -211,7 +209,7 @@ def exceeded(pairs: Sequence[PairStatistics], max_abs: float | None, mean_abs: f
 
 
 def findings(scored: Scored, evidence: Evidence, dtype: str) -> tuple[Finding, ...]:
-    """Every cause, found or not, in the order of ``Cause``.  dtype: that the scores were computed in."""
+    """Every cause, found or not, in the order of ``MismatchCause``.  dtype: that the scores were computed in."""
     return (
         _weights(evidence),
         _sampling(scored, evidence),
@@ -226,8 +224,8 @@ def verdict(pairs: Sequence[PairStatistics], found: Sequence[Finding]) -> str:
     largest = max(pairs, key=lambda pair: pair.max_abs)
     who = f"{largest.first} and {largest.second} differ most, by {largest.max_abs:.1e}"
     # The tokens that are scored are those that were drawn, so tokenisation explains nothing here; it would in training.
-    causes = [each.cause.value for each in found if each.found and each.cause is not Cause.tokenisation]
-    if Cause.weights.value in causes:
+    causes = [each.cause.value for each in found if each.found and each.cause is not MismatchCause.tokenisation]
+    if MismatchCause.weights.value in causes:
         return f"{who}. Cause: the weights are not the same; what else was found may follow from it."
     if largest.max_abs <= ROUNDING:
         return f"They agree: {who}."
@@ -238,18 +236,18 @@ def verdict(pairs: Sequence[PairStatistics], found: Sequence[Finding]) -> str:
 
 def _weights(evidence: Evidence) -> Finding:
     if evidence.differing_weights is None:
-        return Finding(cause=Cause.weights, found=None, evidence="not examined")
+        return Finding(cause=MismatchCause.weights, found=None, evidence="not examined")
     wrong = {holder: names for holder, names in evidence.differing_weights.items() if names}
     if not wrong:
         holders = " and ".join(evidence.differing_weights)
-        return Finding(cause=Cause.weights, found=False, evidence=f"every tensor of {holders} is that of --hf")
+        return Finding(cause=MismatchCause.weights, found=False, evidence=f"every tensor of {holders} is that of --hf")
     said = []
     for holder, names in wrong.items():
         listed = sorted(names.items(), key=lambda item: -item[1])
         some = ", ".join(f"{name} (by {largest:.1e})" for name, largest in listed[:MAX_NAMED])
         more = f" and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
         said.append(f"{holder} holds {len(listed)} tensors otherwise than --hf: {some}{more}")
-    return Finding(cause=Cause.weights, found=True, evidence="; ".join(said))
+    return Finding(cause=MismatchCause.weights, found=True, evidence="; ".join(said))
 
 
 def _sampling(scored: Scored, evidence: Evidence) -> Finding:
@@ -259,16 +257,16 @@ def _sampling(scored: Scored, evidence: Evidence) -> Finding:
     name = min(others, key=others.__getitem__, default="")
     if others and before > ROUNDING / 10 and others[name] <= EXPLAINED * before:
         said = f"vLLM's log-probs are those of {name}: mean difference {others[name]:.1e} instead of {before:.1e}"
-        return Finding(cause=Cause.sampling, found=True, evidence=said)
+        return Finding(cause=MismatchCause.sampling, found=True, evidence=said)
     said = "vLLM's log-probs are those of the whole distribution at the temperature asked for"
     if evidence.truncated:
         said += ", as far as can be told: top-p and top-k cut little off"
-    return Finding(cause=Cause.sampling, found=False, evidence=said)
+    return Finding(cause=MismatchCause.sampling, found=False, evidence=said)
 
 
 def _routing(scored: Scored, evidence: Evidence) -> Finding:
     if evidence.routing_differs is None or evidence.replayed is None:
-        return Finding(cause=Cause.routing, found=None, evidence="the model has no experts")
+        return Finding(cause=MismatchCause.routing, found=None, evidence="the model has no experts")
     reference = scored.logprobs[TRANSFORMERS]
     before_N, after_N = np.abs(scored.logprobs[MEGATRON] - reference), np.abs(evidence.replayed - reference)
     before, after = ((float(d_N.mean()), float(d_N.max())) for d_N in (before_N, after_N))
@@ -279,13 +277,13 @@ def _routing(scored: Scored, evidence: Evidence) -> Finding:
         f"; with transformers' choices replayed they differ by {after[0]:.1e} in the mean and {after[1]:.1e} at most "
     )
     said += f"instead of {before[0]:.1e} and {before[1]:.1e}"
-    return Finding(cause=Cause.routing, found=evidence.routing_differs > 0 and mended, evidence=said)
+    return Finding(cause=MismatchCause.routing, found=evidence.routing_differs > 0 and mended, evidence=said)
 
 
 def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Finding:
     if not evidence.float32:
         said = f"all three computed in {dtype}, where orders of sums make less than {ROUNDING:g}"
-        return Finding(cause=Cause.precision, found=False, evidence=said)
+        return Finding(cause=MismatchCause.precision, found=False, evidence=said)
     before = _mean_abs(scored.logprobs[MEGATRON], scored.logprobs[TRANSFORMERS])
     after = _mean_abs(evidence.float32[MEGATRON], evidence.float32[TRANSFORMERS])
     truth = evidence.float32[TRANSFORMERS]
@@ -294,17 +292,17 @@ def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Finding:
     said += "transformers in float32 " + ", ".join(f"{name} is {error:.1e}" for name, error in errors.items())
     # vLLM has no float32 run of its own: it rounds as the others do where its distance to float32 is like theirs.
     alike = errors[VLLM] <= errors[TRANSFORMERS] / EXPLAINED
-    return Finding(cause=Cause.precision, found=after <= EXPLAINED * before and alike, evidence=said)
+    return Finding(cause=MismatchCause.precision, found=after <= EXPLAINED * before and alike, evidence=said)
 
 
 def _tokenisation(evidence: Evidence) -> Finding:
     if not evidence.num_responses:
-        return Finding(cause=Cause.tokenisation, found=None, evidence="no tokenizer")
+        return Finding(cause=MismatchCause.tokenisation, found=None, evidence="no tokenizer")
     said = f"{evidence.retokenised} of {evidence.num_responses} responses encode to other tokens than were drawn"
     if evidence.retokenised:
         said += ": train on the tokens, never on the text"
-    return Finding(cause=Cause.tokenisation, found=evidence.retokenised > 0, evidence=said)
+    return Finding(cause=MismatchCause.tokenisation, found=evidence.retokenised > 0, evidence=said)
 
 
-def _mean_abs(one: Floats, other: Floats) -> float:
+def _mean_abs(one: Float64Array, other: Float64Array) -> float:
     return float(np.abs(one - other).mean())

@@ -20,14 +20,14 @@ from mcore_rl.errors import refuse_if_any
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.proofs.differences import worst
-from mcore_rl.reports.logprobs.question import Drawn, Pass, Question, question_violations, settings_of
+from mcore_rl.reports.logprobs.question import Pass, Question, VllmSamples, question_violations, settings_of
 from mcore_rl.reports.logprobs.report import (
     MEGATRON,
     PAIRS,
     TRANSFORMERS,
     VLLM,
     Evidence,
-    Report,
+    LogprobReport,
     Scored,
     Top1,
     WorstToken,
@@ -81,12 +81,12 @@ def report(
     *,
     max_abs: float | None = None,
     mean_abs: float | None = None,
-) -> Report:
+) -> LogprobReport:
     """What was measured, in pairs, with causes.  tokenizer: of the text.  max_abs, mean_abs: thresholds, in nats."""
     evidence = replace(measured.evidence, **_retokenised(measured.samples, tokenizer))
     pairs = tuple(statistics(first, second, measured.scored) for first, second in PAIRS)
     found = findings(measured.scored, evidence, question.dtype.value)
-    return Report(
+    return LogprobReport(
         settings=settings_of(question),
         num_tokens=len(measured.scored.token_N),
         verdict=verdict(pairs, found),
@@ -140,7 +140,7 @@ def _around(sample: Sample, position: int, tokenizer: Any | None) -> str:
 
 
 def _joined(
-    question: Question, drawn: Drawn, theirs: dict[Precision, Pass], ranks: list[dict[Precision, Pass]]
+    question: Question, drawn: VllmSamples, theirs: dict[Precision, Pass], ranks: list[dict[Precision, Pass]]
 ) -> Measured:
     reference, ours = theirs[question.dtype], ranks[0][question.dtype]
     drawn_logprobs = np.concatenate([sample.logprobs for sample in drawn.samples]).astype(np.float64)
@@ -173,13 +173,13 @@ def _joined(
     return Measured(scored=scored, evidence=evidence, top1=top1, samples=drawn.samples)
 
 
-def _transformers(rank: Rank, question: Question, drawn: Drawn) -> dict[Precision, Pass]:
+def _transformers(rank: Rank, question: Question, drawn: VllmSamples) -> dict[Precision, Pass]:
     from mcore_rl.reports.logprobs import transformers_scorer  # here, so that the parent need not import it
 
     return transformers_scorer.score(question, drawn)
 
 
-def _megatron(rank: Rank, question: Question, drawn: Drawn, routing_TLK: Tensor | None) -> dict[Precision, Pass]:
+def _megatron(rank: Rank, question: Question, drawn: VllmSamples, routing_TLK: Tensor | None) -> dict[Precision, Pass]:
     warnings.simplefilter("ignore")  # what Megatron would like to be installed
     from mcore_rl.reports.logprobs import megatron_scorer  # Megatron is for these processes alone
 

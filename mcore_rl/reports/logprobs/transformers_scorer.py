@@ -16,7 +16,7 @@ from transformers.utils import logging
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.phase import phase
-from mcore_rl.reports.logprobs.question import TIE, Drawn, Pass, Question, floats
+from mcore_rl.reports.logprobs.question import TIE, Pass, Question, VllmSamples, floats
 from mcore_rl.rollout.protocol import Prompt, Sample, Sampling
 
 EVERYTHING = "the whole distribution at temperature 1"
@@ -24,7 +24,7 @@ TRUNCATED = "what top-p and top-k leave"
 
 
 @torch.no_grad()
-def score(question: Question, drawn: Drawn) -> dict[Precision, Pass]:
+def score(question: Question, drawn: VllmSamples) -> dict[Precision, Pass]:
     """A pass in each precision that the question asks for."""
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -38,7 +38,7 @@ def score(question: Question, drawn: Drawn) -> dict[Precision, Pass]:
     return found
 
 
-def _transformers_pass(model: Any, sampling: Sampling, drawn: Drawn) -> Pass:
+def _transformers_pass(model: Any, sampling: Sampling, drawn: VllmSamples) -> Pass:
     choices = _Choices(model)
     others = {EVERYTHING: 1.0} if sampling.temperature != 1 else {}
     rows: dict[str, list[Tensor]] = {name: [] for name in ("", *others, *([TRUNCATED] * sampling.truncated))}

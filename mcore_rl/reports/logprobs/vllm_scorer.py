@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.config.rollout import RolloutConfig, kv_bytes_per_token
 from mcore_rl.proofs.differences import worst
-from mcore_rl.reports.logprobs.question import Drawn, Question
+from mcore_rl.reports.logprobs.question import Question, VllmSamples
 from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, requests_of
 from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
@@ -17,7 +17,7 @@ KV_CACHE_BYTES = 256 << 20  # at least
 NUM_SEQS = 8  # that the KV cache holds at once
 
 
-def draw(question: Question, prompts: Sequence[Prompt]) -> Drawn:
+def draw(question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
     """Responses of vLLM, in an engine that ends with the call; and what its weights have otherwise than the files."""
     longest = max(len(prompt.tokens) for prompt in prompts)
     _, table = open_hf(question.hf)
@@ -37,12 +37,12 @@ def draw(question: Question, prompts: Sequence[Prompt]) -> Drawn:
         return asyncio.run(_draw(engine, question, prompts))
 
 
-async def _draw(engine: EngineProcess, question: Question, prompts: Sequence[Prompt]) -> Drawn:
+async def _draw(engine: EngineProcess, question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
     held = await engine.call_workers(
         HeldWeightsMethods.held_differences, str(question.hf.resolve()), str(question.rollout)
     )
     greedy = Sampling(max_tokens=question.sampling.max_tokens, temperature=0.0)
-    return Drawn(
+    return VllmSamples(
         prompts={prompt.id: prompt for prompt in prompts},
         samples=await _samples(engine, requests_of(prompts, question.n), question.sampling),
         greedy=await _samples(engine, requests_of(prompts, 1), greedy),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import (
     BYTES,
@@ -160,7 +160,7 @@ def demand_tested_vllm() -> None:
 
 def memory_violations(directory: Path, rollout: ServingConfig, platform: Platform) -> list[Violation]:
     """What does not fit for certain: a rank holds at least its even share of the weights, in the engine's dtype."""
-    with Checkpoint.open(directory) as checkpoint:
+    with HfCheckpoint.open(directory) as checkpoint:
         numbers = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     layout = rollout.layout
     weights = numbers * BYTES[rollout.dtype] // (layout.tp * layout.engine_dp)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.checkpoints.hf_directory import Checkpoint
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig, kv_bytes_per_token, yarn_reach
@@ -111,7 +111,7 @@ def _head_violations(directory: Path, architecture: str, hidden_size: int) -> li
     if architecture == REWARD:
         inner = {"score.0.weight": (hidden_size, hidden_size), "score.0.bias": (hidden_size,)}
         wanted = inner | {"score.2.weight": (1, hidden_size), "score.2.bias": (1,)}
-    with Checkpoint.open(directory) as checkpoint:
+    with HfCheckpoint.open(directory) as checkpoint:
         held = {name: info.shape for name, info in checkpoint.tensors.items() if name.startswith("score.")}
     if held == wanted:
         return []

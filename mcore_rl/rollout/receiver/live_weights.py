@@ -47,7 +47,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from mcore_rl.errors import WeightMapError
 from mcore_rl.rollout.receiver.packed_experts import unpacked_experts
 from mcore_rl.rollout.receiver.receive_memory import Blocks
-from mcore_rl.weights.rollout_table import RolloutTable, StoredTensor
+from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
 
@@ -60,7 +60,7 @@ class _Place:
 
     module: nn.Module
     attribute: str
-    stored: StoredTensor
+    stored: RolloutTensor
 
 
 class _LookedUp(UnquantizedEmbeddingMethod):  # type: ignore[misc]  # vLLM is not followed

@@ -33,7 +33,7 @@ from mcore_rl.rollout.receiver.receive_memory import beside, freed_memory_kept
 from mcore_rl.rollout.weight_channel import Opening
 from mcore_rl.rollout.worker_methods import Answer, WeightReceiverMethods
 from mcore_rl.weights.fingerprint import added, fingerprint
-from mcore_rl.weights.messages import Message, Part, messages_to, plan_id
+from mcore_rl.weights.messages import Message, MessagePart, messages_to, plan_id
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
@@ -103,7 +103,7 @@ class _Updates:
             return self.lent[index][: message.num_bytes]
         return space
 
-    def _dtype_of(self, part: Part) -> torch.dtype:
+    def _dtype_of(self, part: MessagePart) -> torch.dtype:
         dtype: torch.dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)
         return dtype
 

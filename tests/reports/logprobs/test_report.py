@@ -15,9 +15,9 @@ from mcore_rl.reports.logprobs.report import (
     TRANSFORMERS,
     VLLM,
     Bin,
-    Cause,
     Evidence,
-    Report,
+    LogprobReport,
+    MismatchCause,
     Scored,
     Top1,
     exceeded,
@@ -50,7 +50,7 @@ def moved(by: float, seed: int = 1) -> np.ndarray:
     return scored().logprobs[TRANSFORMERS] + by * np.random.default_rng(seed).standard_normal(N)
 
 
-def found_in(given: Scored, evidence: Evidence, dtype: str = "float32") -> dict[Cause, bool | None]:
+def found_in(given: Scored, evidence: Evidence, dtype: str = "float32") -> dict[MismatchCause, bool | None]:
     return {finding.cause: finding.found for finding in findings(given, evidence, dtype)}
 
 
@@ -156,7 +156,7 @@ def test_weights_are_named_first() -> None:
     given = scored(**{MEGATRON: moved(0.2)})
     evidence = Evidence(differing_weights={VLLM: {}, MEGATRON: {f"w{i}": float(i) for i in range(1, 8)}})
     weights = findings(given, evidence, "float32")[0]
-    assert weights.found and weights.cause is Cause.weights
+    assert weights.found and weights.cause is MismatchCause.weights
     assert weights.evidence == (
         "megatron holds 7 tensors otherwise than --hf: w7 (by 7.0e+00), w6 (by 6.0e+00), w5 (by 5.0e+00), "
         "w4 (by 4.0e+00), w3 (by 3.0e+00) and 2 more"
@@ -165,7 +165,7 @@ def test_weights_are_named_first() -> None:
     assert "Cause: the weights" in verdict(pairs, findings(given, evidence, "float32"))
     # Also where nobody sees it in the numbers: an expert that no token went to.
     assert not verdict([statistics(*PAIRS[0], scored())], [weights]).startswith("They agree")
-    assert found_in(given, Evidence())[Cause.weights] is None
+    assert found_in(given, Evidence())[MismatchCause.weights] is None
 
 
 def test_another_temperature_is_found() -> None:
@@ -173,25 +173,25 @@ def test_another_temperature_is_found() -> None:
     other = moved(0.5)
     given = scored(**{VLLM: other + NOISE})
     evidence = Evidence(sampled_from={"something else": moved(0.5, seed=2), "temperature 1": other})
-    (sampling,) = (each for each in findings(given, evidence, "float32") if each.cause is Cause.sampling)
+    (sampling,) = (each for each in findings(given, evidence, "float32") if each.cause is MismatchCause.sampling)
     assert sampling.found and "those of temperature 1" in sampling.evidence
-    assert not found_in(scored(), evidence)[Cause.sampling], "it drew as asked"
+    assert not found_in(scored(), evidence)[MismatchCause.sampling], "it drew as asked"
 
 
 def test_sampling_is_not_blamed_for_noise() -> None:
     """A candidate that is closer by chance explains nothing where there is nothing to explain."""
     given = scored()
     evidence = Evidence(sampled_from={"temperature 1": given.logprobs[VLLM]})
-    assert not found_in(given, evidence)[Cause.sampling]
+    assert not found_in(given, evidence)[MismatchCause.sampling]
 
 
 def test_routing_is_the_cause_where_replay_mends_it() -> None:
     given = scored(**{MEGATRON: moved(0.2)})
     mended = Evidence(routing_differs=0.03, replayed=moved(NOISE))
-    assert found_in(given, mended)[Cause.routing] is True
-    assert found_in(given, dataclasses.replace(mended, routing_differs=0.0))[Cause.routing] is False
-    assert found_in(given, dataclasses.replace(mended, replayed=moved(0.19)))[Cause.routing] is False
-    assert found_in(given, Evidence())[Cause.routing] is None
+    assert found_in(given, mended)[MismatchCause.routing] is True
+    assert found_in(given, dataclasses.replace(mended, routing_differs=0.0))[MismatchCause.routing] is False
+    assert found_in(given, dataclasses.replace(mended, replayed=moved(0.19)))[MismatchCause.routing] is False
+    assert found_in(given, Evidence())[MismatchCause.routing] is None
 
 
 def test_routing_is_the_cause_of_a_few_large_differences() -> None:
@@ -202,19 +202,19 @@ def test_routing_is_the_cause_of_a_few_large_differences() -> None:
     given = scored(**{MEGATRON: elsewhere})
     reference = given.logprobs[TRANSFORMERS]
     assert abs(mended - reference).mean() > 0.5 * abs(elsewhere - reference).mean()
-    assert found_in(given, Evidence(routing_differs=0.01, replayed=mended))[Cause.routing] is True
+    assert found_in(given, Evidence(routing_differs=0.01, replayed=mended))[MismatchCause.routing] is True
 
 
 def test_precision_is_the_cause_where_float32_agrees() -> None:
     truth = {TRANSFORMERS: moved(NOISE), MEGATRON: moved(NOISE, seed=2)}
     rounded = scored(**{name: moved(0.01, seed) for seed, name in enumerate((VLLM, TRANSFORMERS, MEGATRON))})
     evidence = Evidence(float32=truth)
-    assert found_in(rounded, evidence, "bfloat16")[Cause.precision] is True
+    assert found_in(rounded, evidence, "bfloat16")[MismatchCause.precision] is True
     wrong_in_both = Evidence(float32=truth | {MEGATRON: moved(0.02)})
-    assert found_in(rounded, wrong_in_both, "bfloat16")[Cause.precision] is False
+    assert found_in(rounded, wrong_in_both, "bfloat16")[MismatchCause.precision] is False
     vllm_is_wrong = dataclasses.replace(rounded, logprobs=rounded.logprobs | {VLLM: moved(0.2)})
-    assert found_in(vllm_is_wrong, evidence, "bfloat16")[Cause.precision] is False
-    assert found_in(rounded, Evidence())[Cause.precision] is False, "float32 is what it was computed in"
+    assert found_in(vllm_is_wrong, evidence, "bfloat16")[MismatchCause.precision] is False
+    assert found_in(rounded, Evidence())[MismatchCause.precision] is False, "float32 is what it was computed in"
 
 
 def test_tokenisation_is_found_and_explains_nothing() -> None:
@@ -234,7 +234,7 @@ def test_what_nothing_explains_is_said() -> None:
 def test_the_report_is_json() -> None:
     given = scored()
     pairs = tuple(statistics(*pair, given) for pair in PAIRS)
-    report = Report(
+    report = LogprobReport(
         settings={"dtype": "float32"},
         num_tokens=N,
         verdict="fine",
@@ -245,5 +245,5 @@ def test_the_report_is_json() -> None:
         exceeded=(),
     )
     read = json.loads(json.dumps(report.as_json()))
-    assert [finding["cause"] for finding in read["findings"]] == [cause.value for cause in Cause]
+    assert [finding["cause"] for finding in read["findings"]] == [cause.value for cause in MismatchCause]
     assert read["pairs"][0]["bins"][0]["count"] == 3 and read["top1"]["count"] == 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.reports.logprobs.question import Drawn
+from mcore_rl.reports.logprobs.question import VllmSamples
 from mcore_rl.reports.logprobs.transformers_scorer import EVERYTHING, TRUNCATED, _transformers_pass, _truncated
 from mcore_rl.rollout.protocol import FinishReason, Prompt, Sample, Sampling
 from tests.support.published import TINY, class_config
@@ -57,7 +57,7 @@ def test_a_pass(name: str) -> None:
             for s in samples
         ]
     likeliest = sample([int(outputs[1].logits[0, 0].argmax()), 3], "b")
-    drawn = Drawn(prompts=prompts, samples=samples, greedy=(likeliest,), differing={})
+    drawn = VllmSamples(prompts=prompts, samples=samples, greedy=(likeliest,), differing={})
     sampling = Sampling(max_tokens=4, temperature=0.5, top_k=5)
     with torch.no_grad():
         found = _transformers_pass(model, sampling, drawn)

@@ -1,0 +1,10 @@
+"""The numpy arrays of indices, counts and log-probs that packages hand to one another, named by their dtype."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+Float64Array = NDArray[np.float64]
