@@ -31,7 +31,7 @@ from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import inherited_environment
-from mcore_rl.rollout.engine.classifier import admit_engine
+from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.environment import engine_environment, usable_cores
 from mcore_rl.rollout.engine.log import death, first_cause
 from mcore_rl.rollout.engine.process_group import end_group
@@ -66,11 +66,11 @@ def start_engine(
     returns at once, for starting several; ``wait_until_ready`` then raises what this would.  config: a RolloutConfig's
     engine draws, a RewardModelConfig's classifies.
 
-    Raises ConfigError and RolloutError: before a process is started for what ``admit_engine`` can tell, else once it
+    Raises ConfigError and RolloutError: before a process is started for what ``admit`` can tell, else once it
     failed.
     """
     platform = detect(config.device)
-    admit_engine(directory, config, platform)
+    model = admit(directory, config, platform)
     chosen = tuple(usable_cores() if cores is None else cores)
     temporary = log is None
     if log is None:
@@ -82,6 +82,7 @@ def start_engine(
         name=name,
         directory=directory,
         config=config,
+        model=model,
         platform=platform,
         cores=chosen,
         extension=extension,

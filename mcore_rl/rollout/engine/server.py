@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import McoreRLError, RolloutError
 from mcore_rl.parallel.device import Platform
@@ -37,6 +38,7 @@ class Settings:
     name: str
     directory: Path
     config: ServingConfig
+    model: ModelConfig
     platform: Platform
     cores: tuple[int, ...]
     extension: str | None
@@ -97,6 +99,7 @@ class _Server:
                 settings.name,
                 settings.directory,
                 settings.config,
+                settings.model,
                 settings.platform,
                 extension=settings.extension,
                 version=settings.version,

@@ -24,16 +24,16 @@ from vllm.pooling_params import PoolingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import DeadEngineError, McoreRLError, RolloutError
 from mcore_rl.parallel.device import Platform
-from mcore_rl.rollout.engine.admission import Limits, admit_requests, limits_of
-from mcore_rl.rollout.engine.classifier import admit_engine
 from mcore_rl.rollout.engine.environment import engine_arguments
 from mcore_rl.rollout.engine.log import first_cause, first_exception
 from mcore_rl.rollout.engine.meter import Meter
 from mcore_rl.rollout.engine.outputs import sample_of, sampling_params
 from mcore_rl.rollout.engine.process_group import is_alive, is_tracker, remove, shared_memory_of
+from mcore_rl.rollout.engine.request_checks import Limits, demand_requests, limits_of
 from mcore_rl.rollout.protocol import Pause, Request, Sample, Sampling, Statistics
 
 P = ParamSpec("P")
@@ -71,6 +71,7 @@ class VllmEngine:
         name: str,
         directory: Path,
         config: ServingConfig,
+        model: ModelConfig,
         platform: Platform,
         *,
         extension: str | None = None,
@@ -83,9 +84,8 @@ class VllmEngine:
         methods vLLM's workers get.  version: of the weights in ``directory``.  log: the file that this process's output
         goes to, where it does, to be asked for the cause of a death.
 
-        Raises what ``admit_engine`` raises, and RolloutError with the first cause where vLLM does not start.
+        Raises RolloutError with the first cause where vLLM does not start.
         """
-        model = admit_engine(directory, config, platform)
         arguments = engine_arguments(directory, config, model, platform, extension)
         try:
             settings = AsyncEngineArgs(**arguments).create_engine_config()
@@ -103,7 +103,7 @@ class VllmEngine:
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
         """See ``RolloutEngine.generate``."""
         self._demand_whole_weights()
-        admit_requests(requests, sampling, self._limits)
+        demand_requests(requests, sampling, self._limits)
         finished: asyncio.Queue[Sample | Exception] = asyncio.Queue()
         tasks = [asyncio.create_task(self._generate_one(request, sampling, finished)) for request in requests]
         try:
