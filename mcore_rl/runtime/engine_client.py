@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -47,16 +46,18 @@ class EngineClient(RemoteEngine):
         self._worker = self._new_worker()
         await self._answered("starting again", self._worker.start.remote(*self._started))
 
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
-        """See ``RolloutEngine.generate``; samples come when all of ``requests`` are finished."""
-        call = self._worker.generate.remote(list(requests), sampling)
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
+        """See ``RolloutEngine.generate``."""
+        finishing = self._worker.generate.options(num_returns="streaming").remote(list(requests), sampling)
+        unfinished = len(requests)
         try:
-            samples = await self._answered(f"generating {len(requests)} samples", call)
-        except asyncio.CancelledError:
-            ray.cancel(call)  # aborts what is left of them
-            raise
-        for sample in samples:
-            yield sample
+            async for call in finishing:
+                sample = await self._answered(f"generating {unfinished} samples", call)
+                unfinished -= 1
+                yield sample
+        finally:
+            if unfinished:
+                ray.cancel(finishing)  # aborts them
 
     async def shutdown(self) -> None:
         """See ``RolloutEngine.shutdown``; its actor ends too."""

@@ -7,7 +7,8 @@ own, and ends with it.  ``engine_client`` is the other side.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,14 @@ class RolloutWorker:
         self._engine = engine
         return None
 
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample] | McoreRLError:
-        """All samples, once they are finished: the pool asks for one prompt's at a time."""
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample | McoreRLError]:
+        """Each sample as it finishes."""
         try:
-            return [sample async for sample in self._live.generate(requests, sampling)]
+            async with aclosing(self._live.generate(requests, sampling)) as samples:
+                async for sample in samples:
+                    yield sample
         except McoreRLError as error:
-            return error
+            yield error
 
     async def perform(self, verb: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Any other verb of the engine, as ``EngineClient`` carries it."""

@@ -26,7 +26,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine() -> EngineClient:
-    return EngineClient("engine 7", lambda: ray.remote(Scripted).options(num_cpus=0).remote("engine 7"))
+    return new_engine("engine 7")
 
 
 def request(name: str, index: int = 0) -> Request:
@@ -72,8 +72,42 @@ def test_cancelling_reaches_the_engine(engine: EngineClient) -> None:
     assert asyncio.run(cancel()) == ["begun", "aborted"]
 
 
+def new_engine(name: str) -> EngineClient:
+    return EngineClient(name, lambda: ray.remote(Scripted).options(num_cpus=0).remote(name))
+
+
+def test_a_finished_sample_comes_at_once_and_leaving_then_aborts_the_rest() -> None:
+    engine = new_engine("engine 5")
+
+    async def leave() -> list[str]:
+        samples = engine.generate([request("a"), request("forever")], SAMPLING)
+        assert (await asyncio.wait_for(anext(samples), 60)).prompt_id == "a"
+        while not await engine._ask("asked for its ends", ScriptedEngine.ends):
+            await asyncio.sleep(0.01)
+        await samples.aclose()
+        while len(ends := await engine._ask("asked for its ends", ScriptedEngine.ends)) < 2:
+            await asyncio.sleep(0.01)
+        return list(ends)
+
+    assert asyncio.run(leave()) == ["begun", "aborted"]
+    asyncio.run(engine.shutdown())
+
+
+def test_an_actor_that_dies_with_samples_under_way_is_a_dead_engine() -> None:
+    engine = new_engine("engine 6")
+
+    async def die() -> None:
+        samples = engine.generate([request("a"), request("forever")], SAMPLING)
+        await anext(samples)
+        engine.kill()
+        with pytest.raises(DeadEngineError, match="engine 6 died while generating 1 samples: its Ray actor is gone"):
+            await asyncio.wait_for(anext(samples), 60)
+
+    asyncio.run(die())
+
+
 def test_an_actor_that_is_gone_is_a_dead_engine_and_can_be_shut_down() -> None:
-    engine = EngineClient("engine 9", lambda: ray.remote(Scripted).options(num_cpus=0).remote("engine 9"))
+    engine = new_engine("engine 9")
     asyncio.run(engine.version())
     engine.kill()
     with pytest.raises(DeadEngineError, match="engine 9 died while generating 1 samples: its Ray actor is gone"):

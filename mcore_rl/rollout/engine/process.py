@@ -18,7 +18,7 @@ import pickle
 import shutil
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -176,7 +176,7 @@ class EngineProcess(RemoteEngine):
         end_group(self.pid)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
         """See ``RolloutEngine.generate``."""
         doing = f"generating {len(requests)} samples"
         parts = self._parts(doing, RolloutEngine.generate.__name__, (tuple(requests), sampling), {})
