@@ -15,7 +15,7 @@ from mcore_rl.sync.update import WeightUpdater
 
 
 class ActorTrainers:
-    """The actor's workers as ``sync.update.Trainers``."""
+    """The actor's workers, as ``sync.update.Trainers`` wants to ask them."""
 
     def __init__(self, actor: WorkerGroup) -> None:
         self._actor = actor

@@ -58,16 +58,20 @@ def start_engine(
     log: Path | None = None,
     wait: bool = True,
 ) -> EngineProcess:
-    """An engine of ``config``'s tp ranks with the weights of ``directory``, ready after 10 s and more.
+    """Start an engine with the weights of ``directory``; it is ready after 10 s and more.
 
-    name: in messages.  cores: that it computes on, on CPU; None: all that this process may use.  device_ids: the
-    accelerators that it sees; None: those that this process sees.  extension, version: see ``VllmEngine.start``.
-    log: where the output of its processes goes; None: to a file that is removed unless the engine fails.  wait: False
-    returns at once, for starting several; ``wait_until_ready`` then raises what this would.  config: a RolloutConfig's
-    engine draws, a RewardModelConfig's classifies.
+    Args:
+        name: what messages call it.
+        directory: a Hugging Face checkpoint.
+        config: a RolloutConfig's engine draws, a RewardModelConfig's classifies; it has tp ranks.
+        cores: that it computes on, on the CPU; None: all that this process may use.
+        device_ids: the accelerators that it sees; None: those that this process sees.
+        extension: dotted name of the class whose methods vLLM's workers get (``worker_methods``).
+        version: of the weights in ``directory``.
+        log: where the output of its processes goes; None: to a file that is removed unless the engine fails.
+        wait: False returns at once, to start several; ``wait_until_ready`` then raises what this would.
 
-    Raises ConfigError and RolloutError: before a process is started for what ``admit`` can tell, else once it
-    failed.
+    Raises what ``admit`` raises, before a process is started; RolloutError or DeadEngineError where the start fails.
     """
     platform = detect(config.device)
     model = admit(directory, config, platform)
@@ -104,7 +108,11 @@ def start_engine(
 
 @dataclass(frozen=True)
 class _Caller:
-    """Who waits for an answer, on which event loop, and for what."""
+    """Who waits for the answers to one call.
+
+    doing: what the engine died while, in the message, should it.
+    loop, queue: where the answers are handed over.
+    """
 
     doing: str
     loop: asyncio.AbstractEventLoop
@@ -139,12 +147,12 @@ class EngineProcess(RemoteEngine):
 
     @property
     def pid(self) -> int:
-        """Of the child process, which leads a process group of all that belongs to the engine."""
+        """The child process, which leads a process group of all that belongs to the engine."""
         assert self._process.pid is not None
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Return when the engine can generate; raise why it cannot."""
+        """Return when the engine can draw; raise why it cannot."""
         try:
             self._started.result()
         except BaseException:
@@ -158,7 +166,7 @@ class EngineProcess(RemoteEngine):
         self.close()
 
     def close(self) -> None:
-        """End its processes; ``shutdown`` for programs without an event loop.  Twice is as good as once."""
+        """End the engine's processes; ``shutdown`` for programs without an event loop.  Idempotent."""
         with suppress(OSError, ValueError), self._lock:
             self._connection.send_bytes(pickle.dumps((START, "close", ())))
         self._process.join(STOP_S)
@@ -203,7 +211,7 @@ class EngineProcess(RemoteEngine):
     async def _parts(
         self, doing: str, verb: str, args: tuple[object, ...], options: dict[str, Any]
     ) -> AsyncGenerator[Any]:
-        """What the child answers, part by part, until it says that this was all."""
+        """Ask the child for ``verb``; yield what it answers, part by part, until it says that this was all."""
         call, caller = next(self._count), _Caller(doing, asyncio.get_running_loop(), asyncio.Queue())
         with self._lock:
             self._callers[call] = caller
@@ -233,7 +241,7 @@ class EngineProcess(RemoteEngine):
             self._connection.send_bytes(message)
 
     def _listen(self) -> None:
-        """The listener's thread: hand every answer to who waits for it, until the pipe ends."""
+        """Run the listener's thread: hand every answer to who waits for it, until the pipe ends."""
         with suppress(EOFError, OSError):
             while True:
                 call, kind, value = pickle.loads(self._connection.recv_bytes())
@@ -252,7 +260,7 @@ class EngineProcess(RemoteEngine):
         self._bury()
 
     def _bury(self) -> None:
-        """The child is gone: end what it left behind, and tell everyone who waits why."""
+        """End what the dead child left behind, and tell everyone who waits why it died."""
         if self._dead is None:
             self._process.join(SETTLE_S)
         code = self._process.exitcode

@@ -33,7 +33,11 @@ START = 0  # the call that every child answers without being asked
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a child is told; see ``start_engine``.  log: where its output goes.  scratch: a folder that ends with it."""
+    """What the child needs to start its engine; see ``start_engine``.
+
+    model: of ``directory``, as ``admit`` returned it.
+    scratch: the folder of its sockets, which is removed when it ends.
+    """
 
     name: str
     directory: Path
@@ -66,7 +70,11 @@ def serve(settings: Settings, connection: Connection) -> None:
 
 
 class _Server:
-    """Answers of the form (call, kind, value): any number of ``part``, then ``end`` or ``error``."""
+    """Answers calls over the pipe.
+
+    A call is (number, verb, (args, options)); "cancel" names a call to end, "close" ends the child.  Answers are
+    (number, kind, value): any number of ``part``, then ``end`` or ``error``.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -78,11 +78,14 @@ class VllmEngine:
         version: int = 0,
         log: Path | None = None,
     ) -> VllmEngine:
-        """Load ``directory`` into vLLM, in processes of vLLM's own; 10 s and more.
+        """Load ``directory`` into vLLM, in processes of vLLM's own; takes 10 s and more.
 
-        The process must have been started with ``engine_environment``.  extension: dotted name of the class whose
-        methods vLLM's workers get.  version: of the weights in ``directory``.  log: the file that this process's output
-        goes to, where it does, to be asked for the cause of a death.
+        This process must have been started with ``engine_environment``.
+
+        Args:
+            model: of ``directory``, as ``admit`` returned it.
+            log: the file that this process's output goes to, where it does; searched for the cause of a death.
+            name, directory, config, extension, version: see ``start_engine``.
 
         Raises RolloutError with the first cause where vLLM does not start.
         """
@@ -228,7 +231,10 @@ class VllmEngine:
             await asyncio.sleep(POLL_S)
 
     async def _alive(self, work: Coroutine[Any, Any, T], doing: str) -> T:
-        """What ``work`` gives, unless it fails or vLLM dies first.  doing: for the message: "waking up"."""
+        """Return what ``work`` gives; raise why where it fails, or where vLLM dies first.
+
+        doing: for the message: "waking up".
+        """
         task = asyncio.create_task(work)
         try:
             await asyncio.wait([task, self._death], return_when=asyncio.FIRST_COMPLETED)
@@ -241,7 +247,7 @@ class VllmEngine:
             task.cancel()
 
     async def _explained(self, error: Exception, doing: str) -> McoreRLError:
-        """``error`` as one that is meant for people."""
+        """Turn what vLLM raised into an error that says what the engine was doing and why it failed."""
         if isinstance(error, McoreRLError):
             return error
         if self._llm.errored or self._death.done():
@@ -257,7 +263,7 @@ class VllmEngine:
 
 
 def _words(error: Exception) -> str:
-    """What a person is told of an exception of vLLM's: of many lines, the one that says what was raised."""
+    """One line of an exception of vLLM's: of many lines, the one that says what was raised."""
     text = f"{type(error).__name__}: {error}"
     return first_exception(str(error)) or (text if "\n" not in text else " ".join(text.split())[:600])
 
