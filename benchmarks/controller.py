@@ -64,7 +64,8 @@ from mcore_rl.rewards.score import Score
 from mcore_rl.rollout.protocol import FinishReason, Sample
 from mcore_rl.runtime.answers import Answer, message_of
 from mcore_rl.runtime.shard import Portion, Shard
-from mcore_rl.runtime.train_worker import Trained
+from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.runtime.train_worker import RankAdvantages, TrainResults, TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.tracking.clock import Clock
@@ -128,27 +129,27 @@ class StandIn:
     @ray.method(num_returns=2)
     def call_on(self, message: bytes, portion: bytes, *shards: Shard) -> tuple[Answer, Shard | None]:
         """As ``call``; what is kept is as large as a worker's."""
-        method, args = pickle.loads(message)
-        taken: Portion = pickle.loads(portion)
-        batches = taken.batches(shards)
+        method, args, _ = pickle.loads(message)
+        wanted: Portion[Any] = pickle.loads(portion)
+        batches = wanted.join(shards)
         if method == "score":
             (batch,), (field, _, with_entropy, _) = batches, args
             entropy_S = torch.tensor(batch.lengths_S, dtype=torch.float64)
             scores = torch.full((len(batch.tokens_T),), -0.7)
             sums = SequenceScores(sums_S=-entropy_S, entropy_S=entropy_S if with_entropy else None)
             return Answer(value=sums), Shard.of(batch.lengths_S, **{field: scores})
-        if method == "learn":
-            learnt, facts = learn(batches[0], taken.told, *args)
+        if method == "compute_advantages":
+            learnt, facts = learn(batches[0], wanted.payload, *args)
             made = Shard.of(batches[0].lengths_S, **vars(learnt))
-            return Answer(value=(facts, tuple(made.fields))), made
-        assert method == "train_steps" and len(taken.told) == len(batches)
+            return Answer(value=RankAdvantages(facts, tuple(made.fields))), made
+        assert method == "train" and len(wanted.payload) == len(batches)
         names = ("returns", "returns_squared", "errors", "errors_squared", "vf_clip_fraction", "values")
         metrics = {f"critic/{name}": 1.0 for name in names} | {"actor/ratio": 1.0, "actor/approx_kl": 0.0}
         result = StepResult(loss=0.1, grad_norm=1.0, lr=1e-6, skipped=None, metrics=metrics)
-        return Answer(value=Trained([result] * len(batches), [memory(detect(Device.cpu))])), None
+        return Answer(value=TrainResults([result] * len(batches), [memory(detect(Device.cpu))])), None
 
 
-class StandInGroup(WorkerGroup):
+class StandInGroup(WorkerGroup[TrainWorker]):
     """Waits, uncounted, until the stand-in has done the work of all ranks."""
 
     ledger: Ledger
@@ -201,7 +202,7 @@ def large_config(algorithm: str, num_sequences: int, tokens: int) -> RunConfig:
 class Nothing:
     """Engines and weight updates that take no time; the trainers' part of an update is asked for."""
 
-    def __init__(self, group: WorkerGroup | None = None) -> None:
+    def __init__(self, group: TrainGroup | None = None) -> None:
         self._group = group
 
     async def sleep(self, level: int) -> None: ...
@@ -210,7 +211,7 @@ class Nothing:
 
     async def update(self, version: int) -> None:
         if self._group is not None:
-            await self._group.all("publish", version)
+            await self._group.publish(version)
 
 
 def simulated_run(
@@ -220,10 +221,13 @@ def simulated_run(
     layout = Layout.of(ParallelConfig(), num_ranks)
     places, watchdog = [Path(os.devnull)] * num_ranks, Watchdog(config.trainer.watchdog)
     hosts = [f"node{rank // PER_NODE}" for rank in range(num_ranks)]
-    actor, critic = (
-        StandInGroup(role, [stand_in] * num_ranks, layout, hosts, places, watchdog) for role in ("actor", "critic")
-    )
-    actor.ledger = critic.ledger = ledger
+
+    def group_of(role: str) -> TrainGroup:
+        group = StandInGroup(role, [stand_in] * num_ranks, layout, hosts, places, watchdog)
+        group.ledger = ledger
+        return TrainGroup(group)
+
+    actor, critic = group_of("actor"), group_of("critic")
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     writer = ThreadPoolExecutor(1)  # as in a run: a thread makes and writes them while workers score
@@ -265,7 +269,7 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
     config = large_config(algorithm, options.sequences, options.tokens)
     drawn = drawn_of(options.sequences, options.tokens)
     stand_in = StandIn.remote()
-    ray.get(stand_in.call.remote(message_of("host", ())))
+    ray.get(stand_in.call.remote(message_of(TrainWorker.host, (), {})))
     names = [*PARTS, "study", "updates"]
     originals = {name: getattr(loop, name) for name in names}
     gc.freeze()  # as ``loop.train``

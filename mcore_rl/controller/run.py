@@ -27,7 +27,7 @@ from mcore_rl.controller.step.validation import overall, validate
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.errors import AlarmError
 from mcore_rl.parallel.device import Platform
-from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker
@@ -47,8 +47,8 @@ class Run:
         platform: Platform,
         tracker: Tracker,
         prepared: Prepared,
-        actor: WorkerGroup,
-        critic: WorkerGroup | None,
+        actor: TrainGroup,
+        critic: TrainGroup | None,
         drawing: RolloutCollector,
         devices: DeviceSharing,
         weights: WeightSync,
@@ -69,7 +69,7 @@ class Run:
         )
 
     @property
-    def groups(self) -> list[WorkerGroup]:
+    def groups(self) -> list[TrainGroup]:
         """Of the roles that are trained."""
         return [self.actor, *([] if self.critic is None else [self.critic])]
 

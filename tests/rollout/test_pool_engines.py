@@ -23,7 +23,7 @@ REQUESTS = requests_of(prompts(12), 4)
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
+def engines(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator[list[EngineProcess]]:
     directory = tmp_path_factory.mktemp("llama")
     rollouts.write("llama", directory)
     cores = usable_cores()

@@ -21,7 +21,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES
-from mcore_rl.parallel.launch import HOST, Rank, run_ranks
+from mcore_rl.parallel.launch import HOST, Rank
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.process_group import ProcessGroupTransport
@@ -29,6 +29,7 @@ from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
+from tests.support.forked import run_ranks
 
 BUCKET_BYTES = 40_000  # some tensors are larger than a message
 NUM_RANKS = 2

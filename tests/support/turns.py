@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,8 @@ class Trainer:
     def __init__(self, log: list[Any]) -> None:
         self.log = log
 
-    async def all(self, method: str, *args: Any) -> None:
-        self.log.append(("actor", method, *(tuple(arg) for arg in args)))
+    async def offload(self, parts: Sequence[OffloadPart]) -> None:
+        self.log.append(("actor", "offload", tuple(parts)))
 
 
 class Engines:

@@ -16,7 +16,7 @@ from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.rollout.pool import EnginePool
-from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.training.offload import OffloadPart
 
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2  # vLLM's levels of sleep
@@ -37,7 +37,7 @@ class DeviceSharing:
     def __init__(
         self,
         placement: Placement,
-        actor: WorkerGroup,
+        actor: TrainGroup,
         engines: EnginePool,
         weights: WeightSync,
         restarter: EngineRestarter,
@@ -58,7 +58,7 @@ class DeviceSharing:
             await self._restarter.repeat(self._engines.wake)
         yield
         if self._is_shared:
-            await self._actor.all("offload", [OffloadPart.weights])
+            await self._actor.offload([OffloadPart.weights])
             if self._reward_model is not None:
                 await self._reward_model.wake()
 

@@ -8,35 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
-from mcore_rl.runtime.worker_group import WorkerGroup
-from mcore_rl.sync.check import Expected
-from mcore_rl.sync.publish import Published
 from mcore_rl.sync.update import WeightUpdater
-
-
-class ActorTrainers:
-    """The actor's workers, as ``sync.update.Trainers`` wants to ask them."""
-
-    def __init__(self, actor: WorkerGroup) -> None:
-        self._actor = actor
-
-    async def opening(self, first_rank: int, attempt: int) -> bytes:
-        """See ``Trainers``."""
-        opening: bytes = await self._actor.one(0, "opening", first_rank, attempt)
-        return opening
-
-    async def open(self, attempt: int) -> None:
-        """See ``Trainers``."""
-        await self._actor.all("open", attempt)
-
-    async def publish(self, version: int) -> list[Published]:
-        """See ``Trainers``."""
-        return await self._actor.all("publish", version)
-
-    async def expected(self, version: int) -> Expected:
-        """See ``Trainers``."""
-        found: list[Expected] = await self._actor.all("expected", version)
-        return found[0]
 
 
 class WeightSync:

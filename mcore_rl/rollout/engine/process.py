@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -23,14 +22,13 @@ from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.parallel.device import detect
-from mcore_rl.parallel.launch import inherited_environment
+from mcore_rl.parallel.launch import FRESH, ChildProcess, ProcessContext, inherited_environment
 from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.environment import engine_environment, usable_cores
 from mcore_rl.rollout.engine.log import death, first_cause
@@ -57,6 +55,7 @@ def start_engine(
     version: int = 0,
     log: Path | None = None,
     wait: bool = True,
+    context: ProcessContext = FRESH,
 ) -> EngineProcess:
     """Start an engine with the weights of ``directory``; it is ready after 10 s and more.
 
@@ -70,6 +69,7 @@ def start_engine(
         version: of the weights in ``directory``.
         log: where the output of its processes goes; None: to a file that is removed unless the engine fails.
         wait: False returns at once, to start several; ``wait_until_ready`` then raises what this would.
+        context: makes the process, which must be as good as fresh.
 
     Raises what ``admit`` raises, before a process is started; RolloutError or DeadEngineError where the start fails.
     """
@@ -94,7 +94,6 @@ def start_engine(
         log=log,
         scratch=scratch,
     )
-    context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(settings, theirs), name=name)
     with inherited_environment(engine_environment(platform, config, chosen, device_ids, scratch)):
@@ -130,7 +129,7 @@ class EngineProcess(RemoteEngine):
     """
 
     def __init__(
-        self, name: str, process: SpawnProcess, connection: Connection, settings: Settings, *, temporary: bool
+        self, name: str, process: ChildProcess, connection: Connection, settings: Settings, *, temporary: bool
     ) -> None:
         super().__init__(name)
         self._process, self._connection = process, connection

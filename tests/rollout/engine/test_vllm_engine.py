@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mcore_rl.errors import RolloutError
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import (
     FinishReason,
     Pause,
@@ -27,6 +27,7 @@ from mcore_rl.rollout.protocol import (
     requests_of,
 )
 from tests.support import rollouts
+from tests.support.forked import start_engine
 from tests.support.rollouts import (
     EOS,
     assert_same,
@@ -55,7 +56,7 @@ def model(checkpoint: tuple[Path, PreTrainedModel]) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: tuple[Path, PreTrainedModel]) -> Iterator[EngineProcess]:
+def engine(checkpoint: tuple[Path, PreTrainedModel], processes: None) -> Iterator[EngineProcess]:
     with start_engine("rollout-0", checkpoint[0], rollouts.config(max_response_length=LONG), version=4) as engine:
         yield engine
 

@@ -109,6 +109,7 @@ def _faults_and_growth(keep: bool, num_blocks: int = NUM_BLOCKS, num_bytes: int 
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="by glibc's mallopt")
+@pytest.mark.usefixtures("processes")
 def test_freed_memory_is_used_again_and_goes_back_at_the_end() -> None:
     """After some rounds: glibc asks for a little more room than a block has (memalign), so that blocks have to meet."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:

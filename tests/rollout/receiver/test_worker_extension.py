@@ -5,7 +5,6 @@ What an engine does with it is proven in tests/sync, with real trainers.
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 from concurrent.futures import ProcessPoolExecutor
 
@@ -13,6 +12,7 @@ import pytest
 
 from mcore_rl.errors import SyncError
 from mcore_rl.rollout.worker_methods import answer_of
+from tests.support.forked import ENGINES
 
 SHAPES = ((64, 96), (64, 64), (48, 64))  # of one expert: (intermediate, hidden); the last is padded
 
@@ -121,8 +121,8 @@ def _round_trip(random: object, intermediate: int, hidden: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, object]:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+def found(processes: None) -> dict[str, object]:
+    with ProcessPoolExecutor(1, ENGINES) as pool:
         return pool.submit(_in_a_worker).result()
 
 
