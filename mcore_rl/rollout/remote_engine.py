@@ -32,13 +32,7 @@ class RemoteEngine(ABC):
         return self._name
 
     @abstractmethod
-    async def _ask(
-        self,
-        doing: str,
-        verb: Verb[P, T],
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> T:
+    async def _ask(self, doing: str, verb: Verb[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Return what the engine's method of the name of ``verb`` returns, or raise what it raises.
 
         doing: what the engine died while, in the message, should it.

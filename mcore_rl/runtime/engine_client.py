@@ -69,13 +69,7 @@ class EngineClient(RemoteEngine):
         """End the actor at once; the engine's processes end with it."""
         ray.kill(self._worker)
 
-    async def _ask(
-        self,
-        doing: str,
-        verb: Verb[P, T],
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> T:
+    async def _ask(self, doing: str, verb: Verb[P, T], *args: P.args, **options: P.kwargs) -> T:
         answer: T = await self._answered(doing, self._worker.perform.remote(verb.__name__, args, options))
         return answer
 

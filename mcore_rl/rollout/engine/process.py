@@ -195,13 +195,7 @@ class EngineProcess(RemoteEngine):
         """See ``RolloutEngine.shutdown``."""
         await asyncio.to_thread(self.close)
 
-    async def _ask(
-        self,
-        doing: str,
-        verb: Verb[P, T],
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> T:
+    async def _ask(self, doing: str, verb: Verb[P, T], *args: P.args, **options: P.kwargs) -> T:
         async with aclosing(self._parts(doing, verb.__name__, args, options)) as parts:
             found: list[T] = [part async for part in parts]
         (answer,) = found
