@@ -19,23 +19,11 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_rl.episodes import FinishReason, VersionSpan
 from mcore_rl.errors import RolloutError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class FinishReason(Enum):
-    """Why a sample ended.
-
-    stop: at a stop token or stop string.
-    length: at ``Sampling.max_tokens``.
-    abort: ``RolloutEngine.abort``, or an update that failed, ended it early.
-    """
-
-    stop = "stop"
-    length = "length"
-    abort = "abort"
 
 
 class Pause(Enum):
@@ -92,15 +80,6 @@ class Prompt:
 
     id: str
     tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class VersionSpan:
-    """Response tokens ``start`` to ``end`` (exclusive) were drawn with weights ``version``."""
-
-    version: int
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
