@@ -27,7 +27,7 @@ class Limits:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its response."""
+        """Tokens of a whole episode: of what the model is given and what it may add."""
         return self.max_prompt_length + self.max_response_length
 
 
@@ -76,9 +76,10 @@ def _prompt_problem(request: Request, sampling: Sampling, limits: Limits) -> str
     tokens = request.prompt.tokens
     if not tokens:
         return "is empty. Drop it from the data, or let the chat template begin with a token"
-    if len(tokens) > limits.max_prompt_length:
-        found = f"has {len(tokens)} tokens, more than rollout.max_prompt_length={limits.max_prompt_length}"
-        return f"{found}. Filter or cut long prompts, or raise it"
+    if len(tokens) + sampling.max_tokens > limits.max_model_len:  # a later turn's prompt is all that was said before
+        room = f"rollout.max_prompt_length={limits.max_prompt_length} and max_response_length have room for"
+        found = f"has {len(tokens)} tokens, with max_tokens={sampling.max_tokens} more than the {limits.max_model_len}"
+        return f"{found} that {room}. Filter or cut long prompts, or raise them"
     if not (0 <= min(tokens) and max(tokens) < limits.vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < limits.vocab_size)
         found = f"has token {wrong}, and the model's vocabulary has {limits.vocab_size}"

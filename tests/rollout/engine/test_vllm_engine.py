@@ -283,7 +283,7 @@ def test_wrong_prompts_are_refused_together_and_the_engine_goes_on(engine: Engin
     for said in (
         "max_tokens=301 must lie between 1 and rollout.max_response_length=300",
         "prompt none is empty. Drop it",
-        "prompt long has 201 tokens, more than rollout.max_prompt_length=200. Filter",
+        "prompt long has 201 tokens, with max_tokens=301 more than the 500 that rollout.max_prompt_length=200 and",
         "prompt strange has token 101, and the model's vocabulary has 101",
     ):
         assert str(error.value).count(said) == 1
