@@ -1,6 +1,6 @@
-"""Generated responses in parquet: beside the columns of their prompts when they are written, with them when read.
+"""Generated responses in parquet, written and read beside the columns of their prompts.
 
-Invariant: a row keeps all its columns and its place; its responses are in the order in which they were asked for.
+Invariant: a row keeps all its columns and its place; its responses are in the order in which they were requested.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mcore_rl.tracking.atomic import replaced
 RESPONSES = "responses"
 NUM_TOKENS = "response_num_tokens"
 FINISH = "finish_reasons"
-LENGTH = "length"  # the finish of a response that was cut off at its limit
+LENGTH = "length"  # finish reason of a response that was cut off at its limit
 GENERATED = (RESPONSES, NUM_TOKENS, FINISH)
 GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth} (docs/data.md)"
 
@@ -47,8 +47,8 @@ class Generated:
 class ResponseRow:
     """A prompt's row with its responses.
 
-    num_tokens, truncated: of each response, 0 and False where the file does not say.  columns: as of a ``PromptRow``,
-    without the responses.  messages: of the prompt, where a reward model scores the responses; else none.
+    num_tokens, truncated: of each response; 0 and False if the file lacks them.  columns: as in ``PromptRow``, without
+    the responses.  messages: of the prompt, if a reward model scores the responses; else empty.
     """
 
     id: str
@@ -63,19 +63,19 @@ class ResponseRow:
 
     @property
     def scored_by_model(self) -> bool:
-        """``reward_model.style`` is ``model``."""
+        """Whether ``reward_model.style`` is ``model``."""
         return scored_by_model(self.columns["reward_model"])
 
 
 def taken_columns(names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that ``write_responses`` would write over."""
+    """The columns among ``names`` that ``write_responses`` would overwrite."""
     return [name for name in names if name in GENERATED]
 
 
 def write_responses(path: Path, prompts: pa.Table, groups: Sequence[Sequence[Generated]]) -> None:
-    """``prompts`` with the columns ``responses``, ``response_num_tokens`` and ``finish_reasons``, one group a row.
+    """Write ``prompts`` with the columns ``responses``, ``response_num_tokens`` and ``finish_reasons``.
 
-    The file appears when it is complete.
+    groups: the responses of each row.  The file appears when it is complete.
     """
     assert prompts.num_rows == len(groups) and not taken_columns(prompts.column_names)
     columns = {
@@ -90,7 +90,10 @@ def write_responses(path: Path, prompts: pa.Table, groups: Sequence[Sequence[Gen
 
 
 class ResponseSet:
-    """Rows with their responses, in file order; made by ``load``.  has_lengths, has_finish: the file says it."""
+    """Rows with their responses, in file order; made by ``load``.
+
+    has_lengths, has_finish: whether the file has these columns.  counts: responses of each row.
+    """
 
     def __init__(self, file: SourceFile, prompt_key: str, response_key: str) -> None:
         self._file, self._prompt_key, self._response_key = file, prompt_key, response_key
@@ -100,14 +103,14 @@ class ResponseSet:
         self._has_messages = prompt_key in types and is_messages(types[prompt_key])
         self.counts: list[int] = []
         self.data_sources: list[str] = []
-        self.by_model: list[bool] = []  # whether a reward model is to score the row
+        self.by_model: list[bool] = []  # whether a reward model scores the row
 
     @classmethod
     def load(cls, path: str | Path, prompt_key: str, response_key: str) -> ResponseSet:
         """The rows of ``path``, checked.
 
-        DataError, with every problem found: no such file or column, a column of another type, a row that has no
-        response, no data source, no ground truth, or another number of lengths than of responses.
+        Raises DataError with every violation: no such file or column, a column of another type, a row without response,
+        data source or ground truth, or with another number of lengths than of responses.
         """
         problems: list[str] = []
         files = read_files([path], problems, max_samples=None, seed=0)
@@ -115,17 +118,17 @@ class ResponseSet:
             problems += _type_problems(file, response_key)
         if problems:
             raise DataError("path", problems)
-        found = cls(files[0], prompt_key, response_key)
-        for start, records in found._file.batches():
+        responses = cls(files[0], prompt_key, response_key)
+        for start, records in responses._file.batches():
             for index, record in enumerate(records, start):
-                problem = found._check(record)
+                problem = responses._check(record)
                 if problem:
-                    problems.append(f"{found._file.row_id(index)}: {problem}")
-        if not problems and not found.counts:
+                    problems.append(f"{responses._file.row_id(index)}: {problem}")
+        if not problems and not responses.counts:
             problems.append("the file has no rows. Name one with responses")
         if problems:
             raise DataError("path", problems)
-        return found
+        return responses
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -138,11 +141,11 @@ class ResponseSet:
 
     @property
     def ids_by_model(self) -> list[str]:
-        """Of the rows that a reward model is to score."""
+        """Ids of the rows that a reward model scores."""
         return [self._file.row_id(index) for index, by_model in enumerate(self.by_model) if by_model]
 
     def _check(self, record: dict[str, Any] | None) -> str:
-        """What is wrong with a row, "" where nothing is; its number of responses and its data source are kept."""
+        """What is wrong with a row, else ""; then its number of responses and its data source are noted."""
         if record is None:
             return "has text that is no UTF-8. Write the file again from text decoded as what it is"
         responses = _texts(record[self._response_key])
@@ -194,7 +197,7 @@ def _texts(value: Any) -> list[Any]:
 
 
 def _type_problems(file: SourceFile, response_key: str) -> Iterator[str]:
-    """What makes every row of ``file`` unusable."""
+    """Problems of the columns, which make every row of ``file`` unusable."""
     types = {column.name: column.type for column in file.table.schema}
     if response_key not in types:
         has = f"it has {', '.join(types) or 'none'}"

@@ -75,7 +75,7 @@ def window_every_layer(fields: Fields, model: ModelConfig, default: int | None) 
 
 
 def window_some_layers(fields: Fields, model: ModelConfig, sliding: list[int]) -> None:
-    """Apply ``sliding_window`` if ``use_sliding_window`` is on, in the layers of ``layer_types``, else ``sliding`` (Qwen)."""
+    """Apply ``sliding_window`` in the layers of ``layer_types`` (else ``sliding``) if ``use_sliding_window`` (Qwen)."""
     wanted = fields.take("use_sliding_window", bool, False)
     window = fields.optional("sliding_window", int, 4096)
     layers = read_layer_types(fields, model, sliding if wanted and window is not None else [])

@@ -17,7 +17,7 @@ class Family:
     architectures, model_type: as in ``config.json``; together they decide the family.
     read: makes the ``ModelConfig``; it takes every field that could change a number, or lists why it may be ignored.
     weights: Megatron's tensors.  rollout: vLLM's tensors.
-    rollout_without_latent: vLLM's tensors if latent attention is off (``VLLM_MLA_DISABLE``); only families that have it.
+    rollout_without_latent: vLLM's tensors if latent attention is off (``VLLM_MLA_DISABLE``); for families that have it.
     ignored: Hugging Face names (``{l}`` any layer, ``{e}`` any expert) of tensors that a checkpoint may hold and that
     are not trained.
     extra_layers: a checkpoint may hold layers beyond ``num_hidden_layers`` (multi-token prediction); they are left out.

@@ -21,7 +21,7 @@ DEFAULTS = Defaults(
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads ``Qwen3MoeConfig``, without windows: no checkpoint has them, and transformers' versions disagree on them."""
+    """Reads ``Qwen3MoeConfig`` without windows: no checkpoint has any, and transformers' versions disagree on them."""
     model = read_decoder(fields, DEFAULTS)
     fields.demand("use_sliding_window", False, because="limits attention to a window")
     fields.ignore("sliding_window", "max_window_layers")

@@ -1,4 +1,4 @@
-"""The boundaries of packed sequences, for every attention layer of a microbatch: computed once, with lengths on the host."""
+"""The boundaries of packed sequences, for all attention layers of a microbatch: computed once, lengths on the host."""
 
 from __future__ import annotations
 
