@@ -19,14 +19,19 @@ LINT = $(BIN)/ruff check --quiet $(CHECKED)
 FORMAT = $(BIN)/ruff format --quiet --check $(CHECKED)
 TYPES = $(BIN)/mypy
 LEVELS = $(BIN)/lint-imports --no-logo
-TESTS = $(BIN)/python -m pytest $(PYTEST_ARGS)
+TESTS = $(BIN)/python -m pytest --tier=$(@:test-%=%) $(PYTEST_ARGS)
+
+# All of it, also where some fails.  --began: so that the budget of the tier (pyproject.toml) counts what comes before tests.
+GATE = began=$$(date +%s); failed=; try() { name=$$1; shift; echo "== $$name"; "$$@" || failed="$$failed $$name"; }; \
+	try lint $(LINT); try format $(FORMAT); try types $(TYPES); try levels $(LEVELS); try tests $(TESTS) --began=$$began; \
+	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format types bench lock dist clean
+.PHONY: help train check test test-full lint format types bench lock dist clean
 export PYTHON3
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 train: $(STAMP) ## Teach a tiny mixture of experts to calculate: sft, then GRPO, on this machine
 	@$(BIN)/python tools/prepare_data.py arithmetic --difficulty 1 --train 4000 --val 400 --out $(RUN)/data
@@ -34,10 +39,14 @@ train: $(STAMP) ## Teach a tiny mixture of experts to calculate: sft, then GRPO,
 	@$(BIN)/mcore-rl sft --config-dir launch/recipes --config-name arithmetic_sft
 	@$(BIN)/mcore-rl train --config-dir launch/recipes --config-name arithmetic_grpo
 
-test: $(STAMP) ## Lint, format, types, import levels and tests: what CI runs
-	@failed=; try() { name=$$1; shift; echo "== $$name"; "$$@" || failed="$$failed $$name"; }; \
-	try lint $(LINT); try format $(FORMAT); try types $(TYPES); try levels $(LEVELS); try tests $(TESTS); \
-	if [ -n "$$failed" ]; then echo "FAILED:$$failed" >&2; exit 1; fi
+check: $(STAMP) ## Lint, types, levels, and the tests that start neither training processes nor vLLM, Ray, Slurm
+	@$(GATE)
+
+test: $(STAMP) ## Lint, types, levels and tests: what CI runs
+	@$(GATE)
+
+test-full: $(STAMP) ## The same with every test
+	@$(GATE)
 
 lint: $(STAMP) ## ruff's rules and format, and who imports whom
 	@$(LINT)

@@ -26,9 +26,9 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,8 +51,10 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller import loop
-from mcore_rl.controller.lifecycle.handover import Handover
-from mcore_rl.controller.lifecycle.preemption import Leaving
+from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
+from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
+from mcore_rl.controller.lifecycle.preemption import Preemption
+from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.step.batch_assembly import Trajectory, sample_rows
 from mcore_rl.controller.step.rollout_collection import Drawn
 from mcore_rl.data.prompts import PromptRow
@@ -62,7 +64,8 @@ from mcore_rl.rewards.score import Score
 from mcore_rl.rollout.protocol import FinishReason, Sample
 from mcore_rl.runtime.answers import Answer, message_of
 from mcore_rl.runtime.shard import Portion, Shard
-from mcore_rl.runtime.train_worker import Trained
+from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.runtime.train_worker import RankAdvantages, TrainResults, TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.tracking.clock import Clock
@@ -126,27 +129,27 @@ class StandIn:
     @ray.method(num_returns=2)
     def call_on(self, message: bytes, portion: bytes, *shards: Shard) -> tuple[Answer, Shard | None]:
         """As ``call``; what is kept is as large as a worker's."""
-        method, args = pickle.loads(message)
-        taken: Portion = pickle.loads(portion)
-        batches = taken.batches(shards)
+        method, args, _ = pickle.loads(message)
+        wanted: Portion[Any] = pickle.loads(portion)
+        batches = wanted.join(shards)
         if method == "score":
             (batch,), (field, _, with_entropy, _) = batches, args
             entropy_S = torch.tensor(batch.lengths_S, dtype=torch.float64)
             scores = torch.full((len(batch.tokens_T),), -0.7)
             sums = SequenceScores(sums_S=-entropy_S, entropy_S=entropy_S if with_entropy else None)
             return Answer(value=sums), Shard.of(batch.lengths_S, **{field: scores})
-        if method == "learn":
-            learnt, facts = learn(batches[0], taken.told, *args)
+        if method == "compute_advantages":
+            learnt, facts = learn(batches[0], wanted.payload, *args)
             made = Shard.of(batches[0].lengths_S, **vars(learnt))
-            return Answer(value=(facts, tuple(made.fields))), made
-        assert method == "train_steps" and len(taken.told) == len(batches)
+            return Answer(value=RankAdvantages(facts, tuple(made.fields))), made
+        assert method == "train" and len(wanted.payload) == len(batches)
         names = ("returns", "returns_squared", "errors", "errors_squared", "vf_clip_fraction", "values")
         metrics = {f"critic/{name}": 1.0 for name in names} | {"actor/ratio": 1.0, "actor/approx_kl": 0.0}
         result = StepResult(loss=0.1, grad_norm=1.0, lr=1e-6, skipped=None, metrics=metrics)
-        return Answer(value=Trained([result] * len(batches), [memory(detect(Device.cpu))])), None
+        return Answer(value=TrainResults([result] * len(batches), [memory(detect(Device.cpu))])), None
 
 
-class StandInGroup(WorkerGroup):
+class StandInGroup(WorkerGroup[TrainWorker]):
     """Waits, uncounted, until the stand-in has done the work of all ranks."""
 
     ledger: Ledger
@@ -199,7 +202,7 @@ def large_config(algorithm: str, num_sequences: int, tokens: int) -> RunConfig:
 class Nothing:
     """Engines and weight updates that take no time; the trainers' part of an update is asked for."""
 
-    def __init__(self, group: WorkerGroup | None = None) -> None:
+    def __init__(self, group: TrainGroup | None = None) -> None:
         self._group = group
 
     async def sleep(self, level: int) -> None: ...
@@ -208,7 +211,7 @@ class Nothing:
 
     async def update(self, version: int) -> None:
         if self._group is not None:
-            await self._group.all("publish", version, "live")
+            await self._group.publish(version)
 
 
 def simulated_run(
@@ -218,10 +221,13 @@ def simulated_run(
     layout = Layout.of(ParallelConfig(), num_ranks)
     places, watchdog = [Path(os.devnull)] * num_ranks, Watchdog(config.trainer.watchdog)
     hosts = [f"node{rank // PER_NODE}" for rank in range(num_ranks)]
-    actor, critic = (
-        StandInGroup(role, [stand_in] * num_ranks, layout, hosts, places, watchdog) for role in ("actor", "critic")
-    )
-    actor.ledger = critic.ledger = ledger
+
+    def group_of(role: str) -> TrainGroup:
+        group = StandInGroup(role, [stand_in] * num_ranks, layout, hosts, places, watchdog)
+        group.ledger = ledger
+        return TrainGroup(group)
+
+    actor, critic = group_of("actor"), group_of("critic")
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     writer = ThreadPoolExecutor(1)  # as in a run: a thread makes and writes them while workers score
@@ -233,14 +239,16 @@ def simulated_run(
         return drawn
 
     (folder / "rollouts").mkdir(exist_ok=True)
-    needs_critic = config.needs_critic
+    needs_critic, nothing = config.needs_critic, Nothing()
+    restarter = EngineRestarter([], nothing, 0, warn=print)
+    weights = WeightSync(Nothing(actor), restarter)
     return SimpleNamespace(
         config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), actor=actor,
         critic=critic if needs_critic else None, drawing=SimpleNamespace(step=step), next_rows=None,
-        reporting=lambda _: None, passes=lambda *_: [], keep_rollouts=keep_rollouts, leaving=Leaving(),
+        reporting=lambda _: None, passes=lambda *_: [], keep_rollouts=keep_rollouts, leaving=Preemption(),
         kl=KlController(config.algorithm.kl_ctrl),
         actor_loss=policy_loss(config.actor), critic_loss=value_loss(config.critic), on_accelerator=False, epoch=0.0,
-        handover=Handover(actor, Nothing(), Nothing(actor), Placement.colocated),
+        devices=DeviceSharing(Placement.colocated, actor, nothing, weights, restarter), weights=weights,
     )  # fmt: skip
 
 
@@ -252,6 +260,7 @@ PARTS = {
     "memory_metrics": "metrics",
 }
 SCORES, STUDY = "scores: shards, calls, answers", "lesson: call, answers, groups, whitening"
+SHARING = "device sharing and weight sync: calls"
 ASYNC_PARTS = {"score": SCORES, "update": "updates: calls, answers"}
 
 
@@ -260,7 +269,7 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
     config = large_config(algorithm, options.sequences, options.tokens)
     drawn = drawn_of(options.sequences, options.tokens)
     stand_in = StandIn.remote()
-    ray.get(stand_in.call.remote(message_of("host", ())))
+    ray.get(stand_in.call.remote(message_of(TrainWorker.host, (), {})))
     names = [*PARTS, "study", "updates"]
     originals = {name: getattr(loop, name) for name in names}
     gc.freeze()  # as ``loop.train``
@@ -279,8 +288,15 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
             **wrapped, minibatches=module.minibatches, Updated=module.Updated
         )
         run = simulated_run(config, drawn, options.ranks, stand_in, ledger, folder, model)
-        run.handover.to_training = ledger.timed_async("handover: calls", run.handover.to_training)
-        run.handover.to_rollout = ledger.timed_async("handover: calls", run.handover.to_rollout)
+        to_engines, to_trainer = run.devices.to_engines, run.devices.to_trainer
+
+        @asynccontextmanager
+        async def timed_to_engines(to_engines: Any = to_engines, ledger: Ledger = ledger) -> AsyncIterator[None]:
+            with ledger(SHARING):
+                async with to_engines():
+                    yield
+
+        run.devices.to_engines, run.devices.to_trainer = timed_to_engines, ledger.timed_async(SHARING, to_trainer)
         begin = ledger.now()
         try:
             await loop.train_step(run, step)

@@ -36,7 +36,7 @@ from mcore_rl.controller import loop
 from mcore_rl.controller.lifecycle.start import open_run
 from mcore_rl.runtime import start as runtime_start
 from mcore_rl.runtime.answers import Answer
-from mcore_rl.runtime.rollout_worker import RolloutWorker
+from mcore_rl.runtime.rollout_worker import RayEngine, RolloutWorker
 from mcore_rl.runtime.train_worker import TrainWorker
 
 SHARE = 0.05
@@ -123,6 +123,11 @@ def live_config(folder: Path, steps: int) -> RunConfig:
     )  # fmt: skip
 
 
+async def busy_s(engines: Sequence[RayEngine]) -> float:
+    """Seconds with work of the engine that had most."""
+    return max([(await engine.statistics()).busy_s for engine in engines])
+
+
 async def live(steps: int) -> list[Result]:
     """The share of each step in which no worker and no engine was at work."""
     runtime_start.TrainWorker, runtime_start.RolloutWorker = NotingTrainWorker, NotingRolloutWorker  # type: ignore[misc]
@@ -137,11 +142,11 @@ async def live(steps: int) -> list[Result]:
                 return seconds[-1]
 
             run.clock.step = noted  # type: ignore[method-assign]
-            pool = run.handover._engines  # behind what revives them
+            engines = run.devices._restarter._engines
             train_step = loop.train_step
 
             async def mark() -> None:
-                marks.append((time.monotonic(), time.process_time(), (await pool.statistics()).busy_s))
+                marks.append((time.monotonic(), time.process_time(), await busy_s(engines)))
 
             async def marked(*args: Any) -> dict[str, float]:
                 await mark()
@@ -153,9 +158,9 @@ async def live(steps: int) -> list[Result]:
                 await mark()
             finally:
                 loop.train_step = train_step
-            spans = [span for worker in await run.actor.all("busy") for span in worker]
-            for place in pool._places:
-                spans += await place.engine.worker.call.remote("busy")
+            spans = [span for worker in await run.actor.workers.all(NotingTrainWorker.busy) for span in worker]
+            for engine in engines:
+                spans += await engine.worker.call.remote("busy")
     shares, walls, cpus = [], [], []
     for (begin, cpu, busy), (end, cpu_after, busy_after) in pairwise(marks[1:]):
         idle = end - begin - covered(spans, begin, end) - (busy_after - busy)

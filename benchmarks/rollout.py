@@ -55,7 +55,6 @@ def offline(connection: Connection, directory: Path, rollout: RolloutConfig, rou
         os.sched_setaffinity(0, usable_cores())
     from vllm import LLM
     from vllm.inputs.engine import tokens_input
-    from vllm.sampling_params import RequestOutputKind
 
     from mcore_rl.rollout.engine.outputs import sampling_params
 
@@ -67,10 +66,7 @@ def offline(connection: Connection, directory: Path, rollout: RolloutConfig, rou
         started = time.perf_counter()
         outputs = llm.generate(
             [tokens_input(request.tokens) for request in requests],
-            [
-                sampling_params(request, sampling, RequestOutputKind.FINAL_ONLY, detokenize=False)
-                for request in requests
-            ],
+            [sampling_params(request, sampling, detokenize=False) for request in requests],
             use_tqdm=False,
         )
         elapsed = time.perf_counter() - started

@@ -6,8 +6,8 @@ Two training ranks and one vLLM engine, all real, float32.  The plain copy sends
 processes, out of ordinary memory of all their size into ordinary memory of all their size, both of which were there and
 touched before, by one thread of the worker: what the transport takes by itself.  Direct is the update along the reshard
 plan, until the engine may generate; landed is the same without vLLM's own packing of layers for its CPU kernels, until
-the weights are in the parameters; packing is that packing, of weights that are there; names is the export stream
-through vLLM's load_weights.  Memory is each process's peak in any of its updates, above what it held before the first.
+the weights are in the parameters; packing is that packing, of weights that are there.  Memory is each process's peak in
+any of its updates, above what it held before the first.
 
 The limit of direct: all CPU seconds of the plain copy and of packing, evenly on all cores, and no less than either.
 
@@ -49,7 +49,7 @@ from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.receiver import live_weights
 from mcore_rl.rollout.receiver.receive_memory import freed_memory_kept, one_thread
 from mcore_rl.rollout.receiver.worker_extension import WeightReceiver
-from mcore_rl.rollout.weight_channel import Mode, answer_of
+from mcore_rl.rollout.weight_channel import answer_of
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.process_group import ProcessGroupTransport
 from mcore_rl.sync.publish import Publisher, opening_of
@@ -64,9 +64,9 @@ from mcore_rl.weights.tensor_slice import TensorSlice
 NUM_TRAINERS = 2
 BUCKET_BYTES = 256 << 20
 MAX_RATIO, MAX_BUCKETS = 1.5, 2.0
-PLAIN, LANDED, PACKING, DIRECT, NAMES = "plain", "landed", "packing", "direct", "names"
-WARM_UP = [DIRECT, NAMES, DIRECT, PLAIN, DIRECT]  # not timed; memory is new to the process here
-ROUNDS = [*WARM_UP, *([PLAIN, LANDED, PACKING, DIRECT] * 8), NAMES, NAMES, NAMES]
+PLAIN, LANDED, PACKING, DIRECT = "plain", "landed", "packing", "direct"
+WARM_UP = [DIRECT, DIRECT, PLAIN, DIRECT]  # not timed; memory is new to the process here
+ROUNDS = [*WARM_UP, *([PLAIN, LANDED, PACKING, DIRECT] * 8)]
 
 
 class TimedReceiver(WeightReceiver):
@@ -95,7 +95,7 @@ class TimedReceiver(WeightReceiver):
         live = self._sync_channel().live
         packed = {each: each.cpu_linear for each in live.model.modules() if hasattr(each, "cpu_linear")}
         with patch.object(live_weights, "_layerwise_process", _put_back):
-            answer = self.sync_receive(version, "direct")
+            answer = self.sync_receive(version)
         for module, cpu_linear in packed.items():
             module.cpu_linear = cpu_linear
         return answer
@@ -204,7 +204,7 @@ def train(rank: Rank, directory: Path, training: str, rollout: str, transport: T
             publisher.__dict__.pop("_filled", None)
         reset_peak_memory(platform)
         cpu_before = time.process_time()
-        published = publisher.publish(version, Mode.names if kind == NAMES else Mode.direct)
+        published = publisher.publish(version)
         found.append({
             "gigabytes": published.num_bytes / 1e9,
             "over_bound": published.bytes_over_bound,
@@ -228,8 +228,7 @@ async def receive(engine: EngineProcess, opening: bytes) -> list[tuple[float, fl
             PLAIN: ("timed_plain",),
             LANDED: ("timed_landed", version),
             PACKING: ("timed_packing",),
-            DIRECT: ("sync_receive", version, DIRECT),
-            NAMES: ("sync_receive", version, NAMES),
+            DIRECT: ("sync_receive", version),
         }
         for answer in await engine.rpc(*calls[kind]):
             answer_of(answer)
@@ -299,7 +298,7 @@ def main() -> int:
         rounds = measure(Path(folder), arguments.training, arguments.rollout, arguments.transport)
     lines = Lines("", "s (median)", "CPU s", "GB", "GB/s", "bytes over bound", "buckets: trainer", "buckets: worker")
     seconds, cpu = {}, {}
-    for kind in (PLAIN, LANDED, PACKING, DIRECT, NAMES):
+    for kind in (PLAIN, LANDED, PACKING, DIRECT):
         mine = [one for one in rounds[len(WARM_UP) :] if one.kind == kind]
         seconds[kind] = statistics.median(one.seconds for one in mine)
         cpu[kind] = statistics.median(one.cpu_seconds for one in mine)
@@ -313,14 +312,12 @@ def main() -> int:
     direct = [one for one in rounds if one.kind == DIRECT]
     ratio = seconds[DIRECT] / seconds[PLAIN]
     limit = max(seconds[PLAIN], seconds[PACKING], (cpu[PLAIN] + cpu[PACKING]) / num_cores())
-    updates = [one for one in rounds if one.kind in (DIRECT, NAMES)]
-    buckets = max(max(one.trainer_buckets, one.worker_buckets) for one in updates)
+    buckets = max(max(one.trainer_buckets, one.worker_buckets) for one in direct)
     console.print(
         f"direct over plain: {ratio:.2f} (at most {MAX_RATIO}), of CPU seconds {cpu[DIRECT] / cpu[PLAIN]:.2f}; "
         f"over its limit on {num_cores()} cores: {seconds[DIRECT] / limit:.2f}; "
         f"until landed: {seconds[LANDED] / seconds[PLAIN]:.2f}, {cpu[LANDED] / cpu[PLAIN]:.2f}; "
-        f"memory: {buckets:.2f} buckets of {BUCKET_BYTES >> 20} MiB (at most {MAX_BUCKETS:g}); "
-        f"names over plain: {seconds[NAMES] / seconds[PLAIN]:.2f}"
+        f"memory: {buckets:.2f} buckets of {BUCKET_BYTES >> 20} MiB (at most {MAX_BUCKETS:g})"
     )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(one) for one in rounds], indent=2) + "\n")

@@ -107,7 +107,7 @@ class Interrupted:
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupted]:
+def interrupted(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator[Interrupted]:
     task, directory = write_task(tmp_path_factory.mktemp("task")), tmp_path_factory.mktemp("run")
     endless = ["actor.optim.lr=0", "trainer.total_training_steps=100000", "trainer.save_freq=1", "trainer.test_freq=1"]
     command = [sys.executable, "-m", "mcore_rl.cli", "train", *overrides(task, directory, *endless)]

@@ -47,20 +47,28 @@ that its weights go right at full size, from Hugging Face's files through the tr
 shadow, the same recipe with a tiny model of the same family, a tiny data set and at most two training processes,
 trains. Scores are therefore other people's, and GPUs and hours are [the planner's](planning.md), without validation.
 
+<!-- run: quick -->
 ```bash
 python tools/prepare_data.py gsm8k --source openai/gsm8k --out data/gsm8k
 python tools/prepare_data.py math --source DigitalLearningGmbH/MATH-lighteval --out data/math
 python tools/prepare_data.py dapo-math --source BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo
 python tools/prepare_data.py aime24 --source BytedTsinghua-SIA/AIME-2024 --out data/aime24
-hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct
 mcore-rl train --config-dir launch/recipes --config-name qwen25_05b_ppo
 python launch/slurm/submit.py recipe=qwen2_7b_grpo cluster=nvidia_h100
+```
+
+Models come first:
+
+<!-- run: no, needs the network -->
+```bash
+hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct
 ```
 
 Paths in recipes are relative to where the run is started: `models/`, with the last part of the Hugging Face id, and
 `data/`. gemma2_2b_ppo begins with what gemma2_2b_sft leaves. qwen25_math_7b_dapo wants more positions than the model's
 config.json says, as the published run did; change it in your copy:
 
+<!-- run: quick -->
 ```bash
 sed -i 's/"max_position_embeddings": 4096/"max_position_embeddings": 32768/' models/Qwen2.5-Math-7B/config.json
 ```

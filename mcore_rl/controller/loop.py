@@ -23,7 +23,8 @@ async def train(run: Run) -> None:
     """
     trainer, begin = run.config.trainer, run.progress.step
     gc.freeze()  # what is there now stays: Python's collector would walk a million objects in every step, for 0.25 s
-    await run.handover.to_rollout(begin)
+    async with run.devices.to_engines():
+        await run.weights.update(begin)
     if trainer.val_only or (trainer.val_before_train and begin == 0):
         run.tracker.log(begin, await run.validate(begin) | run.clock.step())
     while run.progress.step < run.num_steps:
@@ -56,7 +57,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     run.keep_rollouts(step, drawn.trajectories)
 
     with clock("sync"):
-        await run.handover.to_training()
+        await run.devices.to_trainer()
     run.tracker.now("log-probs")
     num_prompts, seed = config.data.train_batch_size, config.data.seed + step
     actor_parts = updates.minibatches(groups.group_S, config.actor, num_prompts, seed)
@@ -96,5 +97,6 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
 
     run.tracker.now("weights to the engines")
     with clock("sync"):
-        await run.handover.to_rollout(step)
+        async with run.devices.to_engines():
+            await run.weights.update(step)
     return metrics

@@ -11,12 +11,13 @@ from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.value import CriticLoss, value_loss
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
-from mcore_rl.controller.lifecycle.handover import Handover
+from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
 from mcore_rl.controller.lifecycle.preparation import Prepared
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.lifecycle.saving import Saver
+from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.step.batch_assembly import Trajectory, sample_rows
 from mcore_rl.controller.step.guards import Guards
 from mcore_rl.controller.step.profiling import profiled
@@ -26,7 +27,7 @@ from mcore_rl.controller.step.validation import overall, validate
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.errors import AlarmError
 from mcore_rl.parallel.device import Platform
-from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker
@@ -46,13 +47,14 @@ class Run:
         platform: Platform,
         tracker: Tracker,
         prepared: Prepared,
-        actor: WorkerGroup,
-        critic: WorkerGroup | None,
+        actor: TrainGroup,
+        critic: TrainGroup | None,
         drawing: RolloutCollector,
-        handover: Handover,
+        devices: DeviceSharing,
+        weights: WeightSync,
     ) -> None:
         self.config, self.tracker, self.actor, self.critic = config, tracker, actor, critic
-        self.drawing, self.handover, self.prepared = drawing, handover, prepared
+        self.drawing, self.devices, self.weights, self.prepared = drawing, devices, weights, prepared
         self.tokenizer, self.progress, self.kl = prepared.tokenizer, prepared.progress, prepared.kl
         self.on_accelerator = platform.is_accelerator
         self.device_peak = device_peak(config.trainer, config.actor.precision, platform)
@@ -67,7 +69,7 @@ class Run:
         )
 
     @property
-    def groups(self) -> list[WorkerGroup]:
+    def groups(self) -> list[TrainGroup]:
         """Of the roles that are trained."""
         return [self.actor, *([] if self.critic is None else [self.critic])]
 
@@ -171,7 +173,8 @@ class Run:
         """The actor as a Hugging Face checkpoint, in ``RUN/hf/NAME``."""
         target = self.directory / "hf" / name
         with self.clock("save"):
-            await self.handover.to_training(for_a_moment=True)
+            await self.devices.to_trainer(keep_weights=True)
             await run_checkpoints.export_hf(self.actor, Path(self.config.model.path), target)
-            await self.handover.to_rollout(self.progress.step)
+            async with self.devices.to_engines():
+                await self.weights.update(self.progress.step)
         return target

@@ -37,8 +37,8 @@ def concatenated_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 def split_indices(padded_lengths: tuple[int, ...], cp: int, rank: int) -> Tensor:
     """Rows of the padded packed tensor that ``rank`` holds, in its order; int64 [T / cp] on the CPU.
 
-    padded_lengths: tokens of each sequence, multiples of ``2 * cp`` (of 1 if ``cp`` is 1).  The result is shared: do not
-    write to it.
+    padded_lengths: tokens of each sequence, multiples of ``2 * cp`` (of 1 if ``cp`` is 1).  The result is shared:
+    do not write to it.
     """
     assert 0 <= rank < cp, f"no rank {rank} in a context-parallel group of {cp}"
     lengths_S = torch.tensor(padded_lengths, dtype=torch.int64)

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from typing import Any
 
 import torch
@@ -42,6 +42,10 @@ HOST = "127.0.0.1"
 SETTLE_S = 0.2  # after a rank failed by itself: wait for reports that are already on their way
 STOP_S = 1.0  # between SIGTERM and SIGKILL
 EXIT_S = 30.0  # for a rank that has returned its result: to flush logs and leave its process groups
+
+ProcessContext = SpawnContext | ForkServerContext
+ChildProcess = SpawnProcess | ForkServerProcess
+FRESH = multiprocessing.get_context("spawn")  # every process imports what it needs itself
 
 _num_groups = itertools.count()
 
@@ -82,6 +86,7 @@ def run_ranks(
     timeout_s: float | None = None,
     grace_s: float = 2.0,
     threads_per_rank: int | None = None,
+    context: ProcessContext = FRESH,
 ) -> list[Any]:
     """The results, in order of the ranks, of ``target(rank, *args)`` in ``world_size`` fresh processes.
 
@@ -92,13 +97,12 @@ def run_ranks(
 
     layout: for the ranks' coordinates in messages.  timeout_s: limit of the whole run; None: no limit.  grace_s: after
     a rank failed because its peers were gone, how long to wait for the report of the rank that caused it.
-    threads_per_rank: None: share the cores evenly.
+    threads_per_rank: None: share the cores evenly.  context: starts the processes; they must be as good as fresh.
 
     Raises, after all processes have stopped: the McoreRLError of the first failing rank; else a WorkerError that names
     rank, coordinates, phase and first cause, also after ``timeout_s``.
     """
     assert layout is None or layout.world_size == world_size, "the layout is of another world"
-    context = multiprocessing.get_context("spawn")
     slots = context.RawArray(ctypes.c_char, SLOT_BYTES * world_size)  # unlinked from the start: it cannot leak
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     threads = threads_per_rank or max(1, num_cores() // world_size)
@@ -122,7 +126,7 @@ def run_ranks(
 class _Child:
     """The parent's side of one rank."""
 
-    def __init__(self, rank: Rank, process: SpawnProcess, reader: Connection, slot: memoryview) -> None:
+    def __init__(self, rank: Rank, process: ChildProcess, reader: Connection, slot: memoryview) -> None:
         self.rank = rank
         self.process = process
         self.reader = reader

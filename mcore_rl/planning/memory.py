@@ -1,7 +1,7 @@
 """The bytes of a run by phase and place: who is where when trainer and engines take turns, and what each takes there.
 
-Colocated on accelerators (controller/lifecycle/handover.py): while the engines draw, the trainer's state is in pinned
-host memory, which it keeps; while weights are sent, the actor's are on the device beside the awake engine; while
+Colocated on accelerators (controller/lifecycle/device_sharing.py): while the engines draw, the trainer's state is in
+pinned host memory, which it keeps; while weights are sent, the actor's are on the device beside the awake engine; while
 anything is trained, all roles are there and the engines sleep.  On the CPU device and host are one memory, and nothing
 sleeps.
 """

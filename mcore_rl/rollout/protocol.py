@@ -1,8 +1,8 @@
 """What a rollout engine is asked for and what it gives: prompts and sampling in, samples out, and the verbs around it.
 
 Two implementations: ``vllm_engine.VllmEngine``, in a process that belongs to vLLM (a Ray actor), and
-``engine.process.EngineProcess``, which stands for one in a child process.  ``pool.EnginePool`` is several behind one
-queue.  How weights travel is not here: ``rpc`` reaches the methods of vLLM's workers, ``start_update`` and
+``engine.process.EngineProcess``, which stands for one in a child process.  ``pool.EnginePool`` draws with several.
+How weights travel is not here: ``rpc`` reaches the methods of vLLM's workers, ``start_update`` and
 ``finish_update`` stand around it.
 
 Everything here travels by pickle and needs neither torch nor vLLM.
@@ -106,18 +106,6 @@ class Sample:
     experts: NDArray[np.int16] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Chunk:
-    """A piece of a response while it is made: ``tokens`` and ``logprobs`` from its token ``start`` on, and new text."""
-
-    prompt_id: str
-    index: int
-    start: int
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    text: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Sample number ``index`` of ``prompt``.
@@ -199,6 +187,14 @@ class Statistics:
         return self.generated_tokens / self.busy_s if self.busy_s else 0.0
 
 
+class SampleSource(Protocol):
+    """What samples are drawn from: an engine, a pool of engines, or a pool that survives the death of engines."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+        """Draw the sample of every request; yield each as it finishes, in any order."""
+        ...
+
+
 class Classifier(Protocol):
     """One engine of a reward model, of one or more ranks.  Raises DeadEngineError as a ``RolloutEngine`` does."""
 
@@ -227,8 +223,8 @@ class Classifier(Protocol):
         ...
 
 
-class RolloutEngine(Protocol):
-    """One engine, of one or more ranks.  All methods but ``generate`` and ``stream`` return when it is done.
+class RolloutEngine(SampleSource, Protocol):
+    """One engine, of one or more ranks.  All methods but ``generate`` return when it is done.
 
     Any of them raises DeadEngineError once the engine is gone, naming it, what it was doing and the first cause.
     """
@@ -244,10 +240,6 @@ class RolloutEngine(Protocol):
         RolloutError, before anything is sent: an empty prompt, one that is too long, a stop string without a tokenizer;
         or weights that are only partly updated.
         """
-        ...
-
-    def stream(self, request: Request, sampling: Sampling) -> AsyncIterator[Chunk | Sample]:
-        """The sample piece by piece, and last the whole of it; otherwise as ``generate``."""
         ...
 
     async def abort(self, keys: Iterable[tuple[str, int]] | None = None) -> None:
@@ -292,10 +284,6 @@ class RolloutEngine(Protocol):
         Arguments and results are plain values (no tensors, no classes of one's own): vLLM sends them as msgpack.
         RolloutError: it raised; the message says what.
         """
-        ...
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; samples under way are run again from their tokens."""
         ...
 
     async def statistics(self) -> Statistics:

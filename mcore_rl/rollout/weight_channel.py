@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
@@ -20,13 +18,6 @@ from mcore_rl.errors import SyncError
 
 Answer = dict[str, Any]
 WORKER_EXTENSION = "mcore_rl.rollout.receiver.worker_extension.WeightReceiver"
-
-
-class Mode(Enum):
-    """How weights come: the slices that a rank stores (direct), or whole Hugging Face tensors (names)."""
-
-    direct = "direct"
-    names = "names"
 
 
 class Incoming(Protocol):
@@ -42,10 +33,6 @@ class Incoming(Protocol):
         place: memory for message number n, uint8, of its size; asked once for each, in order, and not for much more
         than is on its way.  A transport that has messages in memory of its own yields that, and asks for none.
         """
-        ...
-
-    def named(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-        """Every Hugging Face tensor, in order; the receiver's to keep."""
         ...
 
     def finish(self) -> None:
@@ -67,8 +54,8 @@ class Opening:
 
     family: its name.  parallel, world_size: of training.  rollout: of all engines together; first_rank: the first
     rollout rank of this engine.  dtype: torch's name of that of the weights as they are sent.  message_bytes: the most
-    in one direct message.  in_place: of ``messages_to``.  bucket_bytes: the most by names.  plan: ``messages.plan_id``
-    of the sender.  connect: makes the transport's end of a rollout rank.
+    in one message.  in_place: of ``messages_to``.  bucket_bytes: half of it may be on its way, half wait to be
+    packed.  plan: ``messages.plan_id`` of the sender.  connect: makes the transport's end of a rollout rank.
     """
 
     family: str

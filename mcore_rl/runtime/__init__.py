@@ -1,4 +1,4 @@
 """Ray: nodes, placement, training workers, engine actors, and the calls to them.  Thin: no mathematics.
 
-Read ``worker_group.py`` first, then ``train_worker.py``.
+Read ``train_group.py`` first: what a controller can ask of training workers; then ``train_worker.py``, which does it.
 """

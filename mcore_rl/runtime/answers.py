@@ -7,8 +7,10 @@ import mmap
 import os
 import pickle
 import signal
+import socket
 import struct
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import ray
 
 from mcore_rl.parallel.failure import Failure
 from mcore_rl.parallel.phase import SLOT_BYTES, mirror_phase, phase, read_since, read_slot
-from mcore_rl.runtime.shard import Kept, Portion, Shard, Taken
+from mcore_rl.runtime.shard import Portion, Shard, WorkerInput, WorkerOutput
 from mcore_rl.tracking.secrets import forget_secrets
 
 
@@ -59,6 +61,10 @@ class Answering:
             self._mirror = mmap.mmap(file.fileno(), SLOT_BYTES)
         mirror_phase(memoryview(self._mirror))
 
+    def host(self) -> str:
+        """The name of the machine that this worker runs on."""
+        return socket.gethostname()
+
     def whereabouts(self) -> Whereabouts:
         """Where this process can be sent a signal."""
         return Whereabouts(os.getpid(), ray.get_runtime_context().get_node_id())
@@ -69,7 +75,7 @@ class Answering:
 
     @ray.method(num_returns=2)
     def call_on(self, message: bytes, portion: bytes, *shards: Shard) -> tuple[Answer, Shard | None]:
-        """As ``call``, of a method that begins with a ``Taken``; and what is to stay in the store, if anything.
+        """As ``call``, of a method that takes a ``WorkerInput`` and returns a ``WorkerOutput``: its value, its shard.
 
         portion: a ``Portion`` of ``shards``, pickled.
         """
@@ -77,20 +83,23 @@ class Answering:
 
     def _answer(self, message: bytes, portion: bytes = b"", shards: tuple[Shard, ...] = ()) -> tuple[Answer, Any]:
         try:
-            method, args = pickle.loads(message)
-            with phase(method):
+            name, args, kwargs = pickle.loads(message)
+            with phase(name):
                 if portion:
-                    wanted: Portion = pickle.loads(portion)
-                    args = (Taken(wanted.batches(shards), wanted.told), *args)
-                found = getattr(self, method)(*args)
-            return (Answer(found.value), found.shard) if isinstance(found, Kept) else (Answer(found), None)
+                    wanted: Portion[Any] = pickle.loads(portion)
+                    args = (WorkerInput(wanted.join(shards), wanted.payload), *args)
+                found = getattr(self, name)(*args, **kwargs)
+            return (Answer(found.value), found.shard) if isinstance(found, WorkerOutput) else (Answer(found), None)
         except BaseException as error:  # noqa: BLE001  raised by the controller, which knows the others
             return Answer(failure=Failure.of_error(self.rank, error)), None
 
 
-def message_of(method: str, args: tuple[object, ...]) -> bytes:
-    """What workers are told: written once for all of them, since Ray would pickle arguments again for each."""
-    return pickle.dumps((method, args), protocol=pickle.HIGHEST_PROTOCOL)
+def message_of(method: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> bytes:
+    """A call of ``method``: pickled once for all workers, since Ray would pickle the arguments again for each.
+
+    It goes by name, so that a subclass of the worker may do it in its own way.
+    """
+    return pickle.dumps((method.__name__, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def phase_file(log: Path) -> Path:

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig
 from mcore_rl.errors import DeadEngineError, McoreRLError
 from mcore_rl.rollout.engine.process import EngineProcess, start_engine
-from mcore_rl.rollout.protocol import Chunk, Pause, Request, Sample, Sampling, Statistics
+from mcore_rl.rollout.protocol import Pause, Request, Sample, Sampling, Statistics
 
 EXTENSION = "mcore_rl.rollout.receiver.worker_extension.WeightReceiver"
 
@@ -63,14 +63,6 @@ class RolloutWorker:
             return [sample async for sample in self._live.generate(requests, sampling)]
         except McoreRLError as error:
             return error
-
-    async def stream(self, request: Request, sampling: Sampling) -> AsyncIterator[Chunk | Sample | McoreRLError]:
-        """Piece by piece."""
-        try:
-            async for part in self._live.stream(request, sampling):
-                yield part
-        except McoreRLError as error:
-            yield error
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Any other verb of the engine."""
@@ -136,12 +128,6 @@ class RayEngine:
         for sample in samples:
             yield sample
 
-    async def stream(self, request: Request, sampling: Sampling) -> AsyncIterator[Chunk | Sample]:
-        """See ``RolloutEngine.stream``."""
-        parts = self.worker.stream.options(num_returns="streaming").remote(request, sampling)
-        async for part in parts:
-            yield await self._done(part, "streaming a sample")
-
     async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
         """See ``Classifier.classify``."""
         return list(await self._done(self.worker.call.remote("classify", texts), f"scoring {len(texts)} texts"))
@@ -186,10 +172,6 @@ class RayEngine:
         """See ``RolloutEngine.rpc``."""
         call = self.worker.call.remote("rpc", method, *args, timeout_s=timeout_s)
         return list(await self._done(call, f"in {method}"))
-
-    async def reset_prefix_cache(self) -> None:
-        """See ``RolloutEngine.reset_prefix_cache``."""
-        await self._call("reset_prefix_cache")
 
     async def statistics(self) -> Statistics:
         """See ``RolloutEngine.statistics``."""

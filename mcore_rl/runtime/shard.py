@@ -2,7 +2,7 @@
 
 A shard holds some fields of some sequences.  Different fields may lie in different shards, of different sequences: what
 the trainer says of a token stays where it was said.  A rank is handed all shards that hold something of its sequences,
-and a ``Portion`` that says what to take.
+and a ``Portion`` that says which sequences of them its batches are made of.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mcore_rl.types import TrainBatch
+
+X = TypeVar("X")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -68,23 +71,23 @@ Pick = tuple[int, int]  # a shard, of those that are handed over, and a sequence
 
 
 @dataclass(frozen=True)
-class Portion:
-    """What a rank takes of the shards that it is handed.
+class Portion(Generic[X]):
+    """The batches that a rank makes of the shards that it is handed.
 
-    fields: each with the number of its column; the fields of a column lie in the same shards.  lots: for each batch
-    that is made, for each column, where each sequence is.  told: whatever else the controller says of the lots.
+    fields: each with the number of its column; the fields of a column lie in the same shards.  batches: for each batch,
+    for each column, where each sequence is.  payload: whatever else the controller sends along with them.
     """
 
     fields: tuple[tuple[str, int], ...]
-    lots: tuple[tuple[tuple[Pick, ...], ...], ...]
-    told: Any = None
+    batches: tuple[tuple[tuple[Pick, ...], ...], ...]
+    payload: X
 
-    def batches(self, shards: Sequence[Shard]) -> list[TrainBatch]:
-        """In memory of their own, tokens as int64."""
+    def join(self, shards: Sequence[Shard]) -> list[TrainBatch]:
+        """The batches, in memory of their own, tokens as int64."""
         found = []
-        for lot in self.lots:
+        for columns in self.batches:
             parts = {
-                name: [shards[shard].fields[name][place] for shard, place in lot[column]]
+                name: [shards[shard].fields[name][place] for shard, place in columns[column]]
                 for name, column in self.fields
             }
             tensors = {name: torch.from_numpy(np.concatenate(each)) for name, each in parts.items()}
@@ -94,16 +97,16 @@ class Portion:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a worker's method is given of a ``Portion``."""
+class WorkerInput(Generic[X]):
+    """What a worker's method is given of a ``Portion``: its batches, and the controller's payload."""
 
     batches: list[TrainBatch]
-    told: Any
+    payload: X
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a worker's method returns where something is to stay in the store.  value: goes to the controller."""
+class WorkerOutput(Generic[R]):
+    """What a worker's method returns.  value: goes to the controller.  shard: stays in Ray's store, if there is one."""
 
-    value: Any
-    shard: Shard
+    value: R
+    shard: Shard | None = None

@@ -9,70 +9,83 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from ray import ObjectRef
 from torch import Tensor
 
-from mcore_rl.runtime.shard import Pick, Portion
+from mcore_rl.runtime.shard import Pick, Portion, Shard
 
 T = TypeVar("T")
-Taking = tuple[bytes, list[Any]]  # a pickled Portion, and references to the shards that it is of
+X = TypeVar("X")
+ShardRef = ObjectRef[Shard]
+
+
+@dataclass(frozen=True)
+class ShardRefs(Generic[X]):
+    """The batches of one data-parallel rank, as it is handed them.
+
+    portion: a pickled ``Portion`` with a payload of type ``X``.  shards: references to the shards that it is of.
+    """
+
+    portion: bytes
+    shards: list[ShardRef]
 
 
 @dataclass(frozen=True, eq=False)
 class _Column:
-    """places: a reference to each shard.  where_S: the shard of each sequence, and its number there."""
+    """shards: a reference to each.  where_S: the shard of each sequence, and its number there."""
 
-    places: list[Any]
+    shards: list[ShardRef]
     where_S: list[Pick]
 
 
 class SharedBatch:
-    """Sequences of lengths_S tokens, of which nothing is there yet.  homes: those of each rank that trains them."""
+    """An empty batch of sequences of lengths_S tokens; ``assignment[r]`` lists the sequences that rank r trains."""
 
-    def __init__(self, lengths_S: Sequence[int], homes: Sequence[Sequence[int]]) -> None:
-        self.lengths_S, self.homes = tuple(lengths_S), [list(home) for home in homes]
+    def __init__(self, lengths_S: Sequence[int], assignment: Sequence[Sequence[int]]) -> None:
+        self.lengths_S, self.assignment = tuple(lengths_S), [list(each) for each in assignment]
         self._columns: dict[str, _Column] = {}  # by field
 
-    def add(self, members: Sequence[Sequence[int]], places: Sequence[Any], fields: Sequence[str]) -> None:
-        """``fields`` of all sequences, in place of what was there.
+    def add(self, members: Sequence[Sequence[int]], shards: Sequence[ShardRef], fields: Sequence[str]) -> None:
+        """Add ``fields`` of all sequences, in place of what was there.
 
-        members: the sequences of each shard.  places: a reference to each.
+        members: the sequences of each shard.  shards: a reference to each.
         """
         where_S = [(0, 0)] * len(self.lengths_S)
         for shard, indices in enumerate(members):
             for place, index in enumerate(indices):
                 where_S[index] = (shard, place)
-        column = _Column(list(places), where_S)
+        column = _Column(list(shards), where_S)
         self._columns |= dict.fromkeys(fields, column)
 
-    def takings(
-        self, lots: Sequence[Sequence[Sequence[int]]], fields: Sequence[str], told: Sequence[object] | None = None
-    ) -> list[Taking]:
-        """For ``WorkerGroup.map``.  lots: of each rank, the sequences of each batch that it makes.
+    def shard_refs(
+        self, batches: Sequence[Sequence[Sequence[int]]], fields: Sequence[str], payloads: Sequence[X]
+    ) -> list[ShardRefs[X]]:
+        """What each data-parallel rank is handed.
 
-        fields: that it is to have, of those that are there.  told: of each rank, see ``Portion``.
+        batches: of each rank, the sequences of each of its batches.  fields: that the batches have, of those that are
+        there.  payloads: of each rank.
         """
         names = [name for name in fields if name in self._columns]
         columns = list(dict.fromkeys(self._columns[name] for name in names))
         of_field = tuple((name, columns.index(self._columns[name])) for name in names)
-        found = []
-        for rank, of_rank in enumerate(lots):
+        found = list[ShardRefs[X]]()
+        for payload, of_rank in zip(payloads, batches, strict=True):
             handed: dict[tuple[int, int], int] = {}  # column, shard -> its number among those that are handed over
             picks = tuple(
                 tuple(
                     tuple(
                         (handed.setdefault((number, shard), len(handed)), place)
-                        for shard, place in map(column.where_S.__getitem__, lot)
+                        for shard, place in map(column.where_S.__getitem__, batch)
                     )
                     for number, column in enumerate(columns)
                 )
-                for lot in of_rank
+                for batch in of_rank
             )
-            portion = Portion(of_field, picks, None if told is None else told[rank])
-            places = [columns[number].places[shard] for number, shard in handed]
-            found.append((pickle.dumps(portion, protocol=pickle.HIGHEST_PROTOCOL), places))
+            portion = pickle.dumps(Portion(of_field, picks, payload), protocol=pickle.HIGHEST_PROTOCOL)
+            found.append(ShardRefs(portion, [columns[number].shards[shard] for number, shard in handed]))
         return found
 
     def in_order(self, members: Sequence[Sequence[int]], found: Sequence[T]) -> T:

@@ -20,6 +20,7 @@ from mcore_rl.rollout.engine.environment import core_shares, usable_cores
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.runtime.placement import Bundle, Places
 from mcore_rl.runtime.rollout_worker import RayEngine, RolloutWorker
+from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.train_worker import RoleSpec, TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
@@ -27,7 +28,7 @@ from mcore_rl.runtime.worker_group import WorkerGroup
 
 async def start_trainers(
     spec: RoleSpec, places: Places, platform: Platform, logs: Path, trainer: TrainerConfig
-) -> WorkerGroup:
+) -> TrainGroup:
     """The training processes of one role, in their process groups; ``build`` is the next that they are asked.
 
     Each computes with its share of the cores that this machine has, one at least.
@@ -48,13 +49,10 @@ async def start_trainers(
         .remote(rank, world_size, files[rank])
         for rank, place in enumerate(places.train)
     ]
-    layout = Layout.of(spec.parallel, world_size)
-    watchdog = Watchdog(trainer.watchdog)
-    group = WorkerGroup(spec.role, workers, layout, ["its node"] * world_size, files, watchdog)
+    layout, watchdog = Layout.of(spec.parallel, world_size), Watchdog(trainer.watchdog)
+    group = TrainGroup(WorkerGroup(spec.role, workers, layout, ["its node"] * world_size, files, watchdog))
     try:
-        await group.locate()
-        address, port = await group.one(0, "rendezvous")
-        await group.all("join", address, port, spec, trainer.timeout_s)
+        await group.join(spec, trainer.timeout_s)
     except BaseException:
         group.close()
         raise
@@ -68,7 +66,7 @@ async def start_engines(
     platform: Platform,
     logs: Path,
     stack: AsyncExitStack,
-    trainers: WorkerGroup | None = None,
+    trainers: TrainGroup | None = None,
     *,
     name: str = "engine",
 ) -> list[RayEngine]:
@@ -93,7 +91,7 @@ async def start_engines(
     if not platform.is_accelerator:
         cores = core_shares(usable_cores(), len(engines))
     elif trainers is not None:
-        ids = await trainers.all("device_ids")
+        ids = await trainers.device_ids()
         device_ids = [
             [device for rank in range(index * each, (index + 1) * each) for device in ids[rank]]
             for index in range(len(engines))

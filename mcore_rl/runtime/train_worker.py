@@ -5,7 +5,6 @@ Thin: what is computed is ``training/``'s, which weights go where ``weights/``'s
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -13,14 +12,16 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.algorithms.advantages.registry import final_advantages
 from mcore_rl.algorithms.advantages.whiten import Whitening
-from mcore_rl.algorithms.lesson import Outcomes, learn
+from mcore_rl.algorithms.lesson import Facts, Outcomes, learn
 from mcore_rl.algorithms.ragged import sequence_sums
 from mcore_rl.checkpoints.export import save_hf
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
@@ -38,10 +39,9 @@ from mcore_rl.parallel.device import Memory, detect, device_of, memory, set_devi
 from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import mark_phases
-from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.cluster import this_host
-from mcore_rl.runtime.shard import Kept, Shard, Taken
+from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
 from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
@@ -53,6 +53,8 @@ from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
 LOCAL = 0  # Ray shows each worker its own accelerator, and no other
+# Of each minibatch, the advantages of its sequences (float32, [S]), where they are not in the batch, token by token.
+SequenceAdvantages = Sequence[NDArray[np.float32] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +73,19 @@ class RoleSpec:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """results: of each step.  memories: of each rank, after them."""
+class TrainResults:
+    """results: of each optimizer step.  memories: of each rank, after them."""
 
     results: list[StepResult]
     memories: list[Memory]
+
+
+@dataclass(frozen=True)
+class RankAdvantages:
+    """Of a rank's sequences.  facts: for the controller.  fields: of the batch, that were made of each token."""
+
+    facts: Facts
+    fields: tuple[str, ...]
 
 
 class TrainWorker(Answering):
@@ -87,10 +97,6 @@ class TrainWorker(Answering):
         self._stack = ExitStack()
         self._store: TCPStore | None = None
         self._publisher: Publisher | None = None
-
-    def host(self) -> str:
-        """The name of the machine that this worker runs on."""
-        return socket.gethostname()
 
     def device_ids(self) -> list[str]:
         """The accelerators that Ray gave to this worker."""
@@ -129,54 +135,52 @@ class TrainWorker(Answering):
             self.engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=self.table, rank=self.rank))
 
     def score(
-        self, taken: Taken, field: str, temperature: float, with_entropy: bool, snapshot: str | None
-    ) -> Kept | None:
-        """``Engine.score``: log-probs or values, kept as ``field``; of each sequence's trained tokens, their sums.
+        self, given: WorkerInput[None], field: str, temperature: float, with_entropy: bool, snapshot: str | None
+    ) -> WorkerOutput[SequenceScores | None]:
+        """``Engine.score``: log-probs or values, left in the store as ``field``; sums over trained tokens.
 
-        Of the leader of each data-parallel coordinate, since its peers would say the same.
+        Only the leader of each data-parallel coordinate answers, since its peers would say the same.
         """
-        (batch,) = taken.batches
+        (batch,) = given.batches
         self.onload([OffloadPart.weights])
         scores = self.engine.score(batch, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot)
         if not self._leads:
-            return None
+            return WorkerOutput(None)
         found_T = scores.values_T if self.spec.critic else scores.logprobs_T
         assert found_T is not None
         sums = SequenceScores(
             sums_S=_sums(batch, found_T),
             entropy_S=None if scores.entropy_T is None else _sums(batch, scores.entropy_T),
         )
-        return Kept(sums, Shard.of(batch.lengths_S, **{field: found_T}))
+        return WorkerOutput(sums, Shard.of(batch.lengths_S, **{field: found_T}))
 
-    def learn(self, taken: Taken, algorithm: AlgorithmConfig, kl_coef: float) -> Kept | None:
-        """See ``algorithms.lesson``: facts, and the fields that were made.  Nothing collective; of the leaders."""
+    def compute_advantages(
+        self, given: WorkerInput[Outcomes], algorithm: AlgorithmConfig, kl_coef: float
+    ) -> WorkerOutput[RankAdvantages | None]:
+        """See ``algorithms.lesson``; what it makes of tokens stays in the store.  Leaders alone; nothing collective."""
         if not self._leads:
-            return None
-        (batch,), outcomes = taken.batches, taken.told
-        assert isinstance(outcomes, Outcomes)
-        learnt, facts = learn(batch, outcomes, algorithm, kl_coef)
+            return WorkerOutput(None)
+        (batch,) = given.batches
+        learnt, facts = learn(batch, given.payload, algorithm, kl_coef)
         made = Shard.of(batch.lengths_S, **vars(learnt))
-        return Kept((facts, tuple(made.fields)), made)
+        return WorkerOutput(RankAdvantages(facts, tuple(made.fields)), made)
 
-    def train_steps(
+    def train(
         self,
-        taken: Taken,
+        given: WorkerInput[SequenceAdvantages],
         loss: Loss,
         denominators: Sequence[Denominators],
         temperature: float,
         with_entropy: bool,
-        kl_to: str | None = None,
-        whitening: Whitening | None = None,
-    ) -> Trained | None:
-        """``Engine.train_step`` on one minibatch after the other; of rank 0, which knows of all.
-
-        taken: told, of each minibatch, the advantages of its sequences where they are not in the batch.
-        """
+        kl_to: str | None,
+        whitening: Whitening | None,
+    ) -> WorkerOutput[TrainResults | None]:
+        """``Engine.train_step`` on one minibatch after the other; rank 0 answers, which knows of all ranks."""
         self.onload()
         found = []
-        for batch, told_S, counts in zip(taken.batches, taken.told, denominators, strict=True):
-            if told_S is not None or batch.advantages_T is not None:
-                advantages_S = None if told_S is None else torch.from_numpy(told_S)
+        for batch, given_S, counts in zip(given.batches, given.payload, denominators, strict=True):
+            if given_S is not None or batch.advantages_T is not None:
+                advantages_S = None if given_S is None else torch.from_numpy(given_S)
                 lengths, raw_T = list(batch.lengths_S), batch.advantages_T
                 final_T = final_advantages(raw_T, advantages_S, whitening, batch.mask_T, lengths)
                 batch = replace(batch, advantages_T=final_T)
@@ -190,7 +194,7 @@ class TrainWorker(Answering):
         of_ranks = torch.empty(self.world_size, len(own), dtype=torch.int64, device=device)
         dist.all_gather_into_tensor(of_ranks, torch.tensor([list(own.values())], device=device))
         memories = [Memory(**dict(zip(own, row, strict=True))) for row in of_ranks.tolist()]
-        return Trained(found, memories) if self.rank == 0 else None
+        return WorkerOutput(TrainResults(found, memories) if self.rank == 0 else None)
 
     def rest(self) -> None:
         """Nothing is trained before the next step: leave a shared device, but for weights that engines want."""
@@ -267,10 +271,10 @@ class TrainWorker(Answering):
         """``Publisher.open``."""
         self.publisher.open(attempt)
 
-    def publish(self, version: int, mode: Mode) -> Published:
+    def publish(self, version: int) -> Published:
         """``Publisher.publish``."""
         self.onload([OffloadPart.weights])
-        return self.publisher.publish(version, mode)
+        return self.publisher.publish(version)
 
     def expected(self, version: int) -> Expected:
         """``check.expected_weights``."""

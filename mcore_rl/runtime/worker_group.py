@@ -1,7 +1,9 @@
-"""The workers of one role, called together: ``all`` calls every one, ``map`` gives each data-parallel rank its portion.
+"""The workers of one role, called together: ``all`` calls every one, ``map`` gives each data-parallel rank its batches.
 
-The tensor, pipeline and context peers of a data-parallel coordinate are handed the same object references: a shard is
-in Ray's store once, and read by its peers where it lies.
+What is called is named by the method of the worker's class itself (``group.all(TrainWorker.build)``), so that its
+arguments and results are checked; here alone does it become a call of Ray.  The tensor, pipeline and context peers of
+a data-parallel coordinate are handed the same object references: a shard is in Ray's store once, and read by its peers
+where it lies.
 
 The invariant: a call returns the results of all, or raises the first cause within seconds, naming rank, coordinates,
 host and phase; after that the group is of no more use and is to be closed.
@@ -12,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayError
@@ -23,11 +25,15 @@ from ray.exceptions import OutOfMemoryError, RayError
 from mcore_rl.errors import DeadWorkerError, WorkerError
 from mcore_rl.parallel.failure import Cause, Failure, failure_message, first_cause
 from mcore_rl.parallel.layout import Layout
-from mcore_rl.runtime.answers import Answer, Whereabouts, last_phase, message_of
-from mcore_rl.runtime.shard import Shard
-from mcore_rl.runtime.shared_batch import Taking
+from mcore_rl.runtime.answers import Answer, Answering, Whereabouts, last_phase, message_of
+from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
+from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
 from mcore_rl.runtime.watchdog import Watchdog, look_at, summary, write_hung
 
+W = TypeVar("W", bound=Answering)
+P = ParamSpec("P")
+X = TypeVar("X")
+R = TypeVar("R")
 SHARED_BY = 8  # coordinates that read one object of Ray's store: a call of the store costs what 0.5 MB do
 POLL_S = 0.2  # between looks at the calls that are under way: how soon a failure is noticed
 SETTLE_S = 0.2  # once a worker has failed by itself: for answers that are already on their way
@@ -35,8 +41,8 @@ DEVICE_FAILED = "AcceleratorError"  # torch's, of what a device or its driver re
 GRACE_S = 3.0  # once one failed because its peers were gone: for the one that caused it
 
 
-class WorkerGroup:
-    """``workers``: Ray actors of an ``Answering`` class, in the order of the ranks of ``layout``.
+class WorkerGroup(Generic[W]):
+    """``workers``: Ray actors of class ``W``, in the order of the ranks of ``layout``.
 
     hosts, logs: of each.  watchdog: says when a call counts as hung.
     """
@@ -68,36 +74,44 @@ class WorkerGroup:
             found += [ranks[start : start + SHARED_BY] for start in range(0, len(ranks), SHARED_BY)]
         return found
 
-    async def all(self, method: str, *args: object) -> list[Any]:
-        """Every worker's result, in the order of the ranks."""
-        message = message_of(method, args)
-        return await self._collect(method, [worker.call.remote(message) for worker in self._workers])
+    async def all(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Every worker's result of ``method``, in the order of the ranks."""
+        name, message = method.__name__, message_of(method, args, kwargs)
+        return await self._collect(name, [worker.call.remote(message) for worker in self._workers])
 
-    def put(self, shards: Sequence[Shard]) -> list[Any]:
+    def put(self, shards: Sequence[Shard]) -> list[ShardRef]:
         """References to them in Ray's store."""
         return [ray.put(shard) for shard in shards]
 
-    async def map(self, method: str, takings: Sequence[Taking], *args: object) -> tuple[list[Any], list[Any]]:
-        """What the data-parallel coordinates' leaders answer, and references to what they keep in the store.
+    async def map(
+        self,
+        method: Callable[Concatenate[W, WorkerInput[X], P], WorkerOutput[R]],
+        inputs: Sequence[ShardRefs[X]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> tuple[list[R], list[ShardRef]]:
+        """What the data-parallel coordinates' leaders answer, and references to the shards that they leave behind.
 
-        takings: of each coordinate, see ``SharedBatch``; every peer is called with them and ``args``.
+        inputs: of each coordinate; every peer is called with them and the other arguments.
         """
-        assert len(takings) == self.layout.dp, f"{len(takings)} portions for dp={self.layout.dp}"
-        message, calls = message_of(method, args), []
+        assert len(inputs) == self.layout.dp, f"{len(inputs)} inputs for dp={self.layout.dp}"
+        name, message, calls = method.__name__, message_of(method, args, kwargs), []
         for worker, coordinate in zip(self._workers, self._coordinates, strict=True):
-            portion, places = takings[coordinate]
-            calls.append(worker.call_on.remote(message, portion, *places))
-        results = await self._collect(method, [answer for answer, _ in calls])
+            refs = inputs[coordinate]
+            calls.append(worker.call_on.remote(message, refs.portion, *refs.shards))
+        results = await self._collect(name, [answer for answer, _ in calls])
         return [results[rank] for rank in self.leaders], [calls[rank][1] for rank in self.leaders]
 
-    async def one(self, rank: int, method: str, *args: object) -> Any:
+    async def one(self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """The result of one worker alone: nothing collective."""
-        return (await self._collect(method, [self._workers[rank].call.remote(message_of(method, args))], [rank]))[0]
+        call = self._workers[rank].call.remote(message_of(method, args, kwargs))
+        found: list[R] = await self._collect(method.__name__, [call], [rank])
+        return found[0]
 
     async def locate(self) -> None:
-        """Learn where the workers run, for the day on which they answer no more."""
-        self.hosts = await self.all("host")
-        self._whereabouts = await self.all("whereabouts")
+        """Record host, process id and node of each worker, to diagnose hangs."""
+        self.hosts = await self.all(Answering.host)
+        self._whereabouts = await self.all(Answering.whereabouts)
 
     def close(self) -> None:
         """End the processes."""

@@ -134,8 +134,6 @@ class PointToPoint:
 class PointToPointReceiving(Receiving):
     """While a message is taken apart, the next ones arrive."""
 
-    in_place = True
-
     def __init__(self, members: Members, group: dist.ProcessGroup, bucket_bytes: int) -> None:
         super().__init__(members, bucket_bytes)
         self._group: dist.ProcessGroup | None = group

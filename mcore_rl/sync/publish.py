@@ -1,9 +1,8 @@
 """The trainer's end of a weight update: one ``Publisher`` on every training rank.
 
 The plan is made once.  ``publish`` sends this rank's live parameters along it: large parts from where they lie, if the
-transport can, and the rest packed into messages, two at a time.  ``mode=names`` sends the export stream instead, the
-reference for the first.  Who pauses the engines and calls their workers is ``update``; what they hold afterwards is for
-``check``.
+transport can, and the rest packed into messages, two at a time.  Who pauses the engines and calls their workers is
+``update``; what they hold afterwards is for ``check``.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.export import BUCKET_BYTES, buckets_of, export_stream
-from mcore_rl.checkpoints.safetensors import TensorSpec
+from mcore_rl.checkpoints.export import BUCKET_BYTES
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.phase import phase
-from mcore_rl.rollout.weight_channel import Mode, Opening
-from mcore_rl.sync.directory import DirectoryWriter
-from mcore_rl.sync.transport import NAMED_SHARE, Outgoing, Transport, at_attempt, connector, offsets_of
+from mcore_rl.rollout.weight_channel import Opening
+from mcore_rl.sync.transport import Outgoing, Transport, at_attempt, connector
 from mcore_rl.weights.binding import bind
 from mcore_rl.weights.fingerprint import fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_from, plan_id
@@ -37,13 +34,11 @@ from mcore_rl.weights.views import view_of
 class Published:
     """What one rank did in one update.
 
-    num_bytes: sent by this rank.  bytes_over_bound: of the whole plan, sent over stored; 1.0 is the least there is
-    (by names: every rollout rank is sent everything).  pack_s, wait_s: of ``seconds``, copying into messages and
-    waiting for the transport.
+    num_bytes: sent by this rank.  bytes_over_bound: of the whole plan, sent over stored; 1.0 is the least there is.
+    pack_s, wait_s: of ``seconds``, copying into messages and waiting for the transport.
     """
 
     version: int
-    mode: Mode
     num_bytes: int
     seconds: float
     pack_s: float
@@ -59,9 +54,8 @@ class Published:
 class Publisher:
     """Sends the weights of ``chunks``, this training rank's model chunks, to all rollout ranks.
 
-    table, rollout: of one model.  dtype: of the weights as vLLM holds them.  bucket_bytes: half of the memory that a
-    direct update may take of any process; see ``message_bytes``.  By names, the first training rank and the workers
-    take some buckets.
+    table, rollout: of one model.  dtype: of the weights as vLLM holds them.  bucket_bytes: half of the memory that an
+    update may take of any process; see ``message_bytes``.
     """
 
     def __init__(
@@ -75,7 +69,7 @@ class Publisher:
         dtype: torch.dtype,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.chunks, self.table, self.rollout, self.rank = chunks, table, rollout, rank
+        self.table, self.rollout, self.rank = table, rollout, rank
         self.transport, self.dtype, self.bucket_bytes = transport, dtype, bucket_bytes
         self.plan = plan_reshard(table, rollout, dtype.itemsize)
         self.sent: list[Message] = messages_from(self.plan, rank, self.message_bytes, transport.in_place)
@@ -84,7 +78,7 @@ class Publisher:
 
     @property
     def message_bytes(self) -> int:
-        """The most that one direct message holds."""
+        """The most that one message holds."""
         return message_bytes(self.table, self.bucket_bytes, self.transport.in_place)
 
     def opening(self, first_rank: int = 0, attempt: int = 1) -> bytes:
@@ -108,10 +102,10 @@ class Publisher:
         if outgoing is not None:
             outgoing.close()
 
-    def publish(self, version: int, mode: Mode = Mode.direct) -> Published:
+    def publish(self, version: int) -> Published:
         """Send everything as ``version``; returns when every rollout rank has applied it.
 
-        Every training rank, while every engine is called ``sync_receive(version, mode)``.  Raises SyncError with the
+        Every training rank, while every engine is called ``sync_receive(version)``.  Raises SyncError with the
         first cause, whoever it was; the channel is then closed.
         """
         assert self._outgoing is not None, "open the channel first"
@@ -121,10 +115,7 @@ class Publisher:
             outgoing = self._outgoing
             try:
                 outgoing.members.meet(f"update {version}")
-                if mode is Mode.direct:
-                    num_bytes = self._direct(outgoing, clock)
-                else:
-                    num_bytes = self._by_names(outgoing, clock, version)
+                num_bytes = self._send(outgoing, clock)
                 with clock.waiting():
                     outgoing.flush()
                 outgoing.members.meet("applied")
@@ -135,21 +126,15 @@ class Publisher:
         stored = int(self.rollout.bytes_stored(self.dtype.itemsize).sum())
         return Published(
             version=version,
-            mode=mode,
             num_bytes=num_bytes,
             seconds=time.perf_counter() - begun,
             pack_s=clock.pack_s,
             wait_s=clock.wait_s,
-            bytes_over_bound=self._bytes_on_the_way(mode) / stored,
+            bytes_over_bound=int(self.plan.bytes_sent.sum()) / stored,
         )
 
-    def _bytes_on_the_way(self, mode: Mode) -> int:
-        if mode is Mode.direct:
-            return int(self.plan.bytes_sent.sum())
-        return sum(spec.num_bytes for spec in self._specs().values()) * self.rollout.layout.world_size
-
     @torch.no_grad()
-    def _direct(self, outgoing: Outgoing, clock: _Clock) -> int:
+    def _send(self, outgoing: Outgoing, clock: _Clock) -> int:
         for message in self.sent:
             outgoing.send(self._filled(message, outgoing, clock), message.target_rank)
         return sum(message.num_bytes for message in self.sent)
@@ -176,32 +161,6 @@ class Publisher:
     def _dtype_of(self, part: MessagePart) -> torch.dtype:
         dtype: torch.dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)
         return dtype
-
-    def _specs(self) -> dict[str, TensorSpec]:
-        return {
-            name: TensorSpec(name, getattr(torch, info.dtype) if info.dtype else self.dtype, info.shape)
-            for name, info in self.table.hf_tensors.items()
-        }
-
-    @torch.no_grad()
-    def _by_names(self, outgoing: Outgoing, clock: _Clock, version: int) -> int:
-        if isinstance(outgoing, DirectoryWriter):
-            return outgoing.save(self.chunks, self.table, self.rank, version, self.dtype)
-        specs, num_bytes, targets = self._specs(), 0, range(self.rollout.layout.world_size)
-        most = self.bucket_bytes // NAMED_SHARE
-        buckets = iter(buckets_of(specs, most))
-        stream = export_stream(self.chunks, self.table, self.rank, bucket_bytes=most, dst=0, dtype=self.dtype)
-        for bucket in stream:
-            places, size = offsets_of([specs[name] for name in next(buckets)])
-            with clock.waiting():
-                buffer = outgoing.buffer(size)
-            for (name, tensor), (spec, begin) in zip(bucket, places, strict=True):
-                assert name == spec.name, "the export stream has an order of its own"
-                buffer[begin : begin + spec.num_bytes].copy_(tensor.reshape(-1).view(torch.uint8))
-            for target in targets:
-                outgoing.send(buffer, target)
-            num_bytes += size * len(targets)
-        return num_bytes
 
     @torch.no_grad()
     def fingerprints(self) -> dict[tuple[int, str, int], int]:
@@ -235,7 +194,7 @@ class _Clock:
 
 
 def message_bytes(table: Table, bucket_bytes: int, in_place: bool) -> int:
-    """The most in one direct message, so that no process needs more than two buckets.
+    """The most in one message, so that no process needs more than two buckets.
 
     A process holds two messages, or what is on its way to it, at most half a bucket.  As much waits to be packed
     (``rollout/receiver/worker_extension.py``).  The parts of a tensor come from up to tp ranks in turn, so that a

@@ -6,29 +6,22 @@ there, and what happens when somebody is not, is ``members``.  One file of this 
 process_group   point to point through ``torch.distributed``: gloo on CPU, the vendor's library between GPUs
 shared_memory   one host, no accelerator: a message is written once and read where it lies
 device_ipc      one GPU: as shared_memory, in the GPU's memory
-directory       safetensors files on a file system that all see; by names only
 
 Invariant: of messages on their way a sender holds two, a receiver half a bucket, or one that is larger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.export import buckets_of
-from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.errors import SyncError
 from mcore_rl.sync.members import Address, Members
-
-# Of a bucket, a message of the export stream, or one tensor: training rank 0 holds four of them, gathered, cast and in
-# both buffers.
-NAMED_SHARE = 4
 
 
 class Outgoing(Protocol):
@@ -63,8 +56,6 @@ class Outgoing(Protocol):
 class Receiving:
     """What all receiving ends share; ``rollout.weight_channel.Incoming`` but for ``messages``."""
 
-    in_place: ClassVar[bool] = False  # of its transport
-
     def __init__(self, members: Members, bucket_bytes: int) -> None:
         self.members, self.bucket_bytes = members, bucket_bytes
 
@@ -75,17 +66,6 @@ class Receiving:
     def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
         """See ``Incoming``."""
         raise NotImplementedError
-
-    def named(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-        """See ``Incoming``: each bucket of the export stream is one message of training rank 0."""
-        together = buckets_of(specs, self.bucket_bytes // NAMED_SHARE)
-        buckets = [offsets_of([specs[name] for name in names]) for names in together]
-        wanted = [(0, size) for _, size in buckets]
-        for bucket, message in zip(buckets, self.messages(wanted, lambda index: _new(wanted[index][1])), strict=True):
-            # vLLM keeps what it was given until a module is complete.
-            kept = message if self.in_place else message.clone()
-            for spec, begin in bucket[0]:
-                yield spec.name, kept[begin : begin + spec.num_bytes].view(spec.dtype).view(spec.shape)
 
     def finish(self) -> None:
         """See ``Incoming``."""
@@ -131,20 +111,6 @@ def at_attempt(transport: AnyTransport, attempt: int) -> AnyTransport:
     return replace(transport, address=address)  # type: ignore[type-var]  # every transport is a frozen dataclass
 
 
-def _new(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
-
-
 def connector(transport: Transport, bucket_bytes: int) -> Callable[[int], Receiving]:
     """``Opening.connect``."""
     return partial(transport.incoming, bucket_bytes)
-
-
-def offsets_of(specs: Sequence[TensorSpec]) -> tuple[list[tuple[TensorSpec, int]], int]:
-    """([(tensor, first byte)], bytes) of tensors one after another, each where its dtype may begin."""
-    found, end = [], 0
-    for spec in specs:
-        begin = -(-end // spec.dtype.itemsize) * spec.dtype.itemsize
-        found.append((spec, begin))
-        end = begin + spec.num_bytes
-    return found, end

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import DeadEngineError, DeadWorkerError, SyncError
 from mcore_rl.rollout.protocol import Pause, RolloutEngine
-from mcore_rl.rollout.weight_channel import Mode, answer_of
+from mcore_rl.rollout.weight_channel import answer_of
 from mcore_rl.sync.check import Expected, Held, differences
 from mcore_rl.sync.publish import Published
 
@@ -34,7 +34,7 @@ class Trainers(Protocol):
         """``Publisher.open``."""
         ...
 
-    async def publish(self, version: int, mode: Mode) -> list[Published]:
+    async def publish(self, version: int) -> list[Published]:
         """``Publisher.publish``, in the order of the ranks."""
         ...
 
@@ -43,7 +43,7 @@ class Trainers(Protocol):
         ...
 
 
-class WeightSync:
+class WeightUpdater:
     """Keeps ``engines``, which together are the ranks of ``layout`` in this order, at the trainers' weights."""
 
     def __init__(self, engines: Sequence[RolloutEngine], layout: RolloutLayout, trainers: Trainers) -> None:
@@ -69,7 +69,7 @@ class WeightSync:
         """An engine was started again, and is no member of the channel: all join anew at the next update."""
         self._is_open = False
 
-    async def update(self, version: int, mode: Mode = Mode.direct, pause: Pause = Pause.keep) -> list[Published]:
+    async def update(self, version: int, pause: Pause = Pause.keep) -> list[Published]:
         """Bring the trainers' weights into all engines as ``version``; what each training rank did.
 
         pause: what becomes of samples under way (``Pause.keep``: they are frozen, go on with the new weights and report
@@ -84,8 +84,8 @@ class WeightSync:
             await _all(*(engine.start_update(pause) for engine in engines))
             if not self._is_open:
                 await self.open()
-            receiving = [_call(engine, "sync_receive", version, mode.value) for engine in engines]
-            results = await _all(*receiving, self.trainers.publish(version, mode))
+            receiving = [_call(engine, "sync_receive", version) for engine in engines]
+            results = await _all(*receiving, self.trainers.publish(version))
             self._version = version
             if not self._is_checked:
                 await self.check()

@@ -23,10 +23,11 @@ from mcore_rl.checkpoints.hf_directory import INDEX, HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.errors import CheckpointError, WorkerError
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.weights.table import Table
 from tests.support import checkpoints, engines
+from tests.support.forked import run_ranks
 
 Case = tuple[str, str, int]  # family, layout, world size
 BUCKET_BYTES = 30_000  # some tensors are larger
@@ -156,7 +157,7 @@ def _unfinished(rank: Rank, root: Path, engine: Engine, table: Table) -> None:
 
 
 @pytest.fixture(scope="module")
-def streams(root: Path) -> dict[Case, list[list[tuple[str, Tensor]]]]:
+def streams(root: Path, processes: None) -> dict[Case, list[list[tuple[str, Tensor]]]]:
     """case -> what each rank got."""
     found = {}
     for world_size in (1, 2, 4):

@@ -27,10 +27,11 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.registry import model_of
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.weights.table import Table
 from tests.support import batches, checkpoints, engines, full_weights, hf_reference
+from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-5
 DENSE_LAYOUTS = ("tp=2", "pp=2", "cp=2", "pp=2,vpp=2", "tp=2,pp=2")  # over 4 ranks: what is left is data parallel
@@ -103,7 +104,7 @@ def _critic(root: Path, groups: engines.Groups) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def single(root: Path) -> dict[str, Tensor]:
+def single(root: Path, processes: None) -> dict[str, Tensor]:
     return run_ranks(_engine_logprobs, 1, (root,))[0]
 
 
@@ -188,7 +189,7 @@ def _cases() -> tuple[tuple[str, str], ...]:
 
 
 @pytest.fixture(scope="module")
-def misplaced(root: Path) -> list[dict[tuple[str, str], list[str]]]:
+def misplaced(root: Path, processes: None) -> list[dict[tuple[str, str], list[str]]]:
     return run_ranks(_misplaced, 4, (root, _cases()))
 
 

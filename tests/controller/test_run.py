@@ -80,7 +80,8 @@ async def kill_the_engine(run: Run) -> None:
     for each in holders_of(run.directory / "logs" / "engine-0.log"):
         each.kill()
     with pytest.raises(DeadEngineError):
-        await run.handover.to_rollout(STEPS)
+        async with run.devices.to_engines():
+            await run.weights.update(STEPS)
     await run.drawing.step(STEPS + 1, run.next_rows, run.reporting("drawing"))
 
 
@@ -89,7 +90,7 @@ async def kill_a_worker(run: Run) -> None:
     logs = [run.directory / "logs" / f"actor-rank-{rank}.log" for rank in range(2)]
     peer, killed = (holder for log in logs for holder in holders_of(log))
     peer.send_signal(signal.SIGSTOP)
-    step = asyncio.ensure_future(run.actor.all("save_hf", run.directory / "never", Path(run.config.model.path)))
+    step = asyncio.ensure_future(run.actor.save_hf(run.directory / "never", Path(run.config.model.path)))
     try:
         await is_in(logs[1], "save_hf")
         killed.kill()
@@ -102,8 +103,8 @@ async def kill_a_worker(run: Run) -> None:
 async def observe(found: Observed, settings: RunConfig, kill: Any) -> None:
     async with open_run(settings) as run:
         await train(run)
-        await run.handover.to_training(for_a_moment=True)
-        found.checksums = await run.actor.all("checksum")
+        await run.devices.to_trainer(keep_weights=True)
+        found.checksums = await run.actor.checksum()
         await kill(run)
 
 
@@ -124,7 +125,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
     return run(task, tmp_path_factory.mktemp("whole"), kill_the_engine)
 
 
@@ -216,10 +217,10 @@ def test_a_chosen_step_is_traced(whole: Observed) -> None:
         events = [each for each in json.loads(path.read_text())["traceEvents"] if each.get("ph") == "X"]
         spans = {each["name"]: each for each in events if each["cat"] == "user_annotation"}
         assert {
-            "score", "train_steps", "score, role actor", "train_step, role actor", "forward, microbatch 0",
+            "score", "train", "score, role actor", "train_step, role actor", "forward, microbatch 0",
             "loss, microbatch 0", "optimizer", "publish",
         } <= spans.keys()  # fmt: skip
-        around = spans["train_steps"]
+        around = spans["train"]
         inside = {
             each["name"]
             for each in events

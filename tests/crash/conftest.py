@@ -21,7 +21,7 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Undisturbed:
     task = write_task(tmp_path_factory.mktemp("task"))
     folder = tmp_path_factory.mktemp("undisturbed")
     with nothing_survives(folder) as traces:

@@ -107,13 +107,13 @@ LIVES = {
         told(grading(3), SIGUSR1, 2),
     ],
 }
-# Of each kind of answer one, where minutes count; the others with ``pytest -m thorough tests/crash``.
-QUICK = ("a worker and an engine", "the controller, and SIGTERM")
+# In the tier `test`; the others are of the tier `full`: ``pytest --tier=full tests/crash``.
+QUICK = ("a worker and an engine",)
 
 
 @pytest.mark.timeout(2400)  # up to five starts of a run, on a busy machine
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in LIVES]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.tier("full")) for name in LIVES]
 )
 def test_deaths_change_no_bit(name: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
     with nothing_survives(tmp_path) as traces:

@@ -16,7 +16,7 @@ from mcore_rl.checkpoints.manifest import MANIFEST
 from tests.crash.conftest import Undisturbed
 from tests.support.crash_runs import STEPS, bits_of, mounted, nothing_survives, says, start
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.tier("full"), pytest.mark.timeout(2400)]
 RANK = "actor/rank_00001.safetensors"
 
 

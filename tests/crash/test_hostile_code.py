@@ -47,7 +47,10 @@ TIMED_OUT = {
     "stopped",
     "kills all",
 }
-pytestmark = pytest.mark.skipif(bool(weaknesses()), reason="; ".join(weaknesses()))
+pytestmark = [
+    pytest.mark.skipif(bool(weaknesses()), reason="; ".join(weaknesses())),
+    pytest.mark.tier("test"),  # they take what they can get, for a second each
+]
 
 
 @pytest.fixture(autouse=True)

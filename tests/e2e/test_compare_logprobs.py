@@ -33,7 +33,7 @@ def found(report: dict[str, Any]) -> dict[str, bool | None]:
     return {finding["cause"]: finding["found"] for finding in report["findings"]}
 
 
-def test_experts_over_two_ranks_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_over_two_ranks_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: None) -> None:
     tiny_models.save("mixtral", tmp_path / "hf")
     arguments = ("--layout", "tp=2,ep=2", "--temperature", "0.7", "--samples", "2")
     code, report, said = run(capsys, tmp_path / "hf", *arguments)
@@ -47,7 +47,7 @@ def test_experts_over_two_ranks_agree(tmp_path: Path, capsys: pytest.CaptureFixt
     assert found(report) == nothing | {"tokenisation": None}
 
 
-def test_a_damaged_weight_is_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_weight_is_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: None) -> None:
     """Megatron's checkpoint was made before the Hugging Face copy of it changed; the other two still agree."""
     tiny_models.save("llama", tmp_path / "hf")
     to_megatron(tmp_path / "hf", tmp_path / "megatron", report=lambda *_: None)

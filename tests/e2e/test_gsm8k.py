@@ -68,13 +68,16 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-QUICK = "ppo, dense, tp=2"  # where minutes count; the others with ``pytest -m thorough tests/e2e``
+QUICK = "ppo, dense, tp=2"  # where minutes count; the others with ``pytest --tier=full tests/e2e``
 
 
 @pytest.fixture(
-    scope="module", params=[name if name == QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]
+    scope="module",
+    params=[name if name == QUICK else pytest.param(name, marks=pytest.mark.tier("full")) for name in CASES],
 )
-def observed(request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+def observed(
+    request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory, processes: None
+) -> Observed:
     family, *overrides = CASES[request.param]
     directory = tmp_path_factory.mktemp("run")
     settings = [

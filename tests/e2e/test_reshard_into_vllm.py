@@ -29,7 +29,7 @@ HEAD_DIM = 32  # vLLM's attention on the CPU knows few
 
 
 @pytest.fixture(scope="module")
-def vllm() -> Iterator[VllmProcess]:
+def vllm(processes: None) -> Iterator[VllmProcess]:
     with VllmProcess() as process:
         yield process
 

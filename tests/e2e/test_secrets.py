@@ -58,7 +58,7 @@ class Observed:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Observed:
+def run(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
     task = write_task(tmp_path_factory.mktemp("task"))
     (task / "reward.py").write_text(REWARD)
     found = Observed(tmp_path_factory.mktemp("run"))

@@ -29,6 +29,15 @@ from mcore_rl.runtime.cluster import ray_cluster
 from tests.support import shadows
 
 NAMES = [name for name in recipe_names() if not name.startswith("arithmetic")]
+# In the tier `test`: of each family and each kind of layout one.  The others are of the tier `full`.
+QUICK = (
+    "deepseek_7b_ppo",
+    "deepseek_v3_grpo",
+    "gemma2_2b_sft",
+    "mixtral_8x7b_rloo",
+    "qwen2_7b_grpo",
+    "qwen3_235b_a22b_grpo",
+)
 
 
 @dataclass
@@ -67,14 +76,30 @@ def test_a_shadow_is_its_recipe_but_for_sizes(name: str, tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def task(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator[Path]:
     """The files of all shadows, and a Ray that they share."""
     directory = shadows.write_task(tmp_path_factory.mktemp("shadows"))
     with ray_cluster(RayInitConfig()):
         yield directory
 
 
-@pytest.fixture(scope="module", params=NAMES)
+def features(name: str) -> set[str]:
+    """What of a shadow another may stand for: family, axes of the layout, program, critic."""
+    run = recipe(name)
+    layout, _ = shadows.reduced(run.actor.parallel, run.trainer.world_size)
+    axes = {axis for axis in ("tp", "pp", "vpp", "cp", "ep", "etp") if getattr(layout, axis) > 1}
+    program = {"sft"} if isinstance(run, SftConfig) else {f"critic: {run.needs_critic}"}
+    return {family(name), *axes, *program}
+
+
+def test_the_quick_ones_stand_for_all() -> None:
+    assert set().union(*map(features, NAMES)) == set().union(*map(features, QUICK))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.tier("full")) for name in NAMES],
+)
 def trained(request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     name, directory = request.param, tmp_path_factory.mktemp("run")
     config = shadow(name, task, directory)

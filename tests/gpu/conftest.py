@@ -26,5 +26,5 @@ NO_ACCELERATOR = f"needs an accelerator; torch {torch.__version__} sees only {HE
         pytest.param(Device.cpu, id="cpu"),
     ],
 )
-def platform(request: pytest.FixtureRequest) -> Platform:
+def platform(request: pytest.FixtureRequest, processes: None) -> Platform:
     return detect(request.param)

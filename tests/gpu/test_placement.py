@@ -82,7 +82,7 @@ def look_at_all(rank: Rank) -> dict[str, list[str]]:
 
 
 @pytest.mark.skipif(detect(Device.auto).is_accelerator, reason="there is a real one")
-def test_nothing_that_meets_on_the_accelerator_is_left_on_the_host() -> None:
+def test_nothing_that_meets_on_the_accelerator_is_left_on_the_host(processes: None) -> None:
     found = run_ranks(look_at_all, 1, threads_per_rank=1, timeout_s=300)[0]
     assert len(found) == 2 * len(CASES)
     problems = [f"{name}: {problem}" for name, all_of_it in found.items() for problem in all_of_it]

@@ -254,7 +254,7 @@ def counted_matmul_flops(rank: Rank) -> dict[str, int]:
     return found
 
 
-def test_flops_of_matrices_are_those_that_torch_counts() -> None:
+def test_flops_of_matrices_are_those_that_torch_counts(processes: None) -> None:
     for name, counted in run_ranks(counted_matmul_flops, 1, timeout_s=120)[0].items():
         model, lengths = SIZES[False][name].model, SIZES[False][name].lengths
         assert counted == 6 * matmul_parameters(model) * sum(lengths), name

@@ -19,9 +19,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_rl.parallel.launch import run_ranks
 from tests.invariance.cases import SABOTAGED, Case, Problem, all_cases, single_process
 from tests.support.engine_runs import Result, run_cases, starting_weights
+from tests.support.forked import run_ranks
 
 CASES = all_cases()
 RELATIVE = 1e-5
@@ -89,7 +89,7 @@ class Gate:
 
 
 @pytest.fixture(scope="module")
-def gate(request: pytest.FixtureRequest) -> Gate:
+def gate(request: pytest.FixtureRequest, processes: None) -> Gate:
     selected = [item.callspec.params["case"] for item in request.session.items if item.fspath == request.node.fspath]
     return Gate(list(dict.fromkeys(selected)))
 

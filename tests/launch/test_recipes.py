@@ -219,7 +219,13 @@ def layouts(name: str) -> tuple[str, ...]:
     )))  # fmt: skip
 
 
-@pytest.mark.parametrize("name", {layouts(name): name for name in reversed(NAMES)}.values())
+# Half a minute each.  tests/proofs/test_verify_full_size.py proves both models, in other layouts, in the tier `test`.
+LARGEST = ("deepseek_v3_grpo", "qwen3_235b_a22b_grpo")
+PROVEN = [pytest.param(name, marks=pytest.mark.tier("full" if name in LARGEST else "test"))
+          for name in {layouts(name): name for name in reversed(NAMES)}.values()]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROVEN)
 def test_weights_go_right_at_full_size(name: str) -> None:
     run = recipe(name)
     config, world_size = recipe_config_json(run.recipe), run.trainer.world_size

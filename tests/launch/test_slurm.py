@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def slurm(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator[SlurmCluster]:
     try:
         with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
             yield cluster
@@ -33,18 +33,29 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_task(tmp_path_factory.mktemp("task"))
 
 
-def assert_complete(job: SlurmJob, restarts: int) -> None:
+def assert_complete(job: SlurmJob, restarts: int, steps: int = 3) -> None:
     """It goes on and ends well, after ``restarts``, with every step told of once, and nothing of it is left."""
     job.go_on()
     facts = job.finish()
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
     assert int(facts["Restarts"]) == restarts, job.log
-    assert job.steps() == [1, 2, 3]
-    assert (job.run / "checkpoints" / "step_3" / "manifest.json").is_file()
+    assert job.steps() == list(range(1, steps + 1))
+    assert (job.run / "checkpoints" / f"step_{steps}" / "manifest.json").is_file()
     assert "the run is complete" in job.log
     assert job.left() == []
 
 
+def test_a_run_over_two_nodes_ends_well(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
+    """The one job of the tier `test`."""
+    job = slurm.start(task, tmp_path / "run", "trainer.total_training_steps=2")
+    job.until(job.steps)
+    assert sorted(job.hosts()) == ["n1", "n2"], "one training process on each node"
+    assert_complete(job, restarts=0, steps=2)
+    logs = job.run / "logs" / "slurm" / f"{job.id}.0"
+    assert "Ray runtime started" in (logs / "n2.log").read_text()
+
+
+@pytest.mark.tier("full")
 def test_a_run_leaves_at_its_time_limit_is_queued_again_and_goes_on(
     slurm: SlurmCluster, task: Path, tmp_path: Path
 ) -> None:
@@ -76,6 +87,7 @@ def test_what_slurm_would_refuse_is_refused_before_anything_is_queued(
     assert slurm.command("squeue", "--noheader", "--states=PENDING") == ""
 
 
+@pytest.mark.tier("full")
 def test_a_port_in_use_is_named_with_its_node(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.2", 0)) as held:
         port = held.getsockname()[1]
@@ -86,7 +98,7 @@ def test_a_port_in_use_is_named_with_its_node(slurm: SlurmCluster, task: Path, t
     assert "n1 (" in job.log and job.left() == []
 
 
-@pytest.mark.thorough
+@pytest.mark.tier("full")
 def test_a_preempted_run_saves_makes_room_and_goes_on(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
     job = slurm.start(task, tmp_path / "run", STEPS, "cluster.slurm.partition=low")
     job.until(job.steps)
@@ -96,7 +108,7 @@ def test_a_preempted_run_saves_makes_room_and_goes_on(slurm: SlurmCluster, task:
     assert_complete(job, restarts=1)
 
 
-@pytest.mark.thorough
+@pytest.mark.tier("full")
 def test_a_run_goes_on_without_a_node_that_was_lost(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
     job = slurm.start(task, tmp_path / "run", STEPS, "trainer.save_freq=1")
     job.until(lambda: (job.run / "checkpoints" / "step_1").is_dir())
@@ -109,7 +121,7 @@ def test_a_run_goes_on_without_a_node_that_was_lost(slurm: SlurmCluster, task: P
         slurm.bring_back("n2")
 
 
-@pytest.mark.thorough
+@pytest.mark.tier("full")
 def test_a_run_whose_ray_dies_on_one_node_begins_again(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
     job = slurm.start(task, tmp_path / "run", STEPS, "trainer.save_freq=1")
     job.until(lambda: (job.run / "checkpoints" / "step_1").is_dir())
@@ -121,7 +133,7 @@ def test_a_run_whose_ray_dies_on_one_node_begins_again(slurm: SlurmCluster, task
     assert "Ray ended on a node before the run did" in job.log
 
 
-@pytest.mark.thorough
+@pytest.mark.tier("full")
 def test_a_run_that_is_cancelled_saves_and_is_not_queued_again(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
     job = slurm.start(task, tmp_path / "run", STEPS)
     job.until(job.steps)

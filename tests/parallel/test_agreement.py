@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from mcore_rl.errors import CheckpointError, WorkerError
 from mcore_rl.parallel.agreement import together
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from tests.support import engines
+from tests.support.forked import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def _outcomes(rank: Rank) -> list[str]:
         return found
 
 
-def test_every_rank_raises_what_one_raised() -> None:
+def test_every_rank_raises_what_one_raised(processes: None) -> None:
     zero, one, two = run_ranks(_outcomes, 3)
     assert [outcomes[0] for outcomes in (zero, one, two)] == ["returned 0", "returned 10", "returned 20"]
     said = "CheckpointError: here: 1 problem:\n  - gone"

@@ -74,7 +74,7 @@ def test_every_line_has_a_probe() -> None:
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report(processes: None) -> Report:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "UNCOMPILED", {})
         (report,) = run_ranks(cpu_probes.run_all, 1, threads_per_rank=1, timeout_s=600)
@@ -108,7 +108,7 @@ def _devices_within_contexts(_: Rank) -> list[str]:
         return [torch.tensor([]).device.type, torch.zeros(1).device.type, torch.zeros(1, device="cpu").device.type]
 
 
-def test_patched_factories_obey_device_contexts() -> None:
+def test_patched_factories_obey_device_contexts(processes: None) -> None:
     """transformers' from_pretrained asks ``torch.tensor([])`` where it is."""
     assert run_ranks(_devices_within_contexts, 1, timeout_s=60) == [["meta", "meta", "cpu"]]
 

@@ -19,8 +19,9 @@ from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups, sum_over
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Coords, Layout
+from tests.support.forked import run_ranks
 
 WORLDS = {
     4: (
@@ -117,7 +118,7 @@ def take_on_layouts(rank: Rank) -> tuple[dict[tuple[int, str], Found], dict[int,
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[tuple[dict[tuple[int, str], Found], dict[int, list[int]]]]:
+def ranks(processes: None) -> list[tuple[dict[tuple[int, str], Found], dict[int, list[int]]]]:
     return run_ranks(take_on_layouts, max(WORLDS), threads_per_rank=1, timeout_s=300)
 
 

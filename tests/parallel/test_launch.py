@@ -137,7 +137,7 @@ def notify_and_sleep(rank: Rank, port: int) -> None:
 # ---- runs ----
 
 
-def test_results_come_back_in_the_order_of_the_ranks() -> None:
+def test_results_come_back_in_the_order_of_the_ranks(processes: None) -> None:
     results = run_ranks(work, 2, (10,), threads_per_rank=1)
     assert [result[:3] for result in results] == [(10, 3.0, 1.0), (11, 3.0, 1.0)]  # ranks + 1 add up to 3
     assert results[1][3].tolist() == [0, 1, 2]
@@ -152,7 +152,7 @@ def test_results_come_back_in_the_order_of_the_ranks() -> None:
         ("exit", "exited with code 7 before it reported anything"),
     ],
 )
-def test_the_first_cause_is_named_though_the_others_fail_first(how: str, what: str) -> None:
+def test_the_first_cause_is_named_though_the_others_fail_first(how: str, what: str, processes: None) -> None:
     layout = Layout.of(parse_layout("pp=2"), 2)
     with pytest.raises(WorkerError) as failed:
         run_ranks(fail_on_one, 2, (how,), layout=layout, timeout_s=HANG_S, grace_s=HANG_S)
@@ -168,7 +168,7 @@ def test_the_first_cause_is_named_though_the_others_fail_first(how: str, what: s
         assert "microbatch 3, its peers gone\n" in message
 
 
-def test_an_error_meant_for_the_user_is_raised_as_itself() -> None:
+def test_an_error_meant_for_the_user_is_raised_as_itself(processes: None) -> None:
     with pytest.raises(ConfigError) as refused:
         run_ranks(refuse_everywhere, 2)
     assert [violation.key for violation in refused.value.violations] == ["parallel.tp"]
@@ -176,17 +176,17 @@ def test_an_error_meant_for_the_user_is_raised_as_itself() -> None:
     assert any("in setup" in note for note in refused.value.__notes__)
 
 
-def test_a_result_that_cannot_travel_is_a_failure_of_its_rank() -> None:
+def test_a_result_that_cannot_travel_is_a_failure_of_its_rank(processes: None) -> None:
     with pytest.raises(WorkerError, match=r"rank 1 failed on \S+ in returning the result: .*lambda"):
         run_ranks(return_what_cannot_travel, 2)
 
 
-def test_leaving_early_is_a_failure() -> None:
+def test_leaving_early_is_a_failure(processes: None) -> None:
     with pytest.raises(WorkerError, match=r"rank 0 failed on \S+: SystemExit: nothing to do"):
         run_ranks(leave_early, 1)
 
 
-def test_a_run_over_its_time_says_where_each_rank_stands() -> None:
+def test_a_run_over_its_time_says_where_each_rank_stands(processes: None) -> None:
     with pytest.raises(WorkerError) as failed:
         run_ranks(sleep_long, 2, timeout_s=4.0)
     lines = str(failed.value).splitlines()
@@ -196,7 +196,7 @@ def test_a_run_over_its_time_says_where_each_rank_stands() -> None:
     assert re.fullmatch("  rank 1: stopped in (rollout, step 1|starting up)", lines[2])
 
 
-def test_a_death_before_the_target_is_reached_is_told_from_one_inside_it() -> None:
+def test_a_death_before_the_target_is_reached_is_told_from_one_inside_it(processes: None) -> None:
     with pytest.raises(WorkerError, match=r"rank 0 failed on \S+ in starting up: exited with code 1 before"):
         run_ranks(DiesOnArrival(), 1)
 
@@ -223,7 +223,7 @@ def assert_all_end(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
-def test_an_interrupted_parent_takes_its_ranks_with_it() -> None:
+def test_an_interrupted_parent_takes_its_ranks_with_it(processes: None) -> None:
     # A shell starts what it puts in the background with SIGINT ignored, and Python then raises no KeyboardInterrupt.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -249,7 +249,7 @@ def interrupt_two_ranks() -> None:
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_ranks_end_themselves_when_the_parent_is_killed() -> None:
+def test_ranks_end_themselves_when_the_parent_is_killed(processes: None) -> None:
     with listener() as server:
         code = (
             "from mcore_rl.parallel.launch import run_ranks\n"

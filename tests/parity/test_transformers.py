@@ -13,12 +13,13 @@ from mcore_rl.config.engine import Device, OptimizerConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.groups import destroy_groups, init_groups
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
 from tests.invariance.cases import MODELS, Case, Problem
 from tests.support import batches, full_weights, hf_reference
 from tests.support.engine_runs import engine_config
+from tests.support.forked import run_ranks
 from tests.support.full_weights import Weights
 
 TOLERANCE = 1e-5
@@ -51,7 +52,7 @@ def _engine_side(rank: Rank, names: tuple[str, ...]) -> dict[str, tuple[torch.Te
 
 
 @pytest.fixture(scope="module")
-def engine_side() -> dict[str, tuple[torch.Tensor, torch.Tensor, float, Weights]]:
+def engine_side(processes: None) -> dict[str, tuple[torch.Tensor, torch.Tensor, float, Weights]]:
     return run_ranks(_engine_side, 1, (NAMES,))[0]
 
 

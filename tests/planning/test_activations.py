@@ -10,11 +10,12 @@ import torch
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.planning.activations import Kernels, head_bytes, kernels_of, layer_bytes
 from mcore_rl.planning.training import Role, Work
 from mcore_rl.types import Denominators, TrainBatch
 from tests.support import batches, engines, models
+from tests.support.forked import run_ranks
 
 LENGTH, SEQUENCES = 96, 4
 ROWS = LENGTH * SEQUENCES
@@ -72,7 +73,7 @@ def saved_bytes(rank: Rank, cases: list[tuple[ModelConfig, str, Precision, Recom
     return found
 
 
-def test_what_is_kept_is_what_autograd_saves() -> None:
+def test_what_is_kept_is_what_autograd_saves(processes: None) -> None:
     """Within 4 %: labels, offsets and the loss's own vectors are a round number of ours.
 
     Selective recompute saves its inputs outside of autograd's eyes, and forward comes twice, so that what is seen is

@@ -17,10 +17,11 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.families.registry import FAMILIES, model_of
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.planning.states import Bucket, ModelSizes, States, family_for
 from mcore_rl.training.meta import meta_chunks
 from tests.support import engines, models, published
+from tests.support.forked import run_ranks
 
 MIXTRAL = "mistralai/Mixtral-8x22B-Instruct-v0.1"
 QWEN_72B = "Qwen/Qwen2.5-72B-Instruct"
@@ -114,7 +115,7 @@ def real_bytes(rank: Rank, cases: list[tuple[str, ModelConfig, Precision, bool]]
     return found
 
 
-def test_tiny_models_hold_what_real_processes_do() -> None:
+def test_tiny_models_hold_what_real_processes_do(processes: None) -> None:
     """Odd widths, so that gaps lie inside of buffers and which rank has them depends on the order of the modules."""
     tied = models.dense(tie_output=True, qk_norm=True)
     cases = [

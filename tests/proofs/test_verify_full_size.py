@@ -19,6 +19,7 @@ from mcore_rl.weights.table import Table
 from tests.support.published import FACTS
 
 
+@pytest.mark.tier("test")
 @pytest.mark.parametrize(
     ("name", "training", "world_size", "rollout", "parameters"),
     [

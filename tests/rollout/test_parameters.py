@@ -65,7 +65,7 @@ MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
-def vllm() -> Iterator[VllmProcess]:
+def vllm(processes: None) -> Iterator[VllmProcess]:
     with VllmProcess() as process:
         yield process
 

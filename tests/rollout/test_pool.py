@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.errors import DeadEngineError, RolloutError
 from mcore_rl.rollout.pool import EnginePool
-from mcore_rl.rollout.protocol import FinishReason, Prompt, Request, Sample, Sampling, Statistics, requests_of
+from mcore_rl.rollout.protocol import FinishReason, Prompt, Request, Sample, Sampling, requests_of
 
 SAMPLING = Sampling(max_tokens=8)
 TICK_S = 0.001
@@ -25,6 +25,7 @@ class Engine:
         self.prompts: list[str] = []
         self.tokens = self.unfinished = self.most = 0
         self.cancelled = False
+        self.told: list[tuple[object, ...]] = []
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
         self.unfinished += len(requests)
@@ -47,16 +48,13 @@ class Engine:
             self.cancelled = True
             raise
 
-    async def version(self) -> int:
+    async def sleep(self, level: int = 1) -> None:
         if self.life is not None and self.life < 0:
             raise DeadEngineError(f"{self.name} died of old age")
-        return int(self.name)
+        self.told.append(("sleep", level))
 
-    async def rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[object]:
-        return [(self.name, method, *args)]
-
-    async def statistics(self) -> Statistics:
-        return Statistics(running=int(self.name), kv_cache_usage=1 / int(self.name), generated_tokens=6, busy_s=2.0)
+    async def wake(self) -> None:
+        self.told.append(("wake",))
 
 
 def sample_of(request: Request) -> Sample:
@@ -130,17 +128,20 @@ def test_a_dead_engine_is_raised_and_the_rest_is_aborted() -> None:
     asyncio.run(run())
 
 
-def test_what_a_dead_engine_left_is_drawn_by_the_others_if_asked() -> None:
+def test_a_restarted_engine_is_drawn_with_again_once_it_is_said_to_live() -> None:
     async def run() -> None:
         engines = [Engine("1"), Engine("2", life=3)]
-        pool = EnginePool(engines, 4, requeue=True)
+        pool = EnginePool(engines, 4)
         requests = requests_of([prompt(f"p{i}", 2) for i in range(10)], 2)
-        assert sorted(await keys(pool, requests)) == sorted(request.key for request in requests)
         with pytest.raises(DeadEngineError, match="2 died of old age"):
-            await pool.version()
-        engines[0].life = 1
-        with pytest.raises(DeadEngineError, match="died of old age"):
             await keys(pool, requests)
+        engines[1].life = None  # restarted
+        with pytest.raises(DeadEngineError, match="2 died of old age"):
+            await keys(pool, requests)
+        pool.mark_alive()
+        drawn = engines[1].tokens
+        assert sorted(await keys(pool, requests)) == sorted(request.key for request in requests)
+        assert engines[1].tokens > drawn, "and not by the other alone"
 
     asyncio.run(run())
 
@@ -166,12 +167,16 @@ def test_leaving_early_gives_all_room_back() -> None:
     asyncio.run(run())
 
 
-def test_the_other_verbs_reach_every_engine() -> None:
+def test_all_engines_sleep_and_wake_and_a_death_is_raised_once_all_have_answered() -> None:
     async def run() -> None:
-        pool = EnginePool([Engine("3"), Engine("1"), Engine("2")], 4)
-        assert await pool.version() == 1
-        assert await pool.rpc("load", 7) == [("3", "load", 7), ("1", "load", 7), ("2", "load", 7)]
-        found = await pool.statistics()
-        assert (found.running, found.kv_cache_usage, found.generated_tokens, found.tokens_per_s) == (6, 1.0, 18, 9.0)
+        engines = [Engine("1"), Engine("2")]
+        pool = EnginePool(engines, 4)
+        await pool.sleep(2)
+        await pool.wake()
+        assert [engine.told for engine in engines] == [[("sleep", 2), ("wake",)]] * 2
+        engines[0].life = -1
+        with pytest.raises(DeadEngineError, match="1 died of old age"):
+            await pool.sleep()
+        assert engines[1].told[2:] == [("sleep", 1)]
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Two live engines in a pool draw what one of them draws alone, also when the other is killed meanwhile."""
+"""Two live engines in a pool draw what one of them draws alone, and one that is killed meanwhile is named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REQUESTS = requests_of(prompts(12), 4)
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
+def engines(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator[list[EngineProcess]]:
     directory = tmp_path_factory.mktemp("llama")
     rollouts.write("llama", directory)
     cores = usable_cores()
@@ -52,32 +52,40 @@ def test_two_engines_draw_what_one_draws(engines: list[EngineProcess], expected:
     assert sum(shares) == len(REQUESTS) * 64 and min(shares) > 0.25 * sum(shares)
 
 
-def test_the_samples_of_an_engine_that_is_killed_are_drawn_by_the_other(
+def test_the_engine_that_is_killed_is_named_and_what_it_left_the_other_draws_alike(
     engines: list[EngineProcess], expected: dict[tuple[str, int], Sample]
 ) -> None:
-    pool = EnginePool(engines, 8, requeue=True)
+    found: dict[tuple[str, int], Sample] = {}
 
-    async def run() -> dict[tuple[str, int], Sample]:
-        task = asyncio.create_task(collect(pool, REQUESTS, LONG))
+    async def draw() -> None:
+        async for sample in EnginePool(engines, 8).generate(REQUESTS, LONG):
+            found[sample.prompt_id, sample.index] = sample
+
+    async def run() -> None:
+        task = asyncio.create_task(draw())
         await until_running(engines[1])
         (core,) = (process for process in group_of(engines[1].pid) if process.pid != engines[1].pid)
         core.send_signal(signal.SIGKILL)
-        return await task
+        with pytest.raises(DeadEngineError, match=r"rollout-1 died while .*: vLLM's EngineCore was killed by SIGKILL"):
+            await task
 
-    assert_same(asyncio.run(run()), expected, 1e-5)
+    asyncio.run(run())
+    left = [request for request in REQUESTS if request.key not in found]
+    assert left, "else nothing is proven"
+    assert_same(found | generate(EnginePool(engines[:1], 8), left, LONG), expected, 1e-5)
     with pytest.raises(DeadEngineError, match=r"rollout-1 died while .*: vLLM's EngineCore was killed by SIGKILL"):
-        asyncio.run(pool.version())
+        asyncio.run(engines[1].version())
 
 
-def test_the_last_engine_that_is_killed_is_an_error_that_names_it(engines: list[EngineProcess]) -> None:
-    pool = EnginePool(engines, 8, requeue=True)
+def test_an_engine_whose_process_is_killed_is_an_error_within_seconds(engines: list[EngineProcess]) -> None:
+    pool = EnginePool(engines[:1], 8)
 
     async def run() -> float:
         task = asyncio.create_task(collect(pool, REQUESTS, LONG))
         await until_running(engines[0])
         engines[0]._process.kill()
         killed = time.monotonic()
-        with pytest.raises(DeadEngineError, match=r"rollout-\d died while generating"):
+        with pytest.raises(DeadEngineError, match=r"rollout-0 died while generating"):
             await task
         return time.monotonic() - killed
 

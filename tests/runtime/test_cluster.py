@@ -18,7 +18,7 @@ from mcore_rl.runtime.cluster import ray_cluster, this_host
 def nothing() -> None: ...
 
 
-def test_a_cluster_of_our_own_ends_with_the_block_and_leaves_its_timeline(tmp_path: Path) -> None:
+def test_a_cluster_of_our_own_ends_with_the_block_and_leaves_its_timeline(tmp_path: Path, processes: None) -> None:
     timeline, on_sigterm = tmp_path / "deep" / "timeline.json", signal.getsignal(signal.SIGTERM)
     with ray_cluster(RayInitConfig(num_cpus=3, timeline_json_file=str(timeline))):
         assert ray.cluster_resources()["CPU"] == 3

@@ -88,7 +88,7 @@ def test_ray_starts_with_one_mask_and_without_secrets(
 
 
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[str]:
+def two_nodes(processes: None) -> Iterator[str]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "node_name": "n1"})
     cluster.add_node(num_cpus=1, node_name="n2")
     yield cluster.address

@@ -32,7 +32,7 @@ ACCELERATOR: Platform = Accelerated()  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster(processes: None) -> Iterator[None]:
     ray.init(address="local", num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()

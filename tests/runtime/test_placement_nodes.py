@@ -20,7 +20,7 @@ CPU = detect(Device.cpu)
 
 
 @pytest.fixture(scope="module")
-def three_nodes() -> Iterator[None]:
+def three_nodes(processes: None) -> Iterator[None]:
     """Of two cores, three, and two."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     cluster.add_node(num_cpus=3)

@@ -25,6 +25,8 @@ with ray_cluster(RayInitConfig(num_cpus=1), lambda: "The remedy."):
     sys.stdin.read()
 """
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 @contextmanager
 def program() -> Iterator[tuple[subprocess.Popen[str], set[psutil.Process]]]:
@@ -37,7 +39,7 @@ def program() -> Iterator[tuple[subprocess.Popen[str], set[psutil.Process]]]:
         yield process, set(psutil.Process(process.pid).children(recursive=True))
 
 
-@pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.tier("full"))])
 def test_the_death_of_ray_ends_the_program_with_a_word(name: str) -> None:
     with program() as (process, below):
         (victim,) = (each for each in below if each.name() == name)

@@ -27,11 +27,11 @@ def test_a_batch_is_its_sequences_in_order_wherever_they_lie() -> None:
     names = [name for name, _ in batch.token_fields()]
     shards = [pickle.loads(pickle.dumps(shard, protocol=5)) for shard in shards_of(batch, [[3, 0], [1], [2]])]
     shared = SharedBatch(batch.lengths_S, [[3, 0], [1], [2]])
-    shared.add(shared.homes, shards, names)
-    ((message, handed),) = shared.takings([[[0, 2], [1, 3, 0]]], names, ["told"])
-    portion: Portion = pickle.loads(message)
-    assert portion.told == "told" and len(handed) == 3
-    for indices, found in zip([[0, 2], [1, 3, 0]], portion.batches(handed), strict=True):
+    shared.add(shared.assignment, shards, names)
+    (refs,) = shared.shard_refs([[[0, 2], [1, 3, 0]]], names, ["payload"])
+    portion: Portion[str] = pickle.loads(refs.portion)
+    assert portion.payload == "payload" and len(refs.shards) == 3
+    for indices, found in zip([[0, 2], [1, 3, 0]], portion.join(refs.shards), strict=True):
         expected = batch.select(indices)
         assert found.lengths_S == expected.lengths_S and found.tokens_T.dtype == torch.int64
         for (name, ours), (_, theirs) in zip(found.token_fields(), expected.token_fields(), strict=True):
@@ -42,16 +42,16 @@ def test_fields_that_were_added_take_the_place_of_what_was_there() -> None:
     batch = whole()
     names = [name for name, _ in batch.token_fields()]
     shared = SharedBatch(batch.lengths_S, [[0, 1, 2, 3]])
-    shared.add(shared.homes, shards_of(batch, shared.homes), names)
+    shared.add(shared.assignment, shards_of(batch, shared.assignment), names)
     masks = {index: torch.zeros(batch.lengths_S[index], dtype=torch.bool) for index in range(4)}
     masks[1][2] = True
     later = [Shard.of([1, 3], mask_T=torch.cat([masks[2], masks[1]])), Shard.of([2, 2], mask_T=torch.zeros(4).bool())]
     shared.add([[2, 1], [0, 3]], later, ["mask_T"])
-    ((message, handed),) = shared.takings([[[1, 3]]], [*names, "weights_T"])
-    (found,) = pickle.loads(message).batches(handed)
+    (refs,) = shared.shard_refs([[[1, 3]]], [*names, "weights_T"], [None])
+    (found,) = pickle.loads(refs.portion).join(refs.shards)
     assert found.mask_T.tolist() == [False, False, True, False, False]
     assert found.tokens_T.tolist() == [2, 3, 4, 6, 7] and found.weights_T is None
-    assert len(handed) == 3, "the tokens' shard, and both of the masks'"
+    assert len(refs.shards) == 3, "the tokens' shard, and both of the masks'"
 
 
 def test_a_shard_is_cut_without_copies_and_joined_into_memory_of_its_own() -> None:
@@ -61,7 +61,7 @@ def test_a_shard_is_cut_without_copies_and_joined_into_memory_of_its_own() -> No
     batch.advantages_T[2] = 9
     assert shard.fields["advantages_T"][0][0] == 9
     fields = (("tokens_T", 0), ("mask_T", 0), ("advantages_T", 0))
-    (joined,) = Portion(fields, (((((0, 0),),)),)).batches([shard])
+    (joined,) = Portion(fields, (((((0, 0),),)),), None).join([shard])
     assert joined.advantages_T is not None
     joined.advantages_T.zero_()
     assert batch.advantages_T[2] == 9
@@ -83,6 +83,6 @@ def test_records_of_each_rank_become_one_in_the_order_of_the_batch() -> None:
         SequenceScores(sums_S=torch.tensor([1.0, 0.0]), entropy_S=None),
     ]
     parts = [pickle.loads(pickle.dumps(part)) for part in parts]
-    found = shared.in_order(shared.homes, parts)
+    found = shared.in_order(shared.assignment, parts)
     assert found.sums_S.tolist() == [0.0, 1.0, 2.0] and found.entropy_S is None
     assert isinstance(found.sums_S.numpy(), np.ndarray) and found.sums_S.add_(1).tolist() == [1.0, 2.0, 3.0]

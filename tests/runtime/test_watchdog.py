@@ -24,7 +24,7 @@ from tests.support.answerers import Talker
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster(processes: None) -> Iterator[None]:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
@@ -32,11 +32,11 @@ def cluster() -> Iterator[None]:
 
 def test_limits_are_learned_from_what_was_seen() -> None:
     dog = Watchdog(WatchdogConfig(limit_s=1000, factor=10, least_s=50))
-    assert dog.limit_s("train_steps") == 1000
-    dog.took("train_steps", 20.0)
-    assert dog.limit_s("train_steps") == 1000, "one may have been lucky"
-    dog.took("train_steps", 10.0)
-    assert dog.limit_s("train_steps") == 200
+    assert dog.limit_s("train") == 1000
+    dog.took("train", 20.0)
+    assert dog.limit_s("train") == 1000, "one may have been lucky"
+    dog.took("train", 10.0)
+    assert dog.limit_s("train") == 200
     assert dog.limit_s("score") == 1000, "each method by itself"
     dog.took("score", 1.0), dog.took("score", 2.0)
     assert dog.limit_s("score") == 50
@@ -52,12 +52,12 @@ def test_three_ranks_that_wait_for_one_that_does_something_else(tmp_path: Path) 
     group = WorkerGroup("talker", workers, Layout.of(parse_layout(""), 3), ["a", "b", "c"], logs, dog)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        group._whereabouts = asyncio.run(group.all("whereabouts"))
-        asyncio.run(group.all("join", store.port, 3))
+        group._whereabouts = asyncio.run(group.all(Talker.whereabouts))
+        asyncio.run(group.all(Talker.join, store.port, 3))
         group._watchdog = Watchdog(WatchdogConfig(limit_s=3))
         began = time.monotonic()
         with pytest.raises(WorkerError) as error:
-            asyncio.run(group.all("hangs", 1, store.port))
+            asyncio.run(group.all(Talker.hangs, 1, store.port))
         assert time.monotonic() - began < 60
         said = str(error.value).splitlines()
         assert said[0].startswith("talker: no answer to hangs after 3 s (trainer.watchdog")
@@ -86,10 +86,10 @@ def test_a_call_s_time_begins_when_it_is_its_turn(tmp_path: Path) -> None:
 
     async def two() -> None:
         for _ in range(3):
-            await group.all("pid")
+            await group.all(Talker.pid)
         assert dog.limit_s("pid") < 10
-        first = asyncio.create_task(group.all("fails", {}, store.port))
-        second = asyncio.create_task(group.all("pid"))
+        first = asyncio.create_task(group.all(Talker.fails, {}, store.port))
+        second = asyncio.create_task(group.all(Talker.pid))
         await asyncio.sleep(dog.limit_s("pid") + 1)
         store.set("let go", b"")
         assert await first == ["let go"] and len(await second) == 1
@@ -109,12 +109,12 @@ def test_a_worker_whose_process_stands_still_is_told_of_without_stacks(tmp_path:
     group = WorkerGroup("talker", [worker], Layout.of(parse_layout(""), 1), ["here"], [log], dog)
     pid = 0
     try:
-        group._whereabouts = asyncio.run(group.all("whereabouts"))
+        group._whereabouts = asyncio.run(group.all(Talker.whereabouts))
         pid = group._whereabouts[0].pid
         os.kill(pid, signal.SIGSTOP)
         group._watchdog = Watchdog(WatchdogConfig(limit_s=1))
         with pytest.raises(WorkerError, match=r"on here: in no phase"):
-            asyncio.run(group.all("told"))
+            asyncio.run(group.all(Talker.told))
         (written,) = tmp_path.glob("hang_*.txt")
         assert "no stacks" in written.read_text()
     finally:

@@ -24,6 +24,7 @@ from mcore_rl.parallel.phase import SLOT_BYTES, write_slot
 from mcore_rl.runtime.answers import last_phase, phase_file, phase_since
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
+from mcore_rl.runtime.train_worker import TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.types import TrainBatch
@@ -34,7 +35,7 @@ SOON_S = 60.0  # far more than it takes on a busy machine, far less than the wor
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster(processes: None) -> Iterator[None]:
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
@@ -79,13 +80,13 @@ def store() -> Iterator[TCPStore]:
 
 def failure(group: WorkerGroup, kinds: dict[int, str], store: TCPStore) -> WorkerError:
     with pytest.raises(WorkerError) as error:
-        asyncio.run(group.all("fails", kinds, store.port))
+        asyncio.run(group.all(Talker.fails, kinds, store.port))
     return error.value
 
 
 def test_all_answer_in_the_order_of_the_ranks(four: WorkerGroup) -> None:
-    assert asyncio.run(four.all("told", "a", 2)) == [(rank, ("a", 2)) for rank in range(4)]
-    assert asyncio.run(four.one(2, "told", "alone")) == (2, ("alone",))
+    assert asyncio.run(four.all(Talker.told, "a", 2)) == [(rank, ("a", 2)) for rank in range(4)]
+    assert asyncio.run(four.one(2, Talker.told, "alone")) == (2, ("alone",))
 
 
 def two_sequences(group: WorkerGroup) -> SharedBatch:
@@ -95,21 +96,23 @@ def two_sequences(group: WorkerGroup) -> SharedBatch:
     batch = TrainBatch(lengths_S=(1 << 18, 1 << 18), tokens_T=tokens_T, mask_T=torch.zeros(2 << 18, dtype=torch.bool))
     names = [name for name, _ in batch.token_fields()]
     shared = SharedBatch(batch.lengths_S, [[0], [1]])
-    shared.add(shared.homes, group.put(shards_of(batch, shared.homes)), names)
+    shared.add(shared.assignment, group.put(shards_of(batch, shared.assignment)), names)
     return shared
 
 
 def test_each_data_parallel_rank_gets_its_portion_and_its_leader_answers_and_keeps(four: WorkerGroup) -> None:
     # tp is the fastest axis: ranks 0 and 1 are dp 0, ranks 2 and 3 are dp 1.
     shared = two_sequences(four)
-    takings = shared.takings([[[0]], [[1]]], ["tokens_T", "mask_T"], ["left", "right"])
-    found, kept = asyncio.run(four.map("sums", takings, 5))
+    inputs = shared.shard_refs([[[0]], [[1]]], ["tokens_T", "mask_T"], ["left", "right"])
+    found, kept = asyncio.run(four.map(Talker.sums, inputs, 5))
     assert found == [(0, 1 << 18, "left", (5,)), (2, 2 << 18, "right", (5,))]
     first, second = ray.get(kept)
     assert first.fields["tokens_T"][0].sum() == 2 << 18 and second is None
     shared.add([[0]], kept[:1], ["tokens_T"])  # what rank 0 keeps is handed to others like any shard
-    found, _ = asyncio.run(four.map("sums", shared.takings([[[0]], [[0]]], ["tokens_T", "mask_T"]), 6))
-    assert found == [(0, 2 << 18, None, (6,)), (2, 2 << 18, None, (6,))]
+    found, _ = asyncio.run(
+        four.map(Talker.sums, shared.shard_refs([[[0]], [[0]]], ["tokens_T", "mask_T"], ["", ""]), 6)
+    )
+    assert found == [(0, 2 << 18, "", (6,)), (2, 2 << 18, "", (6,))]
 
 
 def test_peers_read_one_copy_where_it_lies(four: WorkerGroup) -> None:
@@ -126,21 +129,21 @@ def test_peers_read_one_copy_where_it_lies(four: WorkerGroup) -> None:
     recorded = WorkerGroup(
         "talker", [Recording(rank) for rank in range(4)], four.layout, four.hosts, four._logs, patient()
     )
-    takings = two_sequences(recorded).takings([[[0]], [[1]]], ["tokens_T", "mask_T"])
-    asyncio.run(recorded.map("sums", takings))
-    left, right = (places for _, (places,) in takings)
+    inputs = two_sequences(recorded).shard_refs([[[0]], [[1]]], ["tokens_T", "mask_T"], ["", ""])
+    asyncio.run(recorded.map(Talker.sums, inputs))
+    left, right = (shard for each in inputs for shard in each.shards)
     assert calls == {0: (left,), 1: (left,), 2: (right,), 3: (right,)}
-    with pytest.raises(AssertionError, match="1 portions for dp=2"):
-        asyncio.run(recorded.map("sums", takings[:1]))
+    with pytest.raises(AssertionError, match="1 inputs for dp=2"):
+        asyncio.run(recorded.map(Talker.sums, inputs[:1]))
 
 
 def test_what_a_worker_prints_is_in_its_log(four: WorkerGroup) -> None:
-    asyncio.run(four.one(1, "says", "hello from one"))
+    asyncio.run(four.one(1, Talker.says, "hello from one"))
     assert "hello from one" in four._logs[1].read_text()
     assert "hello" not in four._logs[0].read_text()
 
 
-def test_an_error_is_named_at_once_though_its_peers_wait(four: WorkerGroup, store: TCPStore) -> None:
+def test_an_error_is_named_at_once_though_its_peers_wait(four: WorkerGroup[Talker], store: TCPStore) -> None:
     began = time.monotonic()
     said = str(failure(four, {3: "raises", 1: "returns"}, store))
     assert time.monotonic() - began < SOON_S
@@ -152,33 +155,33 @@ def test_an_error_is_named_at_once_though_its_peers_wait(four: WorkerGroup, stor
     assert said.endswith(f"Its output is in {four._logs[3]}")
 
 
-def test_an_error_for_the_user_is_raised_as_it_is(four: WorkerGroup, store: TCPStore) -> None:
+def test_an_error_for_the_user_is_raised_as_it_is(four: WorkerGroup[Talker], store: TCPStore) -> None:
     with pytest.raises(ConfigError) as error:
-        asyncio.run(four.all("fails", {2: "refuses"}, store.port))
+        asyncio.run(four.all(Talker.fails, {2: "refuses"}, store.port))
     assert error.value.violations == (VIOLATION,)
     assert error.value.__notes__ == [
         "Raised by talker rank 2 (dp1 pp0 tp0 cp0 ep0) on node1 in fails > forward, microbatch 3"
     ]
 
 
-def test_who_lost_its_peers_is_not_the_cause(four: WorkerGroup, store: TCPStore) -> None:
+def test_who_lost_its_peers_is_not_the_cause(four: WorkerGroup[Talker], store: TCPStore) -> None:
     said = str(failure(four, {0: "loses its peers", 1: "loses its peers", 2: "exits", 3: "loses its peers"}, store))
     assert said.startswith("talker rank 2 (dp1 pp0 tp0 cp0 ep0) failed on node1 in fails > forward, microbatch 3: Syst")
     assert "talker rank 0 (dp0 pp0 tp0 cp0 ep0): stopped in fails > forward, microbatch 3, its peers gone" in said
 
 
-def test_where_all_lost_their_peers_the_message_says_so(four: WorkerGroup, store: TCPStore) -> None:
+def test_where_all_lost_their_peers_the_message_says_so(four: WorkerGroup[Talker], store: TCPStore) -> None:
     said = str(failure(four, {0: "loses its peers"}, store))
     assert "no rank reported a cause of its own" in said
     assert "talker rank 3 (dp1 pp0 tp1 cp0 ep0): stopped in fails > backward" in said
 
 
-def test_a_killed_worker_is_named_with_what_it_was_doing(pair: WorkerGroup, store: TCPStore) -> None:
-    asyncio.run(pair.all("join", store.port, 2))
-    processes = [psutil.Process(pid) for pid in asyncio.run(pair.all("pid"))]
+def test_a_killed_worker_is_named_with_what_it_was_doing(pair: WorkerGroup[Talker], store: TCPStore) -> None:
+    asyncio.run(pair.all(Talker.join, store.port, 2))
+    processes = [psutil.Process(pid) for pid in asyncio.run(pair.all(Talker.pid))]
     for attempt in range(2):  # also when it is dead already
         with pytest.raises(WorkerError) as error:
-            asyncio.run(pair.all("dies", 1))
+            asyncio.run(pair.all(Talker.dies, 1))
         said = str(error.value)
         assert said.startswith("mourner rank 1 (dp1 pp0 tp0 cp0 ep0) failed on node0 in dies > forward, microbatch 7")
         assert "its process died" in said.splitlines()[0], attempt
@@ -203,7 +206,7 @@ def test_a_worker_that_the_kernel_killed_for_memory_is_named_so(tmp_path: Path) 
     with pytest.raises(
         WorkerError, match=r"actor rank 0 .* failed on here: killed by the kernel or by Ray for want of"
     ):
-        asyncio.run(group.all("build"))
+        asyncio.run(group.all(TrainWorker.build))
 
 
 def test_a_phase_that_cannot_be_read_is_none(tmp_path: Path) -> None:

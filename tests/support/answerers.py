@@ -19,7 +19,7 @@ from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.protocol import FinishReason, Request, Sample, Sampling, VersionSpan
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.rollout_worker import RolloutWorker
-from mcore_rl.runtime.shard import Kept, Shard, Taken
+from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
 
 LONG = timedelta(seconds=200)
 VIOLATION = Violation("actor.parallel.tp", 3, "does not fit", "Write 2")
@@ -34,11 +34,12 @@ class Talker(Answering):
     def told(self, *args: Any) -> tuple[int, tuple[Any, ...]]:
         return self.rank, args
 
-    def sums(self, taken: Taken, *args: Any) -> Kept | tuple[Any, ...]:
+    def sums(self, given: WorkerInput[str], *args: Any) -> WorkerOutput[tuple[Any, ...]]:
         """What it was handed; rank 0 keeps its tokens, doubled, and rank 2 keeps nothing."""
-        (batch,) = taken.batches
-        said = (self.rank, batch.tokens_T.sum().item(), taken.told, args)
-        return Kept(said, Shard.of(batch.lengths_S, tokens_T=2 * batch.tokens_T)) if self.rank == 0 else said
+        (batch,) = given.batches
+        said = (self.rank, batch.tokens_T.sum().item(), given.payload, args)
+        doubled = Shard.of(batch.lengths_S, tokens_T=2 * batch.tokens_T)
+        return WorkerOutput(said, doubled if self.rank == 0 else None)
 
     def pid(self) -> int:
         return os.getpid()
@@ -115,10 +116,6 @@ class ScriptedEngine:
                 finally:
                     self.ended.append("aborted")
             yield sample_of(request, (1, 2))
-
-    async def stream(self, request: Request, sampling: Sampling) -> AsyncIterator[Sample]:
-        async for sample in self.generate([request], sampling):
-            yield sample
 
     async def version(self) -> int:
         return 7

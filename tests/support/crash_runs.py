@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from mcore_rl.rollout.engine.process_group import is_tracker
 from mcore_rl.runtime.answers import last_phase
+from tests.support.hostile import under_hostile_parent
 from tests.support.run_task import AGREEMENT, GONE_S, SPEED, holders_of, overrides
 
 STEPS = 3
@@ -201,15 +202,27 @@ def start(task: Path, directory: Path, traces: Traces, *more: str, steps: int = 
 
 
 def launch(
-    words: Sequence[str], directory: Path, traces: Traces, *, calls: Path = Path(os.devnull), point: str = ""
+    words: Sequence[str],
+    directory: Path,
+    traces: Traces,
+    *,
+    calls: Path = Path(os.devnull),
+    point: str = "",
+    hostile: bool = False,
 ) -> Started:
-    """``mcore-rl WORDS``, a run in ``directory``.  calls: what its reward function writes to."""
+    """``mcore-rl WORDS``, a run in ``directory``.  calls: what its reward function writes to.
+
+    hostile: by a parent as ``tests/support/hostile.py`` has it.
+    """
     program = ["-m", "tests.support.crash_points", point] if point else ["-m", "mcore_rl.cli"]
     command = [sys.executable, *program, *words]
     if traces.shared_memory is not None:  # one that nobody else writes to
         script = 'mount --bind "$0" /dev/shm && exec "$@"'
         private = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, str(traces.shared_memory)]
         command = private + command
+    environment = dict(os.environ)
+    if hostile:
+        command, environment = under_hostile_parent(command)
     output = directory.with_name(f"{directory.name}-output")
     with output.open("ab") as file:
         heard = file.tell()
@@ -218,7 +231,7 @@ def launch(
             stdout=file,
             stderr=file,
             start_new_session=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict([traces.mark.split("=")]),
+            env=environment | {"PYTHONUNBUFFERED": "1"} | dict([traces.mark.split("=")]),
         )
     traces.sessions.add(process.pid)
     return Started(directory, process, output, calls, heard)

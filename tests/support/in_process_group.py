@@ -1,4 +1,4 @@
-"""A worker group whose ranks are in this process: what they are handed is pickled and taken apart as a worker would."""
+"""Training workers in this process: what they are handed is pickled and taken apart as a worker would."""
 
 from __future__ import annotations
 
@@ -9,41 +9,57 @@ from typing import Any
 from mcore_rl.algorithms.lesson import learn
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.parallel.layout import Layout
-from mcore_rl.runtime.shard import Kept, Portion, Shard, Taken
-from mcore_rl.runtime.shared_batch import Taking
+from mcore_rl.runtime.shard import Portion, Shard, WorkerInput, WorkerOutput
+from mcore_rl.runtime.shared_batch import ShardRefs
+from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.runtime.train_worker import RankAdvantages
 
 
-class InProcessGroup:
-    """Of ``dp`` ranks.  methods: by name, what a rank answers to (rank, taken, *arguments).  told: of ``all``."""
+class InProcessGroup(TrainGroup):
+    """Of ``dp`` ranks.  methods: by name, what a rank answers to (rank, input, *arguments).  told: of ``all``."""
 
     def __init__(self, dp: int, **methods: Callable[..., Any]) -> None:
+        self.ranks = InProcessWorkers(dp, {"compute_advantages": lambda _, *args: advantages_of(*args)} | methods)
+        super().__init__(self.ranks)  # type: ignore[arg-type]
+
+    @property
+    def told(self) -> list[str]:
+        return self.ranks.told
+
+
+class InProcessWorkers:
+    """As ``WorkerGroup``."""
+
+    def __init__(self, dp: int, methods: dict[str, Callable[..., Any]]) -> None:
         self.layout = Layout.of(parse_layout(""), dp)
         self.told: list[str] = []
         self.neighbours = [list(range(dp))[start : start + 2] for start in range(0, dp, 2)]
-        self.methods = {"learn": lambda _, *args: learn_as_worker(*args)} | methods
+        self.methods = methods
 
-    async def all(self, method: str) -> None:
-        self.told.append(method)
+    async def all(self, method: Callable[..., Any]) -> None:
+        self.told.append(method.__name__)
 
     def put(self, shards: Sequence[Shard]) -> list[bytes]:
         return [pickle.dumps(shard, protocol=5) for shard in shards]
 
-    async def map(self, method: str, takings: Sequence[Taking], *args: Any) -> tuple[list[Any], list[Any]]:
-        assert len(takings) == self.layout.dp
-        values, kept = [], []
-        for rank, (message, places) in enumerate(takings):
-            portion: Portion = pickle.loads(message)
-            taken = Taken(portion.batches([pickle.loads(place) for place in places]), portion.told)
-            found = self.methods[method](rank, taken, *args)
-            value, shard = (found.value, found.shard) if isinstance(found, Kept) else (found, None)
-            values.append(pickle.loads(pickle.dumps(value)))
-            kept.append(pickle.dumps(shard, protocol=5))
-        return values, kept
+    async def map(
+        self, method: Callable[..., Any], inputs: Sequence[ShardRefs[Any]], *args: Any
+    ) -> tuple[list[Any], list[bytes]]:
+        assert len(inputs) == self.layout.dp
+        values, shards = [], []
+        for rank, refs in enumerate(inputs):
+            portion: Portion[Any] = pickle.loads(refs.portion)
+            given = WorkerInput(portion.join([pickle.loads(shard) for shard in refs.shards]), portion.payload)  # type: ignore[arg-type]
+            found = self.methods[method.__name__](rank, given, *args)
+            assert isinstance(found, WorkerOutput)
+            values.append(pickle.loads(pickle.dumps(found.value)))
+            shards.append(pickle.dumps(found.shard, protocol=5))
+        return values, shards
 
 
-def learn_as_worker(taken: Taken, *args: Any) -> Kept:
-    """``TrainWorker.learn`` of a leader."""
-    (batch,) = taken.batches
-    learnt, facts = learn(batch, taken.told, *args)
+def advantages_of(given: WorkerInput[Any], *args: Any) -> WorkerOutput[RankAdvantages]:
+    """``TrainWorker.compute_advantages`` of a leader."""
+    (batch,) = given.batches
+    learnt, facts = learn(batch, given.payload, *args)
     made = Shard.of(batch.lengths_S, **vars(learnt))
-    return Kept((facts, tuple(made.fields)), made)
+    return WorkerOutput(RankAdvantages(facts, tuple(made.fields)), made)

@@ -21,8 +21,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES
-from mcore_rl.parallel.launch import HOST, Rank, run_ranks
-from mcore_rl.rollout.weight_channel import Mode
+from mcore_rl.parallel.launch import HOST, Rank
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.process_group import ProcessGroupTransport
@@ -30,6 +29,7 @@ from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
+from tests.support.forked import run_ranks
 
 BUCKET_BYTES = 40_000  # some tensors are larger than a message
 NUM_RANKS = 2
@@ -88,8 +88,8 @@ class _Rank:
     def open(self, attempt: int) -> None:
         self.publisher.open(attempt)
 
-    def publish(self, version: int, mode: Mode) -> Published:
-        return self.publisher.publish(version, mode)
+    def publish(self, version: int) -> Published:
+        return self.publisher.publish(version)
 
     def expected(self, version: int) -> Expected:
         from mcore_rl.sync.check import expected_weights
@@ -249,8 +249,8 @@ class LiveTrainers:
     async def open(self, attempt: int) -> None:
         await self.order("open", attempt)
 
-    async def publish(self, version: int, mode: Mode) -> list[Published]:
-        return await self.order("publish", version, mode)
+    async def publish(self, version: int) -> list[Published]:
+        return await self.order("publish", version)
 
     async def expected(self, version: int) -> Expected:
         return (await self.order("expected", version))[0]

@@ -26,7 +26,7 @@ from transformers import (
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.rollout.engine.process_group import group_of, is_alive
-from mcore_rl.rollout.protocol import Prompt, Request, RolloutEngine, Sample, Sampling
+from mcore_rl.rollout.protocol import Prompt, Request, RolloutEngine, Sample, SampleSource, Sampling
 
 VOCAB, EOS = 101, 2
 SIZES = dict(
@@ -80,7 +80,7 @@ def prompts(count: int, shortest: int = 4) -> list[Prompt]:
 
 
 async def collect(
-    engine: RolloutEngine, requests: Iterable[Request], sampling: Sampling
+    engine: SampleSource, requests: Iterable[Request], sampling: Sampling
 ) -> dict[tuple[str, int], Sample]:
     """All samples by key, whatever order they came in."""
     found: dict[tuple[str, int], Sample] = {}
@@ -97,7 +97,7 @@ async def until_running(engine: RolloutEngine, count: int = 1) -> None:
         await asyncio.sleep(0.001)
 
 
-def generate(engine: RolloutEngine, requests: Iterable[Request], sampling: Sampling) -> dict[tuple[str, int], Sample]:
+def generate(engine: SampleSource, requests: Iterable[Request], sampling: Sampling) -> dict[tuple[str, int], Sample]:
     """``collect`` for a test without an event loop."""
     return asyncio.run(collect(engine, requests, sampling))
 

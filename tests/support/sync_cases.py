@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
 from mcore_rl.rollout.weight_channel import WORKER_EXTENSION
 from tests.support import hf_reference, models
+from tests.support.forked import start_engine
 
 SIZES = dict(hidden_size=64, head_dim=32)
 MODELS: dict[str, ModelConfig] = {

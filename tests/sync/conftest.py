@@ -76,7 +76,7 @@ class Engines:
 
 
 @pytest.fixture(scope="package")
-def trainers() -> Iterator[LiveTrainers]:
+def trainers(processes: None) -> Iterator[LiveTrainers]:
     with LiveTrainers() as live:
         yield live
 

@@ -164,7 +164,7 @@ def _join_and_wait(address: Address, member: int) -> None:
     Members.joined(address, member).get("what never comes", 0)
 
 
-def test_the_killed_are_named_before_any_time_is_up(at: Open, pool: ThreadPoolExecutor) -> None:
+def test_the_killed_are_named_before_any_time_is_up(at: Open, pool: ThreadPoolExecutor, processes: None) -> None:
     """Both ranks of an engine, as an engine ends them; nobody waits for them yet, so that they are zombies."""
     address = at(2, 2, timeout_s=200.0)  # more than a test may take
     context = multiprocessing.get_context("spawn")

@@ -11,18 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.export import buckets_of
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.errors import SyncError
 from mcore_rl.families.registry import FAMILIES
-from mcore_rl.rollout.weight_channel import Mode
 from mcore_rl.sync.check import expected_weights
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Publisher, message_bytes, opening_of
-from mcore_rl.sync.transport import NAMED_SHARE, offsets_of
 from mcore_rl.weights.fingerprint import added, fingerprint
 from mcore_rl.weights.messages import messages_to
 from mcore_rl.weights.rollout_table import RolloutTable
@@ -181,7 +178,7 @@ def test_each_rollout_rank_is_sent_what_it_stores(
     stored = made.rollout.bytes_stored(dtype.itemsize).sum()
     assert sum(one.num_bytes for one in published) == stored
     for rank, one in enumerate(published):
-        assert (one.version, one.mode, one.bytes_over_bound) == (3, Mode.direct, 1.0)
+        assert (one.version, one.bytes_over_bound) == (3, 1.0)
         assert one.gb_per_s > 0 and one.pack_s + one.wait_s <= one.seconds
         assert made.end(rank).longest <= made.publishers[rank].message_bytes == BUCKET_BYTES // (4 if in_place else 8)
         # The model is float32, so that nothing else can be sent from where it lies.
@@ -214,37 +211,6 @@ def test_fingerprints_add_up_to_those_of_what_is_stored(tmp_path: Path, name: st
             for slot, values in slots.items():
                 sums = sum(part.get((target, key, slot), 0) for part in parts)
                 assert added(sums) == fingerprint(values, (0,) * values.dim()), (key, slot)
-
-
-def test_by_names_every_rollout_rank_is_sent_everything_whole(tmp_path: Path) -> None:
-    made = world(tmp_path, "qwen2", "tp=1", "tp=2", world_size=1)
-    published = made.publishers[0].publish(4, Mode.names)
-    whole = checkpoints.tensors(tmp_path)
-    specs = made.publishers[0]._specs()
-    for target in range(2):
-        messages = made.end(0).sent[target]
-        buckets = buckets_of(specs, BUCKET_BYTES // NAMED_SHARE)
-        assert len(messages) == len(buckets) > 2
-        for names, message in zip(buckets, messages, strict=True):
-            for spec, begin in offsets_of([specs[name] for name in names])[0]:
-                found = message[begin : begin + spec.num_bytes].view(torch.float32).view(spec.shape)
-                assert torch.equal(found, whole[spec.name]), spec.name
-    assert published.bytes_over_bound == pytest.approx(2 * sum(map(nbytes, whole.values())) / stored_bytes(made))
-    assert made.end(0).said == ["open", "update 4", "flush", "applied", "release"]
-
-
-def nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
-def stored_bytes(made: World) -> int:
-    return sum(nbytes(tensor) for target in range(2) for tensor in made.by_hand(target).values()) - padding(made)
-
-
-def padding(made: World) -> int:
-    """Rows of zeros that vLLM adds to the vocabulary: 64 divides it there."""
-    model = made.rollout.model
-    return (-model.vocab_size % 64) * model.hidden_size * 4
 
 
 def test_a_failure_is_told_and_the_channel_is_closed(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def send_and_die(address: Address) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_memory_of_a_dead_sender_is_the_sender_s_failure() -> None:
+def test_memory_of_a_dead_sender_is_the_sender_s_failure(processes: None) -> None:
     """It had said where its message lies; its memory went with it, before anybody mapped that."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = Address(host="127.0.0.1", port=store.port, name="dead", num_trainers=1, num_rollout=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -11,13 +10,13 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.launch import HOST
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.process_group import ProcessGroupTransport
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
-from mcore_rl.sync.transport import Transport, offsets_of
+from mcore_rl.sync.transport import Transport
+from tests.support.forked import RANKS
 
 SIZES = (5, 100_000, 1, 70_000, 3, 250_000)  # bytes, from each of two senders to each of two receivers
 TIMEOUT_S = 4.0
@@ -98,8 +97,7 @@ def take_part(member: int, transport: Transport, victim: int, reports: Path) -> 
 
 def run(transport: Transport, victim: int, reports: Path) -> dict[int, str]:
     """What each member that lived to its end reported.  Not ``run_ranks``: it would end the others with the first."""
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=take_part, args=(n, transport, victim, reports)) for n in range(4)]
+    processes = [RANKS.Process(target=take_part, args=(n, transport, victim, reports)) for n in range(4)]
     for process in processes:
         process.start()
     for process in processes:
@@ -120,23 +118,12 @@ def store() -> TCPStore:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["process_group", "shared_memory"])
-def test_messages_arrive_whole_and_in_order(store: TCPStore, tmp_path: Path, which: int) -> None:
+def test_messages_arrive_whole_and_in_order(store: TCPStore, tmp_path: Path, which: int, processes: None) -> None:
     assert run(transports(store, "whole")[which], -1, tmp_path) == dict.fromkeys(range(4), "")
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["process_group", "shared_memory"])
-def test_a_killed_sender_is_named_by_all(store: TCPStore, tmp_path: Path, which: int) -> None:
+def test_a_killed_sender_is_named_by_all(store: TCPStore, tmp_path: Path, which: int, processes: None) -> None:
     found = run(transports(store, "killed")[which], 1, tmp_path)
     assert found.keys() == {0, 2, 3}
     assert all(report.startswith("training rank 1 (process ") for report in found.values()), found
-
-
-def test_offsets_begin_where_dtypes_may() -> None:
-    specs = [
-        TensorSpec("a", torch.uint8, (3,)),
-        TensorSpec("b", torch.float32, (2,)),
-        TensorSpec("c", torch.int16, (1,)),
-    ]
-    places, size = offsets_of(specs)
-    assert [(spec.name, begin) for spec, begin in places] == [("a", 0), ("b", 4), ("c", 12)]
-    assert size == 14

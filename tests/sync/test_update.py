@@ -16,12 +16,11 @@ from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.errors import SyncError
 from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Pause, Request, Sampling, VersionSpan
-from mcore_rl.rollout.weight_channel import Mode
-from mcore_rl.sync.directory import DirectoryTransport
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
-from mcore_rl.sync.update import WeightSync
+from mcore_rl.sync.update import WeightUpdater
 from tests.support.live_trainers import LiveTrainers
+from tests.support.rollouts import collect
 from tests.support.sync_cases import MODELS, PROMPTS, distance_from_transformers, greedy, same
 from tests.sync.conftest import Running
 
@@ -47,11 +46,11 @@ def test_many_updates_keep_nothing_and_checks_name_what_is_wrong(trainers: LiveT
 
 async def _checks(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path) -> None:
     await trainers.build("mixtral", MODELS["mixtral"], "tp=2,ep=2,etp=1", a, "tp=1")
-    sync = WeightSync([engine], parse_rollout_layout("tp=1"), trainers)
+    sync = WeightUpdater([engine], parse_rollout_layout("tp=1"), trainers)
     after = []
     for version in range(1, 8):
         await trainers.order("load", (a, b)[version % 2])
-        await sync.update(version, Mode.direct if version % 3 else Mode.names)
+        await sync.update(version)
         after.append((_resident(engine), sum(await trainers.order("resident"))))
     assert after[-1][0] - after[1][0] < GROWTH
     assert after[-1][1] - after[1][1] < GROWTH
@@ -77,36 +76,25 @@ async def _checks(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Pat
 
 
 @mixtral
-def test_other_ways_for_the_same_weights(trainers: LiveTrainers, running: Running, tmp_path: Path) -> None:
-    asyncio.run(_other_ways(trainers, tmp_path, running.engine, running.a, running.b))
+def test_shared_memory_brings_the_same_weights(trainers: LiveTrainers, running: Running) -> None:
+    asyncio.run(_over_shared_memory(trainers, running.engine, running.a, running.b))
 
 
-async def _other_ways(trainers: LiveTrainers, folder: Path, engine: EngineProcess, a: Path, b: Path) -> None:
-    """Shared memory in both modes, a directory by names; each goes to b and back to a."""
+async def _over_shared_memory(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path) -> None:
+    """To b and back to a, and once more, when memory is used again; then gloo takes over."""
 
     def over_memory(address: Address) -> SharedMemoryTransport:
         return SharedMemoryTransport(address=address)
 
-    def over_files(address: Address) -> DirectoryTransport:
-        return DirectoryTransport(address=address, root=folder / "versions")
-
-    version = 30
-    for over, modes in ((over_memory, (Mode.direct, Mode.names)), (over_files, (Mode.names,))):
-        await trainers.build("mixtral", MODELS["mixtral"], "tp=2,ep=2,etp=1", a, "tp=1", over)
-        sync = WeightSync([engine], parse_rollout_layout("tp=1"), trainers)
-        for mode in modes:
-            for weights in (b, a):
-                version += 1
-                await trainers.order("load", weights)
-                await sync.update(version, mode)
-                assert distance_from_transformers(await greedy(engine), weights) < TOLERANCE, (over, mode)
-            await sync.check()
-    left = [path for path in folder.rglob("*") if path.is_dir() and path.name.startswith("version-")]
-    assert [path.name for path in left] == [f"version-{version}"], "versions before the last are removed"
-    with pytest.raises(SyncError, match="write mode=names"):
-        await sync.update(version + 1, Mode.direct)
+    await trainers.build("mixtral", MODELS["mixtral"], "tp=2,ep=2,etp=1", a, "tp=1", over_memory)
+    sync = WeightUpdater([engine], parse_rollout_layout("tp=1"), trainers)
+    for version, weights in enumerate((b, a, b, a), start=31):
+        await trainers.order("load", weights)
+        await sync.update(version)
+        assert distance_from_transformers(await greedy(engine), weights) < TOLERANCE, version
+        await sync.check()
     await trainers.build("mixtral", MODELS["mixtral"], "pp=2", a, "tp=1")
-    await WeightSync([engine], parse_rollout_layout("tp=1"), trainers).update(version + 2)
+    await WeightUpdater([engine], parse_rollout_layout("tp=1"), trainers).update(35)
 
 
 @mixtral
@@ -116,23 +104,16 @@ def test_an_update_in_the_middle_of_samples(trainers: LiveTrainers, running: Run
 
 async def _in_the_middle(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path) -> None:
     await trainers.build("mixtral", MODELS["mixtral"], "pp=2", a, "tp=1")
-    sync = WeightSync([engine], parse_rollout_layout("tp=1"), trainers)
+    sync = WeightUpdater([engine], parse_rollout_layout("tp=1"), trainers)
     await sync.update(50)
     long = Sampling(max_tokens=90, temperature=0, ignore_eos=True)
-    started, parts = asyncio.Event(), []
-
-    async def stream() -> None:
-        async for part in engine.stream(Request(prompt=PROMPTS[0]), long):
-            parts.append(part)
-            if len(parts) == 3:
-                started.set()
-
-    sampling = asyncio.create_task(stream())
-    await started.wait()
+    drawn = (await engine.statistics()).generated_tokens
+    sampling = asyncio.create_task(collect(engine, [Request(prompt=PROMPTS[0])], long))
+    while (await engine.statistics()).generated_tokens < drawn + 3:
+        await asyncio.sleep(0.001)
     await trainers.order("load", b)
     await sync.update(51, pause=Pause.keep)
-    await sampling
-    sample = parts[-1]
+    (sample,) = (await sampling).values()
     assert [span.version for span in sample.versions] == [50, 51]
     assert sample.versions[0].end == sample.versions[1].start > 2
     assert sample.versions[1].end == len(sample.tokens) == 90
@@ -162,26 +143,24 @@ def test_engines_generate_with_the_trainers_weights(
 
 
 async def _updates(trainers: LiveTrainers, running: Running, name: str, rollout: str) -> None:
-    """By each layout in both modes to both weights, but that every second layout begins with the other mode."""
+    """By each layout to b and back to a; what they bring does not depend on the layout that they come from."""
     model, version, engine = MODELS[name], 100, running.engine
     assert distance_from_transformers(running.fresh, running.a) < TOLERANCE
     outcomes = {running.a: running.fresh}
-    for number, layout in enumerate(EXPERTS if model.moe is not None else DENSE):
+    for layout in EXPERTS if model.moe is not None else DENSE:
         await trainers.build(name, model, layout, running.a, rollout)
-        sync = WeightSync([engine], parse_rollout_layout(rollout), trainers)
-        modes = (Mode.direct, Mode.names)[:: 1 - 2 * (number % 2)]
-        for mode, weights in zip(modes, (running.b, running.a), strict=True):
+        sync = WeightUpdater([engine], parse_rollout_layout(rollout), trainers)
+        for weights in (running.b, running.a):
             version += 1
             await trainers.order("load", weights)
-            published = await sync.update(version, mode)
-            if mode is Mode.direct:
-                assert published[0].bytes_over_bound == 1.0
+            published = await sync.update(version)
+            assert published[0].bytes_over_bound == 1.0
             samples = await greedy(engine)
             assert all(sample.versions == (VersionSpan(version=version, start=0, end=10),) for sample in samples)
             if weights in outcomes:
-                assert same(samples, outcomes[weights]), (layout, mode)
+                assert same(samples, outcomes[weights]), layout
             else:
-                assert distance_from_transformers(samples, weights) < TOLERANCE, (layout, mode)
+                assert distance_from_transformers(samples, weights) < TOLERANCE, layout
                 assert not same(samples, running.fresh), "both weights say the same: nothing is proven"
                 outcomes[weights] = samples
             await sync.check()

@@ -13,7 +13,7 @@ import pytest
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.errors import DeadEngineError, RolloutError, SyncError
 from mcore_rl.rollout.engine.process import EngineProcess
-from mcore_rl.sync.update import WeightSync
+from mcore_rl.sync.update import WeightUpdater
 from tests.support.live_trainers import LiveTrainers
 from tests.support.sync_cases import MODELS, distance_from_transformers, greedy
 from tests.sync.conftest import Running
@@ -35,7 +35,7 @@ def test_a_restart_receives_the_current_weights(trainers: LiveTrainers, running:
 
 async def _a_trainer_fails(trainers: LiveTrainers, engine: EngineProcess, b: Path) -> None:
     await trainers.build("qwen2", MODELS["qwen2"], "tp=2", b, "tp=2")
-    sync = WeightSync([engine], parse_rollout_layout("tp=2"), trainers)
+    sync = WeightUpdater([engine], parse_rollout_layout("tp=2"), trainers)
     await trainers.order("stumble", 1, "a row of the plan is broken")
     begun = time.monotonic()
     with pytest.raises(SyncError, match=r"training rank 1 \(process \d+ on .*\) failed while publishing version 1: "):
@@ -50,7 +50,7 @@ async def _a_trainer_fails(trainers: LiveTrainers, engine: EngineProcess, b: Pat
 
 async def _a_worker_is_killed(trainers: LiveTrainers, engine: EngineProcess, b: Path) -> None:
     await trainers.build("qwen2", MODELS["qwen2"], "pp=2", b, "tp=2")
-    sync = WeightSync([engine], parse_rollout_layout("tp=2"), trainers)
+    sync = WeightUpdater([engine], parse_rollout_layout("tp=2"), trainers)
     await sync.update(3)
     await trainers.order("stumble", 1, None)  # of the last stage, from which both rollout ranks wait
     update = asyncio.create_task(sync.update(4))
@@ -69,7 +69,7 @@ async def _a_worker_is_killed(trainers: LiveTrainers, engine: EngineProcess, b: 
 async def _restarted(trainers: LiveTrainers, running: Running) -> None:
     """Fresh, it held b; so what comes is a."""
     await trainers.build("qwen2", MODELS["qwen2"], "tp=2", running.a, "tp=2")
-    sync = WeightSync([running.engine], parse_rollout_layout("tp=2"), trainers)
+    sync = WeightUpdater([running.engine], parse_rollout_layout("tp=2"), trainers)
     assert distance_from_transformers(running.fresh, running.b) < TOLERANCE
     await sync.update(5)
     assert distance_from_transformers(await greedy(running.engine), running.a) < TOLERANCE

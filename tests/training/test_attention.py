@@ -6,13 +6,9 @@ test_attention_kernels.py and test_capped_attention.py.
 
 from __future__ import annotations
 
-from multiprocessing import set_forkserver_preload
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
@@ -20,9 +16,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.parallel.context import padded_lengths, split
-from mcore_rl.training import attention
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.attention import PackedAttention
 from mcore_rl.training.sequences import PackedSequences
+from tests.support import engines
+from tests.support.forked import run_ranks
 from tests.support.naive_attention import HEAD_DIM, assert_close, random_qkv, real_rows, reference
 
 CPU = torch.device("cpu")
@@ -229,22 +227,19 @@ def _check_bfloat16(group: dist.ProcessGroup) -> None:
         assert (a.double() - split(b, lengths, cp, cp_rank)).abs().max() < 4e-2 * b.abs().max()
 
 
-def _context_parallel_worker(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    for group in (pairs[rank // 2], dist.group.WORLD):
-        for heads, groups in ((4, 4), (4, 2), (4, 1)):
-            _check_packed(group, heads, groups)
-        for cap in (None, 1.5):
-            _check_packed(group, 4, 2, window=6, cap=cap)
-        _check_unpacked(group)
-        _check_bfloat16(group)
-    dist.barrier()
-    dist.destroy_process_group()
+def _context_parallel_worker(rank: Rank) -> None:
+    with engines.world(rank):
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        for group in (pairs[rank.rank // 2], dist.group.WORLD):
+            for heads, groups in ((4, 4), (4, 2), (4, 1)):
+                _check_packed(group, heads, groups)
+            for cap in (None, 1.5):
+                _check_packed(group, 4, 2, window=6, cap=cap)
+            _check_unpacked(group)
+            _check_bfloat16(group)
+        dist.barrier()
 
 
-def test_context_parallel_processes_equal_one(tmp_path: Path) -> None:
+def test_context_parallel_processes_equal_one(processes: None) -> None:
     """cp=2 and cp=4: outputs and gradients are those of the undivided sequences, packed and unpacked."""
-    set_forkserver_preload([attention.__name__])  # import Megatron once, not once a process
-    mp.start_processes(_context_parallel_worker, args=(str(tmp_path / "store"),), nprocs=4, start_method="forkserver")
+    run_ranks(_context_parallel_worker, 4)

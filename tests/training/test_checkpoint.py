@@ -23,10 +23,11 @@ from torch import Tensor
 from mcore_rl.checkpoints.convert import HF, to_hf, to_megatron
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import CheckpointError
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.checkpoint import _PlainWriter, load_megatron, save_megatron
 from mcore_rl.training.engine import Engine
 from tests.support import checkpoints, engines, full_weights, hf_reference
+from tests.support.forked import run_ranks
 
 Load = Callable[[Sequence[torch.nn.Module]], None]
 LOADS = (
@@ -189,7 +190,7 @@ def _refused_save(runs: _Runs) -> str:
 
 
 @pytest.fixture(scope="module")
-def on_four(root: Path) -> list[dict[object, object]]:
+def on_four(root: Path, processes: None) -> list[dict[object, object]]:
     _shallow(root)
     return run_ranks(_on_four, 4, (root,))
 
@@ -258,7 +259,7 @@ def _on_one(rank: Rank, root: Path) -> list[str]:
             return wrong + ([] if torch.equal(critic.models[0].output_layer.weight, head) else ["value head"])
 
 
-def test_one_process_and_a_critic(root: Path, tmp_path: Path) -> None:
+def test_one_process_and_a_critic(root: Path, tmp_path: Path, processes: None) -> None:
     assert run_ranks(_on_one, 1, (root,)) == [[]]
     to_hf(root / "critic", tmp_path / "hf", report=_quiet)
     written = checkpoints.tensors(tmp_path / "hf")

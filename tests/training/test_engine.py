@@ -20,12 +20,13 @@ from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import ConfigError, Violation, WorkerError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.groups import ProcessGroups
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training import engine as engine_module
 from mcore_rl.training.engine import Engine, resolve_layer_spec, transformer_engine_problem
 from mcore_rl.types import LossInputs, LossSums, StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
+from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-5
 MODEL = models.dense()
@@ -230,7 +231,7 @@ def _observe(rank: Rank) -> dict[str, Observed]:
 
 
 @pytest.fixture(scope="module")
-def observed() -> list[dict[str, Observed]]:
+def observed(processes: None) -> list[dict[str, Observed]]:
     return run_ranks(_observe, 2)
 
 
@@ -364,7 +365,7 @@ def _fail(rank: Rank, layout: str, how: str, when: Path) -> None:
     ],
 )
 def test_a_failing_rank_brings_all_down_and_is_named(
-    layout: str, how: str, named: str, where: str, cause: str, tmp_path: Path
+    layout: str, how: str, named: str, where: str, cause: str, tmp_path: Path, processes: None
 ) -> None:
     when = tmp_path / "failed_at"
     with pytest.raises(WorkerError) as failed:

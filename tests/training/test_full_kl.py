@@ -18,11 +18,12 @@ from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.roles import ActorConfig
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.full_kl import full_kl
 from mcore_rl.training.logprobs import token_logprobs
 from mcore_rl.types import StepResult, TrainBatch
 from tests.support import batches, engines, full_weights, hf_reference, models
+from tests.support.forked import run_ranks
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def on_ranks(rank: Rank) -> Found:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[Found]:
+def ranks(processes: None) -> list[Found]:
     return run_ranks(on_ranks, 2, timeout_s=120)
 
 

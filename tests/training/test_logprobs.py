@@ -11,18 +11,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.logprobs import token_logprobs
+from tests.support import engines
+from tests.support.forked import run_ranks
 
 UNIT_ROUNDOFF = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -431,10 +432,9 @@ def parallel_cases() -> dict[str, Case]:
     return cases
 
 
-def run_rank(rank: int, folder: str) -> None:
+def run_rank(rank: Rank) -> dict[tuple[str, int], Any]:
     torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD_SIZE)
+    rank.init_process_group(engines.CPU)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     world = dist.group.WORLD
     assert world is not None
@@ -449,21 +449,18 @@ def run_rank(rank: int, folder: str) -> None:
     dist.all_reduce = counted
     results = {}
     for name, case in parallel_cases().items():
-        for group in (world, pairs[rank // 2]):
+        for group in (world, pairs[rank.rank // 2]):
             tp = dist.get_world_size(group)
             shard = case.logits_TV.chunk(tp, dim=1)[dist.get_rank(group)].contiguous()
             num_calls = 0
             result = run(replace(case, logits_TV=shard), chunk_tokens=3, group=group)
             results[name, tp] = (*result, num_calls)
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
-def parallel_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, int], Any]]:
-    folder: Path = tmp_path_factory.mktemp("tensor_parallel")
-    spawn(run_rank, args=(str(folder),), nprocs=WORLD_SIZE)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD_SIZE)]
+def parallel_results(processes: None) -> list[dict[tuple[str, int], Any]]:
+    return run_ranks(run_rank, WORLD_SIZE)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

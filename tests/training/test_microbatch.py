@@ -13,11 +13,12 @@ from mcore_rl.config.engine import Dispatcher, MoeTrainConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.groups import ProcessGroups
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches
 from mcore_rl.types import TokenScores, TrainBatch
 from tests.support import batches, engines, models
+from tests.support.forked import run_ranks
 
 LAYOUTS = ["", "tp=2", "cp=2", "tp=2,cp=2", "cp=4", "tp=4", "pp=2", "pp=2,cp=2", "pp=2,vpp=2", "pp=3,vpp=2,tp=2"]
 SIZES = [(64, None), (32, None), (4096, None), (None, 1), (None, 3), (None, 4), (None, 100)]
@@ -291,7 +292,7 @@ def _agree(rank: Rank) -> Agreed:
 
 
 @pytest.fixture(scope="module")
-def agreed() -> list[Agreed]:
+def agreed(processes: None) -> list[Agreed]:
     return run_ranks(_agree, 2)
 
 

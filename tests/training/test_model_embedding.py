@@ -7,8 +7,9 @@ import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2TextScaledWordEmbedding
 
 from mcore_rl.config.engine import Precision
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from tests.support import engines, models
+from tests.support.forked import run_ranks
 
 TOKENS = torch.tensor([[3, 100, 0, 7, 7]])
 
@@ -26,7 +27,7 @@ def _embed(rank: Rank) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def embedded() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def embedded(processes: None) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return run_ranks(_embed, 1)[0]
 
 

@@ -14,11 +14,12 @@ from mcore_rl.config.engine import OptimizerConfig, Schedule
 from mcore_rl.errors import NonFiniteError
 from mcore_rl.parallel.device import memory, reset_peak_memory
 from mcore_rl.parallel.groups import ProcessGroups
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.nonfinite import FiniteWatch, NonFiniteTensor
 from mcore_rl.types import LossInputs, LossSums, StepResult
 from tests.support import batches, engines, models
+from tests.support.forked import run_ranks
 
 MODEL = models.dense()
 NAN, INF = float("nan"), float("inf")
@@ -150,7 +151,7 @@ def _in_a_row(engine: Engine) -> list[str | None]:
 
 
 @pytest.fixture(scope="module")
-def observed() -> list[Observed]:
+def observed(processes: None) -> list[Observed]:
     return run_ranks(_observe, 2)
 
 
@@ -220,7 +221,7 @@ def _fail(rank: Rank) -> None:
         _step(engine, Poisoned(groups, POISONS["loss and gradient"], rank=1, at=0))
 
 
-def test_the_error_reaches_the_parent_as_itself() -> None:
+def test_the_error_reaches_the_parent_as_itself(processes: None) -> None:
     with pytest.raises(NonFiniteError, match=r"the loss of microbatch 0 on rank 1 \(dp1 "):
         run_ranks(_fail, 2)
 

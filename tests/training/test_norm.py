@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from multiprocessing import set_forkserver_preload
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.norm import RMSNorm
+from tests.support import engines
+from tests.support.forked import run_ranks
 
 
 def config(**options: object) -> TransformerConfig:
@@ -67,10 +67,10 @@ def test_other_norms_are_refused() -> None:
         RMSNorm(config=config(normalization="LayerNorm"), hidden_size=8, eps=1e-5)
 
 
-def _gradient_sum_worker(rank: int, store: str) -> None:
+def _gradient_sum_worker(rank: Rank) -> None:
     from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    rank.init_process_group(engines.CPU)
     for sequence_parallel, summed in ((True, {"input_layernorm", "q_layernorm"}), (False, {"q_layernorm"})):
         parallel = config(
             sequence_parallel=sequence_parallel, tensor_model_parallel_size=2, qk_layernorm=True, kv_channels=16
@@ -80,16 +80,13 @@ def _gradient_sum_worker(rank: int, store: str) -> None:
         )
         chunk.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
         for norm in chunk.values():
-            norm.weight.grad = torch.full_like(norm.weight, rank + 1.0)
+            norm.weight.grad = torch.full_like(norm.weight, rank.rank + 1.0)
         _allreduce_non_tensor_model_parallel_grads([chunk], parallel, dist.group.WORLD)
         for name, norm in chunk.items():
-            expected = 3.0 if name in summed else rank + 1.0
+            expected = 3.0 if name in summed else rank.rank + 1.0
             assert norm.weight.grad.unique().tolist() == [expected], (name, sequence_parallel)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def test_megatron_sums_gradients_over_tensor_ranks(tmp_path: Path) -> None:
+def test_megatron_sums_gradients_over_tensor_ranks(processes: None) -> None:
     """Under sequence parallelism those of every norm; without it those of query and key norms alone."""
-    set_forkserver_preload(["megatron.core.distributed.finalize_model_grads"])  # imported once, not once a process
-    mp.start_processes(_gradient_sum_worker, args=(str(tmp_path / "store"),), nprocs=2, start_method="forkserver")
+    run_ranks(_gradient_sum_worker, 2)

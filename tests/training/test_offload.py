@@ -18,11 +18,12 @@ from mcore_rl.config.engine import OptimizerConfig, Precision
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.parallel.device import memory
 from mcore_rl.parallel.groups import ProcessGroups
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import OffloadPart
 from mcore_rl.types import StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
+from tests.support.forked import run_ranks
 
 WIDTHS = dict(
     num_layers=2, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=2, head_dim=32,
@@ -175,7 +176,7 @@ def _observe(rank: Rank) -> tuple[dict[tuple[str, Precision], Observed], Residen
 
 
 @pytest.fixture(scope="module")
-def everything() -> tuple[dict[tuple[str, Precision], Observed], Resident, dict[OffloadPart, int]]:
+def everything(processes: None) -> tuple[dict[tuple[str, Precision], Observed], Resident, dict[OffloadPart, int]]:
     return run_ranks(_observe, 1)[0]
 
 

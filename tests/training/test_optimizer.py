@@ -16,11 +16,12 @@ from torch import Tensor
 
 from mcore_rl.config.engine import OptimizerConfig, Precision, Schedule
 from mcore_rl.parallel.groups import ProcessGroups
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.optimizer import learning_rate
 from mcore_rl.types import StepResult
 from tests.support import batches, engines, models
+from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-6
 MODEL = models.dense(num_layers=2, qkv_bias=True)
@@ -158,7 +159,7 @@ def _observe(rank: Rank) -> Observed:
 
 
 @pytest.fixture(scope="module")
-def observed() -> Observed:
+def observed(processes: None) -> Observed:
     return run_ranks(_observe, 1)[0]
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from mcore_rl.config.engine import AuxLoss, EngineConfig, MoeTrainConfig, OptimizerConfig, Recompute
 from mcore_rl.parallel.groups import ProcessGroups
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.router import Router, routers_of
 from mcore_rl.types import LossInputs, LossSums, TrainBatch
 from tests.support import batches, engines, models
+from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-5
 AUX, Z = 0.3, 0.02
@@ -117,7 +118,7 @@ def _observe(rank: Rank) -> Observed:
 
 
 @pytest.fixture(scope="module")
-def observed() -> Observed:
+def observed(processes: None) -> Observed:
     return run_ranks(_observe, 1)[0]
 
 

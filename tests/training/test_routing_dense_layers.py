@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from tests.support import batches, engines, models
+from tests.support.forked import run_ranks
 
 MODEL = models.qwen2_moe()
 MOE = MODEL.moe
@@ -40,7 +41,7 @@ def _observe(rank: Rank) -> Observed:
 
 
 @pytest.fixture(scope="module")
-def observed() -> Observed:
+def observed(processes: None) -> Observed:
     return run_ranks(_observe, 1)[0]
 
 

@@ -13,13 +13,14 @@ from torch import Tensor
 from mcore_rl.checkpoints.rank_state import state_file
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.groups import ProcessGroups
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import OffloadPart
 from mcore_rl.training.run_state import load_run_state, num_state_bytes
 from mcore_rl.weights.table import Table
 from tests.support import checkpoints, engines
 from tests.support.engines import same_bits
+from tests.support.forked import run_ranks
 from tests.support.saved_states import engine_of, save, table_of, train
 
 FAMILY, MODEL = "mixtral", checkpoints.MODELS["mixtral"]
@@ -159,7 +160,7 @@ def _ranks(rank: Rank, root: Path) -> Observed:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Observed]:
+def ranks(tmp_path_factory: pytest.TempPathFactory, processes: None) -> list[Observed]:
     root = tmp_path_factory.mktemp("states")
     checkpoints.write(FAMILY, root / FAMILY)
     for name in [*(" ".join(case) for case in CASES), "there", "first"]:

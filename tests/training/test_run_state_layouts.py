@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.parallel.groups import random_state
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.run_state import load_run_state
 from tests.support import checkpoints, engines, hf_reference, saved_states
 from tests.support.engines import same_bits
+from tests.support.forked import run_ranks
 
 BEFORE, LATER = 2, 1  # steps
 # Dense with a tied, padded vocabulary and biases; experts; latent attention with a bias of routers, which is untrained.
@@ -105,7 +106,7 @@ def _ranks(rank: Rank, root: Path) -> list[Read]:
 
 
 @pytest.fixture(scope="module")
-def reads(tmp_path_factory: pytest.TempPathFactory) -> list[list[Read]]:
+def reads(tmp_path_factory: pytest.TempPathFactory, processes: None) -> list[list[Read]]:
     root = tmp_path_factory.mktemp("states")
     (root / "like").mkdir()
     for family in FAMILIES:

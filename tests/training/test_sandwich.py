@@ -8,10 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.norm import RMSNorm
 from mcore_rl.training.sandwich import NormedRowParallelLinear
 from tests.support import engines, full_weights, models
+from tests.support.forked import run_ranks
 
 
 def _build(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, dict[str, tuple[int, ...]], str]:
@@ -39,7 +40,7 @@ def _build(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, dict[str, tuple[int,
 
 
 @pytest.fixture(scope="module")
-def built() -> tuple[torch.Tensor, torch.Tensor, dict[str, tuple[int, ...]], str]:
+def built(processes: None) -> tuple[torch.Tensor, torch.Tensor, dict[str, tuple[int, ...]], str]:
     return run_ranks(_build, 1)[0]
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.parallel.groups import ProcessGroups
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import OffloadPart
 from mcore_rl.types import StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
+from tests.support.forked import run_ranks
 
 KINDS: dict[str, tuple[ModelConfig, Precision]] = {
     "dense": (models.dense(tie_output=True), Precision.float32),
@@ -131,7 +132,7 @@ def _observe(rank: Rank) -> dict[str, Observed]:
 
 
 @pytest.fixture(scope="module")
-def everything() -> dict[str, Observed]:
+def everything(processes: None) -> dict[str, Observed]:
     return run_ranks(_observe, 1)[0]
 
 

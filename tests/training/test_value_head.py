@@ -15,12 +15,13 @@ from torch import Tensor
 from mcore_rl.config.engine import OptimizerConfig, Precision
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.parallel.groups import ProcessGroups
-from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.value_head import ValueHead
 from mcore_rl.types import LossInputs, LossSums, TokenScores, TrainBatch
 from tests.support import batches, engines, models
+from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-5
 MODEL = models.dense(num_layers=2, tie_output=True)
@@ -87,7 +88,7 @@ def _observe(rank: Rank) -> dict[tuple[str, Precision], Observed]:
 
 
 @pytest.fixture(scope="module")
-def observed() -> list[dict[tuple[str, Precision], Observed]]:
+def observed(processes: None) -> list[dict[tuple[str, Precision], Observed]]:
     return run_ranks(_observe, 2)
 
 

@@ -16,7 +16,7 @@ from mcore_rl.rollout.classifier_pool import ClassifierPool
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.placement import Bundle, place_engines
 from mcore_rl.runtime.start import start_engines
-from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.train_group import TrainGroup
 
 
 async def start_reward_model(
@@ -25,7 +25,7 @@ async def start_reward_model(
     bundles: Sequence[Bundle],
     platform: Platform,
     logs: Path,
-    trainers: WorkerGroup | None,
+    trainers: TrainGroup | None,
     stack: AsyncExitStack,
 ) -> RewardModel:
     """Its engines in ``bundles``, ready, until ``stack`` is closed.

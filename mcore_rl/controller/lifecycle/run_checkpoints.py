@@ -19,7 +19,7 @@ from mcore_rl.checkpoints.manifest import MANIFEST, FileSum, damage, write_manif
 from mcore_rl.checkpoints.new_directory import wait_for_disk
 from mcore_rl.config.trainer import ResumeMode, TrainerConfig
 from mcore_rl.errors import CheckpointError, ConfigError, Violation
-from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.run_directory import set_aside
 
 STEP = re.compile(r"step_(\d+)")
@@ -184,9 +184,9 @@ def replace_directory(fresh: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-async def export_hf(group: WorkerGroup, source: Path, target: Path) -> None:
+async def export_hf(group: TrainGroup, source: Path, target: Path) -> None:
     """The weights of ``group`` as a Hugging Face checkpoint in ``target``, with the companions of ``source``."""
     fresh = target.with_name(f"{target.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed while it wrote
-    await group.all("save_hf", fresh, source)
+    await group.save_hf(fresh, source)
     replace_directory(fresh, target)

@@ -20,7 +20,7 @@ from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import note
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.errors import CheckpointError, McoreRLError
-from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.train_group import TrainGroup
 
 FIRST_LOOK_S, LOOK_S = 0.02, 1.0  # how soon, and then how often, the workers are asked whether they have written
 LEAVE_S = 60.0  # for a checkpoint on its way when the run fails: a worker that hangs never answers
@@ -37,7 +37,7 @@ class Saver:
     def __init__(
         self,
         directory: Path,
-        groups: Sequence[WorkerGroup],
+        groups: Sequence[TrainGroup],
         trainer: TrainerConfig,
         saved_step: int,
         *,
@@ -75,7 +75,7 @@ class Saver:
             self._fail(step, str(error))
             return
         for group in self._groups:
-            await group.all("save_state", incomplete / group.role, self._trainer.async_save)
+            await group.save_state(incomplete / group.role, behind=self._trainer.async_save)
         self._writing = asyncio.create_task(self._complete(incomplete, step, best_step, started))
         if not self._trainer.async_save:
             await self.settle()
@@ -109,7 +109,7 @@ class Saver:
 
     async def _begin(self, progress: Progress) -> Path:
         if self._num_bytes == 0:
-            self._num_bytes = sum([size for group in self._groups for size in await group.all("num_state_bytes")])
+            self._num_bytes = sum([await group.num_state_bytes() for group in self._groups])
         if lack := run_checkpoints.lack_of_space(self._directory, self._num_bytes + MARGIN_BYTES):
             raise OSError(lack)
         return run_checkpoints.begin(self._directory, progress, [group.role for group in self._groups], self._keep)
@@ -145,19 +145,18 @@ class Saver:
         self._warn(f"{self._problem}\nThe last good one is {last}; it is tried again after the next step.")
 
 
-async def load_state(group: WorkerGroup, checkpoint: Path) -> None:
+async def load_state(group: TrainGroup, checkpoint: Path) -> None:
     """The workers of ``group`` take over what was saved of their role; a note says so where bits may differ then."""
-    same_layout = await group.all("load_state", checkpoint / group.role)
-    if not all(same_layout):
+    if not await group.load_state(checkpoint / group.role):
         said = f"{group.role}: {checkpoint} was written in another layout. Weights and optimizer are the same"
         note(f"{said}; sums are now taken in another order, with other random numbers, so that bits may differ")
 
 
-async def _written(group: WorkerGroup) -> list[Written]:
+async def _written(group: TrainGroup) -> list[Written]:
     """What became of the ranks' files.  Asked for between other calls: none of them waits for the answer."""
     wait = FIRST_LOOK_S
     while True:
-        found: list[Written | None] = await group.all("saved")
+        found = await group.saved()
         done = [written for written in found if written is not None]
         if len(done) == len(found):
             return done

@@ -17,13 +17,15 @@ from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle import run_checkpoints
-from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter, Rollout
-from mcore_rl.controller.lifecycle.handover import ActorTrainers, Handover
+from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
+from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
+from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
 from mcore_rl.controller.lifecycle.saving import load_state
 from mcore_rl.controller.lifecycle.start_plan import forecast, write_plan
+from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.run import REFERENCE, Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.parallel.device import Platform, detect
@@ -33,14 +35,14 @@ from mcore_rl.runtime.cluster import ray_cluster, this_host
 from mcore_rl.runtime.placement import Places, place
 from mcore_rl.runtime.rollout_worker import RayEngine
 from mcore_rl.runtime.start import pool_of, start_engines, start_trainers
+from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.train_worker import RoleSpec
-from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.sync.device_ipc import DeviceIpcTransport
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.process_group import ProcessGroupTransport
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Transport
-from mcore_rl.sync.update import WeightSync
+from mcore_rl.sync.update import WeightUpdater
 from mcore_rl.tracking.sinks import Tracker
 from mcore_rl.training.offload import OffloadPart
 
@@ -95,26 +97,27 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             bundles, shared = places.reward_model, actor if colocated else None
             reward_model = await start_reward_model(config, prepared.encoder, bundles, platform, logs, shared, stack)
 
-        sync = await _weight_sync(config, platform, actor, engines, stack)
-        check = trainer.guards.check_weights_freq
-        medic = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
-        handover = Handover(actor, pool, sync, trainer.placement, reward_model, medic.restart_dead, check)
-        drawing = RolloutCollector(Rollout(pool, handover), scorer, config, reward_model)
-        run = Run(config, platform, tracker, prepared, actor, critic, drawing, handover)
+        updater = await _weight_updater(config, platform, actor, engines, stack)
+        restarter = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
+        weights = WeightSync(updater, restarter, trainer.guards.check_weights_freq)
+        devices = DeviceSharing(trainer.placement, actor, pool, weights, restarter, reward_model)
+        samples = ResendingPool(pool, restarter, devices, weights)
+        drawing = RolloutCollector(samples, scorer, config, reward_model)
+        run = Run(config, platform, tracker, prepared, actor, critic, drawing, devices, weights)
         stack.push_async_callback(run.saver.close)
         yield run
 
 
-async def _weight_sync(
-    config: RunConfig, platform: Platform, actor: WorkerGroup, engines: Sequence[RayEngine], stack: AsyncExitStack
-) -> WeightSync:
+async def _weight_updater(
+    config: RunConfig, platform: Platform, actor: TrainGroup, engines: Sequence[RayEngine], stack: AsyncExitStack
+) -> WeightUpdater:
     """Updates from ``actor`` to ``engines``, whose members meet at a store that ``stack`` keeps."""
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     stack.callback(lambda kept: None, store)
     transport = _transport(config, platform, this_host(), store.port)
-    await actor.all("onload", [OffloadPart.weights])  # which are away where engines stand on the same devices
-    await actor.all("connect", transport, config.rollout.layout, UPDATE_BUCKET_BYTES)
-    return WeightSync(engines, config.rollout.layout, ActorTrainers(actor))
+    await actor.onload([OffloadPart.weights])  # which are away where engines stand on the same devices
+    await actor.connect(transport, config.rollout.layout, UPDATE_BUCKET_BYTES)
+    return WeightUpdater(engines, config.rollout.layout, actor)
 
 
 def _prepared(config: RunConfig, platform: Platform) -> tuple[Prepared, Plan]:
@@ -146,7 +149,7 @@ async def _together(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B
 
 async def _start_roles(
     prepared: Prepared, places: Places, platform: Platform, config: RunConfig, stack: AsyncExitStack
-) -> tuple[WorkerGroup, WorkerGroup | None]:
+) -> tuple[TrainGroup, TrainGroup | None]:
     """The actor, and the critic where there is one."""
     actor = await _start_role(_actor_role(config), prepared, places, platform, config, stack)
     if not config.needs_critic:
@@ -156,18 +159,18 @@ async def _start_roles(
 
 async def _start_role(
     spec: RoleSpec, prepared: Prepared, places: Places, platform: Platform, config: RunConfig, stack: AsyncExitStack
-) -> WorkerGroup:
+) -> TrainGroup:
     """The workers of a role, with the weights to begin with, and the reference's beside them."""
     logs = Path(config.trainer.default_local_dir) / "logs"
     group = await start_trainers(spec, places, platform, logs, config.trainer)
     stack.callback(group.close)
-    await group.all("build")
+    await group.build()
     if spec.role == "actor" and config.needs_reference:
-        await group.all("take_snapshot", REFERENCE)  # of what the run began with, also after a resume
+        await group.take_snapshot(REFERENCE)  # of what the run began with, also after a resume
     if prepared.checkpoint is not None:
         await load_state(group, prepared.checkpoint)
     if config.trainer.placement is Placement.colocated:
-        await group.all("offload")  # an engine that starts wants its share of a device to be free
+        await group.offload()  # an engine that starts wants its share of a device to be free
     return group
 
 

@@ -23,7 +23,7 @@ from mcore_rl.errors import DataError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.environment import has_tokenizer
-from mcore_rl.rollout.protocol import Prompt, RolloutEngine, Sampling, requests_of
+from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.placement import place_engines
 from mcore_rl.runtime.start import pool_of, start_engines
@@ -100,7 +100,7 @@ def logs_beside(out: Path) -> Path:
 
 
 async def draw(
-    engine: RolloutEngine, prompts: PromptSet, n: int, sampling: Sampling, report: Callable[[int], None]
+    engine: SampleSource, prompts: PromptSet, n: int, sampling: Sampling, report: Callable[[int], None]
 ) -> list[list[Generated]]:
     """``n`` responses to each of ``prompts``, in their order.  report: is told the tokens of each as it comes."""
     rows = [prompts[index] for index in range(len(prompts))]

@@ -37,8 +37,8 @@ from mcore_rl.parallel.device import detect
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.placement import place_trainers
 from mcore_rl.runtime.start import start_trainers
+from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.train_worker import RoleSpec
-from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.report import write_report
 from mcore_rl.tracking.sinks import Tracker
@@ -141,7 +141,7 @@ class _Workers:
     """What ``sft`` has while it goes on.  peak: of a device, TFLOP/s."""
 
     sft: Sft
-    group: WorkerGroup
+    group: TrainGroup
     saver: Saver
     tracker: Tracker
     peak: float | None
@@ -175,7 +175,7 @@ async def _workers(sft: Sft) -> AsyncIterator[_Workers]:
             group = await start_trainers(spec, places, platform, sft.directory / "logs", trainer)
             saver = Saver(sft.directory, [group], trainer, sft.progress.step, keep=sft.identity.keep, warn=warn)
             try:
-                await group.all("build")
+                await group.build()
                 if sft.checkpoint is not None:
                     await load_state(group, sft.checkpoint)
                 yield _Workers(sft, group, saver, tracker, device_peak(trainer, config.actor.precision, platform))
@@ -218,7 +218,7 @@ async def _train(sft: Sft, leaving: Preemption, workers: _Workers) -> None:
         leaving.unless_asked()
 
 
-async def _step(batch: TrainBatch, group: WorkerGroup) -> dict[str, float]:
+async def _step(batch: TrainBatch, group: TrainGroup) -> dict[str, float]:
     result = await updates.update_alone(group, batch, CrossEntropy())
     routers = {name: value for name, value in result.metrics.items() if name.startswith("router/")}
     return routers | {
@@ -229,7 +229,7 @@ async def _step(batch: TrainBatch, group: WorkerGroup) -> dict[str, float]:
     }
 
 
-async def _validate(conversations: ConversationSet, group: WorkerGroup) -> dict[str, float]:
+async def _validate(conversations: ConversationSet, group: TrainGroup) -> dict[str, float]:
     """Mean over the trained tokens of all of ``conversations``."""
     total, count, number = 0.0, 0, len(conversations)
     for start in range(0, number, SCORED_AT_ONCE):

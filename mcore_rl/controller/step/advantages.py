@@ -17,7 +17,7 @@ from mcore_rl.algorithms.lesson import Facts
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel
 from mcore_rl.controller.step.batch_assembly import Groups
 from mcore_rl.runtime.shared_batch import SharedBatch
-from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.train_group import TrainGroup
 
 FIELDS = ("tokens_T", "mask_T", "rollout_logprobs_T", "old_logprobs_T", "ref_logprobs_T", "old_values_T")
 # What ``algorithms.correction`` calls its metrics -> what they are called in metrics.jsonl.
@@ -43,19 +43,19 @@ class Lesson:
 
 
 async def study(
-    actor: WorkerGroup, shared: SharedBatch, groups: Groups, algorithm: AlgorithmConfig, kl: KlController
+    actor: TrainGroup, shared: SharedBatch, groups: Groups, algorithm: AlgorithmConfig, kl: KlController
 ) -> Lesson:
     """What follows from old and rollout log-probs, and from values and reference log-probs where there are some.
 
     What is said of tokens stays with ``shared``: a new mask, raw advantages, returns, weights.
     The KL controller is told of this step's KL after its coefficient was used.
     """
-    told = [groups.outcomes.of(home) for home in shared.homes]
-    takings = shared.takings([[home] for home in shared.homes], FIELDS, told)
-    found, places = await actor.map("learn", takings, algorithm, kl.coef)
-    facts, fields = zip(*found, strict=True)
-    shared.add(shared.homes, places, fields[0])
-    return conclude(shared.in_order(shared.homes, facts), groups, algorithm, kl)
+    ranks = shared.assignment
+    outcomes = [groups.outcomes.of(sequences) for sequences in ranks]
+    inputs = shared.shard_refs([[sequences] for sequences in ranks], FIELDS, outcomes)
+    found, shards = await actor.compute_advantages(inputs, algorithm, kl.coef)
+    shared.add(ranks, shards, found[0].fields)
+    return conclude(shared.in_order(ranks, [each.facts for each in found]), groups, algorithm, kl)
 
 
 def conclude(facts: Facts, groups: Groups, algorithm: AlgorithmConfig, kl: KlController) -> Lesson:

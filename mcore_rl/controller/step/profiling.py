@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from mcore_rl.config.trainer import TrainerConfig
-from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.train_group import TrainGroup
 
 
 @asynccontextmanager
-async def profiled(groups: Sequence[WorkerGroup], step: int, trainer: TrainerConfig) -> AsyncIterator[None]:
+async def profiled(groups: Sequence[TrainGroup], step: int, trainer: TrainerConfig) -> AsyncIterator[None]:
     """Within: where ``trainer.profile_steps`` names the step, every process of ``groups`` is traced.
 
     After: ``profiles/step_N/ROLE-rank-R.json`` in the run directory.  A step that fails leaves none.
@@ -20,7 +20,7 @@ async def profiled(groups: Sequence[WorkerGroup], step: int, trainer: TrainerCon
         yield
         return
     for group in groups:
-        await group.all("start_profile")
+        await group.start_profile()
     yield
     for group in groups:
-        await group.all("stop_profile", Path(trainer.default_local_dir) / "profiles" / f"step_{step}")
+        await group.stop_profile(Path(trainer.default_local_dir) / "profiles" / f"step_{step}")

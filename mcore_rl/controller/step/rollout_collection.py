@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.lifecycle.fault_tolerance import Rollout
 from mcore_rl.controller.step.batch_assembly import Trajectory, reward_request
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.rewards.score import Score
 from mcore_rl.rewards.scorer import Scorer
-from mcore_rl.rollout.protocol import Prompt, RolloutEngine, Sample, Sampling, requests_of
+from mcore_rl.rollout.protocol import Prompt, Sample, SampleSource, Sampling, requests_of
 
 Report = Callable[[int, int], None]  # responses finished, responses in all
 STEPS_APART = 1_000_003  # seeds of neighbouring steps and runs do not meet
@@ -38,7 +37,7 @@ class RolloutCollector:
     """Draws from ``engine`` and grades with ``scorer`` or ``reward_model``, as the row asks, and as ``run`` says."""
 
     def __init__(
-        self, engine: RolloutEngine | Rollout, scorer: Scorer, run: RunConfig, reward_model: RewardModel | None = None
+        self, engine: SampleSource, scorer: Scorer, run: RunConfig, reward_model: RewardModel | None = None
     ) -> None:
         self.engine, self.scorer, self._run, self._reward_model = engine, scorer, run, reward_model
 

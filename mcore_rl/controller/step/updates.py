@@ -22,8 +22,8 @@ from mcore_rl.data.balance import balance, imbalance
 from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
-from mcore_rl.runtime.train_worker import Trained
-from mcore_rl.runtime.worker_group import WorkerGroup
+from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.runtime.train_worker import SequenceAdvantages
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 
 TOKENS = ("tokens_T", "mask_T")
@@ -53,31 +53,31 @@ class Updated:
         return {name: sum(result.metrics.get(name, 0.0) for result in self.results) for name in names}
 
 
-def send(group: WorkerGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> SharedBatch:
+def send(group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> SharedBatch:
     """``batch`` to where workers read it, each sequence to the rank that trains it in ``minibatches``.
 
-    They are ``group``'s, and have every sequence once; what they have a second time is left to a later pass.
+    minibatches: ``group``'s.  Every sequence appears once in the first pass; repeats are of later passes.
     """
-    homes: list[list[int]] = [[] for _ in range(group.layout.dp)]
+    assignment: list[list[int]] = [[] for _ in range(group.layout.dp)]
     seen: set[int] = set()
     for members in minibatches:
         if seen.isdisjoint(members):
             seen.update(members)
-            for home, shard in zip(homes, _shards(batch.lengths_S, members, group.layout.dp), strict=True):
-                home.extend(shard)
+            for sequences, shard in zip(assignment, _shards(batch.lengths_S, members, group.layout.dp), strict=True):
+                sequences.extend(shard)
     assert len(seen) == len(batch.lengths_S), "the first pass trains every sequence"
-    shared, shards = SharedBatch(batch.lengths_S, homes), _together(homes, group.neighbours)
+    shared, shards = SharedBatch(batch.lengths_S, assignment), _together(assignment, group.neighbours)
     shared.add(shards, group.put(shards_of(batch, shards)), [name for name, _ in batch.token_fields()])
     return shared
 
 
-def _together(homes: Sequence[Sequence[int]], neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The sequences of each lot of neighbours: what they share travels to their machine once, and is read there."""
-    return [[sequence for rank in ranks for sequence in homes[rank]] for ranks in neighbours]
+def _together(assignment: Sequence[Sequence[int]], neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The sequences of the ranks that share a machine: their shard travels there once, and all of them read it."""
+    return [[sequence for rank in ranks for sequence in assignment[rank]] for ranks in neighbours]
 
 
 async def score(
-    group: WorkerGroup,
+    group: TrainGroup,
     shared: SharedBatch,
     field: str,
     *,
@@ -86,18 +86,19 @@ async def score(
     snapshot: str | None = None,
 ) -> SequenceScores:
     """What the role's model says of every token, which stays with the batch as ``field``; sums of each sequence."""
-    ranks, dp = shared.homes, group.layout.dp
+    ranks, dp = shared.assignment, group.layout.dp
     if len(ranks) != dp:
         ranks = balance(shared.lengths_S, dp)
-    takings = shared.takings([[members] for members in ranks], TOKENS)
-    found, places = await group.map("score", takings, field, temperature, with_entropy, snapshot)
-    shared.add(ranks, places, [field])
-    scores: SequenceScores = shared.in_order(ranks, found)
-    return scores
+    inputs = shared.shard_refs([[members] for members in ranks], TOKENS, [None] * dp)
+    found, shards = await group.score(
+        inputs, field, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot
+    )
+    shared.add(ranks, shards, [field])
+    return shared.in_order(ranks, found)
 
 
 async def update(
-    group: WorkerGroup,
+    group: TrainGroup,
     shared: SharedBatch,
     loss: ActorLoss | CriticLoss,
     minibatches: Sequence[Sequence[int]],
@@ -115,19 +116,24 @@ async def update(
     kl_to = reference if isinstance(loss, ActorLoss) and loss.with_full_kl else None
     minibatches = [members for members in minibatches if int(lesson.trained_S[list(members)].sum())]
     if not minibatches:
-        await group.all("rest")
+        await group.rest()
         return Updated()
     counts = [_counts(shared.lengths_S, lesson.trained_S, members, config) for members in minibatches]
     shards = [_shards(shared.lengths_S, members, group.layout.dp) for members in minibatches]
-    lots = list(zip(*shards, strict=True))
-    told: list[list[object]] = [[None] * len(of_rank) for of_rank in lots]
+    batches = list(zip(*shards, strict=True))
+    payloads: list[SequenceAdvantages] = [[None] * len(minibatches)] * len(batches)
     if of_actor and lesson.estimate.advantages_S is not None:
         advantages_S = lesson.estimate.advantages_S.numpy()  # pickled sooner than tensors
-        told = [[advantages_S[lot] for lot in of_rank] for of_rank in lots]
-    takings = shared.takings(lots, ACTOR if of_actor else CRITIC, told)
-    whitening = lesson.estimate.whitening
-    found, _ = await group.map("train_steps", takings, loss, counts, temperature, with_entropy, kl_to, whitening)
-    done: Trained = found[0]
+        payloads = [[advantages_S[sequences] for sequences in of_rank] for of_rank in batches]
+    done = await group.train(
+        shared.shard_refs(batches, ACTOR if of_actor else CRITIC, payloads),
+        loss,
+        counts,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        kl_to=kl_to,
+        whitening=lesson.estimate.whitening,
+    )
     return Updated(
         results=done.results,
         memories=done.memories,
@@ -136,17 +142,17 @@ async def update(
     )
 
 
-async def update_alone(group: WorkerGroup, batch: TrainBatch, loss: CrossEntropy) -> StepResult:
+async def update_alone(group: TrainGroup, batch: TrainBatch, loss: CrossEntropy) -> StepResult:
     """One optimizer step on all of ``batch``, which needs nothing besides; a mean over trained tokens."""
     members = list(range(len(batch.lengths_S)))
     shared = send(group, batch, [members])
     counts = Denominators(
         loss=float(batch.mask_T.sum()), tokens=int(batch.tokens_T.numel()), sequences=len(batch.lengths_S)
     )
-    takings = shared.takings([[home] for home in shared.homes], TOKENS, [[None]] * len(shared.homes))
-    found, _ = await group.map("train_steps", takings, loss, [counts], 1.0, False)
-    done: Trained = found[0]
-    return done.results[0]
+    ranks = shared.assignment
+    payloads: list[SequenceAdvantages] = [[None]] * len(ranks)
+    inputs = shared.shard_refs([[sequences] for sequences in ranks], TOKENS, payloads)
+    return (await group.train(inputs, loss, [counts])).results[0]
 
 
 def _shards(lengths_S: Sequence[int], members: Sequence[int], dp: int) -> list[list[int]]:

@@ -1,16 +1,14 @@
-"""Between our records and vLLM's: sampling parameters going in, pieces of responses coming out."""
+"""Between our records and vLLM's: sampling parameters going in, finished responses coming out."""
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm import SamplingParams
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from mcore_rl.errors import RolloutError
 from mcore_rl.rollout.protocol import (
-    Chunk,
     FinishReason,
     Request,
     Sample,
@@ -21,9 +19,7 @@ from mcore_rl.rollout.protocol import (
 )
 
 
-def sampling_params(
-    request: Request, sampling: Sampling, kind: RequestOutputKind, *, detokenize: bool
-) -> SamplingParams:
+def sampling_params(request: Request, sampling: Sampling, *, detokenize: bool) -> SamplingParams:
     """vLLM's parameters of one sample."""
     greedy = sampling.temperature == 0
     return SamplingParams(
@@ -39,73 +35,39 @@ def sampling_params(
         logprobs=0,  # of the token that was drawn, and no other
         flat_logprobs=True,  # four lists instead of one dictionary a token
         detokenize=detokenize,
-        output_kind=kind,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-class Response:
-    """One response as it comes in, piece by piece or all at once."""
+def sample_of(request: Request, output: RequestOutput) -> Sample:
+    """The whole response to ``request``, of vLLM's last and only ``output``.
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self._tokens: list[NDArray[np.int32]] = []
-        self._logprobs: list[NDArray[np.float32]] = []
-        self._text: list[str] = []
-        self._versions: list[VersionSpan] = []
-        self._length = 0
-        if request.so_far is not None:
-            self._add(request.so_far.tokens, request.so_far.logprobs, request.so_far.text)
-            self._versions += request.so_far.versions
-
-    def chunk(self, output: RequestOutput) -> Chunk:
-        """Take the tokens that are new in ``output``."""
-        (completion,) = output.outputs
-        tokens = np.asarray(completion.token_ids, dtype=np.int32)
-        flat = [] if completion.logprobs is None else completion.logprobs.logprobs
-        assert len(flat) == len(tokens), f"{len(flat)} log-probs of {len(tokens)} tokens"
-        start = self._length
-        logprobs = np.asarray(flat, dtype=np.float32)
-        demand_numbers(self.request, start, logprobs)
-        self._add(tokens, logprobs, completion.text)
-        prompt = self.request.prompt
-        return Chunk(
-            prompt_id=prompt.id,
-            index=self.request.index,
-            start=start,
-            tokens=tokens,
-            logprobs=logprobs,
-            text=completion.text,
-        )
-
-    def sample(self, output: RequestOutput) -> Sample:
-        """The whole of it, once ``output`` is vLLM's last."""
-        (completion,) = output.outputs
-        self._versions += self._new_versions(completion)
-        finish = completion.finish_reason
-        if finish not in FinishReason.__members__:
-            raise RolloutError(f"prompt {self.request.prompt.id}: vLLM ended the sample with {finish}")
-        experts = completion.routed_experts
-        return Sample(
-            prompt_id=self.request.prompt.id,
-            index=self.request.index,
-            tokens=np.concatenate([np.empty(0, np.int32), *self._tokens]),
-            logprobs=np.concatenate([np.empty(0, np.float32), *self._logprobs]),
-            versions=tuple(self._versions),
-            finish=FinishReason(finish),
-            stop=completion.stop_reason,
-            text="".join(self._text),
-            cached_tokens=output.num_cached_tokens or 0,
-            experts=None if experts is None else np.asarray(experts, dtype=np.int16),
-        )
-
-    def _add(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], text: str) -> None:
-        self._tokens.append(tokens)
-        self._logprobs.append(logprobs)
-        self._text.append(text)
-        self._length += len(tokens)
-
-    def _new_versions(self, completion: CompletionOutput) -> list[VersionSpan]:
-        """vLLM's spans, which count from the first token that it made."""
-        done = self.request.num_done
-        spans = completion.weight_versions or []
-        return [VersionSpan(version=int(s.version), start=done + s.start, end=done + s.end) for s in spans]
+    It begins with what ``request.so_far`` has.  RolloutError: a log-prob is no number, or vLLM ended it with an error.
+    """
+    (completion,) = output.outputs
+    if completion.finish_reason not in FinishReason.__members__:
+        raise RolloutError(f"prompt {request.prompt.id}: vLLM ended the sample with {completion.finish_reason}")
+    tokens = np.asarray(completion.token_ids, dtype=np.int32)
+    flat = [] if completion.logprobs is None else completion.logprobs.logprobs
+    assert len(flat) == len(tokens), f"{len(flat)} log-probs of {len(tokens)} tokens"
+    logprobs = np.asarray(flat, dtype=np.float32)
+    done, so_far = request.num_done, request.so_far
+    demand_numbers(request, done, logprobs)
+    # vLLM's spans count from the first token that it made.
+    spans = [
+        VersionSpan(version=int(span.version), start=done + span.start, end=done + span.end)
+        for span in completion.weight_versions or []
+    ]
+    experts = completion.routed_experts
+    return Sample(
+        prompt_id=request.prompt.id,
+        index=request.index,
+        tokens=tokens if so_far is None else np.concatenate([so_far.tokens, tokens]),
+        logprobs=logprobs if so_far is None else np.concatenate([so_far.logprobs, logprobs]),
+        versions=(*(() if so_far is None else so_far.versions), *spans),
+        finish=FinishReason(completion.finish_reason),
+        stop=completion.stop_reason,
+        text=completion.text if so_far is None else so_far.text + completion.text,
+        cached_tokens=output.num_cached_tokens or 0,
+        experts=None if experts is None else np.asarray(experts, dtype=np.int16),
+    )

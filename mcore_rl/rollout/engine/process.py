@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -23,20 +22,19 @@ from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Self
 
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.parallel.device import detect
-from mcore_rl.parallel.launch import inherited_environment
+from mcore_rl.parallel.launch import FRESH, ChildProcess, ProcessContext, inherited_environment
 from mcore_rl.rollout.engine.classifier import admit_engine
 from mcore_rl.rollout.engine.environment import engine_environment, usable_cores
 from mcore_rl.rollout.engine.log import death, first_cause
 from mcore_rl.rollout.engine.process_group import end_group
 from mcore_rl.rollout.engine.server import START, Settings, serve
-from mcore_rl.rollout.protocol import Chunk, Pause, Request, Sample, Sampling, Statistics
+from mcore_rl.rollout.protocol import Pause, Request, Sample, Sampling, Statistics
 
 STOP_S = 10.0  # for an engine that was asked to shut down
 SETTLE_S = 1.0  # between the end of the pipe and the end of the process
@@ -53,6 +51,7 @@ def start_engine(
     version: int = 0,
     log: Path | None = None,
     wait: bool = True,
+    context: ProcessContext = FRESH,
 ) -> EngineProcess:
     """An engine of ``config``'s tp ranks with the weights of ``directory``, ready after 10 s and more.
 
@@ -60,7 +59,7 @@ def start_engine(
     accelerators that it sees; None: those that this process sees.  extension, version: see ``VllmEngine.start``.
     log: where the output of its processes goes; None: to a file that is removed unless the engine fails.  wait: False
     returns at once, for starting several; ``wait_until_ready`` then raises what this would.  config: a RolloutConfig's
-    engine draws, a RewardModelConfig's classifies.
+    engine draws, a RewardModelConfig's classifies.  context: makes the process, which must be as good as fresh.
 
     Raises ConfigError and RolloutError: before a process is started for what ``admit_engine`` can tell, else once it
     failed.
@@ -85,7 +84,6 @@ def start_engine(
         log=log,
         scratch=scratch,
     )
-    context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(settings, theirs), name=name)
     with inherited_environment(engine_environment(platform, config, chosen, device_ids, scratch)):
@@ -117,7 +115,7 @@ class EngineProcess:
     """
 
     def __init__(
-        self, name: str, process: SpawnProcess, connection: Connection, settings: Settings, *, temporary: bool
+        self, name: str, process: ChildProcess, connection: Connection, settings: Settings, *, temporary: bool
     ) -> None:
         self._name, self._process, self._connection = name, process, connection
         self._log, self._scratch, self._temporary = settings.log, settings.scratch, temporary
@@ -182,13 +180,6 @@ class EngineProcess:
             async for sample in parts:
                 yield sample
 
-    async def stream(self, request: Request, sampling: Sampling) -> AsyncIterator[Chunk | Sample]:
-        """See ``RolloutEngine.stream``."""
-        parts = self._parts("generating 1 sample", "stream", request, sampling)
-        async with aclosing(parts):
-            async for part in parts:
-                yield part
-
     async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
         """See ``Classifier.classify``."""
         return list(await self._ask(f"scoring {len(texts)} texts", "classify", tuple(texts)))
@@ -232,10 +223,6 @@ class EngineProcess:
     async def rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
         """See ``RolloutEngine.rpc``."""
         return list(await self._ask(f"running {method}", "rpc", method, *args, timeout_s=timeout_s))
-
-    async def reset_prefix_cache(self) -> None:
-        """See ``RolloutEngine.reset_prefix_cache``."""
-        await self._ask("resetting its prefix cache", "reset_prefix_cache")
 
     async def statistics(self) -> Statistics:
         """See ``RolloutEngine.statistics``."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mcore_rl.rollout.engine.vllm_engine import VllmEngine
 
 START = 0  # the call that every child answers without being asked
-ITERATED = ("generate", "stream")
+ITERATED = ("generate",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
@@ -33,9 +32,9 @@ from mcore_rl.rollout.engine.classifier import admit_engine
 from mcore_rl.rollout.engine.environment import engine_arguments
 from mcore_rl.rollout.engine.log import first_cause, first_exception
 from mcore_rl.rollout.engine.meter import Meter
-from mcore_rl.rollout.engine.outputs import Response, sampling_params
+from mcore_rl.rollout.engine.outputs import sample_of, sampling_params
 from mcore_rl.rollout.engine.process_group import is_alive, is_tracker, remove, shared_memory_of
-from mcore_rl.rollout.protocol import Chunk, Pause, Request, Sample, Sampling, Statistics
+from mcore_rl.rollout.protocol import Pause, Request, Sample, Sampling, Statistics
 
 T = TypeVar("T")
 
@@ -102,16 +101,18 @@ class VllmEngine:
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
         """See ``RolloutEngine.generate``."""
-        async with aclosing(self._run(requests, sampling, RequestOutputKind.FINAL_ONLY)) as parts:
-            async for part in parts:
-                if isinstance(part, Sample):
-                    yield part
-
-    async def stream(self, request: Request, sampling: Sampling) -> AsyncIterator[Chunk | Sample]:
-        """See ``RolloutEngine.stream``."""
-        async with aclosing(self._run([request], sampling, RequestOutputKind.DELTA)) as parts:
-            async for part in parts:
-                yield part
+        self._demand_whole_weights()
+        admit_requests(requests, sampling, self._limits)
+        finished: asyncio.Queue[Sample | Exception] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._generate_one(request, sampling, finished)) for request in requests]
+        try:
+            for unfinished in range(len(tasks), 0, -1):
+                sample = await self._alive(finished.get(), f"generating {unfinished} samples")
+                if isinstance(sample, Exception):
+                    raise await self._explained(sample, f"generating {unfinished} samples")
+                yield sample
+        finally:
+            await _cancel(tasks)
 
     async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
         """See ``Classifier.classify``."""
@@ -152,7 +153,7 @@ class VllmEngine:
     async def finish_update(self, version: int) -> None:
         """See ``RolloutEngine.finish_update``."""
         await self._alive(self._llm.update_weight_version(str(version)), f"finishing the update to version {version}")
-        await self.reset_prefix_cache()
+        await self._reset_prefix_cache()
         self._refusal = ""
         await self.resume()
 
@@ -166,12 +167,6 @@ class VllmEngine:
         call = self._llm.collective_rpc(method, timeout=timeout_s, args=args)
         return list(await self._alive(call, f"running {method}"))
 
-    async def reset_prefix_cache(self) -> None:
-        """See ``RolloutEngine.reset_prefix_cache``."""
-        reset = self._llm.reset_prefix_cache(reset_running_requests=True)
-        if not await self._alive(reset, "resetting its prefix cache"):
-            raise RolloutError(f"{self.name}: vLLM did not reset its prefix cache: some of it is in use")
-
     async def statistics(self) -> Statistics:
         """See ``RolloutEngine.statistics``."""
         return self._meter.statistics()
@@ -182,48 +177,30 @@ class VllmEngine:
         await asyncio.to_thread(self._llm.shutdown, self._stop_s)
         remove(self._mapped)
 
+    async def _reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; samples under way are run again from their tokens."""
+        reset = self._llm.reset_prefix_cache(reset_running_requests=True)
+        if not await self._alive(reset, "resetting its prefix cache"):
+            raise RolloutError(f"{self.name}: vLLM did not reset its prefix cache: some of it is in use")
+
     def _demand_whole_weights(self) -> None:
         if self._refusal:
             remedy = "Send all weights again and finish the update"
             raise RolloutError(f"{self.name} does not generate: {self._refusal}. {remedy}")
 
-    async def _run(
-        self, requests: Sequence[Request], sampling: Sampling, kind: RequestOutputKind
-    ) -> AsyncGenerator[Chunk | Sample]:
-        """Pieces of responses, and each response when it is done."""
-        self._demand_whole_weights()
-        admit_requests(requests, sampling, self._limits)
-        parts: asyncio.Queue[Chunk | Sample | Exception] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._run_one(request, sampling, kind, parts)) for request in requests]
-        unfinished = len(tasks)
-        try:
-            while unfinished:
-                part = await self._alive(parts.get(), f"generating {unfinished} samples")
-                if isinstance(part, Exception):
-                    raise await self._explained(part, f"generating {unfinished} samples")
-                yield part
-                unfinished -= isinstance(part, Sample)
-        finally:
-            await _cancel(tasks)
-
-    async def _run_one(
-        self, request: Request, sampling: Sampling, kind: RequestOutputKind, parts: asyncio.Queue[Any]
+    async def _generate_one(
+        self, request: Request, sampling: Sampling, finished: asyncio.Queue[Sample | Exception]
     ) -> None:
         vllm_id = str(next(self._count))
         self._ids[vllm_id] = request.key
         try:
-            response = Response(request)
-            params = sampling_params(request, sampling, kind, detokenize=self._limits.has_tokenizer)
+            params = sampling_params(request, sampling, detokenize=self._limits.has_tokenizer)
             async with aclosing(self._llm.generate(tokens_input(request.tokens), params, vllm_id)) as outputs:
-                async for output in outputs:
+                async for output in outputs:  # one, when it is finished
                     assert isinstance(output, RequestOutput)
-                    chunk = response.chunk(output)
-                    if kind is RequestOutputKind.DELTA and len(chunk.tokens):
-                        parts.put_nowait(chunk)
-                    if output.finished:
-                        parts.put_nowait(response.sample(output))
-        except Exception as error:  # noqa: BLE001  raised where the parts are read
-            parts.put_nowait(error)
+                    finished.put_nowait(sample_of(request, output))
+        except Exception as error:  # noqa: BLE001  raised where the samples are read
+            finished.put_nowait(error)
         finally:
             del self._ids[vllm_id]
 

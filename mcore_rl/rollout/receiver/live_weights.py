@@ -2,10 +2,9 @@
 
 Written through vLLM's own layerwise reload (model_executor/model_loader/reload, 0.32), which all of its weight-transfer
 engines stand on: modules get tensors as they were before any kernel's packing, those are filled, processed once more
-and copied into the memory that captured graphs know.  ``load_named`` feeds ``model.load_weights``.  ``write`` fills
-slices directly, as vLLM's sharded engine does (distributed/weight_transfer/sharded_rdt_engine.py, ``_process_item`` and
-``_run_quant``); no loader is involved, a module is processed as soon as all of it was written, and what is kept as it
-was loaded is written where it is kept.
+and copied into the memory that captured graphs know.  ``write`` fills slices directly, as vLLM's sharded engine does
+(distributed/weight_transfer/sharded_rdt_engine.py, ``_process_item`` and ``_run_quant``); no loader is involved, a
+module is processed as soon as all of it was written, and what is kept as it was loaded is written where it is kept.
 
 What vLLM 0.32 forgets on the CPU is done here, each where it answers to:
 - layers/fused_moe/unquantized_fused_moe_method.py, ``_setup_kernel``: experts are packed by ``_init_moe_kernel``'s
@@ -20,7 +19,7 @@ product with the identity is what they execute, exactly: every sum has one term 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -85,7 +84,6 @@ class LiveWeights:
         problems = [*self._missing(), *self._strangers()]
         if problems:
             raise WeightMapError(f"{table.family.name}, rollout rank {rank} of {table.layout}", problems)
-        self._names = {name for name, _ in model.named_parameters()}
         self._heads = self._heads_of_embeddings()
         for module in self._modules.values():
             if type(module) is VocabParallelEmbedding and module not in self._heads:
@@ -223,17 +221,6 @@ class LiveWeights:
                     dim = place.stored.rule.dim + place.stored.rule.stacked
                     getattr(module, place.attribute).data.narrow(dim, shard.held, shard.size - shard.held).zero_()
 
-    @torch.no_grad()
-    def load_named(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Feed Hugging Face tensors to the model's own ``load_weights``; names that it took nothing for.
-
-        A tensor must not change once it was given: what of a module has come is kept until the module is complete.
-        """
-        with self._vllm(), self.vllm_config.device_config.device:
-            loaded = self.model.load_weights(iter(tensors))
-        self._left = {}
-        return [] if loaded is None else sorted(self._names - set(loaded))
-
     def unwritten(self) -> list[str]:
         """Stored tensors of modules that are not complete."""
         return [name for name, place in self.places.items() if self._left.get(place.module)]
@@ -264,11 +251,7 @@ class LiveWeights:
     def _forget(self) -> None:
         self._left, self._begun, self._lent = {}, set(), {}
         if not self.on_cpu:  # memory is dear there, and slow to get on the CPU
-            self.drop_blocks()
-
-    def drop_blocks(self) -> None:
-        """Give back the memory that ``write`` keeps for the next update."""
-        self.blocks = Blocks(self.blocks.device)
+            self.blocks = Blocks(self.blocks.device)
 
     def _vllm(self) -> Any:
         return set_current_vllm_config(self.vllm_config)

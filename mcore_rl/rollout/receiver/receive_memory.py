@@ -28,7 +28,6 @@ T = TypeVar("T")
 # DEFAULT_MMAP_THRESHOLD_MAX and twice that).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 DEFAULTS = {M_MMAP_MAX: 1 << 16, M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
-RETURNED_BYTES = 1 << 20
 
 
 @contextmanager
@@ -40,20 +39,6 @@ def freed_memory_kept() -> Iterator[None]:
     finally:
         _mallopt(DEFAULTS)
         trim_heap()
-
-
-@contextmanager
-def freed_memory_returned() -> Iterator[None]:
-    """What is free goes back to the system now, and in here all of ``RETURNED_BYTES`` and more when it is freed.
-
-    For what is allocated in many sizes and freed in no order: kept, it would leave memory in pieces that nothing fits.
-    """
-    _mallopt({M_MMAP_THRESHOLD: RETURNED_BYTES})
-    trim_heap()
-    try:
-        yield
-    finally:
-        _mallopt(DEFAULTS)
 
 
 def _mallopt(options: Mapping[int, int]) -> None:

@@ -26,12 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.checkpoints.safetensors import TensorSpec
 from mcore_rl.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
-from mcore_rl.rollout.receiver.receive_memory import beside, freed_memory_kept, freed_memory_returned, one_thread
-from mcore_rl.rollout.weight_channel import Answer, Mode, Opening
+from mcore_rl.rollout.receiver.receive_memory import beside, freed_memory_kept
+from mcore_rl.rollout.weight_channel import Answer, Opening
 from mcore_rl.weights.fingerprint import added, fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_to, plan_id
 from mcore_rl.weights.reshard import plan_reshard
@@ -56,20 +55,13 @@ class _Updates:
             raise SyncError(f"Rollout rank {self.rank} makes another reshard plan than the trainer. {remedy}")
         self.live = LiveWeights(model, vllm_config, rollout, self.rank)
         self.expected: list[Message] = messages_to(plan, self.rank, opening.message_bytes, opening.in_place)
-        self.specs = {
-            name: TensorSpec(name, getattr(torch, info.dtype) if info.dtype else self.dtype, info.shape)
-            for name, info in table.hf_tensors.items()
-        }
         self.bucket_bytes = opening.bucket_bytes
         self.incoming = opening.connect(self.rank)
 
-    def receive(self, mode: Mode) -> None:
+    def receive(self) -> None:
         """All of an update, once everybody is there."""
-        if mode is Mode.direct:
-            with freed_memory_kept():
-                self._receive_slices()
-        else:
-            self._receive_named()
+        with freed_memory_kept():
+            self._receive_slices()
 
     def _receive_slices(self) -> None:
         self.lent: dict[int, Tensor] = {}  # message -> block that it comes to lie in
@@ -82,15 +74,6 @@ class _Updates:
                 self.live.process(module)
         if unwritten := self.live.unwritten():
             raise SyncError(f"Nothing, or not all, came for {', '.join(unwritten[:5])}, {len(unwritten)} in all")
-        self.live.finish()
-
-    def _receive_named(self) -> None:
-        self.live.start()
-        self.live.drop_blocks()
-        with freed_memory_returned(), one_thread():
-            unloaded = self.live.load_named(self.incoming.named(self.specs))
-        if unloaded:
-            raise SyncError(f"vLLM's load_weights set nothing of {', '.join(unloaded[:5])}, {len(unloaded)} in all")
         self.live.finish()
 
     def _unpacked(self) -> Generator[nn.Module]:
@@ -139,13 +122,13 @@ class WeightReceiver:
         """Leave the channel, if there is one."""
         return _answer(self._sync_close)
 
-    def sync_receive(self, version: int, mode: str) -> Answer:
-        """Take part in update ``version``, from its first byte to its last.  mode: of ``Mode``.
+    def sync_receive(self, version: int) -> Answer:
+        """Take part in update ``version``, from its first byte to its last.
 
         Fails with the first cause, whoever it was; this worker then refuses to run, and the channel must be opened
         again, until an update is complete.
         """
-        return _answer(self._sync_receive, version, mode)
+        return _answer(self._sync_receive, version)
 
     def sync_version(self) -> Answer:
         """Of the last complete update; None before the first."""
@@ -173,13 +156,13 @@ class WeightReceiver:
         if updates is not None:
             updates.incoming.close()
 
-    def _sync_receive(self, version: int, mode: str) -> None:
+    def _sync_receive(self, version: int) -> None:
         updates = self._sync_channel()
         doing = f"receiving version {version}"
         self.__dict__["execute_model"] = _refusal(f"it stopped while {doing}")
         try:
             updates.incoming.begin(version)
-            updates.receive(Mode(mode))
+            updates.receive()
             updates.incoming.finish()
         except BaseException as error:  # whatever it is, the others must hear of it
             updates.live.put_back()

@@ -1,23 +1,18 @@
-"""Who is started again, how often, and that samples which a death took are drawn again, once; with engines that answer
-as they are told to.  Real deaths are in tests/crash."""
+"""Who is restarted, and how often; with engines that answer as they are told to.  Real deaths are in tests/crash."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import ResumeMode
 from mcore_rl.controller.lifecycle import fault_tolerance
-from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter, Rollout, RunRestarts
+from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter, RunRestarts
 from mcore_rl.errors import DeadEngineError, DeadWorkerError
-from mcore_rl.rollout.protocol import Prompt, Request, Sampling
-
-SAMPLING = Sampling(max_tokens=4)
 
 
 class Engine:
@@ -33,98 +28,27 @@ class Engine:
         self.lives, self.restarts = True, self.restarts + 1
 
 
-class Drawn:
-    """What ``Rollout`` reads of a sample."""
-
-    def __init__(self, request: Request) -> None:
-        self.prompt_id, self.index = request.key
-
-
 class Pool:
-    """Dies after ``dies_after`` samples in all, then lives again; two calls at a time are ended by one death."""
+    """Is told that its engines live again."""
 
-    def __init__(self, dies_after: list[int]) -> None:
-        self.dies_after, self.drawn, self.forgotten = dies_after, 0, 0
-        self.dead = False
-        self.asked: list[int] = []
+    def __init__(self) -> None:
+        self.told = 0
 
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Any]:
-        self.asked.append(len(requests))
-        for request in requests:
-            await asyncio.sleep(0)
-            if self.dies_after and self.drawn >= self.dies_after[0]:
-                self.dead = True
-            if self.dead:
-                raise DeadEngineError("engine 1 died")
-            self.drawn += 1
-            yield Drawn(request)
-
-    def forget_deaths(self) -> None:
-        self.forgotten += 1
-
-
-class Hands:
-    """A handover, whose revivals are counted; the pool lives again after each."""
-
-    def __init__(self, pool: Pool, limit: int) -> None:
-        self.pool, self.limit, self.revivals = pool, limit, 0
-
-    async def revive(self, error: DeadEngineError) -> None:
-        if self.revivals == self.limit:
-            raise error
-        self.revivals += 1
-        await asyncio.sleep(0.01)
-        self.pool.dead = False
-        self.pool.dies_after.pop(0)
-
-
-def requests(name: str, count: int) -> list[Request]:
-    return [Request(prompt=Prompt(id=name, tokens=(1,)), index=index) for index in range(count)]
-
-
-async def keys(rollout: Rollout, wanted: list[Request]) -> list[tuple[str, int]]:
-    return [(each.prompt_id, each.index) async for each in rollout.generate(wanted, SAMPLING)]
-
-
-def test_only_what_was_not_drawn_is_drawn_again() -> None:
-    pool = Pool([3, 5])
-    hands = Hands(pool, 9)
-    wanted = requests("a", 8)
-    found = asyncio.run(keys(Rollout(pool, hands), wanted))  # type: ignore[arg-type]
-    assert found == [each.key for each in wanted]
-    assert pool.asked == [8, 5, 3] and hands.revivals == 2
-
-
-def test_one_death_that_ends_two_calls_is_answered_once() -> None:
-    pool = Pool([5])
-    hands = Hands(pool, 9)
-    rollout = Rollout(pool, hands)  # type: ignore[arg-type]
-
-    async def both() -> list[list[tuple[str, int]]]:
-        return await asyncio.gather(keys(rollout, requests("a", 6)), keys(rollout, requests("b", 6)))
-
-    found = asyncio.run(both())
-    assert [len(set(each)) for each in found] == [6, 6] == [len(each) for each in found]
-    assert hands.revivals == 1 and len(pool.asked) == 4
-
-
-def test_too_many_deaths_are_raised() -> None:
-    pool = Pool([1, 2, 3])
-    with pytest.raises(DeadEngineError, match="engine 1 died"):
-        asyncio.run(keys(Rollout(pool, Hands(pool, 2)), requests("a", 8)))  # type: ignore[arg-type]
+    def mark_alive(self) -> None:
+        self.told += 1
 
 
 def test_the_dead_are_started_again_and_the_living_are_left_alone() -> None:
-    engines, pool, said = [Engine("engine 0"), Engine("engine 1")], Pool([]), list[str]()
-    medic = EngineRestarter(engines, pool, 2, warn=said.append)  # type: ignore[arg-type]
+    engines, pool, said = [Engine("engine 0"), Engine("engine 1")], Pool(), list[str]()
+    restarter = EngineRestarter(engines, pool, 2, warn=said.append)  # type: ignore[arg-type]
     for number in range(2):
         engines[1].lives = False
-        asyncio.run(medic.restart_dead(DeadEngineError("engine 1 died")))
-        assert [engine.restarts for engine in engines] == [0, number + 1] and pool.forgotten == number + 1
+        asyncio.run(restarter.restart_dead(DeadEngineError("engine 1 died")))
+        assert [engine.restarts for engine in engines] == [0, number + 1] and pool.told == number + 1
     assert said[0] == "engine 1 died\nengine 1: started again, 1 of 2 restarts (trainer.max_restarts)"
     engines[1].lives = False
     with pytest.raises(DeadEngineError, match="engine 1 died"):
-        asyncio.run(medic.restart_dead(DeadEngineError("engine 1 died")))
+        asyncio.run(restarter.restart_dead(DeadEngineError("engine 1 died")))
     assert engines[1].restarts == 2
 
 
@@ -143,16 +67,16 @@ def test_one_that_dies_while_it_starts_again_is_one_more_death(monkeypatch: pyte
             self.lives = True
 
     monkeypatch.setattr(fault_tolerance.asyncio, "sleep", pause)
-    engines, pool = [Engine("engine 0"), Stubborn("engine 1")], Pool([])
+    engines, pool = [Engine("engine 0"), Stubborn("engine 1")], Pool()
     engines[1].lives = False
-    medic = EngineRestarter(engines, pool, 3, warn=said.append)  # type: ignore[arg-type]
+    restarter = EngineRestarter(engines, pool, 3, warn=said.append)  # type: ignore[arg-type]
     if failures == 3:
         with pytest.raises(DeadEngineError, match="starting again: no memory, 3"):
-            asyncio.run(medic.restart_dead(DeadEngineError("engine 1 died")))
-        assert pauses == [0, 5, 10] and pool.forgotten == 0
+            asyncio.run(restarter.restart_dead(DeadEngineError("engine 1 died")))
+        assert pauses == [0, 5, 10] and pool.told == 0
         return
-    asyncio.run(medic.restart_dead(DeadEngineError("engine 1 died")))
-    assert [engine.restarts for engine in engines] == [0, 2] and pauses == [0, 5] and pool.forgotten == 1
+    asyncio.run(restarter.restart_dead(DeadEngineError("engine 1 died")))
+    assert [engine.restarts for engine in engines] == [0, 2] and pauses == [0, 5] and pool.told == 1
     assert said[1].startswith("engine 1 died while starting again: no memory, 1\nengine 1: started again, 2 of 3")
     assert said[2] == "engine 1: ready after 0 s"
 
@@ -165,7 +89,7 @@ def test_a_mistake_while_an_engine_starts_again_is_raised() -> None:
     engine = Wrong("engine 0")
     engine.lives = False
     with pytest.raises(ValueError, match="no such device"):
-        asyncio.run(EngineRestarter([engine], Pool([]), 3, warn=print).restart_dead(DeadEngineError("engine 0 died")))  # type: ignore[arg-type]
+        asyncio.run(EngineRestarter([engine], Pool(), 3, warn=print).restart_dead(DeadEngineError("engine 0 died")))  # type: ignore[arg-type]
 
 
 def test_an_engine_that_does_not_answer_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,14 +99,34 @@ def test_an_engine_that_does_not_answer_is_dead(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(fault_tolerance, "ANSWER_S", 0.01)
     engine = Silent("engine 0")
-    asyncio.run(EngineRestarter([engine], Pool([]), 1, warn=lambda _: None).restart_dead(DeadEngineError("silence")))  # type: ignore[list-item, arg-type]
+    asyncio.run(EngineRestarter([engine], Pool(), 1, warn=lambda _: None).restart_dead(DeadEngineError("silence")))  # type: ignore[list-item, arg-type]
     assert engine.restarts == 1
 
 
 def test_a_death_of_which_all_engines_live_is_raised() -> None:
-    medic = EngineRestarter([Engine("engine 0")], Pool([]), 9, warn=lambda _: None)  # type: ignore[list-item, arg-type]
+    restarter = EngineRestarter([Engine("engine 0")], Pool(), 9, warn=lambda _: None)  # type: ignore[list-item, arg-type]
     with pytest.raises(DeadEngineError, match="its Ray actor"):
-        asyncio.run(medic.restart_dead(DeadEngineError("its Ray actor is gone")))
+        asyncio.run(restarter.restart_dead(DeadEngineError("its Ray actor is gone")))
+
+
+def test_work_begins_anew_after_each_restart() -> None:
+    engine, pool, calls = Engine("engine 0"), Pool(), list[int]()
+    restarter = EngineRestarter([engine], pool, 2, warn=lambda _: None)  # type: ignore[list-item, arg-type]
+
+    def work(deaths: int) -> Callable[[], Awaitable[str]]:
+        async def call() -> str:
+            calls.append(engine.restarts)
+            if engine.restarts < deaths:
+                engine.lives = False
+                raise DeadEngineError(f"death {engine.restarts + 1}")
+            return "done"
+
+        return call
+
+    assert asyncio.run(restarter.repeat(work(2))) == "done"
+    assert calls == [0, 1, 2] and restarter.num_restarts == 2
+    with pytest.raises(DeadEngineError, match="death 3"):
+        asyncio.run(restarter.repeat(work(3)))
 
 
 def config() -> RunConfig:

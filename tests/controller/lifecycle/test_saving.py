@@ -28,7 +28,7 @@ SIZE = 100_000
 
 
 class Group:
-    """Workers of a role, as ``WorkerGroup``.  hold: their files arrive when it is set.  problem: of their files."""
+    """Workers of a role, as ``TrainGroup``.  hold: their files arrive when it is set.  problem: of their files."""
 
     def __init__(self, role: str = "actor", num_ranks: int = 2) -> None:
         self.role, self.num_ranks, self.hosts = role, num_ranks, ["node"] * num_ranks
@@ -43,25 +43,30 @@ class Group:
     def title(self, rank: int) -> str:
         return f"{self.role} rank {rank}"
 
-    async def all(self, method: str, *args: Any) -> list[Any]:
+    async def _call(self, method: str) -> None:
         self.calls.append(method)
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
-        if method == "num_state_bytes":
-            return [SIZE] * self.num_ranks
-        if method == "save_state":
-            self._names = [args[0] / f"rank_{rank:05d}.safetensors" for rank in range(self.num_ranks)]
-            for path in self._names:
-                try:
-                    path.write_bytes(os.urandom(SIZE))
-                except OSError as error:
-                    self._failed[path] = f"{path} cannot be written: {error.strerror}"
-            return [None] * self.num_ranks
-        assert method == "saved"
+
+    async def num_state_bytes(self) -> int:
+        await self._call("num_state_bytes")
+        return SIZE * self.num_ranks
+
+    async def save_state(self, directory: Path, *, behind: bool) -> None:
+        await self._call("save_state")
+        self._names = [directory / f"rank_{rank:05d}.safetensors" for rank in range(self.num_ranks)]
+        for path in self._names:
+            try:
+                path.write_bytes(os.urandom(SIZE))
+            except OSError as error:
+                self._failed[path] = f"{path} cannot be written: {error.strerror}"
+
+    async def saved(self) -> list[Written | None]:
+        await self._call("saved")
         if not self.hold.is_set():
             return [None] * self.num_ranks
-        found = [
+        found: list[Written | None] = [
             Written(path.name, None, problem, 0.1)
             if (problem := self._failed.get(path) or (self.problem if rank == self.num_ranks - 1 else None))
             else Written(path.name, sum_of(path), None, 0.1)

@@ -69,7 +69,9 @@ def greedy(model: Path, tokens: Sequence[int]) -> list[int]:
     return [int(token) for token in found[0, len(tokens) :]]
 
 
-def test_greedy_responses_are_those_of_transformers(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_greedy_responses_are_those_of_transformers(
+    model: Path, capsys: pytest.CaptureFixture[str], processes: None
+) -> None:
     """Two files, one prompt too long and left out; all columns kept, in order; one engine on Ray."""
     folder = model.parent
     long = row("Tom " * 70, "0", level=9)

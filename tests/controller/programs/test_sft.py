@@ -1,6 +1,7 @@
 """Real supervised fine-tuning, against transformers on the same rows: two processes, experts split over them.
 
-Two runs of four steps: one in peace, and one that is told to leave, goes on, and loses a training process.
+Two runs of four steps: one in peace, and one that a hostile parent starts in its background, where Ctrl-C is of no
+consequence, that is told to leave, goes on, and loses a training process.
 """
 
 from __future__ import annotations
@@ -95,19 +96,21 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sft, "SCORED_AT_ONCE", VALIDATED - 1)  # so that one is left, and two ranks to score it
         return run(task, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module")
-def struck(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Observed:
+def struck(task: Path, tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
     directory = tmp_path_factory.mktemp("struck") / "run"
     words = ["sft", *overrides(task, directory, "trainer.save_freq=0")]
     with nothing_survives(directory.parent) as traces:
-        run = launch(words, directory, traces)
-        run.until(lambda run: run.num_logged == 2)  # validation before training, and a step
+        run = launch(words, directory, traces, hostile=True)
+        run.until(lambda run: run.num_logged == 1)  # validation before training
+        run.strike("controller", signal.SIGINT)
+        run.until(lambda run: run.num_logged == 2)
         run.strike("controller", signal.SIGTERM)
         assert run.finish() == REQUEUE
         left = re.search(r"left after step ([123]), on SIGTERM\. .*/step_\1 is complete: the same command", run.said())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pickle
 from dataclasses import dataclass, replace
 
 import pytest
@@ -28,7 +29,7 @@ from mcore_rl.config.algorithm import (
 from mcore_rl.controller.step.advantages import study
 from mcore_rl.controller.step.batch_assembly import Groups
 from mcore_rl.controller.step.updates import send
-from mcore_rl.runtime.shard import Taken
+from mcore_rl.runtime.shard import Portion
 from mcore_rl.types import TrainBatch
 from tests.support.batches import LENGTHS as RAGGED
 from tests.support.batches import ragged
@@ -54,13 +55,12 @@ class Found:
 
 def studied(groups: Groups, algorithm: AlgorithmConfig, kl: KlController, dp: int) -> Found:
     group, number = InProcessGroup(dp), len(groups.batch.lengths_S)
-    shared = send(group, groups.batch, [range(number)])  # type: ignore[arg-type]
-    lesson = asyncio.run(study(group, shared, groups, algorithm, kl))  # type: ignore[arg-type]
+    shared = send(group, groups.batch, [range(number)])
+    lesson = asyncio.run(study(group, shared, groups, algorithm, kl))
     fields = [*(name for name, _ in groups.batch.token_fields()), "advantages_T", "returns_T", "weights_T"]
-    whole: list[Taken] = []
-    one = InProcessGroup(1, take=lambda _, taken: whole.append(taken))
-    asyncio.run(one.map("take", shared.takings([[list(range(number))]], fields)))
-    (batch,) = whole[0].batches
+    (refs,) = shared.shard_refs([[list(range(number))]], fields, [None])
+    portion: Portion[None] = pickle.loads(refs.portion)
+    (batch,) = portion.join([pickle.loads(shard) for shard in refs.shards])  # type: ignore[arg-type]
     assert torch.equal(lesson.trained_S, sequence_counts(batch.mask_T, batch.lengths_S))
     estimate = lesson.estimate
     final_T = final_advantages(

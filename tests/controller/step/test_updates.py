@@ -16,8 +16,8 @@ from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation
 from mcore_rl.controller.step.advantages import Lesson
 from mcore_rl.controller.step.updates import Updated, minibatches, score, send, update
-from mcore_rl.runtime.shard import Kept, Shard, Taken
-from mcore_rl.runtime.train_worker import Trained
+from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
+from mcore_rl.runtime.train_worker import TrainResults
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 from tests.support.batches import LENGTHS, ragged
 from tests.support.in_process_group import InProcessGroup
@@ -30,26 +30,26 @@ class Ranks(InProcessGroup):
     """They answer from the tokens that they are handed."""
 
     def __init__(self, dp: int) -> None:
-        super().__init__(dp, score=self._score, train_steps=self._train_steps)
+        super().__init__(dp, score=self._score, train=self._train)
         self.scored: list[TrainBatch] = []
-        self.trained: dict[int, tuple[Taken, tuple[Any, ...]]] = {}
+        self.trained: dict[int, tuple[WorkerInput[Any], tuple[Any, ...]]] = {}
 
-    def _score(self, rank: int, taken: Taken, field: str, *args: Any) -> Kept:
+    def _score(self, rank: int, given: WorkerInput[None], field: str, *args: Any) -> WorkerOutput[SequenceScores]:
         self.arguments = args
-        (batch,) = taken.batches
+        (batch,) = given.batches
         self.scored.append(batch)
-        return Kept(
+        return WorkerOutput(
             SequenceScores(sums_S=_sums(batch), entropy_S=-_sums(batch)),
             Shard.of(batch.lengths_S, **{field: _says(batch)}),
         )
 
-    def _train_steps(self, rank: int, taken: Taken, *args: Any) -> Trained | None:
-        self.trained[rank] = taken, args
+    def _train(self, rank: int, given: WorkerInput[Any], *args: Any) -> WorkerOutput[TrainResults | None]:
+        self.trained[rank] = given, args
         results = [
             StepResult(loss=1.0, grad_norm=2.0, lr=0.1, skipped=None, metrics={"actor/ratio": float(number)})
-            for number in range(len(taken.batches))
+            for number in range(len(given.batches))
         ]
-        return Trained(results, []) if rank == 0 else None
+        return WorkerOutput(TrainResults(results, []) if rank == 0 else None)
 
 
 def _says(batch: TrainBatch) -> torch.Tensor:
@@ -73,8 +73,8 @@ def _plain(batch: TrainBatch) -> TrainBatch:
 @pytest.mark.parametrize("dp", [1, 2, 3, 10])
 def test_sums_come_back_in_the_order_of_the_batch(dp: int) -> None:
     batch, group = ragged(101), Ranks(dp)
-    shared = send(group, batch, [ALL])  # type: ignore[arg-type]
-    found = asyncio.run(score(group, shared, "old_logprobs_T", temperature=0.7, with_entropy=True, snapshot="s"))  # type: ignore[arg-type]
+    shared = send(group, batch, [ALL])
+    found = asyncio.run(score(group, shared, "old_logprobs_T", temperature=0.7, with_entropy=True, snapshot="s"))
     assert torch.equal(found.sums_S, _sums(batch))
     assert found.entropy_S is not None and torch.equal(found.entropy_S, -_sums(batch))
     assert group.arguments == (0.7, True, "s")
@@ -87,15 +87,15 @@ def test_sums_come_back_in_the_order_of_the_batch(dp: int) -> None:
 def test_what_one_group_said_another_is_handed_with_the_tokens(dp: int, scorers: int) -> None:
     """Also where the two are of different sizes, and minibatches are not those that the tokens were laid out for."""
     batch, group, other = ragged(101), Ranks(dp), Ranks(scorers)
-    shared = send(group, _plain(batch), PARTS)  # type: ignore[arg-type]
-    asyncio.run(score(other, shared, "old_values_T"))  # type: ignore[arg-type]
+    shared = send(group, _plain(batch), PARTS)
+    asyncio.run(score(other, shared, "old_values_T"))
     parts = [[9, 1, 4, 0, 6], *PARTS[::-1], [2, 3, 4, 5, 8]]
     loss = value_loss(CriticConfig(loss_agg_constant=9.0))
-    asyncio.run(update(group, shared, loss, parts, _lesson(batch), temperature=1.0))  # type: ignore[arg-type]
+    asyncio.run(update(group, shared, loss, parts, _lesson(batch), temperature=1.0))
     for number, members in enumerate(parts):
-        taken = [group.trained[rank][0].batches[number] for rank in range(dp) if rank in group.trained]
-        assert sorted(n for each in taken for n in each.lengths_S) == sorted(batch.select(members).lengths_S)
-        for each in taken:
+        given = [group.trained[rank][0].batches[number] for rank in range(dp) if rank in group.trained]
+        assert sorted(n for each in given for n in each.lengths_S) == sorted(batch.select(members).lengths_S)
+        for each in given:
             assert each.old_values_T is not None and torch.equal(each.old_values_T, _says(each))
 
 
@@ -103,8 +103,8 @@ def test_what_one_group_said_another_is_handed_with_the_tokens(dp: int, scorers:
 def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> None:
     batch, group = ragged(101), Ranks(dp)
     loss = policy_loss(ActorConfig())
-    shared, advantages_S = send(group, batch, PARTS), torch.tensor(LENGTHS) + 0.25  # type: ignore[arg-type]
-    done = asyncio.run(update(group, shared, loss, PARTS, _lesson(batch, advantages_S), temperature=0.5))  # type: ignore[arg-type]
+    shared, advantages_S = send(group, batch, PARTS), torch.tensor(LENGTHS) + 0.25
+    done = asyncio.run(update(group, shared, loss, PARTS, _lesson(batch, advantages_S), temperature=0.5))
     for number, members in enumerate(PARTS):
         whole = batch.select(members)
         sent = [group.trained[rank][0].batches[number] for rank in range(dp)]
@@ -112,7 +112,7 @@ def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> No
         tokens = torch.cat([each.tokens_T for each in sent]).sort().values
         assert torch.equal(tokens, whole.tokens_T.sort().values)
         for rank, each in enumerate(sent):  # a sequence's own, which its length tells
-            assert group.trained[rank][0].told[number].tolist() == [n + 0.25 for n in each.lengths_S]
+            assert group.trained[rank][0].payload[number].tolist() == [n + 0.25 for n in each.lengths_S]
     (sent_loss, counts, *rest), whole = group.trained[0][1], batch.select(PARTS[1])
     assert (sent_loss, rest) == (loss, [0.5, False, None, None])
     assert counts[1] == Denominators(loss=float(whole.mask_T.sum()), tokens=sum(whole.lengths_S), sequences=5)
@@ -122,34 +122,34 @@ def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> No
 
 def test_a_role_is_handed_what_its_loss_reads() -> None:
     batch, group = ragged(101), Ranks(2)
-    shared, whitening = send(group, batch, PARTS), Whitening(0.5, 2.0)  # type: ignore[arg-type]
+    shared, whitening = send(group, batch, PARTS), Whitening(0.5, 2.0)
     for loss, fields in (
         (policy_loss(ActorConfig()), {"old_logprobs_T", "ref_logprobs_T", "advantages_T"}),
         (value_loss(CriticConfig(loss_agg_constant=9.0)), {"old_values_T", "returns_T"}),
     ):
         lesson = _lesson(batch, whitening=whitening)
-        asyncio.run(update(group, shared, loss, PARTS, lesson, temperature=1.0))  # type: ignore[arg-type]
-        taken, arguments = group.trained[1]
+        asyncio.run(update(group, shared, loss, PARTS, lesson, temperature=1.0))
+        given, arguments = group.trained[1]
         there = {name for name, _ in batch.token_fields()}
-        assert {name for name, _ in taken.batches[0].token_fields()} == (fields | {"tokens_T", "mask_T"}) & there
-        assert taken.told == [None, None] and arguments[-1] is whitening
+        assert {name for name, _ in given.batches[0].token_fields()} == (fields | {"tokens_T", "mask_T"}) & there
+        assert given.payload == [None, None] and arguments[-1] is whitening
 
 
 def test_what_the_sum_is_divided_by_is_counted_over_the_minibatch() -> None:
     batch, group = ragged(101), Ranks(2)
     config = ActorConfig(loss_agg_mode=LossAggregation.sum_over_constant, loss_agg_constant=7.0, entropy_coeff=0.1)
     loss, lesson = policy_loss(config), _lesson(batch)
-    asyncio.run(update(group, send(group, batch, [ALL]), loss, [[0, 2]], lesson, temperature=1.0))  # type: ignore[arg-type]
+    asyncio.run(update(group, send(group, batch, [ALL]), loss, [[0, 2]], lesson, temperature=1.0))
     _, (sent_loss, (counts,), _, with_entropy, *_) = group.trained[0]
     assert isinstance(sent_loss, ActorLoss) and counts.loss == 2 * 7.0 and with_entropy
 
 
 def test_a_minibatch_without_a_trained_token_is_left_out() -> None:
     batch, group = ragged(101), Ranks(1)  # sequence 3 is all masked
-    shared, loss, lesson = send(group, batch, [ALL]), policy_loss(ActorConfig()), _lesson(batch)  # type: ignore[arg-type]
-    done = asyncio.run(update(group, shared, loss, [[3], [0, 1]], lesson, temperature=1.0))  # type: ignore[arg-type]
+    shared, loss, lesson = send(group, batch, [ALL]), policy_loss(ActorConfig()), _lesson(batch)
+    done = asyncio.run(update(group, shared, loss, [[3], [0, 1]], lesson, temperature=1.0))
     assert len(group.trained[0][0].batches) == len(done.results) == 1
-    nothing = asyncio.run(update(group, shared, loss, [[3]], lesson, temperature=1.0))  # type: ignore[arg-type]
+    nothing = asyncio.run(update(group, shared, loss, [[3]], lesson, temperature=1.0))
     assert nothing.results == [] and nothing.mean("actor/ratio") is None
     assert group.told == ["rest"], "a device that is shared is left all the same"
 

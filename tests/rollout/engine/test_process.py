@@ -38,7 +38,7 @@ def program(directory: Path, log: Path, mode: str, temporary: Path) -> subproces
 
 
 @pytest.mark.parametrize("mode", ["stay", "end"])
-def test_no_process_outlives_the_program(mode: str, tmp_path: Path) -> None:
+def test_no_process_outlives_the_program(mode: str, tmp_path: Path, processes: None) -> None:
     """Killed, or at its end without a word, while the engine is still starting; nor is a temporary file left."""
     rollouts.write("llama", tmp_path)
     temporary = tmp_path / "temporary"
@@ -65,7 +65,7 @@ def test_no_process_outlives_the_program(mode: str, tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_what_the_engine_s_process_started_ends_with_it(tmp_path: Path) -> None:
+def test_what_the_engine_s_process_started_ends_with_it(tmp_path: Path, processes: None) -> None:
     """vLLM's core runs in a process below, which waits for ever where the one above it is killed."""
     rollouts.write("llama", tmp_path)
     engine = start_engine("rollout-0", tmp_path, rollouts.config(), log=tmp_path / "log")
@@ -91,7 +91,7 @@ def running(processes: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def test_an_engine_that_does_not_start_says_why_and_leaves_its_output(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_start_says_why_and_leaves_its_output(tmp_path: Path, processes: None) -> None:
     rollouts.write("llama", tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

@@ -15,9 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mcore_rl.errors import RolloutError
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import (
-    Chunk,
     FinishReason,
     Pause,
     Prompt,
@@ -28,6 +27,7 @@ from mcore_rl.rollout.protocol import (
     requests_of,
 )
 from tests.support import rollouts
+from tests.support.forked import start_engine
 from tests.support.rollouts import (
     EOS,
     assert_same,
@@ -56,7 +56,7 @@ def model(checkpoint: tuple[Path, PreTrainedModel]) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint: tuple[Path, PreTrainedModel]) -> Iterator[EngineProcess]:
+def engine(checkpoint: tuple[Path, PreTrainedModel], processes: None) -> Iterator[EngineProcess]:
     with start_engine("rollout-0", checkpoint[0], rollouts.config(max_response_length=LONG), version=4) as engine:
         yield engine
 
@@ -132,7 +132,8 @@ def test_a_sample_depends_on_nothing_that_runs_beside_it(engine: EngineProcess) 
 
 def test_samples_of_a_prompt_share_its_cache(engine: EngineProcess) -> None:
     async def run() -> dict[tuple[str, int], Sample]:
-        await engine.reset_prefix_cache()
+        await engine.start_update()
+        await engine.finish_update(4)  # which forgets the prefix cache
         return await collect(engine, requests_of([Prompt(id="long", tokens=tuple(range(3, 83)) * 2)], 4), FREE)
 
     first, *others = (sample.cached_tokens for _, sample in sorted(asyncio.run(run()).items()))
@@ -183,20 +184,6 @@ def test_a_stop_string_is_cut_from_the_text_and_not_from_the_tokens(engine: Engi
     assert len(words[:7]) <= len(found.tokens) < len(whole.tokens)
 
 
-def test_pieces_make_the_whole(engine: EngineProcess) -> None:
-    (request,) = requests_of(prompts(1), 1)
-
-    async def run() -> list[Chunk | Sample]:
-        return [part async for part in engine.stream(request, FREE)]
-
-    *chunks, whole = asyncio.run(run())
-    assert isinstance(whole, Sample) and len(chunks) > 5
-    assert [chunk.start for chunk in chunks] == np.cumsum([0, *(len(chunk.tokens) for chunk in chunks)])[:-1].tolist()
-    np.testing.assert_array_equal(np.concatenate([chunk.tokens for chunk in chunks]), whole.tokens)
-    np.testing.assert_array_equal(np.concatenate([chunk.logprobs for chunk in chunks]), whole.logprobs)
-    assert_same({request.key: whole}, generate(engine, [request], FREE), ATOL)
-
-
 def test_an_aborted_sample_is_given_as_far_as_it_came_and_can_go_on(
     engine: EngineProcess, model: PreTrainedModel
 ) -> None:
@@ -205,8 +192,7 @@ def test_an_aborted_sample_is_given_as_far_as_it_came_and_can_go_on(
 
     async def run() -> dict[tuple[str, int], Sample]:
         task = asyncio.create_task(collect(engine, [kept, ended], long))
-        async for _ in engine.stream(Request(prompt=kept.prompt, index=9), Sampling(max_tokens=8, ignore_eos=True)):
-            pass
+        await collect(engine, [Request(prompt=kept.prompt, index=9)], Sampling(max_tokens=8, ignore_eos=True))
         await engine.abort([ended.key])
         return await task
 

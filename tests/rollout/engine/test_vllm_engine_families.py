@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.rollout.engine.process import start_engine
 from mcore_rl.rollout.protocol import Sampling, requests_of
 from tests.support import rollouts
+from tests.support.forked import start_engine
 from tests.support.rollouts import chosen, generate, prompts, reference_logprobs
 
 ATOL = 3e-5
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "qwen3_moe"])
-def test_a_family_draws_as_transformers_computes(family: str, tmp_path: Path) -> None:
+def test_a_family_draws_as_transformers_computes(family: str, tmp_path: Path, processes: None) -> None:
     model = rollouts.write(family, tmp_path)
     given = prompts(4)
     with start_engine(family, tmp_path, rollouts.config(max_response_length=24)) as engine:

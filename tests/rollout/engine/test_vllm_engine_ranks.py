@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
 
 
 @pytest.fixture(scope="module")
-def engine(model: tuple[Path, PreTrainedModel]) -> Iterator[EngineProcess]:
+def engine(model: tuple[Path, PreTrainedModel], processes: None) -> Iterator[EngineProcess]:
     with start_engine("rollout-0", model[0], rollouts.config(tp=2)) as engine:
         yield engine
 

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.reports.logprobs.vllm_scorer import EXTENSION
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.engine.process import EngineProcess
 from tests.support import tiny_models
+from tests.support.forked import start_engine
 
 FILE = "model.safetensors"
 BLOCK = "model.layers.1."
@@ -35,7 +36,7 @@ CHANGED = {
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, Path]]:
+def started(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator[tuple[EngineProcess, Path]]:
     directory = tmp_path_factory.mktemp("held") / "hf"
     tiny_models.save("mixtral", directory)
     config = RolloutConfig(

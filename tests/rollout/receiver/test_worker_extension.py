@@ -5,7 +5,6 @@ What an engine does with it is proven in tests/sync, with real trainers.
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 from concurrent.futures import ProcessPoolExecutor
 
@@ -13,6 +12,7 @@ import pytest
 
 from mcore_rl.errors import SyncError
 from mcore_rl.rollout.weight_channel import answer_of
+from tests.support.forked import ENGINES
 
 SHAPES = ((64, 96), (64, 64), (48, 64))  # of one expert: (intermediate, hidden); the last is padded
 
@@ -46,7 +46,7 @@ def _in_a_worker() -> dict[str, object]:
                 found["put back"] = True
 
     worker.__dict__["sync_updates"] = Updates()
-    found["failed"] = worker.sync_receive(3, "direct")
+    found["failed"] = worker.sync_receive(3)
     try:
         worker.__dict__["execute_model"]()
     except RolloutError as error:
@@ -64,7 +64,7 @@ def _threads_after_a_failure() -> tuple[str, int]:
 
     import torch
 
-    from mcore_rl.rollout.receiver.worker_extension import Mode, _Updates
+    from mcore_rl.rollout.receiver.worker_extension import _Updates
 
     class Live:
         on_cpu, blocks = True, None
@@ -84,7 +84,7 @@ def _threads_after_a_failure() -> tuple[str, int]:
     )
     before = threading.active_count()
     try:
-        updates.receive(Mode.direct)
+        updates.receive()
     except RuntimeError as error:
         return str(error), threading.active_count() - before
     return "nothing", 0
@@ -121,8 +121,8 @@ def _round_trip(random: object, intermediate: int, hidden: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, object]:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+def found(processes: None) -> dict[str, object]:
+    with ProcessPoolExecutor(1, ENGINES) as pool:
         return pool.submit(_in_a_worker).result()
 
 

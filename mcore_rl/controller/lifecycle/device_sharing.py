@@ -1,0 +1,77 @@
+"""Who has the devices of a colocated run: the trainer, or the engines.
+
+Whoever is not at work leaves the device's memory: the trainer moves to host memory, the engines sleep.  In a separate
+run each has devices of its own, and nothing here moves anything.  Which weights the engines hold is for
+``weight_sync``; engines that die are restarted by ``fault_tolerance``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from mcore_rl.config.trainer import Placement
+from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
+from mcore_rl.controller.lifecycle.weight_sync import WeightSync
+from mcore_rl.controller.step.reward_model import RewardModel
+from mcore_rl.rollout.pool import EnginePool
+from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.training.offload import OffloadPart
+
+KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2  # vLLM's levels of sleep
+
+
+class DeviceSharing:
+    """Moves trainer and engines on and off the devices that they share.
+
+    Args:
+        placement: separate, and no method does anything.
+        actor: its weights stay on the device until the engines have received them.
+        engines: the rollout's, which draw while they have the devices.
+        weights: is told when the engines drop the weights that they hold.
+        restarter: restarts an engine that dies while it wakes up or goes to sleep.
+        reward_model: its engines are awake while the rollout's are, and keep their weights in host memory meanwhile.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        actor: TrainGroup,
+        engines: EnginePool,
+        weights: WeightSync,
+        restarter: EngineRestarter,
+        reward_model: RewardModel | None = None,
+    ) -> None:
+        self._is_shared = placement is Placement.colocated
+        self._actor, self._engines, self._weights, self._restarter = actor, engines, weights, restarter
+        self._reward_model = reward_model
+
+    @asynccontextmanager
+    async def to_engines(self) -> AsyncIterator[None]:
+        """Give the devices to the engines.
+
+        Within, the engines are awake beside the actor's weights, to receive them; at the end the actor leaves.  The
+        trainer must have offloaded everything but those weights before (``TrainWorker.rest``).
+        """
+        if self._is_shared:
+            await self._restarter.repeat(self._engines.wake)
+        yield
+        if self._is_shared:
+            await self._actor.offload([OffloadPart.weights])
+            if self._reward_model is not None:
+                await self._reward_model.wake()
+
+    async def to_trainer(self, *, keep_weights: bool = False) -> None:
+        """Give the devices to the trainer, whose workers move onto them what they need when they need it.
+
+        keep_weights: the engines keep their weights, in host memory, because the trainer will not change its own;
+        else they drop them.
+        """
+        if not self._is_shared:
+            return
+        if self._reward_model is not None:
+            await self._reward_model.sleep()
+        await self._restarter.repeat(partial(self._engines.sleep, KEEP_WEIGHTS if keep_weights else DROP_WEIGHTS))
+        if not keep_weights:
+            self._weights.engines_dropped_theirs()

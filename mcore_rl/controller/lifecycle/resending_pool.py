@@ -1,0 +1,67 @@
+"""Samples of engines that may die: what a dead engine had not finished is asked for again, once it was restarted.
+
+Every sample has a seed of its own, so that it comes out the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+
+from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
+from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
+from mcore_rl.controller.lifecycle.weight_sync import WeightSync
+from mcore_rl.errors import DeadEngineError
+from mcore_rl.rollout.pool import EnginePool
+from mcore_rl.rollout.protocol import Request, Sample, Sampling
+
+QUIET_S = 0.05  # between looks whether the other calls have ended
+
+
+class ResendingPool:
+    """A ``SampleSource`` over ``pool`` that survives the death of engines, as often as ``restarter`` allows.
+
+    Restarted engines hold the first weights: before anything more is drawn, the devices go to the trainer and back, and
+    all engines are given the weights that they held.
+    """
+
+    def __init__(
+        self, pool: EnginePool, restarter: EngineRestarter, devices: DeviceSharing, weights: WeightSync
+    ) -> None:
+        self._pool, self._restarter, self._devices, self._weights = pool, restarter, devices, weights
+        self._num_calls = self._num_recoveries = 0
+        self._recovering = asyncio.Lock()
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+        """See ``RolloutEngine.generate``.  Raises DeadEngineError where the restart limit is reached."""
+        unfinished = {request.key: request for request in requests}
+        while unfinished:
+            num_recoveries = self._num_recoveries
+            self._num_calls += 1
+            try:
+                async with aclosing(self._pool.generate(list(unfinished.values()), sampling)) as samples:
+                    async for sample in samples:
+                        del unfinished[sample.prompt_id, sample.index]
+                        yield sample
+                continue
+            except DeadEngineError as error:
+                death = error
+            finally:
+                self._num_calls -= 1
+            await self._recover(death, num_recoveries)
+
+    async def _recover(self, death: DeadEngineError, num_recoveries: int) -> None:
+        """Recover once for all calls that one death ended; engines must not sleep while another call draws."""
+        async with self._recovering:
+            if self._num_recoveries != num_recoveries:
+                return
+            while self._num_calls:
+                await asyncio.sleep(QUIET_S)
+            version = self._weights.version
+            assert version is not None, "engines draw with weights that they were given"
+            await self._restarter.restart_dead(death)
+            await self._devices.to_trainer()
+            async with self._devices.to_engines():
+                await self._weights.update(version)
+            self._num_recoveries += 1

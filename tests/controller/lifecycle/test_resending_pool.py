@@ -1,0 +1,92 @@
+"""Samples that a death took are drawn again, once, with the weights that the engines had.  Real deaths are in
+tests/crash."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from mcore_rl.controller.lifecycle.device_sharing import DROP_WEIGHTS
+from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
+from mcore_rl.errors import DeadEngineError
+from mcore_rl.rollout.protocol import Prompt, Request, Sampling
+from tests.support.turns import OFFLOADED, Turns, turns
+
+SAMPLING = Sampling(max_tokens=4)
+VERSION = 7
+
+
+class Finished:
+    """What is read of a sample."""
+
+    def __init__(self, request: Request) -> None:
+        self.prompt_id, self.index = request.key
+
+
+class Pool:
+    """Dies after ``dies_after`` samples in all and draws again after a restart; one death ends all calls."""
+
+    def __init__(self, both: Turns, dies_after: list[int]) -> None:
+        self.both, self.dies_after, self.drawn = both, dies_after, 0
+        self.asked: list[int] = []
+
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Any]:
+        self.asked.append(len(requests))
+        for request in requests:
+            await asyncio.sleep(0)
+            deaths = self.both.restarter.num_restarts
+            if deaths < len(self.dies_after) and self.drawn >= self.dies_after[deaths]:
+                raise DeadEngineError("engine 1 died")
+            self.drawn += 1
+            yield Finished(request)
+
+
+def resending(dies_after: list[int], limit: int = 9) -> tuple[ResendingPool, Pool, Turns]:
+    """A pool whose engines hold version ``VERSION``."""
+    both = turns(limit=limit)
+    asyncio.run(both.rollout(VERSION))
+    both.log.clear()
+    pool: Any = Pool(both, dies_after)
+    return ResendingPool(pool, both.restarter, both.devices, both.weights), pool, both
+
+
+def requests(name: str, count: int) -> list[Request]:
+    return [Request(prompt=Prompt(id=name, tokens=(1,)), index=index) for index in range(count)]
+
+
+async def keys(samples: ResendingPool, wanted: list[Request]) -> list[tuple[str, int]]:
+    return [(each.prompt_id, each.index) async for each in samples.generate(wanted, SAMPLING)]
+
+
+def test_only_what_was_not_drawn_is_drawn_again() -> None:
+    samples, pool, both = resending([3, 5])
+    wanted = requests("a", 8)
+    assert asyncio.run(keys(samples, wanted)) == [each.key for each in wanted]
+    assert pool.asked == [8, 5, 3] and both.restarter.num_restarts == 2
+
+
+def test_all_engines_get_the_weights_that_they_had_before_anything_more_is_drawn() -> None:
+    samples, _, both = resending([3])
+    asyncio.run(keys(samples, requests("a", 8)))
+    assert both.log == ["restart", ("sleep", DROP_WEIGHTS), "wake", "rejoin", ("update", VERSION), OFFLOADED]
+
+
+def test_one_death_that_ends_two_calls_is_answered_once() -> None:
+    samples, pool, both = resending([5])
+
+    async def run() -> list[list[tuple[str, int]]]:
+        return await asyncio.gather(keys(samples, requests("a", 6)), keys(samples, requests("b", 6)))
+
+    found = asyncio.run(run())
+    assert [len(set(each)) for each in found] == [6, 6] == [len(each) for each in found]
+    assert both.restarter.num_restarts == 1 and len(pool.asked) == 4
+
+
+def test_too_many_deaths_are_raised() -> None:
+    samples, _, both = resending([1, 2, 3], limit=2)
+    with pytest.raises(DeadEngineError, match="engine 1 died"):
+        asyncio.run(keys(samples, requests("a", 8)))
+    assert both.restarter.num_restarts == 2
