@@ -1,9 +1,9 @@
-"""Weight updates, seen from whoever drives trainers and engines: in which order who is asked for what.
+"""Weight updates: the order of calls to trainers and engines.
 
-Engines pause and refuse new samples, their workers receive while the training ranks publish, and only when every one of
-them is done do the engines take the version and go on.  Whatever fails, every engine is told that its weights are not
-whole, and keeps refusing until an update is complete.  The first update of a channel, which an engine that was started
-again joins anew, is checked before anybody generates with it.
+The engines pause and refuse new samples; their workers receive while the training ranks publish; when all are done, the
+engines take the version and go on.  After any failure every engine knows that its weights are incomplete, and refuses
+to generate until an update is complete.  The first update of a channel is checked before any engine generates with it;
+an engine that was restarted joins a new channel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import DeadEngineError, DeadWorkerError, SyncError
 from mcore_rl.rollout.protocol import Pause, RolloutEngine
 from mcore_rl.rollout.weight_channel import answer_of
-from mcore_rl.sync.check import Expected, Held, differences
+from mcore_rl.sync.check import Expected, HeldFingerprints, differences
 from mcore_rl.sync.publish import Published
 
 T = TypeVar("T")
@@ -24,27 +24,27 @@ MAX_SHOWN = 20
 
 
 class Trainers(Protocol):
-    """The training ranks; each method calls the ``Publisher`` of every one of them, ``opening`` of one."""
+    """The training ranks.  ``opening`` calls the ``Publisher`` of one of them, the other methods those of all."""
 
     async def opening(self, first_rank: int, attempt: int) -> bytes:
-        """``Publisher.opening``."""
+        """``Publisher.opening`` of one training rank."""
         ...
 
     async def open(self, attempt: int) -> None:
-        """``Publisher.open``."""
+        """``Publisher.open`` on all training ranks."""
         ...
 
     async def publish(self, version: int) -> list[Published]:
-        """``Publisher.publish``, in the order of the ranks."""
+        """``Publisher.publish`` on all training ranks; results in the order of the ranks."""
         ...
 
     async def expected(self, version: int) -> Expected:
-        """``check.expected_weights``, of any one: they agree."""
+        """``check.expected_weights`` on all training ranks; the result is the same on each."""
         ...
 
 
 class WeightUpdater:
-    """Keeps ``engines``, which together are the ranks of ``layout`` in this order, at the trainers' weights."""
+    """Brings the trainers' weights into ``engines``, which are together, in this order, the ranks of ``layout``."""
 
     def __init__(self, engines: Sequence[RolloutEngine], layout: RolloutLayout, trainers: Trainers) -> None:
         each = layout.tp * layout.engine_dp
@@ -58,7 +58,7 @@ class WeightUpdater:
         self._expected: Expected | None = None
 
     async def open(self) -> None:
-        """Join all in one channel.  Raises SyncError or WeightMapError with what one of them found."""
+        """Open one channel for all.  Raises SyncError or WeightMapError of the member that failed."""
         self._attempt += 1
         openings = {rank: await self.trainers.opening(rank, self._attempt) for rank in self.engines}
         joining = [_call(engine, "sync_open", openings[rank]) for rank, engine in self.engines.items()]
@@ -66,18 +66,18 @@ class WeightUpdater:
         self._is_open, self._is_checked = True, False
 
     def rejoin(self) -> None:
-        """An engine was started again, and is no member of the channel: all join anew at the next update."""
+        """Note that an engine was restarted and is not in the channel: the next update opens a new one."""
         self._is_open = False
 
     async def update(self, version: int, pause: Pause = Pause.keep) -> list[Published]:
-        """Bring the trainers' weights into all engines as ``version``; what each training rank did.
+        """Bring the trainers' weights into all engines as ``version``.  Returns each training rank's statistics.
 
-        pause: what becomes of samples under way (``Pause.keep``: they are frozen, go on with the new weights and report
-        a version for each span of tokens).  Opens the channel where it is not open; the first update of a channel is
+        pause: what happens to samples under way (``Pause.keep``: they freeze, go on with the new weights, and report a
+        version for each span of tokens).  Opens the channel if it is not open; the first update of a channel is
         checked.
 
-        Raises SyncError with the first cause, DeadEngineError or DeadWorkerError where somebody is gone; all engines
-        then refuse to generate until an update is complete.
+        Raises SyncError with the first cause, DeadEngineError or DeadWorkerError if a process is gone; all engines then
+        refuse to generate until an update is complete.
         """
         engines = list(self.engines.values())
         try:
@@ -93,42 +93,45 @@ class WeightUpdater:
         except Exception as error:
             self._is_open = False
             telling = (engine.fail_update(str(error)) for engine in engines)
-            await asyncio.gather(*telling, return_exceptions=True)  # one that is gone cannot be told
+            await asyncio.gather(*telling, return_exceptions=True)  # an engine that is gone cannot answer
             raise
         published: list[Published] = results[-1]
         return published
 
     async def check(self) -> None:
-        """Hold every tensor of every rollout rank against the trainers'.  They must not have trained since ``update``.
+        """Compare every tensor of every rollout rank with the trainers', who must not have trained since ``update``.
 
-        Raises SyncError naming each that is wrong, missing or stale; stale is known of what an earlier check saw.
+        Raises SyncError with each tensor that is wrong, missing or stale (equal to the version of an earlier check).
         """
         assert self._version is not None, "nothing was updated yet"
         expected = await self.trainers.expected(self._version)
         if self._expected is not None and self._expected.version != expected.version:
             self._previous = self._expected
         self._expected = expected
-        held = Held(values={}, copies={})
+        held = HeldFingerprints(values={}, copies={})
         for rank, engine in self.engines.items():
             prints, copies = await _all(_call(engine, "sync_fingerprints"), _call(engine, "sync_copies"))
-            held = held.beside(Held.of(rank, prints, copies))
-        found = differences(expected, held, self._previous)
-        if found:
-            shown = [*found[:MAX_SHOWN], *([f"and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else [])]
-            head = f"{len(found)} tensors of the rollout ranks are not the trainer's, version {self._version}:"
+            held = held.beside(HeldFingerprints.of(rank, prints, copies))
+        problems = differences(expected, held, self._previous)
+        if problems:
+            shown = [
+                *problems[:MAX_SHOWN],
+                *([f"and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []),
+            ]
+            head = f"{len(problems)} tensors of the rollout ranks are not the trainer's, version {self._version}:"
             raise SyncError("\n  - ".join([head, *shown]) + "\nPublish again; if they stay, report it with this list")
         self._is_checked = True
 
 
 async def _call(engine: RolloutEngine, method: str, *args: object) -> list[Any]:
-    """What each worker's extension answers, in rank order."""
+    """Call ``method`` of each worker's extension; results in rank order."""
     return [answer_of(answer) for answer in await engine.rpc(method, *args)]
 
 
 async def _all(*calls: Awaitable[T]) -> list[T]:
-    """The results, once all ended: none may be left at a meeting that another never comes to.
+    """The results of ``calls``, after all have ended, so that none still waits for another.
 
-    Of several errors the one that knows most is raised: that somebody died, else what the members agreed on.
+    Of several errors it raises the most informative: a death, else what the members agreed on.
     """
     results = await asyncio.gather(*calls, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]
