@@ -72,7 +72,7 @@ class NotingRolloutWorker(RolloutWorker):
     """Notes when an update or another verb of the engine was under way; generation is on the engine's own account."""
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """As ever."""
+        """Call the engine, and note the time span."""
         spans = self.__dict__.setdefault("spans", [])
         if method == "busy":
             return list(spans)

@@ -203,7 +203,7 @@ def _read_metadata(directory: Path) -> Any:
         if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(metadata.storage_data, dict):
             raise ValueError("it describes no tensors")
     except OSError as error:
-        inside = ", ".join(sorted(found.parent.name for found in directory.glob(f"*/{METADATA}")))
+        inside = ", ".join(sorted(other.parent.name for other in directory.glob(f"*/{METADATA}")))
         remedy = (
             f"Give one of those in it: {inside}" if inside else f"Give a directory with {METADATA} and *.distcp files"
         )

@@ -93,7 +93,7 @@ class PointToPoint:
         self._next = 0
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """See ``Outgoing``."""
+        """See ``Outgoing.buffer``."""
         self._next = (self._next + 1) % NUM_BUFFERS
         self._free(self._next)
         if len(self._memory[self._next]) < num_bytes:
@@ -101,7 +101,7 @@ class PointToPoint:
         return self._memory[self._next][:num_bytes]
 
     def send(self, message: Tensor, rollout_rank: int) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.send``."""
         assert self._group is not None, "the channel is closed"
         peer = self.members.address.num_trainers + rollout_rank
         try:
@@ -111,7 +111,7 @@ class PointToPoint:
         self._works[self._next].append((peer, work))
 
     def flush(self) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.flush``."""
         for index in range(NUM_BUFFERS):
             self._free(index)
 
@@ -125,7 +125,7 @@ class PointToPoint:
         self._memory = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in range(NUM_BUFFERS)]
 
     def close(self) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.close``."""
         group, self._group = self._group, None
         _leave(group)
         self._works = [[] for _ in range(NUM_BUFFERS)]
@@ -139,7 +139,7 @@ class PointToPointReceiving(Receiving):
         self._group: dist.ProcessGroup | None = group
 
     def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
-        """See ``Incoming``."""
+        """See ``Incoming.messages``."""
         room = max([self.bucket_bytes // 2, *(size for _, size in wanted)])  # bytes that may be under way
         coming = deque[tuple[Tensor, Any]]()
         posted = 0
@@ -162,6 +162,6 @@ class PointToPointReceiving(Receiving):
             raise PeerLostError(source, f"{self.members.address.title(source)}: {error}") from error
 
     def close(self) -> None:
-        """See ``Incoming``."""
+        """See ``Incoming.close``."""
         group, self._group = self._group, None
         _leave(group)

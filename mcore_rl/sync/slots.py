@@ -55,7 +55,7 @@ class SlotSender:
         self._next = 0
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """See ``Outgoing``."""
+        """See ``Outgoing.buffer``."""
         self._next = (self._next + 1) % NUM_SLOTS
         self._free(self._next)
         if len(self._slots[self._next]) < num_bytes:
@@ -64,7 +64,7 @@ class SlotSender:
         return self._slots[self._next][:num_bytes]
 
     def send(self, message: Tensor, rollout_rank: int) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.send``."""
         self._memory.settle()
         number = self._sent.get(rollout_rank, 0)
         self._sent[rollout_rank] = number + 1
@@ -75,7 +75,7 @@ class SlotSender:
         self._readers[self._next].append((self.members.address.num_trainers + rollout_rank, f"{key}/read"))
 
     def flush(self) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.flush``."""
         for index in range(NUM_SLOTS):
             self._free(index)
 
@@ -92,12 +92,12 @@ class SlotSender:
             self._memory.forget(handle)
 
     def release(self) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.release``."""
         if self._memory.scarce:
             self.close()
 
     def close(self) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.close``."""
         for index in range(NUM_SLOTS):
             self._drop(index)
 
@@ -112,7 +112,7 @@ class SlotReceiving(Receiving):
         self._mapped: dict[bytes, Tensor] = {}  # the most recently read slot is the last
 
     def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
-        """See ``Incoming``."""
+        """See ``Incoming.messages``."""
         mapped = self._mapped
         me = self.members.member - self.members.address.num_trainers
         for source, size in wanted:
@@ -131,7 +131,7 @@ class SlotReceiving(Receiving):
             self.close()
 
     def close(self) -> None:
-        """See ``Incoming``."""
+        """See ``Incoming.close``."""
         self._mapped.clear()
 
     def _map(self, handle: bytes, source: int) -> Tensor:

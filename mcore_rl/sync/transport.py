@@ -60,24 +60,24 @@ class Receiving:
         self.members, self.bucket_bytes = members, bucket_bytes
 
     def begin(self, version: int) -> None:
-        """See ``Incoming``."""
+        """See ``Incoming.begin``."""
         self.members.meet(f"update {version}")
 
     def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
-        """See ``Incoming``."""
+        """See ``Incoming.messages``."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """See ``Incoming``."""
+        """See ``Incoming.finish``."""
         self.members.meet("applied")
 
     def failed(self, error: BaseException, doing: str) -> SyncError:
-        """See ``Incoming``."""
+        """See ``Incoming.failed``."""
         self.close()  # first, so that peers that wait for this member stop
         return self.members.failed(error, doing)
 
     def close(self) -> None:
-        """See ``Incoming``."""
+        """See ``Incoming.close``."""
 
 
 class Transport(Protocol):
