@@ -7,7 +7,7 @@
 prompt of 1,024 each, 8 samples of a prompt, a minibatch of 256 prompts, 1,024 data-parallel ranks.  Shards really go
 to Ray's store and calls to an actor, which stands for all ranks and answers with scores of the right size; the time
 that it works, and would share with nobody on a cluster, is not counted, nor is generation.  Everything else is:
-assembly, samples for people (a thread makes and writes them), balance, shards, calls, answers, lesson, updates,
+assembly, samples for people (a thread makes and writes them), balance, shards, calls, answers, advantages, updates,
 metrics.  Target: at most 3 s.
 
 Seconds are those of the wall; beside them the processor time of the controller's process.  Exits with 1 where a target
@@ -42,8 +42,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.algorithms.lesson import learn
 from mcore_rl.algorithms.policy import policy_loss
+from mcore_rl.algorithms.token_advantages import compute_advantages
 from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import Device
@@ -55,13 +55,13 @@ from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.preemption import Preemption
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
-from mcore_rl.controller.step.batch_assembly import Trajectory, sample_rows
-from mcore_rl.controller.step.rollout_collection import Drawn
+from mcore_rl.controller.step.rollout_collection import RolloutBatch
+from mcore_rl.controller.step.samples import sample_rows
 from mcore_rl.data.prompts import PromptRow
+from mcore_rl.episodes import Author, Episode, FinishReason, Segment, prompt_segment
 from mcore_rl.parallel.device import detect, memory
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rewards.score import Score
-from mcore_rl.rollout.protocol import FinishReason, Sample
 from mcore_rl.runtime.answers import Answer, message_of
 from mcore_rl.runtime.shard import Portion, Shard
 from mcore_rl.runtime.train_group import TrainGroup
@@ -139,9 +139,9 @@ class StandIn:
             sums = SequenceScores(sums_S=-entropy_S, entropy_S=entropy_S if with_entropy else None)
             return Answer(value=sums), Shard.of(batch.lengths_S, **{field: scores})
         if method == "compute_advantages":
-            learnt, facts = learn(batches[0], wanted.payload, *args)
-            made = Shard.of(batches[0].lengths_S, **vars(learnt))
-            return Answer(value=RankAdvantages(facts, tuple(made.fields))), made
+            of_tokens, stats = compute_advantages(batches[0], wanted.payload, *args)
+            made = Shard.of(batches[0].lengths_S, **vars(of_tokens))
+            return Answer(value=RankAdvantages(stats, tuple(made.fields))), made
         assert method == "train" and len(wanted.payload) == len(batches)
         names = ("returns", "returns_squared", "errors", "errors_squared", "vf_clip_fraction", "values")
         metrics = {f"critic/{name}": 1.0 for name in names} | {"actor/ratio": 1.0, "actor/approx_kl": 0.0}
@@ -160,39 +160,46 @@ class StandInGroup(WorkerGroup[TrainWorker]):
         return await super()._collect(method, calls, ranks)
 
 
-def drawn_of(num_sequences: int, tokens: int) -> Drawn:
-    """Graded samples: of ``tokens`` tokens on average, the prompt included."""
+def rollouts_of(num_sequences: int, tokens: int) -> RolloutBatch:
+    """Graded episodes of one turn: of ``tokens`` tokens on average, the prompt included."""
     draw = np.random.default_rng(0)
     letters = draw.integers(97, 123, 1 << 20, dtype=np.uint8).tobytes().decode()
-    rows, found = [], []
+    prompts, found = [], []
     for number in range(num_sequences // GROUP):
         prompt = tuple(draw.integers(4, 400, PROMPT).tolist())
-        rows.append(PromptRow(f"train.parquet:{number}", prompt, [], "math", "42", {}, {}))
+        row = PromptRow(f"train.parquet:{number}", prompt, [], "math", "42", {}, {})
+        prompts.append((row, prompt_segment(row)))
     spread = (tokens - PROMPT) // 2
     for index in range(num_sequences):
         length = tokens - PROMPT + int(draw.integers(-spread, spread + 1))
         start = int(draw.integers(0, 1 << 19))
-        sample = Sample(
-            prompt_id=rows[index // GROUP].id,
-            index=index % GROUP,
+        answer = Segment(
+            author=Author.model,
             tokens=draw.integers(4, 400, length, dtype=np.int32),
+            trained=True,
             logprobs=np.full(length, -0.7, dtype=np.float32),
-            versions=(),
-            finish=FinishReason.stop,
             text=(letters[start:] + letters)[: 3 * length],
         )
-        score = Score(float(draw.integers(0, 2)), {"format": 1.0}, correct=1.0)
-        found.append(Trajectory(row=rows[index // GROUP], group=index // GROUP, sample=sample, score=score))
-    return Drawn(trajectories=found, greedy=None, num_batches=1, num_dropped=0)
+        row, prompt = prompts[index // GROUP]
+        episode = Episode(
+            row=row,
+            prompt_id=row.id,
+            group=index // GROUP,
+            index=index % GROUP,
+            segments=(prompt, answer),
+            end=FinishReason.stop,
+            score=Score(float(draw.integers(0, 2)), {"format": 1.0}, correct=1.0),
+        )
+        found.append(episode)
+    return RolloutBatch(episodes=found, greedy=None, num_batches=1, num_dropped=0)
 
 
 def large_config(algorithm: str, num_sequences: int, tokens: int) -> RunConfig:
     num_prompts = num_sequences // GROUP
     overrides = [
         f"algorithm={algorithm}", f"rollout.n={GROUP}", f"data.train_batch_size={num_prompts}",
-        f"actor.ppo_mini_batch_size={num_prompts // 4}", f"critic.ppo_mini_batch_size={num_prompts // 4}",
+        f"actor.ppo_mini_batch_size={num_prompts // 4}",
         f"data.max_prompt_length={PROMPT}", f"data.max_response_length={2 * tokens}",
-        f"actor.loss_agg_constant={2 * tokens}",
     ]  # fmt: skip
     if algorithm == "ppo":
         overrides += ["algorithm.use_kl_in_reward=true", "algorithm.rollout_correction.level=token"]
@@ -215,7 +222,7 @@ class Nothing:
 
 
 def simulated_run(
-    config: RunConfig, drawn: Drawn, num_ranks: int, stand_in: Any, ledger: Ledger, folder: Path, model: Path
+    config: RunConfig, rollouts: RolloutBatch, num_ranks: int, stand_in: Any, ledger: Ledger, folder: Path, model: Path
 ) -> Any:
     """What ``train_step`` needs of a ``Run``."""
     layout = Layout.of(ParallelConfig(), num_ranks)
@@ -232,11 +239,11 @@ def simulated_run(
 
     writer = ThreadPoolExecutor(1)  # as in a run: a thread makes and writes them while workers score
 
-    def keep_rollouts(step: int, trajectories: Sequence[Trajectory]) -> None:
-        writer.submit(lambda: write_samples(folder, step, "rollouts", sample_rows(step, trajectories, tokenizer)))
+    def keep_rollouts(step: int, episodes: Sequence[Episode]) -> None:
+        writer.submit(lambda: write_samples(folder, step, "rollouts", sample_rows(step, episodes, tokenizer)))
 
-    async def step(*_: Any) -> Drawn:
-        return drawn
+    async def collect(*_: Any) -> RolloutBatch:
+        return rollouts
 
     (folder / "rollouts").mkdir(exist_ok=True)
     needs_critic, nothing = config.needs_critic, Nothing()
@@ -244,7 +251,7 @@ def simulated_run(
     weights = WeightSync(Nothing(actor), restarter)
     return SimpleNamespace(
         config=config, clock=Clock(), tracker=SimpleNamespace(now=lambda *_: None), actor=actor,
-        critic=critic if needs_critic else None, drawing=SimpleNamespace(step=step), next_rows=None,
+        critic=critic if needs_critic else None, collector=SimpleNamespace(collect=collect), next_rows=None,
         reporting=lambda _: None, passes=lambda *_: [], keep_rollouts=keep_rollouts, leaving=Preemption(),
         kl=KlController(config.algorithm.kl_ctrl),
         actor_loss=policy_loss(config.actor), critic_loss=value_loss(config.critic), on_accelerator=False, epoch=0.0,
@@ -259,7 +266,7 @@ PARTS = {
     "critic_metrics": "metrics",
     "memory_metrics": "metrics",
 }
-SCORES, STUDY = "scores: shards, calls, answers", "lesson: call, answers, groups, whitening"
+SCORES, ADVANTAGES = "scores: shards, calls, answers", "advantages: call, answers, groups, whitening"
 SHARING = "device sharing and weight sync: calls"
 ASYNC_PARTS = {"score": SCORES, "update": "updates: calls, answers"}
 
@@ -267,10 +274,10 @@ ASYNC_PARTS = {"score": SCORES, "update": "updates: calls, answers"}
 async def large(algorithm: str, options: argparse.Namespace, folder: Path, model: Path) -> list[Result]:
     """The best of some steps."""
     config = large_config(algorithm, options.sequences, options.tokens)
-    drawn = drawn_of(options.sequences, options.tokens)
+    rollouts = rollouts_of(options.sequences, options.tokens)
     stand_in = StandIn.remote()
     ray.get(stand_in.call.remote(message_of(TrainWorker.host, (), {})))
-    names = [*PARTS, "study", "updates"]
+    names = [*PARTS, "estimate_step", "updates"]
     originals = {name: getattr(loop, name) for name in names}
     gc.freeze()  # as ``loop.train``
     best: tuple[tuple[float, float], Ledger] | None = None
@@ -283,11 +290,11 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
             name: ledger.timed_async(title, getattr(module, name)) for name, title in ASYNC_PARTS.items()
         }
         wrapped["send"] = ledger.timed(SCORES, module.send)
-        loop.study = ledger.timed_async(STUDY, originals["study"])
+        loop.estimate_step = ledger.timed_async(ADVANTAGES, originals["estimate_step"])
         loop.updates = SimpleNamespace(  # type: ignore[assignment]
             **wrapped, minibatches=module.minibatches, Updated=module.Updated
         )
-        run = simulated_run(config, drawn, options.ranks, stand_in, ledger, folder, model)
+        run = simulated_run(config, rollouts, options.ranks, stand_in, ledger, folder, model)
         to_engines, to_trainer = run.devices.to_engines, run.devices.to_trainer
 
         @asynccontextmanager

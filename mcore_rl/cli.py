@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mcore_rl.config.algorithm_registry import algorithms
 from mcore_rl.config.compose import as_yaml, compose
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
@@ -24,7 +25,7 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.tracking.secrets import redacted
 
 EPILOG = """\
-Overrides are hydra's: key=value, lists as key=[a,b], yaml files of conf/ as algorithm=grpo.
+Overrides are hydra's: key=value, lists as key=[a,b], and algorithm=NAME for all that belongs to an algorithm.
 
   mcore-rl train model.path=MODEL data.train_files=[train.parquet] data.val_files=[test.parquet] \\
       algorithm=grpo rollout.n=8 actor.parallel.tp=2 actor.parallel.ep=2 trainer.n_gpus_per_node=8
@@ -35,11 +36,12 @@ Overrides are hydra's: key=value, lists as key=[a,b], yaml files of conf/ as alg
 
 @dataclass(frozen=True)
 class Program:
-    """One of the main programs.  run: returns the exit code."""
+    """One of the main programs.  run: returns the exit code.  epilog: below its help."""
 
     help: str
     schema: type[Any]
     run: Callable[[Any], int]
+    epilog: str = EPILOG
 
 
 def _train(config: RunConfig) -> int:
@@ -66,8 +68,17 @@ def _evaluate(config: EvaluateConfig) -> int:
     return asyncio.run(run_evaluate(config))
 
 
+def _algorithms() -> str:
+    """A line of each, for people."""
+    lines = [f"  {each.name:<28} {each.about} ({each.paper})" for each in algorithms().values()]
+    own = "  FILE.py                      one of your own (docs/algorithms.md)"
+    return "\n".join(["algorithm=NAME, where NAME is", *lines, own, ""])
+
+
 PROGRAMS = {
-    "train": Program("reinforcement learning: PPO, GRPO, RLOO and their relatives", RunConfig, _train),
+    "train": Program(
+        "reinforcement learning: PPO, GRPO, RLOO and their relatives", RunConfig, _train, f"{EPILOG}\n{_algorithms()}"
+    ),
     "sft": Program("supervised fine-tuning on conversations", SftConfig, _sft),
     "generate": Program("responses to the prompts of parquet files", GenerateConfig, _generate),
     "evaluate": Program("grade generated responses: score, accuracy, pass@k, maj@k", EvaluateConfig, _evaluate),
@@ -80,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     programs = top.add_subparsers(dest="program", required=True, metavar="|".join(PROGRAMS))
     for name, program in PROGRAMS.items():
         sub = programs.add_parser(
-            name, help=program.help, description=program.help, epilog=EPILOG,
+            name, help=program.help, description=program.help, epilog=program.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         sub.add_argument("overrides", nargs="*", metavar="key=value", help="see below; --cfg shows all keys")

@@ -23,11 +23,19 @@ from torch import Tensor
 class TrainBatch:
     """Ragged sequences, laid end to end, no padding.
 
-    lengths_S: tokens of each sequence, all positive.  tokens_T: int64 for an engine; int32, half the memory, on the
-    controller, which only counts and sends them.  mask_T: bool, tokens that are trained; the
-    first of a sequence never is.  The rest is optional and float32: what the losses need.  weights_T: what the policy
-    loss of each token is multiplied by (importance correction).  routing_TLK: int16 expert choices to replay, one row
-    per token and layer of the model; those of dense layers are not read.
+    The tensors from old_logprobs_T to weights_T are optional and float32: what advantages and losses need.
+
+    lengths_S: tokens of each sequence, all positive.
+    tokens_T: int64 for an engine; int32, half the memory, on the controller, which only counts and sends them.
+    mask_T: bool, tokens that are trained; the first of a sequence never is.
+    old_logprobs_T, ref_logprobs_T, rollout_logprobs_T: of the policy before the step, the reference and the sampler.
+    turn_rewards_T: what a turn earned by itself, at its last token and 0 elsewhere; None where no turn did.
+    advantages_T, returns_T, old_values_T: what the actor and the critic are trained with, and what the critic said.
+    weights_T: what the policy loss of each token is multiplied by (importance correction).
+    routing_TLK: int16 expert choices to replay, one row per token and layer of the model; those of dense layers are
+        not read.
+    pairs_S: the key of each sequence's pair, None where it has none; None where no sequence has one.  A pair is trained
+        by one rank, in one microbatch.
     """
 
     lengths_S: tuple[int, ...]
@@ -36,17 +44,20 @@ class TrainBatch:
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
     rollout_logprobs_T: Tensor | None = None
+    turn_rewards_T: Tensor | None = None
     advantages_T: Tensor | None = None
     returns_T: Tensor | None = None
     old_values_T: Tensor | None = None
     weights_T: Tensor | None = None
     routing_TLK: Tensor | None = None
+    pairs_S: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
         num_tokens = sum(self.lengths_S)
         assert self.lengths_S and min(self.lengths_S) >= 1, "a batch holds at least one sequence and none is empty"
         for name, tensor in self.token_fields():
             assert tensor.shape[0] == num_tokens, f"{name} has {tensor.shape[0]} rows for {num_tokens} tokens"
+        assert self.pairs_S is None or len(self.pairs_S) == len(self.lengths_S), "pairs_S has a key a sequence"
         assert self.mask_T.dtype == torch.bool, "masks are bool"
         assert not self.mask_T[list(self.offsets_S)].any(), "the first token of a sequence is never trained"
 
@@ -60,13 +71,14 @@ class TrainBatch:
 
     def token_fields(self) -> list[tuple[str, Tensor]]:
         """(name, tensor) of every per-token field that is present."""
-        named = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "lengths_S"]
+        of_sequences = ("lengths_S", "pairs_S")
+        named = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name not in of_sequences]
         return [(name, tensor) for name, tensor in named if tensor is not None]
 
     def to(self, device: torch.device) -> TrainBatch:
         """The same batch with its tensors on ``device``."""
         moved = {name: tensor.to(device) for name, tensor in self.token_fields()}
-        return TrainBatch(lengths_S=self.lengths_S, **moved)
+        return TrainBatch(lengths_S=self.lengths_S, pairs_S=self.pairs_S, **moved)
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """The sequences ``indices``, in that order, as a batch of their own."""
@@ -74,7 +86,8 @@ class TrainBatch:
         for name, tensor in self.token_fields():
             sequences = torch.split(tensor, list(self.lengths_S))
             selected[name] = torch.cat([sequences[i] for i in indices])
-        return TrainBatch(lengths_S=tuple(self.lengths_S[i] for i in indices), **selected)
+        pairs_S = None if self.pairs_S is None else tuple(self.pairs_S[i] for i in indices)
+        return TrainBatch(lengths_S=tuple(self.lengths_S[i] for i in indices), pairs_S=pairs_S, **selected)
 
 
 @dataclass(frozen=True, kw_only=True)

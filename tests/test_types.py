@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -38,6 +40,7 @@ def test_token_fields_are_those_that_are_there() -> None:
         ({"tokens_T": torch.arange(7)}, "tokens_T has 7 rows for 8 tokens"),
         ({"advantages_T": torch.zeros(9)}, "advantages_T has 9 rows for 8 tokens"),
         ({"routing_TLK": torch.zeros(3, 8, 2)}, "routing_TLK has 3 rows for 8 tokens"),
+        ({"pairs_S": (1, 1)}, "pairs_S has a key a sequence"),
         ({"mask_T": torch.zeros(8)}, "masks are bool"),
         ({"mask_T": torch.tensor([0, 1, 1, 1, 0, 1, 0, 1], dtype=torch.bool)}, "first token of a sequence"),
     ],
@@ -57,7 +60,8 @@ def test_select_takes_whole_sequences_in_the_order_asked_for() -> None:
     assert chosen.mask_T.tolist() == [False, True, False, True, False, True, True]
     assert chosen.advantages_T is not None and torch.equal(chosen.advantages_T, rows / 10)
     assert chosen.routing_TLK is not None and torch.equal(chosen.routing_TLK, routing_TLK[rows])
-    assert chosen.old_logprobs_T is None
+    assert chosen.old_logprobs_T is None and chosen.pairs_S is None
+    assert replace(whole, pairs_S=(7, None, 7)).select([2, 0]).pairs_S == (7, 7)
 
 
 def test_selecting_all_changes_nothing() -> None:
@@ -70,6 +74,7 @@ def test_selecting_all_changes_nothing() -> None:
 
 def test_to_a_device_takes_all_and_changes_nothing() -> None:
     whole = batches.ragged(101)
+    assert batch(pairs_S=(7, None, 7)).to(torch.device("cpu")).pairs_S == (7, None, 7)
     moved = whole.to(torch.device("cpu"))
     assert moved.lengths_S == whole.lengths_S
     for (name, ours), (other, theirs) in zip(whole.token_fields(), moved.token_fields(), strict=True):

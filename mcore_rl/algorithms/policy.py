@@ -19,8 +19,8 @@ from torch import Tensor
 
 from mcore_rl.algorithms.kl import kl_k1, kl_k3, penalty
 from mcore_rl.algorithms.losses.aggregation import sum_token_losses
-from mcore_rl.algorithms.losses.registry import POLICY_LOSSES
-from mcore_rl.algorithms.losses.token_losses import log_ratios, masked_sum, trained_rows
+from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios, masked_sum, trained_rows
+from mcore_rl.config import algorithm_registry
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.types import LossInputs, LossSums
@@ -51,7 +51,7 @@ class ActorLoss:
         """
         config, inputs = self.config, trained_rows(inputs)
         assert inputs.logprobs_N is not None, "an actor's forward pass makes log-probs"
-        found = POLICY_LOSSES[config.loss_mode].fn(inputs, config)
+        found: TokenLosses = algorithm_registry.policy_loss(config.loss_mode).load()(inputs, config)
         policy_N = found.loss_N if inputs.weights_N is None else found.loss_N * inputs.weights_N
         loss_N, per_token = policy_N, {"actor/policy_loss": policy_N}
 

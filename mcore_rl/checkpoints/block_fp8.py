@@ -3,7 +3,7 @@
 Beside a matrix ``NAME`` of dtype F8_E4M3 stands ``NAME_scale_inv``, float32, one number per block of ``block`` rows and
 columns (``quantization_config.weight_block_size`` in config.json, 128 by 128); blocks at the edges may be cut off.  The
 weight is ``float32(NAME) * scale`` (``weight_dequant`` in DeepSeek-V3's inference/kernel.py).  Tensors of other dtypes
-are read as they are.
+are read unchanged.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Writing a torch distributed checkpoint as megatron-core's ``torch_dist`` loader expects it, from one process.
 
 The files are those of torch's own ``FileSystemWriter`` (torch/distributed/checkpoint/filesystem.py, 2.13): chunks made
-by ``torch.save``, one after another, and ``.metadata``; and those that megatron-core adds, ``common.pt`` and
-``metadata.json`` (megatron/core/dist_checkpointing/strategies/common.py and core.py, 0.16.1).  Only one chunk is in
-memory at a time, where both of those writers take the whole state dict.
+by ``torch.save``, one after another, and ``.metadata``; and ``common.pt`` and ``metadata.json``, which megatron-core
+adds (megatron/core/dist_checkpointing/strategies/common.py and core.py, 0.16.1).  Only one chunk is in memory at a
+time, where both of those writers take the whole state dict.
 """
 
 from __future__ import annotations

@@ -133,10 +133,10 @@ def _wrong_tie(checkpoint: HfCheckpoint, output: TensorInfo) -> Iterator[str]:
     """Some tools also write the tied projection; it must equal the embedding, or this is another model."""
     embedding = checkpoint.tensors.get(EMBEDDING_TENSOR.name)
     if embedding is None:
-        return  # said already
+        return  # ``_missing_or_misshapen`` reports it
     if (embedding.shape, embedding.dtype) != (output.shape, output.dtype) or not _equal(checkpoint, embedding, output):
-        said = f"config.json says tie_word_embeddings=true, and this is not equal to {EMBEDDING_TENSOR.name}"
-        yield f"{output.file.name}: tensor {OUTPUT}: {said}. Write tie_word_embeddings=false. {MISMATCH}"
+        difference = f"config.json says tie_word_embeddings=true, and this is not equal to {EMBEDDING_TENSOR.name}"
+        yield f"{output.file.name}: tensor {OUTPUT}: {difference}. Write tie_word_embeddings=false. {MISMATCH}"
 
 
 def _equal(checkpoint: HfCheckpoint, one: TensorInfo, other: TensorInfo) -> bool:

@@ -85,8 +85,8 @@ class ShardedWriter:
         """Plan ``specs`` into shards of at most ``max_shard_bytes`` and write their headers.
 
         metadata: for the header of every file, beside ``FORMAT``.  joins: another process made the same plan and wrote
-        the headers; this process writes into those files and calls ``leave``; the other notes what was written and
-        finishes.
+        the headers; this process writes into those files and calls ``leave``; the other then calls ``note_written`` and
+        ``finish``.
 
         Raises CheckpointError with every violation: ``directory`` exists and is not an empty directory, an
         ``.incomplete`` one is left from before, too little free space, a name that occurs twice, a dtype that the

@@ -8,20 +8,6 @@ from enum import Enum
 from mcore_rl.errors import Violation
 
 
-class AdvEstimator(Enum):
-    """How advantages follow from rewards; one file of ``algorithms/advantages`` each, with its paper."""
-
-    gae = "gae"
-    grpo = "grpo"
-    dr_grpo = "dr_grpo"
-    rloo = "rloo"
-    reinforce_plus_plus = "reinforce_plus_plus"
-    reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline"
-    remax = "remax"
-    gpg = "gpg"
-    opo = "opo"
-
-
 class KlPenalty(Enum):
     """KL(policy || reference) at one token: estimates from the token drawn (http://joschu.net/blog/kl-approx.html).
 
@@ -94,12 +80,15 @@ class FilterGroupsConfig:
 class AlgorithmConfig:
     """Advantages and KL.
 
-    gamma, lam: discount and GAE's lambda.  whiten_advantages: to mean 0 and variance 1 over the trained tokens of the
-    whole batch.  use_kl_in_reward: ``- kl_ctrl.kl_coef * kl_penalty`` is added to every token's reward.
+    adv_estimator: how advantages follow from rewards, by its name in docs/algorithms.md; ``FILE.py:NAME`` is one of a
+    file of your own.
+    gamma, lam: discount, and GAE's lambda.
+    whiten_advantages: to mean 0 and variance 1 over the trained tokens of the whole batch.
+    use_kl_in_reward: ``- kl_ctrl.kl_coef * kl_penalty`` is added to every token's reward.
     mask_truncated: responses cut off at their limit are not trained (arXiv:2503.14476, overlong filtering).
     """
 
-    adv_estimator: AdvEstimator = AdvEstimator.grpo
+    adv_estimator: str = "grpo"
     gamma: float = 1.0
     lam: float = 1.0
     whiten_advantages: bool = False

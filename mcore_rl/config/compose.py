@@ -1,15 +1,14 @@
 """Command-line overrides over yaml values over the dataclasses, to one typed configuration.
 
 The dataclasses are the only schema: a key that they do not have and a value of another type are refused, with the place
-and the nearest key that there is.  The yaml files of ``mcore_rl/conf`` hold values; a directory of the user's may hold
-more of them.
+and the nearest key that there is.  The yaml files of ``mcore_rl/conf`` and the objects of ``config/algorithms`` hold
+values; a directory of the user's may hold more of both.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mcore_rl.config.algorithm_presets import offer_algorithms
+from mcore_rl.config.names import meant
+from mcore_rl.config.written_keys import Composed, written_keys
 from mcore_rl.errors import ConfigError, Violation
 
 T = TypeVar("T")
@@ -37,6 +39,7 @@ def compose(
 
     directory: of yaml files of the user's, which may name ours in their defaults.  name: of the one to begin with; None
     is PROGRAM.
+    A ``Composed`` schema also knows which keys the user wrote.
     Raises ConfigError naming the override or key, and what could be written instead.
     """
     begin = name or program
@@ -46,13 +49,17 @@ def compose(
         raise ConfigError([Violation("--config-name", begin, problem, f"Choose one of those there: {there}")])
     # PROGRAM.yaml begins with it, so that every key may be overridden and none that the schema does not have.
     ConfigStore.instance().store(name=f"{program}_schema", node=schema)
+    overrides = offer_algorithms(overrides, directory)
     composing = partial(_compose, schema, begin, directory)
     try:
-        return composing(overrides)
+        found = composing(overrides)
     except ERRORS as error:
         files = _of_files(begin, composing)
         wrong = files or [each for override in overrides if (each := _violation(composing, override, schema))]
         raise ConfigError(wrong or [_of_file(begin, error)]) from error
+    if isinstance(found, Composed):
+        found.written = written_keys(overrides, directory, begin)
+    return found
 
 
 def _compose(schema: type[T], name: str, directory: Path | None, overrides: Sequence[str]) -> T:
@@ -94,7 +101,7 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
             return Violation(key, "", "is no override", "Write key=value; lists as key=[a,b]")
         if "Could not find" in cause:
             choices = re.findall(r"^\t(\S+)$", str(error), re.MULTILINE)
-            return Violation(key, value, "there is no such yaml file", f"Choose one of {', '.join(choices)}")
+            return Violation(key, value, "there is none of that name", f"Choose one of {', '.join(choices)}")
         known = list(all_keys(OmegaConf.structured(schema)))
         if "Could not append" in cause:
             return Violation(key, value, "there is such a key already", f"Write {key}={value}, without the +")
@@ -104,12 +111,6 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
             return Violation(key, value, "is not there yet", f"Write +{key}={value}")
         return Violation(key, value, "there is no such key", meant(key, known, "--help shows all keys"))
     return None
-
-
-def meant(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The remedy for a name that is not there: the nearest of those ``known``, or ``otherwise`` where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f"Did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def _of_files(name: str, composing: Callable[[Sequence[str]], Any]) -> list[Violation]:

@@ -22,10 +22,16 @@ class Truncation(Enum):
 class DataConfig:
     """Parquet files in the field's schema (docs/data.md), and how prompts are drawn from them.
 
-    train_batch_size: prompts of a step.  gen_batch_size: prompts drawn at a time where groups are filtered; None is
-    train_batch_size.  val_batch_size: prompts validated at a time; None is all.  max_prompt_length,
-    max_response_length: tokens.  prompt_key: column of the messages.  filter_overlong_prompts: leave out those that are
-    too long, before ``truncation`` is asked.  shuffle, seed: of the training prompts, anew each epoch.
+    train_files, val_files: parquet files, read in this order.
+    train_batch_size: prompts of a step.
+    gen_batch_size: prompts drawn at a time where groups are filtered; None is train_batch_size.
+    val_batch_size: prompts validated at a time; None is all.
+    max_prompt_length: tokens of a prompt.
+    max_response_length: tokens of all that follows the prompt, whoever wrote it; with tools, of all turns and results.
+    prompt_key: column of the messages.
+    filter_overlong_prompts: leave out prompts that are too long, before ``truncation`` is asked.
+    truncation: what becomes of the other prompts that are too long.
+    shuffle, seed: of the training prompts, anew each epoch.
     train_max_samples, val_max_samples: only so many rows, the first of a seeded shuffle; None is all.
     chat_template_kwargs: given to the tokenizer's chat template.
     """

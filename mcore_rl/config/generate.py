@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.config.data import DataConfig, Truncation, data_violations
-from mcore_rl.config.rollout import RolloutConfig, ValidationConfig, rollout_config_violations
+from mcore_rl.config.rollout import RolloutConfig, ValidationConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.trainer import ModelPathConfig, RayInitConfig
 from mcore_rl.errors import Violation
 
@@ -16,7 +16,7 @@ class GenerateDataConfig:
     """Parquet files of prompts; what is not said here is as in ``DataConfig``.
 
     files: in this order.  max_samples: only so many rows, the first of a shuffle by ``seed``, in file order; None is
-    all.  max_prompt_length, max_response_length: tokens.
+    all.  max_prompt_length, max_response_length: tokens, as of ``RolloutConfig``.
     """
 
     files: list[str] = field(default_factory=list)
@@ -62,7 +62,11 @@ class GenerateConfig:
 
 def generate_violations(config: GenerateConfig) -> list[Violation]:
     """Everything wrong in ``config`` that can be told without opening a file."""
-    found = [*data_violations(config.data.prompts), *rollout_config_violations(config.rollout)]
+    found = [
+        *data_violations(config.data.prompts),
+        *rollout_config_violations(config.rollout),
+        *routing_violations(config.rollout),
+    ]
     if config.data.max_samples is not None and config.data.max_samples < 1:
         found.append(Violation("data.max_samples", config.data.max_samples, "must be positive", "Write 1 or more"))
     for name in ("max_prompt_length", "max_response_length"):

@@ -15,7 +15,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
-from mcore_rl.config.compose import ERRORS, all_keys, compose, meant, words
+from mcore_rl.config.compose import ERRORS, all_keys, compose, words
+from mcore_rl.config.names import meant
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any

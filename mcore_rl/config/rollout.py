@@ -107,11 +107,16 @@ class ServingConfig:
 class RolloutConfig(ServingConfig):
     """The rollout engines and how they draw.
 
-    n: samples of each prompt.  temperature, top_p, top_k: 1, 1 and -1 draw from the whole distribution, which is the
-    only one whose log-probs the trainer reproduces.  stop, stop_token_ids, ignore_eos: what ends a response besides its
-    length.  seed: of all draws.  max_prompt_length, max_response_length: tokens; their sum is the context that engines
-    are made for.  return_routed_experts: record which experts every token went to; needs vLLM's model runner V2, and
-    thereby Triton: not on CPU.  val_kwargs: how validation draws.
+    n: samples of each prompt.
+    temperature, top_p, top_k: 1, 1 and -1 draw from the whole distribution, which is the only one whose log-probs the
+        trainer reproduces.
+    stop, stop_token_ids, ignore_eos: what ends a response besides its length.
+    seed: of all draws.
+    max_prompt_length: tokens of a prompt.
+    max_response_length: tokens of all that follows the prompt, whoever wrote it; with tools, of all turns and results.
+    return_routed_experts: record which experts every token went to; needs vLLM's model runner V2, and thereby Triton:
+        not on CPU.  No command reads them yet, see ``routing_violations``.
+    val_kwargs: how validation draws.
     """
 
     n: int = 1
@@ -129,8 +134,16 @@ class RolloutConfig(ServingConfig):
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest prompt with the longest response."""
+        """Tokens of the longest episode: the longest prompt, and the most that may follow it."""
         return self.max_prompt_length + self.max_response_length
+
+
+def routing_violations(rollout: RolloutConfig) -> list[Violation]:
+    """Of a command that reads no recorded routing, whose run would pay for it and train with other experts."""
+    if not rollout.return_routed_experts:
+        return []
+    problem = "the experts that it records are not replayed: the trainer chooses its own"
+    return [Violation("rollout.return_routed_experts", True, problem, "Write rollout.return_routed_experts=false")]
 
 
 def parse_rollout_layout(text: str) -> RolloutLayout:

@@ -8,35 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig, CorrectionLevel, algorithm_violations
+from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel, algorithm_violations
+from mcore_rl.config.algorithm_object import ACTOR, CRITIC, REFERENCE
+from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, reward_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
-from mcore_rl.config.roles import (
-    ActorConfig,
-    CriticConfig,
-    LossAggregation,
-    LossMode,
-    actor_violations,
-    critic_violations,
-)
-from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations
+from mcore_rl.config.roles import ActorConfig, CriticConfig, actor_violations, critic_violations
+from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.trainer import ModelPathConfig, Placement, RayInitConfig, TrainerConfig, trainer_violations
-from mcore_rl.errors import Violation
-
-GROUPED = {
-    AdvEstimator.grpo,
-    AdvEstimator.dr_grpo,
-    AdvEstimator.rloo,
-    AdvEstimator.reinforce_plus_plus_baseline,
-    AdvEstimator.gpg,
-    AdvEstimator.opo,
-}
+from mcore_rl.config.unread_keys import unread_violations
+from mcore_rl.config.written_keys import Composed
+from mcore_rl.errors import ConfigError, Violation
 
 
 @dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(Composed):
     """What ``mcore-rl train`` runs."""
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
@@ -53,36 +41,60 @@ class RunConfig:
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that are built, by name.  Raises ConfigError where there is no such estimator."""
+        refers = self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+        return (ACTOR, *estimator(self.algorithm.adv_estimator).roles, *([REFERENCE] if refers else []))
+
+    @property
     def needs_critic(self) -> bool:
         """Whether values are estimated."""
-        return self.algorithm.adv_estimator is AdvEstimator.gae
+        return CRITIC in self.roles
 
     @property
     def needs_reference(self) -> bool:
         """Whether anything asks how far the policy is from where it started."""
-        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+        return REFERENCE in self.roles
 
     @property
     def needs_greedy(self) -> bool:
         """Whether each prompt is also answered greedily, for a baseline."""
-        return self.algorithm.adv_estimator is AdvEstimator.remax
+        return estimator(self.algorithm.adv_estimator).greedy
 
 
 def run_violations(run: RunConfig) -> list[Violation]:
-    """Everything wrong in ``run`` that can be told without opening a file."""
+    """Everything wrong in ``run`` that can be told without opening a file of data or of a model."""
+    unknown = _unknown_parts(run)
     found = [
         *data_violations(run.data),
+        *unknown,
         *algorithm_violations(run.algorithm),
         *actor_violations(run.actor),
-        *(critic_violations(run.critic) if run.needs_critic else ()),
         *rollout_config_violations(run.rollout),
+        *routing_violations(run.rollout),
         *reward_violations(run.reward),
         *reward_model_violations(run.reward_model),
         *trainer_violations(run.trainer),
+        *_missing(run),
     ]
+    if unknown:
+        return found  # what the rules below ask for, nobody knows
+    if run.needs_critic:
+        found += critic_violations(run.critic)
+    found += unread_violations(run)
     if run.data.train_batch_size < 1 or run.rollout.n < 1 or run.trainer.world_size < 1:
         return found  # the rules below divide by these
-    return [*found, *_batch_violations(run), *_algorithm_violations(run), *_share_violations(run), *_missing(run)]
+    return [*found, *_batch_violations(run), *_algorithm_violations(run), *_share_violations(run)]
+
+
+def _unknown_parts(run: RunConfig) -> list[Violation]:
+    found: list[Violation] = []
+    for part, name in ((estimator, run.algorithm.adv_estimator), (policy_loss, run.actor.loss_mode)):
+        try:
+            part(name)
+        except ConfigError as error:
+            found += error.violations
+    return found
 
 
 def _batch_violations(run: RunConfig) -> list[Violation]:
@@ -119,18 +131,14 @@ def _batch_violations(run: RunConfig) -> list[Violation]:
 
 
 def _algorithm_violations(run: RunConfig) -> list[Violation]:
-    found, algorithm, n = [], run.algorithm, run.rollout.n
-    name = algorithm.adv_estimator.value
-    if algorithm.adv_estimator in GROUPED and n < 2:
-        problem = f"algorithm.adv_estimator={name} compares the samples of a prompt, and there is one"
+    found, algorithm, n = _loss_violations(run), run.algorithm, run.rollout.n
+    name, least = algorithm.adv_estimator, estimator(algorithm.adv_estimator).min_group
+    if n < least:
+        problem = f"algorithm.adv_estimator={name} compares the samples of a prompt, and needs {least} or more"
         found.append(Violation("rollout.n", n, problem, "Write rollout.n=5, say, or another estimator"))
     if algorithm.filter_groups.enable and n < 2:
         problem = "algorithm.filter_groups.enable looks for groups whose rewards differ, and a group has one sample"
         found.append(Violation("rollout.n", n, problem, "Write rollout.n=8, say, or enable=false"))
-    if run.actor.loss_mode is LossMode.gspo and run.actor.loss_agg_mode is not LossAggregation.seq_mean_token_mean:
-        problem = "GSPO's objective is a mean over sequences (arXiv:2507.18071, eq. 5)"
-        remedy = "Write actor.loss_agg_mode=seq_mean_token_mean"
-        found.append(Violation("actor.loss_agg_mode", run.actor.loss_agg_mode.value, problem, remedy))
     drawn = run.rollout
     if drawn.temperature == 0:
         problem = "greedy samples are of no distribution that could be trained"
@@ -145,6 +153,31 @@ def _algorithm_violations(run: RunConfig) -> list[Violation]:
         problem = f"there is no critic: algorithm.adv_estimator={name} needs no values"
         remedy = "Write trainer.critic_warmup=0 or algorithm.adv_estimator=gae"
         found.append(Violation("trainer.critic_warmup", run.trainer.critic_warmup, problem, remedy))
+    return found
+
+
+def _loss_violations(run: RunConfig) -> list[Violation]:
+    """What the policy loss cannot be asked for."""
+    found, actor, loss = [], run.actor, policy_loss(run.actor.loss_mode)
+    if loss.aggregation is not None and actor.loss_agg_mode is not loss.aggregation:
+        problem = f"actor.loss_mode={loss.name} is defined with another ({loss.paper})"
+        remedy = f"Write actor.loss_agg_mode={loss.aggregation.value}"
+        found.append(Violation("actor.loss_agg_mode", actor.loss_agg_mode.value, problem, remedy))
+    if "actor.clip_ratio_c" in loss.reads and actor.clip_ratio_c <= 1 + actor.clip_high:
+        problem = f"must exceed 1 + the upper clip range, {1 + actor.clip_high:g}: it bounds ratios above that"
+        found.append(Violation("actor.clip_ratio_c", actor.clip_ratio_c, problem, "Write 3.0"))
+    if loss.updates_per_batch is None or actor.allow_stale_updates:
+        return found
+    size = run.data.train_batch_size
+    reason = f"actor.loss_mode={loss.name} has no ratio, and is right for {loss.updates_per_batch} update of a batch"
+    remedy = "or a loss with a ratio, actor.loss_mode=ppo_clip, or actor.allow_stale_updates=true"
+    if actor.ppo_epochs > loss.updates_per_batch:
+        found.append(Violation("actor.ppo_epochs", actor.ppo_epochs, reason, f"Write 1, {remedy}"))
+    if 0 < actor.ppo_mini_batch_size < size and size % actor.ppo_mini_batch_size == 0:
+        problem = f"is less than data.train_batch_size={size}: {reason}"
+        found.append(
+            Violation("actor.ppo_mini_batch_size", actor.ppo_mini_batch_size, problem, f"Write {size}, {remedy}")
+        )
     return found
 
 

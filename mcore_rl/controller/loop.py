@@ -10,7 +10,7 @@ import gc
 from mcore_rl.config.trainer import is_due
 from mcore_rl.controller.run import REFERENCE, Run
 from mcore_rl.controller.step import updates
-from mcore_rl.controller.step.advantages import study
+from mcore_rl.controller.step.advantages import estimate_step
 from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.controller.step.metrics import actor_metrics, critic_metrics, memory_metrics, rates, sample_metrics
 from mcore_rl.controller.step.utilization import tflop, utilization
@@ -52,9 +52,10 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     actor_loss, critic_loss, temperature = run.actor_loss, run.critic_loss, config.rollout.temperature
 
     with clock("generate"):
-        drawn = await run.leaving.unless(run.drawing.step(step, run.next_rows, run.reporting("drawing")))
-    groups = assemble(drawn.trajectories, drawn.greedy)
-    run.keep_rollouts(step, drawn.trajectories)
+        collecting = run.collector.collect(step, run.next_rows, run.reporting("drawing"))
+        rollouts = await run.leaving.unless(collecting)
+    groups = assemble(rollouts.episodes, rollouts.greedy)
+    run.keep_rollouts(step, rollouts.episodes)
 
     with clock("sync"):
         await run.devices.to_trainer()
@@ -73,21 +74,21 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
 
     run.leaving.unless_asked()  # from here on the step changes what a checkpoint holds
     with clock("advantages"):
-        lesson = await study(run.actor, shared, groups, config.algorithm, run.kl)
-        metrics = sample_metrics(drawn) | lesson.metrics
+        advantages = await estimate_step(run.actor, shared, groups, config.algorithm, run.kl)
+        metrics = sample_metrics(rollouts) | advantages.metrics
 
     updated = valued = updates.Updated()
     if run.critic is not None:
         run.tracker.now("training the critic")
         with clock("update_critic"):
             critic_parts = updates.minibatches(groups.group_S, config.critic, num_prompts, seed)
-            valued = await updates.update(run.critic, shared, critic_loss, critic_parts, lesson, temperature=1.0)
+            valued = await updates.update(run.critic, shared, critic_loss, critic_parts, advantages, temperature=1.0)
             metrics |= critic_metrics(valued)
     if step > config.trainer.critic_warmup:
         run.tracker.now("training the actor")
         with clock("update_actor"):
             updated = await updates.update(
-                run.actor, shared, actor_loss, actor_parts, lesson, temperature=temperature, reference=REFERENCE
+                run.actor, shared, actor_loss, actor_parts, advantages, temperature=temperature, reference=REFERENCE
             )
     assert old.entropy_S is not None
     metrics |= actor_metrics(updated, config.actor, float(old.entropy_S.sum()) / max(1, groups.num_trained))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,14 @@ from mcore_rl.controller.lifecycle.preparation import Prepared
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.lifecycle.saving import Saver
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
-from mcore_rl.controller.step.batch_assembly import Trajectory, sample_rows
 from mcore_rl.controller.step.guards import Guards
 from mcore_rl.controller.step.profiling import profiled
-from mcore_rl.controller.step.rollout_collection import RolloutCollector
+from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutCollector
+from mcore_rl.controller.step.samples import sample_rows
 from mcore_rl.controller.step.utilization import Passes, device_peak
 from mcore_rl.controller.step.validation import overall, validate
 from mcore_rl.data.prompts import PromptRow
+from mcore_rl.episodes import Episode
 from mcore_rl.errors import AlarmError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.runtime.train_group import TrainGroup
@@ -49,12 +50,12 @@ class Run:
         prepared: Prepared,
         actor: TrainGroup,
         critic: TrainGroup | None,
-        drawing: RolloutCollector,
+        collector: RolloutCollector,
         devices: DeviceSharing,
         weights: WeightSync,
     ) -> None:
         self.config, self.tracker, self.actor, self.critic = config, tracker, actor, critic
-        self.drawing, self.devices, self.weights, self.prepared = drawing, devices, weights, prepared
+        self.collector, self.devices, self.weights, self.prepared = collector, devices, weights, prepared
         self.tokenizer, self.progress, self.kl = prepared.tokenizer, prepared.progress, prepared.kl
         self.on_accelerator = platform.is_accelerator
         self.device_peak = device_peak(config.trainer, config.actor.precision, platform)
@@ -104,14 +105,14 @@ class Run:
         assert self.prepared.train is not None
         return [self.prepared.train[index] for index in self.prepared.sampler.next(count)]
 
-    def reporting(self, what: str) -> Callable[[int, int], None]:
-        """Shows how many responses are finished."""
+    def reporting(self, what: str) -> CollectProgress:
+        """Shows how many episodes are finished."""
         return lambda done, of: self.tracker.now(what, done, of)
 
-    def keep_rollouts(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+    def keep_rollouts(self, step: int, episodes: Sequence[Episode]) -> None:
         """For people to read."""
         if self.config.trainer.save_rollouts:
-            self.tracker.samples(step, "rollouts", partial(sample_rows, step, trajectories, self.tokenizer))
+            self.tracker.samples(step, "rollouts", partial(sample_rows, step, episodes, self.tokenizer))
 
     @contextmanager
     def place_kept(self) -> Iterator[None]:
@@ -133,13 +134,13 @@ class Run:
         if self.prepared.validation is None:
             return {}
         with self.clock("validate"):
-            metrics, found = await validate(
-                self.drawing,
+            metrics, episodes = await validate(
+                self.collector,
                 self.prepared.validation,
                 self.config.data.val_batch_size,
                 self.reporting("validating"),
             )
-            self.tracker.samples(step, "validation", partial(sample_rows, step, found, self.tokenizer))
+            self.tracker.samples(step, "validation", partial(sample_rows, step, episodes, self.tokenizer))
         value = overall(metrics)
         if value is not None and (self.progress.best is None or value > self.progress.best):
             self.progress.best, self.progress.best_step = value, step

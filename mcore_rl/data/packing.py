@@ -23,16 +23,18 @@ def padded_length(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def budget_violations(costs: Sequence[int], budget: int, key: str = "microbatch_tokens") -> list[Violation]:
+def budget_violations(
+    costs: Sequence[int], budget: int, key: str = "microbatch_tokens", unit: str = "sequence"
+) -> list[Violation]:
     """The violation that some ``costs`` exceed ``budget``, both in tokens; names the longest and what it needs.
 
-    key: where the user wrote the budget.
+    key: where the user wrote the budget.  unit: what has these costs.
     """
     too_long = sum(cost > budget for cost in costs)
     if too_long == 0:
         return []
     longest = max(costs)
-    problem = f"{too_long} of {len(costs)} sequences do not fit; the longest, sequence {costs.index(longest)}"
+    problem = f"{too_long} of {len(costs)} {unit}s do not fit; the longest, {unit} {costs.index(longest)}"
     return [Violation(key, budget, f"{problem}, takes {longest} tokens", f"Write {longest} or more")]
 
 
@@ -91,10 +93,21 @@ def pack_into(costs: Sequence[int], num_microbatches: int, budget: int) -> list[
     return _in_order(_split_heaviest(costs, best, num_microbatches))
 
 
-def chunk_fixed(num_sequences: int, size: int) -> list[list[int]]:
-    """``num_sequences`` indices in order, ``size`` to a microbatch; the last may hold fewer."""
-    assert size >= 1, f"size={size} must be positive"
-    return [list(range(start, min(start + size, num_sequences))) for start in range(0, num_sequences, size)]
+def chunk_fixed(counts: Sequence[int], size: int) -> list[list[int]]:
+    """Units in order, as many to a microbatch as have at most ``size`` sequences together.
+
+    counts: sequences of each unit, 1 for one by itself; none above ``size``: AssertionError.
+    """
+    assert all(1 <= count <= size for count in counts), f"counts must lie in [1, {size}]"
+    chunks: list[list[int]] = []
+    room = 0
+    for unit, count in enumerate(counts):
+        if count > room:
+            chunks.append([])
+            room = size
+        chunks[-1].append(unit)
+        room -= count
+    return chunks
 
 
 def _longest_first(costs: Sequence[int], members: Iterable[int]) -> list[int]:

@@ -1,11 +1,13 @@
 """Generated responses in parquet, written and read beside the columns of their prompts.
 
+A response is the model's last text.  If other turns came before it, a column of its own holds the conversation.
+
 Invariant: a row keeps all its columns and its place; its responses are in the order in which they were requested.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,26 +31,39 @@ from mcore_rl.tracking.atomic import replaced
 RESPONSES = "responses"
 NUM_TOKENS = "response_num_tokens"
 FINISH = "finish_reasons"
+TURNS = "response_turns"
 LENGTH = "length"  # finish reason of a response that was cut off at its limit
-GENERATED = (RESPONSES, NUM_TOKENS, FINISH)
+GENERATED = (RESPONSES, NUM_TOKENS, FINISH, TURNS)
+TURN = pa.struct([("role", pa.string()), ("content", pa.string()), ("num_tokens", pa.int32())])
 GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth} (docs/data.md)"
 
 
 @dataclass(frozen=True)
 class Generated:
-    """One response.  finish: ``stop``, ``length`` or ``abort``."""
+    """One response as it is written.
+
+    text: what the model said last.
+    num_tokens: of all that followed the prompt.
+    finish: ``stop``, ``length`` or ``abort``.
+    turns: all that followed the prompt, each {role, content, num_tokens}; empty where that is the text alone.
+    """
 
     text: str
     num_tokens: int
     finish: str
+    turns: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseRow:
     """A prompt's row with its responses.
 
-    num_tokens, truncated: of each response; 0 and False if the file lacks them.  columns: as in ``PromptRow``, without
-    the responses.  messages: of the prompt, if a reward model scores the responses; else empty.
+    id, data_source, ground_truth, extra_info: as in ``PromptRow``.
+    columns: as in ``PromptRow``, without the responses.
+    responses: texts.
+    num_tokens, truncated: of each response; 0 and False if the file lacks them.
+    turns: of each response, everything after the prompt as {role, content}; the text alone if the file has no turns.
+    messages: of the prompt; empty if the file does not hold messages.
     """
 
     id: str
@@ -59,6 +74,7 @@ class ResponseRow:
     responses: tuple[str, ...]
     num_tokens: tuple[int, ...]
     truncated: tuple[bool, ...]
+    turns: tuple[list[dict[str, Any]], ...]
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -75,7 +91,8 @@ def taken_columns(names: Sequence[str]) -> list[str]:
 def write_responses(path: Path, prompts: pa.Table, groups: Sequence[Sequence[Generated]]) -> None:
     """Write ``prompts`` with the columns ``responses``, ``response_num_tokens`` and ``finish_reasons``.
 
-    groups: the responses of each row.  The file appears when it is complete.
+    groups: the responses of each row.  If any response has turns, there is also ``response_turns``.  The file appears
+    when it is complete.
     """
     assert prompts.num_rows == len(groups) and not taken_columns(prompts.column_names)
     columns = {
@@ -83,6 +100,9 @@ def write_responses(path: Path, prompts: pa.Table, groups: Sequence[Sequence[Gen
         NUM_TOKENS: pa.array([[each.num_tokens for each in group] for group in groups], type=pa.list_(pa.int32())),
         FINISH: pa.array([[each.finish for each in group] for group in groups], type=pa.list_(pa.string())),
     }
+    if any(each.turns for group in groups for each in group):
+        turns = [[list(each.turns) for each in group] for group in groups]
+        columns[TURNS] = pa.array(turns, type=pa.list_(pa.list_(TURN)))
     for name, column in columns.items():
         prompts = prompts.append_column(name, column)
     with replaced(path) as new:
@@ -161,7 +181,7 @@ class ResponseSet:
                 return f"{key} {messages}, and the reward model reads it. Write {MESSAGES}, or name it as prompt_key"
         elif asked is None or asked.get("ground_truth") is None:
             return "reward_model has no ground_truth. Write the right answer, or leave the row out"
-        for name in (NUM_TOKENS, FINISH):
+        for name in (NUM_TOKENS, FINISH, TURNS):
             if name in record and len(record[name] or ()) != len(responses):
                 have = f"{len(record[name] or ())} entries for {len(responses)} responses"
                 return f"{name} has {have}. Generate it again, or drop the column"
@@ -172,13 +192,12 @@ class ResponseSet:
 
     def _row(self, name: str, record: dict[str, Any]) -> ResponseRow:
         responses = _texts(record.pop(self._response_key))
-        lengths, finish = record.pop(NUM_TOKENS, None), record.pop(FINISH, None)
+        lengths, finish, turns = (record.pop(key, None) for key in (NUM_TOKENS, FINISH, TURNS))
         record.pop(RESPONSES, None)
-        messages = clean_messages(record.pop(self._prompt_key)) if scored_by_model(record["reward_model"]) else []
-        record.pop(self._prompt_key, None)
-        assert not isinstance(messages, str), "load has seen this row"
+        prompt = record.pop(self._prompt_key, None)
+        messages = clean_messages(prompt) if self._has_messages else ""
         return ResponseRow(
-            messages=messages,
+            messages=[] if isinstance(messages, str) else messages,
             id=name,
             data_source=record.pop("data_source"),
             extra_info=record.pop("extra_info", None) or {},
@@ -187,7 +206,14 @@ class ResponseSet:
             responses=tuple(responses),
             num_tokens=tuple(lengths or [0] * len(responses)),
             truncated=tuple(each == LENGTH for each in finish or [""] * len(responses)),
+            turns=tuple(map(_messages, responses, turns or [None] * len(responses))),
         )
+
+
+def _messages(response: str, turns: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """What follows the prompt; a response without turns is the model's only one."""
+    said = turns or [{"role": "assistant", "content": response}]
+    return [{"role": each["role"], "content": each["content"]} for each in said]
 
 
 def _texts(value: Any) -> list[Any]:
@@ -216,3 +242,7 @@ def _type_problems(file: SourceFile, response_key: str) -> Iterator[str]:
     for name in (NUM_TOKENS, FINISH):
         if name != response_key and name in types and not is_list(types[name]):
             yield f"{file.name}: column {name} is {types[name]}, not a list. Write one entry a response, or drop it"
+    turns = types.get(TURNS)
+    if turns is not None and not (is_list(turns) and is_messages(turns.value_type)):
+        wanted = "a list of lists of {role, content}, one list a response"
+        yield f"{file.name}: column {TURNS} is {turns}, not {wanted}. Write it so, or drop it"

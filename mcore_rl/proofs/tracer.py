@@ -38,8 +38,8 @@ def reduced_config(
 ) -> dict[str, Any]:
     """A Hugging Face ``config`` of the same family, as small as the layouts let it be; every axis still divides.
 
-    Ratios that decide how tensors are cut stay: several query heads to a key/value head where there are, fewer
-    key/value heads than rollout ranks where there are, dense layers before those with experts.
+    Ratios that decide how tensors are cut stay: whether a key/value head has several query heads, whether there are
+    fewer key/value heads than rollout ranks, dense layers before those with experts.
     """
     both = lcm(parallel.tp, rollout.tp)
     given = config["num_key_value_heads"] if "num_key_value_heads" in config else config["num_attention_heads"]
@@ -74,7 +74,7 @@ def reduced_config(
 
 
 class NumberedCheckpoint:
-    """A Hugging Face checkpoint of ``table``'s model in which no integer stands twice; made as it is asked for."""
+    """A Hugging Face checkpoint of ``table``'s model whose elements are distinct integers, computed on request."""
 
     def __init__(self, table: Table) -> None:
         self._shapes = {name: info.shape for name, info in table.hf_tensors.items()}

@@ -1,8 +1,9 @@
 """A reward function of the user's own: ``compute_score(data_source, solution_str, ground_truth, extra_info)``.
 
-It is called by keyword.  It answers a number, or a dict with ``score`` and whatever else is to be measured: numbers
-become parts, ``acc`` is taken as correct, ``pred`` as the answer, the rest is dropped.  ``async def`` may await; a
-process runs one at a time.
+It is called by keyword.  A function with a parameter ``messages`` is also given the whole conversation.  It answers a
+number, or a dict with ``score`` and whatever else is to be measured: numbers become parts, ``acc`` is taken as correct,
+``pred`` as the answer, ``turn_rewards`` as a reward for each turn of the model, the rest is dropped.  ``async def`` may
+await; a process runs one at a time.
 """
 
 from __future__ import annotations
@@ -23,22 +24,26 @@ from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score, finite
 MODULE = "custom_reward_function"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _SIGNATURE = f"({', '.join(_ARGUMENTS)})"
+_TURN_REWARDS = "turn_rewards"  # of the answer
+_MESSAGES = "messages"  # of the signature, if the function wants them
 
 
 class CustomGrader:
     """A ``Grader`` that asks the user's function; made by ``load_custom``."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], *, wants_messages: bool) -> None:
+        self._function, self._wants_messages = function, wants_messages
         self._runner = asyncio.Runner()  # one loop for all calls: clients that a function opened stay usable
 
     def __call__(self, request: RewardRequest, config: RewardConfig) -> Score:
         """What the function says; NotANumberError where that is no number, and whatever the function raises."""
+        also = {_MESSAGES: [dict(message) for message in request.messages]} if self._wants_messages else {}
         answer = self._function(
             data_source=request.data_source,
             solution_str=request.response,
             ground_truth=request.ground_truth,
             extra_info=dict(request.extra_info),
+            **also,
         )
         return as_score(self._runner.run(_result(answer)) if inspect.isawaitable(answer) else answer)
 
@@ -62,13 +67,16 @@ def load_custom(custom: CustomRewardFunction) -> CustomGrader:
     if not callable(function):
         problem = f"{path} defines no function of that name"
         raise _violation("name", custom.name, problem, f"Define {custom.name}{_SIGNATURE} there, or name another")
+    wants_messages = False
     with suppress(ValueError):  # a builtin that does not tell its signature
+        signature = inspect.signature(function)
+        wants_messages = _MESSAGES in signature.parameters
         try:
-            inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS))
+            signature.bind(**dict.fromkeys([*_ARGUMENTS, _MESSAGES] if wants_messages else _ARGUMENTS))
         except TypeError as error:
-            problem = f"{custom.name}{inspect.signature(function)} in {path} cannot be called: {error}"
+            problem = f"{custom.name}{signature} in {path} cannot be called: {error}"
             raise _violation("name", custom.name, problem, f"Define {custom.name}{_SIGNATURE}") from error
-    return CustomGrader(function)
+    return CustomGrader(function, wants_messages=wants_messages)
 
 
 def as_score(answer: object) -> Score:
@@ -80,11 +88,13 @@ def as_score(answer: object) -> Score:
     parts = {}
     for name, part in answer.items():
         with suppress(NotANumberError):
-            if name != "score":
+            if name not in ("score", _TURN_REWARDS):
                 parts[str(name)] = finite(part, str(name))
     said = answer.get("pred")
     said = None if said is None else str(said)
-    return Score(finite(answer["score"], "the score"), parts, correct=parts.get("acc"), answer=said)
+    turns = tuple(finite(each, "a turn reward") for each in answer.get(_TURN_REWARDS, ()))
+    value, correct = finite(answer["score"], "the score"), parts.get("acc")
+    return Score(value, parts, correct=correct, answer=said, turn_rewards=turns)
 
 
 async def _result(answer: Awaitable[Any]) -> Any:

@@ -21,7 +21,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MeanEstimate:
     """value: the mean over prompts.  low, high: its ``CONFIDENCE`` interval, None where there is none to tell.
 
     method: ``wilson`` or ``bootstrap``.
@@ -67,7 +67,7 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int
     return fmean(majority(answers[start : start + k], correct[start : start + k]) for start in starts)
 
 
-def interval(values: Sequence[float]) -> Estimate:
+def interval(values: Sequence[float]) -> MeanEstimate:
     """The mean of one value a prompt, with its 95 % confidence interval.
 
     Where every prompt counts 0 or 1, Wilson's score interval (1927), which keeps its width at 0 and 1 where a bootstrap
@@ -79,11 +79,11 @@ def interval(values: Sequence[float]) -> Estimate:
     if all(each in (0.0, 1.0) for each in values):
         centre = (value + Z * Z / (2 * count)) / (1 + Z * Z / count)
         half = Z / (1 + Z * Z / count) * math.sqrt(value * (1 - value) / count + Z * Z / (4 * count * count))
-        return Estimate(value, max(0.0, centre - half), min(1.0, centre + half), "wilson")
+        return MeanEstimate(value, max(0.0, centre - half), min(1.0, centre + half), "wilson")
     if count == 1:
-        return Estimate(value, None, None, "bootstrap")
+        return MeanEstimate(value, None, None, "bootstrap")
     random, array = np.random.Generator(np.random.PCG64(SEED)), np.asarray(values, dtype=np.float64)
     means = np.array([array[random.integers(count, size=count)].mean() for _ in range(NUM_RESAMPLES)])
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
-    return Estimate(value, float(low), float(high), "bootstrap")
+    return MeanEstimate(value, float(low), float(high), "bootstrap")

@@ -211,7 +211,11 @@ class Scorer:
             worker = worker or self._start()
             worker.wait_until_ready()
             doing, limit_s = f"grading {request.key} of {request.data_source}", self._config.timeout_s
-            return worker, self._counted(worker.grade(message, limit_s))
+            score = worker.grade(message, limit_s)
+            if score.turn_rewards and len(score.turn_rewards) != request.num_turns:
+                said = f"{len(score.turn_rewards)} turn rewards for {request.num_turns} turns of the model"
+                return worker, self._failed("raised", said)
+            return worker, self._counted(score)
         except TimeoutError:
             self._forget(worker)
             return None, self._failed("timeout", f"{doing} took longer than {limit_s:g} s")

@@ -14,7 +14,7 @@ import pickle
 import resource
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 
 from mcore_rl.config.reward import RewardConfig
@@ -45,7 +45,7 @@ def grade(request: RewardRequest, config: RewardConfig, custom: Grader | None = 
     if config.overlong.enable:
         parts["overlong"] = overlong_penalty(request.num_tokens, request.max_tokens, config.overlong)
         value += parts["overlong"]
-    return Score(value, parts, score.correct, answer=score.answer)
+    return replace(score, value=value, parts=parts, error=None)
 
 
 def failed(kind: str, detail: str, config: RewardConfig) -> Score:
@@ -65,7 +65,9 @@ def unpacked(message: bytes) -> Score:
         value, correct = finite(found.pop("value"), "the score"), found.pop("correct")
         parts = {str(name): finite(part, name) for name, part in found.pop("parts").items()}
         said = {name: found[name] if found[name] is None else str(found[name]) for name in ("error", "answer")}
-        return Score(value, parts, correct if correct is None else finite(correct, "correct"), **said)
+        turns = tuple(finite(each, "a turn reward") for each in found.pop("turn_rewards"))
+        correct = correct if correct is None else finite(correct, "correct")
+        return Score(value, parts, correct, **said, turn_rewards=turns)
     except (AttributeError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"the grading process did not answer with a score: {error!r}") from error
 

@@ -19,15 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_rl.episodes import FinishReason, VersionSpan
 from mcore_rl.errors import RolloutError
-
-
-class FinishReason(Enum):
-    """Why a sample ended: a stop token or string, its token limit, or ``abort``."""
-
-    stop = "stop"
-    length = "length"
-    abort = "abort"
 
 
 class Pause(Enum):
@@ -70,15 +63,6 @@ class Prompt:
 
     id: str
     tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class VersionSpan:
-    """Response tokens ``start`` to ``end`` (exclusive) were drawn with weights ``version``."""
-
-    version: int
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

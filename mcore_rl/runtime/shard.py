@@ -74,25 +74,29 @@ Pick = tuple[int, int]  # a shard, of those that are handed over, and a sequence
 class Portion(Generic[X]):
     """The batches that a rank makes of the shards that it is handed.
 
-    fields: each with the number of its column; the fields of a column lie in the same shards.  batches: for each batch,
-    for each column, where each sequence is.  payload: whatever else the controller sends along with them.
+    fields: each with the number of its column; the fields of a column lie in the same shards.
+    batches: for each batch, for each column, where each sequence is.
+    payload: whatever else the controller sends along with them.
+    pairs: for each batch, its ``pairs_S``; None where no sequence has a pair.
     """
 
     fields: tuple[tuple[str, int], ...]
     batches: tuple[tuple[tuple[Pick, ...], ...], ...]
     payload: X
+    pairs: tuple[tuple[int | None, ...], ...] | None = None
 
     def join(self, shards: Sequence[Shard]) -> list[TrainBatch]:
         """The batches, in memory of their own, tokens as int64."""
         found = []
-        for columns in self.batches:
+        for number, columns in enumerate(self.batches):
             parts = {
                 name: [shards[shard].fields[name][place] for shard, place in columns[column]]
                 for name, column in self.fields
             }
             tensors = {name: torch.from_numpy(np.concatenate(each)) for name, each in parts.items()}
             tensors["tokens_T"] = tensors["tokens_T"].long()
-            found.append(TrainBatch(lengths_S=tuple(map(len, parts["tokens_T"])), **tensors))
+            pairs_S = None if self.pairs is None else self.pairs[number]
+            found.append(TrainBatch(lengths_S=tuple(map(len, parts["tokens_T"])), pairs_S=pairs_S, **tensors))
         return found
 
 

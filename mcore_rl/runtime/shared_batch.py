@@ -42,10 +42,19 @@ class _Column:
 
 
 class SharedBatch:
-    """An empty batch of sequences of lengths_S tokens; ``assignment[r]`` lists the sequences that rank r trains."""
+    """An empty batch of sequences of lengths_S tokens; ``assignment[r]`` lists the sequences that rank r trains.
 
-    def __init__(self, lengths_S: Sequence[int], assignment: Sequence[Sequence[int]]) -> None:
+    pairs_S: see ``TrainBatch``.
+    """
+
+    def __init__(
+        self,
+        lengths_S: Sequence[int],
+        assignment: Sequence[Sequence[int]],
+        pairs_S: tuple[int | None, ...] | None = None,
+    ) -> None:
         self.lengths_S, self.assignment = tuple(lengths_S), [list(each) for each in assignment]
+        self.pairs_S = pairs_S
         self._columns: dict[str, _Column] = {}  # by field
 
     def add(self, members: Sequence[Sequence[int]], shards: Sequence[ShardRef], fields: Sequence[str]) -> None:
@@ -84,7 +93,9 @@ class SharedBatch:
                 )
                 for batch in of_rank
             )
-            portion = pickle.dumps(Portion(of_field, picks, payload), protocol=pickle.HIGHEST_PROTOCOL)
+            keys = self.pairs_S
+            pairs = None if keys is None else tuple(tuple(keys[sequence] for sequence in batch) for batch in of_rank)
+            portion = pickle.dumps(Portion(of_field, picks, payload, pairs), protocol=pickle.HIGHEST_PROTOCOL)
             found.append(ShardRefs(portion, [columns[number].shards[shard] for number, shard in handed]))
         return found
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.algorithms.advantages.whiten import Whitening
-from mcore_rl.algorithms.lesson import Outcomes
+from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.checkpoints.state_writer import Written
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.rollout import RolloutLayout

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
-from mcore_rl.algorithms.advantages.registry import final_advantages
+from mcore_rl.algorithms.advantages.estimation import final_advantages
 from mcore_rl.algorithms.advantages.whiten import Whitening
-from mcore_rl.algorithms.lesson import Facts, Outcomes, learn
 from mcore_rl.algorithms.ragged import sequence_sums
+from mcore_rl.algorithms.token_advantages import Outcomes, SequenceStats, compute_advantages
 from mcore_rl.checkpoints.export import save_hf
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
@@ -82,9 +82,9 @@ class TrainResults:
 
 @dataclass(frozen=True)
 class RankAdvantages:
-    """Of a rank's sequences.  facts: for the controller.  fields: of the batch, that were made of each token."""
+    """Of a rank's sequences.  stats: for the controller.  fields: of the batch, that were made of each token."""
 
-    facts: Facts
+    stats: SequenceStats
     fields: tuple[str, ...]
 
 
@@ -157,13 +157,13 @@ class TrainWorker(Answering):
     def compute_advantages(
         self, given: WorkerInput[Outcomes], algorithm: AlgorithmConfig, kl_coef: float
     ) -> WorkerOutput[RankAdvantages | None]:
-        """See ``algorithms.lesson``; what it makes of tokens stays in the store.  Leaders alone; nothing collective."""
+        """See ``algorithms.token_advantages``; what it makes of tokens stays there.  Of leaders alone."""
         if not self._leads:
             return WorkerOutput(None)
         (batch,) = given.batches
-        learnt, facts = learn(batch, given.payload, algorithm, kl_coef)
-        made = Shard.of(batch.lengths_S, **vars(learnt))
-        return WorkerOutput(RankAdvantages(facts, tuple(made.fields)), made)
+        of_tokens, stats = compute_advantages(batch, given.payload, algorithm, kl_coef)
+        made = Shard.of(batch.lengths_S, **vars(of_tokens))
+        return WorkerOutput(RankAdvantages(stats, tuple(made.fields)), made)
 
     def train(
         self,

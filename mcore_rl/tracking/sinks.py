@@ -195,7 +195,9 @@ class Tracker:
             except Exception as error:  # noqa: BLE001 - third parties raise anything, and the run goes on
                 if sink.name not in self._warned:
                     self._warned.add(sink.name)
-                    said = f"{type(error).__name__}: {error}"
+                    message = f"{type(error).__name__}: {error}"
                     warnings.warn(
-                        f"{sink.name}: {said}. The run goes on without; this is said once", RuntimeWarning, stacklevel=3
+                        f"{sink.name}: {message}. The run goes on without; this is said once",
+                        RuntimeWarning,
+                        stacklevel=3,
                     )

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from mcore_rl.training.attention_kernels import blocks, visible
 from mcore_rl.training.sequences import PackedSequences, Segments
 
-# Bytes of one block of scores, of which a few are alive at once.  CPU: the last-level cache; accelerators: products
-# long enough to hide their launches.
+# Bytes of one block of scores; a few blocks are alive at once.  CPU: the last-level cache; accelerators: products long
+# enough to hide their launches.
 _BLOCK_BYTES_CPU = 4 * 2**20
 _BLOCK_BYTES = 128 * 2**20
 

@@ -174,7 +174,7 @@ class LatentAttention(Attention):
         latent, key_rope = torch.split(latents, [mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
         keys_values, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         if self.config.sequence_parallel:
-            # Backward sums over the tensor ranks, each of which knows the gradient of its own heads.
+            # Backward sums over the tensor ranks: each knows the gradient of its own heads only.
             key_rope = gather_from_sequence_parallel_region(key_rope, group=self.tp_group)
 
         query, keys_values = (x.unflatten(-1, (heads, -1)) for x in (query, keys_values))

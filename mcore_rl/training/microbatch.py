@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.data.packing import budget_violations, chunk_fixed, pack, pack_into, padded_length
-from mcore_rl.errors import refuse_if_any
+from mcore_rl.data.pairs import placed_whole, units_of
+from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.context import padded_lengths, split_indices
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.sequences import PackedSequences
@@ -73,18 +75,19 @@ def split_multiple(groups: ProcessGroups) -> int:
 def build_microbatches(
     batch: TrainBatch, groups: ProcessGroups, *, tokens: int | None, sequences: int | None, equal_over_experts: bool
 ) -> list[Microbatch]:
-    """Cut this data-parallel rank's batch into microbatches.  Give either ``tokens`` or ``sequences``.
+    """Cut this data-parallel rank's batch into microbatches; both sequences of a pair go into one.
 
-    tokens: pack up to so many tokens into each.  sequences: put so many unpacked sequences into each.
+    Give either ``tokens``: pack up to so many tokens into each; or ``sequences``: put so many unpacked sequences into
+    each, fewer into the last one and before a pair that does not fit.
     equal_over_experts: give all ranks that share experts equally many rows (the all-gather dispatcher needs that).
-    Raises ConfigError when a sequence is longer than ``tokens``.  Collective over the data-parallel ranks.
+    Raises ConfigError when a sequence or a pair has more than ``tokens`` or ``sequences``.  Collective over the
+    data-parallel ranks.
     """
-    budget = None
+    budget, units = None, units_of(batch.pairs_S or [None] * len(batch.lengths_S))
+    refuse_if_any(_unit_violations(batch, units, groups, tokens, sequences))
     if tokens is not None:
-        whole = [padded_length(length, split_multiple(groups)) for length in batch.lengths_S]  # of a sequence by itself
-        refuse_if_any(budget_violations(whole, tokens))
         budget = tokens // split_multiple(groups) * split_multiple(groups)
-    plan = _plan(batch.lengths_S, groups, budget, sequences)
+    plan = _plan(batch.lengths_S, units, groups, budget, sequences)
     shapes = [
         _padded_shape([batch.lengths_S[i] for i in members], groups, packed=tokens is not None) for members in plan
     ]
@@ -102,7 +105,28 @@ def build_microbatches(
     ]
 
 
-def _plan(lengths: Sequence[int], groups: ProcessGroups, budget: int | None, sequences: int | None) -> list[list[int]]:
+def _unit_violations(
+    batch: TrainBatch, units: Sequence[Sequence[int]], groups: ProcessGroups, tokens: int | None, sequences: int | None
+) -> list[Violation]:
+    """Of sequences and pairs that do not fit into a microbatch by themselves."""
+    if tokens is None:
+        assert sequences is not None, "either a token budget or a number of sequences"
+        if max(map(len, units)) <= sequences:
+            return []
+        return [Violation("microbatch_sequences", sequences, "parts the two sequences of a pair", "Write 2 or more")]
+    multiple, cp = split_multiple(groups), groups.layout.cp
+    costs = [sum(padded_lengths([batch.lengths_S[i] for i in members], cp)) for members in units]
+    unit = "sequence" if batch.pairs_S is None else "pair"
+    return budget_violations([padded_length(cost, multiple) for cost in costs], tokens, unit=unit)
+
+
+def _plan(
+    lengths: Sequence[int],
+    units: Sequence[Sequence[int]],
+    groups: ProcessGroups,
+    budget: int | None,
+    sequences: int | None,
+) -> list[list[int]]:
     """Which sequences go into which microbatch; some may be empty.
 
     All data-parallel ranks run equally many, because experts and gradient reduction are collective over them; with an
@@ -110,17 +134,17 @@ def _plan(lengths: Sequence[int], groups: ProcessGroups, budget: int | None, seq
     """
     costs = padded_lengths(lengths, groups.layout.cp)
     if budget is not None:
-        plan = pack(costs, budget)
+        plan = placed_whole(costs, units, partial(pack, budget=budget))
     else:
-        assert sequences is not None, "either a token budget or a number of sequences"
-        plan = chunk_fixed(len(lengths), sequences)
+        assert sequences is not None
+        plan = placed_whole([1] * len(lengths), units, partial(chunk_fixed, size=sequences))
     count = torch.tensor(len(plan), device=groups.device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX, group=groups.dp)
     num_microbatches = int(count)
     if groups.layout.vpp > 1:
         num_microbatches = padded_length(num_microbatches, groups.layout.pp)
     if budget is not None:
-        return pack_into(costs, num_microbatches, budget)
+        return placed_whole(costs, units, partial(pack_into, num_microbatches=num_microbatches, budget=budget))
     return plan + [[] for _ in range(num_microbatches - len(plan))]
 
 

@@ -340,7 +340,7 @@ def _deal(sets: Int32Array, row_bytes: Int64Array, members: list[Int64Array], wo
 def plan_reshard(table: Table, rollout: RolloutTable, itemsize: int = 2) -> ReshardPlan:
     """The plan from the training ranks of ``table`` to the rollout ranks of ``rollout``, of the same model.
 
-    itemsize: bytes of an element as it is sent.
+    itemsize: bytes of an element on its way, where a rule does not fix the dtype.
     """
     assert table.model == rollout.model, "a plan is between two layouts of one model"
     builder = _Builder(table, rollout, itemsize)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
-from mcore_rl.algorithms.losses.registry import POLICY_LOSSES
 from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.config.algorithm import KlPenalty
-from mcore_rl.config.roles import ActorConfig, LossAggregation, LossMode
+from mcore_rl.config.algorithm_registry import policy_losses
+from mcore_rl.config.roles import ActorConfig, LossAggregation
 from tests.algorithms.loss_cases import (
     Minibatch,
     assert_same,
@@ -30,7 +30,7 @@ LOW, HIGH, MOST, CONSTANT = 0.2, 0.3, 1.6, 11.0
 EVERYTHING = dict(entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.7)
 
 
-def actor(mode: LossMode, aggregation: LossAggregation = LossAggregation.token_mean, **changes: object) -> ActorConfig:
+def actor(mode: str, aggregation: LossAggregation = LossAggregation.token_mean, **changes: object) -> ActorConfig:
     return ActorConfig(
         loss_mode=mode,
         loss_agg_mode=aggregation,
@@ -41,18 +41,18 @@ def actor(mode: LossMode, aggregation: LossAggregation = LossAggregation.token_m
     )  # type: ignore[arg-type]
 
 
-def token_loss(mode: LossMode, logprob: Tensor, old: float, advantage: float, mean_change: float) -> Tensor:
+def token_loss(mode: str, logprob: Tensor, old: float, advantage: float, mean_change: float) -> Tensor:
     """With an ``if`` for every case of the formulas."""
-    if mode in (LossMode.gpg, LossMode.policy_gradient):
+    if mode in ("gpg", "policy_gradient"):
         return -advantage * logprob
     ratio = torch.exp(logprob - old)
-    if mode is LossMode.cispo:
+    if mode == "cispo":
         return -min(max(float(ratio.detach()), 1 - LOW), 1 + HIGH) * advantage * logprob
-    if mode is LossMode.gspo:
+    if mode == "gspo":
         ratio = torch.exp(torch.tensor(mean_change, dtype=torch.float64)) * torch.exp(logprob - logprob.detach())
     if advantage >= 0:
         return -advantage * (ratio if ratio <= 1 + HIGH else ratio.detach() * 0 + 1 + HIGH)
-    if mode is LossMode.ppo_clip and ratio > MOST:
+    if mode == "ppo_clip" and ratio > MOST:
         return logprob * 0 - advantage * MOST
     return -advantage * (ratio if ratio >= 1 - LOW else ratio.detach() * 0 + 1 - LOW)
 
@@ -86,13 +86,13 @@ def by_hand(batch: Minibatch, config: ActorConfig) -> tuple[Tensor, dict[str, fl
             mine = token_loss(config.loss_mode, logprob, float(x["old_logprobs"][t]), advantage, mean_change)
             mine = mine * float(x["weights"][t])
             kl = kl_by_hand(config.kl_loss_type, logprob, float(x["ref_logprobs"][t]), x["full_kl"][t])
-            ratio = torch.tensor(mean_change if config.loss_mode is LossMode.gspo else moved).exp()
+            ratio = torch.tensor(mean_change if config.loss_mode == "gspo" else moved).exp()
             low, high = ratio < 1 - LOW, ratio > 1 + HIGH
-            if config.loss_mode is not LossMode.cispo:
+            if config.loss_mode != "cispo":
                 low, high = low and advantage < 0, high and advantage > 0
-            if POLICY_LOSSES[config.loss_mode].needs_old:
+            if policy_losses()[config.loss_mode].needs_old:
                 count(clip_fraction=low or high, clip_fraction_low=low, clip_fraction_high=high)
-            if config.loss_mode is LossMode.ppo_clip:
+            if config.loss_mode == "ppo_clip":
                 count(clip_fraction_dual=ratio > MOST and advantage < 0)
             moved_ratio = torch.tensor(moved, dtype=torch.float64).exp()
             count(ratio=moved_ratio, approx_kl=moved_ratio - 1 - moved, approx_kl_k1=-moved)
@@ -110,8 +110,8 @@ def by_hand(batch: Minibatch, config: ActorConfig) -> tuple[Tensor, dict[str, fl
 
 
 @pytest.mark.parametrize("aggregation", list(LossAggregation))
-@pytest.mark.parametrize("mode", list(LossMode))
-def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: LossMode, aggregation: LossAggregation) -> None:
+@pytest.mark.parametrize("mode", list(policy_losses()))
+def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: str, aggregation: LossAggregation) -> None:
     met: dict[str, float] = {}
     for seed, kind in zip(range(8), list(KlPenalty) * 2, strict=True):
         batch = drawn(seed, lengths=(2, 5, 1, 17, 30, 4))
@@ -128,12 +128,12 @@ def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: LossMode, aggr
         assert not any(value.requires_grad for value in found.metrics.values())
         met = {name: met.get(name, 0) + value for name, value in metrics.items()}
     clips = [value for name, value in met.items() if "clip" in name]
-    assert all(clips) or mode is LossMode.gspo  # else the cases prove nothing; its means of many ratios clip elsewhere
+    assert all(clips) or mode == "gspo"  # else the cases prove nothing; its means of many ratios clip elsewhere
 
 
 def test_gspo_clips() -> None:
     batch = drawn(0, lengths=(3, 4, 2, 6, 4, 3, 4, 3))
-    config = actor(LossMode.gspo, **EVERYTHING)
+    config = actor("gspo", **EVERYTHING)
     expected, metrics, denominator = by_hand(batch, config)
     found = policy_loss(config)(whole(batch))
     assert metrics["actor/clip_fraction_low"] > 0 and metrics["actor/clip_fraction_high"] > 0
@@ -157,14 +157,14 @@ def test_gspo_has_the_gradient_of_the_sequence_form() -> None:
             advantage = fields["advantages"][rows][0]
             loss = loss - torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
             sequences += 1
-    found = policy_loss(actor(LossMode.gspo, LossAggregation.seq_mean_token_mean))(whole(batch))
+    found = policy_loss(actor("gspo", LossAggregation.seq_mean_token_mean))(whole(batch))
     torch.testing.assert_close(found.total / sequences, loss / sequences)
     for mine, theirs in zip(batch.gradients(found.total), batch.gradients(loss), strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize(("mode", "aggregation"), list(product(LossMode, LossAggregation)))
-def test_no_cut_changes_the_sums(mode: LossMode, aggregation: LossAggregation) -> None:
+@pytest.mark.parametrize(("mode", "aggregation"), list(product(policy_losses(), LossAggregation)))
+def test_no_cut_changes_the_sums(mode: str, aggregation: LossAggregation) -> None:
     loss = policy_loss(actor(mode, aggregation, **EVERYTHING))
     batch = drawn(7)
     reference = loss(whole(batch))
@@ -174,9 +174,9 @@ def test_no_cut_changes_the_sums(mode: LossMode, aggregation: LossAggregation) -
         assert_same(batch, over_context(loss, batch, seed), reference)
 
 
-@pytest.mark.parametrize(("mode", "aggregation"), list(product(LossMode, LossAggregation)))
+@pytest.mark.parametrize(("mode", "aggregation"), list(product(policy_losses(), LossAggregation)))
 @pytest.mark.parametrize("members", [[], [3], [1, 3]])
-def test_nothing_trained_is_a_connected_zero(mode: LossMode, aggregation: LossAggregation, members: list[int]) -> None:
+def test_nothing_trained_is_a_connected_zero(mode: str, aggregation: LossAggregation, members: list[int]) -> None:
     batch = drawn(7)
     found = policy_loss(actor(mode, aggregation, **EVERYTHING))(whole(batch, members))
     assert float(found.total.detach()) == 0 and found.total.requires_grad
@@ -184,9 +184,9 @@ def test_nothing_trained_is_a_connected_zero(mode: LossMode, aggregation: LossAg
     assert not any(value.any() for value in found.metrics.values())
 
 
-@pytest.mark.parametrize("mode", list(LossMode))
+@pytest.mark.parametrize("mode", list(policy_losses()))
 @pytest.mark.parametrize("kind", list(KlPenalty))
-def test_what_stands_at_untrained_rows_reaches_nothing(mode: LossMode, kind: KlPenalty) -> None:
+def test_what_stands_at_untrained_rows_reaches_nothing(mode: str, kind: KlPenalty) -> None:
     clean = drawn(8)
     config = actor(mode, LossAggregation.seq_mean_token_mean, **EVERYTHING, kl_loss_type=kind)
     reference = policy_loss(config)(whole(clean))
@@ -202,8 +202,8 @@ def test_what_stands_at_untrained_rows_reaches_nothing(mode: LossMode, kind: KlP
             torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("mode", list(LossMode))
-def test_at_the_old_policy_the_gradient_is_the_plain_policy_gradient(mode: LossMode) -> None:
+@pytest.mark.parametrize("mode", list(policy_losses()))
+def test_at_the_old_policy_the_gradient_is_the_plain_policy_gradient(mode: str) -> None:
     batch = drawn(9)
     batch = replace(batch, fields=batch.fields | {"old_logprobs": batch.fields["logprobs"].detach().clone()})
     found = policy_loss(actor(mode))(whole(batch))
@@ -213,8 +213,8 @@ def test_at_the_old_policy_the_gradient_is_the_plain_policy_gradient(mode: LossM
     assert float(found.metrics["actor/approx_kl"]) == float(found.metrics["actor/approx_kl_k1"]) == 0
 
 
-@pytest.mark.parametrize("mode", [LossMode.ppo_clip, LossMode.gspo, LossMode.cispo])
-def test_extreme_ratios_stay_finite_in_float32(mode: LossMode) -> None:
+@pytest.mark.parametrize("mode", ["ppo_clip", "gspo", "cispo"])
+def test_extreme_ratios_stay_finite_in_float32(mode: str) -> None:
     batch = drawn(10, dtype=torch.float32)
     far = torch.where(torch.arange(len(batch.mask)) % 2 == 0, 300.0, -300.0)
     batch = replace(batch, fields=batch.fields | {"old_logprobs": batch.fields["logprobs"].detach() + far})
@@ -226,27 +226,27 @@ def test_extreme_ratios_stay_finite_in_float32(mode: LossMode) -> None:
 
 def test_what_is_absent_has_no_metric_and_no_part() -> None:
     batch = drawn(11).without("weights", "entropy", "ref_logprobs", "old_logprobs", "values")
-    config = actor(LossMode.policy_gradient)
+    config = actor("policy_gradient")
     found = policy_loss(config)(whole(batch))
     assert found.metrics.keys() == {"actor/policy_loss"}
     expected = -(batch.fields["advantages"] * batch.fields["logprobs"])[batch.mask].sum()
     torch.testing.assert_close(found.total, expected)
     for missing, loss in {
-        "ratio needs old": actor(LossMode.ppo_clip),
-        "bonus needs entropies": actor(LossMode.gpg, entropy_coeff=0.1),
-        "needs the reference": actor(LossMode.gpg, use_kl_loss=True),
+        "ratio needs old": actor("ppo_clip"),
+        "bonus needs entropies": actor("gpg", entropy_coeff=0.1),
+        "needs the reference": actor("gpg", use_kl_loss=True),
     }.items():
         with pytest.raises(AssertionError, match=missing):
             policy_loss(loss)(whole(batch))
 
 
 def test_entropy_is_asked_for_where_it_earns_a_bonus() -> None:
-    assert policy_loss(actor(LossMode.gpg, entropy_coeff=0.1)).with_entropy
-    assert not policy_loss(actor(LossMode.gpg)).with_entropy
+    assert policy_loss(actor("gpg", entropy_coeff=0.1)).with_entropy
+    assert not policy_loss(actor("gpg")).with_entropy
 
 
 def test_the_loss_travels_to_workers() -> None:
-    loss = policy_loss(actor(LossMode.gspo, **EVERYTHING))
+    loss = policy_loss(actor("gspo", **EVERYTHING))
     travelled = pickle.loads(pickle.dumps(loss))
     assert travelled == loss
     batch = drawn(12)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-import mcore_rl.conf
-from mcore_rl.config.algorithm import AdvEstimator
+from mcore_rl.config.algorithm_registry import algorithms
 from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig, run_violations
 
 SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]
-ALGORITHMS = sorted(path.stem for path in Path(mcore_rl.conf.__file__).parent.glob("algorithm/*.yaml"))
+ALGORITHMS = list(algorithms())
 
 
 def run_of(*overrides: str) -> RunConfig:
@@ -21,11 +18,6 @@ def run_of(*overrides: str) -> RunConfig:
 
 def refusals(*overrides: str) -> list[str]:
     return [str(violation) for violation in run_violations(run_of(*overrides))]
-
-
-def test_every_algorithm_has_a_file() -> None:
-    found = {run_of(f"algorithm={name}").algorithm.adv_estimator for name in ALGORITHMS}
-    assert found == set(AdvEstimator) - {AdvEstimator.gae} | {run_of("algorithm=ppo").algorithm.adv_estimator}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -45,6 +37,7 @@ def test_the_roles_that_an_algorithm_needs() -> None:
     assert {name for name, run in needs.items() if run.needs_greedy} == {"remax"}
     referring = {"grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo"}
     assert {name for name, run in needs.items() if run.needs_reference} == referring
+    assert {name: run.roles for name, run in needs.items()} == {each.name: each.roles for each in algorithms().values()}
 
 
 def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
@@ -81,6 +74,14 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         ),
         ("actor.ppo_mini_batch_size=0", "actor.ppo_mini_batch_size=0: must be positive"),
         ("actor.ppo_epochs=0", "actor.ppo_epochs=0: must be positive"),
+        (
+            "algorithm=rloo actor.ppo_epochs=2",
+            "actor.ppo_epochs=2: actor.loss_mode=policy_gradient has no ratio, and is right for 1 update of a batch",
+        ),
+        (
+            "algorithm=gpg actor.ppo_mini_batch_size=512",
+            "actor.ppo_mini_batch_size=512: is less than data.train_batch_size=1024: actor.loss_mode=gpg has no ratio",
+        ),
         ("data.gen_batch_size=7", "data.gen_batch_size=7: differs from data.train_batch_size=1024, and no groups"),
         (
             "algorithm=dapo data.gen_batch_size=8 algorithm.filter_groups.max_num_gen_batches=2",
@@ -88,6 +89,11 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
             "data.train_batch_size=1024",
         ),
         ("rollout.max_response_length=9", "rollout.max_response_length=9: differs from data.max_response_length=512"),
+        (
+            "rollout.return_routed_experts=true",
+            "rollout.return_routed_experts=True: the experts that it records are not replayed: the trainer chooses its "
+            "own. Write rollout.return_routed_experts=false",
+        ),
         # the reward model
         ("reward_model.enable=true", "reward_model.model.path=: is not set. Write reward_model.model.path=DIR"),
         (
@@ -101,31 +107,41 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         # algorithms
         ("rollout.n=1", "rollout.n=1: algorithm.adv_estimator=grpo compares the samples of a prompt"),
         ("algorithm=ppo algorithm.filter_groups.enable=true", "rollout.n=1: algorithm.filter_groups.enable looks"),
-        ("algorithm=gspo actor.loss_agg_mode=token_mean", "actor.loss_agg_mode=token_mean: GSPO's objective"),
+        (
+            "algorithm=gspo actor.loss_agg_mode=token_mean",
+            "actor.loss_agg_mode=token_mean: actor.loss_mode=gspo is defined with another (arXiv:2507.18071)",
+        ),
         ("algorithm=ppo rollout.temperature=0", "rollout.temperature=0: greedy samples are of no distribution"),
         (
             "algorithm.rollout_correction.level=token rollout.top_p=0.9",
             "algorithm.rollout_correction.level=token: with top_p or top_k",
         ),
-        ("algorithm.rollout_correction.lower=1.5", "algorithm.rollout_correction.lower=1.5: with upper=2.0 does not"),
-        ("trainer.critic_warmup=3", "trainer.critic_warmup=3: there is no critic"),
-        ("algorithm.gamma=1.1", "algorithm.gamma=1.1: must lie in [0, 1]"),
-        ("algorithm.lam=-0.1", "algorithm.lam=-0.1: must lie in [0, 1]"),
-        ("algorithm.kl_penalty=full", "algorithm.kl_penalty=full: rewards are of the tokens that were drawn"),
-        ("algorithm.kl_ctrl.kl_coef=-1", "algorithm.kl_ctrl.kl_coef=-1.0: must not be negative"),
         (
-            "algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0",
+            "algorithm.rollout_correction.level=token algorithm.rollout_correction.mode=mask "
+            "algorithm.rollout_correction.lower=1.5",
+            "algorithm.rollout_correction.lower=1.5: with upper=2.0 does not",
+        ),
+        ("trainer.critic_warmup=3", "trainer.critic_warmup=3: there is no critic"),
+        ("algorithm=ppo algorithm.gamma=1.1", "algorithm.gamma=1.1: must lie in [0, 1]"),
+        ("algorithm=ppo algorithm.lam=-0.1", "algorithm.lam=-0.1: must lie in [0, 1]"),
+        (
+            "algorithm=remax algorithm.kl_penalty=full",
+            "algorithm.kl_penalty=full: rewards are of the tokens",
+        ),
+        ("algorithm=remax algorithm.kl_ctrl.kl_coef=-1", "algorithm.kl_ctrl.kl_coef=-1.0: must not be negative"),
+        (
+            "algorithm=remax algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0",
             "algorithm.kl_ctrl.type=adaptive: an adaptive controller divides by target_kl=0.0",
         ),
         (
-            "algorithm.filter_groups.max_num_gen_batches=0",
+            "algorithm=dapo algorithm.filter_groups.max_num_gen_batches=0",
             "algorithm.filter_groups.max_num_gen_batches=0: must be positive",
         ),
         # roles
         ("actor.clip_ratio=-0.1", "actor.clip_ratio=-0.1: must not be negative"),
         ("actor.clip_ratio_c=1.2", "actor.clip_ratio_c=1.2: must exceed 1 + the upper clip range, 1.2"),
-        ("actor.full_kl_gib=-1", "actor.full_kl_gib=-1.0: must not be negative"),
-        ("actor.loss_agg_constant=0", "actor.loss_agg_constant=0.0: must be positive"),
+        ("actor.kl_loss_type=full actor.full_kl_gib=-1", "actor.full_kl_gib=-1.0: must not be negative"),
+        ("algorithm=dr_grpo actor.loss_agg_constant=0", "actor.loss_agg_constant=0.0: must be positive"),
         ("actor.optim.lr=-1", "actor.optim.lr=-1.0: must not be negative"),
         ("actor.optim.betas=[0.9]", "actor.optim.betas=[0.9]: there are two, and not 1"),
         ("actor.optim.betas=[0.9,1]", "actor.optim.betas[1]=1.0: must lie in [0, 1)"),
@@ -138,7 +154,10 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         ),
         # rewards and the run
         ("reward.timeout_s=0", "reward.timeout_s=0.0: must be positive"),
-        ("reward.overlong.penalty_factor=-1", "reward.overlong.penalty_factor=-1.0: would reward length"),
+        (
+            "reward.overlong.enable=true reward.overlong.penalty_factor=-1",
+            "reward.overlong.penalty_factor=-1.0: would reward length",
+        ),
         (
             "reward.overlong.enable=true data.max_response_length=256",
             "reward.overlong.length=256: punishes every response, since data.max_response_length=256",
@@ -164,13 +183,36 @@ def test_a_mistake_is_named_with_its_key(overrides: str, said: str) -> None:
 
 
 def test_the_critic_is_not_asked_where_there_is_none() -> None:
-    assert refusals("critic.cliprange_value=-1", "critic.ppo_mini_batch_size=3") == []
+    run = run_of()
+    run.critic.cliprange_value, run.critic.ppo_mini_batch_size = -1.0, 3
+    assert run_violations(run) == []
+
+
+def test_stale_updates_are_made_where_they_are_asked_for() -> None:
+    asked = "actor.allow_stale_updates=true"
+    assert refusals("algorithm=gpg", "actor.ppo_mini_batch_size=256", "actor.ppo_epochs=2", asked) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "said"),
+    [
+        ("algorithm.adv_estimator", "drgrpo", "Did you mean dr_grpo"),
+        ("algorithm.adv_estimator", "zebra", "Choose one of dr_grpo, gae, gpg"),
+        ("actor.loss_mode", "ppo_clap", "Did you mean ppo_clip?"),
+        ("actor.loss_mode", "own.py:loss", "is a relative path"),
+        ("actor.loss_mode", "/nowhere/own.py:loss", "there is no such file"),
+    ],
+)
+def test_parts_that_are_not_there_are_named_beside_all_else(key: str, name: str, said: str) -> None:
+    found = refusals(f"{key}={name}", "trainer.nnodes=0")
+    assert len(found) == 2 and found[1].startswith("trainer.nnodes=0")
+    assert name in found[0] and said in found[0], found[0]
 
 
 def test_all_mistakes_are_named_at_once() -> None:
     written = {
         "model.path": "''", "data.train_files": "[]", "actor.ppo_mini_batch_size": "3", "rollout.n": "1",
-        "algorithm.gamma": "2", "data.max_prompt_length": "0", "reward.timeout_s": "-1", "trainer.save_freq": "-1",
+        "actor.clip_ratio": "-2", "data.max_prompt_length": "0", "reward.timeout_s": "-1", "trainer.save_freq": "-1",
         "rollout.top_k": "0",
     }  # fmt: skip
     found = refusals(*(f"{key}={value}" for key, value in written.items()))

@@ -82,7 +82,7 @@ async def kill_the_engine(run: Run) -> None:
     with pytest.raises(DeadEngineError):
         async with run.devices.to_engines():
             await run.weights.update(STEPS)
-    await run.drawing.step(STEPS + 1, run.next_rows, run.reporting("drawing"))
+    await run.collector.collect(STEPS + 1, run.next_rows, run.reporting("drawing"))
 
 
 async def kill_a_worker(run: Run) -> None:

@@ -186,7 +186,9 @@ def test_a_budget_below_the_longest_sequence_is_one_violation() -> None:
 
 
 def test_chunk_fixed() -> None:
-    assert chunk_fixed(5, 2) == [[0, 1], [2, 3], [4]]
-    assert chunk_fixed(4, 2) == [[0, 1], [2, 3]]
-    assert chunk_fixed(2, 8) == [[0, 1]]
-    assert chunk_fixed(0, 8) == []
+    assert chunk_fixed([1] * 5, 2) == [[0, 1], [2, 3], [4]]
+    assert chunk_fixed([1] * 4, 2) == [[0, 1], [2, 3]]
+    assert chunk_fixed([1] * 2, 8) == [[0, 1]]
+    assert chunk_fixed([], 8) == []
+    assert chunk_fixed([2, 2, 1, 2], 4) == [[0, 1], [2, 3]]
+    assert chunk_fixed([2, 2, 1, 2], 3) == [[0], [1, 2], [3]], "none is parted, and all stay in order"

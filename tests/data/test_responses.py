@@ -50,6 +50,23 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         assert each.truncated == (False, True)
 
 
+def test_conversations_are_kept_beside_what_was_said_last(tmp_path: Path) -> None:
+    turns = (("assistant", "add(2, 3)", 4), ("tool", "5", 1), ("assistant", "It is 5.", 3))
+    said = tuple({"role": role, "content": content, "num_tokens": count} for role, content, count in turns)
+    group = [Generated("at once: 5", 3, "stop"), Generated("It is 5.", 8, "stop", said)]
+    write_responses(tmp_path / "r.parquet", pa.Table.from_pylist([row()]), [group])
+    table = pq.read_table(tmp_path / "r.parquet")
+    assert table.column_names[-1] == "response_turns" and table["response_turns"].to_pylist() == [[[], list(said)]]
+    assert taken_columns(table.column_names)[-1] == "response_turns"
+    (found,) = ResponseSet.load(tmp_path / "r.parquet", "prompt", "responses")
+    assert (found.responses, found.num_tokens) == (("at once: 5", "It is 5."), (3, 8))
+    assert found.turns == (
+        [{"role": "assistant", "content": "at once: 5"}],
+        [{"role": role, "content": content} for role, content, _ in turns],
+    )
+    assert "response_turns" not in found.columns
+
+
 def test_files_of_others_need_the_responses_alone(tmp_path: Path) -> None:
     """One text instead of a list, another column, numbers that differ from row to row, no lengths."""
     path = write(tmp_path / "gold.parquet", [row(solution="so 5", extra_info=None), row(solution="")])
@@ -69,7 +86,7 @@ def test_rows_for_a_reward_model_keep_their_messages_and_need_no_ground_truth(tm
     found = ResponseSet.load(write(tmp_path / "r.parquet", rows), "prompt", "responses")
     assert found.by_model == [True, False] and found.ids_by_model == ["r.parquet:0"]
     assert [(each.scored_by_model, each.ground_truth, each.messages) for each in found] == [
-        (True, None, rows[0]["prompt"]), (False, "5", [])
+        (True, None, rows[0]["prompt"]), (False, "5", rows[1]["prompt"])
     ]  # fmt: skip
     rows[0]["prompt"] = None
     (problem,) = refusal(write(tmp_path / "null.parquet", rows))
@@ -87,9 +104,11 @@ def test_every_broken_row_is_named(tmp_path: Path) -> None:
         answered("a", data_source=""),
         answered("a", reward_model={"style": "rule", "ground_truth": None}),
         answered("a", response_num_tokens=[1, 2]),
+        answered("a", response_turns=[[], []]),
     ]
     for each in rows:
         each.setdefault("response_num_tokens", [1] * len(each["responses"] or []))
+        each.setdefault("response_turns", [[{"role": "assistant", "content": "a"}]] * len(each["responses"] or []))
     found = refusal(write(tmp_path / "r.parquet", rows))
     assert [problem.split(" ", 2)[:2] for problem in found] == [
         ["r.parquet:1:", "responses"],
@@ -98,8 +117,9 @@ def test_every_broken_row_is_named(tmp_path: Path) -> None:
         ["r.parquet:4:", "data_source"],
         ["r.parquet:5:", "reward_model"],
         ["r.parquet:6:", "response_num_tokens"],
+        ["r.parquet:7:", "response_turns"],
     ]
-    assert "2 entries for 1 responses" in found[-1]
+    assert all("2 entries for 1 responses" in problem for problem in found[-2:])
 
 
 def test_files_that_are_not_it_are_refused(tmp_path: Path) -> None:
@@ -107,9 +127,13 @@ def test_files_that_are_not_it_are_refused(tmp_path: Path) -> None:
     plain = write(tmp_path / "plain.parquet", [row()])
     assert refusal(plain)[0].startswith("plain.parquet: no column responses; it has data_source, prompt")
     assert all("not a list of texts" in refusal(plain, key)[0] for key in ("prompt", "extra_info"))
-    bare = refusal(write(tmp_path / "bare.parquet", [{"responses": ["a"], "finish_reasons": "stop"}]))
+    bare = refusal(
+        write(tmp_path / "bare.parquet", [{"responses": ["a"], "finish_reasons": "stop", "response_turns": ["a"]}])
+    )
     assert [problem.split(".parquet: ")[1].split(". ")[0] for problem in bare] == [
-        "no column data_source of text", "no column reward_model", "column finish_reasons is string, not a list"
+        "no column data_source of text", "no column reward_model", "column finish_reasons is string, not a list",
+        "column response_turns is list<element: string>, not a list of lists of {role, content}, one list "
+        "a response",
     ]  # fmt: skip
     other = write(tmp_path / "other.parquet", [answered("a", reward_model="5")])
     assert "column reward_model is string, without a ground_truth" in refusal(other)[0]

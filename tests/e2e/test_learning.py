@@ -38,17 +38,20 @@ STEPS = 10
 LIFT = 0.2
 SETTINGS = (
     f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={STEPS}", "trainer.save_freq=0",
-    "trainer.val_before_train=true", "actor.optim.lr=3e-3", "critic.optim.lr=3e-3", "critic.parallel.pp=2",
+    "trainer.val_before_train=true", "actor.optim.lr=3e-3",
     "data.train_batch_size=16", "actor.ppo_mini_batch_size=8", "rollout.ignore_eos=true", "actor.use_kl_loss=false",
     "rollout.val_kwargs.temperature=1.0", "rollout.val_kwargs.n=8",
 )  # fmt: skip
 CASES = {
-    "ppo": ("algorithm=ppo", "rollout.n=8"),
+    "ppo": ("algorithm=ppo", "rollout.n=8", "algorithm.lam=1", "critic.optim.lr=3e-3", "critic.parallel.pp=2"),
     "grpo": ("algorithm=grpo", "rollout.n=8"),
     "rloo": ("algorithm=rloo", "rollout.n=8"),
     "reinforce_plus_plus": ("algorithm=reinforce_plus_plus", "rollout.n=8"),
-    "gspo": ("algorithm=gspo", "rollout.n=8", "actor.clip_ratio_low=0.2", "actor.clip_ratio_high=0.2"),
-}
+    "gspo": (
+        "algorithm=gspo", "rollout.n=8", "actor.loss_mode=gspo", "actor.loss_agg_mode=seq_mean_token_mean",
+        "actor.clip_ratio_low=0.2", "actor.clip_ratio_high=0.2",
+    ),
+}  # fmt: skip
 
 
 class Course:
@@ -68,11 +71,11 @@ class Course:
         for group in roles(started):
             await group.load_state(self.folder / group.role)
         await started.actor.take_snapshot(REFERENCE)
-        drawing = RolloutCollector(started.drawing.engine, started.drawing.scorer, config)
+        collector = RolloutCollector(started.collector.engine, started.collector.scorer, config)
         values = {"algorithm": name}
         with Tracker.open(self.folder / name, config.trainer, values, STEPS) as tracker:
             run = Run(
-                config, platform, tracker, prepared, started.actor, critic, drawing, started.devices, started.weights
+                config, platform, tracker, prepared, started.actor, critic, collector, started.devices, started.weights
             )
             if flipped:
                 run.actor_loss = Flipped(config.actor)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.config.algorithm import AdvEstimator
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Precision, Recompute
 from mcore_rl.config.launch import load_cluster
@@ -74,7 +73,7 @@ def test_a_critic_and_a_reference_take_their_place() -> None:
     run = run_of()
     alone = plan(run, QWEN, H100)
     run.actor.use_kl_loss = True
-    run.algorithm.adv_estimator = AdvEstimator.gae
+    run.algorithm.adv_estimator = "gae"
     run.critic = replace(run.critic, parallel=run.actor.parallel, recompute=Recompute.full, microbatch_tokens=8192)
     both = plan(run, QWEN, H100)
     # a value head in place of a projection of 152,064 rows, of which a rank had half
@@ -183,7 +182,7 @@ def test_on_the_cpu_all_processes_share_the_machine() -> None:
 def test_on_the_cpu_everybody_is_counted_and_gradients_are_of_who_trains() -> None:
     """An output of 101 rows, padded to 128, of 48 float32 numbers; two engines."""
     run = cpu_run()
-    run.algorithm.adv_estimator, run.critic.precision = AdvEstimator.gae, Precision.float32
+    run.algorithm.adv_estimator, run.critic.precision = "gae", Precision.float32
     planned = plan(run, models.dense(), CPU)
     assert part(planned, Phase.update, "controller and Ray") == CPU_CONTROLLER_BYTES
     assert part(planned, Phase.update, "engine weights, packed besides") == 2 * 128 * 48 * 4

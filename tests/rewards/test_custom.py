@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -42,6 +43,16 @@ def test_it_is_told_everything_by_name(tmp_path: Path, text: str) -> None:
     assert load_custom(written(tmp_path, text + body))(REQUEST, RewardConfig()) == Score(4.3)
 
 
+def test_a_function_that_has_a_place_for_the_conversation_is_told_it(tmp_path: Path) -> None:
+    text = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, messages):
+    return {"score": len(messages), "turn_rewards": [len(m["content"]) for m in messages if m["role"] == "assistant"]}
+"""
+    said = [("user", "2 + 3?"), ("assistant", "add"), ("tool", "5"), ("assistant", "five")]
+    request = replace(REQUEST, messages=[{"role": role, "content": content} for role, content in said], num_turns=2)
+    assert load_custom(written(tmp_path, text))(request, RewardConfig()) == Score(4.0, turn_rewards=(3.0, 4.0))
+
+
 def test_an_async_function_keeps_its_loop(tmp_path: Path) -> None:
     text = """
 import asyncio
@@ -69,6 +80,8 @@ async def judge(**columns):
         ({"score": 1, "pred": "x", "other": "y"}, Score(1.0, answer="x")),
         ({"score": 1, "pred": 7}, Score(1.0, {"pred": 7.0}, answer="7")),
         ({"score": 1, "bad": float("nan"), "none": None}, Score(1.0)),
+        ({"score": 1, "turn_rewards": [0.5, 0]}, Score(1.0, turn_rewards=(0.5, 0.0))),
+        ({"score": 1, "turn_rewards": numpy.array([0.5])}, Score(1.0, turn_rewards=(0.5,))),
     ],
 )
 def test_answers(answer: object, score: Score) -> None:
@@ -79,7 +92,10 @@ def test_answers(answer: object, score: Score) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [None, "1.0", b"1", float("nan"), float("inf"), -float("inf"), [1.0], {}, {"acc": 1}, {"score": None}, 1j],
+    [
+        *(None, "1.0", b"1", float("nan"), float("inf"), -float("inf"), [1.0], {}, {"acc": 1}, {"score": None}, 1j),
+        *({"score": 1, "turn_rewards": [float("nan")]}, {"score": 1, "turn_rewards": ["1"]}),
+    ],
 )
 def test_what_is_no_number_is_named(answer: object) -> None:
     with pytest.raises(NotANumberError, match=r"not a finite number|no score"):

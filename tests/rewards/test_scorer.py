@@ -43,6 +43,8 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
         case "none": return None
         case "text": return "1.0"
         case "dict": return {"score": 2, "acc": 1, "length": 3}
+        case "turn": return {"score": 2, "turn_rewards": [0.5]}
+        case "turns": return {"score": 2, "turn_rewards": [0.5, 0.25]}
         case "interrupt":
             os.kill(os.getpid(), 2)
             return 4.0
@@ -63,7 +65,12 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
             return child
     return float(solution_str)
 """
-GOOD = {"1.5": Score(1.5), "interrupt": Score(4.0), "dict": Score(2.0, {"acc": 1.0, "length": 3.0}, correct=1.0)}
+GOOD = {
+    "1.5": Score(1.5),
+    "interrupt": Score(4.0),
+    "dict": Score(2.0, {"acc": 1.0, "length": 3.0}, correct=1.0),
+    "turn": Score(2.0, turn_rewards=(0.5,)),
+}
 BAD = {
     "raise": ("raised", "KeyError: 'x'"),
     "exit": ("raised", "SystemExit"),
@@ -75,6 +82,7 @@ BAD = {
     "nan": ("not_a_number", "the score is nan"),
     "none": ("not_a_number", "the score is None"),
     "text": ("not_a_number", "the score is '1.0'"),
+    "turns": ("raised", "2 turn rewards for 1 turns of the model"),
     "pickle": ("raised", "codec can't decode"),  # who has taken the process over is heard, and not unpickled
     "\ud800 lone": ("raised", "ValueError"),
 }

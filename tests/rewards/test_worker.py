@@ -53,7 +53,7 @@ def test_a_broken_row_is_an_error_of_that_response() -> None:
 
 def test_scores_travel_whole() -> None:
     full = Score(0.1, {"a": 1 / 3, "ü": -1e-300}, correct=1.0, answer="\ud800 x")
-    for score in (full, Score(1.0), Score(-0.5, error="raised: \0")):
+    for score in (full, Score(1.0), Score(-0.5, error="raised: \0"), Score(1.0, turn_rewards=(1 / 3, -2.0))):
         assert unpacked(packed(score)) == score
 
 
@@ -70,10 +70,13 @@ class Bomb:
         b"null",
         b"[" * 100_000,
         b'{"value": 1}',
-        b'{"value": NaN, "parts": {}, "correct": null, "error": null, "answer": null}',
-        b'{"value": 1, "parts": {"a": "1"}, "correct": null, "error": null, "answer": null}',
-        b'{"value": 1, "parts": [], "correct": null, "error": null, "answer": null}',
-        b'{"value": 1, "parts": {}, "correct": Infinity, "error": null, "answer": null}',
+        b'{"value": NaN, "parts": {}, "correct": null, "error": null, "answer": null, "turn_rewards": []}',
+        b'{"value": 1, "parts": {"a": "1"}, "correct": null, "error": null, "answer": null, "turn_rewards": []}',
+        b'{"value": 1, "parts": [], "correct": null, "error": null, "answer": null, "turn_rewards": []}',
+        b'{"value": 1, "parts": {}, "correct": Infinity, "error": null, "answer": null, "turn_rewards": []}',
+        b'{"value": 1, "parts": {}, "correct": null, "error": null, "answer": null}',
+        b'{"value": 1, "parts": {}, "correct": null, "error": null, "answer": null, "turn_rewards": 1}',
+        b'{"value": 1, "parts": {}, "correct": null, "error": null, "answer": null, "turn_rewards": [NaN]}',
     ],
 )
 def test_what_is_no_score_is_refused(message: bytes) -> None:

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_rl.algorithms.lesson import learn
+from mcore_rl.algorithms.token_advantages import compute_advantages
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.runtime.shard import Portion, Shard, WorkerInput, WorkerOutput
@@ -60,6 +60,6 @@ class InProcessWorkers:
 def advantages_of(given: WorkerInput[Any], *args: Any) -> WorkerOutput[RankAdvantages]:
     """``TrainWorker.compute_advantages`` of a leader."""
     (batch,) = given.batches
-    learnt, facts = learn(batch, given.payload, *args)
-    made = Shard.of(batch.lengths_S, **vars(learnt))
-    return WorkerOutput(RankAdvantages(facts, tuple(made.fields)), made)
+    of_tokens, stats = compute_advantages(batch, given.payload, *args)
+    made = Shard.of(batch.lengths_S, **vars(of_tokens))
+    return WorkerOutput(RankAdvantages(stats, tuple(made.fields)), made)

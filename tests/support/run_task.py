@@ -72,6 +72,8 @@ def overrides(task: Path, run_dir: Path, *more: str) -> list[str]:
         f"custom_reward_function.path={task}/reward.py",
         "reward.num_workers=1",
         "algorithm=rloo",
+        "actor.loss_mode=ppo_clip",
+        "actor.loss_agg_mode=token_mean",
         "actor.use_kl_loss=true",
         "actor.parallel.ep=2",
         "actor.precision=float32",

@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 
 from mcore_rl.data.prompts import PromptRow
+from mcore_rl.episodes import Author, Episode, FinishReason, Segment, VersionSpan, prompt_segment
 from mcore_rl.rewards.score import RewardRequest, Score
-from mcore_rl.rollout.protocol import FinishReason, Request, Sample, Sampling, VersionSpan
+from mcore_rl.rollout.protocol import Request, Sample, Sampling
+from mcore_rl.rollout.single_turn import single_turn
 
 
 def row(number: int, tokens: Sequence[int] = (5, 6), source: str = "sums") -> PromptRow:
@@ -38,6 +40,46 @@ def sample(
         finish=FinishReason.length if cut else FinishReason.stop,
         text=text,
     )
+
+
+def answered(
+    number: int,
+    score: Score | None = None,
+    prompt: Sequence[int] = (5, 6),
+    response: Sequence[int] = (7, 8),
+    *,
+    group: int = 0,
+    index: int = 0,
+    source: str = "sums",
+    cut: bool = False,
+    text: str = "",
+) -> Episode:
+    """One answer to row ``number``, graded unless there is no score."""
+    of = row(number, prompt, source)
+    episode = single_turn(of, prompt_segment(of), sample(f"p{number}", index, response, cut=cut, text=text), group)
+    return episode if score is None else episode.with_score(score)
+
+
+def turn(author: Author, tokens: Sequence[int], *, reward: float | None = None, text: str = "") -> Segment:
+    """The model's are trained, and token t has log-prob -t / 10."""
+    values, of_model = np.array(tokens, dtype=np.int32), author is Author.model
+    return Segment(
+        author=author,
+        tokens=values,
+        trained=of_model,
+        logprobs=(values / -10).astype(np.float32) if of_model else None,
+        versions=(VersionSpan(version=3, start=0, end=len(tokens)),) if of_model else (),
+        reward=reward,
+        text=text,
+    )
+
+
+def conversation(number: int, turns: Sequence[Segment], score: Score | None = None, *, group: int = 0) -> Episode:
+    """``turns`` after the prompt of row ``number``."""
+    of = row(number)
+    segments = (prompt_segment(of), *turns)
+    episode = Episode(row=of, prompt_id=f"p{number}", group=group, index=0, segments=segments, end=FinishReason.stop)
+    return episode if score is None else episode.with_score(score)
 
 
 class ScriptedEngine:

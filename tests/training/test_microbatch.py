@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -229,7 +229,36 @@ def test_sequences_of_one_token_predict_nothing() -> None:
                     assert (microbatch.targets_N == NOWHERE).all()
 
 
+def test_a_pair_is_in_one_microbatch() -> None:
+    """Sequences 0 and 4, 1 and 2, 3 and 6, and 5 by itself; without pairs they would be packed otherwise."""
+    lengths, pairs_S = (9, 2, 3, 8, 1, 6, 2), (5, 6, 6, 7, 5, None, 7)
+    plain = batches.ragged(101, lengths=lengths)
+    for layout in ("", "cp=2"):
+        for groups in ranks_of(layout):
+            for sizes in ((16, None), (24, None), (None, 2), (None, 3)):
+                microbatches = cut(replace(plain, pairs_S=pairs_S), groups, *sizes)
+                together = [set(microbatch.lengths) for microbatch in microbatches]
+                assert sum(len(microbatch.lengths) for microbatch in microbatches) == len(lengths)
+                assert all({9, 1} <= each or not {9, 1} & each for each in together)
+                assert all({3, 2} <= each or 3 not in each for each in together)
+                assert all({8, 2} <= each or 8 not in each for each in together)
+    (groups,) = ranks_of("")
+    assert not all(
+        {9, 1} <= set(each.lengths) or not {9, 1} & set(each.lengths) for each in cut(plain, groups, 16, None)
+    )
+
+
 # ---- refusals ----
+
+
+def test_pairs_that_do_not_fit_are_refused() -> None:
+    (groups,) = ranks_of("")
+    paired = replace(batches.ragged(101, lengths=(9, 12, 9, 1)), pairs_S=(1, 2, 1, 2))
+    with pytest.raises(ConfigError, match=r"microbatch_tokens=17: 1 of 2 pairs do not fit; .* pair 0, takes 18 tokens"):
+        cut(paired, groups, 17, None)
+    assert len(cut(paired, groups, 18, None)) == 2
+    with pytest.raises(ConfigError, match=r"microbatch_sequences=1: parts the two sequences of a pair. Write 2 or"):
+        cut(paired, groups, None, 1)
 
 
 def test_all_sequences_that_are_too_long_are_refused_at_once() -> None:

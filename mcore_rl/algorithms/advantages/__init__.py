@@ -1,1 +1,1 @@
-"""How advantages follow from rewards: one file for each estimator, ``registry.py`` names them all."""
+"""How advantages follow from rewards: one file for each estimator, ``estimation.py`` puts a step's together."""

@@ -16,8 +16,9 @@ class AdvantageInputs:
     """Sequences of one step, all or a rank's.  Floating tensors share one dtype, float32.
 
     lengths_S: tokens of each sequence.  mask_T: bool, trained tokens.  outcome_S: the response's score, finite, the
-    reward of its last trained token.  process_T: rewards of tokens beside that, such as the KL penalty; read at trained
-    tokens only.  values_T: the critic's.  greedy_S: score of the greedy response to the same prompt (ReMax).
+    reward of its last trained token.  process_T: rewards of tokens beside that, as of turns and the KL
+    penalty; read at trained tokens only.  values_T: the critic's.  greedy_S: reward of the greedy response to the same
+    prompt (ReMax).
     """
 
     lengths_S: tuple[int, ...]

@@ -1,1 +1,1 @@
-"""Policy losses of tokens: one file for each, ``registry.py`` names them all, ``aggregation.py`` sums them up."""
+"""Policy losses of tokens: one file for each; ``aggregation.py`` sums them up."""

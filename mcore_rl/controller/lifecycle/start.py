@@ -102,8 +102,8 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         weights = WeightSync(updater, restarter, trainer.guards.check_weights_freq)
         devices = DeviceSharing(trainer.placement, actor, pool, weights, restarter, reward_model)
         samples = ResendingPool(pool, restarter, devices, weights)
-        drawing = RolloutCollector(samples, scorer, config, reward_model)
-        run = Run(config, platform, tracker, prepared, actor, critic, drawing, devices, weights)
+        collector = RolloutCollector(samples, scorer, config, reward_model)
+        run = Run(config, platform, tracker, prepared, actor, critic, collector, devices, weights)
         stack.push_async_callback(run.saver.close)
         yield run
 

@@ -22,7 +22,7 @@ from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.data.responses import ResponseRow, ResponseSet
 from mcore_rl.errors import Violation, refuse_if_any
-from mcore_rl.rewards.estimates import CONFIDENCE, Estimate, interval, majority_at_k, pass_at_k
+from mcore_rl.rewards.estimates import CONFIDENCE, MeanEstimate, interval, majority_at_k, pass_at_k
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.tracking.atomic import replaced
@@ -59,7 +59,7 @@ class SourceReport:
     truncated: float | None
     errors: dict[str, int]
     example: str | None
-    metrics: dict[str, Estimate]
+    metrics: dict[str, MeanEstimate]
     missing: dict[str, str]
 
 
@@ -106,7 +106,7 @@ async def grade_all(
     def requests() -> Iterator[tuple[ResponseRow, list[Score | None], int]]:
         for row in rows:
             scores: list[Score | None] = [None] * len(row.responses)
-            found.append((replace(row, responses=(), columns={}, extra_info={}, messages=[]), scores))
+            found.append((replace(row, responses=(), columns={}, extra_info={}, messages=[], turns=()), scores))
             for index in range(len(scores)):
                 yield row, scores, index
 
@@ -116,7 +116,7 @@ async def grade_all(
         for row, scores, index in waiting:  # all servers draw from the one
             request = request_of(row, index, max_tokens)
             if reward_model is not None and row.scored_by_model:
-                scores[index] = await reward_model.score(row.messages, request)
+                scores[index] = await reward_model.score(request)
             else:
                 scores[index] = await scorer.score(request)
             report()
@@ -143,6 +143,7 @@ async def _reward_model(config: EvaluateConfig, stack: AsyncExitStack) -> Reward
 
 def request_of(row: ResponseRow, index: int, max_tokens: int) -> RewardRequest:
     """What a grader is told of a response, as it is told in training."""
+    turns = row.turns[index]
     return RewardRequest(
         key=(row.id, index),
         data_source=row.data_source,
@@ -152,6 +153,8 @@ def request_of(row: ResponseRow, index: int, max_tokens: int) -> RewardRequest:
         num_tokens=row.num_tokens[index],
         max_tokens=max_tokens,
         truncated=row.truncated[index],
+        messages=[*row.messages, *turns] if row.messages else (),
+        num_turns=sum(turn["role"] == "assistant" for turn in turns),
     )
 
 
@@ -179,7 +182,7 @@ def _report(graded: Sequence[Graded], k: Sequence[int], has_lengths: bool, has_f
     counts = [len(each.scores) for each in graded]
     errors = [score.error for score in scores if score.error is not None]
     kinds = Counter(error.partition(":")[0] for error in errors)
-    metrics = {"score": interval([fmean(score.value for score in each.scores) for each in graded])}
+    metrics = {"score": interval([fmean(score.total for score in each.scores) for each in graded])}
     missing: dict[str, str] = {}
     wanted = k or default_k(min(counts))
     if any(score.correct is not None for score in scores):

@@ -19,11 +19,13 @@ from mcore_rl.controller.step.rollout_collection import sampling_of
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.responses import LENGTH, Generated, taken_columns, write_responses
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.episodes import ROLES, Episode, prompt_segment
 from mcore_rl.errors import DataError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.environment import has_tokenizer
 from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of
+from mcore_rl.rollout.single_turn import single_turn
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.placement import place_engines
 from mcore_rl.runtime.start import pool_of, start_engines
@@ -107,12 +109,28 @@ async def draw(
     places = {row.id: place for place, row in enumerate(rows)}
     assert len(places) == len(rows), "ids name rows"
     found: list[dict[int, Generated]] = [{} for _ in rows]
+    segments = [prompt_segment(row) for row in rows]
     requests = requests_of([Prompt(id=row.id, tokens=row.tokens) for row in rows], n)
     async for sample in engine.generate(requests, sampling):
-        made = Generated(sample.text, len(sample.tokens), sample.finish.value)
-        found[places[sample.prompt_id]][sample.index] = made
+        place = places[sample.prompt_id]
+        made = generated(single_turn(rows[place], segments[place], sample, place))
+        found[place][sample.index] = made
         report(made.num_tokens)
     return [[group[index] for index in range(n)] for group in found]
+
+
+def generated(episode: Episode) -> Generated:
+    """What the file keeps of ``episode``: its texts and lengths, and no tokens."""
+    turns = [
+        {"role": ROLES[segment.author], "content": segment.text, "num_tokens": len(segment.tokens)}
+        for segment in episode.segments[1:]
+    ]
+    return Generated(
+        text=episode.response,
+        num_tokens=episode.num_response_tokens,
+        finish=episode.end.value,
+        turns=() if episode.is_single_turn else tuple(turns),
+    )
 
 
 def _say(console: Console, text: str) -> None:

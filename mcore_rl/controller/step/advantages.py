@@ -1,7 +1,7 @@
 """From scored sequences to what is trained on: KL, rewards, advantages, correction, over all data-parallel ranks.
 
-Ranks do what needs tokens, each for its own sequences (``algorithms/lesson.py``); what spans all of them, groups,
-whitening, the KL's coefficient and all metrics, is concluded here from what they say of each sequence.
+Ranks do what needs tokens, each for its own sequences (``algorithms/token_advantages.py``).  What spans all of them,
+groups, whitening, the KL's coefficient and all metrics, is computed here from the statistics of each sequence.
 """
 
 from __future__ import annotations
@@ -10,16 +10,24 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mcore_rl.algorithms.advantages.registry import Estimate, estimate
+from mcore_rl.algorithms.advantages.estimation import BatchAdvantages, estimate
 from mcore_rl.algorithms.correction import correction_metrics
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.algorithms.lesson import Facts
+from mcore_rl.algorithms.token_advantages import SequenceStats
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel
-from mcore_rl.controller.step.batch_assembly import Groups
+from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
 
-FIELDS = ("tokens_T", "mask_T", "rollout_logprobs_T", "old_logprobs_T", "ref_logprobs_T", "old_values_T")
+FIELDS = (
+    "tokens_T",
+    "mask_T",
+    "rollout_logprobs_T",
+    "turn_rewards_T",
+    "old_logprobs_T",
+    "ref_logprobs_T",
+    "old_values_T",
+)
 # What ``algorithms.correction`` calls its metrics -> what they are called in metrics.jsonl.
 AGREEMENT = {
     "logprob_diff_mean": "rollout/logprob_diff_mean",
@@ -34,20 +42,25 @@ CORRECTION = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lesson:
-    """estimate: of the advantages.  trained_S: tokens that are trained.  metrics: of the whole step."""
+class StepAdvantages:
+    """What the updates of a step need to know of it.
 
-    estimate: Estimate
+    advantages: of all sequences, or how those of their tokens are whitened.
+    trained_S: trained tokens of each sequence, int64.
+    metrics: of the whole step.
+    """
+
+    advantages: BatchAdvantages
     trained_S: Tensor
     metrics: dict[str, float]
 
 
-async def study(
-    actor: TrainGroup, shared: SharedBatch, groups: Groups, algorithm: AlgorithmConfig, kl: KlController
-) -> Lesson:
-    """What follows from old and rollout log-probs, and from values and reference log-probs where there are some.
+async def estimate_step(
+    actor: TrainGroup, shared: SharedBatch, groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController
+) -> StepAdvantages:
+    """Advantages of a step, from the log-probs and values that were scored.
 
-    What is said of tokens stays with ``shared``: a new mask, raw advantages, returns, weights.
+    What is made of tokens stays with ``shared``: a new mask, raw advantages, returns, weights.
     The KL controller is told of this step's KL after its coefficient was used.
     """
     ranks = shared.assignment
@@ -55,22 +68,22 @@ async def study(
     inputs = shared.shard_refs([[sequences] for sequences in ranks], FIELDS, outcomes)
     found, shards = await actor.compute_advantages(inputs, algorithm, kl.coef)
     shared.add(ranks, shards, found[0].fields)
-    return conclude(shared.in_order(ranks, [each.facts for each in found]), groups, algorithm, kl)
+    return combine(shared.in_order(ranks, [each.stats for each in found]), groups, algorithm, kl)
 
 
-def conclude(facts: Facts, groups: Groups, algorithm: AlgorithmConfig, kl: KlController) -> Lesson:
-    """facts: of all sequences, in the order of ``groups``."""
+def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController) -> StepAdvantages:
+    """Advantages of a step.  stats: of all sequences, in the order of ``groups``."""
     metrics: dict[str, float] = {}
     if algorithm.mask_truncated:
         metrics["dropped/masked_sequences"] = float(groups.outcomes.truncated_S.sum())
-    if facts.kl_S is not None:
-        mean = float(facts.kl_S.mean())
+    if stats.kl_S is not None:
+        mean = float(stats.kl_S.mean())
         metrics |= {"kl/reward": mean, "kl/coef": kl.coef}
-        kl.update(mean, len(facts.kl_S))
-    estimated = estimate(groups.group_S, facts.scores_S, facts.counts_S, facts.advantages, algorithm)
+        kl.update(mean, len(stats.kl_S))
+    estimated = estimate(groups.group_S, stats.scores_S, stats.counts_S, stats.advantages, algorithm)
     config = algorithm.rollout_correction
     names = AGREEMENT if config.level is CorrectionLevel.none else AGREEMENT | CORRECTION
-    correction = correction_metrics(facts.correction, config)
+    correction = correction_metrics(stats.correction, config)
     metrics |= {key: correction[f"rollout_correction/{name}"] for name, key in names.items()}
     if (spread := estimated.spread) is not None:
         metrics |= {
@@ -79,7 +92,7 @@ def conclude(facts: Facts, groups: Groups, algorithm: AlgorithmConfig, kl: KlCon
             "advantage/min": spread.low,
             "advantage/max": spread.high,
         }
-        for name, sums_S in (("return/mean", facts.returns_S), ("value/mean", facts.values_S)):
+        for name, sums_S in (("return/mean", stats.returns_S), ("value/mean", stats.values_S)):
             if sums_S is not None:
                 metrics[name] = float(sums_S.sum()) / spread.count
-    return Lesson(estimate=estimated, trained_S=facts.trained_S, metrics=metrics)
+    return StepAdvantages(advantages=estimated, trained_S=stats.trained_S, metrics=metrics)

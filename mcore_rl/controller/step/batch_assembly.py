@@ -1,125 +1,91 @@
-"""Graded responses, and the batch that they become: ragged, no padding, one sequence each."""
+"""Graded episodes, and the batch that they become: ragged, no padding, one sequence each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.algorithms.lesson import Outcomes
-from mcore_rl.data.prompts import PromptRow
-from mcore_rl.rewards.score import RewardRequest, Score
-from mcore_rl.rollout.protocol import FinishReason, Sample
+from mcore_rl.algorithms.token_advantages import Outcomes
+from mcore_rl.data.pairs import units_of
+from mcore_rl.episodes import Episode, Segment
 from mcore_rl.types import TrainBatch
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Trajectory:
-    """A response, its prompt and its score.  group: number of the prompt within the step."""
-
-    row: PromptRow
-    group: int
-    sample: Sample
-    score: Score
-
-    @property
-    def truncated(self) -> bool:
-        """Cut off at its limit."""
-        return self.sample.finish is FinishReason.length
-
-
 @dataclass(frozen=True, kw_only=True)
-class Groups:
-    """All trajectories of one step, prompt by prompt, and their batch; see ``assemble``."""
+class StepBatch:
+    """All episodes of one step as tensors; made by ``assemble``.
 
-    trajectories: tuple[Trajectory, ...]
+    episodes: prompt by prompt; a sequence of ``batch`` each, in this order.
+    batch: their tokens, masks, the sampler's log-probs, and turn rewards where there are any.
+    group_S: int64, the prompt that each sequence is a sample of.
+    outcomes: the score of each sequence, and whether it was cut off.
+    """
+
+    episodes: tuple[Episode, ...]
     batch: TrainBatch
     group_S: Tensor
     outcomes: Outcomes
 
     @property
     def num_trained(self) -> int:
-        """Tokens of responses."""
+        """Trained tokens of all sequences."""
         return int(np.count_nonzero(self.batch.mask_T.numpy()))
 
 
-def assemble(trajectories: Sequence[Trajectory], greedy: Sequence[float] | None = None) -> Groups:
-    """Sequences of prompt and response tokens, the response tokens trained; in the order of ``trajectories``.
+def assemble(episodes: Sequence[Episode], greedy: Sequence[float] | None = None) -> StepBatch:
+    """The tokens of all segments, laid end to end; those of trained segments are trained.
 
-    greedy: score of the greedy response to each group's prompt, by group number.
+    greedy: reward of the greedy response to each group's prompt, by group number.
     """
-    lengths = [len(each.row.tokens) + len(each.sample.tokens) for each in trajectories]
-    tokens_T = np.empty(sum(lengths), dtype=np.int32)
-    mask_T, logprobs_T = np.empty(len(tokens_T), dtype=bool), np.empty(len(tokens_T), dtype=np.float32)
-    prompt, row, end = np.empty(0, dtype=np.int32), None, 0
-    for each in trajectories:
-        if each.row is not row:  # the samples of a prompt follow one another
-            prompt, row = np.asarray(each.row.tokens, dtype=np.int32), each.row
-        start, end = end + len(prompt), end + len(prompt) + len(each.sample.tokens)
-        tokens_T[start - len(prompt) : start], tokens_T[start:end] = prompt, each.sample.tokens
-        mask_T[start - len(prompt) : start], mask_T[start:end] = False, True
-        logprobs_T[start - len(prompt) : start], logprobs_T[start:end] = 0, each.sample.logprobs
+    segments = [segment for episode in episodes for segment in episode.segments]
+    tokens_T = np.concatenate([segment.tokens for segment in segments])
+    mask_T, logprobs_T = np.zeros(len(tokens_T), dtype=bool), np.zeros(len(tokens_T), dtype=np.float32)
+    end = 0
+    for segment in segments:
+        start, end = end, end + len(segment.tokens)
+        if segment.trained:
+            mask_T[start:end], logprobs_T[start:end] = True, segment.logprobs
     batch = TrainBatch(
-        lengths_S=tuple(lengths),
+        lengths_S=tuple(episode.num_tokens for episode in episodes),
         tokens_T=torch.from_numpy(tokens_T),
         mask_T=torch.from_numpy(mask_T),
         rollout_logprobs_T=torch.from_numpy(logprobs_T),
+        turn_rewards_T=_turn_rewards(segments),
+        pairs_S=_pairs(episodes),
     )
-    groups = [trajectory.group for trajectory in trajectories]
-    return Groups(
-        trajectories=tuple(trajectories),
+    groups = [episode.group for episode in episodes]
+    return StepBatch(
+        episodes=tuple(episodes),
         batch=batch,
         group_S=torch.tensor(groups),
         outcomes=Outcomes(
-            scores_S=torch.tensor([trajectory.score.value for trajectory in trajectories], dtype=torch.float32),
-            truncated_S=torch.tensor([trajectory.truncated for trajectory in trajectories]),
+            scores_S=torch.tensor([episode.graded.value for episode in episodes], dtype=torch.float32),
+            truncated_S=torch.tensor([episode.truncated for episode in episodes]),
             greedy_S=None if greedy is None else torch.tensor([greedy[group] for group in groups], dtype=torch.float32),
         ),
     )
 
 
-def reward_request(row: PromptRow, sample: Sample, max_tokens: int) -> RewardRequest:
-    """What a grader is told of a response."""
-    return RewardRequest(
-        key=(sample.prompt_id, sample.index),
-        data_source=row.data_source,
-        response=sample.text,
-        ground_truth=row.ground_truth,
-        extra_info={**row.columns, **row.extra_info},
-        num_tokens=len(sample.tokens),
-        max_tokens=max_tokens,
-        truncated=sample.finish is FinishReason.length,
-    )
+def _turn_rewards(segments: Sequence[Segment]) -> Tensor | None:
+    """[T], each segment's reward at its last token; None where no segment has one."""
+    rewarded = [place for place, each in enumerate(segments) if each.reward is not None and len(each.tokens)]
+    if not rewarded:
+        return None
+    ends = np.cumsum([len(segment.tokens) for segment in segments])
+    turn_rewards_T = torch.zeros(int(ends[-1]))
+    turn_rewards_T[ends[rewarded] - 1] = torch.tensor([segments[place].reward for place in rewarded])
+    return turn_rewards_T
 
 
-def sample_rows(
-    step: int, trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, Any]]:
-    """What is kept of each response, to be read by people."""
-    prompts = {
-        tokens: tokenizer.decode(np.asarray(tokens), skip_special_tokens=True)
-        for tokens in dict.fromkeys(each.row.tokens for each in trajectories)
-    }
-    return [
-        {
-            "step": step,
-            "data_source": each.row.data_source,
-            "prompt_id": each.row.id,
-            "sample": each.sample.index,
-            "prompt": prompts[each.row.tokens],
-            "response": each.sample.text,
-            "score": each.score.value,
-            "correct": each.score.correct,
-            "ground_truth": each.row.ground_truth,
-            "num_tokens": len(each.sample.tokens),
-            "finish": each.sample.finish.value,
-            "version": each.sample.versions[-1].version if each.sample.versions else step,
-            "error": each.score.error,
-        }
-        for each in trajectories
-    ]
+def _pairs(episodes: Sequence[Episode]) -> tuple[int | None, ...] | None:
+    """See ``TrainBatch``.  A minibatch holds whole groups, so a pair of one group is in one minibatch."""
+    keys = tuple(episode.pair for episode in episodes)
+    if not any(key is not None for key in keys):
+        return None
+    for unit in units_of(keys):
+        assert len({episodes[place].group for place in unit}) == 1, f"pair {keys[unit[0]]} is of two prompts"
+    return keys

@@ -7,20 +7,20 @@ from statistics import fmean, pstdev
 
 from mcore_rl.algorithms.value import explained_variance
 from mcore_rl.config.roles import ActorConfig
-from mcore_rl.controller.step.batch_assembly import Trajectory
-from mcore_rl.controller.step.rollout_collection import Drawn
+from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.updates import Updated
+from mcore_rl.episodes import Episode
 from mcore_rl.parallel.device import Memory
 
 GIB = 2**30
 
 
-def sample_metrics(drawn: Drawn) -> dict[str, float]:
-    """Of responses and their rewards."""
-    found = drawn.trajectories
-    rewards = [each.score.value for each in found]
-    lengths = [len(each.sample.tokens) for each in found]
-    prompts = [len(each.row.tokens) for each in found]
+def sample_metrics(rollouts: RolloutBatch) -> dict[str, float]:
+    """Of episodes and their rewards."""
+    episodes = rollouts.episodes
+    rewards = [each.reward for each in episodes]
+    lengths = [each.num_response_tokens for each in episodes]
+    prompts = [each.num_prompt_tokens for each in episodes]
     metrics = {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
@@ -29,25 +29,23 @@ def sample_metrics(drawn: Drawn) -> dict[str, float]:
         "response/length_mean": fmean(lengths),
         "response/length_min": float(min(lengths)),
         "response/length_max": float(max(lengths)),
-        "response/clip_share": fmean(each.truncated for each in found),
+        "response/clip_share": fmean(each.truncated for each in episodes),
         "prompt/length_mean": fmean(prompts),
         "prompt/length_max": float(max(prompts)),
-        "dropped/groups": float(drawn.num_dropped),
-        "dropped/generation_batches": float(drawn.num_batches),
-        "dropped/grader_errors": float(sum(each.score.error is not None for each in found)),
+        "dropped/groups": float(rollouts.num_dropped),
+        "dropped/generation_batches": float(rollouts.num_batches),
+        "dropped/grader_errors": float(sum(each.graded.error is not None for each in episodes)),
     }
-    correct = [each.score.correct for each in found if each.score.correct is not None]
+    correct = [each.graded.correct for each in episodes if each.graded.correct is not None]
     if correct:
         metrics["reward/accuracy"] = fmean(correct)
-    return metrics | _reward_parts(found)
+    return metrics | _reward_parts(episodes)
 
 
-def _reward_parts(found: Sequence[Trajectory]) -> dict[str, float]:
-    names = sorted({name for each in found for name in each.score.parts})
-    return {
-        f"reward/part/{name}": fmean(each.score.parts[name] for each in found if name in each.score.parts)
-        for name in names
-    }
+def _reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
+    parts = [each.graded.parts for each in episodes]
+    names = sorted({name for of_one in parts for name in of_one})
+    return {f"reward/part/{name}": fmean(of_one[name] for of_one in parts if name in of_one) for name in names}
 
 
 def actor_metrics(updated: Updated, config: ActorConfig, entropy: float) -> dict[str, float]:

@@ -7,7 +7,7 @@ or the response has a named error; none is scored in part without being told to 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ TOKENIZER = "reward_model.model.tokenizer_path"
 PART = "model"  # of a score, for ``reward/part/model``
 SAMPLE = "a response"
 
-Messages = Sequence[dict[str, Any]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class Encoder:
     max_length: int
     truncation: Truncation
 
-    def text(self, messages: Messages, response: str) -> str:
-        """``messages`` with ``response`` as the assistant's answer; raises whatever the template does."""
-        conversation = [*messages, {"role": "assistant", "content": response}]
-        return str(self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False))
+    def text(self, conversation: Messages) -> str:
+        """``conversation``, which ends with the response; raises whatever the template does."""
+        said = [dict(message) for message in conversation]
+        return str(self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=False))
 
-    def tokens(self, messages: Messages, response: str) -> list[int]:
+    def tokens(self, conversation: Messages) -> list[int]:
         """Of ``text``, without padding at the end: transformers asks for the score at the last token before it.
 
         ValueError: more than ``max_length``, where truncation is error.
         """
-        found = list(self.tokenizer(self.text(messages, response), add_special_tokens=False)["input_ids"])
+        found = list(self.tokenizer(self.text(conversation), add_special_tokens=False)["input_ids"])
         while len(found) > 1 and found[-1] == self.pad_token_id:
             found.pop()
         if not found:
@@ -76,8 +76,8 @@ class RewardModel:
         # One thread: a tokenizer is nobody else's meanwhile, and the event loop goes on.
         self._thread = ThreadPoolExecutor(1, "reward-model")
 
-    async def score(self, messages: Messages, request: RewardRequest) -> Score:
-        """Of ``request.response`` to ``messages``.
+    async def score(self, request: RewardRequest) -> Score:
+        """Of the conversation ``request.messages``.
 
         A conversation without a score, or with one that is not finite, is an error as a grader's is; the overlong
         punishment is added as to a grader's.  DeadEngineError: an engine is gone.
@@ -85,7 +85,7 @@ class RewardModel:
         loop = asyncio.get_running_loop()
         found: float | Exception
         try:
-            tokens = await loop.run_in_executor(self._thread, self._encoder.tokens, messages, request.response)
+            tokens = await loop.run_in_executor(self._thread, self._encoder.tokens, request.messages)
         except Exception as error:  # noqa: BLE001  a template is a program of the user's and may raise anything
             found = error
         else:
@@ -156,7 +156,7 @@ def _tokenizer_violations(tokenizer: PreTrainedTokenizerBase, where: Path, vocab
 def template_problem(encoder: Encoder, messages: Messages) -> str:
     """Why the template cannot write a response after ``messages``; "" where it can."""
     try:
-        text = encoder.text(messages, SAMPLE)
+        text = encoder.text([*messages, {"role": "assistant", "content": SAMPLE}])
     except Exception as error:  # noqa: BLE001  as above
         return f"the chat template refuses the conversation: {error}"
     return "" if SAMPLE in text else "the chat template leaves the response out"

@@ -1,4 +1,4 @@
-"""Responses are drawn and graded: each is graded while others are still drawn.
+"""Rollout collection: episodes are drawn and graded, each while others are still drawn.
 
 Dynamic sampling (arXiv:2503.14476, section 3.2) is here too: groups without signal make room for those of fresh
 prompts, up to a bound; what is still missing then is filled with groups without signal, so that a step is always whole.
@@ -12,114 +12,128 @@ from dataclasses import dataclass, replace
 
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.step.batch_assembly import Trajectory, reward_request
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.data.prompts import PromptRow
-from mcore_rl.rewards.score import Score
+from mcore_rl.episodes import Episode, prompt_segment, reward_request
 from mcore_rl.rewards.scorer import Scorer
-from mcore_rl.rollout.protocol import Prompt, Sample, SampleSource, Sampling, requests_of
+from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of
+from mcore_rl.rollout.single_turn import single_turn
 
-Report = Callable[[int, int], None]  # responses finished, responses in all
+CollectProgress = Callable[[int, int], None]  # is told of episodes finished, of episodes in all
 STEPS_APART = 1_000_003  # seeds of neighbouring steps and runs do not meet
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """Of one step.  greedy: score of each prompt's greedy response.  num_batches: of prompts.  num_dropped: groups."""
+class RolloutBatch:
+    """What one step collected.
 
-    trajectories: list[Trajectory]
+    episodes: graded, prompt by prompt; ``Episode.group`` counts the prompts from 0.
+    greedy: reward of the greedy response to each prompt, by group number; None where nobody asks for it.
+    num_batches: batches of prompts that were drawn.
+    num_dropped: groups that were drawn and are not trained.
+    """
+
+    episodes: list[Episode]
     greedy: list[float] | None
     num_batches: int
     num_dropped: int
 
 
 class RolloutCollector:
-    """Draws from ``engine`` and grades with ``scorer`` or ``reward_model``, as the row asks, and as ``run`` says."""
+    """Draws from ``engine`` as ``run`` says; ``scorer`` grades, or ``reward_model`` where the row asks for it."""
 
     def __init__(
         self, engine: SampleSource, scorer: Scorer, run: RunConfig, reward_model: RewardModel | None = None
     ) -> None:
         self.engine, self.scorer, self._run, self._reward_model = engine, scorer, run, reward_model
 
-    async def step(self, step: int, next_rows: Callable[[int], list[PromptRow]], report: Report) -> Drawn:
+    async def collect(
+        self, step: int, next_rows: Callable[[int], list[PromptRow]], progress: CollectProgress
+    ) -> RolloutBatch:
         """The groups of training step ``step``, of rows that ``next_rows(count)`` gives, in their order."""
         run = self._run
-        kept: list[list[Trajectory]] = []
-        spare: list[list[Trajectory]] = []
+        kept: list[list[Episode]] = []
+        spare: list[list[Episode]] = []
         wanted, batches = run.data.train_batch_size, 0
         while len(kept) < wanted and (batches == 0 or self._may_draw_more(batches)):
             rows = next_rows(wanted if run.data.gen_batch_size is None else run.data.gen_batch_size)
-            groups = await self._groups(step, batches, rows, report)
+            groups = await self._collect_groups(step, batches, rows, progress)
             batches += 1
             for group in groups:
                 (kept if self._teaches(group) else spare).append(group)
         dropped = len(spare) if len(kept) >= wanted else len(spare) - (wanted - len(kept))
         chosen = [*kept, *spare][:wanted]
         numbered = [[replace(each, group=number) for each in group] for number, group in enumerate(chosen)]
-        greedy = [group.pop().score.value for group in numbered] if run.needs_greedy else None
-        return Drawn(
-            trajectories=[each for group in numbered for each in group],
+        greedy = [group.pop().reward for group in numbered] if run.needs_greedy else None
+        return RolloutBatch(
+            episodes=[each for group in numbered for each in group],
             greedy=greedy,
             num_batches=batches,
             num_dropped=dropped,
         )
 
-    async def validation(self, rows: Sequence[PromptRow], report: Report) -> list[Trajectory]:
-        """``rollout.val_kwargs.n`` responses to each of ``rows``, drawn as validation draws; the same every time."""
+    async def collect_validation(self, rows: Sequence[PromptRow], progress: CollectProgress) -> list[Episode]:
+        """``rollout.val_kwargs.n`` episodes of each of ``rows``, drawn as validation draws; the same every time."""
         draw = self._run.rollout.val_kwargs
         sampling = sampling_of(self._run.rollout, draw, self._run.rollout.seed)
-        groups = await self._draw([(row.id, row) for row in rows], draw.n, sampling, report)
+        groups = await self._collect([(row.id, row) for row in rows], draw.n, sampling, progress)
         return [each for group in groups for each in group]
 
     def _may_draw_more(self, batches: int) -> bool:
         filtering = self._run.algorithm.filter_groups
         return filtering.enable and batches < filtering.max_num_gen_batches
 
-    def _teaches(self, group: Sequence[Trajectory]) -> bool:
+    def _teaches(self, group: Sequence[Episode]) -> bool:
         if not self._run.algorithm.filter_groups.enable:
             return True
-        scores = [each.score.value for each in group[: self._run.rollout.n]]
+        scores = [each.graded.value for each in group[: self._run.rollout.n]]
         return min(scores) < max(scores)
 
-    async def _groups(self, step: int, batch: int, rows: Sequence[PromptRow], report: Report) -> list[list[Trajectory]]:
+    async def _collect_groups(
+        self, step: int, batch: int, rows: Sequence[PromptRow], progress: CollectProgress
+    ) -> list[list[Episode]]:
+        """The samples of each row; behind them the greedy one, where the algorithm needs it."""
         rollout = self._run.rollout
         sampling = sampling_of(rollout, rollout, rollout.seed * STEPS_APART + step)
         # A small data set may give a prompt twice in a step: its place in the step tells the two apart.
         named = [(f"{batch}.{place}/{row.id}", row) for place, row in enumerate(rows)]
         if not self._run.needs_greedy:
-            return await self._draw(named, rollout.n, sampling, report)
+            return await self._collect(named, rollout.n, sampling, progress)
         greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
         sampled, baselines = await asyncio.gather(
-            self._draw(named, rollout.n, sampling, report),
-            self._draw([(f"greedy/{name}", row) for name, row in named], 1, greedy, lambda done, of: None),
+            self._collect(named, rollout.n, sampling, progress),
+            self._collect([(f"greedy/{name}", row) for name, row in named], 1, greedy, lambda done, of: None),
         )
         return [[*group, *baseline] for group, baseline in zip(sampled, baselines, strict=True)]
 
-    async def _draw(
-        self, named: Sequence[tuple[str, PromptRow]], n: int, sampling: Sampling, report: Report
-    ) -> list[list[Trajectory]]:
-        prompts = [Prompt(id=name, tokens=row.tokens) for name, row in named]
-        rows = {name: (place, row) for place, (name, row) in enumerate(named)}
-        requests = requests_of(prompts, n)
-        graded: list[asyncio.Task[tuple[Sample, Score]]] = []
+    async def _collect(
+        self, named: Sequence[tuple[str, PromptRow]], n: int, sampling: Sampling, progress: CollectProgress
+    ) -> list[list[Episode]]:
+        """``n`` graded episodes of each row, in order; each row comes with the name that it is drawn under."""
+        places = {name: place for place, (name, _) in enumerate(named)}
+        prompts = [prompt_segment(row) for _, row in named]
+        requests = requests_of([Prompt(id=name, tokens=row.tokens) for name, row in named], n)
+        graded: list[asyncio.Task[Episode]] = []
         try:
             async with asyncio.TaskGroup() as grading:  # a reward model that dies ends the drawing, and the reverse
                 async for sample in self.engine.generate(requests, sampling):
-                    graded.append(grading.create_task(self._grade(rows[sample.prompt_id][1], sample, sampling)))
-                    report(len(graded), len(requests))
+                    place = places[sample.prompt_id]
+                    episode = single_turn(named[place][1], prompts[place], sample, place)
+                    assert episode.num_response_tokens <= sampling.max_tokens, f"{sample.prompt_id} is too long"
+                    graded.append(grading.create_task(self._grade(episode, sampling.max_tokens)))
+                    progress(len(graded), len(requests))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        groups: list[list[Trajectory]] = [[] for _ in named]
-        for sample, score in (task.result() for task in graded):
-            place, row = rows[sample.prompt_id]
-            groups[place].append(Trajectory(row=row, group=place, sample=sample, score=score))
-        return [sorted(group, key=lambda each: each.sample.index) for group in groups]
+        groups: list[list[Episode]] = [[] for _ in named]
+        for task in graded:
+            groups[task.result().group].append(task.result())
+        return [sorted(group, key=lambda each: each.index) for group in groups]
 
-    async def _grade(self, row: PromptRow, sample: Sample, sampling: Sampling) -> tuple[Sample, Score]:
-        request = reward_request(row, sample, sampling.max_tokens)
-        if self._reward_model is not None and row.scored_by_model:
-            return sample, await self._reward_model.score(row.messages, request)
-        return sample, await self.scorer.score(request)
+    async def _grade(self, episode: Episode, max_tokens: int) -> Episode:
+        request = reward_request(episode, max_tokens)
+        if self._reward_model is not None and episode.row.scored_by_model:
+            return episode.with_score(await self._reward_model.score(request))
+        return episode.with_score(await self.scorer.score(request))
 
 
 def sampling_of(rollout: RolloutConfig, draw: RolloutConfig | ValidationConfig, seed: int) -> Sampling:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from mcore_rl.algorithms.losses.aggregation import loss_denominator
 from mcore_rl.algorithms.policy import ActorLoss
 from mcore_rl.algorithms.value import CriticLoss
 from mcore_rl.config.roles import ActorConfig, CriticConfig
-from mcore_rl.controller.step.advantages import Lesson
+from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.data.balance import balance, imbalance
+from mcore_rl.data.pairs import placed_whole, units_of
 from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
@@ -63,10 +65,10 @@ def send(group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[in
     for members in minibatches:
         if seen.isdisjoint(members):
             seen.update(members)
-            for sequences, shard in zip(assignment, _shards(batch.lengths_S, members, group.layout.dp), strict=True):
+            for sequences, shard in zip(assignment, _shards(batch, members, group.layout.dp), strict=True):
                 sequences.extend(shard)
     assert len(seen) == len(batch.lengths_S), "the first pass trains every sequence"
-    shared, shards = SharedBatch(batch.lengths_S, assignment), _together(assignment, group.neighbours)
+    shared, shards = SharedBatch(batch.lengths_S, assignment, batch.pairs_S), _together(assignment, group.neighbours)
     shared.add(shards, group.put(shards_of(batch, shards)), [name for name, _ in batch.token_fields()])
     return shared
 
@@ -102,7 +104,7 @@ async def update(
     shared: SharedBatch,
     loss: ActorLoss | CriticLoss,
     minibatches: Sequence[Sequence[int]],
-    lesson: Lesson,
+    step: StepAdvantages,
     *,
     temperature: float,
     reference: str | None = None,
@@ -114,16 +116,16 @@ async def update(
     config, of_actor = loss.config, isinstance(loss, ActorLoss)
     with_entropy = isinstance(loss, ActorLoss) and loss.with_entropy
     kl_to = reference if isinstance(loss, ActorLoss) and loss.with_full_kl else None
-    minibatches = [members for members in minibatches if int(lesson.trained_S[list(members)].sum())]
+    minibatches = [members for members in minibatches if int(step.trained_S[list(members)].sum())]
     if not minibatches:
         await group.rest()
         return Updated()
-    counts = [_counts(shared.lengths_S, lesson.trained_S, members, config) for members in minibatches]
-    shards = [_shards(shared.lengths_S, members, group.layout.dp) for members in minibatches]
+    counts = [_counts(shared.lengths_S, step.trained_S, members, config) for members in minibatches]
+    shards = [_shards(shared, members, group.layout.dp) for members in minibatches]
     batches = list(zip(*shards, strict=True))
     payloads: list[SequenceAdvantages] = [[None] * len(minibatches)] * len(batches)
-    if of_actor and lesson.estimate.advantages_S is not None:
-        advantages_S = lesson.estimate.advantages_S.numpy()  # pickled sooner than tensors
+    if of_actor and step.advantages.advantages_S is not None:
+        advantages_S = step.advantages.advantages_S.numpy()  # pickled sooner than tensors
         payloads = [[advantages_S[sequences] for sequences in of_rank] for of_rank in batches]
     done = await group.train(
         shared.shard_refs(batches, ACTOR if of_actor else CRITIC, payloads),
@@ -132,12 +134,12 @@ async def update(
         temperature=temperature,
         with_entropy=with_entropy,
         kl_to=kl_to,
-        whitening=lesson.estimate.whitening,
+        whitening=step.advantages.whitening,
     )
     return Updated(
         results=done.results,
         memories=done.memories,
-        trained=[int(lesson.trained_S[list(members)].sum()) for members in minibatches],
+        trained=[int(step.trained_S[list(members)].sum()) for members in minibatches],
         imbalance=max(imbalance(shared.lengths_S, each) for each in shards),
     )
 
@@ -155,9 +157,14 @@ async def update_alone(group: TrainGroup, batch: TrainBatch, loss: CrossEntropy)
     return (await group.train(inputs, loss, [counts])).results[0]
 
 
-def _shards(lengths_S: Sequence[int], members: Sequence[int], dp: int) -> list[list[int]]:
-    """Of ``members``, those of each data-parallel rank."""
-    shards = balance([lengths_S[index] for index in members], dp)
+def _shards(batch: TrainBatch | SharedBatch, members: Sequence[int], dp: int) -> list[list[int]]:
+    """Of ``members``, those of each data-parallel rank; a pair is one rank's."""
+    lengths = [batch.lengths_S[index] for index in members]
+    if batch.pairs_S is None:
+        shards = balance(lengths, dp)
+    else:
+        units = units_of([batch.pairs_S[index] for index in members])
+        shards = placed_whole(lengths, units, partial(balance, num_ranks=dp))
     return [[members[place] for place in shard] for shard in shards]
 
 

@@ -6,39 +6,42 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
-from mcore_rl.controller.step.batch_assembly import Trajectory
-from mcore_rl.controller.step.rollout_collection import Report, RolloutCollector
+from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutCollector
 from mcore_rl.data.prompts import PromptSet
+from mcore_rl.episodes import Episode
 
 
 async def validate(
-    drawing: RolloutCollector, prompts: PromptSet, batch_size: int | None, report: Report
-) -> tuple[dict[str, float], list[Trajectory]]:
-    """``val/*`` metrics, and what they are of.  batch_size: prompts drawn at a time; None is all of them."""
+    collector: RolloutCollector, prompts: PromptSet, batch_size: int | None, progress: CollectProgress
+) -> tuple[dict[str, float], list[Episode]]:
+    """``val/*`` metrics, and the episodes that they are of.  batch_size: prompts drawn at a time; None is all."""
     count = len(prompts)
-    found: list[Trajectory] = []
+    episodes: list[Episode] = []
     size = count if batch_size is None else batch_size
     for start in range(0, count, size):
         rows = [prompts[index] for index in range(start, min(start + size, count))]
-        found += await drawing.validation(rows, lambda done, of, start=start: report(start + done, count))  # type: ignore[misc]
-    return validation_metrics(found), found
+        episodes += await collector.collect_validation(
+            rows,
+            lambda done, of, start=start: progress(start + done, count),  # type: ignore[misc]
+        )
+    return validation_metrics(episodes), episodes
 
 
-def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over the samples of each data source; accuracy where its grader knows it."""
-    by_source: dict[str, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
-        by_source[trajectory.row.data_source].append(trajectory)
+def validation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Means over the episodes of each data source; accuracy where its grader knows it."""
+    by_source: dict[str, list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        by_source[episode.row.data_source].append(episode)
     metrics: dict[str, float] = {}
-    for source, found in by_source.items():
-        correct = [each.score.correct for each in found if each.score.correct is not None]
+    for source, of_source in by_source.items():
+        correct = [each.graded.correct for each in of_source if each.graded.correct is not None]
         if correct:
             metrics[f"val/{source}/accuracy"] = fmean(correct)
         metrics |= {
-            f"val/{source}/reward": fmean(each.score.value for each in found),
-            f"val/{source}/response_length": fmean(len(each.sample.tokens) for each in found),
-            f"val/{source}/clip_share": fmean(each.truncated for each in found),
-            f"val/{source}/prompts": float(len({each.row.id for each in found})),
+            f"val/{source}/reward": fmean(each.reward for each in of_source),
+            f"val/{source}/response_length": fmean(each.num_response_tokens for each in of_source),
+            f"val/{source}/clip_share": fmean(each.truncated for each in of_source),
+            f"val/{source}/prompts": float(len({each.row.id for each in of_source})),
         }
     return metrics
 

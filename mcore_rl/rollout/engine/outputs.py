@@ -7,16 +7,9 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from mcore_rl.episodes import FinishReason, VersionSpan
 from mcore_rl.errors import RolloutError
-from mcore_rl.rollout.protocol import (
-    FinishReason,
-    Request,
-    Sample,
-    Sampling,
-    VersionSpan,
-    demand_numbers,
-    seed_of,
-)
+from mcore_rl.rollout.protocol import Request, Sample, Sampling, demand_numbers, seed_of
 
 
 def sampling_params(request: Request, sampling: Sampling, *, detokenize: bool) -> SamplingParams:

@@ -20,7 +20,7 @@ from mcore_rl.weights.views import view_of
 
 
 class HeldWeights:
-    """Mixed into vLLM's worker class; ``rank``, ``vllm_config`` and ``model_runner`` are its own."""
+    """Mixed into vLLM's worker class, which has ``rank``, ``vllm_config`` and ``model_runner``."""
 
     rank: int
     vllm_config: Any

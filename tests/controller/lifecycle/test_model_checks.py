@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig, KlPenalty
+from mcore_rl.config.algorithm import AlgorithmConfig, KlPenalty
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.parallel import ParallelConfig
@@ -20,7 +20,7 @@ from tests.support import models
 
 def run(world: int, *, n: int = 2, actor: str = "", mini: int = 8, critic: str = "", critic_mini: int = 8) -> RunConfig:
     return RunConfig(
-        algorithm=AlgorithmConfig(adv_estimator=AdvEstimator.gae),
+        algorithm=AlgorithmConfig(adv_estimator="gae"),
         actor=ActorConfig(parallel=parallel(actor), ppo_mini_batch_size=mini),
         critic=CriticConfig(parallel=parallel(critic), ppo_mini_batch_size=critic_mini),
         rollout=RolloutConfig(n=n, max_prompt_length=64, max_response_length=64),

@@ -44,7 +44,7 @@ async def kill_an_engine(run: Run) -> None:
     """And ask for samples."""
     for each in holders_of(run.directory / "logs" / "reward-engine-0.log"):
         each.kill()
-    await run.drawing.step(STEPS + 1, run.next_rows, run.reporting("drawing"))
+    await run.collector.collect(STEPS + 1, run.next_rows, run.reporting("drawing"))
 
 
 class Ran:

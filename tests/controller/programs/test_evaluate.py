@@ -158,8 +158,29 @@ def test_a_grader_is_told_what_it_is_told_in_training(tmp_path: Path) -> None:
     graded_by = {"style": "rule", "ground_truth": "4"}
     told = {"ability": "math", "reward_model": graded_by, "level": 7, "index": 1}
     for index, (text, length, cut) in enumerate([("so\n#### 4", 5, False), ("so\n#### 5", 10, True)]):
-        expected = RewardRequest(("r.parquet:0", index), "gsm8k", text, "4", told, length, 10, cut)
+        said = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": text}]
+        expected = RewardRequest(("r.parquet:0", index), "gsm8k", text, "4", told, length, 10, cut, said)
         assert request_of(only, index, 10) == expected
+
+
+def test_a_grader_is_told_of_all_turns(tmp_path: Path) -> None:
+    turns = [("assistant", "2 + 3"), ("tool", "5"), ("user", "Sure?"), ("assistant", "#### 5")]
+    said = [{"role": role, "content": content} for role, content in turns]
+    path = write(tmp_path / "r.parquet", [sums(5, 5, response_turns=[said])])
+    (only,) = ResponseSet.load(path, "prompt", "responses")
+    request = request_of(only, 0, 10)
+    assert request.messages == [{"role": "user", "content": "2 + 3?"}, *said]
+    assert request.num_turns == 2
+
+
+def test_the_score_counts_what_turns_earned(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, messages):\n"
+        "    return {'score': len(messages), 'turn_rewards': [0.5]}\n"
+    )
+    path = write(tmp_path / "r.parquet", [sums(5, 5)])
+    found = evaluate(path, f"custom_reward_function.path={tmp_path / 'reward.py'}")
+    assert found["gsm8k"]["metrics"]["score"]["value"] == 2.5
 
 
 @pytest.mark.parametrize(

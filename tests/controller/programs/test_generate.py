@@ -17,15 +17,17 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.engine import Device
 from mcore_rl.config.generate import GenerateConfig
-from mcore_rl.controller.programs.generate import draw, logs_beside, prepare, run_generate
+from mcore_rl.controller.programs.generate import draw, generated, logs_beside, prepare, run_generate
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.responses import Generated
+from mcore_rl.episodes import Author, FinishReason
 from mcore_rl.errors import McoreRLError
 from mcore_rl.parallel.device import detect
-from mcore_rl.rollout.protocol import FinishReason, Request, Sample, Sampling
+from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from tests.support import prompt_files
 from tests.support.prompt_files import row, write
 from tests.support.rollouts import SIZES
+from tests.support.scripted_rollout import answered, conversation, turn
 
 TOKENIZER = prompt_files.tokenizer()
 LENGTH = 12
@@ -130,6 +132,18 @@ def test_samples_come_in_any_order_and_stand_in_theirs(tmp_path: Path) -> None:
         [Generated(f"p.parquet:{n}/{i}", i + 1, "length" if i % 2 else "stop") for i in range(3)] for n in range(3)
     ]
     assert told == [3, 2, 1] * 3
+
+
+def test_a_conversation_keeps_its_turns() -> None:
+    turns = [
+        turn(Author.model, (7, 8), text="2 + 3"),
+        turn(Author.tool, (9,), text="5"),
+        turn(Author.model, (7,), text="so 5"),
+    ]
+    said = [("assistant", "2 + 3", 2), ("tool", "5", 1), ("assistant", "so 5", 1)]
+    made = tuple({"role": role, "content": content, "num_tokens": count} for role, content, count in said)
+    assert generated(conversation(0, turns)) == Generated("so 5", 4, "stop", made)
+    assert generated(answered(0, text="5", cut=True)) == Generated("5", 2, "length")
 
 
 def refusal(config: GenerateConfig) -> str:

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages.registry import final_advantages
+from mcore_rl.algorithms.advantages.estimation import final_advantages
 from mcore_rl.algorithms.kl import KlController
-from mcore_rl.algorithms.lesson import Outcomes
 from mcore_rl.algorithms.ragged import sequence_counts
+from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.config.algorithm import (
-    AdvEstimator,
     AlgorithmConfig,
     CorrectionLevel,
     CorrectionMode,
@@ -26,8 +25,9 @@ from mcore_rl.config.algorithm import (
     KlControlConfig,
     RolloutCorrectionConfig,
 )
-from mcore_rl.controller.step.advantages import study
-from mcore_rl.controller.step.batch_assembly import Groups
+from mcore_rl.config.algorithm_registry import estimators
+from mcore_rl.controller.step.advantages import estimate_step
+from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.controller.step.updates import send
 from mcore_rl.runtime.shard import Portion
 from mcore_rl.types import TrainBatch
@@ -53,27 +53,27 @@ class Found:
     metrics: dict[str, float]
 
 
-def studied(groups: Groups, algorithm: AlgorithmConfig, kl: KlController, dp: int) -> Found:
+def over_ranks(groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController, dp: int) -> Found:
     group, number = InProcessGroup(dp), len(groups.batch.lengths_S)
     shared = send(group, groups.batch, [range(number)])
-    lesson = asyncio.run(study(group, shared, groups, algorithm, kl))
+    step = asyncio.run(estimate_step(group, shared, groups, algorithm, kl))
     fields = [*(name for name, _ in groups.batch.token_fields()), "advantages_T", "returns_T", "weights_T"]
     (refs,) = shared.shard_refs([[list(range(number))]], fields, [None])
     portion: Portion[None] = pickle.loads(refs.portion)
     (batch,) = portion.join([pickle.loads(shard) for shard in refs.shards])  # type: ignore[arg-type]
-    assert torch.equal(lesson.trained_S, sequence_counts(batch.mask_T, batch.lengths_S))
-    estimate = lesson.estimate
+    assert torch.equal(step.trained_S, sequence_counts(batch.mask_T, batch.lengths_S))
+    estimate = step.advantages
     final_T = final_advantages(
         batch.advantages_T, estimate.advantages_S, estimate.whitening, batch.mask_T, list(batch.lengths_S)
     )
-    return Found(replace(batch, advantages_T=final_T), lesson.metrics)
+    return Found(replace(batch, advantages_T=final_T), step.metrics)
 
 
-def learn(algorithm: AlgorithmConfig, kl: KlController | None = None, dp: int = 2, **changes: torch.Tensor) -> Found:
+def step_of(algorithm: AlgorithmConfig, kl: KlController | None = None, dp: int = 2, **changes: torch.Tensor) -> Found:
     batch = TrainBatch(lengths_S=LENGTHS, tokens_T=torch.arange(7), mask_T=MASK, rollout_logprobs_T=ROLLOUT)
     batch = replace(batch, old_logprobs_T=OLD, ref_logprobs_T=REF, old_values_T=VALUES)
-    groups = Groups(
-        trajectories=(),
+    groups = StepBatch(
+        episodes=(),
         batch=replace(batch, **changes),
         group_S=torch.tensor([0, 0]),
         outcomes=Outcomes(
@@ -82,7 +82,7 @@ def learn(algorithm: AlgorithmConfig, kl: KlController | None = None, dp: int = 
             greedy_S=torch.tensor([0.25, 0.25]),
         ),
     )
-    return studied(groups, algorithm, kl or KlController(algorithm.kl_ctrl), dp)
+    return over_ranks(groups, algorithm, kl or KlController(algorithm.kl_ctrl), dp)
 
 
 def advantages(found: Found) -> list[float]:
@@ -94,18 +94,19 @@ def as_bits(found: Found) -> dict[str, object]:
     return {name: tensor.numpy().tobytes() for name, tensor in found.batch.token_fields()} | found.metrics
 
 
-@pytest.mark.parametrize("estimator", list(AdvEstimator))
+@pytest.mark.parametrize("estimator", list(estimators()))
 @pytest.mark.parametrize("level", list(CorrectionLevel))
-def test_no_bit_depends_on_how_many_ranks_there_are(estimator: AdvEstimator, level: CorrectionLevel) -> None:
+def test_no_bit_depends_on_how_many_ranks_there_are(estimator: str, level: CorrectionLevel) -> None:
     batch, draw = ragged(7), torch.Generator().manual_seed(3)
     size, number = len(batch.mask_T), len(RAGGED)
-    drawn = [torch.randn(size, generator=draw) for _ in range(4)]
+    drawn = [torch.randn(size, generator=draw) for _ in range(5)]
     batch = TrainBatch(
         lengths_S=batch.lengths_S, tokens_T=batch.tokens_T, mask_T=batch.mask_T, rollout_logprobs_T=drawn[0],
         old_logprobs_T=drawn[0] + drawn[1] / 9, ref_logprobs_T=drawn[2], old_values_T=drawn[3],
+        turn_rewards_T=drawn[4],
     )  # fmt: skip
-    groups = Groups(
-        trajectories=(),
+    groups = StepBatch(
+        episodes=(),
         batch=batch,
         group_S=torch.arange(number) // 3,
         outcomes=Outcomes(
@@ -119,12 +120,12 @@ def test_no_bit_depends_on_how_many_ranks_there_are(estimator: AdvEstimator, lev
         adv_estimator=estimator, gamma=0.9, lam=0.8, mask_truncated=True, use_kl_in_reward=True, whiten_advantages=True,
         rollout_correction=RolloutCorrectionConfig(level=level, mode=mode, lower=0.9, upper=1.1),
     )  # fmt: skip
-    one, *more = (as_bits(studied(groups, algorithm, KlController(KL), dp)) for dp in (1, 2, 3, number))
+    one, *more = (as_bits(over_ranks(groups, algorithm, KlController(KL), dp)) for dp in (1, 2, 3, number))
     assert all(each == one for each in more)
 
 
 def test_leave_one_out_of_the_scores() -> None:
-    found = learn(AlgorithmConfig(adv_estimator=AdvEstimator.rloo))
+    found = step_of(AlgorithmConfig(adv_estimator="rloo"))
     assert advantages(found) == [1.0, 1.0, -1.0]
     assert torch.equal(found.batch.mask_T, MASK) and found.batch.weights_T is None
     assert found.metrics["advantage/mean"] == pytest.approx(1 / 3)
@@ -135,20 +136,20 @@ def test_leave_one_out_of_the_scores() -> None:
 
 def test_the_kl_is_taken_from_the_reward_with_the_coefficient_of_before() -> None:
     control = KlControlConfig(type=KlControl.adaptive, kl_coef=0.1, target_kl=0.01, horizon=10)
-    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.rloo, use_kl_in_reward=True, kl_ctrl=control)
+    algorithm = AlgorithmConfig(adv_estimator="rloo", use_kl_in_reward=True, kl_ctrl=control)
     kl = KlController(control)
-    found = learn(algorithm, kl)
+    found = step_of(algorithm, kl)
     # k1: 0.5 and 0 in the first response, -0.2 in the second: returns 1 - 0.05 and 0.02.
     assert advantages(found) == pytest.approx([0.93, 0.93, -0.93])
     assert found.metrics["kl/reward"] == pytest.approx(0.15)
     assert found.metrics["kl/coef"] == 0.1
     # arXiv:1909.08593, section 2.2: the error, 14, is clipped to 0.2; two samples of a horizon of ten.
     assert kl.coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
-    assert learn(algorithm, kl).metrics["kl/coef"] == kl.coef / (1 + 0.2 * 2 / 10)
+    assert step_of(algorithm, kl).metrics["kl/coef"] == kl.coef / (1 + 0.2 * 2 / 10)
 
 
 def test_the_critic_s_values_are_the_baseline_of_gae() -> None:
-    found = learn(AlgorithmConfig(adv_estimator=AdvEstimator.gae))
+    found = step_of(AlgorithmConfig(adv_estimator="gae"))
     # Returns less values are 0.8, 0.6 and -0.1, whose mean is 1.3 / 3; whitened, with the unbiased variance.
     centred = [0.8 - 1.3 / 3, 0.6 - 1.3 / 3, -0.1 - 1.3 / 3]
     deviation = math.sqrt(sum(x * x for x in centred) / 2)
@@ -160,34 +161,34 @@ def test_the_critic_s_values_are_the_baseline_of_gae() -> None:
 
 
 def test_the_greedy_score_is_the_baseline_of_remax() -> None:
-    assert advantages(learn(AlgorithmConfig(adv_estimator=AdvEstimator.remax))) == pytest.approx([0.75, 0.75, -0.25])
+    assert advantages(step_of(AlgorithmConfig(adv_estimator="remax"))) == pytest.approx([0.75, 0.75, -0.25])
 
 
 def test_responses_that_were_cut_off_are_not_trained_where_that_is_said() -> None:
-    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.remax, mask_truncated=True)
-    found = learn(algorithm)
+    algorithm = AlgorithmConfig(adv_estimator="remax", mask_truncated=True)
+    found = step_of(algorithm)
     assert found.batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 0, 0]
     assert found.metrics["dropped/masked_sequences"] == 1.0
     assert found.metrics["advantage/min"] == found.metrics["advantage/max"] == 0.75
-    assert "dropped/masked_sequences" not in learn(replace(algorithm, mask_truncated=False)).metrics
+    assert "dropped/masked_sequences" not in step_of(replace(algorithm, mask_truncated=False)).metrics
 
 
 def test_the_difference_to_the_sampler_weighs_the_loss() -> None:
     sampler = torch.tensor([0.0, 0.0, -1.0 - math.log(3), -2.0, 0.0, 0.0, -1.0 + math.log(2)])
     config = RolloutCorrectionConfig(level=CorrectionLevel.token, upper=2.0)
-    algorithm = AlgorithmConfig(adv_estimator=AdvEstimator.remax, rollout_correction=config)
-    found = learn(algorithm, rollout_logprobs_T=sampler)
+    algorithm = AlgorithmConfig(adv_estimator="remax", rollout_correction=config)
+    found = step_of(algorithm, rollout_logprobs_T=sampler)
     assert found.batch.weights_T is not None
     assert found.batch.weights_T[MASK].tolist() == pytest.approx([2.0, 1.0, 0.5])
     assert found.metrics["rollout/logprob_diff_max"] == pytest.approx(math.log(3))
     assert found.metrics["rollout/correction_weight_mean"] == pytest.approx((3 + 1 + 0.5) / 3)
     assert found.metrics["rollout/correction_clip_share"] == pytest.approx(1 / 3)
-    off = learn(replace(algorithm, rollout_correction=RolloutCorrectionConfig()), rollout_logprobs_T=sampler)
+    off = step_of(replace(algorithm, rollout_correction=RolloutCorrectionConfig()), rollout_logprobs_T=sampler)
     assert off.batch.weights_T is None
     assert off.metrics["rollout/logprob_diff_max"] == pytest.approx(math.log(3))
     assert not [key for key in off.metrics if "correction" in key]
 
 
 def test_a_batch_of_which_nothing_is_trained_has_no_advantages_to_tell_of() -> None:
-    found = learn(AlgorithmConfig(adv_estimator=AdvEstimator.gae), mask_T=torch.zeros(7, dtype=torch.bool))
+    found = step_of(AlgorithmConfig(adv_estimator="gae"), mask_T=torch.zeros(7, dtype=torch.bool))
     assert not [key for key in found.metrics if key.startswith(("advantage", "return", "value"))]

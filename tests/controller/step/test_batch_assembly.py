@@ -1,26 +1,33 @@
-"""Graded responses to a batch: every token where it belongs."""
+"""Graded episodes to a batch: every token where it belongs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
 import torch
+from torch import Tensor
 
-from mcore_rl.controller.step.batch_assembly import Trajectory, assemble, sample_rows
+from mcore_rl.controller.step.batch_assembly import StepBatch, assemble
+from mcore_rl.episodes import Author, Episode, FinishReason, Segment, prompt_segment
 from mcore_rl.rewards.score import Score
-from tests.support import prompt_files
-from tests.support.scripted_rollout import row, sample
-
-
-def trajectory(
-    group: int, prompt: tuple[int, ...], response: tuple[int, ...], value: float, cut: bool = False, index: int = 0
-) -> Trajectory:
-    answer = sample(f"p{group}", index, response, cut=cut, text="said")
-    return Trajectory(row=row(group, prompt), group=group, sample=answer, score=Score(value, correct=value))
-
+from mcore_rl.types import TrainBatch
+from tests.support.scripted_rollout import answered, conversation, row, turn
 
 GROUPS = [
-    trajectory(0, (1, 2, 3), (10, 11), 1.0),
-    trajectory(0, (1, 2, 3), (12,), 0.0, cut=True, index=1),
-    trajectory(1, (4,), (13, 14, 15), 0.5),
+    answered(0, Score(1.0), (1, 2, 3), (10, 11)),
+    answered(0, Score(0.0), (1, 2, 3), (12,), cut=True, index=1),
+    answered(1, Score(0.5), (4,), (13, 14, 15), group=1),
+]
+# A call of a tool, which earned something by itself, its result, and two answers with a question between.
+TURNS = [
+    turn(Author.model, (10, 11), reward=0.25),
+    turn(Author.tool, (20, 21, 22)),
+    turn(Author.model, (12, 13)),
+    turn(Author.user, (23,)),
+    turn(Author.model, (14,), reward=-1.0),
 ]
 
 
@@ -33,6 +40,7 @@ def test_tokens_masks_and_logprobs_stand_side_by_side() -> None:
     assert batch.rollout_logprobs_T is not None and batch.rollout_logprobs_T.dtype == torch.float32
     expected = torch.tensor([0, 0, 0, -1.0, -1.1, 0, 0, 0, -1.2, 0, -1.3, -1.4, -1.5])
     assert torch.equal(batch.rollout_logprobs_T, expected)
+    assert batch.turn_rewards_T is None
     assert found.group_S.tolist() == [0, 0, 1]
     assert found.outcomes.scores_S.tolist() == [1.0, 0.0, 0.5]
     assert found.outcomes.truncated_S.tolist() == [False, True, False]
@@ -44,14 +52,134 @@ def test_a_greedy_score_goes_to_all_of_its_group() -> None:
     assert found.outcomes.greedy_S is not None and found.outcomes.greedy_S.tolist() == [0.25, 0.25, 0.75]
 
 
-def test_rows_to_read_hold_text() -> None:
-    tokenizer = prompt_files.tokenizer()
-    words = tuple(tokenizer.encode("2 + 3", add_special_tokens=False))
-    rows = sample_rows(9, [trajectory(4, (tokenizer.bos_token_id, *words), (7, 8), 1.0, cut=True, index=3)], tokenizer)
-    assert rows == [
-        {
-            "step": 9, "data_source": "sums", "prompt_id": "file:4", "sample": 3, "response": "said", "score": 1.0,
-            "prompt": tokenizer.decode(list(words)), "correct": 1.0, "ground_truth": "4", "num_tokens": 2,
-            "finish": "length", "version": 3, "error": None,
-        }
-    ]  # fmt: skip
+def test_of_a_conversation_the_model_s_turns_are_trained() -> None:
+    found = assemble([conversation(0, TURNS, Score(3.0)), answered(1, Score(0.5), (4,), (15,), group=1)])
+    batch = found.batch
+    assert batch.lengths_S == (11, 2)
+    assert batch.tokens_T.tolist() == [5, 6, 10, 11, 20, 21, 22, 12, 13, 23, 14, 4, 15]
+    assert batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 1, 0, 1]
+    expected = [0, 0, -1.0, -1.1, 0, 0, 0, -1.2, -1.3, 0, -1.4, 0, -1.5]
+    assert batch.rollout_logprobs_T is not None and torch.equal(batch.rollout_logprobs_T, torch.tensor(expected))
+    assert batch.turn_rewards_T is not None
+    assert batch.turn_rewards_T.tolist() == [0, 0, 0, 0.25, 0, 0, 0, 0, 0, 0, -1.0, 0, 0]
+    assert found.outcomes.scores_S.tolist() == [3.0, 0.5] and found.num_trained == 6
+
+
+def test_a_model_s_turn_may_be_left_untrained() -> None:
+    first, *rest = TURNS
+    seen = Segment(author=Author.model, tokens=first.tokens, logprobs=first.logprobs)
+    batch = assemble([conversation(0, [seen, *rest], Score(0.0))]).batch
+    assert batch.mask_T.int().tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 1]
+    assert batch.rollout_logprobs_T is not None
+    assert not batch.rollout_logprobs_T[~batch.mask_T].any()
+
+
+def test_the_reward_of_an_empty_turn_goes_nowhere() -> None:
+    episode = conversation(0, [turn(Author.model, (), reward=1.0), turn(Author.model, (10,))], Score(0.0))
+    assert assemble([episode]).batch.turn_rewards_T is None
+
+
+def test_pairs_keep_their_keys() -> None:
+    assert assemble(GROUPS).batch.pairs_S is None
+    paired = [replace(GROUPS[0], pair=4), replace(GROUPS[1], pair=4), GROUPS[2]]
+    assert assemble(paired).batch.pairs_S == (4, 4, None)
+    with pytest.raises(AssertionError, match="pair 4 has 1 sequences"):
+        assemble([paired[0], *GROUPS[1:]])
+    with pytest.raises(AssertionError, match="pair 4 is of two prompts"):
+        assemble([paired[0], GROUPS[1], replace(GROUPS[2], pair=4)])
+
+
+@dataclass(frozen=True)
+class OldTrajectory:
+    """What was drawn and trained before there were episodes."""
+
+    prompt: tuple[int, ...]
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+def old_assemble(trajectories: Sequence[OldTrajectory]) -> TrainBatch:
+    """As it was written then, line by line, but for what a row and a sample were called."""
+    lengths = [len(each.prompt) + len(each.tokens) for each in trajectories]
+    tokens_T = np.empty(sum(lengths), dtype=np.int32)
+    mask_T, logprobs_T = np.empty(len(tokens_T), dtype=bool), np.empty(len(tokens_T), dtype=np.float32)
+    end = 0
+    for each in trajectories:
+        prompt = np.asarray(each.prompt, dtype=np.int32)
+        start, end = end + len(prompt), end + len(prompt) + len(each.tokens)
+        tokens_T[start - len(prompt) : start], tokens_T[start:end] = prompt, each.tokens
+        mask_T[start - len(prompt) : start], mask_T[start:end] = False, True
+        logprobs_T[start - len(prompt) : start], logprobs_T[start:end] = 0, each.logprobs
+    return TrainBatch(
+        lengths_S=tuple(lengths),
+        tokens_T=torch.from_numpy(tokens_T),
+        mask_T=torch.from_numpy(mask_T),
+        rollout_logprobs_T=torch.from_numpy(logprobs_T),
+    )
+
+
+def test_single_turns_are_the_same_arrays_as_before_episodes() -> None:
+    draw = np.random.default_rng(3)
+    old, episodes = [], []
+    for number in range(60):
+        prompt = tuple(draw.integers(0, 99, draw.integers(1, 9)).tolist())
+        tokens = draw.integers(0, 99, draw.integers(0, 12), dtype=np.int32)
+        logprobs = draw.normal(size=len(tokens)).astype(np.float32)
+        old.append(OldTrajectory(prompt, tokens, logprobs))
+        of = row(number, prompt)
+        answer = Segment(author=Author.model, tokens=tokens, trained=True, logprobs=logprobs)
+        episodes.append(episode_of([prompt_segment(of), answer], number))
+    expected, found = old_assemble(old), assemble(episodes).batch
+    assert found.lengths_S == expected.lengths_S
+    assert dict(found.token_fields()).keys() == dict(expected.token_fields()).keys()
+    for name, tensor in expected.token_fields():
+        same = dict(found.token_fields())[name]
+        assert same.dtype == tensor.dtype and same.numpy().tobytes() == tensor.numpy().tobytes(), name
+
+
+def episode_of(segments: Sequence[Segment], number: int = 0) -> Episode:
+    return Episode(
+        row=row(number), prompt_id=f"p{number}", group=number, index=0, segments=tuple(segments),
+        end=FinishReason.stop, score=Score(float(number)),
+    )  # fmt: skip
+
+
+def drawn_episode(draw: np.random.Generator, number: int) -> Episode:
+    """A prompt and up to six segments of anybody, some empty, some of the model's not trained, some rewarded."""
+    segments = [prompt_segment(row(number, tuple(draw.integers(0, 99, draw.integers(1, 5)).tolist())))]
+    for _ in range(draw.integers(0, 7)):
+        author = (Author.model, Author.model, Author.tool, Author.user)[draw.integers(4)]
+        trained = author is Author.model and bool(draw.random() < 0.8)
+        tokens = draw.integers(0, 99, draw.integers(0, 6), dtype=np.int32)
+        logprobs = draw.normal(size=len(tokens)).astype(np.float32) if author is Author.model else None
+        reward = float(np.float32(draw.normal())) if trained and draw.random() < 0.3 else None
+        segments.append(
+            Segment(author=author, tokens=tokens, trained=trained, logprobs=logprobs, reward=reward)
+        )  # fmt: skip
+    return episode_of(segments, number)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_segments_are_found_again_token_by_token(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    episodes = [drawn_episode(draw, number) for number in range(int(draw.integers(1, 12)))]
+    found = assemble(episodes)
+    expected: list[tuple[int, bool, float, float]] = []
+    for episode in episodes:
+        for segment in episode.segments:
+            for place, token in enumerate(segment.tokens.tolist()):
+                logprob = float(segment.logprobs[place]) if segment.trained else 0.0  # type: ignore[index]
+                last = place == len(segment.tokens) - 1
+                expected.append((token, segment.trained, logprob, (segment.reward or 0.0) if last else 0.0))
+    assert rows_of(found) == expected
+    ends = np.cumsum(found.batch.lengths_S)
+    assert ends[-1] == len(expected) and found.batch.lengths_S == tuple(each.num_tokens for each in episodes)
+    assert found.group_S.tolist() == [each.group for each in episodes] and found.episodes == tuple(episodes)
+
+
+def rows_of(found: StepBatch) -> list[tuple[int, bool, float, float]]:
+    batch = found.batch
+    rewards_T: Tensor = torch.zeros(len(batch.tokens_T)) if batch.turn_rewards_T is None else batch.turn_rewards_T
+    assert batch.rollout_logprobs_T is not None
+    columns = (batch.tokens_T, batch.mask_T, batch.rollout_logprobs_T, rewards_T)
+    return list(zip(*(column.tolist() for column in columns), strict=True))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.roles import ActorConfig
-from mcore_rl.controller.step.batch_assembly import Trajectory
 from mcore_rl.controller.step.metrics import actor_metrics, critic_metrics, memory_metrics, rates, sample_metrics
-from mcore_rl.controller.step.rollout_collection import Drawn
+from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.updates import Updated
+from mcore_rl.episodes import Episode
 from mcore_rl.parallel.device import Memory
 from mcore_rl.rewards.score import Score
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.types import StepResult
-from tests.support.scripted_rollout import row, sample
+from tests.support.scripted_rollout import answered
 
 
 def known(metrics: dict[str, float]) -> dict[str, float]:
@@ -23,17 +23,16 @@ def known(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def test_samples_are_counted() -> None:
-    def trajectory(length: int, score: Score, cut: bool = False) -> Trajectory:
-        answer = sample("p", 0, (7,) * length, cut=cut)
-        return Trajectory(row=row(1, (1,) * length), group=0, sample=answer, score=score)
+    def episode(length: int, score: Score, cut: bool = False) -> Episode:
+        return answered(1, score, (1,) * length, (7,) * length, cut=cut)
 
     found = [
-        trajectory(2, Score(1.0, {"format": 1.0, "rare": 3.0}, correct=1.0)),
-        trajectory(4, Score(0.0, {"format": 0.0}, correct=0.0), cut=True),
-        trajectory(6, Score(-1.0, error="timeout: x")),
+        episode(2, Score(1.0, {"format": 1.0, "rare": 3.0}, correct=1.0)),
+        episode(4, Score(0.0, {"format": 0.0}, correct=0.0), cut=True),
+        episode(6, Score(-1.0, error="timeout: x")),
     ]
-    drawn = Drawn(trajectories=found, greedy=None, num_batches=2, num_dropped=5)
-    assert known(sample_metrics(drawn)) == pytest.approx(
+    collected = RolloutBatch(episodes=found, greedy=None, num_batches=2, num_dropped=5)
+    assert known(sample_metrics(collected)) == pytest.approx(
         {
             "reward/mean": 0.0, "reward/std": (2 / 3) ** 0.5, "reward/min": -1.0, "reward/max": 1.0,
             "reward/accuracy": 0.5, "reward/part/format": 0.5, "reward/part/rare": 3.0,

@@ -29,6 +29,10 @@ ASKED: Messages = [{"role": "system", "content": "be brief"}, {"role": "user", "
 NO_ANSWERS = "{% for message in messages if message['role'] != 'assistant' %}{{ message['content'] }}{% endfor %}"
 
 
+def said(response: str) -> Messages:
+    return [*ASKED, {"role": "assistant", "content": response}]
+
+
 def encoder(template: str = prompt_files.CHATML, **changes: Any) -> Encoder:
     settings = dict(pad_token_id=None, max_length=500, truncation=Truncation.error) | changes
     return Encoder(prompt_files.tokenizer(template), **settings)  # type: ignore[arg-type]
@@ -51,27 +55,28 @@ class Engines:
 def score(answer: float | str | Exception, reward: RewardConfig | None = None, **changes: Any) -> Score:
     engines = Engines(answer)
     model = RewardModel(encoder(**changes), engines, reward or RewardConfig(error_score=-7.0))  # type: ignore[arg-type]
-    request = RewardRequest(("train/1", 0), "anything", "it is 5", None, num_tokens=9, max_tokens=10)
+    key, messages = ("train/1", 0), said("it is 5")
+    request = RewardRequest(key, "anything", "it is 5", None, num_tokens=9, max_tokens=10, messages=messages)
     with closing(model):
-        return asyncio.run(model.score(ASKED, request))
+        return asyncio.run(model.score(request))
 
 
 def test_the_answer_stands_where_the_template_puts_it() -> None:
-    text = encoder().text(ASKED, "it is 5")
+    text = encoder().text(said("it is 5"))
     assert (
         text == "<|begin|>system\nbe brief<|end|>\n<|begin|>user\n2 + 3?<|end|>\n<|begin|>assistant\nit is 5<|end|>\n"
     )
     tokenizer = prompt_files.beginning_tokenizer()  # adds its own beginning to any text that is not a template's
     tokenizer.chat_template = prompt_files.CHATML
-    twice = Encoder(tokenizer, None, 500, Truncation.error).tokens(ASKED, "it is 5")
-    assert twice == encoder().tokens(ASKED, "it is 5") and tokenizer.decode(twice) == text
+    twice = Encoder(tokenizer, None, 500, Truncation.error).tokens(said("it is 5"))
+    assert twice == encoder().tokens(said("it is 5")) and tokenizer.decode(twice) == text
 
 
 def test_padding_at_the_end_is_no_part_as_in_transformers(tmp_path: Path) -> None:
     """A template that ends in the token that config.json pads with: transformers asks at the last one before it."""
     ends = prompt_files.tokenizer().eos_token_id
     found = encoder("{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}", pad_token_id=ends)
-    stripped, plain = found.tokens(ASKED, "5"), encoder(found.tokenizer.chat_template).tokens(ASKED, "5")
+    stripped, plain = found.tokens(said("5")), encoder(found.tokenizer.chat_template).tokens(said("5"))
     assert plain == [*stripped, ends] and ends in stripped, "those inside stay"
     reward_models.write_judge(tmp_path)
     edit_config(tmp_path, pad_token_id=ends)
@@ -85,7 +90,7 @@ def test_padding_at_the_end_is_no_part_as_in_transformers(tmp_path: Path) -> Non
 
 def test_only_padding_is_not_nothing() -> None:
     ends = prompt_files.tokenizer().eos_token_id
-    assert encoder("<|end|><|end|>", pad_token_id=ends).tokens(ASKED, "5") == [ends]
+    assert encoder("<|end|><|end|>", pad_token_id=ends).tokens(said("5")) == [ends]
 
 
 @pytest.mark.parametrize(
@@ -93,13 +98,13 @@ def test_only_padding_is_not_nothing() -> None:
     [(Truncation.left, slice(-7, None)), (Truncation.right, slice(0, 7))],
 )
 def test_long_conversations_are_cut_as_configured(truncation: Truncation, kept: slice) -> None:
-    whole = encoder().tokens(ASKED, "it is 5")
-    assert encoder(max_length=7, truncation=truncation).tokens(ASKED, "it is 5") == whole[kept]
-    assert encoder(max_length=len(whole), truncation=Truncation.error).tokens(ASKED, "it is 5") == whole
+    whole = encoder().tokens(said("it is 5"))
+    assert encoder(max_length=7, truncation=truncation).tokens(said("it is 5")) == whole[kept]
+    assert encoder(max_length=len(whole), truncation=Truncation.error).tokens(said("it is 5")) == whole
 
 
 def test_long_conversations_are_refused_by_name() -> None:
-    length = len(encoder().tokens(ASKED, "it is 5"))
+    length = len(encoder().tokens(said("it is 5")))
     found = score(1.0, max_length=length - 1)
     assert found.value == -7.0 and found.error is not None
     assert found.error.startswith("raised: ValueError: the conversation has ")
@@ -162,14 +167,14 @@ def refusal(directory: Path, **changes: object) -> str:
 
 def test_the_model_s_own_tokenizer_or_another(judge: Path, tmp_path: Path) -> None:
     own = prepare_encoder(reward_models.config(judge, max_length=99, truncation=Truncation.left), CPU)
-    assert own.text(ASKED, "5") == "system: be brief\nuser: 2 + 3?\nassistant: 5\n"
+    assert own.text(said("5")) == "system: be brief\nuser: 2 + 3?\nassistant: 5\n"
     assert (own.max_length, own.truncation) == (99, Truncation.left)
     assert own.pad_token_id == AutoTokenizer.from_pretrained(judge).pad_token_id is not None
     other = AutoTokenizer.from_pretrained(judge)
     other.chat_template = prompt_files.CHATML
     other.save_pretrained(tmp_path)
     named = ModelPathConfig(path=str(judge), tokenizer_path=str(tmp_path))
-    assert prepare_encoder(reward_models.config(judge, model=named), CPU).text(ASKED, "5").startswith("<|begin|>system")
+    assert prepare_encoder(reward_models.config(judge, model=named), CPU).text(said("5")).startswith("<|begin|>system")
 
 
 def test_a_tokenizer_that_cannot_be_read_with(edited: Path) -> None:

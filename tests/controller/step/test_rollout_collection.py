@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.config.algorithm import AdvEstimator, AlgorithmConfig, FilterGroupsConfig
+from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.step.rollout_collection import Drawn, RolloutCollector
+from mcore_rl.controller.step.rollout_collection import RolloutBatch, RolloutCollector
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.rewards.score import RewardRequest, Score
@@ -26,7 +26,7 @@ def config(
     wanted: int = 3, n: int = 2, attempts: int | None = None, drawn: int | None = None, greedy: bool = False
 ) -> RunConfig:
     filtering = FilterGroupsConfig(enable=attempts is not None, max_num_gen_batches=attempts or 1)
-    estimator = AdvEstimator.remax if greedy else AdvEstimator.grpo
+    estimator = "remax" if greedy else "grpo"
     return RunConfig(
         data=DataConfig(train_batch_size=wanted, gen_batch_size=drawn),
         algorithm=AlgorithmConfig(adv_estimator=estimator, filter_groups=filtering),
@@ -50,21 +50,23 @@ def differing(*numbers: int) -> Callable[[RewardRequest], float]:
     return lambda request: float(int(request.ground_truth) in numbers and request.key[1] == 0)
 
 
-def step(run: RunConfig, value: Callable[[RewardRequest], float], number: int = 1) -> tuple[Drawn, ScriptedEngine]:
+def step(
+    run: RunConfig, value: Callable[[RewardRequest], float], number: int = 1
+) -> tuple[RolloutBatch, ScriptedEngine]:
     engine = ScriptedEngine()
-    drawing = RolloutCollector(engine, ScriptedScorer(value), run)  # type: ignore[arg-type]
-    return asyncio.run(drawing.step(number, endless()[0], lambda done, of: None)), engine
+    collector = RolloutCollector(engine, ScriptedScorer(value), run)  # type: ignore[arg-type]
+    return asyncio.run(collector.collect(number, endless()[0], lambda done, of: None)), engine
 
 
-def groups(drawn: Drawn) -> list[tuple[int, str]]:
-    return [(each.group, each.row.id) for each in drawn.trajectories]
+def groups(collected: RolloutBatch) -> list[tuple[int, str]]:
+    return [(each.group, each.row.id) for each in collected.episodes]
 
 
 def test_groups_come_in_the_order_of_their_rows_whatever_finishes_first() -> None:
     drawn, engine = step(config(), differing())
     assert groups(drawn) == [(number, f"file:{number}") for number in range(3) for _ in range(2)]
-    assert [each.sample.index for each in drawn.trajectories] == [0, 1] * 3
-    assert all(each.sample.prompt_id.endswith(each.row.id) for each in drawn.trajectories)
+    assert [each.index for each in drawn.episodes] == [0, 1] * 3
+    assert all(each.prompt_id.endswith(each.row.id) for each in drawn.episodes)
     assert (drawn.num_batches, drawn.num_dropped, drawn.greedy) == (1, 0, None)
     ((requests, sampling),) = engine.calls
     assert len(requests) == 6 and sampling.max_tokens == 20 and sampling.temperature == 1.0
@@ -77,16 +79,16 @@ def test_each_step_draws_anew_and_the_same_when_repeated() -> None:
 
 def test_a_prompt_that_comes_twice_is_two_groups() -> None:
     engine = ScriptedEngine()
-    drawing = RolloutCollector(engine, ScriptedScorer(differing()), config())  # type: ignore[arg-type]
-    drawn = asyncio.run(drawing.step(1, lambda count: [row(7)] * count, lambda done, of: None))
+    collector = RolloutCollector(engine, ScriptedScorer(differing()), config())  # type: ignore[arg-type]
+    drawn = asyncio.run(collector.collect(1, lambda count: [row(7)] * count, lambda done, of: None))
     assert groups(drawn) == [(number, "file:7") for number in range(3) for _ in range(2)]
-    assert len({(each.sample.prompt_id, each.sample.index) for each in drawn.trajectories}) == 6
+    assert len({(each.prompt_id, each.index) for each in drawn.episodes}) == 6
 
 
 def test_graders_are_told_all_of_a_row() -> None:
     engine, scorer = ScriptedEngine(), ScriptedScorer(differing())
-    drawing = RolloutCollector(engine, scorer, config(wanted=1))  # type: ignore[arg-type]
-    asyncio.run(drawing.step(1, endless()[0], lambda done, of: None))
+    collector = RolloutCollector(engine, scorer, config(wanted=1))  # type: ignore[arg-type]
+    asyncio.run(collector.collect(1, endless()[0], lambda done, of: None))
     request = min(scorer.requests, key=lambda each: each.key[1])
     assert request.data_source == "sums" and request.ground_truth == "0"
     assert request.extra_info == {"ability": "math", "index": 0}
@@ -110,15 +112,15 @@ def test_attempts_are_bounded_and_the_step_is_whole_nevertheless() -> None:
 
 def test_a_generation_batch_has_its_own_size() -> None:
     rows, asked = endless()
-    drawing = RolloutCollector(ScriptedEngine(), ScriptedScorer(differing(0, 2, 4)), config(attempts=9, drawn=2))  # type: ignore[arg-type]
-    drawn = asyncio.run(drawing.step(1, rows, lambda done, of: None))
+    collector = RolloutCollector(ScriptedEngine(), ScriptedScorer(differing(0, 2, 4)), config(attempts=9, drawn=2))  # type: ignore[arg-type]
+    drawn = asyncio.run(collector.collect(1, rows, lambda done, of: None))
     assert asked == [2, 2, 2]
     assert [name for _, name in groups(drawn)][::2] == ["file:0", "file:2", "file:4"]
 
 
 def test_without_filtering_nothing_is_looked_at_twice() -> None:
     drawn, engine = step(config(), differing())
-    assert len(engine.calls) == 1 and len(drawn.trajectories) == 6
+    assert len(engine.calls) == 1 and len(drawn.episodes) == 6
 
 
 def test_greedy_responses_are_baselines_and_not_trained() -> None:
@@ -127,7 +129,7 @@ def test_greedy_responses_are_baselines_and_not_trained() -> None:
 
     drawn, engine = step(config(greedy=True), value)
     assert drawn.greedy == [10.0, 11.0, 12.0]
-    assert [each.score.value for each in drawn.trajectories] == [0.0, 1.0] * 3
+    assert [each.reward for each in drawn.episodes] == [0.0, 1.0] * 3
     by_temperature = {sampling.temperature: requests for requests, sampling in engine.calls}
     assert len(by_temperature[1.0]) == 6 and len(by_temperature[0.0]) == 3
 
@@ -156,8 +158,8 @@ def test_grading_overlaps_drawing() -> None:
             scorer.gate.set()
 
     engine, reports = Watching(), []
-    drawing = RolloutCollector(engine, scorer, config())  # type: ignore[arg-type]
-    asyncio.run(drawing.step(1, endless()[0], lambda done, of: reports.append((done, of))))
+    collector = RolloutCollector(engine, scorer, config())  # type: ignore[arg-type]
+    asyncio.run(collector.collect(1, endless()[0], lambda done, of: reports.append((done, of))))
     assert engine.graded_before_the_end == 6, "all were being graded while the engine was not done"
     assert reports == [(done, 6) for done in range(1, 7)]
 
@@ -167,9 +169,9 @@ def test_an_engine_that_fails_leaves_no_grading_behind() -> None:
 
     async def fail() -> None:
         scorer.gate = asyncio.Event()
-        drawing = RolloutCollector(ScriptedEngine(fails_after=3), scorer, config())  # type: ignore[arg-type]
+        collector = RolloutCollector(ScriptedEngine(fails_after=3), scorer, config())  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="the engine is gone"):
-            await drawing.step(1, endless()[0], lambda done, of: None)
+            await collector.collect(1, endless()[0], lambda done, of: None)
         await asyncio.sleep(0)
         assert scorer.running == 0
 
@@ -183,8 +185,8 @@ class Judge:
         self.dies = dies
         self.told: list[tuple[object, str]] = []
 
-    async def score(self, messages: object, request: RewardRequest) -> Score:
-        self.told.append((messages, request.response))
+    async def score(self, request: RewardRequest) -> Score:
+        self.told.append((request.messages, request.response))
         if self.dies:
             raise DeadEngineError("reward engine 0 died")
         return Score(100.0)
@@ -197,20 +199,20 @@ def judged(number: int) -> PromptRow:
 
 def test_rows_that_ask_for_the_reward_model_are_scored_by_it_and_others_are_not() -> None:
     judge, scorer = Judge(), ScriptedScorer(lambda request: 1.0)
-    drawing = RolloutCollector(ScriptedEngine(), scorer, config(wanted=4), judge)  # type: ignore[arg-type]
-    drawn = asyncio.run(drawing.step(1, lambda count: [judged(i) for i in range(count)], lambda done, of: None))
-    assert [each.score.value for each in drawn.trajectories] == [1.0, 1.0, 100.0, 100.0] * 2
+    collector = RolloutCollector(ScriptedEngine(), scorer, config(wanted=4), judge)  # type: ignore[arg-type]
+    drawn = asyncio.run(collector.collect(1, lambda count: [judged(i) for i in range(count)], lambda done, of: None))
+    assert [each.reward for each in drawn.episodes] == [1.0, 1.0, 100.0, 100.0] * 2
     assert {messages[0]["content"] for messages, _ in judge.told} == {"1", "3"}  # type: ignore[index]
     assert sorted(response for _, response in judge.told) == [f"0.{i}/file:{i}#{n}" for i in (1, 3) for n in (0, 1)]
     assert {request.ground_truth for request in scorer.requests} == {"0", "2"}
-    found = asyncio.run(drawing.validation([judged(1)], lambda done, of: None))
-    assert [each.score.value for each in found] == [100.0, 100.0]
+    found = asyncio.run(collector.collect_validation([judged(1)], lambda done, of: None))
+    assert [each.reward for each in found] == [100.0, 100.0]
 
 
 def test_without_a_reward_model_the_scorer_has_them_all() -> None:
-    drawing = RolloutCollector(ScriptedEngine(), ScriptedScorer(lambda request: 1.0), config())  # type: ignore[arg-type]
-    drawn = asyncio.run(drawing.step(1, lambda count: [judged(1)] * count, lambda done, of: None))
-    assert {each.score.value for each in drawn.trajectories} == {1.0}
+    collector = RolloutCollector(ScriptedEngine(), ScriptedScorer(lambda request: 1.0), config())  # type: ignore[arg-type]
+    drawn = asyncio.run(collector.collect(1, lambda count: [judged(1)] * count, lambda done, of: None))
+    assert {each.reward for each in drawn.episodes} == {1.0}
 
 
 def test_a_reward_model_that_dies_ends_the_drawing_at_once() -> None:
@@ -221,19 +223,19 @@ def test_a_reward_model_that_dies_ends_the_drawing_at_once() -> None:
                 await asyncio.sleep(3600 if len(judge.told) else 0)
 
     judge = Judge(dies=True)
-    drawing = RolloutCollector(Endless(), ScriptedScorer(differing()), config(wanted=4), judge)  # type: ignore[arg-type]
+    collector = RolloutCollector(Endless(), ScriptedScorer(differing()), config(wanted=4), judge)  # type: ignore[arg-type]
     with pytest.raises(DeadEngineError, match="reward engine 0 died"):
-        asyncio.run(drawing.step(1, lambda count: [judged(i) for i in range(count)], lambda done, of: None))
+        asyncio.run(collector.collect(1, lambda count: [judged(i) for i in range(count)], lambda done, of: None))
 
 
 def test_validation_draws_as_it_is_told_and_the_same_every_time() -> None:
     engine = ScriptedEngine()
-    drawing = RolloutCollector(engine, ScriptedScorer(differing(0)), config())  # type: ignore[arg-type]
+    collector = RolloutCollector(engine, ScriptedScorer(differing(0)), config())  # type: ignore[arg-type]
     rows = [row(number) for number in range(2)]
-    first, second = (asyncio.run(drawing.validation(rows, lambda done, of: None)) for _ in range(2))
-    assert [(each.row.id, each.sample.index) for each in first] == [
+    first, second = (asyncio.run(collector.collect_validation(rows, lambda done, of: None)) for _ in range(2))
+    assert [(each.row.id, each.index) for each in first] == [
         ("file:0", 0), ("file:0", 1), ("file:1", 0), ("file:1", 1)
     ]  # fmt: skip
-    assert [each.sample.text for each in first] == [each.sample.text for each in second]
+    assert [each.response for each in first] == [each.response for each in second]
     samplings = [sampling for _, sampling in engine.calls]
     assert samplings[0] == samplings[1] and samplings[0].temperature == 0

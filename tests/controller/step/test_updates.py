@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages.registry import Estimate
+from mcore_rl.algorithms.advantages.estimation import BatchAdvantages
 from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.ragged import sequence_counts
 from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation
-from mcore_rl.controller.step.advantages import Lesson
+from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.updates import Updated, minibatches, score, send, update
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
 from mcore_rl.runtime.train_worker import TrainResults
@@ -61,9 +62,11 @@ def _sums(batch: TrainBatch) -> torch.Tensor:
     return torch.stack([part.double().sum() for part in torch.split(_says(batch), list(batch.lengths_S))])
 
 
-def _lesson(batch: TrainBatch, advantages_S: torch.Tensor | None = None, whitening: Whitening | None = None) -> Lesson:
-    estimate = Estimate(advantages_S=advantages_S, whitening=whitening, spread=None)
-    return Lesson(estimate=estimate, trained_S=sequence_counts(batch.mask_T, batch.lengths_S), metrics={})
+def _step(
+    batch: TrainBatch, advantages_S: torch.Tensor | None = None, whitening: Whitening | None = None
+) -> StepAdvantages:
+    estimate = BatchAdvantages(advantages_S=advantages_S, whitening=whitening, spread=None)
+    return StepAdvantages(advantages=estimate, trained_S=sequence_counts(batch.mask_T, batch.lengths_S), metrics={})
 
 
 def _plain(batch: TrainBatch) -> TrainBatch:
@@ -91,7 +94,7 @@ def test_what_one_group_said_another_is_handed_with_the_tokens(dp: int, scorers:
     asyncio.run(score(other, shared, "old_values_T"))
     parts = [[9, 1, 4, 0, 6], *PARTS[::-1], [2, 3, 4, 5, 8]]
     loss = value_loss(CriticConfig(loss_agg_constant=9.0))
-    asyncio.run(update(group, shared, loss, parts, _lesson(batch), temperature=1.0))
+    asyncio.run(update(group, shared, loss, parts, _step(batch), temperature=1.0))
     for number, members in enumerate(parts):
         given = [group.trained[rank][0].batches[number] for rank in range(dp) if rank in group.trained]
         assert sorted(n for each in given for n in each.lengths_S) == sorted(batch.select(members).lengths_S)
@@ -104,7 +107,7 @@ def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> No
     batch, group = ragged(101), Ranks(dp)
     loss = policy_loss(ActorConfig())
     shared, advantages_S = send(group, batch, PARTS), torch.tensor(LENGTHS) + 0.25
-    done = asyncio.run(update(group, shared, loss, PARTS, _lesson(batch, advantages_S), temperature=0.5))
+    done = asyncio.run(update(group, shared, loss, PARTS, _step(batch, advantages_S), temperature=0.5))
     for number, members in enumerate(PARTS):
         whole = batch.select(members)
         sent = [group.trained[rank][0].batches[number] for rank in range(dp)]
@@ -127,8 +130,8 @@ def test_a_role_is_handed_what_its_loss_reads() -> None:
         (policy_loss(ActorConfig()), {"old_logprobs_T", "ref_logprobs_T", "advantages_T"}),
         (value_loss(CriticConfig(loss_agg_constant=9.0)), {"old_values_T", "returns_T"}),
     ):
-        lesson = _lesson(batch, whitening=whitening)
-        asyncio.run(update(group, shared, loss, PARTS, lesson, temperature=1.0))
+        step = _step(batch, whitening=whitening)
+        asyncio.run(update(group, shared, loss, PARTS, step, temperature=1.0))
         given, arguments = group.trained[1]
         there = {name for name, _ in batch.token_fields()}
         assert {name for name, _ in given.batches[0].token_fields()} == (fields | {"tokens_T", "mask_T"}) & there
@@ -138,18 +141,18 @@ def test_a_role_is_handed_what_its_loss_reads() -> None:
 def test_what_the_sum_is_divided_by_is_counted_over_the_minibatch() -> None:
     batch, group = ragged(101), Ranks(2)
     config = ActorConfig(loss_agg_mode=LossAggregation.sum_over_constant, loss_agg_constant=7.0, entropy_coeff=0.1)
-    loss, lesson = policy_loss(config), _lesson(batch)
-    asyncio.run(update(group, send(group, batch, [ALL]), loss, [[0, 2]], lesson, temperature=1.0))
+    loss, step = policy_loss(config), _step(batch)
+    asyncio.run(update(group, send(group, batch, [ALL]), loss, [[0, 2]], step, temperature=1.0))
     _, (sent_loss, (counts,), _, with_entropy, *_) = group.trained[0]
     assert isinstance(sent_loss, ActorLoss) and counts.loss == 2 * 7.0 and with_entropy
 
 
 def test_a_minibatch_without_a_trained_token_is_left_out() -> None:
     batch, group = ragged(101), Ranks(1)  # sequence 3 is all masked
-    shared, loss, lesson = send(group, batch, [ALL]), policy_loss(ActorConfig()), _lesson(batch)
-    done = asyncio.run(update(group, shared, loss, [[3], [0, 1]], lesson, temperature=1.0))
+    shared, loss, step = send(group, batch, [ALL]), policy_loss(ActorConfig()), _step(batch)
+    done = asyncio.run(update(group, shared, loss, [[3], [0, 1]], step, temperature=1.0))
     assert len(group.trained[0][0].batches) == len(done.results) == 1
-    nothing = asyncio.run(update(group, shared, loss, [[3]], lesson, temperature=1.0))
+    nothing = asyncio.run(update(group, shared, loss, [[3]], step, temperature=1.0))
     assert nothing.results == [] and nothing.mean("actor/ratio") is None
     assert group.told == ["rest"], "a device that is shared is left all the same"
 
@@ -181,3 +184,21 @@ def test_metrics_are_means_over_trained_tokens() -> None:
     assert done.mean("a") == 1.0 and done.mean("a", first=True) == 2.0
     assert done.mean("b") == pytest.approx(1 / 3) and done.mean("c") is None
     assert done.sums() == {"a": 10.0, "b": 1.0}
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_pair_is_trained_by_one_rank(dp: int) -> None:
+    pairs_S = (11, 12, 13, 11, 14, 12, 14, None, 13, None)  # by key, both of a pair in one minibatch
+    batch, group = replace(ragged(101), pairs_S=pairs_S), Ranks(dp)
+    parts = [[0, 3, 4, 6], [8, 1, 2, 5, 7, 9]]
+    shared = send(group, batch, parts)
+    loss = policy_loss(ActorConfig())
+    asyncio.run(update(group, shared, loss, parts, _step(batch, torch.zeros(10)), temperature=1.0))
+    for number, members in enumerate(parts):
+        sent = [group.trained[rank][0].batches[number] for rank in range(dp)]
+        keys = [each.pairs_S for each in sent]
+        assert all(of_rank is not None and of_rank.count(key) == 2 for of_rank in keys for key in of_rank or () if key)
+        by_length = dict(zip(LENGTHS, pairs_S, strict=True))
+        for each in sent:
+            assert each.pairs_S == tuple(by_length[length] for length in each.lengths_S)
+        assert sorted(n for each in sent for n in each.lengths_S) == sorted(LENGTHS[i] for i in members)

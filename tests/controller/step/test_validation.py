@@ -7,27 +7,26 @@ from collections.abc import Sequence
 
 import pytest
 
-from mcore_rl.controller.step.batch_assembly import Trajectory
 from mcore_rl.controller.step.validation import overall, validate, validation_metrics
 from mcore_rl.data.prompts import PromptRow
+from mcore_rl.episodes import Episode
 from mcore_rl.rewards.score import Score
 from mcore_rl.tracking.metrics import metric_of
-from tests.support.scripted_rollout import row, sample
+from tests.support.scripted_rollout import answered, row
 
 
-def trajectory(
+def episode(
     number: int, source: str, value: float, length: int = 2, cut: bool = False, correct: float | None = None
-) -> Trajectory:
-    answer = sample(f"p{number}", 0, (7,) * length, cut=cut)
-    return Trajectory(row=row(number, source=source), group=0, sample=answer, score=Score(value, correct=correct))
+) -> Episode:
+    return answered(number, Score(value, correct=correct), response=(7,) * length, source=source, cut=cut)
 
 
 FOUND = [
-    trajectory(0, "sums", 1.0, 4, correct=1.0),
-    trajectory(0, "sums", 0.5, 6, cut=True, correct=0.0),
-    trajectory(1, "sums", 0.0, 5, correct=0.0),
-    trajectory(2, "essays", 3.0),
-    trajectory(3, "essays", 4.0, correct=1.0),
+    episode(0, "sums", 1.0, 4, correct=1.0),
+    episode(0, "sums", 0.5, 6, cut=True, correct=0.0),
+    episode(1, "sums", 0.0, 5, correct=0.0),
+    episode(2, "essays", 3.0),
+    episode(3, "essays", 4.0, correct=1.0),
 ]
 
 
@@ -47,7 +46,7 @@ def test_means_over_the_samples_of_each_data_source() -> None:
 
 def test_one_number_is_the_mean_over_data_sources() -> None:
     assert overall(validation_metrics(FOUND)) == pytest.approx(2 / 3)
-    assert overall(validation_metrics([trajectory(0, "a", 2.0), trajectory(1, "b", 5.0)])) == 3.5
+    assert overall(validation_metrics([episode(0, "a", 2.0), episode(1, "b", 5.0)])) == 3.5
     assert overall({"reward/mean": 3.0}) is None
 
 
@@ -56,10 +55,10 @@ def test_prompts_are_drawn_so_many_at_a_time(size: int | None, batches: list[int
     drawn: list[list[str]] = []
 
     class RolloutCollector:
-        async def validation(self, rows: Sequence[PromptRow], report) -> list[Trajectory]:  # type: ignore[no-untyped-def]
+        async def collect_validation(self, rows: Sequence[PromptRow], progress) -> list[Episode]:  # type: ignore[no-untyped-def]
             drawn.append([each.id for each in rows])
-            report(1, len(rows))
-            return [trajectory(number, "sums", 1.0) for number in range(len(rows))]
+            progress(1, len(rows))
+            return [episode(number, "sums", 1.0) for number in range(len(rows))]
 
     told: list[tuple[int, int]] = []
     prompts = [row(number) for number in range(5)]

@@ -1,7 +1,7 @@
-"""From scored sequences to what is trained on: KL, rewards of tokens, raw advantages, correction.
+"""What a rank makes of its own scored sequences: KL, rewards of tokens, raw advantages, correction.
 
-No sequence depends on another here: every rank does this for its own.  What is said of each goes back to the controller
-(``Facts``), which concludes what spans all of them; what is made of each token stays where the tokens are (``Learnt``).
+No sequence depends on another here.  What is known of each token stays where the tokens are (``TokenAdvantages``); what
+is known of each sequence goes to the controller (``SequenceStats``), which estimates what spans all of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from mcore_rl.algorithms.advantages.estimation import token_advantages
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
-from mcore_rl.algorithms.advantages.registry import token_advantages
 from mcore_rl.algorithms.correction import CorrectionSums, correct
 from mcore_rl.algorithms.kl import penalty
 from mcore_rl.algorithms.ragged import Spreads, sequence_counts, sequence_sums
@@ -41,8 +41,14 @@ class Outcomes(SentAsArrays):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learnt:
-    """Of each token.  mask_T: what is trained.  advantages_T: a ``PerToken`` estimator's, not yet whitened."""
+class TokenAdvantages:
+    """Of each token; [T].
+
+    mask_T: bool, what is trained.
+    advantages_T: of an estimator of ``Scope.token``, not yet whitened; None of another.
+    returns_T: what the critic should have said; None without one.
+    weights_T: what the policy loss is multiplied by; None is 1 everywhere.
+    """
 
     mask_T: Tensor
     advantages_T: Tensor | None
@@ -51,12 +57,16 @@ class Learnt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts(SentAsArrays):
+class SequenceStats(SentAsArrays):
     """Of each sequence; [S].
 
-    counts_S: tokens that advantages are estimated of, int64; trained_S: those that are trained, which masking makes
-    fewer.  scores_S: sum of all rewards.  kl_S: sum of the KL in the reward, float64.  advantages: of the raw ones of a
-    ``PerToken`` estimator.  returns_S, values_S: sums over ``counts_S`` tokens, float64, where there is a critic.
+    counts_S: tokens that advantages are estimated of, int64.
+    trained_S: those of them that are trained, which masking makes fewer, int64.
+    scores_S: sum of all rewards.
+    kl_S: sum of the KL in the reward, float64, nats; None where there is none.
+    advantages: of the raw ones of an estimator of ``Scope.token``; None of another.
+    returns_S, values_S: sums over ``counts_S`` tokens, float64; None without a critic.
+    correction: for ``correction_metrics``.
     """
 
     counts_S: Tensor
@@ -69,16 +79,23 @@ class Facts(SentAsArrays):
     correction: CorrectionSums
 
 
-def learn(batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[Learnt, Facts]:
-    """batch: with old and rollout log-probs, and values and reference log-probs where there are some."""
+def compute_advantages(
+    batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig, kl_coef: float
+) -> tuple[TokenAdvantages, SequenceStats]:
+    """Of the sequences of ``batch``.
+
+    batch: with old and rollout log-probs, and turn rewards, values and reference log-probs where there are some.
+    kl_coef: of the KL in the reward, as it stands in this step.
+    """
     assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
-    mask_T, kl_T, process_T = batch.mask_T, None, None
+    mask_T, kl_T, process_T = batch.mask_T, None, batch.turn_rewards_T
     if algorithm.mask_truncated:
         mask_T = mask_truncated(mask_T, batch.lengths_S, outcomes.truncated_S)
     if algorithm.use_kl_in_reward:
         assert batch.ref_logprobs_T is not None, "the KL in the reward needs the reference"
         kl_T = penalty(algorithm.kl_penalty)(batch.old_logprobs_T, batch.ref_logprobs_T).masked_fill_(~mask_T, 0)
-        process_T = kl_T * -kl_coef  # where it arises (arXiv:1909.08593, eq. 2)
+        of_kl_T = kl_T * -kl_coef  # where it arises (arXiv:1909.08593, eq. 2)
+        process_T = of_kl_T if process_T is None else process_T + of_kl_T
     inputs = AdvantageInputs(
         lengths_S=batch.lengths_S,
         mask_T=mask_T,
@@ -96,7 +113,7 @@ def learn(batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig, kl_
     def sums(x_T: Tensor | None) -> Tensor | None:
         return None if x_T is None else sequence_sums(trained.gather(x_T).double(), inputs.counts_S)
 
-    facts = Facts(
+    stats = SequenceStats(
         counts_S=inputs.counts_S,
         trained_S=sequence_counts(correction.mask_T, batch.lengths_S),
         scores_S=inputs.scores_S,
@@ -106,10 +123,10 @@ def learn(batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig, kl_
         values_S=sums(batch.old_values_T),
         correction=correction.sums,
     )
-    learnt = Learnt(
+    of_tokens = TokenAdvantages(
         mask_T=correction.mask_T,
         advantages_T=raw_T,
         returns_T=returns_T,
         weights_T=correction.weights_T,
     )
-    return learnt, facts
+    return of_tokens, stats

@@ -1,23 +1,18 @@
-"""The table of policy losses; their formulas are held by the tests of ``policy``."""
+"""What each policy loss says of itself; their formulas are held by ``test_policy``."""
 
 from __future__ import annotations
 
-from mcore_rl.algorithms.losses.registry import POLICY_LOSSES
 from mcore_rl.algorithms.losses.token_losses import trained_rows
-from mcore_rl.config.roles import ActorConfig, LossMode
+from mcore_rl.config.algorithm_registry import policy_losses
+from mcore_rl.config.roles import ActorConfig
 from tests.algorithms.loss_cases import drawn, whole
-
-
-def test_the_registry_is_complete() -> None:
-    assert set(POLICY_LOSSES) == set(LossMode)
-    assert all(row.paper for row in POLICY_LOSSES.values())
 
 
 def test_rows_say_whether_old_logprobs_are_read() -> None:
     inputs = whole(drawn(0).without("old_logprobs"))
-    for mode, row in POLICY_LOSSES.items():
+    for mode, row in policy_losses().items():
         try:
-            row.fn(inputs, ActorConfig(loss_mode=mode))
+            row.load()(inputs, ActorConfig(loss_mode=mode))
         except AssertionError:
             assert row.needs_old, mode
         else:
@@ -28,7 +23,7 @@ def test_a_loss_counts_clips_of_trained_rows_alone() -> None:
     """By itself, too: without the zeros that ``policy`` puts into rows that are not trained."""
     for seed in range(5):
         inputs = whole(drawn(seed, lengths=(3, 4, 2, 6, 4)))
-        for mode, row in POLICY_LOSSES.items():
+        for mode, row in policy_losses().items():
             config = ActorConfig(loss_mode=mode)
-            alone, zeroed = row.fn(inputs, config).metrics, row.fn(trained_rows(inputs), config).metrics
+            alone, zeroed = row.load()(inputs, config).metrics, row.load()(trained_rows(inputs), config).metrics
             assert {name: float(x) for name, x in alone.items()} == {name: float(x) for name, x in zeroed.items()}, mode

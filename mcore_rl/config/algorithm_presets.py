@@ -1,0 +1,76 @@
+"""``algorithm=NAME`` for hydra: every ``Algorithm`` as a group of values, made when a configuration is composed.
+
+There are no yaml files of them.  ``algorithm=FILE.py`` chooses the algorithm of a Python file, ``FILE.py:NAME`` one of
+several; files of a user's own folder, ``FOLDER/algorithm/*.py``, are also there by their algorithms' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from mcore_rl.config.algorithm_object import Algorithm
+from mcore_rl.config.algorithm_registry import (
+    ESTIMATOR_KEY,
+    LOSS_KEY,
+    algorithms,
+    algorithms_of_file,
+    estimators,
+    policy_losses,
+)
+from mcore_rl.config.names import meant
+from mcore_rl.errors import ConfigError, Violation
+
+GROUP = "algorithm"
+
+
+def preset(algorithm: Algorithm, home: Path | None = None) -> dict[str, object]:
+    """The dotted keys that ``algorithm`` sets, with plain values.
+
+    home: the file of a user's that defines it; parts that it brings are called by that file.
+    """
+    values = {key: each.value for key, each in algorithm.all_settings().items()}
+    if home is not None and estimators().get(algorithm.advantages.name) is not algorithm.advantages:
+        values[ESTIMATOR_KEY] = f"{home.resolve()}:{algorithm.advantages.name}"
+    if home is not None and policy_losses().get(algorithm.loss.name) is not algorithm.loss:
+        values[LOSS_KEY] = f"{home.resolve()}:{algorithm.loss.name}"
+    return {key: value.value if isinstance(value, Enum) else value for key, value in values.items()}
+
+
+def offer_algorithms(overrides: Sequence[str], directory: Path | None) -> list[str]:
+    """Give hydra ours, those of ``directory/algorithm``, and that of an override ``algorithm=FILE.py``.
+
+    Returns ``overrides`` with that file's algorithm called by its name.
+    Raises ConfigError: what is wrong in a file.
+    """
+    _store(algorithms().values())
+    for path in sorted((directory / GROUP).glob("*.py")) if directory else ():
+        _store(algorithms_of_file(path, GROUP, str(path)).values(), path)
+    return [_by_name(override) for override in overrides]
+
+
+def _store(among: Iterable[Algorithm], home: Path | None = None) -> None:
+    for algorithm in among:
+        values = OmegaConf.create()
+        for key, value in preset(algorithm, home).items():
+            OmegaConf.update(values, key, value)
+        ConfigStore.instance().store(group=GROUP, name=algorithm.name, node=values, package="_global_")
+
+
+def _by_name(override: str) -> str:
+    key, _, value = override.partition("=")
+    if key != GROUP or not (value.endswith(".py") or ".py:" in value):
+        return override
+    file, _, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+    theirs = algorithms_of_file(Path(file), GROUP, value)
+    if not name and len(theirs) == 1:
+        name = next(iter(theirs))
+    if name not in theirs:
+        remedy = meant(name, theirs, f"Write {GROUP}={file}:NAME, one of {', '.join(theirs)}")
+        raise ConfigError([Violation(GROUP, value, "does not say which algorithm of the file", remedy)])
+    _store([theirs[name]], Path(file))
+    return f"{GROUP}={name}"

@@ -1,0 +1,124 @@
+"""Which algorithms there are: the files of ``config/algorithms``, and Python files of a user's own.
+
+A file of a user's is chosen by its path, ``algorithm=FILE.py``.  The estimator and the loss that it brings are then
+called ``FILE.py:NAME`` in the configuration, so that every process that is sent the configuration finds them by
+themselves: nothing is registered anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TypeVar
+
+from mcore_rl.config import algorithms as folder
+from mcore_rl.config.algorithm_object import Algorithm, Estimator, PolicyLoss
+from mcore_rl.config.names import meant
+from mcore_rl.errors import ConfigError, Violation
+
+P = TypeVar("P", Estimator, PolicyLoss)
+ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", "actor.loss_mode"
+
+
+@cache
+def algorithms() -> Mapping[str, Algorithm]:
+    """All of ``config/algorithms``, by name, in alphabetical order."""
+    found = {}
+    for module in pkgutil.iter_modules(folder.__path__):
+        (found[module.name],) = (
+            value
+            for value in vars(import_module(f"{folder.__name__}.{module.name}")).values()
+            if isinstance(value, Algorithm) and value.name == module.name
+        )
+    return dict(sorted(found.items()))
+
+
+@cache
+def estimators() -> Mapping[str, Estimator]:
+    """The estimators of ``algorithms``, by name."""
+    found = {each.advantages.name: each.advantages for each in algorithms().values()}
+    return dict(sorted(found.items()))
+
+
+@cache
+def policy_losses() -> Mapping[str, PolicyLoss]:
+    """The losses of ``algorithms``, by name."""
+    found = {each.loss.name: each.loss for each in algorithms().values()}
+    return dict(sorted(found.items()))
+
+
+def estimator(name: str) -> Estimator:
+    """The one called ``name`` in ``algorithm.adv_estimator``.  Raises ConfigError where there is none."""
+    return _part(ESTIMATOR_KEY, name, estimators(), Estimator)
+
+
+def policy_loss(name: str) -> PolicyLoss:
+    """The one called ``name`` in ``actor.loss_mode``.  Raises ConfigError where there is none."""
+    return _part(LOSS_KEY, name, policy_losses(), PolicyLoss)
+
+
+def _part(key: str, name: str, ours: Mapping[str, P], kind: type[P]) -> P:
+    if name in ours:
+        return ours[name]
+    path, _, own = name.rpartition(":")
+    if not path.endswith(".py"):
+        otherwise = f"Choose one of {', '.join(ours)}, or write FILE.py:NAME"
+        raise ConfigError([Violation(key, name, "there is none of that name", meant(name, ours, otherwise))])
+    if not Path(path).is_absolute():
+        remedy = f"Write {Path(path).resolve()}:{own}"
+        problem = "is a relative path, which means another file in a process that runs elsewhere"
+        raise ConfigError([Violation(key, name, problem, remedy)])
+    theirs = {
+        each.name: each for each in _parts(algorithms_of_file(Path(path), key, name).values()) if isinstance(each, kind)
+    }
+    if own in theirs:
+        return theirs[own]
+    remedy = meant(own, theirs, f"Choose one of {', '.join(theirs) or 'none'}")
+    raise ConfigError([Violation(key, name, f"no algorithm of the file has a part called {own}", remedy)])
+
+
+def _parts(among: Iterable[Algorithm]) -> list[Estimator | PolicyLoss]:
+    return [part for each in among for part in (each.advantages, each.loss)]
+
+
+class _UnfitFileError(Exception):
+    """A file that defines no algorithm.  args: the problem and the remedy."""
+
+
+def algorithms_of_file(path: Path, key: str, written: str) -> Mapping[str, Algorithm]:
+    """The algorithms that a Python file defines, by name.  Runs the file, once a process.
+
+    key, written: what names the file, for the message.
+    Raises ConfigError: there is no such file; it raises; it defines no algorithm, or one that is called as one of ours.
+    """
+    try:
+        return _run_file(path.resolve())
+    except _UnfitFileError as error:
+        problem, remedy = error.args
+        raise ConfigError([Violation(key, written, problem, remedy)]) from error.__cause__
+
+
+@cache
+def _run_file(path: Path) -> Mapping[str, Algorithm]:
+    if not path.is_file():
+        raise _UnfitFileError("there is no such file", "Write the path of a Python file")
+    spec = importlib.util.spec_from_file_location(f"mcore_rl_algorithm_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever the user's file does
+        raise _UnfitFileError(f"running it raised {type(error).__name__}: {error}", "Correct the file") from error
+    among = [value for value in vars(module).values() if isinstance(value, Algorithm)]
+    found = {each.name: each for each in among if algorithms().get(each.name) is not each}  # it may import ours
+    if not found:
+        raise _UnfitFileError("defines no Algorithm", "See docs/algorithms.md for an example")
+    if taken := sorted(found.keys() & algorithms().keys()):
+        raise _UnfitFileError(f"calls an algorithm {taken[0]}, as one of ours is", "Give it another name")
+    return found

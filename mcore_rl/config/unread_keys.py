@@ -1,0 +1,176 @@
+"""Keys that a run does not read: one that the user wrote all the same is refused, for it cannot do what was meant.
+
+Which keys an estimator and a loss read, they say themselves (``config/algorithm_object.py``); the table here has the
+rest, those that another key switches on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import reduce
+from typing import TYPE_CHECKING
+
+from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, KlControl, KlPenalty
+from mcore_rl.config.algorithm_object import Estimator, PolicyLoss
+from mcore_rl.config.algorithm_registry import (
+    ESTIMATOR_KEY,
+    LOSS_KEY,
+    estimator,
+    estimators,
+    policy_loss,
+    policy_losses,
+)
+from mcore_rl.config.roles import LossAggregation
+from mcore_rl.errors import Violation
+
+if TYPE_CHECKING:
+    from mcore_rl.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Keys that are read under a condition.
+
+    keys: dotted; one that ends in a dot stands for all below it.
+    on: whether a run reads them.
+    problem: why a run does not.
+    remedy: what switches them on.
+    """
+
+    keys: tuple[str, ...]
+    on: Callable[[RunConfig], bool]
+    problem: str
+    remedy: str
+
+
+SWITCHES = (
+    Switch(("critic.",), lambda run: run.needs_critic, "there is no critic", "algorithm=ppo"),
+    Switch(
+        ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
+        lambda run: run.algorithm.use_kl_in_reward,
+        "there is no KL in the reward",
+        "algorithm.use_kl_in_reward=true",
+    ),
+    Switch(
+        ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
+        lambda run: run.algorithm.kl_ctrl.type is KlControl.adaptive,
+        "the coefficient is fixed",
+        "algorithm.kl_ctrl.type=adaptive",
+    ),
+    Switch(
+        ("actor.kl_loss_coef", "actor.kl_loss_type", "actor.full_kl_gib"),
+        lambda run: run.actor.use_kl_loss,
+        "there is no KL in the loss",
+        "actor.use_kl_loss=true",
+    ),
+    Switch(
+        ("actor.full_kl_gib",),
+        lambda run: run.actor.kl_loss_type is KlPenalty.full,
+        "no logits of the reference are kept",
+        "actor.kl_loss_type=full",
+    ),
+    Switch(
+        ("actor.loss_agg_constant",),
+        lambda run: run.actor.loss_agg_mode is LossAggregation.sum_over_constant,
+        "actor.loss_agg_mode divides by no constant",
+        "actor.loss_agg_mode=sum_over_constant",
+    ),
+    Switch(
+        ("critic.loss_agg_constant",),
+        lambda run: run.critic.loss_agg_mode is LossAggregation.sum_over_constant,
+        "critic.loss_agg_mode divides by no constant",
+        "critic.loss_agg_mode=sum_over_constant",
+    ),
+    Switch(
+        ("actor.clip_ratio",),
+        lambda run: run.actor.clip_ratio_low is None or run.actor.clip_ratio_high is None,
+        "actor.clip_ratio_low and actor.clip_ratio_high are both there instead of it",
+        "these two",
+    ),
+    Switch(
+        ("actor.shuffle",),
+        lambda run: run.actor.ppo_epochs > 1,
+        "there is one pass over the samples, and the second is the first to be shuffled",
+        "actor.ppo_epochs=2",
+    ),
+    Switch(
+        ("critic.shuffle",),
+        lambda run: run.critic.ppo_epochs > 1,
+        "there is one pass over the samples, and the second is the first to be shuffled",
+        "critic.ppo_epochs=2",
+    ),
+    Switch(
+        ("actor.allow_stale_updates",),
+        lambda run: policy_loss(run.actor.loss_mode).updates_per_batch is not None,
+        "the loss has a ratio, which takes care of several updates of a batch",
+        "actor.loss_mode=policy_gradient",
+    ),
+    Switch(
+        ("algorithm.whiten_advantages",),
+        lambda run: not estimator(run.algorithm.adv_estimator).whitens,
+        "the estimator whitens its advantages by itself",
+        "another estimator",
+    ),
+    Switch(
+        ("algorithm.filter_groups.max_num_gen_batches",),
+        lambda run: run.algorithm.filter_groups.enable,
+        "no groups are filtered",
+        "algorithm.filter_groups.enable=true",
+    ),
+    Switch(
+        (
+            "algorithm.rollout_correction.mode",
+            "algorithm.rollout_correction.upper",
+            "algorithm.rollout_correction.lower",
+        ),
+        lambda run: run.algorithm.rollout_correction.level is not CorrectionLevel.none,
+        "nothing is corrected",
+        "algorithm.rollout_correction.level=token",
+    ),
+    Switch(
+        ("algorithm.rollout_correction.lower",),
+        lambda run: run.algorithm.rollout_correction.mode is CorrectionMode.mask,
+        "only masking has a lower bound",
+        "algorithm.rollout_correction.mode=mask",
+    ),
+    Switch(
+        ("reward.overlong.length", "reward.overlong.penalty_factor"),
+        lambda run: run.reward.overlong.enable,
+        "long responses are not punished",
+        "reward.overlong.enable=true",
+    ),
+)
+
+
+def unread_violations(run: RunConfig) -> list[Violation]:
+    """One for each of ``run.written`` that nothing in ``run`` reads."""
+    return [found for key in sorted(run.written) if (found := _violation(run, key))]
+
+
+def _violation(run: RunConfig, key: str) -> Violation | None:
+    for problem, remedy in (*_of_switches(run, key), *_of_parts(run, key)):
+        value = reduce(getattr, key.split("."), run)
+        shown = value.value if isinstance(value, Enum) else value
+        return Violation(key, shown, f"is not read: {problem}", f"Leave it out, or write {remedy}")
+    return None
+
+
+def _of_switches(run: RunConfig, key: str) -> Iterator[tuple[str, str]]:
+    for switch in SWITCHES:
+        named = any(key == each or (each.endswith(".") and key.startswith(each)) for each in switch.keys)
+        if named and not switch.on(run):
+            yield switch.problem, switch.remedy
+
+
+def _of_parts(run: RunConfig, key: str) -> Iterator[tuple[str, str]]:
+    """Of keys that only some estimators, or only some losses, read."""
+    chosen: tuple[tuple[str, Estimator | PolicyLoss, list[Estimator | PolicyLoss]], ...] = (
+        (ESTIMATOR_KEY, estimator(run.algorithm.adv_estimator), [*estimators().values()]),
+        (LOSS_KEY, policy_loss(run.actor.loss_mode), [*policy_losses().values()]),
+    )
+    for part_key, part, others in chosen:
+        readers = [other.name for other in others if key in other.reads]
+        if readers and key not in part.reads:
+            yield f"{part_key}={part.name} has no use for it", f"{part_key}={' or '.join(readers)}"

@@ -1,0 +1,53 @@
+"""What is kept of each episode, to be read by people: rows of ``rollouts/`` and ``validation/``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from mcore_rl.episodes import Episode, Segment
+
+
+def sample_rows(step: int, episodes: Sequence[Episode], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """One row an episode; more than a prompt and an answer, or turn rewards, have a column ``segments`` beside it."""
+    prompts = {
+        tokens: str(tokenizer.decode(np.asarray(tokens), skip_special_tokens=True))
+        for tokens in dict.fromkeys(episode.row.tokens for episode in episodes)
+    }
+    return [_row(step, episode, prompts[episode.row.tokens]) for episode in episodes]
+
+
+def _row(step: int, episode: Episode, prompt: str) -> dict[str, Any]:
+    score = episode.graded
+    versions = [span.version for segment in episode.segments for span in segment.versions]
+    row = {
+        "step": step,
+        "data_source": episode.row.data_source,
+        "prompt_id": episode.row.id,
+        "sample": episode.index,
+        "prompt": prompt,
+        "response": episode.transcript,
+        "score": score.value,
+        "correct": score.correct,
+        "ground_truth": episode.row.ground_truth,
+        "num_tokens": episode.num_response_tokens,
+        "finish": episode.end.value,
+        "version": versions[-1] if versions else step,
+        "error": score.error,
+    }
+    if episode.is_single_turn and not episode.turn_rewards:
+        return row
+    return row | {"segments": [_segment(segment) for segment in episode.segments]}
+
+
+def _segment(segment: Segment) -> dict[str, Any]:
+    return {
+        "author": segment.author.value,
+        "num_tokens": len(segment.tokens),
+        "trained": segment.trained,
+        "reward": segment.reward,
+        "text": segment.text,
+    }

@@ -1,0 +1,30 @@
+"""One answer to one prompt, as an episode of two segments."""
+
+from __future__ import annotations
+
+from mcore_rl.data.prompts import PromptRow
+from mcore_rl.episodes import Author, Episode, Segment
+from mcore_rl.rollout.protocol import Sample
+
+
+def single_turn(row: PromptRow, prompt: Segment, sample: Sample, group: int) -> Episode:
+    """``sample`` as an answer to ``row``, not graded yet.
+
+    prompt: ``prompt_segment(row)``, which all samples of the prompt share.  group: see ``Episode``.
+    """
+    answer = Segment(
+        author=Author.model,
+        tokens=sample.tokens,
+        trained=True,
+        logprobs=sample.logprobs,
+        versions=sample.versions,
+        text=sample.text,
+    )
+    return Episode(
+        row=row,
+        prompt_id=sample.prompt_id,
+        group=group,
+        index=sample.index,
+        segments=(prompt, answer),
+        end=sample.finish,
+    )

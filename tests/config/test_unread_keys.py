@@ -1,0 +1,105 @@
+"""A key that the user wrote and that nothing reads is refused, with what would read it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from mcore_rl.config.algorithm_registry import estimators, policy_losses
+from mcore_rl.config.compose import all_keys, compose
+from mcore_rl.config.launch import load_recipe, recipe_names
+from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.unread_keys import SWITCHES
+from mcore_rl.errors import Violation
+
+SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]
+
+
+def refused(*overrides: str) -> list[Violation]:
+    return run_violations(compose(RunConfig, "train", [*SOUND, *overrides]))
+
+
+# What is written -> what is said of it, and what it takes to be read.
+CASES = {
+    "algorithm=dapo actor.kl_loss_coef=0.001": ("there is no KL in the loss", "actor.use_kl_loss=true"),
+    "algorithm=dapo actor.kl_loss_type=k3": ("there is no KL in the loss", "actor.use_kl_loss=true"),
+    "actor.full_kl_gib=9": ("no logits of the reference are kept", "actor.kl_loss_type=full"),
+    "algorithm.kl_ctrl.kl_coef=0.01": ("there is no KL in the reward", "algorithm.use_kl_in_reward=true"),
+    "algorithm.kl_penalty=k1": ("there is no KL in the reward", "algorithm.use_kl_in_reward=true"),
+    "algorithm=rloo algorithm.kl_ctrl.target_kl=1": ("the coefficient is fixed", "algorithm.kl_ctrl.type=adaptive"),
+    "algorithm.lam=0.95": ("algorithm.adv_estimator=grpo has no use for it", "algorithm=ppo"),
+    "algorithm=reinforce_plus_plus algorithm.lam=0.9": ("has no use for it", "algorithm=ppo"),
+    "algorithm=rloo algorithm.gamma=0.9": ("algorithm.adv_estimator=rloo has no use for it", "algorithm=ppo"),
+    "algorithm=ppo algorithm.whiten_advantages=true": ("the estimator whitens", "algorithm.adv_estimator=remax"),
+    "algorithm=opo actor.clip_ratio=0.1": ("policy_gradient has no use for it", "actor.loss_mode=ppo_clip"),
+    "algorithm=gspo actor.clip_ratio_c=9": ("actor.loss_mode=gspo has no use for it", "algorithm=dapo"),
+    "algorithm=dapo actor.clip_ratio=0.1": ("are both there instead of it", "actor.clip_ratio_low=null"),
+    "actor.shuffle=false": ("there is one pass over the samples", "actor.ppo_epochs=2"),
+    "actor.allow_stale_updates=true": ("the loss has a ratio", "algorithm=gpg"),
+    "actor.loss_agg_constant=9": ("divides by no constant", "actor.loss_agg_mode=sum_over_constant"),
+    "critic.optim.lr=1e-5": ("there is no critic", "algorithm=ppo"),
+    "critic.parallel={tp: 2}": ("there is no critic", "algorithm=ppo"),
+    "algorithm=ppo critic.loss_agg_constant=9": ("divides by no", "critic.loss_agg_mode=sum_over_constant"),
+    "algorithm=ppo critic.shuffle=false": ("there is one pass over the samples", "critic.ppo_epochs=2"),
+    "algorithm.filter_groups.max_num_gen_batches=3": ("no groups are filtered", "algorithm.filter_groups.enable=true"),
+    "algorithm.rollout_correction.upper=3": ("nothing is corrected", "algorithm.rollout_correction.level=token"),
+    "algorithm.rollout_correction.level=token algorithm.rollout_correction.lower=0.1": (
+        "only masking has a lower bound", "algorithm.rollout_correction.mode=mask",
+    ),
+    "reward.overlong.length=9": ("long responses are not punished", "reward.overlong.enable=true"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written", CASES)
+def test_a_key_that_is_not_read_is_refused(written: str) -> None:
+    *others, last = written.split(" ") if "{" not in written else [written]
+    key, (problem, switch) = last.partition("=")[0], CASES[written]
+    (found,) = refused(*others, last)
+    assert found.key == key or found.key.startswith(f"{key}.")
+    assert found.problem.startswith("is not read: ") and problem in found.problem
+    assert found.remedy.startswith("Leave it out, or write ")
+    assert refused(*others) == [], "it is this key"
+    read = refused(*others, last, switch)
+    assert key not in [each.key for each in read], "with that it is read"
+
+
+def test_one_violation_for_each() -> None:
+    found = refused("algorithm=dapo", "algorithm.lam=0.9", "actor.kl_loss_coef=1", "critic.path=c", "trainer.nnodes=0")
+    assert sorted(each.key for each in found) == [
+        "actor.kl_loss_coef", "algorithm.lam", "critic.path", "trainer.nnodes",
+    ]  # fmt: skip
+
+
+def test_a_value_that_nobody_wrote_disturbs_nobody() -> None:
+    run = compose(RunConfig, "train", [*SOUND, "algorithm=dapo"])
+    run.actor.kl_loss_coef, run.algorithm.lam = 0.5, 0.5
+    assert run_violations(run) == []
+
+
+def test_what_was_written_is_known_after_a_field_is_replaced() -> None:
+    run = compose(RunConfig, "train", [*SOUND, "algorithm.lam=0.9"])
+    assert [each.key for each in run_violations(replace(run, data=run.data))] == ["algorithm.lam"]
+
+
+def test_every_key_of_the_rules_is_a_key() -> None:
+    known = set(all_keys(OmegaConf.structured(RunConfig)))
+    keys = {key.rstrip(".") for switch in SWITCHES for key in switch.keys}
+    keys |= {key for part in (*estimators().values(), *policy_losses().values()) for key in part.reads}
+    assert len(keys) > 20 and keys <= known
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if not name.endswith("sft")])
+def test_a_recipe_writes_no_key_that_it_does_not_read(name: str) -> None:
+    run = load_recipe(name)
+    assert isinstance(run, RunConfig)
+    assert len(run.written) > 10 and run_violations(run) == []
+
+
+def test_a_recipe_of_ones_own_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nalgorithm: {lam: 1.0}\n")
+    run = load_recipe(str(tmp_path / "mine.yaml"), SOUND)
+    assert isinstance(run, RunConfig)
+    assert [each.key for each in run_violations(run)] == ["algorithm.lam"], "although it is the default"

@@ -1,0 +1,55 @@
+"""Episodes as rows to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from mcore_rl.controller.step.samples import sample_rows
+from mcore_rl.episodes import Author
+from mcore_rl.rewards.score import Score
+from mcore_rl.tracking.samples import write_samples
+from tests.support import prompt_files
+from tests.support.scripted_rollout import answered, conversation, turn
+
+TURNS = [
+    turn(Author.model, (10, 11), reward=0.5, text="add(2, 3)"),
+    turn(Author.tool, (20,), text="5"),
+    turn(Author.model, (12, 13, 14), text="It is 5."),
+]
+
+
+def test_rows_to_read_hold_text() -> None:
+    tokenizer = prompt_files.tokenizer()
+    words = tuple(tokenizer.encode("2 + 3", add_special_tokens=False))
+    score, prompt = Score(1.0, correct=1.0), (tokenizer.bos_token_id, *words)
+    rows = sample_rows(9, [answered(4, score, prompt, cut=True, index=3, text="said")], tokenizer)
+    assert rows == [
+        {
+            "step": 9, "data_source": "sums", "prompt_id": "file:4", "sample": 3, "response": "said", "score": 1.0,
+            "prompt": tokenizer.decode(list(words)), "correct": 1.0, "ground_truth": "4", "num_tokens": 2,
+            "finish": "length", "version": 3, "error": None,
+        }
+    ]  # fmt: skip
+
+
+def test_a_conversation_s_row_holds_its_segments_too(tmp_path: Path) -> None:
+    tokenizer = prompt_files.tokenizer()
+    episodes = [answered(1, Score(1.0), text="5"), conversation(2, TURNS, Score(1.0))]
+    rows = sample_rows(9, episodes, tokenizer)
+    assert "segments" not in rows[0]
+    assert rows[1]["response"] == "assistant: add(2, 3)\n\ntool: 5\n\nassistant: It is 5."
+    assert (rows[1]["num_tokens"], rows[1]["score"], rows[1]["version"]) == (6, 1.0, 3)
+    (tmp_path / "rollouts").mkdir()
+    read = pq.read_table(write_samples(tmp_path, 9, "rollouts", rows)).to_pylist()
+    assert read[0].pop("segments") is None and read[0] == rows[0]
+    assert [
+        (each["author"], each["num_tokens"], each["trained"], each["reward"], each["text"])
+        for each in rows[1]["segments"]
+    ] == [
+        ("prompt", 2, False, None, ""),
+        ("model", 2, True, 0.5, "add(2, 3)"),
+        ("tool", 1, False, None, "5"),
+        ("model", 3, True, None, "It is 5."),
+    ]

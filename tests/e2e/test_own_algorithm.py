@@ -1,0 +1,42 @@
+"""An algorithm in one file of a user's own, from the command line to the weights: nothing else knows of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.own_algorithm import LOSS, MEDIAN
+from tests.support.run_task import overrides, write_task
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.tier("full"), pytest.mark.usefixtures("processes")]
+
+
+def test_a_run_trains_with_the_algorithm_of_a_file(tmp_path: Path) -> None:
+    task, directory, own = write_task(tmp_path / "task"), tmp_path / "run", tmp_path / "own.py"
+    own.write_text(MEDIAN + LOSS)
+    given = overrides(
+        task, directory, f"algorithm={own}", f"actor.loss_mode={own}:median", "actor.ppo_mini_batch_size=8",
+        "actor.use_kl_loss=false", "trainer.total_training_steps=2", "trainer.test_freq=0", "trainer.save_freq=0",
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "mcore_rl.cli", "train", *given],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "actor/grad_norm" in row]
+    assert len(steps) == 2
+    for row in steps:
+        assert row["actor/grad_norm"] > 0 and row["advantage/max"] > 0
+        assert row["actor/policy_loss"] != 0 and "actor/clip_fraction" not in row, "the loss is the file's"
+        assert "kl/reward" not in row and "actor/kl_loss" not in row, "so that there is no reference"
+    kept = yaml.safe_load((directory / "config.yaml").read_text())
+    assert kept["algorithm"]["adv_estimator"] == kept["actor"]["loss_mode"] == f"{own}:median"
