@@ -1,4 +1,4 @@
-"""What a checkpoint on disk holds, Hugging Face or Megatron, by its headers and metadata; no element is read."""
+"""Describes a checkpoint on disk, Hugging Face or Megatron, from its headers and metadata; reads no element."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Contents:
 
 
 def inspect(directory: Path, config: Path | None = None) -> Contents:
-    """What ``directory``, a checkpoint of either kind, holds.  config: the directory of config.json, if another.
+    """The contents of ``directory``, a checkpoint of either kind.  config: the directory of config.json, if another.
 
     Without a config.json, a Megatron checkpoint is described by its keys alone.  Raises as ``convert.open_hf`` and
     ``convert.open_megatron`` do.

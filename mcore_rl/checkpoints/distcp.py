@@ -251,7 +251,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class _Record:
-    """What an archive holds: a tensor of ``dtype``, ``shape`` and ``strides``, and where its elements are."""
+    """The tensor in an archive, and the bytes of its elements: ``begin`` to ``end`` (exclusive) of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -91,7 +91,7 @@ class StoredKeys:
         return 1 + max((name.layer for name in self._keys if name.layer is not None), default=-1)
 
     def find(self, stem: str, layer: int | None, expert: int | None) -> TensorLocation | None:
-        """Where the tensor of rule ``stem`` for ``layer`` and ``expert`` (None: it has none) is; None if not stored."""
+        """The location of rule ``stem``'s tensor for ``layer`` and ``expert`` (None: it has none); None if absent."""
         for by_layer in (layer, None) if layer is not None else (None,):
             for by_expert in (expert, None) if expert is not None else (None,):
                 key = self._keys.get(Name(stem, by_layer, by_expert))

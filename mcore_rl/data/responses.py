@@ -42,10 +42,10 @@ GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth}
 class Generated:
     """One response as it is written.
 
-    text: what the model said last.
-    num_tokens: of all that followed the prompt.
+    text: the model's last text.
+    num_tokens: of everything after the prompt.
     finish: ``stop``, ``length`` or ``abort``.
-    turns: all that followed the prompt, each {role, content, num_tokens}; empty where that is the text alone.
+    turns: everything after the prompt, each {role, content, num_tokens}; empty if that is the text alone.
     """
 
     text: str
@@ -211,7 +211,7 @@ class ResponseSet:
 
 
 def _messages(response: str, turns: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """What follows the prompt; a response without turns is the model's only one."""
+    """The turns after the prompt; a response without turns is the model's only turn."""
     said = turns or [{"role": "assistant", "content": response}]
     return [{"role": each["role"], "content": each["content"]} for each in said]
 

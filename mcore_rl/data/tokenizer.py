@@ -43,7 +43,7 @@ def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedToken
 
 
 def _problems(tokenizer: PreTrainedTokenizerBase, trained: bool) -> list[str]:
-    """What ``tokenizer`` lacks for training, or for scoring."""
+    """The problems of ``tokenizer`` for training, or for scoring."""
     problems = []
     if not tokenizer.is_fast:
         remedy = "Save it as tokenizer.json with transformers (AutoTokenizer...save_pretrained)"

@@ -1,4 +1,4 @@
-"""What this process is doing right now, in words, so that messages about errors and deaths can tell where.
+"""The current activity of this process, in words, for messages about errors and deaths.
 
 There is one current phase per process, not per thread: the engine's.  A phase costs one or two microseconds, so it
 marks microbatches and stages, not operators.  It measures no time and prints nothing; a profiler can mark phases in its

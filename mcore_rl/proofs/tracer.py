@@ -146,7 +146,7 @@ class Tracer:
 
     def _make(self, copy: Copy, into: dict[str, Int64Array]) -> None:
         source = self.source(copy.source_rank, copy.chunk, copy.source)
-        into[copy.target][index(copy.target_box, copy.slot)] = source[index(copy.source_box)]
+        into[copy.target][index(copy.target_slice, copy.slot)] = source[index(copy.source_slice)]
 
     def failures(self, ranks: range, direct: Callable[[int], Tensors] | None = None) -> Iterator[str]:
         """A message for each tensor of ``ranks`` that differs from ``direct`` (None: the rollout table's load)."""

@@ -44,7 +44,7 @@ class HeldFingerprints:
     def of(
         cls, first_rank: int, fingerprints: Sequence[Sequence[Sequence[object]]], copies: Sequence[object]
     ) -> HeldFingerprints:
-        """From the answers of one engine's workers to ``sync_fingerprints`` and ``sync_copies``."""
+        """The fingerprints of one engine, from its workers' answers to ``sync_fingerprints`` and ``sync_copies``."""
         values = {
             (first_rank + rank, str(name), int(slot)): int(value)  # type: ignore[call-overload]
             for rank, entries in enumerate(fingerprints)

@@ -151,12 +151,12 @@ class Publisher:
         with clock.packing():
             for part in message.parts:
                 space = buffer[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
-                space.view(part.target_box.shape).copy_(self.live(part))
+                space.view(part.target_slice.shape).copy_(self.live(part))
         return buffer
 
     def live(self, part: MessagePart) -> Tensor:
         """The current elements of ``part``, as a view."""
-        return view_of(self.tensors[part.chunk, part.source].detach(), part.source_box)
+        return view_of(self.tensors[part.chunk, part.source].detach(), part.source_slice)
 
     def _dtype_of(self, part: MessagePart) -> torch.dtype:
         dtype: torch.dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)
@@ -169,7 +169,7 @@ class Publisher:
         for message in self.sent:
             for part in message.parts:
                 key = (message.target_rank, part.target, -1 if part.slot is None else part.slot)
-                value = fingerprint(self.live(part).to(self._dtype_of(part)), part.target_box.start)
+                value = fingerprint(self.live(part).to(self._dtype_of(part)), part.target_slice.start)
                 sums[key] = sums.get(key, 0) + value
         return sums
 

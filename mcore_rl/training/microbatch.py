@@ -108,7 +108,7 @@ def build_microbatches(
 def _unit_violations(
     batch: TrainBatch, units: Sequence[Sequence[int]], groups: ProcessGroups, tokens: int | None, sequences: int | None
 ) -> list[Violation]:
-    """Of sequences and pairs that do not fit into a microbatch by themselves."""
+    """Violations of sequences and pairs that exceed a microbatch even alone."""
     if tokens is None:
         assert sequences is not None, "either a token budget or a number of sequences"
         if max(map(len, units)) <= sequences:

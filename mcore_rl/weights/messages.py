@@ -29,16 +29,16 @@ class MessagePart:
     """One region in a message.
 
     chunk, source: the training rank's tensor.  target, slot: the rollout rank's tensor, as in ``reshard.Copy``.
-    source_box, target_box: the region in each, of one shape.  begin, num_bytes: its bytes in the message.  dtype:
+    source_slice, target_slice: the region in each, of one shape.  begin, num_bytes: its bytes in the message.  dtype:
     torch's name; None: the model's dtype.
     """
 
     chunk: int
     source: str
-    source_box: TensorSlice
+    source_slice: TensorSlice
     target: str
     slot: int | None
-    target_box: TensorSlice
+    target_slice: TensorSlice
     begin: int
     num_bytes: int
     dtype: str | None
@@ -46,7 +46,7 @@ class MessagePart:
     @property
     def elements(self) -> int:
         """Elements of the region."""
-        return self.target_box.num_elements
+        return self.target_slice.num_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +111,17 @@ def _cut(
     for turn, number, copy in stream:
         rule = plan.rollout.rules[number]
         itemsize = itemsize_of(rule, plan.itemsize)
-        for region in windows(copy.target_box, row_major_strides(copy.target_box.shape), max_bytes // itemsize):
+        for region in windows(copy.target_slice, row_major_strides(copy.target_slice.shape), max_bytes // itemsize):
             num_bytes = region.num_elements * itemsize
             begin = -(-used // itemsize) * itemsize  # where a tensor of its dtype may begin
             if begin + num_bytes > max_bytes or num_bytes >= alone:
                 messages.append(((turn, number), []))
                 begin = 0
             parts = messages[-1][1]
-            source_box = region.moved(copy.target_box.start, copy.source_box.start)
+            source_slice = region.moved(copy.target_slice.start, copy.source_slice.start)
             parts.append(
                 MessagePart(
-                    copy.chunk, copy.source, source_box, copy.target, copy.slot, region, begin, num_bytes, rule.dtype
+                    copy.chunk, copy.source, source_slice, copy.target, copy.slot, region, begin, num_bytes, rule.dtype
                 )
             )
             used = max_bytes if num_bytes >= alone else begin + num_bytes

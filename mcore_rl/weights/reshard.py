@@ -55,17 +55,17 @@ class Copy:
     """One region to send.
 
     source: canonical name within model chunk ``chunk`` of ``source_rank``.  target: vLLM's name.  slot: index into the
-    first dimension of a stacked target, which ``target_box`` leaves out; None for a target that is not stacked.
+    first dimension of a stacked target, which ``target_slice`` leaves out; None for a target that is not stacked.
     """
 
     source_rank: int
     chunk: int
     source: str
-    source_box: TensorSlice
+    source_slice: TensorSlice
     target_rank: int
     target: str
     slot: int | None
-    target_box: TensorSlice
+    target_slice: TensorSlice
 
 
 def same_part(source: Piece, target: Piece) -> tuple[TensorSlice, TensorSlice] | None:
@@ -196,8 +196,8 @@ class ReshardPlan:
             chunk, source = self.replicas.local_name(ours, layer, expert, source_rank)
             target = theirs.name.format(l=layer)
             slot = self.rollout.experts(target_rank).index(expert) if theirs.stacked else None
-            for source_box, target_box in geometry.parts:
-                yield Copy(source_rank, chunk, source, source_box, target_rank, target, slot, target_box)
+            for source_slice, target_slice in geometry.parts:
+                yield Copy(source_rank, chunk, source, source_slice, target_rank, target, slot, target_slice)
 
 
 def grouped(numbers: NDArray[np.integer], count: int) -> tuple[Int64Array, Int64Array]:

@@ -69,7 +69,7 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class HfInfo:
-    """What a checkpoint must hold of one tensor.
+    """A tensor that a checkpoint must hold.
 
     dtype: torch's name; None: the model's dtype.  absent_ok: whether the checkpoint may lack the tensor.
     """
