@@ -16,7 +16,7 @@ from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import DeadEngineError, DeadWorkerError, SyncError
 from mcore_rl.rollout.protocol import Pause, RolloutEngine
 from mcore_rl.rollout.worker_methods import Answer, WeightReceiverMethods, answer_of
-from mcore_rl.sync.check import Expected, Held, differences
+from mcore_rl.sync.check import Expected, HeldFingerprints, differences
 from mcore_rl.sync.publish import Published
 
 P = ParamSpec("P")
@@ -117,11 +117,11 @@ class WeightUpdater:
         if self._expected is not None and self._expected.version != expected.version:
             self._previous = self._expected
         self._expected = expected
-        held = Held(values={}, copies={})
+        held = HeldFingerprints(values={}, copies={})
         for rank, engine in self.engines.items():
             prints = await _call(engine, WeightReceiverMethods.sync_fingerprints)
             copies = await _call(engine, WeightReceiverMethods.sync_copies)
-            held = held.beside(Held.of(rank, prints, copies))
+            held = held.beside(HeldFingerprints.of(rank, prints, copies))
         found = differences(expected, held, self._previous)
         if found:
             shown = [*found[:MAX_SHOWN], *([f"and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else [])]

@@ -75,7 +75,7 @@ def _threads_after_a_failure() -> tuple[str, int]:
             raise RuntimeError("no primitive")
 
     region = SimpleNamespace(shape=(1,))
-    part = SimpleNamespace(begin=0, num_bytes=4, dtype="float32", target="a", slot=None, target_box=region)
+    part = SimpleNamespace(begin=0, num_bytes=4, dtype="float32", target="a", slot=None, target_slice=region)
     updates = object.__new__(_Updates)
     updates.expected = [SimpleNamespace(source_rank=0, num_bytes=4, parts=[part])] * 10_000  # type: ignore[list-item]
     updates.live, updates.bucket_bytes = Live(), 8  # type: ignore[assignment]
