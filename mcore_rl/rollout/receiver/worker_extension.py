@@ -87,7 +87,9 @@ class _Updates:
         for index, (message, data) in enumerate(zip(self.expected, incoming, strict=True)):
             for part in message.parts:
                 values = data[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
-                module = self.live.write(part.target, part.slot, part.target_box, values.view(part.target_box.shape))
+                module = self.live.write(
+                    part.target, part.slot, part.target_region, values.view(part.target_region.shape)
+                )
                 if module is not None:
                     yield module
             if (block := self.lent.pop(index, None)) is not None:
@@ -97,7 +99,9 @@ class _Updates:
         """Where message ``index`` may come to lie: where it belongs, if it is one part that lies in one piece there."""
         message = self.expected[index]
         first, *others = message.parts
-        space = None if others else self.live.space(first.target, first.slot, first.target_box, self._dtype_of(first))
+        space = (
+            None if others else self.live.space(first.target, first.slot, first.target_region, self._dtype_of(first))
+        )
         if space is None:
             self.lent[index] = self.live.blocks.lend(message.num_bytes)
             return self.lent[index][: message.num_bytes]
