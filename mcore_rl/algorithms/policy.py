@@ -33,6 +33,7 @@ REPORTED = {
     "actor/clip_fraction_low": "actor/clip_fraction_low",
     "actor/clip_fraction_high": "actor/clip_fraction_high",
     "actor/clip_fraction_dual": "actor/clip_fraction_dual",
+    "actor/selected_fraction": "actor/selected_fraction",
     "actor/kl_loss": "kl/loss",
 }
 

@@ -20,7 +20,7 @@ ROLES: dict[str, Role] = {
             weights="model.path",
             config=ActorConfig,
             makes=("old_logprobs_T", "entropy_S"),
-            reads=("old_logprobs_T", "ref_logprobs_T", "advantages_T", "weights_T"),
+            reads=("old_logprobs_T", "ref_logprobs_T", "advantages_T", "weights_T", "selection_T"),
             loss="mcore_rl.algorithms.policy:policy_loss",
             phase="logprobs",
         ),

@@ -53,7 +53,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     with clock("generate"):
         collecting = run.collector.collect(step, run.next_rows, run.reporting("drawing"))
         rollouts = await run.leaving.unless(collecting)
-    groups = assemble(rollouts.episodes, rollouts.greedy)
+    groups = assemble(rollouts.episodes, rollouts.greedy, config.algorithm.gdpo_reward_keys)
     run.keep_rollouts(step, rollouts.episodes)
 
     with clock("sync"):
@@ -79,7 +79,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
             continue
         run.tracker.now(f"training the {role.name}")
         with clock(role.update_phase):
-            updated[role.name] = await run.update(role, shared, parts[role.name], advantages)
+            updated[role.name] = await run.update(role, shared, parts[role.name], advantages, step)
             await run.move_snapshots(role, step)
         metrics |= update_metrics(role, run.losses[role.name], updated[role.name])
     of_policy = updated[config.policy.name]

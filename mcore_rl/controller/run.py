@@ -116,7 +116,12 @@ class Run:
         }
 
     async def update(
-        self, role: Role, shared: SharedBatch, minibatches: Sequence[Sequence[int]], advantages: StepAdvantages
+        self,
+        role: Role,
+        shared: SharedBatch,
+        minibatches: Sequence[Sequence[int]],
+        advantages: StepAdvantages,
+        step: int,
     ) -> updates.Updated:
         """One optimizer step of ``role`` for each of ``minibatches``."""
         config, snapshots = self.config, self.config.snapshots_of(role.name)
@@ -130,6 +135,7 @@ class Run:
             reads=updates.fields_read(role, config.role_rows),
             temperature=config.rollout.temperature,
             reference=snapshots[0].snapshot if snapshots else None,
+            seed=config.data.seed + step,
         )
 
     async def move_snapshots(self, role: Role, step: int) -> None:

@@ -1,7 +1,7 @@
-"""Every metric that a run may report, named once: a key that is not here is refused, so that names cannot drift.
+"""The table of every metric that a run may report; other keys are refused, so that names cannot drift.
 
 A key with a placeholder, ``val/{data_source}/accuracy``, is a family: any text may stand for the placeholder, slashes
-included.  docs/metrics.md is this table for people (``markdown``); a test holds the two together.
+included.  docs/metrics.md has this table (``markdown``); a test compares the two.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Reduction = Literal["mean", "std", "min", "max", "sum", "last"]
 class Metric:
     """One row.
 
-    key: what stands in metrics.jsonl.  unit: of the number; "share" is a part of one, "1" has none.  reduction: how the
-    many numbers of a step became one.  help: of what, over what.  short: for a column or a legend.  better: the
-    direction that is wanted; None where neither is, by itself.
+    key: in metrics.jsonl.  unit: "share" is a part of one, "1" has no unit.  reduction: how the many numbers of a step
+    become one.  help: what it measures.  short: for a column or a legend.  better: the wanted direction; None if
+    neither is better by itself.
     """
 
     key: str
@@ -64,10 +64,21 @@ _AGREEMENT = (
     Metric("rollout/logprob_diff_mean", "nats", "mean", "|trainer - sampler| of a trained token", "logp diff", "down"),
     Metric("rollout/logprob_diff_max", "nats", "max", "|trainer - sampler| of a trained token", "diff max", "down"),
     Metric("rollout/kl", "nats", "mean", "KL(sampler || trainer) of a trained token, k3", "sampler KL", "down"),
-    Metric("rollout/correction_weight_mean", "1", "mean", "importance weight of a trained token", "weight"),
-    Metric("rollout/correction_weight_max", "1", "max", "importance weight of a trained token", "weight max"),
-    Metric("rollout/correction_clip_share", "share", "mean", "trained tokens whose weight was truncated", "truncated"),
-    Metric("rollout/correction_masked_share", "share", "mean", "tokens left out for their ratio", "left out", "down"),
+    Metric("rollout/kl_k1", "nats", "mean", "KL(sampler || trainer) of a trained token, k1", "sampler KL k1"),
+    Metric("rollout/correction_weight_mean", "1", "mean", "trainer / sampler, of a token or response", "weight"),
+    Metric("rollout/correction_weight_max", "1", "max", "trainer / sampler, of a token or response", "weight max"),
+    Metric(
+        "rollout/correction_effective_sample_size",
+        "share",
+        "mean",
+        "(sum r)^2 / (n sum r^2) of these ratios; 1 is all samples",
+        "ESS",
+        "up",
+    ),
+    Metric("rollout/correction_clip_share", "share", "mean", "of these ratios, those above upper", "truncated"),
+    Metric(
+        "rollout/correction_masked_share", "share", "mean", "trained tokens left out of the loss", "left out", "down"
+    ),
 )
 
 _ADVANTAGES = (
@@ -78,7 +89,8 @@ _ADVANTAGES = (
     Metric("return/mean", "reward", "mean", "over trained tokens", "return"),
     Metric("value/mean", "reward", "mean", "the critic's, over trained tokens, before its update", "value"),
     Metric("value/explained_variance", "1", "mean", "1 - var(return - value) / var(return)", "expl var", "up"),
-    Metric("kl/reward", "nats", "mean", "to the reference, of a response: what kl_ctrl sees", "KL reward"),
+    Metric("kl/reward", "nats", "mean", "to the reference, of a response", "KL reward"),
+    Metric("kl/reward_per_token", "nats", "mean", "over responses, of their tokens' mean", "KL reward per token"),
     Metric("kl/loss", "nats", "mean", "to the reference, of a trained token: what the loss adds", "KL loss"),
     Metric("kl/coef", "1", "last", "of the KL in the reward or in the loss", "KL coef"),
 )
@@ -112,8 +124,13 @@ _UPDATES = (
     Metric("actor/clip_fraction_low", "share", "mean", "trained tokens clipped at the lower bound", "clip low"),
     Metric("actor/clip_fraction_high", "share", "mean", "trained tokens clipped at the upper bound", "clip high"),
     Metric("actor/clip_fraction_dual", "share", "mean", "trained tokens bounded by clip_ratio_c", "clip dual"),
+    Metric("actor/selected_fraction", "share", "mean", "trained tokens that clip_cov or kl_cov selected", "selected"),
     Metric(
-        "actor/ratio_first", "1", "mean", "new to old probability in the first minibatch; 1 if all is well", "ratio"
+        "actor/ratio_first",
+        "1",
+        "mean",
+        "new to old probability, first minibatch; 1 if all is well, but with bypass_mode",
+        "ratio",
     ),
     Metric("critic/clip_fraction", "share", "mean", "trained tokens whose value was clipped", "value clip"),
     Metric("router/load_max", "1", "max", "load of an expert over its fair share, over layers", "load max", "down"),
@@ -182,7 +199,7 @@ METRICS: tuple[Metric, ...] = (
 
 @cache
 def metric_of(key: str) -> Metric:
-    """The row of ``key``.  AssertionError where there is none: a metric is named here before it is reported."""
+    """The row of ``key``.  AssertionError if there is none: add a metric here before you report it."""
     for metric, pattern in _patterns():
         if pattern.fullmatch(key):
             return metric
@@ -191,7 +208,7 @@ def metric_of(key: str) -> Metric:
 
 @cache
 def _patterns() -> tuple[tuple[Metric, re.Pattern[str]], ...]:
-    """Rows without a placeholder first: ``router/load_max`` is itself before it is one of ``router/{name}``."""
+    """(row, pattern of its key); rows without a placeholder come first, so that they win over families."""
     rows = sorted(METRICS, key=lambda metric: "{" in metric.key)
     return tuple((row, re.compile(re.sub(r"\\\{\w+\\\}", ".+", re.escape(row.key)))) for row in rows)
 

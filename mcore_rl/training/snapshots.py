@@ -1,8 +1,8 @@
 """Named copies of the model's weights in host memory, swapped in for a pass and out again.
 
-The reference policy is such a snapshot of the actor, not a second model.  Some follow the live weights (``Moves``).
-Only the weights that the forward pass reads are kept; main weights, moments and gradients of the optimizer never notice
-a swap, so no step may run inside one.
+The reference policy is such a snapshot of the actor, not a second model.  Some snapshots follow the live weights
+(``Moves``).  A snapshot holds only the weights that the forward pass reads; a swap leaves the optimizer's main weights,
+moments and gradients alone, so no step may run in it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Snapshots:
 
     @property
     def swapped_in(self) -> str | None:
-        """Name of the snapshot that is in place of the live weights now, if one is."""
+        """Name of the snapshot that now stands in for the live weights; None if none does."""
         return self._swapped_in
 
     def names(self) -> list[str]:
