@@ -88,7 +88,7 @@ class _Updates:
             for part in message.parts:
                 values = data[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
                 module = self.live.write(
-                    part.target, part.slot, part.target_region, values.view(part.target_region.shape)
+                    part.target, part.slot, part.target_slice, values.view(part.target_slice.shape)
                 )
                 if module is not None:
                     yield module
@@ -99,9 +99,7 @@ class _Updates:
         """Where message ``index`` may come to lie: where it belongs, if it is one part that lies in one piece there."""
         message = self.expected[index]
         first, *others = message.parts
-        space = (
-            None if others else self.live.space(first.target, first.slot, first.target_region, self._dtype_of(first))
-        )
+        space = None if others else self.live.space(first.target, first.slot, first.target_slice, self._dtype_of(first))
         if space is None:
             self.lent[index] = self.live.blocks.lend(message.num_bytes)
             return self.lent[index][: message.num_bytes]
