@@ -41,18 +41,19 @@ class Held:
     copies: Mapping[tuple[int, str], str]
 
     @classmethod
-    def of(cls, first_rank: int, fingerprints: Sequence[Sequence[Sequence[object]]], copies: Sequence[object]) -> Held:
+    def of(
+        cls,
+        first_rank: int,
+        fingerprints: Sequence[Sequence[tuple[str, int, int]]],
+        copies: Sequence[Mapping[str, str]],
+    ) -> Held:
         """From the answers of one engine's workers to ``sync_fingerprints`` and ``sync_copies``."""
         values = {
-            (first_rank + rank, str(name), int(slot)): int(value)  # type: ignore[call-overload]
+            (first_rank + rank, name, slot): value
             for rank, entries in enumerate(fingerprints)
             for name, slot, value in entries
         }
-        found = {
-            (first_rank + rank, name): stored
-            for rank, mine in enumerate(copies)
-            for name, stored in dict(mine).items()  # type: ignore[call-overload]
-        }
+        found = {(first_rank + rank, name): stored for rank, mine in enumerate(copies) for name, stored in mine.items()}
         return cls(values=values, copies=found)
 
     def beside(self, other: Held) -> Held:

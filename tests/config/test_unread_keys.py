@@ -45,9 +45,28 @@ CASES = {
     "algorithm=ppo critic.loss_agg_constant=9": ("divides by no", "critic.loss_agg_mode=sum_over_constant"),
     "algorithm=ppo critic.shuffle=false": ("there is one pass over the samples", "critic.ppo_epochs=2"),
     "algorithm.filter_groups.max_num_gen_batches=3": ("no groups are filtered", "algorithm.filter_groups.enable=true"),
-    "algorithm.rollout_correction.upper=3": ("nothing is corrected", "algorithm.rollout_correction.level=token"),
+    "algorithm.filter_groups.metric=score": ("no groups are filtered", "algorithm.filter_groups.enable=true"),
+    "algorithm=rloo algorithm.kl_ctrl.target_kl_per=response": (
+        "the coefficient is fixed", "algorithm.kl_ctrl.type=adaptive",
+    ),
+    "algorithm.masked_in_baseline=false": ("no response is masked", "algorithm.mask_truncated=true"),
+    "algorithm.gdpo_reward_keys=[acc]": ("algorithm.adv_estimator=grpo has no use for it", "algorithm=gdpo"),
+    "actor.tau_pos=2": ("actor.loss_mode=ppo_clip has no use for it", "algorithm=sapo"),
+    "algorithm=kl_cov actor.clip_ratio=0.3": ("actor.loss_mode=kl_cov has no use for it", "actor.loss_mode=ppo_clip"),
+    "algorithm=clip_cov actor.ppo_kl_coef=2": ("clip_cov has no use for it", "algorithm=kl_cov"),
+    "algorithm.rollout_correction.upper=3": ("there are no weights", "algorithm.rollout_correction.level=token"),
+    "algorithm.rollout_correction.batch_normalize=true": (
+        "there are no weights", "algorithm.rollout_correction.level=token",
+    ),
+    "algorithm.rollout_correction.reject_upper=1.1": (
+        "nothing is rejected", "algorithm.rollout_correction.reject=seq_mean_k1",
+    ),
+    "algorithm.rollout_correction.reject=seq_max_k3 algorithm.rollout_correction.reject_upper=1 "
+    "algorithm.rollout_correction.reject_lower=0.1": (
+        "bounded from above alone", "algorithm.rollout_correction.reject=token_k1",
+    ),
     "algorithm.rollout_correction.level=token algorithm.rollout_correction.lower=0.1": (
-        "only masking has a lower bound", "algorithm.rollout_correction.mode=mask",
+        "truncation has no lower bound", "algorithm.rollout_correction.mode=mask",
     ),
     "reward.overlong.length=9": ("long responses are not punished", "reward.overlong.enable=true"),
 }  # fmt: skip

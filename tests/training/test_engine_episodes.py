@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.policy import policy_loss
 from mcore_rl.config.engine import OptimizerConfig
-from mcore_rl.config.roles import ActorConfig, LossMode
+from mcore_rl.config.roles import ActorConfig
 from mcore_rl.controller.step.batch_assembly import assemble
 from mcore_rl.episodes import Author
 from mcore_rl.parallel.groups import ProcessGroups
@@ -79,7 +79,7 @@ def _observe_layout(groups: ProcessGroups, layout: str) -> Observed:
 
     batch = whole()
     mine = engines.share_of(batch, groups)
-    loss = policy_loss(ActorConfig(loss_mode=LossMode.policy_gradient))
+    loss = policy_loss(ActorConfig(loss_mode="policy_gradient"))
     alone = prefixes(mine)
     logprobs_T, of_prefixes_T = build().score(mine).logprobs_T, build().score(alone).logprobs_T
     assert logprobs_T is not None and of_prefixes_T is not None
@@ -98,7 +98,7 @@ def _observe(rank: Rank) -> dict[str, Observed]:
 
 
 @pytest.fixture(scope="module")
-def observed() -> list[dict[str, Observed]]:
+def observed(processes: None) -> list[dict[str, Observed]]:
     return run_ranks(_observe, 2)
 
 

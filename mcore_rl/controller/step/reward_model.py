@@ -26,7 +26,7 @@ from mcore_rl.parallel.device import Platform
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rewards.worker import grade
 from mcore_rl.rollout.classifier_pool import ClassifierPool
-from mcore_rl.rollout.engine.classifier import admit_classifier
+from mcore_rl.rollout.engine.admission import admit
 
 TOKENIZER = "reward_model.model.tokenizer_path"
 PART = "model"  # of a score, for ``reward/part/model``
@@ -115,7 +115,7 @@ class RewardModel:
 def prepare_encoder(config: RewardModelConfig, platform: Platform) -> Encoder:
     """What encodes for the reward model of ``config``, once all of that is known to work.
 
-    Raises ConfigError with everything found: of ``admit_classifier``; of the tokenizer, its chat template and its
+    Raises ConfigError with everything found: of ``admit``; of the tokenizer, its chat template and its
     vocabulary.
     """
     directory = Path(config.model.path)
@@ -123,7 +123,7 @@ def prepare_encoder(config: RewardModelConfig, platform: Platform) -> Encoder:
     found: list[Violation] = []
     vocab_size = tokenizer = None
     try:
-        vocab_size = admit_classifier(directory, config, platform).vocab_size
+        vocab_size = admit(directory, config, platform).vocab_size
     except ConfigError as error:
         found += error.violations
     try:
