@@ -23,7 +23,7 @@ from torch import Tensor
 class TrainBatch:
     """Ragged sequences, laid end to end, no padding.
 
-    The tensors from old_logprobs_T to weights_T are optional and float32: what advantages and losses need.
+    The tensors from old_logprobs_T to selection_T are optional and float32: what advantages and losses need.
 
     lengths_S: tokens of each sequence, all positive.
     tokens_T: int64 for an engine; int32, half the memory, on the controller, which only counts and sends them.
@@ -32,6 +32,8 @@ class TrainBatch:
     turn_rewards_T: what a turn earned by itself, at its last token and 0 elsewhere; None where no turn did.
     advantages_T, returns_T, old_values_T: what the actor and the critic are trained with, and what the critic said.
     weights_T: what the policy loss of each token is multiplied by (importance correction).
+    selection_T: how far a token's key is above the least that is selected, so not negative where the token is
+        (``algorithms/selection.py``).
     routing_TLK: int16 expert choices to replay, one row per token and layer of the model; those of dense layers are
         not read.
     pairs_S: the key of each sequence's pair, None where it has none; None where no sequence has one.  A pair is trained
@@ -49,6 +51,7 @@ class TrainBatch:
     returns_T: Tensor | None = None
     old_values_T: Tensor | None = None
     weights_T: Tensor | None = None
+    selection_T: Tensor | None = None
     routing_TLK: Tensor | None = None
     pairs_S: tuple[int | None, ...] | None = None
 
@@ -129,6 +132,7 @@ class LossInputs:
     returns_N: Tensor | None = None
     old_values_N: Tensor | None = None
     weights_N: Tensor | None = None
+    selection_N: Tensor | None = None
 
     def sequence_sums(self, x_N: Tensor) -> Tensor:
         """Sum of ``x_N`` over each whole sequence, [num_sequences] on every context rank; differentiable."""

@@ -1,15 +1,18 @@
 """Importance correction for what sampler and trainer compute differently.
 
 vLLM and Megatron give the same weights slightly different log-probs, so samples come from a policy that is not quite
-the one whose gradient is taken.  ``ratio = p_trainer / p_sampler`` puts that right: per token, or as the product over a
-response.  Truncated (arXiv:1802.01561) it weighs the loss, at most ``upper``; masked, samples outside of the
-bounds are not trained and those inside are weighed.  Log ratios are clamped to +-20 before they are exponentiated.
+the one whose gradient is taken.  ``r = p_trainer / p_sampler`` puts that right: per token, or as the product over a
+response.  Two things may be done, each or both.  Weights multiply the loss of a token: truncated (arXiv:1802.01561), 0
+outside of the bounds (IcePop, arXiv:2510.18855), or not trained there.  Rejection takes tokens or whole responses out
+of the training, by an estimate of how far apart the two policies are (Liu, Li et al., 2025, "When Speed Kills
+Stability", https://richardli.xyz/rl-collapse; verl's rollout_corr_helper, 0.9.1).  Log ratios are clamped to +-20.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import log
 
 import torch
 from torch import Tensor
@@ -17,27 +20,34 @@ from torch import Tensor
 from mcore_rl.algorithms.kl import kl_k3
 from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO
 from mcore_rl.algorithms.ragged import Trained, at_tokens, sequence_counts, sequence_sums
-from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, RolloutCorrectionConfig
+from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, Rejection, RolloutCorrectionConfig
 from mcore_rl.types import SentAsArrays
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSums(SentAsArrays):
-    """What each sequence adds to the metrics, float64 [S].
+    """What each sequence adds to the metrics and to the mean weight, float64 [S].
 
-    Over its trained tokens: their number, sum and maximum of the absolute difference of the log-probs, sum of k3.  Over
-    its units, which are tokens, or the response as a whole, or none: their number, sums of the ratio and of its square,
-    how many are above the upper bound.  masked_S: trained tokens that masking took away.
+    Over its trained tokens: counts_S, their number; differences_S and highest_S, sum and maximum of the absolute
+    difference of the log-probs; k1_S, k3_S: sums of the estimates of KL(sampler || trainer).
+    Over its units, which are tokens, or the response as a whole, or none: units_S, their number; ratios_S, squares_S,
+    largest_S, above_S: of the ratio, its sum, the sum of its square, its maximum and how many exceed the upper bound.
+    weights_S, weighed_S: sum of the weights, and of how many units.  masked_S: trained tokens without a part in the
+    loss: rejected, or outside of the bounds.
     """
 
     counts_S: Tensor
     differences_S: Tensor
     highest_S: Tensor
+    k1_S: Tensor
     k3_S: Tensor
     units_S: Tensor
     ratios_S: Tensor
     squares_S: Tensor
+    largest_S: Tensor
     above_S: Tensor
+    weights_S: Tensor
+    weighed_S: Tensor
     masked_S: Tensor
 
 
@@ -45,7 +55,7 @@ class CorrectionSums(SentAsArrays):
 class Correction:
     """weights_T: what the policy loss of each token is multiplied by, 0 where untrained; None is 1 everywhere.
 
-    mask_T: what is trained.  sums: for ``correction_metrics``.
+    mask_T: what is trained.  sums: for ``correction_metrics`` and ``mean_weight``.
     """
 
     weights_T: Tensor | None
@@ -64,74 +74,153 @@ def correct(
 
     Estimate advantages with the mask that was given, and train with the one that comes back: a response whose
     last token is masked here keeps its score.  Bounds are inclusive; a ratio that is not a number is outside.
-    Any sequences: none depends on another.
+    Any sequences: none depends on another, for which reason the weights are not yet divided by ``mean_weight``.
     """
     counts_S = sequence_counts(trained.mask_T, lengths_S)
     log_ratio_M = trained.gather(old_logprobs_T).double() - trained.gather(rollout_logprobs_T).double()
-    agreement = _agreement(log_ratio_M, counts_S)
-    if config.level is CorrectionLevel.none:
-        nothing_S = torch.zeros(len(counts_S), dtype=torch.float64)
-        sums = CorrectionSums(
-            **agreement, units_S=nothing_S, ratios_S=nothing_S, squares_S=nothing_S, above_S=nothing_S,
-            masked_S=nothing_S,
-        )  # fmt: skip
-        return Correction(weights_T=None, mask_T=trained.mask_T, sums=sums)
-
-    # A unit is a token or a response; each has one ratio.
-    units_S, log_ratio_U = counts_S, log_ratio_M
-    if config.level is CorrectionLevel.sequence:
-        units_S, log_ratio_U = (counts_S > 0).long(), sequence_sums(log_ratio_M, counts_S)[counts_S > 0]
-    ratio_U = log_ratio_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    ratio_M = ratio_U
-    if config.level is CorrectionLevel.sequence:
-        ratio_M = at_tokens(ratio_U, counts_S[counts_S > 0].tolist())
-    outside_M = torch.zeros_like(ratio_M, dtype=torch.bool)
-    if config.mode is CorrectionMode.mask:
-        outside_M = ~((config.lower <= ratio_M) & (ratio_M <= config.upper))
+    weights_M, outside_M, of_units = _weights(log_ratio_M, counts_S, config)
+    rejected_M = _rejected(log_ratio_M, counts_S, config)
+    leaves_M = rejected_M | outside_M if config.mode is CorrectionMode.mask else rejected_M
     sums = CorrectionSums(
-        **agreement,
-        units_S=units_S.double(),
-        ratios_S=sequence_sums(ratio_U, units_S),
-        squares_S=sequence_sums(ratio_U.square(), units_S),
-        above_S=sequence_sums((ratio_U > config.upper).double(), units_S),
-        masked_S=sequence_sums(outside_M.double(), counts_S),
+        **_agreement(log_ratio_M, counts_S),
+        **of_units,
+        masked_S=sequence_sums((rejected_M | outside_M).double(), counts_S),
     )
-    weights_M = ratio_M.masked_fill(outside_M, 0).clamp(max=config.upper).to(old_logprobs_T.dtype)
-    return Correction(weights_T=trained.scatter(weights_M), mask_T=trained.scatter(~outside_M), sums=sums)
+    weights_T = None
+    if weights_M is not None:
+        weights_T = trained.scatter(weights_M.masked_fill(leaves_M, 0).to(old_logprobs_T.dtype))
+    mask_T = trained.scatter(~leaves_M) if bool(leaves_M.any()) else trained.mask_T
+    return Correction(weights_T=weights_T, mask_T=mask_T, sums=sums)
+
+
+def _weights(
+    log_ratio_M: Tensor, counts_S: Tensor, config: RolloutCorrectionConfig
+) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
+    """Weights of tokens, which of them are outside of the bounds, and sums over units."""
+    nothing_S = torch.zeros(len(counts_S), dtype=torch.float64)
+    names = ("units_S", "ratios_S", "squares_S", "largest_S", "above_S", "weights_S", "weighed_S")
+    if config.level is CorrectionLevel.none:
+        return None, torch.zeros_like(log_ratio_M, dtype=torch.bool), dict.fromkeys(names, nothing_S)
+    # A unit is a token or a response; each has one ratio.
+    units_S, log_ratio_U, found_S = counts_S, log_ratio_M, counts_S > 0
+    if config.level is CorrectionLevel.sequence:
+        units_S, log_ratio_U = found_S.long(), sequence_sums(log_ratio_M, counts_S)[found_S]
+    ratio_U = log_ratio_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    inside_U = torch.ones_like(ratio_U, dtype=torch.bool)
+    if config.mode is not CorrectionMode.truncate:
+        inside_U = (config.lower <= ratio_U) & (ratio_U <= config.upper)
+    weight_U = ratio_U.masked_fill(~inside_U, 0).clamp(max=config.upper)
+    weighed_U = inside_U.double() if config.mode is CorrectionMode.mask else torch.ones_like(ratio_U)
+    largest_S = torch.segment_reduce(ratio_U, "max", lengths=units_S, unsafe=True).where(found_S, 0)
+    of_units = (units_S.double(), *(sequence_sums(x_U, units_S) for x_U in (ratio_U, ratio_U.square())), largest_S)
+    of_units += tuple(sequence_sums(x_U, units_S) for x_U in ((ratio_U > config.upper).double(), weight_U, weighed_U))
+    weight_M, inside_M = weight_U, inside_U
+    if config.level is CorrectionLevel.sequence:
+        lengths = counts_S[found_S].tolist()
+        weight_M, inside_M = at_tokens(weight_U, lengths), at_tokens(inside_U, lengths)
+    return weight_M, ~inside_M, dict(zip(names, of_units, strict=True))
+
+
+def _k1(log_ratio: Tensor) -> Tensor:
+    return log_ratio
+
+
+def _k2(log_ratio: Tensor) -> Tensor:
+    return 0.5 * log_ratio.square()
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    return log_ratio.exp() - 1 - log_ratio
+
+
+def _mean(x_M: Tensor, counts_S: Tensor) -> Tensor:
+    return sequence_sums(x_M, counts_S) / counts_S.clamp(min=1)
+
+
+def _largest(x_M: Tensor, counts_S: Tensor) -> Tensor:
+    return torch.segment_reduce(x_M, "max", lengths=counts_S, unsafe=True).where(counts_S > 0, 0)
+
+
+TokenEstimate = Callable[[Tensor], Tensor]
+ResponseReduction = Callable[[Tensor, Tensor], Tensor]  # (values of tokens, lengths of responses) -> of responses
+# The estimate of a token, and what is made of it for a response; None: tokens are rejected by themselves.
+REJECTIONS: dict[Rejection, tuple[TokenEstimate, ResponseReduction | None]] = {
+    Rejection.token_k1: (_k1, None),
+    Rejection.token_k2: (_k2, None),
+    Rejection.token_k3: (_k3, None),
+    Rejection.seq_sum_k1: (_k1, sequence_sums),
+    Rejection.seq_sum_k2: (_k2, sequence_sums),
+    Rejection.seq_sum_k3: (_k3, sequence_sums),
+    Rejection.seq_mean_k1: (_k1, _mean),
+    Rejection.seq_mean_k2: (_k2, _mean),
+    Rejection.seq_mean_k3: (_k3, _mean),
+    Rejection.seq_max_k2: (_k2, _largest),
+    Rejection.seq_max_k3: (_k3, _largest),
+}
+
+
+def _rejected(log_ratio_M: Tensor, counts_S: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+    """Bool [M]: tokens that ``config.reject`` takes out."""
+    if config.reject is Rejection.none:
+        return torch.zeros_like(log_ratio_M, dtype=torch.bool)
+    estimate, reduce = REJECTIONS[config.reject]
+    x = estimate(log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    x = x if reduce is None else reduce(x, counts_S)
+    assert config.reject_upper is not None, "a rejection needs its bound"
+    kept = x <= config.reject_upper
+    if config.reject.bounds_ratio:
+        lower = 1 / config.reject_upper if config.reject_lower is None else config.reject_lower
+        kept = (log(lower) <= x) & (x <= log(config.reject_upper))
+    return ~kept if reduce is None else ~at_tokens(kept, counts_S.tolist())
 
 
 def _agreement(log_ratio_M: Tensor, counts_S: Tensor) -> dict[str, Tensor]:
     difference_M = log_ratio_M.abs()
     k3_M = kl_k3(torch.zeros(()), log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    highest_S = torch.segment_reduce(difference_M, "max", lengths=counts_S, unsafe=True)
     return {
         "counts_S": counts_S.double(),
         "differences_S": sequence_sums(difference_M, counts_S),
-        "highest_S": highest_S.where(counts_S > 0, 0),
+        "highest_S": _largest(difference_M, counts_S),
+        "k1_S": -sequence_sums(log_ratio_M, counts_S),
         "k3_S": sequence_sums(k3_M, counts_S),
     }
 
 
-def correction_metrics(sums: CorrectionSums, config: RolloutCorrectionConfig) -> dict[str, float]:
-    """Numbers for the whole batch, 0 where nothing is trained.
+def mean_weight(sums: CorrectionSums, config: RolloutCorrectionConfig) -> float:
+    """What ``batch_normalize`` divides the weights of the whole step by; 1.0 without it, or where all weights are 0.
 
-    Over trained tokens, at every level: ``rollout_correction/logprob_diff_mean`` and ``_max`` (absolute, nats) and
-    ``kl_k3`` (KL(sampler || trainer), nats).  At level token over tokens, at level sequence over responses, before
-    truncation: ``ratio_mean``, ``effective_sample_size`` (``(sum w)^2 / (n sum w^2)``, 1 is all of them),
-    ``above_upper``.  And ``masked``, the share of trained tokens that masking took away.
+    The mean over tokens, or at level sequence over responses, of the weights after truncation; those that ``zero`` made
+    0 count, those that ``mask`` took out do not.  Before rejection, as in verl.
+    """
+    total, count = float(sums.weights_S.sum()), float(sums.weighed_S.sum())
+    return total / count if config.batch_normalize and total > 0 else 1.0
+
+
+def correction_metrics(sums: CorrectionSums, config: RolloutCorrectionConfig) -> dict[str, float]:
+    """Numbers for the whole step, 0 where nothing is trained; the keys are those of ``tracking.metrics``.
+
+    Over trained tokens, at every level: ``rollout/logprob_diff_mean`` and ``_max`` (absolute, nats); ``rollout/kl_k1``
+    and ``rollout/kl`` (k1 and k3 of KL(sampler || trainer), nats).  ``rollout/correction_*``: at level token over
+    tokens, at level sequence over responses, of the ratio before truncation, ``weight_mean``, ``weight_max``,
+    ``effective_sample_size`` (``(sum r)^2 / (n sum r^2)``, 1 is all of them), ``clip_share`` (above ``upper``).  And
+    ``masked_share``: of trained tokens, those that have no part in the loss.
     """
     count, units = max(float(sums.counts_S.sum()), 1.0), max(float(sums.units_S.sum()), 1.0)
     found = {
-        "logprob_diff_mean": float(sums.differences_S.sum()) / count,
-        "logprob_diff_max": float(sums.highest_S.max()),
-        "kl_k3": float(sums.k3_S.sum()) / count,
+        "rollout/logprob_diff_mean": float(sums.differences_S.sum()) / count,
+        "rollout/logprob_diff_max": float(sums.highest_S.max()),
+        "rollout/kl_k1": float(sums.k1_S.sum()) / count,
+        "rollout/kl": float(sums.k3_S.sum()) / count,
     }
-    if config.level is not CorrectionLevel.none:
+    weighs = config.level is not CorrectionLevel.none
+    if weighs:
         total, squares = float(sums.ratios_S.sum()), float(sums.squares_S.sum())
         found |= {
-            "ratio_mean": total / units,
-            "effective_sample_size": total**2 / (units * squares) if squares else 0.0,
-            "above_upper": float(sums.above_S.sum()) / units,
-            "masked": float(sums.masked_S.sum()) / count,
+            "rollout/correction_weight_mean": total / units,
+            "rollout/correction_weight_max": float(sums.largest_S.max()),
+            "rollout/correction_effective_sample_size": total**2 / (units * squares) if squares else 0.0,
+            "rollout/correction_clip_share": float(sums.above_S.sum()) / units,
         }
-    return {f"rollout_correction/{name}": value for name, value in found.items()}
+    if weighs or config.reject is not Rejection.none:
+        found["rollout/correction_masked_share"] = float(sums.masked_S.sum()) / count
+    return found

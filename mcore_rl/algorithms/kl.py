@@ -3,7 +3,8 @@
 The three estimates of KL(policy || reference) are those of http://joschu.net/blog/kl-approx.html, for a token sampled
 from the policy.  As a loss their gradients differ: that of k1 is 0 in expectation and pulls nowhere, that of k2 is the
 gradient of the KL in expectation, that of k3 is the gradient of the KL the other way round, near enough the same while
-the two are close (arXiv:2506.09477).  The exact sum over the vocabulary is ``training/full_kl.py``'s.
+the two are close (arXiv:2506.09477).  ``k1_plus`` and ``k3_plus`` have the value of the one and the gradient of k2.
+The exact sum over the vocabulary is ``training/full_kl.py``'s.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from mcore_rl.config.algorithm import KlControl, KlControlConfig, KlPenalty
+from mcore_rl.config.algorithm import KlControl, KlControlConfig, KlPenalty, KlUnit
 
+KlEstimate = Callable[[Tensor, Tensor], Tensor]  # (log-probs, reference log-probs) -> nats, elementwise
 MAX_LOG_RATIO = 10.0  # up to a ratio of 22026, k3 is exact
+VERL_MAX_LOG_RATIO, VERL_MAX_K3 = 20.0, 10.0
 MAX_ADAPTIVE_ERROR = 0.2  # arXiv:1909.08593, section 2.2
 
 
@@ -41,15 +44,38 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return exact + math.exp(MAX_LOG_RATIO) * beyond - 1 - log_ratio
 
 
-PENALTIES: dict[KlPenalty, Callable[[Tensor, Tensor], Tensor]] = {
+def kl_low_var(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """verl's k3 (core_algos.kl_penalty_forward, 0.9.1): at most 10 nats.  Any shape.
+
+    Where k3 exceeds 10, which is from ``log(q/p)`` = 2.61 on, the gradient is 0: the tokens that are furthest from the
+    reference are not pulled back.
+    """
+    log_ratio = (ref_logprobs - logprobs).clamp(-VERL_MAX_LOG_RATIO, VERL_MAX_LOG_RATIO)
+    return (log_ratio.exp() - log_ratio - 1).clamp(max=VERL_MAX_K3)
+
+
+def straight_through(value: KlEstimate) -> KlEstimate:
+    """``value`` with the gradient of k2, which is that of the KL in expectation (arXiv:2506.09477; verl's ``+``)."""
+
+    def estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        squared = kl_k2(logprobs, ref_logprobs)
+        return value(logprobs, ref_logprobs).detach() + (squared - squared.detach())
+
+    return estimate
+
+
+PENALTIES: dict[KlPenalty, KlEstimate] = {
     KlPenalty.k1: kl_k1,
     KlPenalty.k2: kl_k2,
     KlPenalty.k3: kl_k3,
+    KlPenalty.low_var_kl: kl_low_var,
+    KlPenalty.k1_plus: straight_through(kl_k1),
+    KlPenalty.k3_plus: straight_through(kl_k3),
 }
 
 
-def penalty(kind: KlPenalty) -> Callable[[Tensor, Tensor], Tensor]:
-    """The estimate called ``kind``: (log-probs, reference log-probs) to nats, elementwise; ``full`` is none."""
+def penalty(kind: KlPenalty) -> KlEstimate:
+    """The estimate called ``kind``; ``full`` is none."""
     return PENALTIES[kind]
 
 
@@ -60,13 +86,19 @@ class KlController:
         self.config = config
         self.coef = config.kl_coef
 
-    def update(self, kl_mean: float, num_samples: int) -> None:
-        """Tell it of one step.  kl_mean: nats per response, the mean over the step's ``num_samples`` responses.
+    def update(self, *, per_token: float, per_response: float, num_samples: int) -> None:
+        """Tell it of one step's KL, in nats; ``target_kl_per`` says which of the two it reads.
 
-        ``coef *= 1 + clip(kl_mean / target_kl - 1, -0.2, 0.2) * min(num_samples / horizon, 1)``; the min, which the
-        paper lacks, keeps a batch larger than the horizon from turning the sign.  A KL that is not finite moves
+        Args:
+            per_token: mean over responses of the mean over a response's tokens.
+            per_response: mean over responses of the sum over a response's tokens.
+            num_samples: responses of the step.
+
+        ``coef *= 1 + clip(kl / target_kl - 1, -0.2, 0.2) * min(num_samples / horizon, 1)``; the min, which the
+        paper and verl lack, keeps a batch larger than the horizon from turning the sign.  A KL that is not finite moves
         nothing, and ``fixed`` never moves.
         """
+        kl_mean = per_token if self.config.target_kl_per is KlUnit.token else per_response
         if self.config.type is KlControl.fixed or not math.isfinite(kl_mean):
             return
         error = min(max(kl_mean / self.config.target_kl - 1, -MAX_ADAPTIVE_ERROR), MAX_ADAPTIVE_ERROR)

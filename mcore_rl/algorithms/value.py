@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mcore_rl.algorithms.losses.aggregation import sum_token_losses
-from mcore_rl.algorithms.losses.token_losses import masked_sum, trained_rows
+from mcore_rl.algorithms.losses.token_losses import ROUNDING, masked_sum, trained_rows
 from mcore_rl.config.roles import CriticConfig
 from mcore_rl.types import LossInputs, LossSums
 
@@ -35,7 +35,8 @@ class CriticLoss:
             assert inputs.old_values_N is not None, "value clipping needs the old values"
             moved_N = (inputs.values_N - inputs.old_values_N).clamp(-limit, limit)
             held_N = 0.5 * (inputs.old_values_N + moved_N - inputs.returns_N).square()
-            clipped_N = held_N > loss_N
+            beyond_N = (inputs.values_N - inputs.old_values_N).abs() > limit * (1 + ROUNDING)
+            clipped_N = beyond_N & (held_N > loss_N)  # within the limit the two differ by rounding
             loss_N = torch.maximum(loss_N, held_N)
         per_token = {
             "critic/value_loss": loss_N,

@@ -58,6 +58,7 @@ class Estimator:
     roles: that it needs beside the actor.
     min_group: samples of a prompt that it needs at least (``rollout.n``).
     greedy: whether it needs the score of a greedy response to each prompt.
+    parts: whether it needs the parts of the reward that ``algorithm.gdpo_reward_keys`` names.
     whitens: whether advantages are whitened over the batch whatever ``algorithm.whiten_advantages`` says.
     reads: keys that only some estimators read, and this one does.
     """
@@ -70,12 +71,29 @@ class Estimator:
     roles: tuple[str, ...] = ()
     min_group: int = 1
     greedy: bool = False
+    parts: bool = False
     whitens: bool = False
     reads: frozenset[str] = frozenset()
 
     def load(self) -> Callable[..., Any]:
         """The function."""
         return _load(self.function)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSelection:
+    """Tokens of a step that a loss treats apart: those with the largest keys (``algorithms/selection.py``).
+
+    keys: ``(covariances [M], uniform draws [M], ActorConfig) -> keys [M]``, of trained tokens; -inf is never selected.
+    share: the key of the actor that says how many, of all trained tokens.
+    """
+
+    keys: Function
+    share: str
+
+    def load(self) -> Callable[..., Any]:
+        """The function."""
+        return _load(self.keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +106,7 @@ class PolicyLoss:
     needs_old: whether it reads the log-probs that the policy had before the step.
     updates_per_batch: optimizer steps that samples of one policy are good for at most; None is any number.
     aggregation: the only ``actor.loss_agg_mode`` for which it is what its paper says; None is any.
+    selection: tokens that are chosen over the whole step; None of a loss that treats all alike.
     reads: keys that only some losses read, and this one does.
     """
 
@@ -98,6 +117,7 @@ class PolicyLoss:
     needs_old: bool = True
     updates_per_batch: int | None = None
     aggregation: LossAggregation | None = None
+    selection: TokenSelection | None = None
     reads: frozenset[str] = frozenset()
 
     def load(self) -> Callable[..., Any]:

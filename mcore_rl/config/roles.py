@@ -36,7 +36,12 @@ class ActorConfig(EngineConfig):
     but the first then take samples of an older policy for samples of the current one.
     loss_mode: the policy loss, by its name in docs/algorithms.md; ``FILE.py:NAME`` is one of a file of your own.
     clip_ratio: of PPO.  clip_ratio_low, clip_ratio_high: where they differ (arXiv:2503.14476); None is clip_ratio.
-    clip_ratio_c: lower bound of the dual clip (arXiv:1912.09729).
+    Those of ``geo_mean`` are of the ratio's logarithm.
+    clip_ratio_c: bound of the dual clip (arXiv:1912.09729), TRL's delta; None is no dual clip.
+    tau_pos, tau_neg: temperatures of ``sapo``, for advantages above 0 and for the others.
+    clip_cov_ratio, clip_cov_lb, clip_cov_ub: share of tokens that ``clip_cov`` leaves out, and the covariances between
+    which it draws them.
+    kl_cov_ratio, ppo_kl_coef: share of tokens that ``kl_cov`` lets pay for moving, and how much.
     loss_agg_mode, loss_agg_constant: see ``LossAggregation``; None is ``data.max_response_length``.
     entropy_coeff: of the bonus.
     use_kl_loss: ``kl_loss_coef * kl_loss_type`` to the reference is added to the loss.
@@ -53,7 +58,14 @@ class ActorConfig(EngineConfig):
     clip_ratio: float = 0.2
     clip_ratio_low: float | None = None
     clip_ratio_high: float | None = None
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: float | None = 3.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    clip_cov_ratio: float = 0.0002
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 0.0002
+    ppo_kl_coef: float = 1.0
     loss_agg_mode: LossAggregation = LossAggregation.token_mean
     loss_agg_constant: float | None = None
     entropy_coeff: float = 0.0
@@ -95,10 +107,21 @@ class CriticConfig(EngineConfig):
 def actor_violations(actor: ActorConfig) -> list[Violation]:
     """Everything wrong in ``actor`` by itself."""
     found = _role_violations(actor, "actor")
-    for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "entropy_coeff", "kl_loss_coef", "full_kl_gib"):
+    names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "entropy_coeff", "kl_loss_coef", "full_kl_gib")
+    for name in (*names, "ppo_kl_coef"):
         value = getattr(actor, name)
         if value is not None and value < 0:
             found.append(Violation(f"actor.{name}", value, "must not be negative", "Write 0 or more"))
+    for name in ("tau_pos", "tau_neg"):
+        if getattr(actor, name) <= 0:
+            found.append(Violation(f"actor.{name}", getattr(actor, name), "must be positive", "Write 1.0, say"))
+    for name in ("clip_cov_ratio", "kl_cov_ratio"):
+        if not 0 < getattr(actor, name) <= 1:
+            problem = "is a share of the tokens, and must lie in (0, 1]"
+            found.append(Violation(f"actor.{name}", getattr(actor, name), problem, "Write 0.0002, say"))
+    if actor.clip_cov_lb >= actor.clip_cov_ub:
+        problem = f"leaves no covariance below clip_cov_ub={actor.clip_cov_ub:g}"
+        found.append(Violation("actor.clip_cov_lb", actor.clip_cov_lb, problem, "Write 1.0, and clip_cov_ub=5.0"))
     return found
 
 

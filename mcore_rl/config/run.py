@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel, algorithm_violations
+from mcore_rl.config.algorithm import AlgorithmConfig, algorithm_violations
 from mcore_rl.config.algorithm_object import ACTOR, CRITIC, REFERENCE
 from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.data import DataConfig, data_violations
@@ -143,12 +143,13 @@ def _algorithm_violations(run: RunConfig) -> list[Violation]:
     if drawn.temperature == 0:
         problem = "greedy samples are of no distribution that could be trained"
         found.append(Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0"))
-    corrected = algorithm.rollout_correction.level is not CorrectionLevel.none
-    if corrected and (drawn.top_p < 1 or drawn.top_k != -1):
+    reads_ratio = algorithm.rollout_correction.reads_ratio
+    if reads_ratio is not None and (drawn.top_p < 1 or drawn.top_k != -1):
         problem = "with top_p or top_k, sampler and trainer mean different distributions, and the ratio says nothing"
-        remedy = "Write rollout.top_p=1.0 rollout.top_k=-1, or level=none"
-        level = algorithm.rollout_correction.level.value
-        found.append(Violation("algorithm.rollout_correction.level", level, problem, remedy))
+        remedy = "Write rollout.top_p=1.0 rollout.top_k=-1, or leave it out"
+        found.append(Violation(f"algorithm.rollout_correction.{reads_ratio[0]}", reads_ratio[1], problem, remedy))
+    if estimator(name).parts:
+        found += _parts_violations(algorithm)
     if run.trainer.critic_warmup and not run.needs_critic:
         problem = f"there is no critic: algorithm.adv_estimator={name} needs no values"
         remedy = "Write trainer.critic_warmup=0 or algorithm.adv_estimator=gae"
@@ -163,9 +164,14 @@ def _loss_violations(run: RunConfig) -> list[Violation]:
         problem = f"actor.loss_mode={loss.name} is defined with another ({loss.paper})"
         remedy = f"Write actor.loss_agg_mode={loss.aggregation.value}"
         found.append(Violation("actor.loss_agg_mode", actor.loss_agg_mode.value, problem, remedy))
-    if "actor.clip_ratio_c" in loss.reads and actor.clip_ratio_c <= 1 + actor.clip_high:
+    most = actor.clip_ratio_c
+    if "actor.clip_ratio_c" in loss.reads and most is not None and most <= 1 + actor.clip_high:
         problem = f"must exceed 1 + the upper clip range, {1 + actor.clip_high:g}: it bounds ratios above that"
-        found.append(Violation("actor.clip_ratio_c", actor.clip_ratio_c, problem, "Write 3.0"))
+        found.append(Violation("actor.clip_ratio_c", most, problem, "Write 3.0, or null for no dual clip"))
+    if run.algorithm.rollout_correction.bypass_mode and not loss.needs_old:
+        problem = f"actor.loss_mode={loss.name} has no ratio, and nobody would read the sampler's log-probs"
+        remedy = "Write false and level=token, or another loss"
+        found.append(Violation("algorithm.rollout_correction.bypass_mode", True, problem, remedy))
     if loss.updates_per_batch is None or actor.allow_stale_updates:
         return found
     size = run.data.train_batch_size
@@ -178,6 +184,23 @@ def _loss_violations(run: RunConfig) -> list[Violation]:
         found.append(
             Violation("actor.ppo_mini_batch_size", actor.ppo_mini_batch_size, problem, f"Write {size}, {remedy}")
         )
+    return found
+
+
+def _parts_violations(algorithm: AlgorithmConfig) -> list[Violation]:
+    """Of an estimator that reads the parts of the reward."""
+    found, keys, weights = [], algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if not keys:
+        problem = f"{algorithm.adv_estimator} normalizes each part of the reward by itself, and none is named"
+        remedy = "Write [acc,format], say: parts that the grader names, acc or score"
+        found.append(Violation("algorithm.gdpo_reward_keys", "[]", problem, remedy))
+    if weights is not None and len(weights) != len(keys):
+        problem = f"has {len(weights)} weights for {len(keys)} gdpo_reward_keys"
+        found.append(Violation("algorithm.gdpo_reward_weights", weights, problem, "Write one for each, or none"))
+    if algorithm.use_kl_in_reward:
+        problem = f"{algorithm.adv_estimator} reads the parts of the reward, and the KL is none"
+        remedy = "Write false, and actor.use_kl_loss=true"
+        found.append(Violation("algorithm.use_kl_in_reward", True, problem, remedy))
     return found
 
 

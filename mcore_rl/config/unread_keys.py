@@ -12,7 +12,7 @@ from enum import Enum
 from functools import reduce
 from typing import TYPE_CHECKING
 
-from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, KlControl, KlPenalty
+from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, KlControl, KlPenalty, Rejection
 from mcore_rl.config.algorithm_object import Estimator, PolicyLoss
 from mcore_rl.config.algorithm_registry import (
     ESTIMATOR_KEY,
@@ -54,7 +54,7 @@ SWITCHES = (
         "algorithm.use_kl_in_reward=true",
     ),
     Switch(
-        ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
+        ("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.target_kl_per", "algorithm.kl_ctrl.horizon"),
         lambda run: run.algorithm.kl_ctrl.type is KlControl.adaptive,
         "the coefficient is fixed",
         "algorithm.kl_ctrl.type=adaptive",
@@ -114,7 +114,7 @@ SWITCHES = (
         "another estimator",
     ),
     Switch(
-        ("algorithm.filter_groups.max_num_gen_batches",),
+        ("algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.metric"),
         lambda run: run.algorithm.filter_groups.enable,
         "no groups are filtered",
         "algorithm.filter_groups.enable=true",
@@ -124,16 +124,35 @@ SWITCHES = (
             "algorithm.rollout_correction.mode",
             "algorithm.rollout_correction.upper",
             "algorithm.rollout_correction.lower",
+            "algorithm.rollout_correction.batch_normalize",
         ),
         lambda run: run.algorithm.rollout_correction.level is not CorrectionLevel.none,
-        "nothing is corrected",
+        "there are no weights",
         "algorithm.rollout_correction.level=token",
     ),
     Switch(
         ("algorithm.rollout_correction.lower",),
-        lambda run: run.algorithm.rollout_correction.mode is CorrectionMode.mask,
-        "only masking has a lower bound",
+        lambda run: run.algorithm.rollout_correction.mode is not CorrectionMode.truncate,
+        "truncation has no lower bound",
         "algorithm.rollout_correction.mode=mask",
+    ),
+    Switch(
+        ("algorithm.rollout_correction.reject_upper", "algorithm.rollout_correction.reject_lower"),
+        lambda run: run.algorithm.rollout_correction.reject is not Rejection.none,
+        "nothing is rejected",
+        "algorithm.rollout_correction.reject=seq_mean_k1",
+    ),
+    Switch(
+        ("algorithm.rollout_correction.reject_lower",),
+        lambda run: run.algorithm.rollout_correction.reject.bounds_ratio,
+        "k2 and k3 are never negative, and bounded from above alone",
+        "algorithm.rollout_correction.reject=seq_mean_k1",
+    ),
+    Switch(
+        ("algorithm.masked_in_baseline",),
+        lambda run: run.algorithm.mask_truncated,
+        "no response is masked",
+        "algorithm.mask_truncated=true",
     ),
     Switch(
         ("reward.overlong.length", "reward.overlong.penalty_factor"),

@@ -54,7 +54,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     with clock("generate"):
         collecting = run.collector.collect(step, run.next_rows, run.reporting("drawing"))
         rollouts = await run.leaving.unless(collecting)
-    groups = assemble(rollouts.episodes, rollouts.greedy)
+    groups = assemble(rollouts.episodes, rollouts.greedy, config.algorithm.gdpo_reward_keys)
     run.keep_rollouts(step, rollouts.episodes)
 
     with clock("sync"):
@@ -88,8 +88,9 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
         run.tracker.now("training the actor")
         with clock("update_actor"):
             updated = await updates.update(
-                run.actor, shared, actor_loss, actor_parts, advantages, temperature=temperature, reference=REFERENCE
-            )
+                run.actor, shared, actor_loss, actor_parts, advantages,
+                temperature=temperature, reference=REFERENCE, seed=seed,
+            )  # fmt: skip
     assert old.entropy_S is not None
     metrics |= actor_metrics(updated, config.actor, float(old.entropy_S.sum()) / max(1, groups.num_trained))
     metrics |= memory_metrics(updated.memories, run.on_accelerator)

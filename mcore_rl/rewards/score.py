@@ -63,6 +63,19 @@ class Score:
         """``value`` and the rewards of the turns."""
         return math.fsum([self.value, *self.turn_rewards]) if self.turn_rewards else self.value
 
+    @property
+    def overlong(self) -> float:
+        """The part of ``value`` that punishes long responses, 0 or negative (``reward.overlong``)."""
+        return self.parts.get("overlong", 0.0)
+
+    def named(self, name: str) -> float | None:
+        """The part called ``name``.
+
+        Where none is: ``acc`` is whether the answer is right, ``score`` the value without the overlong penalty, and any
+        other None.
+        """
+        return self.parts.get(name, {"acc": self.correct, "score": self.value - self.overlong}.get(name))
+
 
 # raised: the grader raised.  not_a_number: it answered something else, nan or infinity.  timeout: it took longer than
 # ``reward.timeout_s``.  died: its process ended.

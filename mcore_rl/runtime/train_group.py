@@ -9,15 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.algorithms.advantages.whiten import Whitening
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.algorithms.selection import Moments
+from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.checkpoints.state_writer import Written
 from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.runtime.shard import Shard
 from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
-from mcore_rl.runtime.train_worker import RankAdvantages, RoleSpec, SequenceAdvantages, TrainResults, TrainWorker
+from mcore_rl.runtime.train_worker import (
+    RankAdvantages,
+    RoleSpec,
+    SequenceAdvantages,
+    SequencesInStep,
+    TrainResults,
+    TrainWorker,
+)
 from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.publish import Published
@@ -106,6 +118,20 @@ class TrainGroup:
         found, shards = await self.workers.map(TrainWorker.compute_advantages, inputs, algorithm, kl_coef)
         return [each for each in found if each is not None], shards
 
+    async def select_tokens(
+        self,
+        inputs: Sequence[ShardRefs[SequencesInStep]],
+        config: ActorConfig,
+        numbers: StepNumbers,
+        moments: Moments,
+    ) -> tuple[list[NDArray[np.float32]], list[ShardRef]]:
+        """The largest keys of each data-parallel rank (``algorithms/selection.py``); all stay in the returned shards.
+
+        inputs: one batch for each data-parallel rank.  config: names the loss.  numbers, moments: of the step.
+        """
+        found, shards = await self.workers.map(TrainWorker.select_tokens, inputs, config, numbers, moments)
+        return [each for each in found if each is not None], shards
+
     async def train(
         self,
         inputs: Sequence[ShardRefs[SequenceAdvantages]],
@@ -115,16 +141,16 @@ class TrainGroup:
         temperature: float = 1.0,
         with_entropy: bool = False,
         kl_to: str | None = None,
-        whitening: Whitening | None = None,
+        numbers: StepNumbers = StepNumbers(),  # noqa: B008  frozen
     ) -> TrainResults:
         """One optimizer step on each minibatch, in order; then the workers rest.
 
         inputs: of each data-parallel rank, its part of every minibatch.  denominators: of each minibatch, over all
         ranks.  with_entropy: the loss sees entropies.  kl_to: the snapshot to which the loss sees the exact KL.
-        whitening: of the advantages, over the whole batch.
+        numbers: of the whole step.
         """
         found, _ = await self.workers.map(
-            TrainWorker.train, inputs, loss, denominators, temperature, with_entropy, kl_to, whitening
+            TrainWorker.train, inputs, loss, denominators, temperature, with_entropy, kl_to, numbers
         )
         assert found[0] is not None, "rank 0 answers"
         return found[0]

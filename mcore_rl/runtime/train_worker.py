@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
-from mcore_rl.algorithms.advantages.estimation import final_advantages
-from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.ragged import sequence_sums
+from mcore_rl.algorithms.selection import Moments, select
+from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.algorithms.token_advantages import Outcomes, SequenceStats, compute_advantages
 from mcore_rl.checkpoints.export import save_hf
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
@@ -32,6 +32,7 @@ from mcore_rl.checkpoints.state_writer import StateWriter, Written
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
@@ -86,6 +87,14 @@ class RankAdvantages:
 
     stats: SequenceStats
     fields: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SequencesInStep:
+    """advantages_S: float32, where a response has one; None where its tokens differ.  index_S: places in the step."""
+
+    advantages_S: NDArray[np.float32] | None
+    index_S: Sequence[int]
 
 
 class TrainWorker(Answering):
@@ -165,6 +174,18 @@ class TrainWorker(Answering):
         made = Shard.of(batch.lengths_S, **vars(of_tokens))
         return WorkerOutput(RankAdvantages(stats, tuple(made.fields)), made)
 
+    def select_tokens(
+        self, given: WorkerInput[SequencesInStep], config: ActorConfig, numbers: StepNumbers, moments: Moments
+    ) -> WorkerOutput[NDArray[np.float32] | None]:
+        """The largest keys (``algorithms/selection.py``); those of all tokens stay there.  Of leaders alone."""
+        if not self._leads:
+            return WorkerOutput(None)
+        (batch,) = given.batches
+        keys_T, largest = select(
+            finish(batch, given.payload.advantages_S, numbers), given.payload.index_S, config, moments
+        )
+        return WorkerOutput(largest, Shard.of(batch.lengths_S, selection_T=keys_T))
+
     def train(
         self,
         given: WorkerInput[SequenceAdvantages],
@@ -173,20 +194,20 @@ class TrainWorker(Answering):
         temperature: float,
         with_entropy: bool,
         kl_to: str | None,
-        whitening: Whitening | None,
+        numbers: StepNumbers,
     ) -> WorkerOutput[TrainResults | None]:
         """``Engine.train_step`` on one minibatch after the other; rank 0 answers, which knows of all ranks."""
         self.onload()
         found = []
         for batch, given_S, counts in zip(given.batches, given.payload, denominators, strict=True):
-            if given_S is not None or batch.advantages_T is not None:
-                advantages_S = None if given_S is None else torch.from_numpy(given_S)
-                lengths, raw_T = list(batch.lengths_S), batch.advantages_T
-                final_T = final_advantages(raw_T, advantages_S, whitening, batch.mask_T, lengths)
-                batch = replace(batch, advantages_T=final_T)
             found.append(
                 self.engine.train_step(
-                    batch, loss, counts, temperature=temperature, with_entropy=with_entropy, kl_to=kl_to
+                    finish(batch, given_S, numbers),
+                    loss,
+                    counts,
+                    temperature=temperature,
+                    with_entropy=with_entropy,
+                    kl_to=kl_to,
                 )
             )
         own, device = asdict(memory(self.platform)), self.groups.device

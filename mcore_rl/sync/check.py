@@ -42,18 +42,21 @@ class HeldFingerprints:
 
     @classmethod
     def of(
-        cls, first_rank: int, fingerprints: Sequence[Sequence[Sequence[object]]], copies: Sequence[object]
+        cls,
+        first_rank: int,
+        fingerprints: Sequence[Sequence[tuple[str, int, int]]],
+        copies: Sequence[Mapping[str, str]],
     ) -> HeldFingerprints:
         """The fingerprints of one engine, from its workers' answers to ``sync_fingerprints`` and ``sync_copies``."""
         values = {
-            (first_rank + rank, str(name), int(slot)): int(value)  # type: ignore[call-overload]
+            (first_rank + rank, name, slot): value
             for rank, entries in enumerate(fingerprints)
             for name, slot, value in entries
         }
         copies_by_rank = {
             (first_rank + rank, name): stored
             for rank, rank_copies in enumerate(copies)
-            for name, stored in dict(rank_copies).items()  # type: ignore[call-overload]
+            for name, stored in rank_copies.items()
         }
         return cls(values=values, copies=copies_by_rank)
 

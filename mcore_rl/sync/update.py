@@ -1,30 +1,31 @@
-"""Weight updates: the order of calls to trainers and engines.
+"""One weight update: who is asked for what, in which order.
 
-The engines pause and refuse new samples; their workers receive while the training ranks publish; when all are done, the
-engines take the version and go on.  After any failure every engine knows that its weights are incomplete, and refuses
-to generate until an update is complete.  The first update of a channel is checked before any engine generates with it;
-an engine that was restarted joins a new channel.
+The engines pause and refuse new samples; their workers receive while the training ranks publish; when all of them are
+done, the engines take the version and go on.  Where anything fails, every engine is told that its weights are only
+partly updated, and refuses to draw until an update is complete.  The first update of a channel is checked before
+anything is drawn with it.  After a restart of an engine all join a new channel.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import DeadEngineError, DeadWorkerError, SyncError
 from mcore_rl.rollout.protocol import Pause, RolloutEngine
-from mcore_rl.rollout.weight_channel import answer_of
+from mcore_rl.rollout.worker_methods import Answer, WeightReceiverMethods, answer_of
 from mcore_rl.sync.check import Expected, HeldFingerprints, differences
 from mcore_rl.sync.publish import Published
 
+P = ParamSpec("P")
 T = TypeVar("T")
 MAX_SHOWN = 20
 
 
 class Trainers(Protocol):
-    """The training ranks.  ``opening`` calls the ``Publisher`` of one of them, the other methods those of all."""
+    """The training ranks: each method calls the ``Publisher`` of all of them, ``opening`` of one."""
 
     async def opening(self, first_rank: int, attempt: int) -> bytes:
         """``Publisher.opening`` of one training rank."""
@@ -35,16 +36,16 @@ class Trainers(Protocol):
         ...
 
     async def publish(self, version: int) -> list[Published]:
-        """``Publisher.publish`` on all training ranks; results in the order of the ranks."""
+        """``Publisher.publish``, in the order of the ranks."""
         ...
 
     async def expected(self, version: int) -> Expected:
-        """``check.expected_weights`` on all training ranks; the result is the same on each."""
+        """``check.expected_weights``; all ranks return the same."""
         ...
 
 
 class WeightUpdater:
-    """Brings the trainers' weights into ``engines``, which are together, in this order, the ranks of ``layout``."""
+    """Brings the trainers' weights into ``engines``, which in their order are the ranks of ``layout``."""
 
     def __init__(self, engines: Sequence[RolloutEngine], layout: RolloutLayout, trainers: Trainers) -> None:
         each = layout.tp * layout.engine_dp
@@ -58,34 +59,43 @@ class WeightUpdater:
         self._expected: Expected | None = None
 
     async def open(self) -> None:
-        """Open one channel for all.  Raises SyncError or WeightMapError of the member that failed."""
+        """Let all training ranks and workers join one channel.
+
+        Raises SyncError or WeightMapError with what one of them found.
+        """
         self._attempt += 1
         openings = {rank: await self.trainers.opening(rank, self._attempt) for rank in self.engines}
-        joining = [_call(engine, "sync_open", openings[rank]) for rank, engine in self.engines.items()]
+        joining = [
+            _call(engine, WeightReceiverMethods.sync_open, openings[rank]) for rank, engine in self.engines.items()
+        ]
         await _all(*joining, self.trainers.open(self._attempt))
         self._is_open, self._is_checked = True, False
 
     def rejoin(self) -> None:
-        """Note that an engine was restarted and is not in the channel: the next update opens a new one."""
+        """Let all join a new channel at the next update: a restarted engine is no member of the old one."""
         self._is_open = False
 
     async def update(self, version: int, pause: Pause = Pause.keep) -> list[Published]:
-        """Bring the trainers' weights into all engines as ``version``.  Returns each training rank's statistics.
+        """Bring the trainers' weights into all engines as ``version``; return what each training rank did.
 
-        pause: what happens to samples under way (``Pause.keep``: they freeze, go on with the new weights, and report a
-        version for each span of tokens).  Opens the channel if it is not open; the first update of a channel is
-        checked.
+        Opens a channel where none is open, and then checks the update.
 
-        Raises SyncError with the first cause, DeadEngineError or DeadWorkerError if a process is gone; all engines then
-        refuse to generate until an update is complete.
+        Args:
+            version: of the weights.
+            pause: what happens to samples under way.  ``Pause.keep`` freezes them: they go on with the new weights, and
+                ``Sample.versions`` says which tokens each version drew.
+
+        Raises SyncError with the first cause, DeadEngineError or DeadWorkerError where a process is gone; all engines
+        then refuse to draw until an update is complete.
         """
         engines = list(self.engines.values())
         try:
             await _all(*(engine.start_update(pause) for engine in engines))
             if not self._is_open:
                 await self.open()
-            receiving = [_call(engine, "sync_receive", version) for engine in engines]
-            results = await _all(*receiving, self.trainers.publish(version))
+            receiving = [_call(engine, WeightReceiverMethods.sync_receive, version) for engine in engines]
+            publishing = asyncio.ensure_future(self.trainers.publish(version))
+            await _all(*receiving, publishing)
             self._version = version
             if not self._is_checked:
                 await self.check()
@@ -93,15 +103,14 @@ class WeightUpdater:
         except Exception as error:
             self._is_open = False
             telling = (engine.fail_update(str(error)) for engine in engines)
-            await asyncio.gather(*telling, return_exceptions=True)  # an engine that is gone cannot answer
+            await asyncio.gather(*telling, return_exceptions=True)  # one that is gone cannot be told
             raise
-        published: list[Published] = results[-1]
-        return published
+        return publishing.result()
 
     async def check(self) -> None:
-        """Compare every tensor of every rollout rank with the trainers', who must not have trained since ``update``.
+        """Compare every tensor of every rollout rank with the trainers', which must not have trained since ``update``.
 
-        Raises SyncError with each tensor that is wrong, missing or stale (equal to the version of an earlier check).
+        Raises SyncError naming each tensor that is wrong, missing or stale (it is as an earlier check saw it).
         """
         assert self._version is not None, "nothing was updated yet"
         expected = await self.trainers.expected(self._version)
@@ -110,7 +119,8 @@ class WeightUpdater:
         self._expected = expected
         held = HeldFingerprints(values={}, copies={})
         for rank, engine in self.engines.items():
-            prints, copies = await _all(_call(engine, "sync_fingerprints"), _call(engine, "sync_copies"))
+            prints = await _call(engine, WeightReceiverMethods.sync_fingerprints)
+            copies = await _call(engine, WeightReceiverMethods.sync_copies)
             held = held.beside(HeldFingerprints.of(rank, prints, copies))
         problems = differences(expected, held, self._previous)
         if problems:
@@ -123,15 +133,17 @@ class WeightUpdater:
         self._is_checked = True
 
 
-async def _call(engine: RolloutEngine, method: str, *args: object) -> list[Any]:
-    """Call ``method`` of each worker's extension; results in rank order."""
-    return [answer_of(answer) for answer in await engine.rpc(method, *args)]
+async def _call(
+    engine: RolloutEngine, method: Callable[Concatenate[Any, P], Answer[T]], *args: P.args, **options: P.kwargs
+) -> list[T]:
+    """Call a method of ``WeightReceiver`` in every worker of ``engine``; return the results in rank order."""
+    return [answer_of(answer) for answer in await engine.call_workers(method, *args, **options)]
 
 
 async def _all(*calls: Awaitable[T]) -> list[T]:
-    """The results of ``calls``, after all have ended, so that none still waits for another.
+    """Return the results of ``calls`` once all have ended: none may be left waiting for a member that never comes.
 
-    Of several errors it raises the most informative: a death, else what the members agreed on.
+    Of several errors the one that knows most is raised: a death, else the cause that the members agreed on.
     """
     results = await asyncio.gather(*calls, return_exceptions=True)
     errors = [result for result in results if isinstance(result, BaseException)]

@@ -61,10 +61,21 @@ _AGREEMENT = (
     Metric("rollout/logprob_diff_mean", "nats", "mean", "|trainer - sampler| of a trained token", "logp diff", "down"),
     Metric("rollout/logprob_diff_max", "nats", "max", "|trainer - sampler| of a trained token", "diff max", "down"),
     Metric("rollout/kl", "nats", "mean", "KL(sampler || trainer) of a trained token, k3", "sampler KL", "down"),
-    Metric("rollout/correction_weight_mean", "1", "mean", "importance weight of a trained token", "weight"),
-    Metric("rollout/correction_weight_max", "1", "max", "importance weight of a trained token", "weight max"),
-    Metric("rollout/correction_clip_share", "share", "mean", "trained tokens whose weight was truncated", "truncated"),
-    Metric("rollout/correction_masked_share", "share", "mean", "tokens left out for their ratio", "left out", "down"),
+    Metric("rollout/kl_k1", "nats", "mean", "KL(sampler || trainer) of a trained token, k1", "sampler KL k1"),
+    Metric("rollout/correction_weight_mean", "1", "mean", "trainer / sampler, of a token or response", "weight"),
+    Metric("rollout/correction_weight_max", "1", "max", "trainer / sampler, of a token or response", "weight max"),
+    Metric(
+        "rollout/correction_effective_sample_size",
+        "share",
+        "mean",
+        "(sum r)^2 / (n sum r^2) of these ratios; 1 is all samples",
+        "ESS",
+        "up",
+    ),
+    Metric("rollout/correction_clip_share", "share", "mean", "of these ratios, those above upper", "truncated"),
+    Metric(
+        "rollout/correction_masked_share", "share", "mean", "trained tokens left out of the loss", "left out", "down"
+    ),
 )
 
 _ADVANTAGES = (
@@ -75,7 +86,8 @@ _ADVANTAGES = (
     Metric("return/mean", "reward", "mean", "over trained tokens", "return"),
     Metric("value/mean", "reward", "mean", "the critic's, over trained tokens, before its update", "value"),
     Metric("value/explained_variance", "1", "mean", "1 - var(return - value) / var(return)", "expl var", "up"),
-    Metric("kl/reward", "nats", "mean", "to the reference, of a response: what kl_ctrl sees", "KL reward"),
+    Metric("kl/reward", "nats", "mean", "to the reference, of a response", "KL reward"),
+    Metric("kl/reward_per_token", "nats", "mean", "over responses, of their tokens' mean", "KL reward per token"),
     Metric("kl/loss", "nats", "mean", "to the reference, of a trained token: what the loss adds", "KL loss"),
     Metric("kl/coef", "1", "last", "of the KL in the reward or in the loss", "KL coef"),
 )
@@ -88,8 +100,13 @@ _UPDATES = (
     Metric("actor/clip_fraction_low", "share", "mean", "trained tokens clipped at the lower bound", "clip low"),
     Metric("actor/clip_fraction_high", "share", "mean", "trained tokens clipped at the upper bound", "clip high"),
     Metric("actor/clip_fraction_dual", "share", "mean", "trained tokens bounded by clip_ratio_c", "clip dual"),
+    Metric("actor/selected_fraction", "share", "mean", "trained tokens that clip_cov or kl_cov selected", "selected"),
     Metric(
-        "actor/ratio_first", "1", "mean", "new to old probability in the first minibatch; 1 if all is well", "ratio"
+        "actor/ratio_first",
+        "1",
+        "mean",
+        "new to old probability, first minibatch; 1 if all is well, but with bypass_mode",
+        "ratio",
     ),
     Metric("actor/grad_norm", "1", "mean", "global L2 norm before clipping, over minibatches", "grad"),
     Metric("actor/lr", "1", "last", "learning rate", "lr"),

@@ -369,6 +369,7 @@ class Engine:
             returns_N=microbatch.at_targets(batch.returns_T),
             old_values_N=microbatch.at_targets(batch.old_values_T),
             weights_N=microbatch.at_targets(batch.weights_T),
+            selection_N=microbatch.at_targets(batch.selection_T),
         )
 
 

@@ -20,6 +20,7 @@ class Case:
     values: list[list[float]]
     groups: list[int]
     greedy: list[float]
+    parts: list[list[float]]  # two named rewards of each sequence
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -42,6 +43,9 @@ class Case:
     @property
     def group_S(self) -> torch.Tensor:
         return torch.tensor(self.groups)
+
+    def parts_SK(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        return torch.tensor(self.parts, dtype=dtype)
 
     def inputs(self, dtype: torch.dtype = torch.float64) -> AdvantageInputs:
         return AdvantageInputs(
@@ -67,7 +71,11 @@ def make(
             row[trained[-1]] += draw.choice([0.0, 0.1, 1.0, -2.5]) if scores is None else scores[index]
         rewards.append([x if kept else 1e6 for x, kept in zip(row, mask, strict=True)])  # untrained: never to be read
         values.append([draw.gauss(0, 1) if kept else -1e6 for kept in mask])
-    return Case(masks, rewards, values, groups, [draw.choice([0.0, 1.0]) for _ in groups])
+    greedy = [draw.choice([0.0, 1.0]) for _ in groups]
+    parts = [[draw.choice([0.0, 1.0]), draw.gauss(0, 3)] for _ in groups]
+    if scores is not None:  # the edges are the parts' too
+        parts = [[score, 3 * score] for score in scores]
+    return Case(masks, rewards, values, groups, greedy, parts)
 
 
 def drawn(seed: int) -> Case:

@@ -14,7 +14,7 @@ from mcore_rl.types import LossInputs, LossSums
 Loss = Callable[[LossInputs], LossSums]
 FIELDS = (
     "logprobs", "entropy", "values", "old_logprobs", "ref_logprobs", "advantages", "returns", "old_values", "weights",
-    "full_kl",
+    "full_kl", "selection",
 )  # fmt: skip
 LEAVES = ("logprobs", "entropy", "values", "full_kl")  # what a forward pass makes
 
@@ -68,6 +68,7 @@ def drawn(seed: int, lengths: Sequence[int] = (5, 1, 7, 4), dtype: torch.dtype =
     mask[[sum(lengths[:index]) for index in range(len(lengths))]] = False
     mask &= sequence != len(lengths) - 1
     mask[1] = True
+    fields["selection"] = normal(1)
     moved = {name: x.to(dtype).requires_grad_(name in LEAVES) for name, x in fields.items()}
     return Minibatch(tuple(lengths), mask, moved)
 

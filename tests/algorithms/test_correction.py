@@ -4,81 +4,166 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
-from mcore_rl.algorithms.correction import correct, correction_metrics
+from mcore_rl.algorithms.correction import REJECTIONS, Correction, correct, correction_metrics, mean_weight
 from mcore_rl.algorithms.ragged import Trained
-from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, RolloutCorrectionConfig
+from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, Rejection, RolloutCorrectionConfig
+from mcore_rl.tracking.metrics import metric_of
 from tests.algorithms.cases import ALL, Case
 
-KEY = "rollout_correction/"
+LEVELS = [CorrectionLevel.token, CorrectionLevel.sequence]
+Rows = list[list[float]]
 
 
-def logprobs(case: Case, seed: int) -> tuple[list[list[float]], list[list[float]]]:
+def logprobs(case: Case, seed: int) -> tuple[Rows, Rows]:
     """The trainer's and the sampler's; what stands at untrained tokens is not a number."""
     draw = random.Random(seed)
     rows = [[(draw.gauss(-2, 1), draw.gauss(0, 0.7)) if kept else (math.nan, 0) for kept in m] for m in case.masks]
     return [[a for a, _ in row] for row in rows], [[a + b for a, b in row] for row in rows]
 
 
-def found(case: Case, old: list[list[float]], rollout: list[list[float]], config: RolloutCorrectionConfig):  # type: ignore[no-untyped-def]
+def found(case: Case, old: Rows, rollout: Rows, config: RolloutCorrectionConfig) -> Correction:
     flat = [torch.tensor([x for row in rows for x in row], dtype=torch.float64) for rows in (old, rollout)]
     return correct(flat[0], flat[1], case.inputs().trained, case.lengths, config)
 
 
-@pytest.mark.parametrize("mode", list(CorrectionMode))
-@pytest.mark.parametrize("level", [CorrectionLevel.token, CorrectionLevel.sequence])
+def log_ratios(case: Case, old: Rows, rollout: Rows) -> Rows:
+    """Of trained tokens."""
+    return case.trained([[a - b for a, b in zip(*rows, strict=True)] for rows in zip(old, rollout, strict=True)])
+
+
+def weights_by_hand(ratios: Rows, config: RolloutCorrectionConfig) -> tuple[Rows, list[list[bool]]]:
+    """Of trained tokens, and which are inside of the bounds."""
+    weights, inside = [], []
+    for row in ratios:
+        whole = math.exp(math.fsum(row))
+        of_tokens = [whole if config.level is CorrectionLevel.sequence else math.exp(x) for x in row]
+        inside.append([config.mode is CorrectionMode.truncate or config.lower <= r <= config.upper for r in of_tokens])
+        weights.append([min(r, config.upper) if kept else 0.0 for r, kept in zip(of_tokens, inside[-1], strict=True)])
+    return weights, inside
+
+
+@pytest.mark.parametrize(("level", "mode"), list(product(LEVELS, CorrectionMode)))
 def test_weights_and_mask(level: CorrectionLevel, mode: CorrectionMode) -> None:
+    """``zero`` and ``mask`` weigh alike; they differ in what the loss is divided by, which is what is trained."""
     config = RolloutCorrectionConfig(level=level, mode=mode, upper=1.5, lower=0.6)
     for name, case in ALL.items():
         old, rollout = logprobs(case, 1)
-        weights: list[float] = []
-        masks: list[bool] = []
-        for mask, mine, theirs in zip(case.masks, old, rollout, strict=True):
-            whole = math.exp(math.fsum(a - b for a, b, kept in zip(mine, theirs, mask, strict=True) if kept))
-            for kept, a, b in zip(mask, mine, theirs, strict=True):
-                ratio = whole if level is CorrectionLevel.sequence else math.exp(a - b)
-                trained = kept and (mode is CorrectionMode.truncate or 0.6 <= ratio <= 1.5)
-                masks.append(trained)
-                weights.append(min(ratio, 1.5) if trained else 0.0)
+        weights, inside = weights_by_hand(log_ratios(case, old, rollout), config)
         result = found(case, old, rollout, config)
-        assert result.mask_T.tolist() == masks, name
-        assert result.weights_T.tolist() == pytest.approx(weights, abs=1e-12), name
-        trained = sum(sum(mask) for mask in case.masks)
-        assert correction_metrics(result.sums, config)[KEY + "masked"] == pytest.approx(
-            1 - sum(masks) / trained if trained else 0
-        )
+        trained = inside if mode is CorrectionMode.mask else [[True] * len(row) for row in inside]
+        kept = case.at_tokens([[float(x) for x in row] for row in trained])
+        assert result.mask_T.tolist() == [bool(x) for x in kept], name
+        assert result.weights_T is not None
+        assert result.weights_T.tolist() == pytest.approx(case.at_tokens(weights), abs=1e-12), name
+        count = sum(map(len, inside))
+        left_out = 1 - sum(map(sum, inside)) / count if count else 0
+        assert correction_metrics(result.sums, config)["rollout/correction_masked_share"] == pytest.approx(left_out)
 
 
-@pytest.mark.parametrize("level", list(CorrectionLevel))
-def test_metrics(level: CorrectionLevel) -> None:
-    config = RolloutCorrectionConfig(level=level, upper=1.5)
+@pytest.mark.parametrize(("level", "mode"), list(product(LEVELS, CorrectionMode)))
+def test_batch_normalized_weights_have_mean_1(level: CorrectionLevel, mode: CorrectionMode) -> None:
+    """Over tokens or responses, all of them; with ``mask`` over those that are trained."""
+    config = RolloutCorrectionConfig(level=level, mode=mode, upper=1.5, lower=0.6, batch_normalize=True)
     for name, case in ALL.items():
+        old, rollout = logprobs(case, 4)
+        weights, inside = weights_by_hand(log_ratios(case, old, rollout), config)
+        if level is CorrectionLevel.sequence:  # one of each response
+            weights, inside = [row[:1] for row in weights], [row[:1] for row in inside]
+        flat = [x for row in weights for x in row]
+        count = sum(map(sum, inside)) if mode is CorrectionMode.mask else len(flat)
+        expected = sum(flat) / count if sum(flat) else 1.0
+        sums = found(case, old, rollout, config).sums
+        assert mean_weight(sums, config) == pytest.approx(expected, rel=1e-12), name
+        assert mean_weight(sums, replace(config, batch_normalize=False)) == 1.0
+
+
+def estimate_by_hand(kind: str, x: float) -> float:
+    return {"k1": x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[kind]
+
+
+@pytest.mark.parametrize("reject", [each for each in Rejection if each is not Rejection.none])
+@pytest.mark.parametrize("level", [CorrectionLevel.none, CorrectionLevel.token])
+def test_rejection(reject: Rejection, level: CorrectionLevel) -> None:
+    over, kind = reject.value.rsplit("_", 1)
+    upper, lower = (1.3, 0.8) if kind == "k1" else (0.4, None)
+    config = RolloutCorrectionConfig(level=level, upper=1e9, reject=reject, reject_upper=upper, reject_lower=lower)
+    met = set()
+    for name, case in ALL.items():
+        old, rollout = logprobs(case, 5)
+        ratios, expected = log_ratios(case, old, rollout), []
+        for row in ratios:
+            values = [estimate_by_hand(kind, x) for x in row]
+            if over != "token" and row:
+                whole = {"seq_sum": math.fsum(values), "seq_mean": math.fsum(values) / len(row), "seq_max": max(values)}
+                values = [whole[over]] * len(row)
+            inside = [x <= upper if lower is None else lower <= math.exp(x) <= upper for x in values]
+            expected.append([float(x) for x in inside])
+            met |= set(inside)
+        result = found(case, old, rollout, config)
+        assert result.mask_T.tolist() == [bool(x) for x in case.at_tokens(expected)], name
+        if level is CorrectionLevel.none:
+            assert result.weights_T is None
+        else:
+            weights = [
+                [math.exp(x) * y for x, y in zip(*rows, strict=True)] for rows in zip(ratios, expected, strict=True)
+            ]
+            assert result.weights_T is not None
+            assert result.weights_T.tolist() == pytest.approx(case.at_tokens(weights)), name
+        metrics, count = correction_metrics(result.sums, config), sum(map(len, ratios))
+        left_out = 1 - sum(map(sum, expected)) / count if count else 0
+        assert metrics["rollout/correction_masked_share"] == pytest.approx(left_out)
+    assert met == {False, True}, "else the cases prove nothing"
+
+
+def test_every_rejection_is_a_row_and_its_lower_bound_is_the_inverse() -> None:
+    assert set(REJECTIONS) == set(Rejection) - {Rejection.none}
+    case = ALL["drawn_3"]
+    old, rollout = logprobs(case, 6)
+    config = RolloutCorrectionConfig(reject=Rejection.token_k1, reject_upper=1.25)
+    given = found(case, old, rollout, replace(config, reject_lower=0.8))
+    assert torch.equal(found(case, old, rollout, config).mask_T, given.mask_T)
+    # Which of the two is called the ratio does not matter then; it does where the bounds are not each other's inverse.
+    assert torch.equal(found(case, rollout, old, config).mask_T, given.mask_T)
+
+
+@pytest.mark.parametrize("reject", list(Rejection))
+@pytest.mark.parametrize("level", list(CorrectionLevel))
+def test_metrics(level: CorrectionLevel, reject: Rejection) -> None:
+    bound = None if reject is Rejection.none else 1e12  # nothing is rejected, and that is said
+    config = RolloutCorrectionConfig(level=level, upper=1.5, reject=reject, reject_upper=bound)
+    weighing = ("weight_mean", "weight_max", "effective_sample_size", "clip_share")
+    for name, case in ALL.items() if reject is Rejection.none else (("drawn_3", ALL["drawn_3"]),):
         old, rollout = logprobs(case, 2)
-        rows = [
-            [a - b for a, b, kept in zip(mine, theirs, mask, strict=True) if kept]
-            for mask, mine, theirs in zip(case.masks, old, rollout, strict=True)
-        ]
+        rows = log_ratios(case, old, rollout)
         tokens = [x for row in rows for x in row]
         units = [math.fsum(row) for row in rows if row] if level is CorrectionLevel.sequence else tokens
         w, n = [math.exp(x) for x in units], len(units)
-        weighing = {"ratio_mean": 0.0, "effective_sample_size": 0.0, "above_upper": 0.0, "masked": 0.0}
-        expected = {"logprob_diff_mean": 0.0, "logprob_diff_max": 0.0, "kl_k3": 0.0} | weighing
+        expected = {"rollout/logprob_diff_mean": 0.0, "rollout/logprob_diff_max": 0.0, "rollout/kl_k1": 0.0}
+        expected |= {"rollout/kl": 0.0} | {f"rollout/correction_{key}": 0.0 for key in weighing}
         if tokens:
             expected |= {
-                "logprob_diff_mean": sum(map(abs, tokens)) / len(tokens),
-                "logprob_diff_max": max(map(abs, tokens)),
-                "kl_k3": sum(math.exp(x) - 1 - x for x in tokens) / len(tokens),
-                "ratio_mean": sum(w) / n,
-                "effective_sample_size": sum(w) ** 2 / (n * sum(x * x for x in w)),
-                "above_upper": sum(x > 1.5 for x in w) / n,
+                "rollout/logprob_diff_mean": sum(map(abs, tokens)) / len(tokens),
+                "rollout/logprob_diff_max": max(map(abs, tokens)),
+                "rollout/kl_k1": -sum(tokens) / len(tokens),
+                "rollout/kl": sum(math.exp(x) - 1 - x for x in tokens) / len(tokens),
+                "rollout/correction_weight_mean": sum(w) / n,
+                "rollout/correction_weight_max": max(w),
+                "rollout/correction_effective_sample_size": sum(w) ** 2 / (n * sum(x * x for x in w)),
+                "rollout/correction_clip_share": sum(x > 1.5 for x in w) / n,
             }
         if level is CorrectionLevel.none:  # nothing is weighed
-            expected = {key: value for key, value in expected.items() if key not in weighing}
+            expected = {key: value for key, value in expected.items() if "correction" not in key}
+        if level is not CorrectionLevel.none or reject is not Rejection.none:
+            expected["rollout/correction_masked_share"] = 0.0
         metrics = correction_metrics(found(case, old, rollout, config).sums, config)
-        assert metrics == pytest.approx({KEY + key: value for key, value in expected.items()}), name
+        assert metrics == pytest.approx(expected), name
+        assert all(metric_of(key).key == key for key in metrics), "each is a row of the table"
 
 
 def test_level_none_only_measures() -> None:
@@ -95,7 +180,7 @@ def test_equal_logprobs_weigh_1() -> None:
         result = found(case, old, old, bounds)
         assert torch.equal(result.weights_T, case.inputs().mask_T.double())
         metrics = correction_metrics(result.sums, bounds)
-        assert metrics[KEY + "effective_sample_size"] == metrics[KEY + "ratio_mean"] == 1.0
+        assert metrics["rollout/correction_effective_sample_size"] == metrics["rollout/correction_weight_mean"] == 1.0
 
 
 def test_huge_ratios_are_clamped_and_numbers_that_are_none_are_masked() -> None:
@@ -106,8 +191,15 @@ def test_huge_ratios_are_clamped_and_numbers_that_are_none_are_masked() -> None:
     result = correct(old_T[:4], rollout_T[:4], Trained(mask_T[:4]), (4,), unbounded)
     assert result.weights_T is not None
     assert result.weights_T.tolist() == pytest.approx([0, math.exp(20), math.exp(-20), 1], rel=1e-5)
-    assert correction_metrics(result.sums, unbounded)[KEY + "effective_sample_size"] == pytest.approx(1 / 3)
+    assert correction_metrics(result.sums, unbounded)["rollout/correction_effective_sample_size"] == pytest.approx(
+        1 / 3
+    )
     masking = RolloutCorrectionConfig(level=CorrectionLevel.token, mode=CorrectionMode.mask)
     masked = correct(old_T, rollout_T, Trained(mask_T), (5,), masking)
     assert masked.mask_T.tolist() == [False, False, False, True, False]
     assert masked.weights_T is not None and masked.weights_T.tolist() == [0, 0, 0, 1, 0]
+    for reject in (each for each in Rejection if each is not Rejection.none):
+        rejecting = RolloutCorrectionConfig(reject=reject, reject_upper=1e30)
+        of_tokens = reject.value.startswith("token")
+        rejected = correct(old_T, rollout_T, Trained(mask_T), (5,), rejecting)
+        assert rejected.mask_T.tolist() == [False, *([of_tokens] * 3), False], reject

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mcore_rl.algorithms.kl import MAX_LOG_RATIO, KlController, kl_k1, kl_k2, kl_k3, penalty
-from mcore_rl.config.algorithm import KlControl, KlControlConfig, KlPenalty
+from mcore_rl.algorithms.kl import MAX_LOG_RATIO, KlController, kl_k1, kl_k2, kl_k3, kl_low_var, penalty
+from mcore_rl.config.algorithm import KlControl, KlControlConfig, KlPenalty, KlUnit
 
 GENERATOR = torch.Generator().manual_seed(3)
 P_V = torch.randn(7, generator=GENERATOR, dtype=torch.float64).log_softmax(-1)
@@ -24,8 +24,10 @@ def test_values() -> None:
     assert float(kl_k1(p, q)) == pytest.approx(math.log(2))
     assert float(kl_k2(p, q)) == pytest.approx(math.log(2) ** 2 / 2)
     assert float(kl_k3(p, q)) == pytest.approx(0.5 - 1 + math.log(2))
-    estimates = [kind for kind in KlPenalty if kind is not KlPenalty.full]
-    assert [penalty(kind) for kind in estimates] == [kl_k1, kl_k2, kl_k3]
+    assert float(kl_low_var(p, q)) == pytest.approx(0.5 - 1 + math.log(2))
+    named = (KlPenalty.k1, KlPenalty.k2, KlPenalty.k3, KlPenalty.low_var_kl)
+    assert [penalty(kind) for kind in named] == [kl_k1, kl_k2, kl_k3, kl_low_var]
+    assert penalty(KlPenalty.k1_plus)(p, q) == kl_k1(p, q) and penalty(KlPenalty.k3_plus)(p, q) == kl_k3(p, q)
 
 
 @pytest.mark.parametrize("kl", [kl_k1, kl_k3])
@@ -50,6 +52,22 @@ def test_gradients_in_expectation_are_what_the_module_says() -> None:
     assert expected_gradient(kl_k1).abs().max() < 1e-15
     torch.testing.assert_close(expected_gradient(kl_k2), exact(forward=True))
     torch.testing.assert_close(expected_gradient(kl_k3), exact(forward=False))
+    for kind in (KlPenalty.k1_plus, KlPenalty.k3_plus):
+        torch.testing.assert_close(expected_gradient(penalty(kind)), exact(forward=True))
+
+
+def test_verl_s_low_var_kl_lets_go_of_what_is_furthest_away() -> None:
+    """From log(q/p) = 2.61 on, where e^x - x - 1 = 10, its gradient is 0, and that of k3 is not."""
+    x = [-30.0, -1.0, 0.0, 2.6, 2.62, 30.0]
+    p = torch.tensor([-each for each in x], dtype=torch.float64, requires_grad=True)
+    values = kl_low_var(p, torch.zeros_like(p))
+    held = [min(max(each, -20.0), 20.0) for each in x]
+    assert values.tolist() == pytest.approx([min(math.exp(each) - each - 1, 10.0) for each in held], rel=1e-12)
+    (found,) = torch.autograd.grad(values.sum(), p)
+    # The gradient of log p: 1 - e^x where neither clamp holds.
+    assert found.tolist() == pytest.approx([0.0, 1 - math.exp(-1.0), 0.0, 1 - math.exp(2.6), 0.0, 0.0], rel=1e-12)
+    (ours,) = torch.autograd.grad(kl_k3(p, torch.zeros_like(p)).sum(), p)
+    assert (ours[3:] < -12).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -66,7 +84,7 @@ def test_k3_does_not_overflow_and_still_pulls_back(dtype: torch.dtype) -> None:
     assert float(kl_k3(torch.zeros(()), torch.tensor(-1000.0))) == 999.0  # q vanishes: the linear part remains
 
 
-def adaptive(**changes: float) -> KlController:
+def adaptive(**changes: object) -> KlController:
     return KlController(
         KlControlConfig(type=KlControl.adaptive, kl_coef=0.5, **({"target_kl": 2.0, "horizon": 100} | changes))  # type: ignore[arg-type]
     )
@@ -85,20 +103,41 @@ def adaptive(**changes: float) -> KlController:
     ],
 )
 def test_the_adaptive_coefficient(kl: float, samples: int, factor: float) -> None:
-    controller = adaptive()
-    controller.update(kl, samples)
-    assert controller.coef == pytest.approx(0.5 * factor)
+    for unit, told in ((KlUnit.token, (kl, 77.0)), (KlUnit.response, (77.0, kl))):
+        controller = adaptive(target_kl_per=unit)
+        controller.update(per_token=told[0], per_response=told[1], num_samples=samples)
+        assert controller.coef == pytest.approx(0.5 * factor)
+
+
+def test_two_hundred_steps_of_the_default_controller_are_verl_s() -> None:
+    """verl's AdaptiveKLController (0.9.1), fed as its apply_kl_penalty feeds it: 0.05 nats a token, half the target.
+
+    A KL of 0.05 nats a token is 10 nats a response of 200 tokens.  Held against a target per response it would turn the
+    coefficient up in every step where verl turns it down: 58 times as high after 200 steps.
+    """
+    batch, tokens, verl = 1024, 200, 0.001
+    ours, per_response = (
+        KlController(KlControlConfig(type=KlControl.adaptive, target_kl_per=unit))
+        for unit in (KlUnit.token, KlUnit.response)
+    )
+    assert KlControlConfig().target_kl_per is KlUnit.token, "verl's meaning under verl's name"
+    for _ in range(200):
+        verl *= 1 + min(max(0.05 / 0.1 - 1, -0.2), 0.2) * batch / 10_000
+        for controller in (ours, per_response):
+            controller.update(per_token=0.05, per_response=0.05 * tokens, num_samples=batch)
+    assert ours.coef == pytest.approx(verl, rel=1e-12)
+    assert per_response.coef > 57 * 0.001 > ours.coef
 
 
 def test_the_fixed_coefficient_is_the_configurations() -> None:
     controller = KlController(KlControlConfig(kl_coef=0.3))
-    controller.update(100.0, 100)
+    controller.update(per_token=100.0, per_response=100.0, num_samples=100)
     controller.load_state_dict({"coef": 7.0})
     assert controller.coef == 0.3
 
 
 def test_the_adaptive_coefficient_is_resumed() -> None:
     controller, resumed = adaptive(), adaptive()
-    controller.update(9.0, 50)
+    controller.update(per_token=9.0, per_response=9.0, num_samples=50)
     resumed.load_state_dict(controller.state_dict())
     assert resumed.coef == controller.coef != 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import replace
 from itertools import product
@@ -27,6 +28,10 @@ from tests.algorithms.loss_cases import (
 )
 
 LOW, HIGH, MOST, CONSTANT = 0.2, 0.3, 1.6, 11.0
+TAU_POS, TAU_NEG, PAID = 1.1, 1.7, 0.6
+SELECTING = ("clip_cov", "kl_cov")
+WITHOUT_CLIPS = ("gpg", "policy_gradient", "sapo", "kl_cov")
+OF_SEQUENCES = ("gspo", "geo_mean")
 EVERYTHING = dict(entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.7)
 
 
@@ -37,15 +42,35 @@ def actor(mode: str, aggregation: LossAggregation = LossAggregation.token_mean, 
         clip_ratio_low=LOW,
         clip_ratio_high=HIGH,
         clip_ratio_c=MOST,
+        tau_pos=TAU_POS,
+        tau_neg=TAU_NEG,
+        ppo_kl_coef=PAID,
         **changes,
     )  # type: ignore[arg-type]
 
 
-def token_loss(mode: str, logprob: Tensor, old: float, advantage: float, mean_change: float) -> Tensor:
+def clipped_change(moved: float, advantage: float) -> float:
+    """``log r`` as GMPO clips it."""
+    return min(moved, HIGH) if advantage > 0 else max(moved, -LOW)
+
+
+def token_loss(mode: str, logprob: Tensor, old: float, advantage: float, mean_change: float, selected: bool) -> Tensor:
     """With an ``if`` for every case of the formulas."""
     if mode in ("gpg", "policy_gradient"):
         return -advantage * logprob
     ratio = torch.exp(logprob - old)
+    if mode == "sapo":
+        tau = TAU_POS if advantage > 0 else TAU_NEG
+        return -advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
+    if mode == "kl_cov":
+        return -advantage * ratio + (PAID * abs(logprob - old) if selected else 0)
+    if mode == "clip_cov" and selected:
+        return logprob * 0
+    if mode == "geo_mean":
+        moved = float(logprob.detach()) - old
+        cut = clipped_change(moved, advantage) != moved
+        own = 1 if cut else torch.exp(logprob - logprob.detach())
+        return -advantage * math.exp(mean_change) * own + logprob * 0
     if mode == "cispo":
         return -min(max(float(ratio.detach()), 1 - LOW), 1 + HIGH) * advantage * logprob
     if mode == "gspo":
@@ -64,6 +89,11 @@ def kl_by_hand(kind: KlPenalty, logprob: Tensor, reference: float, full_kl: Tens
         KlPenalty.k1: difference,
         KlPenalty.k2: difference**2 / 2,
         KlPenalty.k3: torch.exp(-difference) - 1 + difference,
+        KlPenalty.low_var_kl: torch.exp(-difference) - 1 + difference,
+        KlPenalty.k1_plus: difference.detach() + difference**2 / 2 - (difference**2 / 2).detach(),
+        KlPenalty.k3_plus: (torch.exp(-difference) - 1 + difference).detach()
+        + difference**2 / 2
+        - (difference**2 / 2).detach(),
     }[kind]
 
 
@@ -74,26 +104,38 @@ def by_hand(batch: Minibatch, config: ActorConfig) -> tuple[Tensor, dict[str, fl
 
     def count(**values: float | bool | Tensor) -> None:
         for name, value in values.items():
-            metrics[f"actor/{name}"] = metrics.get(f"actor/{name}", 0.0) + float(torch.as_tensor(value).detach())
+            metrics[f"actor/{name}"] = metrics.get(f"actor/{name}", 0.0) + float(
+                torch.as_tensor(value, dtype=torch.float64).detach()
+            )
 
     for index in range(len(batch.lengths)):
         rows = ((batch.sequence == index) & batch.mask).nonzero().squeeze(1).tolist()
         tokens, sequences = tokens + len(rows), sequences + bool(rows)
         change = [float(x["logprobs"][t].detach()) - float(x["old_logprobs"][t]) for t in rows]
-        mean_change = sum(change) / max(len(rows), 1)
+        if config.loss_mode == "geo_mean":
+            advantages = [float(x["advantages"][t]) for t in rows]
+            change_of_ratio = [clipped_change(moved, a) for moved, a in zip(change, advantages, strict=True)]
+        else:
+            change_of_ratio = change
+        mean_change = sum(change_of_ratio) / max(len(rows), 1)
         for t, moved in zip(rows, change, strict=True):
             advantage, logprob = float(x["advantages"][t]), x["logprobs"][t]
-            mine = token_loss(config.loss_mode, logprob, float(x["old_logprobs"][t]), advantage, mean_change)
+            selected = float(x["selection"][t]) >= 0
+            mine = token_loss(config.loss_mode, logprob, float(x["old_logprobs"][t]), advantage, mean_change, selected)
             mine = mine * float(x["weights"][t])
             kl = kl_by_hand(config.kl_loss_type, logprob, float(x["ref_logprobs"][t]), x["full_kl"][t])
             ratio = torch.tensor(mean_change if config.loss_mode == "gspo" else moved).exp()
             low, high = ratio < 1 - LOW, ratio > 1 + HIGH
+            if config.loss_mode == "geo_mean":
+                low, high = moved < -LOW, moved > HIGH
             if config.loss_mode != "cispo":
                 low, high = low and advantage < 0, high and advantage > 0
-            if policy_losses()[config.loss_mode].needs_old:
+            if config.loss_mode not in WITHOUT_CLIPS:
                 count(clip_fraction=low or high, clip_fraction_low=low, clip_fraction_high=high)
             if config.loss_mode == "ppo_clip":
                 count(clip_fraction_dual=ratio > MOST and advantage < 0)
+            if config.loss_mode in SELECTING:
+                count(selected_fraction=selected)
             moved_ratio = torch.tensor(moved, dtype=torch.float64).exp()
             count(ratio=moved_ratio, approx_kl=moved_ratio - 1 - moved, approx_kl_k1=-moved)
             count(policy_loss=mine, entropy=x["entropy"][t], kl_loss=kl)
@@ -113,7 +155,7 @@ def by_hand(batch: Minibatch, config: ActorConfig) -> tuple[Tensor, dict[str, fl
 @pytest.mark.parametrize("mode", list(policy_losses()))
 def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: str, aggregation: LossAggregation) -> None:
     met: dict[str, float] = {}
-    for seed, kind in zip(range(8), list(KlPenalty) * 2, strict=True):
+    for seed, kind in enumerate(KlPenalty):
         batch = drawn(seed, lengths=(2, 5, 1, 17, 30, 4))
         config = actor(mode, aggregation, **EVERYTHING, kl_loss_type=kind)
         expected, metrics, denominator = by_hand(batch, config)
@@ -205,7 +247,9 @@ def test_what_stands_at_untrained_rows_reaches_nothing(mode: str, kind: KlPenalt
 @pytest.mark.parametrize("mode", list(policy_losses()))
 def test_at_the_old_policy_the_gradient_is_the_plain_policy_gradient(mode: str) -> None:
     batch = drawn(9)
-    batch = replace(batch, fields=batch.fields | {"old_logprobs": batch.fields["logprobs"].detach().clone()})
+    fields = batch.fields | {"old_logprobs": batch.fields["logprobs"].detach().clone()}
+    fields["selection"] = torch.full_like(fields["selection"], -1.0)  # none: what else such a loss does is by choice
+    batch = replace(batch, fields=fields)
     found = policy_loss(actor(mode))(whole(batch))
     expected = -(batch.fields["advantages"] * batch.fields["weights"] * batch.mask)
     torch.testing.assert_close(batch.gradients(found.total)[0], expected)
@@ -213,7 +257,7 @@ def test_at_the_old_policy_the_gradient_is_the_plain_policy_gradient(mode: str) 
     assert float(found.metrics["actor/approx_kl"]) == float(found.metrics["actor/approx_kl_k1"]) == 0
 
 
-@pytest.mark.parametrize("mode", ["ppo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize("mode", [name for name, row in policy_losses().items() if row.needs_old])
 def test_extreme_ratios_stay_finite_in_float32(mode: str) -> None:
     batch = drawn(10, dtype=torch.float32)
     far = torch.where(torch.arange(len(batch.mask)) % 2 == 0, 300.0, -300.0)
@@ -251,3 +295,76 @@ def test_the_loss_travels_to_workers() -> None:
     assert travelled == loss
     batch = drawn(12)
     assert_same(batch, travelled(whole(batch)), loss(whole(batch)))
+
+
+@pytest.mark.parametrize("mode", [mode for mode in policy_losses() if mode not in WITHOUT_CLIPS])
+def test_a_clip_fraction_does_not_count_rounding(mode: str) -> None:
+    """The policy of before in other kernels, clip ranges of 0; and ratios that are the bounds themselves."""
+    batch = drawn(13, lengths=(40, 50), dtype=torch.float32)
+    logprobs = batch.fields["logprobs"].detach() - 9
+    noise = 2e-6 * torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1))
+    for low, change in (
+        (0.0, noise),
+        (0.25, torch.tensor(0.75).log() + noise),
+        (0.25, torch.tensor(1.25).log() + noise),
+    ):
+        if mode == "geo_mean":  # whose bounds are of the logarithm
+            change = torch.where(change.abs() < 0.1, change, change.sign() * low)
+        fields = batch.fields | {"logprobs": logprobs + change, "old_logprobs": logprobs}
+        fields["selection"] = torch.full_like(logprobs, -1.0)
+        config = ActorConfig(loss_mode=mode, clip_ratio=low, clip_ratio_c=3.0)
+        found = policy_loss(config)(whole(replace(batch, fields=fields))).metrics
+        clips = {name: float(value) for name, value in found.items() if "clip_fraction" in name}
+        assert clips and not any(clips.values()), clips
+        further = fields | {"logprobs": logprobs + change + change.sign() * 1e-3}
+        clips = policy_loss(config)(whole(replace(batch, fields=further))).metrics
+        assert float(clips["actor/clip_fraction"]) > 0, "what is further away is counted"
+
+
+def test_without_a_dual_clip_a_ratio_has_no_bound_where_the_advantage_is_negative() -> None:
+    batch = drawn(14, lengths=(30, 20))
+    bounded = policy_loss(actor("ppo_clip"))
+    config = replace(actor("ppo_clip"), clip_ratio_c=None)
+    free = policy_loss(config)(whole(batch))
+    assert "actor/clip_fraction_dual" not in free.metrics
+    ratio = (batch.fields["logprobs"] - batch.fields["old_logprobs"]).exp()
+    a, clipped = batch.fields["advantages"], ratio.clamp(1 - LOW, 1 + HIGH)
+    expected = (torch.maximum(-a * ratio, -a * clipped) * batch.fields["weights"])[batch.mask].sum()
+    torch.testing.assert_close(free.total, expected)
+    assert float(bounded(whole(batch)).total.detach()) < float(free.total.detach())
+
+
+def test_two_sided_clipping_is_the_dual_clip() -> None:
+    """TRL's and INTELLECT-2's formula (arXiv:2505.07291, section 3.4), with delta for ``clip_ratio_c``."""
+    batch = drawn(15, lengths=(30, 20))
+    ratio = (batch.fields["logprobs"] - batch.fields["old_logprobs"]).exp()
+    a = batch.fields["advantages"]
+    expected = -torch.minimum(ratio.clamp(max=MOST) * a, ratio.clamp(1 - LOW, 1 + HIGH) * a)
+    found = policy_loss(actor("ppo_clip"))(whole(batch))
+    assert float(found.metrics["actor/clip_fraction_dual"]) > 0
+    total = (expected * batch.fields["weights"])[batch.mask].sum()
+    torch.testing.assert_close(found.total, total)
+    for mine, theirs in zip(batch.gradients(found.total), batch.gradients(total), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_gmpo_has_the_gradient_of_the_sequence_form() -> None:
+    """arXiv:2507.20673: the geometric mean of clipped ratios to the power of the advantage's sign, differentiated."""
+    batch = drawn(4, lengths=(5, 8, 3, 6, 2))
+    a = torch.tensor([1.0, -0.5, 2.0, -1.0, 0.0], dtype=torch.float64)
+    batch = replace(batch, fields=batch.fields | {"advantages": a[batch.sequence]}).without("weights")
+    loss, sequences = torch.zeros((), dtype=torch.float64), 0
+    change = batch.fields["logprobs"] - batch.fields["old_logprobs"]
+    for index, advantage in enumerate(a.tolist()):
+        rows = (batch.sequence == index) & batch.mask
+        if rows.any():
+            sign, r = math.copysign(1.0, advantage), change[rows].exp()
+            bounds = math.exp(-LOW), math.exp(HIGH)
+            power = torch.minimum(r**sign, r.clamp(*bounds) ** sign).prod().abs()
+            loss = loss - advantage * (power ** (1 / int(rows.sum()))) ** sign
+            sequences += 1
+    found = policy_loss(actor("geo_mean", LossAggregation.seq_mean_token_mean))(whole(batch))
+    assert float(found.metrics["actor/clip_fraction_low"]) > 0 and float(found.metrics["actor/clip_fraction_high"]) > 0
+    torch.testing.assert_close(found.total / sequences, loss / sequences)
+    for mine, theirs in zip(batch.gradients(found.total), batch.gradients(loss), strict=True):
+        torch.testing.assert_close(mine, theirs)

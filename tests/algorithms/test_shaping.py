@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
 
-from mcore_rl.algorithms.shaping import informative_groups, mask_truncated
+from mcore_rl.algorithms.advantages.estimation import estimate
+from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
+from mcore_rl.algorithms.shaping import has_signal, mask_truncated
+from mcore_rl.config.algorithm import AlgorithmConfig
+
+RIGHT, WRONG = 1.0, 0.0
 
 
-def test_groups_of_equal_scores_are_not_informative() -> None:
-    scores_S = torch.tensor([1.0, 0.1, -2.0, 0.0, 0.1, 0.3, 1.0, 0.1])
-    group_S = torch.tensor([8, -3, 8, 8, -3, 5, 8, -3])
-    expected = [True, False, True, True, False, False, True, False]  # -3: all 0.1; 5: one member
-    assert informative_groups(scores_S, group_S).tolist() == expected
+@pytest.mark.parametrize(
+    ("scores", "truncated", "masks", "in_baseline", "expected"),
+    [
+        ([RIGHT] * 8, [False] * 8, False, True, False),
+        ([RIGHT, WRONG] * 4, [False] * 8, False, True, True),
+        ([RIGHT] * 4 + [WRONG] * 4, [False] * 4 + [True] * 4, False, True, True),  # truncated, and trained all the same
+        # Four that are right, four that were cut off and are not trained: who leaves the group takes the signal along.
+        ([RIGHT] * 4 + [WRONG] * 4, [False] * 4 + [True] * 4, True, False, False),
+        ([RIGHT] * 4 + [WRONG] * 4, [False] * 4 + [True] * 4, True, True, True),
+        ([RIGHT, WRONG] * 4, [True] * 8, True, True, False),  # nobody is trained
+        ([RIGHT, WRONG] * 4, [True] * 8, True, False, False),
+        ([RIGHT] * 8, [True] * 4 + [False] * 4, True, True, False),
+    ],
+)
+def test_a_group_has_a_signal_where_training_sees_one(
+    scores: list[float], truncated: list[bool], masks: bool, in_baseline: bool, expected: bool
+) -> None:
+    config = AlgorithmConfig(mask_truncated=masks, masked_in_baseline=in_baseline)
+    assert has_signal(scores, truncated, config) is expected
 
 
-def test_scores_below_and_above_0() -> None:
-    for scores in ([-3.0, -2.0], [2.0, 3.0]):
-        assert informative_groups(torch.tensor(scores), torch.tensor([0, 0])).all()
-        assert not informative_groups(torch.tensor([scores[0]] * 2), torch.tensor([0, 0])).any()
+@pytest.mark.parametrize("in_baseline", [False, True])
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_group_has_a_signal_if_any_of_its_trained_advantages_is_not_0(masks: bool, in_baseline: bool) -> None:
+    """Every group of three, against the estimator itself."""
+    config = AlgorithmConfig(adv_estimator="grpo", mask_truncated=masks, masked_in_baseline=in_baseline)
+    met = set()
+    for scores in itertools.product([RIGHT, WRONG], repeat=3):
+        for truncated in itertools.product([False, True], repeat=3):
+            trained_S = torch.tensor([not (cut and masks) for cut in truncated]).long()
+            members_S = torch.ones_like(trained_S) if in_baseline else trained_S
+            found = estimate(
+                torch.zeros(3), torch.tensor(scores), trained_S, None, config, members_S=members_S
+            ).advantages_S
+            assert found is not None
+            expected = bool((found * trained_S).any())
+            assert has_signal(scores, truncated, config) is expected, (scores, truncated)
+            met.add(expected)
+    assert met == {False, True}
 
 
 def test_truncated_responses_are_not_trained() -> None:
@@ -25,3 +61,4 @@ def test_truncated_responses_are_not_trained() -> None:
     found = mask_truncated(mask_T, (2, 3, 2), torch.tensor([False, True, False]))
     assert found.tolist() == [False, True, False, False, False, False, True]
     assert mask_T.sum() == 4
+    assert AdvantageInputs(lengths_S=(2, 3, 2), mask_T=found, outcome_S=torch.zeros(3)).counts_S.tolist() == [1, 0, 1]

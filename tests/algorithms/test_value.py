@@ -103,3 +103,15 @@ def test_explained_variance_where_there_is_none() -> None:
 def test_the_loss_travels_to_workers() -> None:
     loss = value_loss(CriticConfig())
     assert pickle.loads(pickle.dumps(loss)) == loss
+
+
+def test_the_clip_fraction_does_not_count_rounding() -> None:
+    """Within the limit the held value is the value up to rounding, by which its error is larger in half the cases."""
+    batch = drawn(2, lengths=(400, 300), dtype=torch.float32).without(*ACTORS)
+    near = (batch.fields["values"].detach() + 0.1 * torch.sin(torch.arange(700.0))).float()
+    batch = replace(batch, fields=batch.fields | {"old_values": near})
+    values, old, target = (batch.fields[name].detach() for name in ("values", "old_values", "returns"))
+    held = old + (values - old).clamp(-0.5, 0.5)
+    assert ((held - target).square() > (values - target).square())[batch.mask].any(), "else this proves nothing"
+    found = value_loss(CriticConfig(cliprange_value=0.5))(whole(batch))
+    assert float(found.metrics["critic/vf_clip_fraction"]) == 0

@@ -22,18 +22,24 @@ SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parq
 
 # Read from the papers and runs a second time, by hand: estimator, loss, aggregation, where the KL is, its estimate.
 READ = {
+    "clip_cov": ("grpo", "clip_cov", "token_mean", "", ""),
     "cispo": ("grpo", "cispo", "token_mean", "", ""),
     "dapo": ("grpo", "ppo_clip", "token_mean", "", ""),
     "dr_grpo": ("dr_grpo", "ppo_clip", "sum_over_constant", "", ""),
+    "gdpo": ("gdpo", "ppo_clip", "token_mean", "", ""),
+    "gmpo": ("grpo", "geo_mean", "seq_mean_token_mean", "", ""),
     "gpg": ("gpg", "gpg", "token_mean", "", ""),
     "grpo": ("grpo", "ppo_clip", "seq_mean_token_mean", "loss", "k3"),
     "gspo": ("grpo", "gspo", "seq_mean_token_mean", "", ""),
+    "kl_cov": ("grpo", "kl_cov", "token_mean", "", ""),
+    "lite_ppo": ("lite_ppo", "ppo_clip", "token_mean", "", ""),
     "opo": ("opo", "policy_gradient", "seq_mean_token_sum", "", ""),
     "ppo": ("gae", "ppo_clip", "token_mean", "", ""),
     "reinforce_plus_plus": ("reinforce_plus_plus", "ppo_clip", "token_mean", "reward", "k1"),
     "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", "ppo_clip", "token_mean", "loss", "k2"),
     "remax": ("remax", "policy_gradient", "seq_mean_token_sum", "reward", "k1"),
     "rloo": ("rloo", "policy_gradient", "seq_mean_token_sum", "reward", "k1"),
+    "sapo": ("grpo", "sapo", "seq_mean_token_mean", "", ""),
 }
 
 
@@ -67,6 +73,12 @@ def test_numbers_of_the_papers() -> None:
     assert (dapo.actor.clip_low, dapo.actor.clip_high, dapo.actor.clip_ratio_c, dapo.rollout.n) == (0.2, 0.28, 10.0, 16)
     assert dapo.algorithm.filter_groups.enable and dapo.reward.overlong.enable and not dapo.algorithm.mask_truncated
     assert (gspo.actor.clip_low, gspo.actor.clip_high) == (3e-4, 4e-4)
+    gmpo, sapo, clip_cov, kl_cov = (
+        run_of(f"algorithm={name}").actor for name in ("gmpo", "sapo", "clip_cov", "kl_cov")
+    )
+    assert (gmpo.clip_low, gmpo.clip_high, sapo.tau_pos, sapo.tau_neg) == (0.4, 0.4, 1.0, 1.05)
+    assert (clip_cov.clip_cov_ratio, clip_cov.clip_cov_lb, clip_cov.clip_cov_ub) == (0.0002, 1.0, 5.0)
+    assert (kl_cov.kl_cov_ratio, kl_cov.ppo_kl_coef) == (0.002, 1.0)
 
 
 @pytest.mark.parametrize("name", READ)

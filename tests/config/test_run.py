@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.algorithm_registry import algorithms
-from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig, run_violations
+from tests.support.composed import composed
 
 SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]
 ALGORITHMS = list(algorithms())
 
 
 def run_of(*overrides: str) -> RunConfig:
-    return compose(RunConfig, "train", [*SOUND, *overrides])
+    return composed(RunConfig, "train", [*SOUND, *overrides])
 
 
 def refusals(*overrides: str) -> list[str]:
@@ -117,6 +117,56 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
             "algorithm.rollout_correction.level=token: with top_p or top_k",
         ),
         (
+            "algorithm.rollout_correction.reject=seq_mean_k1 algorithm.rollout_correction.reject_upper=1.1 "
+            "rollout.top_k=9",
+            "algorithm.rollout_correction.reject=seq_mean_k1: with top_p or top_k",
+        ),
+        (
+            "algorithm.rollout_correction.bypass_mode=true rollout.top_p=0.9",
+            "algorithm.rollout_correction.bypass_mode=True: with top_p or top_k",
+        ),
+        (
+            "algorithm=gpg algorithm.rollout_correction.bypass_mode=true",
+            "algorithm.rollout_correction.bypass_mode=True: actor.loss_mode=gpg has no ratio",
+        ),
+        (
+            "algorithm.rollout_correction.level=token algorithm.rollout_correction.bypass_mode=true",
+            "algorithm.rollout_correction.bypass_mode=True: with level=token corrects twice",
+        ),
+        (
+            "algorithm.rollout_correction.batch_normalize=true",
+            "algorithm.rollout_correction.batch_normalize=True: is not read: there are no weights",
+        ),
+        (
+            "algorithm.rollout_correction.reject=seq_mean_k1",
+            "algorithm.rollout_correction.reject_upper=None: must be 1 or more, a ratio, with reject=seq_mean_k1",
+        ),
+        (
+            "algorithm.rollout_correction.reject=seq_max_k3 algorithm.rollout_correction.reject_upper=0",
+            "algorithm.rollout_correction.reject_upper=0.0: must be positive, nats, with reject=seq_max_k3",
+        ),
+        (
+            "algorithm.rollout_correction.reject=seq_max_k3 algorithm.rollout_correction.reject_upper=1 "
+            "algorithm.rollout_correction.reject_lower=0.1",
+            "algorithm.rollout_correction.reject_lower=0.1: is not read: k2 and k3 are never negative",
+        ),
+        (
+            "algorithm.rollout_correction.reject=token_k1 algorithm.rollout_correction.reject_upper=2 "
+            "algorithm.rollout_correction.reject_lower=1.5",
+            "algorithm.rollout_correction.reject_lower=1.5: must lie in (0, 1]",
+        ),
+        (
+            "algorithm.rollout_correction.reject_upper=2",
+            "algorithm.rollout_correction.reject_upper=2.0: is not read: nothing is rejected",
+        ),
+        ("algorithm=rloo algorithm.kl_penalty=k3_plus", "algorithm.kl_penalty=k3_plus: differs in its gradient alone"),
+        ("algorithm=gdpo algorithm.gdpo_reward_keys=[]", "algorithm.gdpo_reward_keys=[]: gdpo normalizes each part"),
+        (
+            "algorithm=gdpo algorithm.gdpo_reward_weights=[1,2,3]",
+            "algorithm.gdpo_reward_weights=[1.0, 2.0, 3.0]: has 3 weights for 2 gdpo_reward_keys",
+        ),
+        ("algorithm=gdpo algorithm.use_kl_in_reward=true", "algorithm.use_kl_in_reward=True: gdpo reads the parts"),
+        (
             "algorithm.rollout_correction.level=token algorithm.rollout_correction.mode=mask "
             "algorithm.rollout_correction.lower=1.5",
             "algorithm.rollout_correction.lower=1.5: with upper=2.0 does not",
@@ -142,6 +192,19 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         ("actor.clip_ratio_c=1.2", "actor.clip_ratio_c=1.2: must exceed 1 + the upper clip range, 1.2"),
         ("actor.kl_loss_type=full actor.full_kl_gib=-1", "actor.full_kl_gib=-1.0: must not be negative"),
         ("algorithm=dr_grpo actor.loss_agg_constant=0", "actor.loss_agg_constant=0.0: must be positive"),
+        (
+            "algorithm=gmpo actor.loss_agg_mode=token_mean",
+            "actor.loss_agg_mode=token_mean: actor.loss_mode=geo_mean is defined with another (arXiv:2507.20673)",
+        ),
+        ("algorithm=sapo actor.tau_neg=0", "actor.tau_neg=0.0: must be positive"),
+        ("algorithm=kl_cov actor.kl_cov_ratio=0", "actor.kl_cov_ratio=0.0: is a share of the tokens"),
+        ("algorithm=clip_cov actor.clip_cov_lb=6", "actor.clip_cov_lb=6.0: leaves no covariance below clip_cov_ub=5"),
+        ("algorithm=kl_cov actor.ppo_kl_coef=-1", "actor.ppo_kl_coef=-1.0: must not be negative"),
+        (
+            "algorithm.masked_in_baseline=false",
+            "algorithm.masked_in_baseline=False: is not read: no response is masked",
+        ),
+        ("actor.tau_pos=2", "actor.tau_pos=2.0: is not read: actor.loss_mode=ppo_clip has no use for it"),
         ("actor.optim.lr=-1", "actor.optim.lr=-1.0: must not be negative"),
         ("actor.optim.betas=[0.9]", "actor.optim.betas=[0.9]: there are two, and not 1"),
         ("actor.optim.betas=[0.9,1]", "actor.optim.betas[1]=1.0: must lie in [0, 1)"),
@@ -197,7 +260,7 @@ def test_stale_updates_are_made_where_they_are_asked_for() -> None:
     ("key", "name", "said"),
     [
         ("algorithm.adv_estimator", "drgrpo", "Did you mean dr_grpo"),
-        ("algorithm.adv_estimator", "zebra", "Choose one of dr_grpo, gae, gpg"),
+        ("algorithm.adv_estimator", "zebra", "Choose one of dr_grpo, gae, gdpo"),
         ("actor.loss_mode", "ppo_clap", "Did you mean ppo_clip?"),
         ("actor.loss_mode", "own.py:loss", "is a relative path"),
         ("actor.loss_mode", "/nowhere/own.py:loss", "there is no such file"),

@@ -9,17 +9,18 @@ import pytest
 from omegaconf import OmegaConf
 
 from mcore_rl.config.algorithm_registry import estimators, policy_losses
-from mcore_rl.config.compose import all_keys, compose
+from mcore_rl.config.compose import all_keys
 from mcore_rl.config.launch import load_recipe, recipe_names
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.unread_keys import SWITCHES
 from mcore_rl.errors import Violation
+from tests.support.composed import composed
 
 SOUND = ["model.path=m", "data.train_files=[t.parquet]", "data.val_files=[v.parquet]"]
 
 
 def refused(*overrides: str) -> list[Violation]:
-    return run_violations(compose(RunConfig, "train", [*SOUND, *overrides]))
+    return run_violations(composed(RunConfig, "train", [*SOUND, *overrides]))
 
 
 # What is written -> what is said of it, and what it takes to be read.
@@ -45,9 +46,28 @@ CASES = {
     "algorithm=ppo critic.loss_agg_constant=9": ("divides by no", "critic.loss_agg_mode=sum_over_constant"),
     "algorithm=ppo critic.shuffle=false": ("there is one pass over the samples", "critic.ppo_epochs=2"),
     "algorithm.filter_groups.max_num_gen_batches=3": ("no groups are filtered", "algorithm.filter_groups.enable=true"),
-    "algorithm.rollout_correction.upper=3": ("nothing is corrected", "algorithm.rollout_correction.level=token"),
+    "algorithm.filter_groups.metric=score": ("no groups are filtered", "algorithm.filter_groups.enable=true"),
+    "algorithm=rloo algorithm.kl_ctrl.target_kl_per=response": (
+        "the coefficient is fixed", "algorithm.kl_ctrl.type=adaptive",
+    ),
+    "algorithm.masked_in_baseline=false": ("no response is masked", "algorithm.mask_truncated=true"),
+    "algorithm.gdpo_reward_keys=[acc]": ("algorithm.adv_estimator=grpo has no use for it", "algorithm=gdpo"),
+    "actor.tau_pos=2": ("actor.loss_mode=ppo_clip has no use for it", "algorithm=sapo"),
+    "algorithm=kl_cov actor.clip_ratio=0.3": ("actor.loss_mode=kl_cov has no use for it", "actor.loss_mode=ppo_clip"),
+    "algorithm=clip_cov actor.ppo_kl_coef=2": ("clip_cov has no use for it", "algorithm=kl_cov"),
+    "algorithm.rollout_correction.upper=3": ("there are no weights", "algorithm.rollout_correction.level=token"),
+    "algorithm.rollout_correction.batch_normalize=true": (
+        "there are no weights", "algorithm.rollout_correction.level=token",
+    ),
+    "algorithm.rollout_correction.reject_upper=1.1": (
+        "nothing is rejected", "algorithm.rollout_correction.reject=seq_mean_k1",
+    ),
+    "algorithm.rollout_correction.reject=seq_max_k3 algorithm.rollout_correction.reject_upper=1 "
+    "algorithm.rollout_correction.reject_lower=0.1": (
+        "bounded from above alone", "algorithm.rollout_correction.reject=token_k1",
+    ),
     "algorithm.rollout_correction.level=token algorithm.rollout_correction.lower=0.1": (
-        "only masking has a lower bound", "algorithm.rollout_correction.mode=mask",
+        "truncation has no lower bound", "algorithm.rollout_correction.mode=mask",
     ),
     "reward.overlong.length=9": ("long responses are not punished", "reward.overlong.enable=true"),
 }  # fmt: skip
@@ -74,13 +94,13 @@ def test_one_violation_for_each() -> None:
 
 
 def test_a_value_that_nobody_wrote_disturbs_nobody() -> None:
-    run = compose(RunConfig, "train", [*SOUND, "algorithm=dapo"])
+    run = composed(RunConfig, "train", [*SOUND, "algorithm=dapo"])
     run.actor.kl_loss_coef, run.algorithm.lam = 0.5, 0.5
     assert run_violations(run) == []
 
 
 def test_what_was_written_is_known_after_a_field_is_replaced() -> None:
-    run = compose(RunConfig, "train", [*SOUND, "algorithm.lam=0.9"])
+    run = composed(RunConfig, "train", [*SOUND, "algorithm.lam=0.9"])
     assert [each.key for each in run_violations(replace(run, data=run.data))] == ["algorithm.lam"]
 
 

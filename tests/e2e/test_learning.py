@@ -47,6 +47,11 @@ CASES = {
     "grpo": ("algorithm=grpo", "rollout.n=8"),
     "rloo": ("algorithm=rloo", "rollout.n=8"),
     "reinforce_plus_plus": ("algorithm=reinforce_plus_plus", "rollout.n=8"),
+    # Tokens are selected over the step, and weights are divided by their mean over the step.
+    "kl_cov": (
+        "algorithm=grpo", "rollout.n=8", "actor.loss_mode=kl_cov", "actor.kl_cov_ratio=0.02",
+        "algorithm.rollout_correction.level=token", "algorithm.rollout_correction.batch_normalize=true",
+    ),
     "gspo": (
         "algorithm=gspo", "rollout.n=8", "actor.loss_mode=gspo", "actor.loss_agg_mode=seq_mean_token_mean",
         "actor.clip_ratio_low=0.2", "actor.clip_ratio_high=0.2",

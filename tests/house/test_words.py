@@ -19,7 +19,6 @@ NOT_YET_PLAIN = (
     "rollout/classifier_pool.py",
     "rollout/engine",
     "rollout/parameters.py",
-    "rollout/protocol.py",
     "rollout/weight_channel.py",
     "runtime",
 )

@@ -36,7 +36,10 @@ def denominators(batch: TrainBatch) -> Denominators:
 
 
 def policy_loss(inputs: LossInputs) -> LossSums:
-    """A policy gradient that uses all an algorithm may: token ratios, whole-sequence ratios (GSPO's) and entropy."""
+    """A policy gradient that uses all an algorithm may.
+
+    Token ratios, whole-sequence ratios (GSPO's), entropy, and tokens that are selected (KL-Cov's) where some are.
+    """
     assert inputs.logprobs_N is not None and inputs.entropy_N is not None
     assert inputs.old_logprobs_N is not None and inputs.advantages_N is not None
     change_N = (inputs.logprobs_N - inputs.old_logprobs_N) * inputs.mask_N
@@ -44,6 +47,8 @@ def policy_loss(inputs: LossInputs) -> LossSums:
     sequence_ratio_S = torch.exp(inputs.sequence_sums(change_N) / size_S)
     weight_N = torch.exp(change_N).clamp(max=3.0) * inputs.expand(sequence_ratio_S)
     per_token_N = -inputs.advantages_N * weight_N - 0.05 * inputs.entropy_N
+    if inputs.selection_N is not None:
+        per_token_N = per_token_N + 0.5 * change_N.abs() * (inputs.selection_N >= 0)
     total = (per_token_N * inputs.mask_N).sum()
     return LossSums(total=total, metrics={"entropy": (inputs.entropy_N.detach() * inputs.mask_N).sum()})
 

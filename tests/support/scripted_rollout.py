@@ -83,11 +83,14 @@ def conversation(number: int, turns: Sequence[Segment], score: Score | None = No
 
 
 class ScriptedEngine:
-    """Samples in a shuffled order; ``calls`` keeps what was asked.  Text: ``<prompt id>#<index>``."""
+    """Samples in a shuffled order; ``calls`` keeps what was asked.  Text: ``<prompt id>#<index>``.
 
-    def __init__(self, fails_after: int | None = None) -> None:
+    cut_from: samples of this index and above are cut off at their limit.
+    """
+
+    def __init__(self, fails_after: int | None = None, cut_from: int | None = None) -> None:
         self.calls: list[tuple[list[Request], Sampling]] = []
-        self.fails_after = fails_after
+        self.fails_after, self.cut_from = fails_after, cut_from
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
         self.calls.append((list(requests), sampling))
@@ -98,13 +101,14 @@ class ScriptedEngine:
                 raise RuntimeError("the engine is gone")
             await asyncio.sleep(0)
             name = f"{each.prompt.id}#{each.index}"
-            yield sample(each.prompt.id, each.index, tokens=(9,) * (1 + each.index), text=name)
+            cut = self.cut_from is not None and each.index >= self.cut_from
+            yield sample(each.prompt.id, each.index, tokens=(9,) * (1 + each.index), text=name, cut=cut)
 
 
 class ScriptedScorer:
-    """``value`` of the request; a test may hold grading back with ``gate``."""
+    """``value`` of the request, or its whole Score; a test may hold grading back with ``gate``."""
 
-    def __init__(self, value: Callable[[RewardRequest], float]) -> None:
+    def __init__(self, value: Callable[[RewardRequest], float | Score]) -> None:
         self.value = value
         self.requests: list[RewardRequest] = []
         self.gate: asyncio.Event | None = None
@@ -117,6 +121,6 @@ class ScriptedScorer:
             if self.gate is not None:
                 await self.gate.wait()
             value = self.value(request)
-            return Score(value, correct=float(value > 0))
+            return value if isinstance(value, Score) else Score(value, correct=float(value > 0))
         finally:
             self.running -= 1

@@ -52,12 +52,23 @@ class BatchAdvantages:
 
 
 def estimate(
-    group_S: Tensor, scores_S: Tensor, counts_S: Tensor, of_tokens: Spreads | None, config: AlgorithmConfig
+    group_S: Tensor,
+    scores_S: Tensor,
+    counts_S: Tensor,
+    of_tokens: Spreads | None,
+    config: AlgorithmConfig,
+    *,
+    members_S: Tensor | None = None,
+    parts_SK: Tensor | None = None,
 ) -> BatchAdvantages:
     """Of a whole step, by ``config.adv_estimator``, whitened where it or ``config.whiten_advantages`` says so.
 
-    group_S: which prompt a sequence is a sample of.  scores_S: sums of the rewards of its trained tokens.  counts_S:
-    those, int64.  of_tokens: of ``token_advantages``.
+    group_S: which prompt a sequence is a sample of.
+    scores_S: sums of the rewards of its tokens.
+    counts_S: its tokens whose advantages are trained, int64.
+    of_tokens: of ``token_advantages``.
+    members_S: tokens of each member of a group, int64, 0 of those who are none; None is ``counts_S``.
+    parts_SK: of ``gdpo_reward_keys``, where the estimator needs ``parts``.
 
     The only member of a group gets 0 where groups are compared, and whitening leaves it out (``groups`` says why).
     """
@@ -70,7 +81,8 @@ def estimate(
             return BatchAdvantages(advantages_S=None, whitening=None, spread=raw)
         whitening = Whitening.of(raw)
         return BatchAdvantages(advantages_S=None, whitening=whitening, spread=raw and whitening.of_spread(raw))
-    groups = PromptGroups.of(group_S, scores_S, counts_S)
+    assert not chosen.parts or parts_SK is not None, f"{config.adv_estimator} needs parts_SK"
+    groups = PromptGroups.of(group_S, scores_S, counts_S if members_S is None else members_S, parts_SK)
     of_groups: Callable[[PromptGroups, AlgorithmConfig], Tensor] = chosen.load()
     advantages_S = of_groups(groups, config)
     if whitens:
@@ -96,7 +108,9 @@ def final_advantages(
     return torch.where(mask_T, raw_T if whitening is None else whitening(raw_T), 0)
 
 
-def estimate_advantages(inputs: AdvantageInputs, group_S: Tensor, config: AlgorithmConfig) -> Advantages:
+def estimate_advantages(
+    inputs: AdvantageInputs, group_S: Tensor, config: AlgorithmConfig, parts_SK: Tensor | None = None
+) -> Advantages:
     """Advantages of a whole step that is in one place: what all of the above comes to.
 
     Untrained tokens get 0.  Returns are never whitened.
@@ -104,7 +118,7 @@ def estimate_advantages(inputs: AdvantageInputs, group_S: Tensor, config: Algori
     found, of_tokens = token_advantages(inputs, config), None
     if found is not None:
         of_tokens = Spreads.of(inputs.trained.gather(found.advantages_T), inputs.counts_S)
-    concluded = estimate(group_S, inputs.scores_S, inputs.counts_S, of_tokens, config)
+    concluded = estimate(group_S, inputs.scores_S, inputs.counts_S, of_tokens, config, parts_SK=parts_SK)
     raw_T, returns_T = (None, None) if found is None else (found.advantages_T, found.returns_T)
     advantages_T = final_advantages(
         raw_T, concluded.advantages_S, concluded.whitening, inputs.mask_T, list(inputs.lengths_S)

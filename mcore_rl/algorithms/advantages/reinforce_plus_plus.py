@@ -10,8 +10,8 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """``A_t = r_t + gamma A_{t+1}``; the registry whitens it.
 
-    t counts trained tokens only.  verl starts anew after every untrained token, so that in a dialogue of several
-    turns only the last turn sees the score; here all do, as with GAE.
+    t counts trained tokens only, as in verl (0.9.1): what the environment wrote in between is passed over, and every
+    turn of a dialogue sees the score.
     """
     returns_M = discounted_sums(inputs.trained.gather(inputs.rewards_T), inputs.counts_S, config.gamma)
     return Advantages(advantages_T=inputs.trained.scatter(returns_M))

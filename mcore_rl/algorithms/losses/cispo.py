@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.algorithms.losses.token_losses import TokenLosses, clip_metrics, log_ratios
+from mcore_rl.algorithms.losses.token_losses import TokenLosses, above, below, clip_metrics, log_ratios
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.types import LossInputs
 
@@ -16,4 +16,4 @@ def cispo(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
     ratio_N = log_ratios(inputs).detach().exp()
     low, high = 1 - config.clip_low, 1 + config.clip_high
     loss_N = -ratio_N.clamp(low, high) * inputs.advantages_N * inputs.logprobs_N
-    return TokenLosses(loss_N=loss_N, metrics=clip_metrics(ratio_N < low, ratio_N > high, inputs.mask_N))
+    return TokenLosses(loss_N=loss_N, metrics=clip_metrics(below(ratio_N, low), above(ratio_N, high), inputs.mask_N))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from mcore_rl.algorithms.losses.token_losses import MAX_LOG_RATIO, TokenLosses, clip_metrics, log_ratios
+from mcore_rl.algorithms.losses.token_losses import (
+    MAX_LOG_RATIO,
+    TokenLosses,
+    above,
+    below,
+    clip_metrics,
+    log_ratios,
+)
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.types import LossInputs
 
@@ -25,5 +32,7 @@ def gspo(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
     ratio_N = (inputs.expand(mean_change_S) + logprobs_N - logprobs_N.detach()).exp()
     low, high = 1 - config.clip_low, 1 + config.clip_high
     loss_N = torch.maximum(-advantages_N * ratio_N, -advantages_N * ratio_N.clamp(low, high))
-    metrics = clip_metrics((advantages_N < 0) & (ratio_N < low), (advantages_N > 0) & (ratio_N > high), inputs.mask_N)
+    metrics = clip_metrics(
+        (advantages_N < 0) & below(ratio_N, low), (advantages_N > 0) & above(ratio_N, high), inputs.mask_N
+    )
     return TokenLosses(loss_N=loss_N, metrics=metrics)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from mcore_rl.algorithms.losses.token_losses import TokenLosses, clip_metrics, log_ratios, masked_sum
+from mcore_rl.algorithms.losses.token_losses import TokenLosses, above, below, clip_metrics, log_ratios, masked_sum
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.types import LossInputs
 
@@ -12,19 +13,32 @@ from mcore_rl.types import LossInputs
 def ppo_clip(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
     """``max(-A r, -A clip(r, 1 - low, 1 + high))``, where A < 0 at most ``-A c``; ``r = p / p_old``.
 
-    low, high: ``clip_low``, ``clip_high`` (arXiv:2503.14476, section 3.1).  c: ``clip_ratio_c`` (arXiv:1912.09729).
+    low, high: ``clip_low``, ``clip_high`` (arXiv:2503.14476, section 3.1).  c: ``clip_ratio_c``, the dual clip
+    (arXiv:1912.09729); it is the delta of two-sided clipping in INTELLECT-2 (arXiv:2505.07291) and TRL, too: with
+    ``delta > 1 + high`` both are one formula.  None leaves it away, as PPO and GRPO have it.
     Metrics count tokens whose gradient is cut off: below (A < 0), above (A > 0), and beyond c (A < 0, apart).
     """
-    assert inputs.advantages_N is not None
-    ratio_N, advantages_N = log_ratios(inputs).exp(), inputs.advantages_N
-    low, high, most = 1 - config.clip_low, 1 + config.clip_high, config.clip_ratio_c
-    clipped_N = torch.maximum(-advantages_N * ratio_N, -advantages_N * ratio_N.clamp(low, high))
-    loss_N = torch.where(advantages_N < 0, torch.minimum(clipped_N, -advantages_N * most), clipped_N)
-
-    with torch.no_grad():
-        metrics = clip_metrics(
-            (advantages_N < 0) & (ratio_N < low), (advantages_N > 0) & (ratio_N > high), inputs.mask_N
-        )
-        beyond_N = (advantages_N < 0) & (ratio_N > most)
+    loss_N, ratio_N = clipped_surrogate(inputs, config)
+    advantages_N, most = inputs.advantages_N, config.clip_ratio_c
+    assert advantages_N is not None
+    metrics = surrogate_clips(ratio_N, advantages_N, inputs.mask_N, config)
+    if most is not None:
+        loss_N = torch.where(advantages_N < 0, torch.minimum(loss_N, -advantages_N * most), loss_N)
+        beyond_N = (advantages_N < 0) & above(ratio_N.detach(), most)
         metrics["actor/clip_fraction_dual"] = masked_sum(beyond_N.float(), inputs.mask_N)
     return TokenLosses(loss_N=loss_N, metrics=metrics)
+
+
+def clipped_surrogate(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, Tensor]:
+    """``max(-A r, -A clip(r, 1 - low, 1 + high))`` and r, each [N] and with gradient."""
+    assert inputs.advantages_N is not None
+    ratio_N = log_ratios(inputs).exp()
+    clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return torch.maximum(-inputs.advantages_N * ratio_N, -inputs.advantages_N * clipped_N), ratio_N
+
+
+@torch.no_grad()
+def surrogate_clips(ratio_N: Tensor, advantages_N: Tensor, mask_N: Tensor, config: ActorConfig) -> dict[str, Tensor]:
+    """Tokens whose gradient the clip cuts off: those below where A < 0, those above where A > 0."""
+    low_N, high_N = below(ratio_N, 1 - config.clip_low), above(ratio_N, 1 + config.clip_high)
+    return clip_metrics((advantages_N < 0) & low_N, (advantages_N > 0) & high_N, mask_N)

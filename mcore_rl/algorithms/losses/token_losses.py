@@ -9,6 +9,8 @@ from torch import Tensor
 from mcore_rl.types import LossInputs
 
 MAX_LOG_RATIO = 20.0  # a ratio of 5e8: far outside every clip range, and no overflow in float32
+# Float32 log-probs of up to 32 nats are 2e-6 apart, and two passes over one token differ by a few of these.
+ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,20 @@ def masked_sum(x_N: Tensor, mask_N: Tensor) -> Tensor:
     return x_N.masked_fill(~mask_N, 0).sum()
 
 
+def below(ratio_N: Tensor, bound: float) -> Tensor:
+    """Whether a ratio is less than ``bound`` by more than rounding: one that equals it is not clipped."""
+    return ratio_N < bound * (1 - ROUNDING)
+
+
+def above(ratio_N: Tensor, bound: float) -> Tensor:
+    """Whether a ratio exceeds ``bound`` by more than rounding."""
+    return ratio_N > bound * (1 + ROUNDING)
+
+
 def clip_metrics(low_N: Tensor, high_N: Tensor, mask_N: Tensor) -> dict[str, Tensor]:
-    """Tokens cut at the lower bound, at the upper one, and both together; sums over trained rows."""
+    """Tokens cut at the lower bound, at the upper one, and both together; sums over trained rows.
+
+    low_N, high_N: by ``below`` and ``above``, which do not count rounding.
+    """
     low, high = ((cut_N & mask_N).sum().float() for cut_N in (low_N, high_N))
     return {"actor/clip_fraction": low + high, "actor/clip_fraction_low": low, "actor/clip_fraction_high": high}

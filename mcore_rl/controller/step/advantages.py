@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mcore_rl.algorithms.advantages.estimation import BatchAdvantages, estimate
-from mcore_rl.algorithms.correction import correction_metrics
+from mcore_rl.algorithms.correction import correction_metrics, mean_weight
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.token_advantages import SequenceStats
-from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionLevel
+from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.controller.step.batch_assembly import StepBatch
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
@@ -28,17 +28,6 @@ FIELDS = (
     "ref_logprobs_T",
     "old_values_T",
 )
-# What ``algorithms.correction`` calls its metrics -> what they are called in metrics.jsonl.
-AGREEMENT = {
-    "logprob_diff_mean": "rollout/logprob_diff_mean",
-    "logprob_diff_max": "rollout/logprob_diff_max",
-    "kl_k3": "rollout/kl",
-}
-CORRECTION = {
-    "ratio_mean": "rollout/correction_weight_mean",
-    "above_upper": "rollout/correction_clip_share",
-    "masked": "rollout/correction_masked_share",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +37,15 @@ class StepAdvantages:
     advantages: of all sequences, or how those of their tokens are whitened.
     trained_S: trained tokens of each sequence, int64.
     metrics: of the whole step.
+    mean_weight: what importance weights are divided by.
+    mean_logprob: of the tokens whose advantages are estimated, nats.
     """
 
     advantages: BatchAdvantages
     trained_S: Tensor
     metrics: dict[str, float]
+    mean_weight: float = 1.0
+    mean_logprob: float = 0.0
 
 
 async def estimate_step(
@@ -77,14 +70,15 @@ def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig,
     if algorithm.mask_truncated:
         metrics["dropped/masked_sequences"] = float(groups.outcomes.truncated_S.sum())
     if stats.kl_S is not None:
-        mean = float(stats.kl_S.mean())
-        metrics |= {"kl/reward": mean, "kl/coef": kl.coef}
-        kl.update(mean, len(stats.kl_S))
-    estimated = estimate(groups.group_S, stats.scores_S, stats.counts_S, stats.advantages, algorithm)
-    config = algorithm.rollout_correction
-    names = AGREEMENT if config.level is CorrectionLevel.none else AGREEMENT | CORRECTION
-    correction = correction_metrics(stats.correction, config)
-    metrics |= {key: correction[f"rollout_correction/{name}"] for name, key in names.items()}
+        per_response = float(stats.kl_S.mean())
+        per_token = float((stats.kl_S / stats.responses_S.clamp(min=1)).mean())
+        metrics |= {"kl/reward": per_response, "kl/reward_per_token": per_token, "kl/coef": kl.coef}
+        kl.update(per_token=per_token, per_response=per_response, num_samples=len(stats.kl_S))
+    estimated = estimate(
+        groups.group_S, stats.scores_S, stats.counts_S, stats.advantages, algorithm,
+        members_S=stats.members_S, parts_SK=groups.outcomes.parts_SK,
+    )  # fmt: skip
+    metrics |= correction_metrics(stats.correction, algorithm.rollout_correction)
     if (spread := estimated.spread) is not None:
         metrics |= {
             "advantage/mean": spread.mean,
@@ -95,4 +89,10 @@ def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig,
         for name, sums_S in (("return/mean", stats.returns_S), ("value/mean", stats.values_S)):
             if sums_S is not None:
                 metrics[name] = float(sums_S.sum()) / spread.count
-    return StepAdvantages(advantages=estimated, trained_S=stats.trained_S, metrics=metrics)
+    return StepAdvantages(
+        advantages=estimated,
+        trained_S=stats.trained_S,
+        metrics=metrics,
+        mean_weight=mean_weight(stats.correction, algorithm.rollout_correction),
+        mean_logprob=float(stats.logprobs_S.sum()) / max(int(stats.counts_S.sum()), 1),
+    )

@@ -12,6 +12,7 @@ from torch import Tensor
 from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.data.pairs import units_of
 from mcore_rl.episodes import Episode, Segment
+from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.types import TrainBatch
 
 
@@ -36,10 +37,14 @@ class StepBatch:
         return int(np.count_nonzero(self.batch.mask_T.numpy()))
 
 
-def assemble(episodes: Sequence[Episode], greedy: Sequence[float] | None = None) -> StepBatch:
+def assemble(
+    episodes: Sequence[Episode], greedy: Sequence[float] | None = None, reward_keys: Sequence[str] = ()
+) -> StepBatch:
     """The tokens of all segments, laid end to end; those of trained segments are trained.
 
     greedy: reward of the greedy response to each group's prompt, by group number.
+    reward_keys: parts of the score that advantages are made of (``algorithm.gdpo_reward_keys``).
+    Raises ConfigError: a grader does not name one of ``reward_keys``.
     """
     segments = [segment for episode in episodes for segment in episode.segments]
     tokens_T = np.concatenate([segment.tokens for segment in segments])
@@ -66,8 +71,29 @@ def assemble(episodes: Sequence[Episode], greedy: Sequence[float] | None = None)
             scores_S=torch.tensor([episode.graded.value for episode in episodes], dtype=torch.float32),
             truncated_S=torch.tensor([episode.truncated for episode in episodes]),
             greedy_S=None if greedy is None else torch.tensor([greedy[group] for group in groups], dtype=torch.float32),
+            parts_SK=_parts(episodes, reward_keys) if reward_keys else None,
         ),
     )
+
+
+def _parts(episodes: Sequence[Episode], names: Sequence[str]) -> Tensor:
+    """Each named part of each score, [S, K]; of a response that could not be graded, its score."""
+    graded = [each for each in episodes if each.graded.error is None]
+    missing = {name: each for each in graded for name in names if each.graded.named(name) is None}
+    refuse_if_any(
+        [
+            Violation(
+                "algorithm.gdpo_reward_keys",
+                name,
+                f"the grader of {each.row.data_source} names no such part; it names {sorted(each.graded.parts)}",
+                "Write names of its own, acc or score, or let it answer with this one",
+            )
+            for name, each in missing.items()
+        ]
+    )
+    scores = [each.graded for each in episodes]
+    rows = [[score.value if score.error else score.named(name) for name in names] for score in scores]
+    return torch.tensor(rows, dtype=torch.float32)
 
 
 def _turn_rewards(segments: Sequence[Segment]) -> Tensor | None:

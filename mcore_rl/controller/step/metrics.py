@@ -59,6 +59,7 @@ def actor_metrics(updated: Updated, config: ActorConfig, entropy: float) -> dict
         "actor/clip_fraction_low": "actor/clip_fraction_low",
         "actor/clip_fraction_high": "actor/clip_fraction_high",
         "actor/clip_fraction_dual": "actor/clip_fraction_dual",
+        "actor/selected_fraction": "actor/selected_fraction",
         "kl/loss": "actor/kl_loss",
     }
     found = {key: updated.mean(name) for key, name in wanted.items()}

@@ -2,6 +2,7 @@
 
 Dynamic sampling (arXiv:2503.14476, section 3.2) is here too: groups without signal make room for those of fresh
 prompts, up to a bound; what is still missing then is filled with groups without signal, so that a step is always whole.
+A group has a signal where answers differ in being right, as far as training will see them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from mcore_rl.algorithms.shaping import has_signal
+from mcore_rl.config.algorithm import FilterMetric
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.step.reward_model import RewardModel
@@ -84,15 +87,19 @@ class RolloutCollector:
         return filtering.enable and batches < filtering.max_num_gen_batches
 
     def _teaches(self, group: Sequence[Episode]) -> bool:
-        if not self._run.algorithm.filter_groups.enable:
+        algorithm, sampled = self._run.algorithm, group[: self._run.rollout.n]
+        if not algorithm.filter_groups.enable:
             return True
-        scores = [each.graded.value for each in group[: self._run.rollout.n]]
-        return min(scores) < max(scores)
+        scores = [filter_score(each, algorithm.filter_groups.metric) for each in sampled]
+        return has_signal(scores, [each.truncated for each in sampled], algorithm)
 
     async def _collect_groups(
         self, step: int, batch: int, rows: Sequence[PromptRow], progress: CollectProgress
     ) -> list[list[Episode]]:
-        """The samples of each row; behind them the greedy one, where the algorithm needs it."""
+        """The samples of each row, and after them its greedy one where the algorithm needs it.
+
+        batch: number of this batch of prompts within the step.
+        """
         rollout = self._run.rollout
         sampling = sampling_of(rollout, rollout, rollout.seed * STEPS_APART + step)
         # A small data set may give a prompt twice in a step: its place in the step tells the two apart.
@@ -136,8 +143,23 @@ class RolloutCollector:
         return episode.with_score(await self.scorer.score(request))
 
 
+def filter_score(episode: Episode, metric: FilterMetric) -> float:
+    """What must differ within a group: whether the answer is right, or where nobody says it what it earned.
+
+    The overlong penalty is left out: it differs within any group of long responses, right or wrong.
+    """
+    score = episode.graded
+    if metric is FilterMetric.acc and score.correct is not None:
+        return score.correct
+    return episode.reward - score.overlong
+
+
 def sampling_of(rollout: RolloutConfig, draw: RolloutConfig | ValidationConfig, seed: int) -> Sampling:
-    """How an engine draws: ``draw``'s distribution, ``rollout``'s ends, ``seed``."""
+    """How an engine draws.
+
+    rollout: says what ends a response.  draw: says the distribution; training's is ``rollout`` itself.  seed: of all
+    draws.
+    """
     return Sampling(
         max_tokens=rollout.max_response_length,
         temperature=draw.temperature,

@@ -7,7 +7,7 @@ divided by is counted here, over the whole minibatch, before anything is sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
 from mcore_rl.algorithms.policy import ActorLoss
+from mcore_rl.algorithms.selection import Moments, num_selected, threshold
+from mcore_rl.algorithms.step_numbers import StepNumbers
 from mcore_rl.algorithms.value import CriticLoss
 from mcore_rl.config.roles import ActorConfig, CriticConfig
 from mcore_rl.controller.step.advantages import StepAdvantages
@@ -25,12 +27,13 @@ from mcore_rl.parallel.device import Memory
 from mcore_rl.runtime.shard import shards_of
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.runtime.train_worker import SequenceAdvantages
+from mcore_rl.runtime.train_worker import SequenceAdvantages, SequencesInStep
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 
 TOKENS = ("tokens_T", "mask_T")
 # What a role's loss may read, of what is there.
-ACTOR = (*TOKENS, "old_logprobs_T", "ref_logprobs_T", "advantages_T", "weights_T")
+ACTOR = (*TOKENS, "old_logprobs_T", "ref_logprobs_T", "advantages_T", "weights_T", "selection_T")
+SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T")
 CRITIC = (*TOKENS, "old_values_T", "returns_T")
 
 
@@ -108,10 +111,13 @@ async def update(
     *,
     temperature: float,
     reference: str | None = None,
+    seed: int = 0,
 ) -> Updated:
     """One optimizer step for each of ``minibatches``, lists of sequences; all in one call of the workers.
 
-    One in which nothing is trained is left out.  reference: the snapshot to which a full KL is taken.
+    One in which nothing is trained is left out.
+    reference: the snapshot to which a full KL is taken.
+    seed: of what the loss draws.
     """
     config, of_actor = loss.config, isinstance(loss, ActorLoss)
     with_entropy = isinstance(loss, ActorLoss) and loss.with_entropy
@@ -123,6 +129,9 @@ async def update(
     counts = [_counts(shared.lengths_S, step.trained_S, members, config) for members in minibatches]
     shards = [_shards(shared, members, group.layout.dp) for members in minibatches]
     batches = list(zip(*shards, strict=True))
+    numbers = StepNumbers(whitening=step.advantages.whitening, mean_weight=step.mean_weight)
+    if isinstance(loss, ActorLoss):
+        numbers = await _select_tokens(group, shared, loss.config, step, numbers, seed)
     payloads: list[SequenceAdvantages] = [[None] * len(minibatches)] * len(batches)
     if of_actor and step.advantages.advantages_S is not None:
         advantages_S = step.advantages.advantages_S.numpy()  # pickled sooner than tensors
@@ -134,7 +143,7 @@ async def update(
         temperature=temperature,
         with_entropy=with_entropy,
         kl_to=kl_to,
-        whitening=step.advantages.whitening,
+        numbers=numbers,
     )
     return Updated(
         results=done.results,
@@ -142,6 +151,26 @@ async def update(
         trained=[int(step.trained_S[list(members)].sum()) for members in minibatches],
         imbalance=max(imbalance(shared.lengths_S, each) for each in shards),
     )
+
+
+async def _select_tokens(
+    group: TrainGroup, shared: SharedBatch, config: ActorConfig, step: StepAdvantages, numbers: StepNumbers, seed: int
+) -> StepNumbers:
+    """``numbers``, with the threshold of a loss that selects tokens; their keys stay with ``shared``."""
+    count, spread = num_selected(config, int(step.trained_S.sum())), step.advantages.spread
+    if not count:
+        return numbers
+    assert spread is not None, "tokens that are trained have advantages"
+    moments = Moments(advantage=spread.mean, logprob=step.mean_logprob, num_selected=count, seed=seed)
+    ranks, of_response_S = shared.assignment, step.advantages.advantages_S
+    payloads = [
+        SequencesInStep(None if of_response_S is None else of_response_S[sequences].numpy(), sequences)
+        for sequences in ranks
+    ]
+    inputs = shared.shard_refs([[sequences] for sequences in ranks], SELECTION, payloads)
+    largest, shards = await group.select_tokens(inputs, config, numbers, moments)
+    shared.add(ranks, shards, ["selection_T"])
+    return replace(numbers, threshold=threshold(largest, count))
 
 
 async def update_alone(group: TrainGroup, batch: TrainBatch, loss: CrossEntropy) -> StepResult:

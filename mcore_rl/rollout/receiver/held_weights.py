@@ -6,7 +6,7 @@ It needs no trainer and no channel; ``worker_extension`` receives a run's update
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,7 @@ from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.proofs.differences import Differences, piece_differences, worst
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
+from mcore_rl.rollout.worker_methods import HeldWeightsMethods
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
@@ -28,12 +29,7 @@ class HeldWeights:
 
     @torch.no_grad()
     def held_differences(self, directory: str, layout: str) -> Differences:
-        """The differences between the weights that this worker executes with, unpacked, and the files.
-
-        directory: a Hugging Face checkpoint.  layout: the engine's, as a user writes it.
-
-        Raises WeightMapError if vLLM's model and the family's table disagree.
-        """
+        """See ``HeldWeightsMethods.held_differences``."""
         checkpoint, plain = open_hf(Path(directory))
         latent = bool(self.vllm_config.model_config.use_mla)
         table = RolloutTable(plain.family, plain.model, parse_rollout_layout(layout), latent_attention=latent)
@@ -51,3 +47,7 @@ class HeldWeights:
                 pieces = [piece for place, piece in table.pieces(stored) if place == slot]
                 differences.append(piece_differences(held, pieces, checkpoint))
         return worst(differences)
+
+
+if TYPE_CHECKING:
+    _METHODS: type[HeldWeightsMethods] = HeldWeights

@@ -1,7 +1,8 @@
 """This package's extension of every vLLM worker (``worker_extension_cls``): receives weights, returns fingerprints.
 
-``collective_rpc`` calls the methods by name.  Arguments and results are plain values; the caller, of this package too,
-pickles anything else.  ``Opening.connect`` makes the transport; this module knows only its interface, ``Incoming``.
+``RolloutEngine.call_workers`` calls the methods.  Arguments and results are plain values; the caller, of this package
+too, pickles anything else.  ``Opening.connect`` makes the transport; this module knows only its interface,
+``Incoming``.
 
 One call receives a whole update.  It could be split into vLLM's three phases (``start_weight_update``,
 ``update_weights``, ``finish_weight_update``, v1/worker/gpu_worker.py, 0.32), with an engine of our own registered with
@@ -9,8 +10,8 @@ One call receives a whole update.  It could be split into vLLM's three phases (`
 the transport, and keep the engine core answering calls between buckets although it can only wait.
 
 No method raises: vLLM's executor stops reading at the first worker that raises, and takes the other workers' answers
-for answers to its next call (``collective_rpc`` in v1/executor/multiproc_executor.py, 0.32).  Each method returns
-``{"result": ...}`` or ``{"failed": message}``; ``answer_of`` returns the result or raises.
+for answers to its next call (``collective_rpc`` in v1/executor/multiproc_executor.py, 0.32).  Each method returns an
+``Answer``; ``answer_of`` returns its result or raises.
 
 Invariant: from the moment an update begins until one is complete, this worker runs no model.
 """
@@ -18,9 +19,9 @@ Invariant: from the moment an update begins until one is complete, this worker r
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +30,16 @@ from mcore_rl.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
 from mcore_rl.rollout.receiver.receive_memory import beside, freed_memory_kept
-from mcore_rl.rollout.weight_channel import Answer, Opening
+from mcore_rl.rollout.weight_channel import Opening
+from mcore_rl.rollout.worker_methods import Answer, WeightReceiverMethods
 from mcore_rl.weights.fingerprint import added, fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_to, plan_id
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Updates:
@@ -112,35 +117,20 @@ class WeightReceiver:
     vllm_config: Any
     model_runner: Any
 
-    def sync_open(self, opening: bytes) -> Answer:
-        """Join the channel, after leaving an open one.  Blocks until all members join.  Returns this rollout rank.
-
-        Fails if the sender has another plan, a member does not join, or vLLM's model does not fit the plan.
-        """
+    def sync_open(self, opening: bytes) -> Answer[int]:
+        """See ``WeightReceiverMethods.sync_open``."""
         return _answer(self._sync_open, opening)
 
-    def sync_close(self) -> Answer:
-        """Leave the channel if one is open."""
-        return _answer(self._sync_close)
-
-    def sync_receive(self, version: int) -> Answer:
-        """Receive update ``version``, all of it.
-
-        Fails with the first cause, on whichever member it was.  This worker then refuses to run until an update is
-        complete, and the channel must be opened again.
-        """
+    def sync_receive(self, version: int) -> Answer[None]:
+        """See ``WeightReceiverMethods.sync_receive``."""
         return _answer(self._sync_receive, version)
 
-    def sync_version(self) -> Answer:
-        """The version of the last complete update; None before the first."""
-        return {"result": self.__dict__.get("sync_held_version")}
-
-    def sync_fingerprints(self) -> Answer:
-        """[(name, slot or -1, fingerprint)] of every weight that this worker executes with, unpacked."""
+    def sync_fingerprints(self) -> Answer[Sequence[tuple[str, int, int]]]:
+        """See ``WeightReceiverMethods.sync_fingerprints``."""
         return _answer(self._sync_fingerprints)
 
-    def sync_copies(self) -> Answer:
-        """Name of a copy among the fingerprints -> the stored tensor."""
+    def sync_copies(self) -> Answer[Mapping[str, str]]:
+        """See ``WeightReceiverMethods.sync_copies``."""
         return _answer(lambda: dict(self._sync_channel().live.names_of_heads))
 
     def _sync_open(self, opening: bytes) -> int:
@@ -172,7 +162,6 @@ class WeightReceiver:
             self.__dict__["execute_model"] = _refusal(str(failure))
             raise failure from error
         self.__dict__.pop("execute_model")
-        self.__dict__["sync_held_version"] = version
 
     def _sync_fingerprints(self) -> list[tuple[str, int, int]]:
         entries = []
@@ -189,9 +178,13 @@ class WeightReceiver:
         return updates
 
 
-def _answer(call: Callable[..., object], *args: object) -> Answer:
+if TYPE_CHECKING:
+    _METHODS: type[WeightReceiverMethods] = WeightReceiver
+
+
+def _answer(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> Answer[T]:
     try:
-        return {"result": call(*args)}
+        return {"result": call(*args, **options)}
     except Exception as error:  # noqa: BLE001  raised by ``answer_of``
         return {"failed": str(error) if isinstance(error, McoreRLError) else f"{type(error).__name__}: {error}"}
 

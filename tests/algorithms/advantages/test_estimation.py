@@ -9,16 +9,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages.estimation import estimate_advantages
+from mcore_rl.algorithms.advantages.estimation import estimate, estimate_advantages
 from mcore_rl.algorithms.advantages.gae import gae
+from mcore_rl.algorithms.advantages.groups import PromptGroups
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithm_object import Scope
 from mcore_rl.config.algorithm_registry import estimators
 from tests.algorithms.cases import ALL, EDGES, Case
+from tests.support.spy import spied
 
 Rows = list[list[float]]  # one entry a trained token
 Reference = Callable[[Case, AlgorithmConfig], Rows]
 GAMMA, LAM = 0.9, 0.8
+WEIGHTS = [1.0, 0.25]  # of gdpo
 
 
 def backwards(row: list[float], factor: float) -> list[float]:
@@ -93,6 +97,33 @@ def remax_by_hand(case: Case, config: AlgorithmConfig) -> Rows:
     return [[x - greedy for x in row] for row, greedy in zip(rows, case.greedy, strict=True)]
 
 
+def lite_ppo_by_hand(case: Case, config: AlgorithmConfig) -> Rows:
+    scores = [math.fsum(row) for row in case.trained(case.rewards) if row]
+    centre = mean(scores) if scores else 0.0
+    std = math.sqrt(math.fsum((s - centre) ** 2 for s in scores) / (len(scores) - 1)) if len(scores) > 1 else 0.0
+    return [[x / (std + 1e-6) for x in row] for row in centred(case, config)]
+
+
+def gdpo_by_hand(case: Case, config: AlgorithmConfig) -> Rows:
+    """arXiv:2601.05242: GRPO of each reward, their weighted sum, divided by its deviation over the batch."""
+    trained, summed = case.trained(case.rewards), [0.0] * len(case.groups)
+    compared = []
+    for place, (group, row) in enumerate(zip(case.groups, trained, strict=True)):
+        members = [i for i, other in enumerate(case.groups) if other == group and trained[i]]
+        if not row or len(members) < 2:
+            continue
+        compared.append(place)
+        for k, weight in enumerate(WEIGHTS):
+            scores = [case.parts[i][k] for i in members]
+            summed[place] += weight * grpo_formula(case.parts[place][k], 0, scores, [])
+    centre = mean([summed[i] for i in compared]) if compared else 0.0
+    std = math.sqrt(math.fsum((summed[i] - centre) ** 2 for i in compared) / max(len(compared) - 1, 1))
+    return [
+        [(z - centre) / (std + 1e-6) if place in compared else 0.0 for _ in row]
+        for place, (z, row) in enumerate(zip(summed, trained, strict=True))
+    ]
+
+
 REFERENCES: dict[str, Reference] = {
     "gae": lambda case, config: gae_by_hand(case, config)[0],
     "grpo": per_group(grpo_formula),
@@ -103,10 +134,12 @@ REFERENCES: dict[str, Reference] = {
     "remax": remax_by_hand,
     "gpg": gpg_by_hand,
     "opo": per_group(opo_formula),
+    "lite_ppo": lite_ppo_by_hand,
+    "gdpo": gdpo_by_hand,
 }
 COMPARES = {
     "grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline",
-    "gpg", "opo",
+    "gpg", "opo", "lite_ppo", "gdpo",
 }  # fmt: skip
 WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
@@ -140,14 +173,27 @@ def test_every_estimator_has_its_formula_here() -> None:
     assert {name for name, row in rows.items() if row.whitens} == WHITENED
     assert {name for name, row in rows.items() if row.roles} == {"gae"} and rows["gae"].roles == ("critic",)
     assert {name for name, row in rows.items() if row.greedy} == {"remax"}
+    assert {name for name, row in rows.items() if row.parts} == {"gdpo"}
+
+
+@pytest.mark.parametrize("name", list(estimators()))
+def test_an_estimator_reads_the_keys_that_it_says(name: str) -> None:
+    row, case = estimators()[name], ALL["drawn_0"]
+    inputs = case.inputs()
+    given = inputs if row.scope is Scope.token else PromptGroups.of(case.group_S, inputs.scores_S, inputs.counts_S)
+    config, read = spied(AlgorithmConfig(adv_estimator=name))
+    row.load()(given, config)
+    assert {f"algorithm.{field}" for field in read} == row.reads
 
 
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("estimator", list(estimators()))
 def test_advantages_are_those_of_the_formula(estimator: str, whiten: bool) -> None:
-    config = AlgorithmConfig(adv_estimator=estimator, gamma=GAMMA, lam=LAM, whiten_advantages=whiten)
+    config = AlgorithmConfig(
+        adv_estimator=estimator, gamma=GAMMA, lam=LAM, whiten_advantages=whiten, gdpo_reward_weights=WEIGHTS
+    )
     for name, case in ALL.items():
-        found = estimate_advantages(case.inputs(), case.group_S, config).advantages_T
+        found = estimate_advantages(case.inputs(), case.group_S, config, case.parts_SK()).advantages_T
         assert found.dtype == torch.float64
         # Float64 rounding, which whitening of all but equal values enlarges by up to 1 / sqrt(1e-8).
         torch.testing.assert_close(
@@ -157,9 +203,10 @@ def test_advantages_are_those_of_the_formula(estimator: str, whiten: bool) -> No
 
 @pytest.mark.parametrize("estimator", list(estimators()))
 def test_float32_is_near(estimator: str) -> None:
-    config = AlgorithmConfig(adv_estimator=estimator, gamma=GAMMA, lam=LAM)
+    config = AlgorithmConfig(adv_estimator=estimator, gamma=GAMMA, lam=LAM, gdpo_reward_weights=WEIGHTS)
     for name, case in ALL.items():
-        found = estimate_advantages(case.inputs(torch.float32), case.group_S, config).advantages_T
+        inputs, parts_SK = case.inputs(torch.float32), case.parts_SK(torch.float32)
+        found = estimate_advantages(inputs, case.group_S, config, parts_SK).advantages_T
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, torch.tensor(expected(case, config)), atol=2e-5, rtol=2e-5, msg=name)
 
@@ -175,7 +222,8 @@ def test_gae_returns_are_not_whitened() -> None:
 @pytest.mark.parametrize("estimator", [e for e in estimators() if e != "gae"])
 def test_without_a_critic_there_are_no_returns(estimator: str) -> None:
     config = AlgorithmConfig(adv_estimator=estimator)
-    assert estimate_advantages(ALL["drawn_0"].inputs(), ALL["drawn_0"].group_S, config).returns_T is None
+    case = ALL["drawn_0"]
+    assert estimate_advantages(case.inputs(), case.group_S, config, case.parts_SK()).returns_T is None
 
 
 @pytest.mark.parametrize("estimator", sorted(COMPARES))
@@ -183,14 +231,17 @@ def test_without_a_critic_there_are_no_returns(estimator: str) -> None:
 def test_equal_scores_and_only_members_give_exactly_nothing(estimator: str, dtype: torch.dtype) -> None:
     config = AlgorithmConfig(adv_estimator=estimator)
     for name in ("equal_rewards", "only_one_member_groups", "empty_response_leaves_one_member", "all_masked"):
-        found = estimate_advantages(EDGES[name].inputs(dtype), EDGES[name].group_S, config).advantages_T
+        case = EDGES[name]
+        found = estimate_advantages(case.inputs(dtype), case.group_S, config, case.parts_SK(dtype)).advantages_T
         assert not found.any(), name
 
 
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("estimator", list(estimators()))
 def test_what_stands_at_untrained_tokens_poisons_nothing(estimator: str, whiten: bool) -> None:
-    config = AlgorithmConfig(adv_estimator=estimator, gamma=GAMMA, lam=LAM, whiten_advantages=whiten)
+    config = AlgorithmConfig(
+        adv_estimator=estimator, gamma=GAMMA, lam=LAM, whiten_advantages=whiten, gdpo_reward_weights=WEIGHTS
+    )
     for case in ALL.values():
         clean = case.inputs()
         assert clean.values_T is not None
@@ -199,7 +250,9 @@ def test_what_stands_at_untrained_tokens_poisons_nothing(estimator: str, whiten:
             process_T=clean.rewards_T.masked_fill(~clean.mask_T, math.nan),
             values_T=clean.values_T.masked_fill(~clean.mask_T, math.inf),
         )
-        of_broken, of_clean = (estimate_advantages(each, case.group_S, config) for each in (broken, clean))
+        of_broken, of_clean = (
+            estimate_advantages(each, case.group_S, config, case.parts_SK()) for each in (broken, clean)
+        )
         assert torch.equal(of_broken.advantages_T, of_clean.advantages_T)
 
 
@@ -234,3 +287,26 @@ def test_what_is_needed_is_asked_for(field: str) -> None:
 def test_misshapen_inputs_are_refused() -> None:
     with pytest.raises(AssertionError, match="outcome_S"):
         replace(ALL["drawn_0"].inputs(), outcome_S=torch.tensor([0.0]))
+
+
+def test_the_parts_are_asked_for() -> None:
+    case = ALL["drawn_0"]
+    with pytest.raises(AssertionError, match="parts_SK"):
+        estimate_advantages(case.inputs(), case.group_S, AlgorithmConfig(adv_estimator="gdpo"))
+
+
+def test_a_response_that_is_masked_stays_in_the_baseline_or_leaves_it() -> None:
+    """Scores 1, 1, 0, 0 of one prompt, the last two cut off; members are of one token each."""
+    group_S, scores_S = torch.zeros(4).long(), torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    trained_S, all_S = torch.tensor([1, 1, 0, 0]), torch.ones(4).long()
+    for estimator in sorted(COMPARES - {"gdpo"}):
+        config = AlgorithmConfig(adv_estimator=estimator)
+        left = estimate(group_S, scores_S, trained_S, None, config)
+        assert left.advantages_S is not None and not left.advantages_S.any(), estimator
+        stayed = estimate(group_S, scores_S, trained_S, None, config, members_S=all_S)
+        assert stayed.advantages_S is not None and stayed.spread is not None
+        if estimator == "reinforce_plus_plus_baseline":  # whitened over what is trained: two equal values
+            assert stayed.advantages_S[:2].abs().max() < 1e-12
+        else:
+            assert (stayed.advantages_S[:2] > 0).all(), estimator
+            assert stayed.spread.count == 2 and stayed.spread.low == stayed.spread.high == stayed.advantages_S[0]

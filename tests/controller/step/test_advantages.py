@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from mcore_rl.algorithms.advantages.estimation import final_advantages
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.algorithms.ragged import sequence_counts
+from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.algorithms.token_advantages import Outcomes
 from mcore_rl.config.algorithm import (
     AlgorithmConfig,
@@ -23,6 +23,8 @@ from mcore_rl.config.algorithm import (
     CorrectionMode,
     KlControl,
     KlControlConfig,
+    KlUnit,
+    Rejection,
     RolloutCorrectionConfig,
 )
 from mcore_rl.config.algorithm_registry import estimators
@@ -62,11 +64,9 @@ def over_ranks(groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController, 
     portion: Portion[None] = pickle.loads(refs.portion)
     (batch,) = portion.join([pickle.loads(shard) for shard in refs.shards])  # type: ignore[arg-type]
     assert torch.equal(step.trained_S, sequence_counts(batch.mask_T, batch.lengths_S))
-    estimate = step.advantages
-    final_T = final_advantages(
-        batch.advantages_T, estimate.advantages_S, estimate.whitening, batch.mask_T, list(batch.lengths_S)
-    )
-    return Found(replace(batch, advantages_T=final_T), step.metrics)
+    numbers = StepNumbers(whitening=step.advantages.whitening, mean_weight=step.mean_weight)
+    advantages_S = step.advantages.advantages_S
+    return Found(finish(batch, None if advantages_S is None else advantages_S.numpy(), numbers), step.metrics)
 
 
 def step_of(algorithm: AlgorithmConfig, kl: KlController | None = None, dp: int = 2, **changes: torch.Tensor) -> Found:
@@ -113,12 +113,16 @@ def test_no_bit_depends_on_how_many_ranks_there_are(estimator: str, level: Corre
             scores_S=torch.randn(number, generator=draw),
             truncated_S=torch.arange(number) % 4 == 1,
             greedy_S=torch.randn(number, generator=draw),
+            parts_SK=torch.randn(number, 3, generator=draw),
         ),
     )
     mode = CorrectionMode.mask if level is CorrectionLevel.token else CorrectionMode.truncate
     algorithm = AlgorithmConfig(
         adv_estimator=estimator, gamma=0.9, lam=0.8, mask_truncated=True, use_kl_in_reward=True, whiten_advantages=True,
-        rollout_correction=RolloutCorrectionConfig(level=level, mode=mode, lower=0.9, upper=1.1),
+        rollout_correction=RolloutCorrectionConfig(
+            level=level, mode=mode, lower=0.9, upper=1.1, batch_normalize=True,
+            reject=Rejection.seq_max_k3, reject_upper=0.05,
+        ),
     )  # fmt: skip
     one, *more = (as_bits(over_ranks(groups, algorithm, KlController(KL), dp)) for dp in (1, 2, 3, number))
     assert all(each == one for each in more)
@@ -136,12 +140,14 @@ def test_leave_one_out_of_the_scores() -> None:
 
 def test_the_kl_is_taken_from_the_reward_with_the_coefficient_of_before() -> None:
     control = KlControlConfig(type=KlControl.adaptive, kl_coef=0.1, target_kl=0.01, horizon=10)
+    control.target_kl_per = KlUnit.response
     algorithm = AlgorithmConfig(adv_estimator="rloo", use_kl_in_reward=True, kl_ctrl=control)
     kl = KlController(control)
     found = step_of(algorithm, kl)
     # k1: 0.5 and 0 in the first response, -0.2 in the second: returns 1 - 0.05 and 0.02.
     assert advantages(found) == pytest.approx([0.93, 0.93, -0.93])
     assert found.metrics["kl/reward"] == pytest.approx(0.15)
+    assert found.metrics["kl/reward_per_token"] == pytest.approx((0.25 - 0.2) / 2)
     assert found.metrics["kl/coef"] == 0.1
     # arXiv:1909.08593, section 2.2: the error, 14, is clipped to 0.2; two samples of a horizon of ten.
     assert kl.coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
@@ -192,3 +198,60 @@ def test_the_difference_to_the_sampler_weighs_the_loss() -> None:
 def test_a_batch_of_which_nothing_is_trained_has_no_advantages_to_tell_of() -> None:
     found = step_of(AlgorithmConfig(adv_estimator="gae"), mask_T=torch.zeros(7, dtype=torch.bool))
     assert not [key for key in found.metrics if key.startswith(("advantage", "return", "value"))]
+
+
+def test_the_kl_of_a_token_is_what_verl_s_target_is_held_against() -> None:
+    """Of each response the mean over its tokens, 0.25 and -0.2, then over responses: 0.025, a quarter of the target."""
+    control = KlControlConfig(type=KlControl.adaptive, kl_coef=0.1, target_kl=0.1, horizon=10)
+    kl = KlController(control)
+    algorithm = AlgorithmConfig(adv_estimator="rloo", use_kl_in_reward=True, kl_ctrl=control)
+    step_of(algorithm, kl)
+    assert kl.coef == pytest.approx(0.1 * (1 - 0.2 * 2 / 10))
+    per_response = KlController(replace(control, target_kl_per=KlUnit.response))  # 0.15: above it
+    step_of(algorithm, per_response)
+    assert per_response.coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
+
+
+@pytest.mark.parametrize("in_baseline", [True, False])
+def test_a_response_that_was_cut_off_is_compared_with_or_not(in_baseline: bool) -> None:
+    """Of scores 1 and 0 the second is cut off: it is the first one's baseline, or the first has none."""
+    algorithm = AlgorithmConfig(
+        adv_estimator="rloo", mask_truncated=True, masked_in_baseline=in_baseline, use_kl_in_reward=True,
+        kl_ctrl=KL,
+    )  # fmt: skip
+    found = step_of(algorithm)
+    assert found.batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 0, 0]
+    # The KL in its reward comes along: returns are 1 - 0.05 and 0 + 0.02.
+    expected = [0.93, 0.93, 0.0] if in_baseline else [0.0, 0.0, 0.0]
+    assert advantages(found) == pytest.approx(expected)
+    assert found.metrics["advantage/min"] == found.metrics["advantage/max"] == pytest.approx(expected[0])
+    assert found.metrics["kl/reward"] == pytest.approx(0.15), "of all responses, trained or not"
+
+
+def test_masked_responses_are_not_whitened_with() -> None:
+    algorithm = AlgorithmConfig(adv_estimator="gae", mask_truncated=True)
+    found = step_of(algorithm)  # returns less values of the first response: 0.8 and 0.6
+    assert advantages(found) == pytest.approx([0.5**0.5, -(0.5**0.5), 0.0], rel=1e-5)
+    assert found.metrics["return/mean"] == pytest.approx(1.0)
+
+
+SAMPLER = torch.tensor([0.0, 0.0, -1.0 - math.log(3), -2.0, 0.0, 0.0, -1.0 + math.log(2)])  # ratios 3, 1 and 1/2
+
+
+def test_normalized_weights_have_mean_1() -> None:
+    config = RolloutCorrectionConfig(level=CorrectionLevel.token, upper=2.0, batch_normalize=True)
+    algorithm = AlgorithmConfig(adv_estimator="remax", rollout_correction=config)
+    for dp in (1, 2):
+        found = step_of(algorithm, dp=dp, rollout_logprobs_T=SAMPLER)
+        assert found.batch.weights_T is not None
+        assert found.batch.weights_T[MASK].tolist() == pytest.approx([2 * 6 / 7, 6 / 7, 3 / 7])
+
+
+def test_bypassed_the_loss_s_ratio_is_that_to_the_sampler() -> None:
+    algorithm = AlgorithmConfig(adv_estimator="remax")
+    bypassing = replace(algorithm, rollout_correction=RolloutCorrectionConfig(bypass_mode=True))
+    found, before = step_of(bypassing, rollout_logprobs_T=SAMPLER), step_of(algorithm, rollout_logprobs_T=SAMPLER)
+    assert found.batch.old_logprobs_T is not None and before.batch.old_logprobs_T is not None
+    assert torch.equal(found.batch.old_logprobs_T, SAMPLER) and torch.equal(before.batch.old_logprobs_T, OLD)
+    assert found.metrics == before.metrics, "what sampler and trainer differ in is measured all the same"
+    assert advantages(found) == advantages(before)

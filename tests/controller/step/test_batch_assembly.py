@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcore_rl.controller.step.batch_assembly import StepBatch, assemble
 from mcore_rl.episodes import Author, Episode, FinishReason, Segment, prompt_segment
+from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.score import Score
 from mcore_rl.types import TrainBatch
 from tests.support.scripted_rollout import answered, conversation, row, turn
@@ -183,3 +184,34 @@ def rows_of(found: StepBatch) -> list[tuple[int, bool, float, float]]:
     assert batch.rollout_logprobs_T is not None
     columns = (batch.tokens_T, batch.mask_T, batch.rollout_logprobs_T, rewards_T)
     return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def graded(value: float, parts: dict[str, float], correct: float | None = None, error: str | None = None) -> Episode:
+    return replace(GROUPS[0], score=Score(value, parts, correct, error))
+
+
+def test_named_parts_of_the_reward_come_in_the_order_of_the_keys() -> None:
+    found = assemble(
+        [
+            graded(1.5, {"format": 1.0, "overlong": -0.5}, correct=1.0),
+            graded(0.25, {"format": 0.5, "acc": 0.75}, correct=0.0),  # a part of its own goes before the general name
+            graded(-1.0, {}, error="timeout: 9 s"),
+        ],
+        reward_keys=["score", "format", "acc"],
+    )
+    parts_SK = found.outcomes.parts_SK
+    assert parts_SK is not None and parts_SK.dtype == torch.float32
+    assert parts_SK.tolist() == [[2.0, 1.0, 1.0], [0.25, 0.5, 0.75], [-1.0, -1.0, -1.0]]
+    of_two = found.outcomes.of([2, 0]).parts_SK
+    assert of_two is not None and of_two.tolist() == [[-1.0, -1.0, -1.0], [2.0, 1.0, 1.0]]
+    assert assemble(GROUPS).outcomes.parts_SK is None
+
+
+def test_a_part_that_no_grader_names_is_the_user_s_to_mend() -> None:
+    with pytest.raises(ConfigError) as error:
+        assemble([graded(1.0, {"boxed": 1.0})], reward_keys=["format", "acc", "boxed"])
+    assert [str(each) for each in error.value.violations] == [
+        f"algorithm.gdpo_reward_keys={name}: the grader of sums names no such part; it names ['boxed']. "
+        "Write names of its own, acc or score, or let it answer with this one"
+        for name in ("format", "acc")
+    ]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from mcore_rl.config.algorithm import AlgorithmConfig, FilterGroupsConfig, FilterMetric
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig
 from mcore_rl.config.run import RunConfig
@@ -51,9 +51,9 @@ def differing(*numbers: int) -> Callable[[RewardRequest], float]:
 
 
 def step(
-    run: RunConfig, value: Callable[[RewardRequest], float], number: int = 1
+    run: RunConfig, value: Callable[[RewardRequest], float | Score], number: int = 1, cut_from: int | None = None
 ) -> tuple[RolloutBatch, ScriptedEngine]:
-    engine = ScriptedEngine()
+    engine = ScriptedEngine(cut_from=cut_from)
     collector = RolloutCollector(engine, ScriptedScorer(value), run)  # type: ignore[arg-type]
     return asyncio.run(collector.collect(number, endless()[0], lambda done, of: None)), engine
 
@@ -108,6 +108,40 @@ def test_attempts_are_bounded_and_the_step_is_whole_nevertheless() -> None:
     assert groups(drawn)[::2] == [(0, "file:4"), (1, "file:0"), (2, "file:1")], "signal first, then what is there"
     assert len(engine.calls) == 2
     assert (drawn.num_batches, drawn.num_dropped) == (2, 3), "of six groups three are trained"
+
+
+@pytest.mark.parametrize(
+    ("metric", "correct", "kept"),
+    [
+        (FilterMetric.acc, (1.0, 1.0), [1, 2]),  # right and right: of rows 0, 1 and 2 the last two differ in that
+        (FilterMetric.acc, (None, None), [1, 2]),  # the grader does not say: its scores, without the penalty
+        (FilterMetric.score, (1.0, 0.0), [1, 2]),
+        (FilterMetric.acc, (1.0, 0.0), [0, 1]),  # right and wrong, of one score
+    ],
+)
+def test_the_filter_asks_for_correctness_and_not_for_the_overlong_penalty(
+    metric: FilterMetric, correct: tuple[float | None, float | None], kept: list[int]
+) -> None:
+    """Row 0: two answers of one score, the longer of which is punished.  Rows 1 and 2 differ in all."""
+
+    def value(request: RewardRequest) -> Score:
+        index = request.key[1]
+        if request.ground_truth == "0":
+            return Score(1.0 - 0.5 * index, {"overlong": -0.5 * index}, correct=correct[index])
+        return Score(1.0 - index, correct=1.0 - index)
+
+    run = config(wanted=2, attempts=2, drawn=3)
+    run.algorithm.filter_groups.metric = metric
+    assert [name for _, name in groups(step(run, value)[0])][::2] == [f"file:{number}" for number in kept]
+
+
+@pytest.mark.parametrize(("masks", "in_baseline", "dropped"), [(True, False, 3), (True, True, 0), (False, False, 0)])
+def test_the_filter_sees_a_group_as_training_will(masks: bool, in_baseline: bool, dropped: int) -> None:
+    """Four right answers, four that were cut off."""
+    run = config(n=8, attempts=2)
+    run.algorithm.mask_truncated, run.algorithm.masked_in_baseline = masks, in_baseline
+    drawn, _ = step(run, lambda request: float(request.key[1] < 4), cut_from=4)
+    assert (drawn.num_dropped, drawn.num_batches) == (dropped, 2 if dropped else 1)
 
 
 def test_a_generation_batch_has_its_own_size() -> None:

@@ -12,7 +12,9 @@ import torch
 from mcore_rl.algorithms.advantages.estimation import BatchAdvantages
 from mcore_rl.algorithms.advantages.whiten import Whitening
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
-from mcore_rl.algorithms.ragged import sequence_counts
+from mcore_rl.algorithms.ragged import Spreads, sequence_counts
+from mcore_rl.algorithms.selection import Moments, select
+from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.algorithms.value import value_loss
 from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation
 from mcore_rl.controller.step.advantages import StepAdvantages
@@ -31,7 +33,7 @@ class Ranks(InProcessGroup):
     """They answer from the tokens that they are handed."""
 
     def __init__(self, dp: int) -> None:
-        super().__init__(dp, score=self._score, train=self._train)
+        super().__init__(dp, score=self._score, train=self._train, select_tokens=self._select_tokens)
         self.scored: list[TrainBatch] = []
         self.trained: dict[int, tuple[WorkerInput[Any], tuple[Any, ...]]] = {}
 
@@ -43,6 +45,14 @@ class Ranks(InProcessGroup):
             SequenceScores(sums_S=_sums(batch), entropy_S=-_sums(batch)),
             Shard.of(batch.lengths_S, **{field: _says(batch)}),
         )
+
+    def _select_tokens(
+        self, rank: int, given: WorkerInput[Any], config: ActorConfig, numbers: StepNumbers, moments: Moments
+    ) -> WorkerOutput[Any]:
+        (batch,) = given.batches
+        finished = finish(batch, given.payload.advantages_S, numbers)
+        keys_T, largest = select(finished, given.payload.index_S, config, moments)
+        return WorkerOutput(largest, Shard.of(batch.lengths_S, selection_T=keys_T))
 
     def _train(self, rank: int, given: WorkerInput[Any], *args: Any) -> WorkerOutput[TrainResults | None]:
         self.trained[rank] = given, args
@@ -117,7 +127,7 @@ def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> No
         for rank, each in enumerate(sent):  # a sequence's own, which its length tells
             assert group.trained[rank][0].payload[number].tolist() == [n + 0.25 for n in each.lengths_S]
     (sent_loss, counts, *rest), whole = group.trained[0][1], batch.select(PARTS[1])
-    assert (sent_loss, rest) == (loss, [0.5, False, None, None])
+    assert (sent_loss, rest) == (loss, [0.5, False, None, StepNumbers()])
     assert counts[1] == Denominators(loss=float(whole.mask_T.sum()), tokens=sum(whole.lengths_S), sequences=5)
     assert done.trained == [int(batch.select(members).mask_T.sum()) for members in PARTS]
     assert [result.metrics["actor/ratio"] for result in done.results] == [0.0, 1.0]
@@ -135,7 +145,7 @@ def test_a_role_is_handed_what_its_loss_reads() -> None:
         given, arguments = group.trained[1]
         there = {name for name, _ in batch.token_fields()}
         assert {name for name, _ in given.batches[0].token_fields()} == (fields | {"tokens_T", "mask_T"}) & there
-        assert given.payload == [None, None] and arguments[-1] is whitening
+        assert given.payload == [None, None] and arguments[-1] == StepNumbers(whitening=whitening)
 
 
 def test_what_the_sum_is_divided_by_is_counted_over_the_minibatch() -> None:
@@ -202,3 +212,48 @@ def test_a_pair_is_trained_by_one_rank(dp: int) -> None:
         for each in sent:
             assert each.pairs_S == tuple(by_length[length] for length in each.lengths_S)
         assert sorted(n for each in sent for n in each.lengths_S) == sorted(LENGTHS[i] for i in members)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
+def test_tokens_are_selected_over_the_whole_step_whoever_holds_them(mode: str, per_token: bool) -> None:
+    """By hand over the whole batch; the same for one rank and for many, for one minibatch and for two."""
+    batch, draw = ragged(101), torch.Generator().manual_seed(3)
+    raw_T = torch.randn(len(batch.mask_T), generator=draw)
+    batch = replace(batch, old_logprobs_T=2 * torch.randn(len(raw_T), generator=draw) - 3)
+    batch = replace(batch, advantages_T=raw_T if per_token else None)
+    advantages_S = torch.randn(len(LENGTHS), generator=draw)
+    config = ActorConfig(loss_mode=mode, clip_cov_ratio=0.2, kl_cov_ratio=0.2, clip_cov_lb=0.1, clip_cov_ub=3.0)
+    final_T = finish(batch, None if per_token else advantages_S.numpy(), StepNumbers()).advantages_T
+    counts_S = sequence_counts(batch.mask_T, batch.lengths_S)
+    assert final_T is not None and batch.old_logprobs_T is not None
+    a_M, p_M = final_T[batch.mask_T].double(), batch.old_logprobs_T[batch.mask_T].double()
+    covariance_M = (a_M - a_M.mean()) * (p_M - p_M.mean())
+    estimate = BatchAdvantages(
+        advantages_S=None if per_token else advantages_S, whitening=None, spread=Spreads.of(a_M, counts_S).total()
+    )
+    step = StepAdvantages(advantages=estimate, trained_S=counts_S, metrics={}, mean_logprob=float(p_M.mean()))
+    count, chosen = int(0.2 * len(a_M)), set()
+    for dp, parts in ((1, [ALL]), (1, PARTS), (3, PARTS), (10, [ALL])):
+        group = Ranks(dp)
+        shared = send(group, batch, parts)
+        asyncio.run(update(group, shared, policy_loss(config), parts, step, temperature=1.0, seed=5))
+        selected_T = torch.zeros_like(batch.mask_T)
+        for given, (*_, numbers) in group.trained.values():
+            for part, given_S in zip(given.batches, given.payload, strict=True):
+                part = finish(part, given_S, numbers)
+                assert part.selection_T is not None
+                for n, selection in zip(part.lengths_S, part.selection_T.split(list(part.lengths_S)), strict=True):
+                    start = batch.offsets_S[LENGTHS.index(n)]  # no two lengths are alike
+                    selected_T[start : start + n] = selection >= 0
+        assert not selected_T[~batch.mask_T].any()
+        chosen.add(tuple(selected_T.tolist()))
+    assert len(chosen) == 1, "no layout and no minibatch changes what is selected"
+    selected_M = selected_T[batch.mask_T]
+    if mode == "kl_cov":
+        assert int(selected_M.sum()) == count > 3
+        assert covariance_M[selected_M].min() > covariance_M[~selected_M].max()
+    else:
+        assert int(selected_M.sum()) == count > 3
+        assert ((0.1 < covariance_M) & (covariance_M < 3))[selected_M].all()
+        assert not selected_M[((0.1 < covariance_M) & (covariance_M < 3))].all(), "some are drawn, not all taken"

@@ -1,0 +1,30 @@
+"""GDPO, group reward-decoupled normalization (arXiv:2601.05242): each named reward is normalised by itself."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.advantages.groups import PromptGroups
+from mcore_rl.algorithms.advantages.grpo import EPSILON, grpo
+from mcore_rl.config.algorithm import AlgorithmConfig
+
+
+def gdpo(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
+    """``A = Z / (std(Z) + 1e-6)``, ``Z = sum over k of w_k (R_k - mean_k) / (std_k + 1e-6)``.
+
+    ``mean_k`` and ``std_k`` are of the group; ``std(Z)`` is over all responses of the step that have siblings, where
+    the mean of Z is 0.  R_k: ``gdpo_reward_keys``; w_k: ``gdpo_reward_weights``.  Over responses, as in the paper and
+    in TRL (``multi_objective_aggregation="normalize_then_sum"``); verl whitens over tokens, where long responses count
+    for more.
+    """
+    assert groups.parts_SK is not None, "gdpo needs parts_SK"
+    weights = config.gdpo_reward_weights or [1.0] * groups.parts_SK.shape[1]
+    total_S = torch.zeros_like(groups.scores_S)
+    for weight, scores_S in zip(weights, groups.parts_SK.unbind(1), strict=True):
+        total_S = total_S + weight * grpo(groups.by(scores_S), config)
+    count = int(groups.has_siblings_S.sum())
+    deviation = math.sqrt(float(total_S.double().square().sum()) / max(count - 1, 1))
+    return total_S / (deviation + EPSILON)

@@ -1,0 +1,32 @@
+"""Clip-Cov (arXiv:2505.22617, section 4.2): a few tokens of high covariance are not trained, to keep the entropy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.losses.ppo_clip import clipped_surrogate, surrogate_clips
+from mcore_rl.algorithms.losses.token_losses import TokenLosses, masked_sum
+from mcore_rl.config.roles import ActorConfig
+from mcore_rl.types import LossInputs
+
+
+def clip_cov(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
+    """PPO's clipped loss without the dual clip; 0, and no gradient, at the tokens that were selected.
+
+    Selected are ``clip_cov_ratio`` of the step's tokens, drawn from those whose covariance lies between ``clip_cov_lb``
+    and ``clip_cov_ub`` (``algorithms/selection.py``).  verl draws anew in each microbatch, of its tokens that are not
+    clipped.
+    """
+    loss_N, ratio_N = clipped_surrogate(inputs, config)
+    assert inputs.selection_N is not None and inputs.advantages_N is not None, "clip_cov needs its selection"
+    selected_N = inputs.selection_N >= 0
+    metrics = surrogate_clips(ratio_N, inputs.advantages_N, inputs.mask_N, config)
+    metrics["actor/selected_fraction"] = masked_sum(selected_N.float(), inputs.mask_N)
+    return TokenLosses(loss_N=loss_N.masked_fill(selected_N, 0), metrics=metrics)
+
+
+def clip_cov_keys(covariance_M: Tensor, uniform_M: Tensor, config: ActorConfig) -> Tensor:
+    """The draw of each candidate, -inf of the rest."""
+    candidate_M = (config.clip_cov_lb < covariance_M) & (covariance_M < config.clip_cov_ub)
+    return torch.where(candidate_M, uniform_M, -torch.inf)

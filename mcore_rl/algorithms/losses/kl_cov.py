@@ -1,0 +1,28 @@
+"""KL-Cov (arXiv:2505.22617, section 4.2): the tokens of the highest covariance pay for moving, to keep the entropy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algorithms.losses.token_losses import TokenLosses, log_ratios, masked_sum
+from mcore_rl.config.roles import ActorConfig
+from mcore_rl.types import LossInputs
+
+
+def kl_cov(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
+    """``-A r``, and at the tokens that were selected ``-A r + ppo_kl_coef |log r|``; there is no clip.
+
+    Selected are the ``kl_cov_ratio`` of the step's tokens with the largest covariance (``algorithms/selection.py``).
+    verl selects in each microbatch, at least one.
+    """
+    assert inputs.selection_N is not None and inputs.advantages_N is not None, "kl_cov needs its selection"
+    changes_N, selected_N = log_ratios(inputs), inputs.selection_N >= 0
+    paid_N = torch.where(selected_N, config.ppo_kl_coef * changes_N.abs(), 0)
+    metrics = {"actor/selected_fraction": masked_sum(selected_N.float(), inputs.mask_N)}
+    return TokenLosses(loss_N=paid_N - inputs.advantages_N * changes_N.exp(), metrics=metrics)
+
+
+def kl_cov_keys(covariance_M: Tensor, uniform_M: Tensor, config: ActorConfig) -> Tensor:
+    """The covariances themselves."""
+    return covariance_M

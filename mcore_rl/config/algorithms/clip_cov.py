@@ -1,0 +1,39 @@
+"""Clip-Cov (arXiv:2505.22617)."""
+
+from __future__ import annotations
+
+from mcore_rl.config.algorithm_object import Algorithm, PolicyLoss, Sourced, TokenSelection
+from mcore_rl.config.algorithms.grpo import GROUP_NORMALIZED
+from mcore_rl.config.algorithms.ppo import CLIP_RANGES
+from mcore_rl.config.roles import LossAggregation
+
+RECIPE = "PRIME-RL/Entropy-Mechanism-of-RL, recipe/dapo/7b_clip_cov.sh"
+
+COVARIANCE_CLIP = PolicyLoss(
+    name="clip_cov",
+    function="mcore_rl.algorithms.losses.clip_cov:clip_cov",
+    formula="`ppo_clip` without the dual clip; 0 at selected tokens",
+    paper="arXiv:2505.22617",
+    selection=TokenSelection(keys="mcore_rl.algorithms.losses.clip_cov:clip_cov_keys", share="clip_cov_ratio"),
+    reads=CLIP_RANGES | {"actor.clip_cov_ratio", "actor.clip_cov_lb", "actor.clip_cov_ub"},
+)
+
+CLIP_COV = Algorithm(
+    name="clip_cov",
+    title="Clip-Cov",
+    about="a few tokens of high covariance are left out, which keeps the entropy; no KL",
+    paper="arXiv:2505.22617",
+    advantages=GROUP_NORMALIZED,
+    loss=COVARIANCE_CLIP,
+    aggregation=Sourced(LossAggregation.token_mean, RECIPE),
+    samples=Sourced(8, RECIPE),
+    settings={
+        "actor.clip_ratio_low": Sourced(1.0, RECIPE),
+        "actor.clip_ratio_high": Sourced(1.0, RECIPE),
+        "actor.clip_cov_ratio": Sourced(0.0002, RECIPE),
+        "actor.clip_cov_lb": Sourced(1.0, RECIPE),
+        "actor.clip_cov_ub": Sourced(5.0, RECIPE),
+        "algorithm.filter_groups.enable": Sourced(True, RECIPE),
+        "algorithm.filter_groups.max_num_gen_batches": Sourced(10, RECIPE),
+    },
+)
