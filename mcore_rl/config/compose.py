@@ -47,7 +47,7 @@ def compose(
         there = ", ".join(sorted(path.stem for path in directory.glob("*.yaml"))) or "none"
         problem = f"there is no {begin}.yaml in {directory}"
         raise ConfigError([Violation("--config-name", begin, problem, f"Choose one of those there: {there}")])
-    _offer_schema(schema, program)
+    _offer_schema(schema, program)  # type: ignore[arg-type]  # a class is hashable
     overrides = offer_algorithms(overrides, directory)
     composing = partial(_compose, schema, begin, directory)
     try:
@@ -94,7 +94,7 @@ def typed(schema: type[T], composed: DictConfig) -> T:
     """``composed`` as ``schema``, interpolated in place."""
     OmegaConf.resolve(composed)
     # Once more over the schema: hydra lets ``+key`` add what it does not have.
-    found = OmegaConf.to_object(OmegaConf.merge(_structured(schema), OmegaConf.to_container(composed)))
+    found = OmegaConf.to_object(OmegaConf.merge(_structured(schema), OmegaConf.to_container(composed)))  # type: ignore[arg-type]  # a class is hashable
     assert isinstance(found, schema)
     return found
 
@@ -124,7 +124,7 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
         if "Could not find" in cause:
             choices = re.findall(r"^\t(\S+)$", str(error), re.MULTILINE)
             return Violation(key, value, "there is none of that name", f"Choose one of {', '.join(choices)}")
-        known = list(all_keys(_structured(schema)))
+        known = list(all_keys(_structured(schema)))  # type: ignore[arg-type]  # a class is hashable
         if "Could not append" in cause:
             return Violation(key, value, "there is such a key already", f"Write {key}={value}, without the +")
         if key in known:
