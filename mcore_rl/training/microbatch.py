@@ -62,8 +62,8 @@ class Microbatch:
 
     def extra_at_targets(self, extra_T: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``at_targets`` of fields by name, ``NAME_T``, as ``NAME_N``."""
-        found = {name: self.at_targets(field_T) for name, field_T in extra_T.items()}
-        return {f"{name.removesuffix('_T')}_N": x_N for name, x_N in found.items() if x_N is not None}
+        picked = {name: self.at_targets(field_T) for name, field_T in extra_T.items()}
+        return {f"{name.removesuffix('_T')}_N": x_N for name, x_N in picked.items() if x_N is not None}
 
     def scatter_to_targets(self, values_N: Tensor, out_T: Tensor) -> None:
         """Write per-row results to the predicted tokens' places in the batch."""
