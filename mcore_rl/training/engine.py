@@ -194,7 +194,7 @@ class Engine:
 
         with_entropy: give the loss entropies (they cost time).  kl_to: give it the exact KL to the policy of this
         snapshot, which costs a forward pass and host memory for the snapshot's logits at the trained tokens.
-        A non-finite loss or gradient skips a step, ``max_nonfinite_steps`` in a row raise NonFiniteError on all ranks.
+        A non-finite loss or gradient skips a step; ``max_nonfinite_steps`` in a row raise NonFiniteError on all ranks.
         """
         assert self.optimizer is not None, f"the {self.role} was built to score only"
         assert self.snapshots.swapped_in is None, "a step on swapped-in weights would train the wrong model"
