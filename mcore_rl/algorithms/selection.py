@@ -1,11 +1,11 @@
 """Tokens that a loss treats apart, chosen over the whole step: the covariances of ``clip_cov`` and ``kl_cov``.
 
-The covariance of a token is ``(A - mean A) (log p - mean log p)`` (arXiv:2505.22617, section 4), of the policy before the
-step; means are over the trained tokens of the step.  verl takes both from the microbatch that it trains, with the
-policy of that moment; the two agree in the first update of a step whose batch is one microbatch.  Here the choice
-is made once, before the first update, so that it depends on no microbatch, packing, rank or minibatch:
-each rank makes keys of its own tokens (``select``), the controller finds the least key that is selected
-(``threshold``), and ``step_numbers.finish`` takes it from each token's key.  Tokens with equal keys go together.
+The covariance of a token is ``(A - mean A) (log p - mean log p)`` (arXiv:2505.22617, section 4), of the policy before
+the step; means are over the trained tokens of the step.  verl takes both from the microbatch that it trains, with the
+policy of that moment; the two agree in the first update of a step whose batch is one microbatch.  Here the choice is
+made once, before the first update, so that it depends on no microbatch, packing, rank or minibatch: each rank makes
+keys of its own tokens (``select``), the controller finds the least key that is selected (``threshold``), and
+``step_numbers.finish`` takes it from each token's key.  Tokens with equal keys go together.
 """
 
 from __future__ import annotations
