@@ -172,7 +172,7 @@ def measure(rank: Rank, device: Device, directory: Path, repetitions: int) -> Re
 
 
 def table_of(report: Report) -> Rows:
-    """For people."""
+    """The report as a table to print."""
     table = Rows(title=f"{report.device_name}: {report.num_bytes / 1e9:.2f} GB of state", show_edge=False)
     table.add_column("what")
     for name in ("ms", "GB/s", "share", "target"):

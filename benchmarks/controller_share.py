@@ -34,9 +34,11 @@ from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller import loop
 from mcore_rl.controller.lifecycle.start import open_run
+from mcore_rl.rollout.protocol import RolloutEngine
 from mcore_rl.runtime import start as runtime_start
 from mcore_rl.runtime.answers import Answer
-from mcore_rl.runtime.rollout_worker import RayEngine, RolloutWorker
+from mcore_rl.runtime.engine_client import EngineClient
+from mcore_rl.runtime.rollout_worker import RolloutWorker
 from mcore_rl.runtime.train_worker import TrainWorker
 
 SHARE = 0.05
@@ -71,16 +73,17 @@ class NotingTrainWorker(TrainWorker):
 class NotingRolloutWorker(RolloutWorker):
     """Notes when an update or another verb of the engine was under way; generation is on the engine's own account."""
 
-    async def call(self, method: str, *args: Any, **options: Any) -> Any:
+    async def perform(self, verb: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """As ever."""
-        spans = self.__dict__.setdefault("spans", [])
-        if method == "busy":
-            return list(spans)
         begin = time.monotonic()
-        answer = await super().call(method, *args, **options)
-        if method != "statistics":
-            spans.append((begin, time.monotonic()))
+        answer = await super().perform(verb, args, options)
+        if verb != RolloutEngine.statistics.__name__:
+            self.__dict__.setdefault("spans", []).append((begin, time.monotonic()))
         return answer
+
+    async def busy(self) -> list[tuple[float, float]]:
+        """What was noted."""
+        return list(self.__dict__.get("spans", []))
 
 
 def covered(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
@@ -123,7 +126,7 @@ def live_config(folder: Path, steps: int) -> RunConfig:
     )  # fmt: skip
 
 
-async def busy_s(engines: Sequence[RayEngine]) -> float:
+async def busy_s(engines: Sequence[EngineClient]) -> float:
     """Seconds with work of the engine that had most."""
     return max([(await engine.statistics()).busy_s for engine in engines])
 
@@ -160,7 +163,7 @@ async def live(steps: int) -> list[Result]:
                 loop.train_step = train_step
             spans = [span for worker in await run.actor.workers.all(NotingTrainWorker.busy) for span in worker]
             for engine in engines:
-                spans += await engine.worker.call.remote("busy")
+                spans += await engine._worker.busy.remote()
     shares, walls, cpus = [], [], []
     for (begin, cpu, busy), (end, cpu_after, busy_after) in pairwise(marks[1:]):
         idle = end - begin - covered(spans, begin, end) - (busy_after - busy)

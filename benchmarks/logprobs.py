@@ -62,7 +62,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One case."""
+    """The results of one case."""
 
     vocab_size: int
     dtype: str

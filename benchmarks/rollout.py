@@ -2,11 +2,14 @@
 
     python benchmarks/rollout.py [--rounds 5] [--prompts 48] [--n 4] [--response 96]
     python benchmarks/rollout.py --hidden 1024 --layers 8 --rounds 3         # 118 million parameters
+    python benchmarks/rollout.py --ray                                       # and as a run draws
 
 Each runs in a process of its own, started with the same environment and engine arguments, on the same cores; rounds
 alternate, so that whatever else the machine does hits both, and the medians are compared.  Target: at least 0.97 of the
 offline tokens/s.  The model is a llama with random weights in float32: by default of 5 million parameters, whose steps
 are so short that everything around them shows.
+
+With --ray a third engine draws as a run's do: below a Ray actor, through a pool; it has no target.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -29,8 +33,9 @@ from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import inherited_environment
 from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.environment import engine_arguments, engine_environment, usable_cores
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
-from mcore_rl.rollout.protocol import Prompt, Request, Sampling, requests_of
+from mcore_rl.rollout.engine.process import start_engine
+from mcore_rl.rollout.pool import EnginePool
+from mcore_rl.rollout.protocol import Prompt, Request, SampleSource, Sampling, requests_of
 
 TARGET = 0.97
 VOCAB = 8192
@@ -74,7 +79,22 @@ def offline(connection: Connection, directory: Path, rollout: RolloutConfig, rou
     connection.recv()
 
 
-def ours(engine: EngineProcess, requests: list[Request], sampling: Sampling) -> tuple[list[list[int]], float]:
+def through_ray(stack: ExitStack, directory: Path, rollout: RolloutConfig) -> EnginePool:
+    """A pool of one engine below a Ray actor, until ``stack`` is closed."""
+    import ray
+
+    from mcore_rl.runtime.engine_client import EngineClient
+    from mcore_rl.runtime.rollout_worker import RolloutWorker
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    stack.callback(ray.shutdown)
+    client = EngineClient("ray", lambda: ray.remote(RolloutWorker).options(num_cpus=0).remote("ray"))
+    stack.callback(lambda: asyncio.run(client.shutdown()))
+    asyncio.run(client.start(directory, rollout, cores=usable_cores(), device_ids=None, log=directory / "ray.log"))
+    return EnginePool([client], rollout.max_num_seqs)
+
+
+def ours(engine: SampleSource, requests: list[Request], sampling: Sampling) -> tuple[list[list[int]], float]:
     async def run() -> list[list[int]]:
         found = {(sample.prompt_id, sample.index): sample async for sample in engine.generate(requests, sampling)}
         return [found[request.key].tokens.tolist() for request in requests]
@@ -109,17 +129,20 @@ def measure(arguments: argparse.Namespace, directory: Path) -> float:
     with inherited_environment(engine_environment(detect(rollout.device), rollout, usable_cores())):
         process.start()
     assert connection.recv() == "ready"
-    speeds: dict[str, list[float]] = {"ours": [], "offline": []}
-    with start_engine("rollout", directory, rollout) as engine:
+    speeds: dict[str, list[float]] = {"ours": [], "offline": []} | ({"ray": []} if arguments.ray else {})
+    with ExitStack() as stack:
+        engine = stack.enter_context(start_engine("rollout", directory, rollout))
+        pool = through_ray(stack, directory, rollout) if arguments.ray else None
         for index, requests in enumerate(rounds):
-            tokens, elapsed = ours(engine, requests, sampling)
+            drawn = {"ours": ours(engine, requests, sampling)}
             connection.send(sampling)
-            expected, offline_elapsed = connection.recv()
-            assert tokens == expected, "the two drew different tokens"
-            count = sum(map(len, tokens))
-            if index:
-                speeds["ours"].append(count / elapsed)
-                speeds["offline"].append(count / offline_elapsed)
+            drawn["offline"] = connection.recv()
+            if pool is not None:
+                drawn["ray"] = ours(pool, requests, sampling)
+            for name, (tokens, elapsed) in drawn.items():
+                assert tokens == drawn["offline"][0], f"{name} drew other tokens"
+                if index:
+                    speeds[name].append(sum(map(len, tokens)) / elapsed)
     connection.send("end")
     process.join()
     for name, each in speeds.items():
@@ -135,6 +158,7 @@ def main() -> int:
     parser.add_argument("--response", type=int, default=96)
     parser.add_argument("--hidden", type=int, default=256, help="hidden size (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--ray", action="store_true", help="also an engine below a Ray actor")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), arguments.hidden, arguments.layers)

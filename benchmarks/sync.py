@@ -49,7 +49,7 @@ from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.receiver import live_weights
 from mcore_rl.rollout.receiver.receive_memory import freed_memory_kept, one_thread
 from mcore_rl.rollout.receiver.worker_extension import WeightReceiver
-from mcore_rl.rollout.weight_channel import answer_of
+from mcore_rl.rollout.worker_methods import Answer, answer_of
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.process_group import ProcessGroupTransport
 from mcore_rl.sync.publish import Publisher, opening_of
@@ -72,13 +72,13 @@ ROUNDS = [*WARM_UP, *([PLAIN, LANDED, PACKING, DIRECT] * 8)]
 class TimedReceiver(WeightReceiver):
     """Workers of the benchmark."""
 
-    def timed_prepare(self) -> dict[str, Any]:
+    def timed_prepare(self) -> Answer[None]:
         """Get and touch the memory of ``timed_plain``."""
         sizes = [message.num_bytes for message in self._sync_channel().expected]
         self.timed_places = torch.ones(sum(sizes), dtype=torch.uint8).split(sizes)
         return {"result": None}
 
-    def timed_plain(self) -> dict[str, Any]:
+    def timed_plain(self) -> Answer[None]:
         """Receive all messages of an update into plain memory, one behind the other."""
         updates, places = self._sync_channel(), self.timed_places
         updates.incoming.begin(0)
@@ -90,7 +90,7 @@ class TimedReceiver(WeightReceiver):
         updates.incoming.finish()
         return {"result": None}
 
-    def timed_landed(self, version: int) -> dict[str, Any]:
+    def timed_landed(self, version: int) -> Answer[None]:
         """Receive an update into the parameters, and process none of them: vLLM's modules stay as they were."""
         live = self._sync_channel().live
         packed = {each: each.cpu_linear for each in live.model.modules() if hasattr(each, "cpu_linear")}
@@ -100,7 +100,7 @@ class TimedReceiver(WeightReceiver):
             module.cpu_linear = cpu_linear
         return answer
 
-    def timed_packing(self) -> dict[str, Any]:
+    def timed_packing(self) -> Answer[None]:
         """Make of all modules what is executed, of whatever lies where they wait: a direct update must follow."""
         live = self._sync_channel().live
         with freed_memory_kept():
@@ -216,24 +216,26 @@ def train(rank: Rank, directory: Path, training: str, rollout: str, transport: T
 
 async def receive(engine: EngineProcess, opening: bytes) -> list[tuple[float, float, float]]:
     """(seconds, CPU seconds of all workers, extra bytes of the worker that took most) of each round."""
-    for call in (("sync_open", opening), ("timed_prepare",)):
-        for answer in await engine.rpc(*call):
-            answer_of(answer)
+    for answer in await engine.call_workers(TimedReceiver.sync_open, opening):
+        answer_of(answer)
+    await engine.call_workers(TimedReceiver.timed_prepare)
     found = []
-    at_first = await engine.rpc("timed_memory")
+    at_first = await engine.call_workers(TimedReceiver.timed_memory)
     for version, kind in enumerate(ROUNDS):
-        before = await engine.rpc("timed_memory", True)
+        before = await engine.call_workers(TimedReceiver.timed_memory, reset=True)
         begun = time.perf_counter()
-        calls: dict[str, tuple[str | int, ...]] = {
-            PLAIN: ("timed_plain",),
-            LANDED: ("timed_landed", version),
-            PACKING: ("timed_packing",),
-            DIRECT: ("sync_receive", version),
-        }
-        for answer in await engine.rpc(*calls[kind]):
+        if kind == PLAIN:
+            answers = await engine.call_workers(TimedReceiver.timed_plain)
+        elif kind == LANDED:
+            answers = await engine.call_workers(TimedReceiver.timed_landed, version)
+        elif kind == PACKING:
+            answers = await engine.call_workers(TimedReceiver.timed_packing)
+        else:
+            answers = await engine.call_workers(TimedReceiver.sync_receive, version)
+        for answer in answers:
             answer_of(answer)
         seconds = time.perf_counter() - begun
-        each = list(zip(await engine.rpc("timed_memory"), before, strict=True))
+        each = list(zip(await engine.call_workers(TimedReceiver.timed_memory), before, strict=True))
         cpu_seconds = sum(after[2] - start[2] for after, start in each)
         extra = max(after[1] - start[0] for (after, _), start in zip(each, at_first, strict=True))
         found.append((seconds, cpu_seconds, extra))

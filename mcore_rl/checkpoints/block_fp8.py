@@ -3,7 +3,7 @@
 Beside a matrix ``NAME`` of dtype F8_E4M3 stands ``NAME_scale_inv``, float32, one number per block of ``block`` rows and
 columns (``quantization_config.weight_block_size`` in config.json, 128 by 128); blocks at the edges may be cut off.  The
 weight is ``float32(NAME) * scale`` (``weight_dequant`` in DeepSeek-V3's inference/kernel.py).  Tensors of other dtypes
-are read as they are.
+are read unchanged.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ FLOAT32_OF_BYTE = torch.arange(256, dtype=torch.uint8).view(QUANTISED).float()
 
 
 class BlockFp8Checkpoint(HfCheckpoint):
-    """A checkpoint that reads its quantised tensors as the weights they stand for; scales are not among ``tensors``.
+    """A checkpoint that dequantises on reading; scales are not among ``tensors``.
 
-    ``tensors`` and ``num_bytes`` speak of the files: a quantised tensor has their dtype, and ``checksum`` is of it.
+    ``tensors``, ``num_bytes`` and ``checksum`` describe the files: a quantised tensor has its stored dtype.
     """
 
     def __init__(self, checkpoint: HfCheckpoint, block: tuple[int, int]) -> None:
-        """Quantised reading of ``checkpoint``, whose blocks have ``block`` rows and columns.
+        """block: rows and columns of a block.
 
-        CheckpointError, with everything found: an FP8 tensor without scales or that is no matrix, scales without an FP8
-        tensor, or of another dtype or shape than its blocks need.
+        Raises CheckpointError with every violation: an FP8 tensor that has no scales or is no matrix, scales without an
+        FP8 tensor, scales of a dtype or shape that does not fit the blocks.
         """
         assert all(size > 0 for size in block), f"block={block} must be positive"
         everything = checkpoint.tensors
@@ -42,9 +42,9 @@ class BlockFp8Checkpoint(HfCheckpoint):
         for name, info in self._scales.items():
             weight = name.removesuffix(SCALE_SUFFIX)
             if weight not in weights or weights[weight].dtype != QUANTISED:
-                found = f"of dtype {weights[weight].dtype}" if weight in weights else "not there"
+                actual = f"of dtype {weights[weight].dtype}" if weight in weights else "not there"
                 expected = (
-                    f"{info.file.name}: tensor {name} holds scales, but {weight} is {found}; expected {QUANTISED}"
+                    f"{info.file.name}: tensor {name} holds scales, but {weight} is {actual}; expected {QUANTISED}"
                 )
                 problems.append(f"{expected}. Download the checkpoint again")
         if problems:
@@ -54,7 +54,7 @@ class BlockFp8Checkpoint(HfCheckpoint):
     def read_into(self, name: str, region: TensorSlice, out: Tensor) -> None:
         """As ``HfCheckpoint.read_into``; a quantised tensor is read as float32 and cast to the dtype of ``out``.
 
-        Boxes may begin and end inside blocks.  One row of blocks is in hand at a time.
+        Regions may begin and end inside blocks.  Memory: one row of blocks at a time.
         """
         info = self.tensors[name]
         if info.dtype != QUANTISED:

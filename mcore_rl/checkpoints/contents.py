@@ -1,4 +1,4 @@
-"""What a checkpoint on disk holds, Hugging Face or Megatron, by its headers and metadata; no element is read."""
+"""Describes a checkpoint on disk, Hugging Face or Megatron, from its headers and metadata; reads no element."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ UNKNOWN = "unknown"
 class Contents:
     """One checkpoint.
 
-    kind: hugging face or megatron.  family: ``unknown`` where no config.json says.  num_experts: of a layer, 0 is
-    none.  num_parameters: elements of the model's weights, without padding where the model is known.  dtypes: name to
-    bytes.  num_others: entries that are no weights of the model (optimizer, random state).  notes: for people.
+    kind: ``hugging face`` or ``megatron``.  family: ``unknown`` without a config.json.  num_experts: per layer; 0: no
+    experts.  num_parameters: elements of the model's weights, without padding where the model is known.  dtypes: dtype
+    -> bytes.  num_others: entries that are not weights (optimizer, random state).  notes: for people.
     """
 
     kind: str
@@ -41,10 +41,10 @@ class Contents:
 
 
 def inspect(directory: Path, config: Path | None = None) -> Contents:
-    """What ``directory`` holds, of either kind.  config: where config.json is, if not in it.
+    """The contents of ``directory``, a checkpoint of either kind.  config: the directory of config.json, if another.
 
-    Raises what opening it raises, as ``convert.open_hf`` and ``convert.open_megatron``; without any config.json a
-    Megatron checkpoint is described by its keys alone.
+    Without a config.json, a Megatron checkpoint is described by its keys alone.  Raises as ``convert.open_hf`` and
+    ``convert.open_megatron`` do.
     """
     if not directory.is_dir():
         raise CheckpointError(str(directory), ["is not a directory. Give that of a checkpoint"])
@@ -126,8 +126,8 @@ def _stacked(keys: StoredKeys) -> str:
     return "all layers in one tensor each (homogeneous)" if keys.stacked else "a tensor for each layer"
 
 
-def _by_dtype(found: Iterable[tuple[str, int]]) -> dict[str, int]:
+def _by_dtype(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
     counts = Counter[str]()
-    for dtype, num_bytes in found:
+    for dtype, num_bytes in sizes:
         counts[dtype.removeprefix("torch.")] += num_bytes
     return dict(counts.most_common())

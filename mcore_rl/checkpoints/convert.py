@@ -1,8 +1,8 @@
-"""Converting checkpoints on disk, Hugging Face to Megatron and back, and proving what was written before it is named.
+"""Converts checkpoints on disk, Hugging Face to Megatron and back, and verifies the result before naming it.
 
-Nothing of a model is held but one chunk or window.  What was written is opened again under its temporary name, every
-tensor is read back, and its checksum must be that of the source, read once more, cast as it was to be cast.  Only then
-does the directory get its final name.  Sources are only read.
+Memory: one chunk or window.  The converter opens the result again under its temporary name, reads every tensor back,
+and compares its checksum with that of the source, read once more and cast alike.  Only then does the directory get its
+final name.  Sources are only read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ProgressCallback = Callable[[str, int, int], None]  # (what is being done, bytes
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written and verified.  num_bytes: of the elements."""
+    """A converted and verified checkpoint.  num_bytes: of the elements."""
 
     directory: Path
     family: str
@@ -56,16 +56,16 @@ class Converted:
 
 
 def read_model(directory: Path) -> tuple[dict[str, Any], Family, ModelConfig]:
-    """config.json of ``directory``, and what it says.
+    """(config.json of ``directory``, its family, its model).
 
-    CheckpointError: it is missing or is no JSON object.  ConfigError: it is of no family, or says what is not trained.
+    CheckpointError: it is missing or not a JSON object.  ConfigError: no family has it, or it cannot be trained.
     """
     config = read_config(directory)
     return config, *model_of(config)
 
 
 def open_hf(directory: Path) -> tuple[HfCheckpoint, Table]:
-    """The Hugging Face checkpoint in ``directory``, held against its config.json; FP8 is read as what it stands for.
+    """The Hugging Face checkpoint in ``directory``, checked against its config.json; FP8 is dequantised on reading.
 
     Raises as ``read_model``, ``HfCheckpoint.open`` and ``check_checkpoint`` do.
     """
@@ -82,7 +82,7 @@ def open_hf(directory: Path) -> tuple[HfCheckpoint, Table]:
 
 
 def open_megatron(directory: Path, config: Path | None = None) -> MegatronCheckpoint:
-    """The Megatron checkpoint in ``directory``, held against the config.json in ``config`` or of its own.
+    """The Megatron checkpoint in ``directory``, checked against the config.json in ``config`` (None: its own).
 
     Raises as ``read_model`` and ``MegatronCheckpoint`` do.
     """
@@ -96,7 +96,7 @@ def open_megatron(directory: Path, config: Path | None = None) -> MegatronCheckp
 
 
 def open_run(directory: Path, config: Path | None = None) -> RunWeights | None:
-    """The weights in a run's checkpoint, ``RUN/checkpoints/step_N`` or a role in it; None where it is none.
+    """The weights in a run's checkpoint, ``RUN/checkpoints/step_N`` or a role in it; None if it is not one.
 
     config: as in ``open_megatron``.  Raises as ``read_model`` and ``RunWeights`` do.
     """
@@ -117,12 +117,11 @@ def to_megatron(
 ) -> Converted:
     """Write the Hugging Face checkpoint ``hf`` as a Megatron checkpoint into the new directory ``out``.
 
-    parallel: the layout that chunks are cut for; any other loads them too.  dtype: to cast to; None keeps each
-    tensor's, and bfloat16 where it is FP8.  report: called as the work goes on.
+    parallel: the layout that the chunks suit; any other can load them too.  dtype: cast to it; None keeps each tensor's
+    dtype (bfloat16 for FP8).  report: called as the work goes on.
 
-    Raises as ``open_hf`` and ``NewDirectory`` do; ConfigError where the model cannot be split so; CheckpointError
-    where a file cannot be read or written, or what was written is not what was read.  Whatever is raised, nothing then
-    has the name ``out``.
+    Raises as ``open_hf`` and ``NewDirectory`` do; ConfigError if the model cannot be split so; CheckpointError if a
+    file cannot be read or written, or reads back differently.  After an error nothing has the name ``out``.
     """
     checkpoint, table = open_hf(hf)
     parallel = parallel or ParallelConfig()
@@ -131,7 +130,7 @@ def to_megatron(
     present = {name: info.dtype for name, info in checkpoint.tensors.items() if name in table.hf_tensors}
     dtypes = _cast(present, table, dtype)
     planned = plan_stored(table, dtypes)
-    # What a stored tensor is made of gets its dtype.
+    # A stored tensor may join several Hugging Face tensors; all get its dtype.
     dtypes = {name: spec.dtype for spec, held in planned.values() for local in held for name in local.hf_names}
     specs = {
         name: TensorSpec(name, dtypes[name], info.shape) for name, info in table.hf_tensors.items() if name in dtypes
@@ -159,18 +158,16 @@ def to_hf(
 ) -> Converted:
     """Write the checkpoint ``megatron`` as a Hugging Face checkpoint into the new directory ``out``.
 
-    megatron: a Megatron checkpoint, or one of a run (``open_run``).
+    megatron: a Megatron checkpoint, or one of a run (``open_run``).  config: the directory of config.json and
+    tokenizer; None: those saved with the checkpoint.  dtype: cast to it; None keeps each tensor's dtype.  report:
+    called as the work goes on.
 
-    config: the directory of config.json, tokenizer and kin; None takes those that were put there with it.
-    dtype: to cast to; None keeps each tensor's.  report: called as the work goes on.
-
-    Raises as ``open_megatron``, ``open_run`` and ``ShardedWriter`` do; CheckpointError where a file is damaged, cannot
-    be read or written, or what was written is not what was read.  Whatever is raised, nothing then has the name
-    ``out``.
+    Raises as ``open_megatron``, ``open_run`` and ``ShardedWriter`` do; CheckpointError if a file is damaged, cannot be
+    read or written, or reads back differently.  After an error nothing has the name ``out``.
     """
     run = open_run(megatron, config)
     source = open_megatron(megatron, config) if run is None else run
-    companions = config or (megatron / HF if run is None else run.companions)
+    sidecar_directory = config or (megatron / HF if run is None else run.sidecar_directory)
     present = {name: spec.dtype for name, spec in source.tensors.items()}
     dtypes = _cast(present, source.table, dtype)
     specs = {name: TensorSpec(name, dtypes[name], spec.shape) for name, spec in source.tensors.items()}
@@ -178,7 +175,7 @@ def to_hf(
     with ShardedWriter(out, list(specs.values())) as writer:
         if problems := source.damage(lambda num_bytes, of: report("check source", num_bytes, of)):
             raise CheckpointError(str(megatron), problems)
-        copy_sidecar_files(companions, writer.incomplete, _most(specs), critic=source.table.critic)
+        copy_sidecar_files(sidecar_directory, writer.incomplete, _most(specs), critic=source.table.critic)
         memory = _memory()
         for spec in specs.values():
             for window in _windows(spec):
@@ -197,17 +194,17 @@ def to_hf(
 
 
 def _cast(present: Mapping[str, torch.dtype], table: Table, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The dtype that each tensor is written in: where the table dictates one, a cast does not change that."""
-    found = {}
+    """The dtype that each tensor is written in: ``dtype`` (None: its own), except where the table fixes one."""
+    dtypes = {}
     for name, kept in present.items():
         dictated = table.hf_tensors[name].dtype
         wanted = dtype or (torch.bfloat16 if kept in QUANTISED else kept)
-        found[name] = getattr(torch, dictated) if dictated and dtype else wanted
-    return found
+        dtypes[name] = getattr(torch, dictated) if dictated and dtype else wanted
+    return dtypes
 
 
 def _most(specs: Mapping[str, TensorSpec]) -> torch.dtype:
-    """The dtype of most of the bytes, which config.json names."""
+    """The dtype of most of the bytes: the one to name in config.json."""
     counts = Counter[torch.dtype]()
     for spec in specs.values():
         counts[spec.dtype] += spec.num_bytes
@@ -220,7 +217,7 @@ def _windows(spec: TensorSpec) -> list[TensorSlice]:
 
 
 def _memory() -> Tensor:
-    """Of one window, to be used again and again: new memory costs more than filling it."""
+    """Memory of one window, to be reused: new memory costs more than filling it."""
     return torch.empty(WINDOW_BYTES, dtype=torch.uint8)
 
 
@@ -231,17 +228,20 @@ def _part(memory: Tensor, window: TensorSlice, spec: TensorSpec) -> Tensor:
 def _verify(
     source: Readable,
     written: Readable,
-    found: Mapping[str, TensorSpec],
+    declared: Mapping[str, TensorSpec],
     specs: Mapping[str, TensorSpec],
     directory: Path,
     report: ProgressCallback,
 ) -> None:
-    """Refuse ``written``, which says that it holds ``found``, unless it is ``source`` cast to ``specs``."""
-    problems = [f"tensor {name} was written and is not of the model" for name in found.keys() - specs.keys()]
+    """Raise CheckpointError unless ``written`` is ``source`` cast to ``specs``: both are read, and checksums compared.
+
+    declared: the tensors that the headers of ``written`` list.
+    """
+    problems = [f"tensor {name} was written and is not of the model" for name in declared.keys() - specs.keys()]
     total = sum(spec.num_bytes for spec in specs.values())
     memory = _memory()
     for name, spec in specs.items():
-        held = found.get(name)
+        held = declared.get(name)
         if held is None or (held.dtype, held.shape) != (spec.dtype, spec.shape):
             is_there = "nothing" if held is None else f"{held.dtype} {held.shape}"
             problems.append(f"tensor {name}: expected {spec.dtype} {spec.shape}, found {is_there}")

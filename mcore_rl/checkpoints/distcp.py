@@ -1,13 +1,12 @@
 """The files of a torch distributed checkpoint (DCP), megatron-core's ``torch_dist``: reading regions of its tensors.
 
-``.metadata`` is a pickle that says for every tensor its dtype, its shape and its chunks, and for every chunk the file
-and the bytes where it lies; the bytes are what ``torch.save`` makes of the chunk, a zip archive with the elements
-uncompressed in one record (torch/distributed/checkpoint/metadata.py and filesystem.py, 2.13).  So a region of a tensor
-is read as a region of safetensors is: from its bytes, straight into the destination.  Torch's own reader would bring
-every chunk that is touched into memory whole.
+``.metadata`` is a pickle that lists the dtype, shape and chunks of every tensor, and the file and bytes of every chunk;
+the bytes are what ``torch.save`` writes of the chunk, a zip archive with the elements uncompressed in one record
+(torch/distributed/checkpoint/metadata.py and filesystem.py, 2.13).  So a region of a tensor is read like a region of
+safetensors: from its bytes, straight into the destination.  Torch's own reader would load every touched chunk whole.
 
-Pickles can run code.  Here they cannot: only the classes that such a file needs are found, and everything of Megatron's
-own is replaced by an empty stand-in.
+Pickles can run code.  Here they cannot: the unpickler finds only the classes that such a file needs, and puts an empty
+stand-in for everything of Megatron's own.
 """
 
 from __future__ import annotations
@@ -72,14 +71,14 @@ class DistributedCheckpoint(OpenFiles):
         super().__init__(directory)
         self.tensors, self.others = tensors, others
         self._records: dict[DcpChunk, _Record] = {}
-        self._found: dict[str, tuple[int, dict[tuple[int, ...], list[DcpChunk]]]] = {}
+        self._chunk_index: dict[str, tuple[int, dict[tuple[int, ...], list[DcpChunk]]]] = {}
 
     @classmethod
     def open(cls, directory: Path | str) -> DistributedCheckpoint:
-        """The checkpoint in ``directory``; ``others`` are the keys of what is no tensor.
+        """The checkpoint in ``directory``; ``others`` are the keys that hold no tensor.
 
-        CheckpointError, with everything found: no such checkpoint, metadata that cannot be read, chunks that leave a
-        part of their tensor out, a file that is missing or ends too early.
+        Raises CheckpointError with every violation: no such checkpoint, unreadable metadata, chunks that do not cover
+        their tensor, a file that is missing or ends too early.
         """
         directory = Path(directory)
         metadata = _read_metadata(directory)
@@ -89,9 +88,9 @@ class DistributedCheckpoint(OpenFiles):
             if not isinstance(stored, TensorStorageMetadata):
                 others.append(key)
                 continue
-            tensor, found = _stored_tensor(directory, key, stored, metadata.storage_data)
+            tensor, tensor_problems = _stored_tensor(directory, key, stored, metadata.storage_data)
             tensors[key] = tensor
-            problems += found
+            problems += tensor_problems
             for chunk in tensor.chunks:
                 ends[chunk.file] = max(ends[chunk.file], chunk.begin + chunk.length)
         for path, end in sorted(ends.items()):
@@ -126,26 +125,26 @@ class DistributedCheckpoint(OpenFiles):
             self._read_part(tensor, chunk, both.within(chunk.region), view_of(out, both.within(region)))
 
     def damage(self, key: str) -> Iterator[str]:
-        """What is wrong with the bytes of tensor ``key``, by the CRC-32 that ``torch.save`` put beside each chunk."""
+        """The damaged chunks of tensor ``key``, by the CRC-32 that ``torch.save`` stored with each chunk."""
         for chunk in self.tensors[key].chunks:
             record = self._record(self.tensors[key], chunk)
             file, value = self.descriptor(chunk.file), 0
             for begin in range(record.begin, record.end, WINDOW_BYTES):
                 value = zlib.crc32(os.pread(file, min(WINDOW_BYTES, record.end - begin), begin), value)
             if value != record.crc:
-                found = f"expected crc32:{record.crc:08x}, found crc32:{value:08x}"
-                yield f"{chunk.file.name}: {key} at {chunk.region.start} is damaged: {found}. {_AGAIN}"
+                difference = f"expected crc32:{record.crc:08x}, found crc32:{value:08x}"
+                yield f"{chunk.file.name}: {key} at {chunk.region.start} is damaged: {difference}. {_AGAIN}"
 
     def _chunks_of(self, tensor: DcpTensor, region: TensorSlice) -> Iterator[DcpChunk]:
-        """The chunks that overlap ``region``, found by the leading dimensions of which each chunk holds one index."""
-        if tensor.key not in self._found:
+        """The chunks that overlap ``region``, looked up by the leading dimensions in which chunks have length 1."""
+        if tensor.key not in self._chunk_index:
             sizes = zip(*(chunk.region.shape for chunk in tensor.chunks), strict=True)
             depth = len(list(takewhile(lambda sizes: set(sizes) == {1}, sizes)))
             by_lead: dict[tuple[int, ...], list[DcpChunk]] = defaultdict(list)
             for chunk in tensor.chunks:
                 by_lead[chunk.region.start[:depth]].append(chunk)
-            self._found[tensor.key] = depth, by_lead
-        depth, by_lead = self._found[tensor.key]
+            self._chunk_index[tensor.key] = depth, by_lead
+        depth, by_lead = self._chunk_index[tensor.key]
         one = all(size == 1 for size in region.shape[:depth])
         near = by_lead[region.start[:depth]] if one else tensor.chunks
         yield from (chunk for chunk in near if chunk.region.overlaps(region))
@@ -191,8 +190,8 @@ def _stored_tensor(
     held = sum(prod(chunk.region.shape) for chunk in chunks.values())
     problems = []
     if missing or held != prod(shape) or not all(chunk.region.fits(shape) for chunk in chunks.values()):
-        found = f"{METADATA}: the chunks of {key} hold {held} of the {prod(shape)} elements of its shape {shape}"
-        problems.append(f"{found}. {_AGAIN}")
+        problem = f"{METADATA}: the chunks of {key} hold {held} of the {prod(shape)} elements of its shape {shape}"
+        problems.append(f"{problem}. {_AGAIN}")
     return DcpTensor(key, stored.properties.dtype, shape, tuple(chunks.values())), problems
 
 
@@ -204,7 +203,7 @@ def _read_metadata(directory: Path) -> Any:
         if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(metadata.storage_data, dict):
             raise ValueError("it describes no tensors")
     except OSError as error:
-        inside = ", ".join(sorted(found.parent.name for found in directory.glob(f"*/{METADATA}")))
+        inside = ", ".join(sorted(other.parent.name for other in directory.glob(f"*/{METADATA}")))
         remedy = (
             f"Give one of those in it: {inside}" if inside else f"Give a directory with {METADATA} and *.distcp files"
         )
@@ -216,7 +215,7 @@ def _read_metadata(directory: Path) -> Any:
 
 
 class _StandIn:
-    """In place of a class that a checkpoint mentions and reading weights does not need."""
+    """Stands for a class that the checkpoint mentions and that reading weights does not need."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -224,7 +223,7 @@ class _StandIn:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Finds what DCP's metadata is made of; everything of Megatron's is a stand-in, everything else is refused."""
+    """Finds the classes of DCP's metadata; Megatron's become stand-ins, and everything else is refused."""
 
     _ALLOWED = frozenset(
         {("torch.distributed.checkpoint.metadata", name) for name in (
@@ -240,19 +239,19 @@ class _MetadataUnpickler(pickle.Unpickler):
     )  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class ``name`` of ``module``, where such a file may hold it."""
+        """The class ``name`` of ``module``.  Raises UnpicklingError for one that such a file may not hold."""
         if (module, name) in self._ALLOWED:
             return super().find_class(module, name)
         if module.partition(".")[0] == "megatron":
             return _StandIn
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype | torch.layout):
-            return found
+        if module == "torch" and isinstance(value := vars(torch).get(name), torch.dtype | torch.layout):
+            return value
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
 @dataclass(frozen=True)
 class _Record:
-    """What an archive holds: a tensor of ``dtype``, ``shape`` and ``strides``, and where its elements are."""
+    """The tensor in an archive, and the bytes of its elements: ``begin`` to ``end`` (exclusive) of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -262,7 +261,7 @@ class _Record:
     crc: int
 
 
-# What torch calls memory of a dtype; asking its classes for it warns.
+# torch's class name of a storage -> its dtype; asking the classes themselves warns.
 _STORAGES: dict[str, torch.dtype | None] = {
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -288,7 +287,7 @@ class _TensorUnpickler(pickle.Unpickler):
     """Reads the description of one tensor as (storage, offset, shape, strides, dtype), without building it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What ``torch.save`` writes of a plain tensor (torch/_tensor.py, ``_reduce_ex_internal``)."""
+        """What ``torch.save`` names in a tensor's pickle (torch/_tensor.py, ``_reduce_ex_internal``)."""
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return lambda storage, offset, shape, strides, *_: (storage, offset, shape, strides, storage.dtype)
         if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
@@ -299,14 +298,14 @@ class _TensorUnpickler(pickle.Unpickler):
             return lambda tensor, *_: tensor
         if (module, name) == ("collections", "OrderedDict"):
             return dict
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
+        if module == "torch" and isinstance(value := vars(torch).get(name), torch.dtype):
+            return value
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
     def persistent_load(self, pid: Any) -> _Storage:
-        """``("storage", type, key, location, number of elements)``."""
+        """The dtype and key of storage ``pid``: ``("storage", type, key, location, number of elements)``."""
         return _Storage(pid[1], pid[2])
 
 
@@ -327,33 +326,33 @@ def _find_record(file: int, chunk: DcpChunk) -> _Record:
 
 
 class _Section(io.RawIOBase):
-    """Some bytes of an open file, as a file."""
+    """A byte range of an open file, as a read-only file."""
 
     def __init__(self, file: int, begin: int, length: int) -> None:
         super().__init__()
         self._file, self._begin, self._length, self._at = file, begin, length, 0
 
     def seekable(self) -> bool:
-        """It is."""
+        """True: ``zipfile`` seeks."""
         return True
 
     def readable(self) -> bool:
-        """It is."""
+        """True: ``zipfile`` reads."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
+        """Move to ``offset`` and return the new position, from the start of the range."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         return self._at
 
     def tell(self) -> int:
-        """As of any file."""
+        """The position from the start of the range."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """As of any file."""
+        """Fill ``buffer``, at most to the end of the range; return the number of bytes."""
         wanted = max(0, min(len(buffer), self._length - self._at))
-        found = os.pread(self._file, wanted, self._begin + self._at)
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        data = os.pread(self._file, wanted, self._begin + self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)

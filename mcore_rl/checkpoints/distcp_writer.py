@@ -1,9 +1,9 @@
 """Writing a torch distributed checkpoint as megatron-core's ``torch_dist`` loader expects it, from one process.
 
 The files are those of torch's own ``FileSystemWriter`` (torch/distributed/checkpoint/filesystem.py, 2.13): chunks made
-by ``torch.save``, one after another, and ``.metadata``; and those that megatron-core adds, ``common.pt`` and
-``metadata.json`` (megatron/core/dist_checkpointing/strategies/common.py and core.py, 0.16.1).  Only one chunk is in
-memory at a time, where both of those writers take the whole state dict.
+by ``torch.save``, one after another, and ``.metadata``; and ``common.pt`` and ``metadata.json``, which megatron-core
+adds (megatron/core/dist_checkpointing/strategies/common.py and core.py, 0.16.1).  Only one chunk is in memory at a
+time, where both of those writers take the whole state dict.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from mcore_rl.checkpoints.distcp import METADATA
 from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.weights.tensor_slice import TensorSlice
 
-FILE_BYTES = 5_000_000_000  # a new file when one is that long
-ARCHIVE_BYTES = 4096  # at most, that a chunk takes beside its elements
+FILE_BYTES = 5_000_000_000  # the writer begins a new file from this length on
+ARCHIVE_BYTES = 4096  # upper bound of a chunk's archive overhead
 CONTENT = {"content_metadata": {"non_homogeneous_layers": True}}
 
 
 class DistcpWriter:
-    """Writes chunks into ``directory.incomplete``; ``finish`` writes what describes them."""
+    """Writes chunks into ``directory.incomplete``; ``finish`` writes the metadata."""
 
     def __init__(self, directory: NewDirectory) -> None:
         self.directory = directory
@@ -45,7 +45,7 @@ class DistcpWriter:
         self._num_files = 0
 
     def declare(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """A tensor is to be written under ``key``."""
+        """Announce the tensor ``key``; every declared tensor must be written before ``finish``."""
         assert key not in self._tensors, f"{key} is declared twice"
         self._tensors[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
 
@@ -69,7 +69,7 @@ class DistcpWriter:
         self._places[MetadataIndex(key, offsets, index)] = place
 
     def finish(self) -> None:
-        """Close the last file and write the descriptions.  The directory keeps its temporary name."""
+        """Close the last file and write the metadata.  The directory keeps its temporary name."""
         for key, declared in self._tensors.items():
             held = sum(prod(chunk.sizes) for chunk in declared.chunks)
             assert held == prod(declared.size), f"{key}: {held} of {prod(declared.size)} elements were written"

@@ -1,11 +1,11 @@
 """Megatron to Hugging Face: a stream of whole tensors on one rank, or a checkpoint directory that all ranks write.
 
-Both follow the same plan of who gives which part (``owners``), so each Hugging Face tensor is complete exactly once:
-the vocabulary's padding has no part, and a tied output projection gives none.  A tensor keeps its dtype or is cast on
-request; where the table dictates one (``Rule.dtype``), it has that.
+Both follow one plan of which rank gives which part (``owners``), so each Hugging Face tensor is complete exactly once:
+the vocabulary's padding is left out, and so is a tied output projection.  A tensor keeps its dtype or is cast on
+request, except where the table fixes its dtype (``Rule.dtype``).
 
 ``export_stream`` sends parts point to point to one rank.  ``save_hf`` sends nothing: every rank writes its own parts
-into the files that all of them planned, on a file system that all of them see.
+into files that all ranks plan alike, on a shared file system.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, window
 from mcore_rl.weights.views import view_of
 
 BUCKET_BYTES = 512 << 20
-ALIGNMENT = 256  # bytes, what accelerators' copies and kernels like
+ALIGNMENT = 256  # bytes: accelerators copy aligned memory faster
 Parts = dict[str, list[OwnedPart]]
 
 
@@ -53,18 +53,18 @@ class _Source:
         self.dtype = dtype or live
 
     def pieces(self, part: OwnedPart) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """(where in ``part.region``, the live elements), in the dtype that they are here."""
+        """(region within ``part.region``, the live elements in their own dtype)."""
         local = self._tensors[part.local.chunk, part.local.name]
         for piece in part.pieces:
             yield piece.hf_region.within(part.region), view_of(local, piece.local_region)
 
     def fill(self, part: OwnedPart, out: Tensor) -> None:
-        """Copy ``part`` to ``out``, which has its shape; cast."""
+        """Copy ``part`` to ``out``, a tensor of its shape, and cast."""
         for region, live in self.pieces(part):
             view_of(out, region).copy_(live)
 
     def packed(self, part: OwnedPart) -> Tensor:
-        """``part`` as one contiguous tensor in the dtype of the export; the live memory itself where it is that."""
+        """``part`` as one contiguous tensor in the export's dtype; the live memory itself if it is already that."""
         dtype = self.specs[part.hf].dtype
         pieces = list(self.pieces(part))
         if len(pieces) == 1 and pieces[0][1].is_contiguous() and pieces[0][1].dtype == dtype:
@@ -99,14 +99,13 @@ def export_stream(
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Every Hugging Face tensor, whole, in buckets of at most ``bucket_bytes`` (or one tensor), on rank ``dst``.
 
-    Collective over ``group`` (None: all; its ranks are the table's): every rank must exhaust its iterator, and those
-    that are not ``dst`` get nothing from it.  Tensors are new, on the device of the weights, in the order of
-    ``table.hf_tensors``, and the receiver's to keep; those of a bucket share one block of memory.  A receiver that lets
-    a bucket go before it asks for the next holds one bucket, and what arrives of it in columns once more; a giver holds
-    no more than its share of a bucket.
-    dtype: to cast to; None keeps that of the weights.
+    Collective over ``group`` (None: all; its ranks are the table's): every rank must exhaust its iterator; only ``dst``
+    gets buckets.  Tensors are new, on the device of the weights, in the order of ``table.hf_tensors``, and the caller
+    may keep them; the tensors of a bucket share one block of memory.  A receiver that drops each bucket before asking
+    for the next holds one bucket, plus a second copy of parts that arrive as columns; a sender holds at most its share
+    of a bucket.
 
-    Raises WeightMapError where modules and table do not agree.
+    dtype: cast to it; None keeps the dtype of the weights.  Raises WeightMapError if modules and table disagree.
     """
     source = _Source(chunks, table, rank, dtype)
     parts = owned_parts(table, prefer=dst)
@@ -123,7 +122,7 @@ def export_stream(
 def _gather(
     names: Sequence[str], parts: Parts, source: _Source, rank: int, dst: int, group: dist.ProcessGroup | None
 ) -> list[tuple[str, Tensor]]:
-    """One bucket, on ``dst``; on the other ranks, which send what they own of it, nothing."""
+    """One bucket on ``dst``; the other ranks send what they own of it, and get an empty list."""
     transfers = list[dist.P2POp]()
     landed: list[tuple[Tensor, Tensor]] = []
     bucket = _empty_bucket([source.specs[name] for name in names], source.device) if rank == dst else {}
@@ -148,7 +147,7 @@ def _gather(
 
 
 def _empty_bucket(specs: Sequence[TensorSpec], device: torch.device) -> dict[str, Tensor]:
-    """Tensors side by side in one block of memory, which goes back to the system as one."""
+    """Tensors side by side in one block of memory, which is freed as one."""
     starts = [0]
     for spec in specs:
         starts.append(starts[-1] + -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT)
@@ -165,7 +164,10 @@ def _transfer(kind: Callable[..., object], tensor: Tensor, peer: int, group: dis
 
 
 def _assert_one_plan(parts: Parts, source: _Source, table: Table, group: dist.ProcessGroup | None) -> None:
-    """Ranks that plan differently would wait for each other for ever.  Also sets the group up for the transfers."""
+    """Assert that all ranks plan alike; otherwise they would wait for each other for ever.
+
+    The collective also sets the group up for the transfers.
+    """
     assert dist.get_world_size(group) == table.layout.world_size, "the group is of another world than the table"
     plan = [(source.specs[name], [(part.owner, part.region) for part in held]) for name, held in parts.items()]
     mine = zlib.crc32(repr(plan).encode())
@@ -189,13 +191,16 @@ def save_hf(
 ) -> None:
     """Write the model as a Hugging Face checkpoint into the new ``directory``, which all ranks see.
 
-    Collective over ``group`` (None: all).  Rank 0 makes the files, every rank writes its own parts, and rank 0 checks
-    that all are there before the directory gets its name.  source: a checkpoint directory whose config.json (with the
-    dtype made true), tokenizer and other files that are no weights come along; None writes weights alone.
-    dtype: to cast to; None keeps that of the weights.  progress: called with the number of bytes this rank just wrote.
+    Collective over ``group`` (None: all).  Rank 0 creates the files, every rank writes its own parts, and rank 0 checks
+    that all are there before the directory gets its name.
 
-    Raises on every rank what went wrong on any: WeightMapError where modules and table do not agree; CheckpointError as
-    ``ShardedWriter`` does, and where ``source`` is no checkpoint directory.  Nothing then has the name ``directory``.
+    source: a checkpoint directory; its config.json (with the dtype corrected), tokenizer and other files that are not
+    weights are copied; None writes weights alone.  dtype: cast to it; None keeps the dtype of the weights.  progress:
+    called with the number of bytes that this rank just wrote.
+
+    Raises on every rank what went wrong on any: WeightMapError if modules and table disagree; CheckpointError as
+    ``ShardedWriter`` does, and if ``source`` is no checkpoint directory.  After an error nothing has the name
+    ``directory``.
     """
 
     def plan() -> tuple[_Source, Parts]:
@@ -213,10 +218,10 @@ def save_hf(
             copy_sidecar_files(Path(source), writer.incomplete, live.dtype, critic=table.critic)
         return writer
 
-    made = together(create, group, device)
+    created = together(create, group, device)
 
     def write() -> ShardedWriter:
-        writer = made or ShardedWriter(directory, specs, max_shard_bytes=max_shard_bytes, joins=True)
+        writer = created or ShardedWriter(directory, specs, max_shard_bytes=max_shard_bytes, joins=True)
         try:
             for held in parts.values():
                 for part in held:
@@ -232,8 +237,8 @@ def save_hf(
     try:
         writer = together(write, group, device)
     except BaseException:
-        if made is not None:
-            made.abort()
+        if created is not None:
+            created.abort()
         raise
 
     def finish() -> None:
@@ -250,7 +255,7 @@ def save_hf(
 def _write(writer: ShardedWriter, live: _Source, part: OwnedPart, progress: Callable[[int], None] | None) -> None:
     dtype = live.specs[part.hf].dtype
     for region, tensor in live.pieces(part):
-        # What is cast is cast by windows: a second copy of an embedding may not fit.
+        # Cast window by window: a second copy of an embedding may not fit.
         limit = WINDOW_BYTES // max(dtype.itemsize, tensor.dtype.itemsize)
         whole = TensorSlice.whole(tensor.shape)
         same = tensor.dtype == dtype
@@ -265,10 +270,10 @@ def _write(writer: ShardedWriter, live: _Source, part: OwnedPart, progress: Call
 def _verify(directory: Path, specs: Mapping[str, TensorSpec]) -> None:
     """Read the headers back: every tensor is there, and every file is as long as it must be."""
     with HfCheckpoint.open(directory) as checkpoint:
-        found = {name: TensorSpec(info.name, info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
-    wrong = [name for name in {**specs, **found} if specs.get(name) != found.get(name)]
+        stored = {name: TensorSpec(info.name, info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
+    wrong = [name for name in {**specs, **stored} if specs.get(name) != stored.get(name)]
     if wrong:
         problems = [
-            f"tensor {name}: expected {specs.get(name)} and found {found.get(name)}. Export again" for name in wrong
+            f"tensor {name}: expected {specs.get(name)} and found {stored.get(name)}. Export again" for name in wrong
         ]
         raise CheckpointError(str(directory), problems)

@@ -1,9 +1,8 @@
 """Reading the weights of a Hugging Face checkpoint directory: an index and its shards, or one ``model.safetensors``.
 
-Every header is read once, when the directory is opened, and everything that is wrong is said then; reading a tensor
-afterwards touches only the bytes asked for.  Names are those of the files: what they mean for a model, and
-``config.json``, are others' business.  ``metadata.total_size`` of the index is not held against the files, because
-published checkpoints often state another number.
+Opening the directory reads every header once and reports all problems; reading a tensor afterwards touches only the
+bytes asked for.  Names are those of the files; this module knows neither ``config.json`` nor the model.
+``metadata.total_size`` of the index is not checked, because published checkpoints often state another number.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, window
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SCALE_SUFFIX = "_scale_inv"  # of the companion that an FP8 tensor has; see block_fp8
+SCALE_SUFFIX = "_scale_inv"  # the scales of FP8 tensor NAME are NAME_scale_inv; see block_fp8
 
 
 class HfCheckpoint(OpenFiles):
@@ -41,8 +40,8 @@ class HfCheckpoint(OpenFiles):
     def open(cls, directory: Path | str) -> HfCheckpoint:
         """The checkpoint in ``directory``; its tensors in the order of shards and bytes.
 
-        CheckpointError, with everything found: no safetensors files; an index or header that is not valid; a file that
-        is missing, truncated or too long; a tensor that the index and the shards do not agree on, or that stands twice.
+        Raises CheckpointError with every violation: no safetensors files; an invalid index or header; a file that is
+        missing, truncated or too long; a tensor on which index and shards disagree, or that occurs twice.
         """
         directory = Path(directory)
         try:
@@ -53,10 +52,10 @@ class HfCheckpoint(OpenFiles):
         tensors: dict[str, TensorInfo] = {}
         indexed = set[str]().union(*(names for names in shards.values() if names is not None))
         for shard, names in sorted(shards.items()):
-            held, found = read_header(directory / shard)
-            if names is not None and not found:
-                found = _index_problems(shard, names, indexed, held, tensors)
-            problems += found
+            held, shard_problems = read_header(directory / shard)
+            if names is not None and not shard_problems:
+                shard_problems = _index_problems(shard, names, indexed, held, tensors)
+            problems += shard_problems
             tensors.update(held)
         if problems:
             raise CheckpointError(str(directory), problems)
@@ -164,9 +163,10 @@ def _index_problems(
     held: Mapping[str, TensorInfo],
     earlier: Mapping[str, TensorInfo],
 ) -> list[str]:
-    """Where ``shard``, which holds ``held``, and the index, which says that it holds ``names``, do not agree.
+    """Where ``shard`` and the index disagree.
 
-    indexed: every name in the index.  earlier: what the shards before this one hold.
+    names: the tensors of the shard by the index.  indexed: every name in the index.  held: the tensors in the shard.
+    earlier: the tensors in the shards before it.
     """
     again, problems = "Download both again", []
     if absent := names - held.keys():
@@ -181,6 +181,6 @@ def _index_problems(
 
 
 def _few(names: Iterable[str]) -> str:
-    """``names`` for a message, sorted; of many, the first few and how many more."""
+    """``names`` for a message, sorted: at most five, and how many more."""
     shown = sorted(names)
     return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

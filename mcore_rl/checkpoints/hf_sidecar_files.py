@@ -1,6 +1,6 @@
 """The files of a Hugging Face checkpoint beside its weights: configuration, generation settings, tokenizer, code.
 
-They are copied as they are, but for ``config.json``, which must say of the weights what is true of those written.
+They are copied unchanged, except for ``config.json``, which must describe the weights that are written.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ INDEX_SUFFIX = ".index.json"  # of weights, under whatever name
 
 
 def copy_sidecar_files(source: Path, target: Path, dtype: torch.dtype, *, critic: bool = False) -> None:
-    """Copy what belongs to the checkpoint in ``source``, and is no weight, into ``target``.
+    """Copy the files of the checkpoint in ``source`` that are not weights into ``target``.
 
-    dtype: of the weights beside it.  critic: they end in a value head, which transformers calls a classifier of one
-    label.  CheckpointError: ``source`` has no config.json, or one that is not JSON; a file cannot be copied.
+    dtype: of the weights in ``target``.  critic: these end in a value head; transformers calls that a classifier with
+    one label.  CheckpointError: ``source`` has no config.json, or one that is not JSON; a file cannot be copied.
     """
     config = read_config(source)
     try:
@@ -38,7 +38,7 @@ def copy_sidecar_files(source: Path, target: Path, dtype: torch.dtype, *, critic
 
 
 def _config_of_weights(config: dict[str, Any], dtype: torch.dtype, critic: bool) -> dict[str, Any]:
-    """``config`` with what it says of the weights made true."""
+    """``config`` corrected to describe the written weights: dtype, quantisation, head."""
     changed = {key: value for key, value in config.items() if key != "quantization_config"}
     # transformers 5 writes dtype; before 4.56 it read torch_dtype alone, and reads either since.
     for key in {"dtype", "torch_dtype"} & config.keys() or {"torch_dtype"}:

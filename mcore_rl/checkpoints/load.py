@@ -1,8 +1,8 @@
 """Hugging Face to Megatron: a rank reads the ranges that it needs of a checkpoint straight into its parameters.
 
-Before anything is read, all names and shapes of the checkpoint are held against the table, so that a configuration of
-another model, a lost expert or a left-over layer is an error and not a wrong model.  There is no communication: every
-rank checks everything and reads for itself, and no rank holds more than its parameters and one window of a file.
+Every rank first checks all names and shapes of the checkpoint against the table, so that a configuration of another
+model, a lost expert or a left-over layer is an error and not a wrong model.  There is no communication: every rank
+reads for itself, and holds no more than its parameters and one window of a file.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def load_hf(
 ) -> None:
     """Write this rank's part of ``checkpoint`` into ``chunks``, in place, cast where dtypes differ.
 
-    Rows that pad the vocabulary become zero.  What the checkpoint may lack (a critic's value head) keeps its value.
-    progress: called with the number of bytes just read.  For an engine:
+    Rows that pad the vocabulary become zero.  A tensor that the checkpoint may lack (a critic's value head) keeps its
+    value.  progress: called with the number of bytes just read.  For an engine:
     ``engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank))``.
 
-    Raises WeightMapError where modules and table do not agree, CheckpointError as ``check_checkpoint`` does and where a
-    file cannot be read to its end.
+    Raises WeightMapError if modules and table disagree, CheckpointError as ``check_checkpoint`` does and if a file
+    cannot be read to its end.
     """
     bound = bind(chunks, table, rank)
     check_checkpoint(checkpoint, table)
@@ -73,10 +73,10 @@ def _zero_padding(bound: Bound, table: Table) -> None:
 
 
 def check_checkpoint(checkpoint: HfCheckpoint, table: Table) -> None:
-    """Refuse a ``checkpoint`` whose tensors are not those of the table's model.
+    """Check that the tensors of ``checkpoint`` are those of the table's model.
 
-    CheckpointError, with everything found: a tensor that is missing, of another shape, of a dtype that is no
-    floating-point number, or that nothing takes; an output projection beside tied embeddings that is not equal to them.
+    Raises CheckpointError with every violation: a tensor that is missing, unexpected, of another shape, or not of a
+    floating-point dtype; tied embeddings beside an output projection that differs from them.
     """
     problems = [
         *_missing_or_misshapen(checkpoint, table),
@@ -93,8 +93,8 @@ def _missing_or_misshapen(checkpoint: HfCheckpoint, table: Table) -> Iterator[st
             if not wanted.absent_ok:
                 yield f"tensor {name} of shape {wanted.shape} is missing. {MISMATCH}"
         elif info.shape != wanted.shape:
-            found = f"expected shape {wanted.shape} by config.json and found {info.shape}"
-            yield f"{info.file.name}: tensor {name}: {found}. {MISMATCH}"
+            difference = f"expected shape {wanted.shape} by config.json and found {info.shape}"
+            yield f"{info.file.name}: tensor {name}: {difference}. {MISMATCH}"
         elif not info.dtype.is_floating_point:
             remedy = "Integers are a quantised format that is not read here: give the unquantised checkpoint"
             yield f"{info.file.name}: tensor {name}: expected floating-point numbers and found {info.dtype}. {remedy}"
@@ -122,7 +122,7 @@ def _pattern(template: str) -> str:
 
 
 def _other_heads(table: Table) -> Iterable[str]:
-    """A critic has no use for the output projection of the model that it starts from."""
+    """The output projection that a critic's checkpoint may hold: a critic starts from a language model, without it."""
     if not table.critic:
         return ()
     rules = (rule for rule in table.family.weights if rule.name == VALUE_HEAD.name and rule.only(table.model))
@@ -130,13 +130,13 @@ def _other_heads(table: Table) -> Iterable[str]:
 
 
 def _wrong_tie(checkpoint: HfCheckpoint, output: TensorInfo) -> Iterator[str]:
-    """Some tools write the tied projection too; that is the embedding once more, or it is not this model."""
+    """Some tools also write the tied projection; it must equal the embedding, or this is another model."""
     embedding = checkpoint.tensors.get(EMBEDDING_TENSOR.name)
     if embedding is None:
-        return  # said already
+        return  # ``_missing_or_misshapen`` reports it
     if (embedding.shape, embedding.dtype) != (output.shape, output.dtype) or not _equal(checkpoint, embedding, output):
-        said = f"config.json says tie_word_embeddings=true, and this is not equal to {EMBEDDING_TENSOR.name}"
-        yield f"{output.file.name}: tensor {OUTPUT}: {said}. Write tie_word_embeddings=false. {MISMATCH}"
+        difference = f"config.json says tie_word_embeddings=true, and this is not equal to {EMBEDDING_TENSOR.name}"
+        yield f"{output.file.name}: tensor {OUTPUT}: {difference}. Write tie_word_embeddings=false. {MISMATCH}"
 
 
 def _equal(checkpoint: HfCheckpoint, one: TensorInfo, other: TensorInfo) -> bool:

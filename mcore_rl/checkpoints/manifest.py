@@ -1,9 +1,9 @@
 """The manifest of a directory: which files it must hold, how long each is, and the checksum of its bytes.
 
-A manifest is written last and carries its own checksum, so that a directory with one was complete when it was written,
-and whatever became of it since can be named: a file that is missing, cut off, or has another byte.
+The manifest is written last and has a checksum of its own, so a directory with a manifest was once complete, and every
+later damage can be named: a file that is missing, cut off, or has another byte.
 
-The checksum is XXH3 (64 bits; https://xxhash.com): it tells apart what was damaged, not what was forged.
+The checksum is XXH3 (64 bits; https://xxhash.com): it detects damage, not forgery.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from mcore_rl.parallel.device import num_cores
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-BLOCK_BYTES = 4 << 20  # read, or written, at a time: small enough to be in the cache still when it is summed
+BLOCK_BYTES = 4 << 20  # per read or write: small enough to be in the cache still when it is summed
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """num_bytes: of a file.  checksum: of these bytes, as ``xxh3:0123456789abcdef``."""
+    """A file's length and checksum (``xxh3:0123456789abcdef``)."""
 
     num_bytes: int
     checksum: str
 
 
 def sum_text(hashed: xxhash.xxh3_64) -> str:
-    """How a checksum is written."""
+    """A checksum as the manifest spells it."""
     return f"xxh3:{hashed.hexdigest()}"
 
 
@@ -49,9 +49,9 @@ def sum_of(path: Path) -> FileSum:
 
 
 def write_manifest(directory: Path, known: Mapping[str, FileSum]) -> None:
-    """Sum what is in ``directory`` and not ``known``, and write ``manifest.json``; all is on the disk then.
+    """Sum the files in ``directory`` that are not ``known``, write ``manifest.json``, and wait for the disk.
 
-    known: sums, by path below ``directory``, of files that whoever wrote them has summed and flushed.
+    known: path below ``directory`` -> sum, of files that their writer has summed and flushed.
     OSError: the disk is full, or fails.
     """
     files = dict(known)
@@ -70,10 +70,9 @@ def write_manifest(directory: Path, known: Mapping[str, FileSum]) -> None:
 
 
 def damage(directory: Path, *, only: str = "") -> list[str]:
-    """Everything in which ``directory`` is not what its manifest says; empty where it is sound.
+    """Every difference between ``directory`` and its manifest; empty if it is sound.
 
-    Every byte is held against the checksums, with as many threads as there are cores.
-    only: look at this directory in it alone.
+    Reads every byte, with as many threads as there are cores.  only: check this subdirectory alone.
     """
     try:
         files = read_manifest(directory)
@@ -93,14 +92,14 @@ def damage(directory: Path, *, only: str = "") -> list[str]:
         else:
             intact.append(name)
     with ThreadPoolExecutor(num_cores()) as pool:
-        problems += [found for found in pool.map(lambda name: _differs(directory, name, files), intact) if found]
+        problems += [problem for problem in pool.map(lambda name: _differs(directory, name, files), intact) if problem]
     return problems
 
 
 def read_manifest(directory: Path) -> dict[str, FileSum]:
-    """Path below ``directory`` -> what the file there must be.
+    """Path below ``directory`` -> the file's length and checksum.
 
-    OSError: there is no manifest.  ValueError: it is none, or is not as it was written.
+    OSError: there is no manifest.  ValueError: it has another format, or is damaged.
     """
     content = json.loads((directory / MANIFEST).read_bytes())
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -121,9 +120,9 @@ def _files(directory: Path) -> Iterable[Path]:
 
 def _differs(directory: Path, name: str, files: Mapping[str, FileSum]) -> str | None:
     try:
-        found = sum_of(directory / name)
+        actual = sum_of(directory / name)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    if found == files[name]:
+    if actual == files[name]:
         return None
-    return f"{name} has other bytes than were written: expected {files[name].checksum}, found {found.checksum}"
+    return f"{name} has other bytes than were written: expected {files[name].checksum}, found {actual.checksum}"

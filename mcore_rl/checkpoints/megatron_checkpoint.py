@@ -1,10 +1,10 @@
 """Megatron checkpoints on disk, read and written by the table: which stored tensor holds which Hugging Face tensors.
 
 The tensor under a checkpoint's key is the table's tensor at tp=pp=ep=1: gate and up one after the other, the experts of
-a layer stacked, the vocabulary with or without padding.  Whatever layout saved it, and in whatever dialect
-(``stored_keys``), it reads as Hugging Face tensors, region by region; what is written, any layout can load.
+a layer stacked, the vocabulary with or without padding.  A checkpoint saved in any layout and any dialect
+(``stored_keys``) reads as Hugging Face tensors, region by region; any layout can load what is written here.
 
-Nothing here imports Megatron; tests/training/test_checkpoint.py holds it against Megatron's own modules.
+Nothing here imports Megatron; tests/training/test_checkpoint.py compares it with Megatron's own modules.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class Readable(Protocol):
 def _shared(
     region: TensorSlice, at: tuple[int, ...], other_at: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[TensorSlice, TensorSlice] | None:
-    """What ``region`` of one tensor has of the part of ``shape`` that lies ``at`` there and ``other_at`` in another.
+    """The elements of ``region`` that also stand in another tensor.
 
-    Returns (where in the other tensor, where in ``region``); None where they have nothing in common.
+    Both tensors hold a common part of ``shape``: at ``at`` in the tensor of ``region``, at ``other_at`` in the other.
+    Returns (region of the other tensor, region within ``region``); None if the part does not reach into ``region``.
     """
     both = TensorSlice(at, shape).shared(region)
     return None if both is None else (both.moved(at, other_at), both.within(region))
@@ -58,14 +59,14 @@ def _shared(
 class MegatronCheckpoint:
     """The Hugging Face tensors that a Megatron checkpoint holds, and reading regions of them.
 
-    tensors: in the order of the layers, in the dtype that they are stored in.  critic: it ends in a value head.
+    tensors: in the order of the layers, in their stored dtype.  critic: whether the model ends in a value head.
     """
 
     def __init__(self, stored: DistributedCheckpoint, family: Family, model: ModelConfig) -> None:
         """The weights of ``model`` in ``stored``.
 
-        CheckpointError, with everything found: another number of layers, tensors that are missing, of another shape or
-        of no floating-point dtype, that nothing takes, or that belong to an adapter.
+        Raises CheckpointError with every violation: another number of layers; tensors that are missing, unexpected, of
+        another shape, not of a floating-point dtype, or part of an adapter.
         """
         self.stored, self.keys = stored, StoredKeys(stored.tensors)
         head = self.keys.find("output_layer.weight", None, None)
@@ -117,7 +118,7 @@ class MegatronCheckpoint:
                 self.stored.read_into(place.key, stored, view_of(out, into)[(None,) * len(place.lead)])
 
     def damage(self, progress: Callable[[int, int], None]) -> list[str]:
-        """Hold every chunk against the CRC-32 that was saved with it; progress: bytes just read, and those to read."""
+        """Compare every chunk with its stored CRC-32.  progress: called with (bytes just read, bytes in all)."""
         total, problems = sum(self.stored.tensors[key].num_bytes for key in self.used_keys), list[str]()
         for key in self.used_keys:
             problems += self.stored.damage(key)
@@ -129,9 +130,9 @@ class MegatronCheckpoint:
         self.stored.close()
 
     def _layer_problems(self) -> Iterator[str]:
-        found, expected = self.keys.num_layers_named, self.table.model.num_layers
-        if found not in (0, expected):
-            yield f"expected {expected} layers by config.json and found {found}. {MISMATCH}"
+        num_layers, expected = self.keys.num_layers_named, self.table.model.num_layers
+        if num_layers not in (0, expected):
+            yield f"expected {expected} layers by config.json and found {num_layers}. {MISMATCH}"
 
     def _shape_problems(self, local: LocalTensor, place: TensorLocation) -> Iterator[str]:
         tensor, expected = self.stored.tensors[place.key], self.table.shape(local)
@@ -158,15 +159,16 @@ class MegatronCheckpoint:
 
 
 def stored_key(local: LocalTensor) -> tuple[str, tuple[int, ...]]:
-    """The key that megatron-core saves ``local`` under, and its indices into the first dimensions there."""
+    """(the key under which megatron-core saves ``local``, its indices into the first dimensions there)."""
     key = (local.rule.checkpoint or local.rule.name).format(l=local.layer, e=None)
     return key, () if local.expert is None else (local.expert,)
 
 
 def plan_stored(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[TensorSpec, list[LocalTensor]]]:
-    """Key -> the tensor to write and the tensors of ``table``, one replica of one rank, that it is made of.
+    """Key -> (the tensor to write, the tensors of ``table`` that it joins).
 
-    dtypes: of the Hugging Face tensors; a stored tensor has one that holds all of what it is made of.
+    table: of one replica on one rank.  dtypes: of the Hugging Face tensors; a stored tensor has the promoted dtype of
+    those that it joins.
     """
     groups: dict[str, list[LocalTensor]] = defaultdict(list)
     for local in table.tensors(0):
@@ -174,9 +176,9 @@ def plan_stored(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, tu
             groups[stored_key(local)[0]].append(local)
     planned = {}
     for key, locals_ in groups.items():
-        found = [dtypes[name] for local in locals_ for name in local.hf_names]
-        dtype = found[0]
-        for other in set(found):
+        parts = [dtypes[name] for local in locals_ for name in local.hf_names]
+        dtype = parts[0]
+        for other in set(parts):
             dtype = torch.promote_types(dtype, other)
         _, lead = stored_key(locals_[0])
         shape = (*((len(locals_),) if lead else ()), *table.shape(locals_[0]))
@@ -187,10 +189,10 @@ def plan_stored(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, tu
 def chunks_of(
     local: LocalTensor, shape: tuple[int, ...], itemsize: int, parallel: ParallelConfig
 ) -> Iterator[TensorSlice]:
-    """``local`` of ``shape`` in parts of at most ``CHUNK_BYTES``, none of which two ranks of ``parallel`` share."""
+    """``local`` of ``shape`` in parts of at most ``CHUNK_BYTES``; each part belongs to one rank of ``parallel``."""
     rule = local.rule
     shards = {Axis.tensor: parallel.tp, Axis.expert_tensor: parallel.etp}.get(rule.axis, 1)
-    # Gate and up are split each, whatever else is stored is split as one.
+    # Gate and up are split separately; every other tensor is split as one.
     step = -(-shape[rule.dim] // (shards * (len(rule.hf) if rule.layout is split else 1)))
     for begin in range(0, shape[rule.dim], step):
         start, size = [0] * len(shape), list(shape)
@@ -207,10 +209,10 @@ def write_stored(
     parallel: ParallelConfig,
     progress: Callable[[int], None],
 ) -> None:
-    """Write what ``table`` (of one replica of one rank) makes of ``source`` to ``writer``, chunk by chunk.
+    """Write the tensors of ``table`` (of one replica on one rank), read from ``source``, to ``writer``, chunk by chunk.
 
-    dtypes: of the Hugging Face tensors to write; what is not among them is left out.  parallel: the layout that the
-    chunks are cut for; any other can load them too.  progress: called with the bytes just written.
+    dtypes: of the Hugging Face tensors to write; others are left out.  parallel: the layout that the chunks suit; any
+    other can load them too.  progress: called with the bytes just written.
     """
     chunk = torch.empty(0)
     for key, (spec, locals_) in plan_stored(table, dtypes).items():

@@ -1,8 +1,8 @@
 """A directory that appears under its name only when it is complete.
 
 Everything is written in ``NAME.incomplete`` beside the final ``NAME``, which appears by one rename when all is on the
-disk.  What stopped half-way stays under the temporary name: it shows what is missing, its name says that it is nothing
-to use, and deleting a user's files is the user's decision.
+disk.  After an interruption the files stay under the temporary name: they show what is missing, the name says not to
+use them, and deleting a user's files is the user's decision.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NewDirectory:
-    """``path``, not there yet, and ``incomplete``, where it is made.
+    """``path``: the final name.  ``incomplete``: the temporary directory.
 
-    joins: another process makes it, and this one only writes into it.
-    CheckpointError, with everything found: ``path`` exists and is no empty directory, an ``.incomplete`` one is left
-    from before, fewer than ``needed_bytes`` are free.
+    joins: another process creates the directory, and this one only writes into it.
+    Raises CheckpointError with every violation: ``path`` exists and is not an empty directory, an ``.incomplete`` one
+    is left from before, fewer than ``needed_bytes`` are free.
     """
 
     def __init__(self, path: Path | str, needed_bytes: int, *, joins: bool = False) -> None:

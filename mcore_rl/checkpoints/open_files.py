@@ -11,14 +11,14 @@ from mcore_rl.errors import CheckpointError
 
 
 class OpenFiles:
-    """Of ``directory``.  Leaving a ``with`` closes them."""
+    """The open files of ``directory``.  Leaving a ``with`` closes them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._files: dict[Path, FileIO] = {}
 
     def descriptor(self, path: Path) -> int:
-        """Of the opened file ``path``.  CheckpointError: it cannot be opened."""
+        """The file descriptor of ``path``, opened on first use.  CheckpointError: it cannot be opened."""
         if path not in self._files:
             try:
                 self._files[path] = FileIO(path)

@@ -1,7 +1,7 @@
-"""Which rank gives which part of a Hugging Face tensor, where replicas could each give the same.
+"""Which rank gives which part of a Hugging Face tensor, where several ranks hold the same part.
 
-Data, context and expert-data parallel ranks hold copies, and tensor ranks copies of what is not split; one of them is
-chosen for each part, so that all give about equally many elements.  Integers only: every rank works out the same.
+Data, context and expert-data parallel ranks hold copies, and tensor ranks hold copies of what is not split; each part
+gets one owner, so that all ranks give about equally many elements.  Integers only: every rank computes the same plan.
 
 Invariant: the parts of a Hugging Face tensor cover it exactly.
 """
@@ -20,9 +20,10 @@ from mcore_rl.weights.tensor_slice import TensorSlice
 
 @dataclass(frozen=True, slots=True)
 class OwnedPart:
-    """What rank ``owner`` gives to Hugging Face tensor ``hf``: ``region`` of it.
+    """A part that rank ``owner`` gives: ``region`` of Hugging Face tensor ``hf``.
 
-    local: the tensor that the owner has it in.  pieces: where in it, in the order of the region along ``dim``.
+    local: the owner's tensor that holds the region.  pieces: where in ``local``, in the order of the region along
+    ``dim``.
     """
 
     hf: str
@@ -33,16 +34,16 @@ class OwnedPart:
 
     @property
     def dim(self) -> int:
-        """The dimension that pieces follow one another in, and parts too."""
+        """The dimension along which pieces, and parts, follow one another."""
         return self.local.rule.dim
 
 
 def owned_parts(table: Table, prefer: int | None = None) -> dict[str, list[OwnedPart]]:
     """The parts of every Hugging Face tensor, in the order of ``table.hf_tensors`` and of the tensor.
 
-    prefer: a rank that gives all that it holds, because what is gathered on it need not be sent.  A tied output
-    projection is a copy of the embedding and gives nothing.
-    Raises WeightMapError, with all of them, where parts leave something out or overlap.
+    prefer: the owner of every part that it holds (it is the gather destination, so it need not send them).  A tied
+    output projection is a copy of the embedding and owns nothing.
+    Raises WeightMapError with every tensor whose parts overlap or leave a gap.
     """
     given = [0] * table.layout.world_size  # elements
     parts: dict[str, list[OwnedPart]] = {name: [] for name in table.hf_tensors}
@@ -64,12 +65,12 @@ def owned_parts(table: Table, prefer: int | None = None) -> dict[str, list[Owned
 
 
 def _holders(table: Table) -> list[tuple[LocalTensor, list[int]]]:
-    """Every distinct local tensor and the ranks that hold it, in the order of the first of them."""
+    """(distinct local tensor, the ranks that hold it), in the order of the first of these ranks."""
     peers = defaultdict(list)
     for rank in range(table.layout.world_size):
         at = table.layout.coords(rank)
         peers[at.pp, at.tp, at.ep, at.etp].append(rank)
-    # Rules are compared by identity: they are the table's own, and hashing one hashes all that it says.
+    # Rules are compared by identity: all come from this table, and hashing a rule hashes all its fields.
     holders: dict[tuple[int, int | None, int | None, int], tuple[LocalTensor, list[int]]] = {}
     for ranks in peers.values():
         for local in table.tensors(ranks[0]):
@@ -91,7 +92,7 @@ def _part(name: str, owner: int, local: LocalTensor, pieces: list[Piece]) -> Own
 
 
 def _cover_problem(table: Table, name: str, parts: list[OwnedPart]) -> str | None:
-    """What keeps ``parts``, in order, from being all of tensor ``name`` once."""
+    """Why ``parts``, in order, do not cover tensor ``name`` exactly once; None if they do."""
     shape = table.hf_tensors[name].shape
     remedy = f"Mend its rule in families/{table.family.name}.py"
     if not parts:
@@ -104,9 +105,9 @@ def _cover_problem(table: Table, name: str, parts: list[OwnedPart]) -> str | Non
             if axis != dim
         )
         if part.dim != dim or part.region.start[dim] != end or not rest_is_whole:
-            found = f"rank {part.owner} holds {part.region.shape} from {part.region.start}"
+            actual = f"rank {part.owner} holds {part.region.shape} from {part.region.start}"
             return (
-                f"tensor {name} of shape {shape}: expected what begins at {end} of dimension {dim}, {found}. {remedy}"
+                f"tensor {name} of shape {shape}: expected what begins at {end} of dimension {dim}, {actual}. {remedy}"
             )
         end += part.region.shape[dim]
     return None if end == shape[dim] else f"tensor {name} of shape {shape}: nothing holds more than {end}. {remedy}"

@@ -1,13 +1,13 @@
-"""What one rank of a run keeps on disk, and how its file says which parts of the whole model's tensors it holds.
+"""The file of one rank in a run's checkpoint, and the description of the model parts in it.
 
 The file is a safetensors file.  A rank's optimizer holds ranges of its local tensors (Megatron's distributed optimizer
-cuts them without regard to rows), each stored as it lies in memory: ``main/NAME``, ``exp_avg/NAME``,
-``exp_avg_sq/NAME``, and ``weight/NAME`` of what is not trained.  The header says of each range which regions of which
-Hugging Face tensors lie in it, by the family's table, so that any other layout can find what it needs in the files of
-all ranks.  Beside them are counters, and the random state.
+cuts them without regard to rows), and the file holds each range as it is in memory: ``main/NAME``, ``exp_avg/NAME``,
+``exp_avg_sq/NAME``, and ``weight/NAME`` for a tensor that is not trained.  The header lists the regions of Hugging Face
+tensors in each range, by the family's table, so that any other layout finds what it needs in the files of all ranks.
+The file also holds counters and the random state.
 
 Trained weights are not stored a second time: in bfloat16 they are the main weights, cast; in float32 they are the main
-weights.  Nor is the vocabulary's padding, which is zero.
+weights.  The vocabulary's padding, which is zero, is not stored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ RANDOM = "random"  # before the names of random states
 class StateShard:
     """Elements ``begin`` to ``end`` (exclusive), row-major, of the local tensor ``name`` of ``shape``.
 
-    pieces: what of Hugging Face tensors lies in them.  kinds: what is stored of them, each as one range of bytes.
+    pieces: the parts of Hugging Face tensors in this range.  kinds: what is stored of the range (main, exp_avg, ...),
+    each as one range of bytes.
     """
 
     name: str
@@ -50,10 +51,10 @@ class StateShard:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What a file says of itself, beside its tensors.
+    """The header of a rank's file.
 
-    dtype: torch's name of the live weights' own.  num_steps: of the optimizer that moved weights, as the schedule
-    counts them.  adam_step: as Adam counts; None before its first.
+    dtype: torch's name of the live weights' dtype.  num_steps: optimizer steps that moved weights, as the schedule
+    counts them.  num_skipped: steps without one.  adam_step: Adam's own count; None before its first step.
     """
 
     role: str
@@ -68,7 +69,7 @@ class RankState:
     shards: tuple[StateShard, ...]
 
     def metadata(self) -> dict[str, str]:
-        """For the header of the file."""
+        """The state as strings, for a safetensors header."""
         values = asdict(self)
         values["shards"] = [
             (each.name, each.shape, each.begin, each.end, [_numbers(piece) for piece in each.pieces], each.kinds)
@@ -78,7 +79,7 @@ class RankState:
 
     @classmethod
     def parse(cls, metadata: Mapping[str, str]) -> RankState:
-        """Back from ``metadata``.  ValueError: it is of another format."""
+        """The inverse of ``metadata``.  ValueError: it has another format."""
         if metadata.get("format") != FORMAT:
             raise ValueError(f"it is of format {metadata.get('format')!r}; this program reads {FORMAT!r}")
         values: dict[str, Any] = json.loads(metadata["state"])
@@ -90,19 +91,19 @@ class RankState:
 
 
 def state_file(directory: Path, rank: int) -> Path:
-    """Where the state of ``rank`` is in the directory of a role."""
+    """The file of ``rank`` in the directory of a role."""
     return directory / f"rank_{rank:05d}.safetensors"
 
 
 def pieces_of_range(pieces: Sequence[Piece], shape: Sequence[int], begin: int, end: int) -> tuple[Piece, ...]:
-    """What of ``pieces``, those of a local tensor of ``shape``, lies in its elements ``begin`` to ``end``."""
-    found = []
+    """The parts of ``pieces`` within elements ``begin`` to ``end`` of their local tensor, which has ``shape``."""
+    stored = []
     for region in slices_of_range(shape, begin, end):
         for piece in pieces:
             if (shared := region.shared(piece.local_region)) is not None:
                 place = shared.moved(piece.local_start, piece.hf_start)
-                found.append(Piece(piece.hf, place.start, shared.start, shared.shape))
-    return tuple(found)
+                stored.append(Piece(piece.hf, place.start, shared.start, shared.shape))
+    return tuple(stored)
 
 
 def _numbers(piece: Piece) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

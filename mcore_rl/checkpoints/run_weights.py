@@ -1,7 +1,7 @@
 """The weights in a run's checkpoint, read as Hugging Face tensors.
 
-They are the main weights, float32, cast to what is asked for: in the dtype that the run trained in, they are its live
-weights, bit for bit.
+A checkpoint stores the main weights in float32; reading casts them.  In the dtype that the run trained in, they are the
+live weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,53 +27,51 @@ ACTOR = "actor"
 
 
 def role_directory(directory: Path) -> Path | None:
-    """Where the ranks' files are: ``directory``, or the actor's in it; None where it is no run's checkpoint."""
+    """The directory of the ranks' files: ``directory`` or its ``actor``; None if it is no run's checkpoint."""
     return next((place for place in (directory, directory / ACTOR) if state_file(place, 0).exists()), None)
 
 
 class RunWeights:
-    """The weights of one role of a checkpoint.  tensors: in the order of the layers, in the dtype that was trained.
+    """The weights of one role of a checkpoint.
 
-    companions: the directory of config.json, tokenizer and kin.
+    tensors: in the order of the layers, in the dtype that was trained.  sidecar_directory: has config.json and the
+    tokenizer.
     """
 
     def __init__(self, directory: Path, family: Family, model: ModelConfig) -> None:
         """directory: of a role, as ``role_directory`` finds it.
 
-        CheckpointError, with everything found: a file that is missing or damaged; tensors that ``model`` has not, that
-        have another shape, or that are not all there.
+        Raises CheckpointError with every violation: a file that is missing or damaged; a tensor that is missing, that
+        ``model`` does not have, or that has another shape.
         """
-        self.companions = directory / SIDECAR_FILES
+        self.sidecar_directory = directory / SIDECAR_FILES
         self._stored = StoredState.open(directory)
         state = self._stored.ranks[0]
         self.table = Table(family, model, critic=state.critic)
         shapes = {name: info.shape for name, info in self.table.hf_tensors.items()}
         problems = list(self._stored.mismatches(shapes))
-        found: dict[str, TensorSpec] = {}
+        specs: dict[str, TensorSpec] = {}
         for name, info in self.table.hf_tensors.items():
             if problem := self._stored.missing(self._kind(name), name, TensorSlice.whole(info.shape)):
                 problems.append(problem)
-            found[name] = TensorSpec(name, getattr(torch, info.dtype or state.dtype), info.shape)
+            specs[name] = TensorSpec(name, getattr(torch, info.dtype or state.dtype), info.shape)
         if problems:
             raise CheckpointError(str(directory), problems)
-        self.tensors: Mapping[str, TensorSpec] = MappingProxyType(found)
+        self.tensors: Mapping[str, TensorSpec] = MappingProxyType(specs)
 
     def read_into(self, name: str, region: TensorSlice, out: Tensor) -> None:
         """Copy ``region`` of Hugging Face tensor ``name`` into ``out``, of the region's shape; cast."""
         self._stored.read_into(self._kind(name), name, region, out)
 
     def damage(self, progress: Callable[[int, int], None]) -> list[str]:
-        """Where the files are not as they were written, by the manifest of the checkpoint that they are in.
-
-        progress: called with the bytes just read, and those to read.
-        """
+        """The damaged files, by the checkpoint's manifest.  progress: called with (bytes just read, bytes in all)."""
         directory = self._stored.directory
         if not (directory.parent / MANIFEST).exists():
             return [f"there is no {MANIFEST} beside the directory, so that nothing says whether it is whole"]
-        found = damage(directory.parent, only=directory.name)
+        problems = damage(directory.parent, only=directory.name)
         size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         progress(size, size)
-        return found
+        return problems
 
     def close(self) -> None:
         """Close the files."""

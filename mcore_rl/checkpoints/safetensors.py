@@ -1,11 +1,11 @@
-"""The safetensors file format: what a file holds and where, and reading a region of one tensor out of it.
+"""The safetensors file format: which tensors a file holds and where, and reading a region of one of them.
 
 A file is eight bytes of header length, a JSON header, and the tensors one after another; see the format section of
 https://huggingface.co/docs/safetensors.  The header is read here, not by the safetensors package, because loading needs
-byte offsets: a rank reads the ranges that it needs straight into its parameters.  Which files make a checkpoint is
-``hf_directory``'s business, writing them is ``sharded_writer``'s.
+byte offsets: a rank reads the ranges that it needs straight into its parameters.  ``hf_directory`` decides which files
+make a checkpoint; ``sharded_writer`` writes them.
 
-Invariant: no more than ``WINDOW_BYTES`` of host memory is held beside the destination.
+Invariant: reading takes at most ``WINDOW_BYTES`` of host memory beside the destination.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice, is_one_run, offset_of, row_major_strides, span_of, windows
 from mcore_rl.weights.views import view_of
 
-WINDOW_BYTES = 32 << 20  # of a file or of a tensor in hand at a time, where it is not read or written in place
+WINDOW_BYTES = (
+    32 << 20
+)  # at most so much of a file or tensor in memory at a time, unless it is read or written in place
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors package
 METADATA = "__metadata__"
 
@@ -80,9 +82,9 @@ class TensorInfo(TensorSpec):
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU ``tensor`` of any dtype, not a copy of it."""
+    """The memory of a contiguous CPU ``tensor`` of any dtype, without a copy."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", "only contiguous host memory is one range of bytes"
-    # Not by way of numpy: torch never again resizes a storage that numpy saw, and what is offloaded must be resized.
+    # Not through numpy: torch refuses to resize a storage that numpy saw, and offloading resizes it.
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     memory.__dict__["tensor"] = tensor  # alive as long as the view
     return memoryview(memory).cast("B")
@@ -96,7 +98,7 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 def checksum_of(parts: Iterable[Tensor]) -> str:
     """CRC-32 (zlib's) of the bytes of contiguous CPU tensors, one after another, as ``crc32:89abcdef``.
 
-    About 2 GB/s.  It tells apart what was damaged or mixed up, not what was forged.
+    About 2 GB/s.  It detects damage and mix-ups, not forgery.
     """
     value = 0
     for part in parts:
@@ -105,7 +107,7 @@ def checksum_of(parts: Iterable[Tensor]) -> str:
 
 
 def checksum(tensor: Tensor) -> str:
-    """``checksum_of`` a contiguous ``tensor`` of any dtype and device; dtype and shape do not enter."""
+    """``checksum_of`` a contiguous ``tensor`` of any dtype and device; only its bytes count, not dtype or shape."""
     assert tensor.is_contiguous(), "the bytes of a tensor with gaps have no order of their own"
     flat = _flat_bytes(tensor)
     starts = range(0, len(flat), WINDOW_BYTES)
@@ -113,18 +115,18 @@ def checksum(tensor: Tensor) -> str:
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], list[str]]:
-    """What the file ``path`` holds, in the order of its bytes, and every problem that makes it unusable."""
+    """(the tensors of file ``path`` in the order of its bytes, every problem that makes it unusable)."""
     again = "Download it again"
     try:
         with path.open("rb") as file:
-            found = os.fstat(file.fileno()).st_size
+            file_size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             if prefix == b"version ":
                 return {}, [f"{path.name}: is a Git LFS pointer, not the file itself. Run git lfs pull where it is"]
             length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or (length <= MAX_HEADER_BYTES and found < 8 + length):
+            if len(prefix) < 8 or (length <= MAX_HEADER_BYTES and file_size < 8 + length):
                 expected = 8 + (length if len(prefix) == 8 else 2)
-                problem = f"truncated: the header alone takes {expected} bytes and the file has {found}"
+                problem = f"truncated: the header alone takes {expected} bytes and the file has {file_size}"
                 return {}, [f"{path.name}: {problem}. {again}"]
             if length > MAX_HEADER_BYTES:
                 return {}, [f"{path.name}: is not a safetensors file: a header of {length} bytes. {again}"]
@@ -136,20 +138,20 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], list[str]]:
     if not isinstance(header, _Pairs):
         return {}, [f"{path.name}: its header is no JSON object. {again}"]
     tensors, problems = _entries(path, header, 8 + length)
-    problems += _layout_problems(list(tensors.values()), 8 + length, found) if not problems else []
+    problems += _layout_problems(list(tensors.values()), 8 + length, file_size) if not problems else []
     return tensors, [f"{path.name}: {problem}. {again}" for problem in problems]
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What the header of ``path`` says beside its tensors.  For a file that ``read_header`` found no problem with."""
+    """``__metadata__`` of the header of ``path``, a file that ``read_header`` found sound."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        found: dict[str, str] = json.loads(file.read(length)).get(METADATA, {})
-    return found
+        metadata: dict[str, str] = json.loads(file.read(length)).get(METADATA, {})
+    return metadata
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object that still shows a name that stands in it twice."""
+    """A JSON object as pairs, so that a name that occurs twice shows."""
 
 
 def _entries(path: Path, header: _Pairs, data_begin: int) -> tuple[dict[str, TensorInfo], list[str]]:
@@ -182,7 +184,7 @@ def _are_counts(value: object) -> bool:
     return isinstance(value, list) and all(type(count) is int and count >= 0 for count in value)
 
 
-def _layout_problems(tensors: Sequence[TensorInfo], data_begin: int, found: int) -> list[str]:
+def _layout_problems(tensors: Sequence[TensorInfo], data_begin: int, file_size: int) -> list[str]:
     """Gaps, overlaps and a wrong end; ``tensors`` in the order of their bytes."""
     problems = []
     if tensors and tensors[0].begin != data_begin:
@@ -192,9 +194,9 @@ def _layout_problems(tensors: Sequence[TensorInfo], data_begin: int, found: int)
             what = "a gap" if before.end < after.begin else "an overlap"
             problems.append(f"there is {what} between tensors {before.name} and {after.name}")
     expected = tensors[-1].end if tensors else data_begin
-    if expected != found:
-        what = "truncated" if found < expected else "too long"
-        problems.append(f"{what}: expected {expected} bytes, found {found}")
+    if expected != file_size:
+        what = "truncated" if file_size < expected else "too long"
+        problems.append(f"{what}: expected {expected} bytes, found {file_size}")
     return problems
 
 
@@ -231,7 +233,7 @@ def read_slice(file: int, info: TensorInfo, region: TensorSlice, out: Tensor) ->
 
 
 def read_whole(info: TensorInfo) -> Tensor:
-    """All of ``info`` as a new CPU tensor.  For what is small: it opens the file for itself."""
+    """All of ``info`` as a new CPU tensor.  Opens the file each time: for small tensors."""
     out = torch.empty(info.shape, dtype=info.dtype)
     with info.file.open("rb") as file:
         read_slice(file.fileno(), info, TensorSlice.whole(info.shape), out)
@@ -256,7 +258,7 @@ def _map_window(file: int, info: TensorInfo, window: TensorSlice, strides: Seque
     span = span_of(window.shape, strides)
     begin = info.begin + offset_of(window.start, strides) * info.dtype.itemsize
     skip = begin % mmap.ALLOCATIONGRANULARITY
-    # Private and writable: torch warns of memory that is not, and nothing is ever written.
+    # Private and writable, because torch warns of read-only memory; nothing is ever written.
     mapping = mmap.mmap(file, skip + span * info.dtype.itemsize, access=mmap.ACCESS_COPY, offset=begin - skip)
     return torch.frombuffer(mapping, dtype=info.dtype, count=span, offset=skip).as_strided(window.shape, strides)
 
@@ -264,10 +266,10 @@ def _map_window(file: int, info: TensorInfo, window: TensorSlice, strides: Seque
 def encode_header(
     specs: Sequence[TensorSpec], path: Path, metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorInfo]]:
-    """The first bytes of a file that holds ``specs``, and where in it each is, in the order of the bytes.
+    """(header bytes of a file that holds ``specs``, name -> its place in the file, in the order of the bytes).
 
-    Wide dtypes come first and the data begins at a multiple of eight, so that every tensor is aligned to its dtype; so
-    does the safetensors package.
+    Wide dtypes come first and the data begins at a multiple of eight, so that every tensor is aligned to its dtype, as
+    in the safetensors package.
     """
     begin, entries, tensors = 0, dict[str, Any](), dict[str, TensorInfo]()
     for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):

@@ -1,12 +1,12 @@
 """Writing a Hugging Face weights directory: safetensors shards planned before the first byte, filled in any order.
 
-All names, dtypes and shapes are known at the start, so every tensor has its place in a file and whole tensors or
-regions of them are written there as they come; nothing is collected.  Everything happens in ``NAME.incomplete`` beside
-the final ``NAME``, which appears by one rename when every byte was written once and is on the disk.
+All names, dtypes and shapes are known at the start, so every tensor has its place in a file, and whole tensors or
+regions are written there as they come; nothing is collected.  Everything happens in ``NAME.incomplete`` beside the
+final ``NAME``, which appears by one rename when every byte was written once and is on the disk.
 
-What stopped half-way (an exception, Ctrl-C, a kill, a tensor that never came) stays in ``NAME.incomplete``: it shows
-what is missing, its name says that it is no checkpoint, and deleting a user's files is the user's decision.  The next
-attempt asks for that.  Files of others that belong to the checkpoint (config.json, the tokenizer) are put into
+After an interruption (an exception, Ctrl-C, a kill, a tensor that never came) the files stay in ``NAME.incomplete``:
+they show what is missing, the name says that it is no checkpoint, and deleting a user's files is the user's decision;
+the next attempt asks for it.  The caller puts other files of the checkpoint (config.json, the tokenizer) into
 ``ShardedWriter.incomplete`` before ``finish``.
 """
 
@@ -39,8 +39,8 @@ from mcore_rl.weights.tensor_slice import TensorSlice, is_one_run, offset_of, ro
 from mcore_rl.weights.views import view_of
 
 SHARD_BYTES = 5_000_000_000  # what published checkpoints use
-HEADER_BYTES = 256  # of a tensor, about: for the question whether there is room
-FORMAT = {"format": "pt"}  # transformers refuses a file that does not say so
+HEADER_BYTES = 256  # of one tensor, roughly: to estimate the space that is needed
+FORMAT = {"format": "pt"}  # transformers refuses a file without it
 
 
 def plan_shards(specs: Sequence[TensorSpec], max_shard_bytes: int) -> dict[str, list[TensorSpec]]:
@@ -71,7 +71,7 @@ def _spec_problems(specs: Sequence[TensorSpec]) -> Iterator[str]:
 
 
 class ShardedWriter:
-    """Writes one directory.  Leaving a ``with`` finishes it, or aborts it after an exception."""
+    """Writes one directory.  Leaving a ``with`` finishes the directory, or aborts after an exception."""
 
     def __init__(
         self,
@@ -84,12 +84,13 @@ class ShardedWriter:
     ) -> None:
         """Plan ``specs`` into shards of at most ``max_shard_bytes`` and write their headers.
 
-        metadata: for the header of every file, beside ``FORMAT``.  joins: another process planned the same and wrote
-        the headers; this one writes into its files and then leaves, and that one notes what was written and finishes.
+        metadata: for the header of every file, beside ``FORMAT``.  joins: another process made the same plan and wrote
+        the headers; this process writes into those files and calls ``leave``; the other then calls ``note_written`` and
+        ``finish``.
 
-        CheckpointError, with everything found: ``directory`` holds something or is
-        no directory, an ``.incomplete`` one is left from before, too little free space, a name that stands twice, a
-        dtype that the format does not have.
+        Raises CheckpointError with every violation: ``directory`` exists and is not an empty directory, an
+        ``.incomplete`` one is left from before, too little free space, a name that occurs twice, a dtype that the
+        format does not have.
         """
         assert specs, "a checkpoint of nothing"
         if problems := list(_spec_problems(specs)):
@@ -116,7 +117,7 @@ class ShardedWriter:
                 file.write(header)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write all of tensor ``name``; as ``write_slice``."""
+        """``write_slice`` for all of tensor ``name``."""
         planned = self._tensors.get(name)
         self.write_slice(name, TensorSlice.whole(tensor.shape if planned is None else planned.shape), tensor)
 
@@ -139,7 +140,7 @@ class ShardedWriter:
         self.note_written(name, region)
 
     def note_written(self, name: str, region: TensorSlice) -> None:
-        """Take ``region`` of tensor ``name`` as written, by a process that joined and has left."""
+        """Count ``region`` of tensor ``name`` as written, here or by a process that joined and has left."""
         info = self._tensors[name]
         assert not any(region.overlaps(other) for other in self._written[name]), f"{name}: two wrote {region}"
         self._written[name].append(region)
@@ -148,7 +149,7 @@ class ShardedWriter:
             self._close(info.file)
 
     def leave(self) -> None:
-        """Of one that joins: wait until what it wrote is on the disk.  CheckpointError: the disk failed."""
+        """For a writer that joins: wait until its bytes are on the disk.  CheckpointError: the disk failed."""
         assert self.joins, "the one that wrote the headers finishes"
         for path, file in self._files.items():
             with self.directory.disk_errors(path):
@@ -159,9 +160,9 @@ class ShardedWriter:
     def finish(self, verify: Callable[[Path], None] | None = None) -> None:
         """Check that every byte was written, write the index, wait for the disk, and give the directory its name.
 
-        verify: called with the directory under its temporary name, when all is written; what it raises is raised.
+        verify: called with the temporary directory when all is written; its errors are passed on.
         CheckpointError: parts of tensors were never written, the disk failed, or something took the final name.
-        Whatever is raised, everything stays under the temporary name.
+        After an error everything stays under the temporary name.
         """
         assert not self.finished and not self.joins, "finished already, or for another process to finish"
         for path in tuple(self._files):
@@ -200,25 +201,25 @@ class ShardedWriter:
         info = self._tensors.get(name)
         if info is None:
             raise self._error(f"tensor {name} was not planned. Its name must be in the list given first")
-        found = f"dtype {tensor.dtype}, shape {tuple(tensor.shape)} at {region.start}"
+        actual = f"dtype {tensor.dtype}, shape {tuple(tensor.shape)} at {region.start}"
         if tensor.dtype != info.dtype or tuple(tensor.shape) != region.shape or not region.fits(info.shape):
             expected = f"dtype {info.dtype} and part of shape {info.shape}"
             raise self._error(
-                f"{info.file.name}: tensor {name}: expected {expected}, found {found}. Plan what is written"
+                f"{info.file.name}: tensor {name}: expected {expected}, found {actual}. Plan what is written"
             )
         if any(region.overlaps(other) for other in self._written[name]):
-            raise self._error(f"{info.file.name}: tensor {name}: {found} was written before. Write every part once")
+            raise self._error(f"{info.file.name}: tensor {name}: {actual} was written before. Write every part once")
 
     def _missing(self, name: str) -> Iterator[str]:
-        # Boxes do not overlap, so as many elements as there are is all of them.
+        # The regions do not overlap, so the count of elements decides.
         info = self._tensors[name]
         total, written = prod(info.shape), sum(prod(region.shape) for region in self._written[name])
         if written != total:
-            found = f"{written} of {total} elements were written"
-            yield f"{info.file.name}: tensor {name}: {found}. The source lacks it; nothing has the final name"
+            difference = f"{written} of {total} elements were written"
+            yield f"{info.file.name}: tensor {name}: {difference}. The source lacks it; nothing has the final name"
 
     def _put(self, info: TensorInfo, region: TensorSlice, tensor: Tensor) -> None:
-        """Write contiguous CPU ``tensor`` to ``region``: one call where the file has no gaps there, else one a run."""
+        """Write contiguous CPU ``tensor`` to ``region``, with one call per contiguous run in the file."""
         if 0 in region.shape:
             return
         if info.file not in self._files:

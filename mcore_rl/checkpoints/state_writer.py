@@ -1,11 +1,11 @@
-"""Writes a rank's file, at once or behind the run's back: tensors are copied to host memory, and a thread writes that.
+"""Writes a rank's file, at once or in the background: tensors are copied to host memory, and a thread writes the copy.
 
-The host memory is kept from one save to the next, page-locked where copies from a device gain by it: filling memory
-that is there takes a fraction of what getting it takes.  What nobody will change is not even copied.  The file is
-summed as it is written, and flushed to the disk before it counts as written.  What goes wrong is not raised where the
-run is, but is the outcome.
+The host memory is kept from one save to the next, page-locked where that makes copies from a device faster: allocating
+it costs several times as much as filling it.  Tensors that nobody changes are not copied.  The writer sums the file as
+it writes, and flushes it to the disk before it counts as written.  Errors are not raised in the run; they are in the
+outcome.
 
-At most one file is on its way.
+At most one file is being written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ MAX_COPIERS = 8  # threads
 
 @dataclass(frozen=True)
 class Written:
-    """What became of a file.  sum: of its bytes.  problem: instead, why it is not there.  seconds: that it took."""
+    """The outcome of writing a file.
+
+    sum: length and checksum; None if it failed.  problem: why it failed, else None.  seconds: time that it took.
+    """
 
     name: str
     sum: FileSum | None
@@ -40,7 +43,7 @@ class Written:
 
 
 class StateWriter:
-    """Of one rank."""
+    """Writes the files of one rank, one at a time."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
@@ -58,10 +61,10 @@ class StateWriter:
         unchanging: Collection[str] = (),
         beside: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write ``tensors`` to ``path``; they may change once this returns, but for those that are ``unchanging``.
+        """Write ``tensors`` to ``path``.  Once this returns, the caller may change them, except ``unchanging`` ones.
 
-        behind: return when they are copied, else when they are written, which takes no host memory.
-        beside: done before, by whoever writes; what it raises is the file's problem.
+        behind: return when the tensors are copied and write in a thread; else return when they are written, without
+        host memory.  beside: called first, in the thread that writes; its error becomes the outcome's problem.
         """
         assert self._writing is None or self._writing.done(), "a file is on its way: wait for its outcome"
         specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
@@ -77,30 +80,30 @@ class StateWriter:
             self._writing.set_result(_write(path, _after(header, live), beside))
 
     def outcome(self) -> Written | None:
-        """Of the file that was begun last; None while it is being written."""
+        """The outcome of the file that was begun last; None while it is being written."""
         assert self._writing is not None, "nothing was begun"
         return self._writing.result() if self._writing.done() else None
 
     def _copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of ``tensors``, which begin with the widest dtype, so that all are aligned; side by side in host memory."""
+        """Copies of ``tensors``, side by side in host memory; the widest dtype comes first, so that all are aligned."""
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         if self._host is None or self._host.numel() < num_bytes:
             self._host = None  # before the larger one is made
             self._host = pinned_empty_like(self._platform, torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
-        begin, found = 0, dict[str, Tensor]()
+        begin, copies = 0, dict[str, Tensor]()
         for name, tensor in tensors.items():
-            found[name] = self._host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies[name] = self._host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             begin += tensor.nbytes
-        pairs = [pair for name, tensor in tensors.items() for pair in _slices(found[name], tensor)]
+        pairs = [pair for name, tensor in tensors.items() for pair in _slices(copies[name], tensor)]
         # One core does not fill the memory's channels; a device's copies are queued, and done at once.
         with ThreadPoolExecutor(min(MAX_COPIERS, num_cores())) as pool:
             list(pool.map(lambda pair: pair[0].copy_(pair[1], non_blocking=True), pairs))
         synchronize(self._platform)
-        return found
+        return copies
 
 
 def _slices(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both in parts of at most ``WINDOW_BYTES``, where they lie in one memory."""
+    """Pairs of parts of at most ``WINDOW_BYTES``; one pair if ``source`` is not contiguous host memory."""
     if source.device.type != "cpu" or not source.is_contiguous():
         yield target, source
         return
@@ -123,17 +126,17 @@ def _write(path: Path, parts: Iterable[memoryview], beside: Callable[[], None]) 
     begin = time.perf_counter()
     try:
         beside()
-        found = _write_through(path, parts)
+        file_sum = _write_through(path, parts)
     except (OSError, CheckpointError) as error:
-        said = str(error)
+        problem = str(error)
         if isinstance(error, OSError):
-            said = f"{error.filename or path} cannot be written: {error.strerror}"
-        return Written(path.name, None, said, time.perf_counter() - begin)
-    return Written(path.name, found, None, time.perf_counter() - begin)
+            problem = f"{error.filename or path} cannot be written: {error.strerror}"
+        return Written(path.name, None, problem, time.perf_counter() - begin)
+    return Written(path.name, file_sum, None, time.perf_counter() - begin)
 
 
 def _write_through(path: Path, parts: Iterable[memoryview]) -> FileSum:
-    """Neither summing nor writing holds Python's lock: the run goes on beside them."""
+    """Write, sum and flush.  Neither summing nor writing holds the GIL, so the run goes on."""
     hashed, size = xxhash.xxh3_64(), 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:

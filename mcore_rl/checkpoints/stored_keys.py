@@ -6,8 +6,8 @@ under ``decoder.layers.`` with the layer as the first dimension ("homogeneous"; 
 Transformer Engine fuses are named after the projection behind them, by local layers too.  Some tools put ``model.`` or
 ``module.`` before all of it.
 
-A key is read into a stem, which is the name of a ``Rule``, and the layer and expert that it speaks of; what it does not
-speak of is an index into its first dimensions.
+A key is parsed into a stem, which is the name of a ``Rule``, and the layer and expert in it; a layer or expert that is
+not in the key is an index into the tensor's first dimensions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ADAPTER = re.compile(r"\.adapters?\.|\.lora_[AB]\.")
 
 @dataclass(frozen=True)
 class Name:
-    """What a key speaks of.  stem: name of a rule.  layer, expert: None where the key speaks of none, or of all."""
+    """A parsed key.  stem: name of a rule.  layer, expert: None if the key names none (it has none, or holds all)."""
 
     stem: str
     layer: int | None
@@ -41,14 +41,14 @@ class Name:
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor is: in the tensor under ``key``, at ``lead`` of its first dimensions."""
+    """Where a tensor is stored: under ``key``, at index ``lead`` of the first dimensions."""
 
     key: str
     lead: tuple[int, ...]
 
 
 def parse(key: str) -> Name | None:
-    """What ``key`` speaks of; None where it holds no weight of a model."""
+    """The parsed ``key``; None if it holds no weight of the model."""
     key = _PREFIX.sub("", key)
     if _NOT_THE_MODEL.search(key):
         return None
@@ -74,7 +74,7 @@ def is_adapter(key: str) -> bool:
 
 
 class StoredKeys:
-    """The keys of one checkpoint, by what they speak of."""
+    """The parsed keys of one checkpoint."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self.names = {key: name for key in keys if (name := parse(key)) is not None}
@@ -87,11 +87,11 @@ class StoredKeys:
 
     @property
     def num_layers_named(self) -> int:
-        """Layers that keys speak of; 0 where they are stacked."""
+        """Number of layers named in keys; 0 if layers are stacked."""
         return 1 + max((name.layer for name in self._keys if name.layer is not None), default=-1)
 
     def find(self, stem: str, layer: int | None, expert: int | None) -> TensorLocation | None:
-        """Where the tensor of ``layer`` and ``expert`` (None: of none) under the rule named ``stem`` is."""
+        """The location of rule ``stem``'s tensor for ``layer`` and ``expert`` (None: it has none); None if absent."""
         for by_layer in (layer, None) if layer is not None else (None,):
             for by_expert in (expert, None) if expert is not None else (None,):
                 key = self._keys.get(Name(stem, by_layer, by_expert))

@@ -1,8 +1,8 @@
-"""Reading what all ranks of a role kept: regions of the whole model's tensors, from the byte ranges that hold them.
+"""Reads regions of the whole model's tensors from the files of all ranks of a role.
 
-There is no communication: every reader opens all files, reads their headers, and then the ranges that it needs.  What
-copies hold (tensor ranks of a norm, the last stage of a tied embedding) is read once, of the reader's own rank where
-it has a copy, else of the lowest.
+There is no communication: every reader opens all files, reads their headers, and then the ranges that it needs.  Where
+several ranks hold a copy (tensor ranks of a norm, the last stage of a tied embedding), it reads the preferred rank's
+copy if there is one, else the lowest rank's.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ AGAIN = "Resume from another step"
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A piece, and the local tensor that it is of, as if all of it were in the file."""
+    """A piece and its local tensor.  info: describes the tensor as if all of it were in the file."""
 
     info: TensorInfo
     piece: Piece
 
 
 class StoredState(OpenFiles):
-    """The files of one role.  ranks: what they say of themselves, in order.  tensors: of each, by name."""
+    """The files of one role.  ranks: their headers, in order.  tensors: the tensors of each file, by name."""
 
     def __init__(self, directory: Path, ranks: Sequence[RankState], tensors: Sequence[dict[str, TensorInfo]]) -> None:
         super().__init__(directory)
@@ -44,7 +44,7 @@ class StoredState(OpenFiles):
             for shard in state.shards:
                 for kind in shard.kinds:
                     info = held[f"{kind}/{shard.name}"]
-                    # Before its begin is what another rank holds; no piece of this shard reaches there.
+                    # The bytes before its begin are another tensor's; no piece of this shard reaches there.
                     begin = info.begin - shard.begin * info.dtype.itemsize
                     whole = TensorInfo(info.name, info.dtype, shard.shape, info.file, begin, info.end)
                     for piece in shard.pieces:
@@ -52,19 +52,19 @@ class StoredState(OpenFiles):
 
     @classmethod
     def open(cls, directory: Path, prefer: int | None = None) -> StoredState:
-        """What is in ``directory``.  prefer: the rank whose copies are read first.
+        """The files in ``directory``.  prefer: the rank whose copies are read first.
 
-        CheckpointError, with everything found: no files, one that is missing, damaged, or of another world or format.
+        Raises CheckpointError with every violation: a file that is missing, damaged, or of another world or format.
         """
         first, problems = state_file(directory, 0), list[str]()
-        found = sorted(directory.glob(state_file(directory, 0).name.replace("00000", "*")))
-        if not found:
+        paths = sorted(directory.glob(state_file(directory, 0).name.replace("00000", "*")))
+        if not paths:
             raise CheckpointError(str(directory), [f"{first.name} is missing, and so are all others. {AGAIN}"])
         ranks, tensors = list[RankState](), list[dict[str, TensorInfo]]()
-        for path in found:
-            held, wrong = read_header(path)
-            problems += wrong
-            if wrong:
+        for path in paths:
+            held, file_problems = read_header(path)
+            problems += file_problems
+            if file_problems:
                 continue
             try:
                 ranks.append(RankState.parse(read_metadata(path)))
@@ -73,7 +73,7 @@ class StoredState(OpenFiles):
                 problems.append(f"{path.name} cannot be read: {error}. {AGAIN}")
         if ranks:
             expected = {state_file(directory, rank).name for rank in range(ranks[0].world_size)}
-            names = {path.name for path in found}
+            names = {path.name for path in paths}
             problems += [f"{name} is missing. {AGAIN}" for name in sorted(expected - names)]
             problems += [f"{name} is of no rank of {ranks[0].world_size}. {AGAIN}" for name in sorted(names - expected)]
         if problems:
@@ -82,22 +82,22 @@ class StoredState(OpenFiles):
         return cls(directory, [ranks[index] for index in order], [tensors[index] for index in order])
 
     def mismatches(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-        """What keeps the files from being of a model whose Hugging Face tensors have ``shapes``."""
-        found: dict[str, tuple[int, ...]] = {}
+        """Every stored tensor that a model whose Hugging Face tensors have ``shapes`` does not have, or not so."""
+        stored: dict[str, tuple[int, ...]] = {}
         for (_, hf), sources in self._sources.items():
             ends = [source.piece.hf_region.end for source in sources]
-            found[hf] = tuple(map(max, zip(*ends, found.get(hf, ends[0]), strict=True)))
-        for hf, shape in found.items():
+            stored[hf] = tuple(map(max, zip(*ends, stored.get(hf, ends[0]), strict=True)))
+        for hf, shape in stored.items():
             if shapes.get(hf) != shape:
                 expected = f"shape {shapes[hf]}" if hf in shapes else "no such tensor"
                 yield f"tensor {hf} has shape {shape}, and the model {expected}. Give a checkpoint of this model"
 
     def holds(self, kind: str, hf: str) -> bool:
-        """Whether there is anything of Hugging Face tensor ``hf`` under ``kind``."""
+        """Whether any part of Hugging Face tensor ``hf`` is stored under ``kind``."""
         return (kind, hf) in self._sources
 
     def missing(self, kind: str, hf: str, region: TensorSlice) -> str | None:
-        """What keeps ``region`` from being read whole; None where nothing does."""
+        """A message about the first part of ``region`` that no file holds; None if all of it is stored."""
         left = [region]
         for _, part in self._parts(kind, hf, region):
             left = [rest for each in left for rest in without(each, part)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,8 +47,7 @@ def compose(
         there = ", ".join(sorted(path.stem for path in directory.glob("*.yaml"))) or "none"
         problem = f"there is no {begin}.yaml in {directory}"
         raise ConfigError([Violation("--config-name", begin, problem, f"Choose one of those there: {there}")])
-    # PROGRAM.yaml begins with it, so that every key may be overridden and none that the schema does not have.
-    ConfigStore.instance().store(name=f"{program}_schema", node=schema)
+    _offer_schema(schema, program)  # type: ignore[arg-type]  # a class is hashable
     overrides = offer_algorithms(overrides, directory)
     composing = partial(_compose, schema, begin, directory)
     try:
@@ -62,17 +61,40 @@ def compose(
     return found
 
 
+@cache
+def _offer_schema(schema: type[Any], program: str) -> None:
+    """PROGRAM.yaml begins with it, so that every key may be overridden and none that the schema does not have."""
+    ConfigStore.instance().store(name=f"{program}_schema", node=schema)
+
+
+@cache
+def _structured(schema: type[Any]) -> DictConfig:
+    """Not to be changed."""
+    found = OmegaConf.structured(schema)
+    assert isinstance(found, DictConfig)
+    return found
+
+
 def _compose(schema: type[T], name: str, directory: Path | None, overrides: Sequence[str]) -> T:
+    return typed(schema, read(name, directory, overrides))
+
+
+def read(name: str, directory: Path | None, overrides: Sequence[str]) -> DictConfig:
+    """What hydra makes of the yaml files that ``name`` begins and of ``overrides``; nothing is interpolated yet."""
     with ExitStack() as stack:
         if directory is None:
             stack.enter_context(hydra.initialize_config_module(OURS, version_base="1.3"))
         else:
             stack.enter_context(hydra.initialize_config_dir(str(directory.resolve()), version_base="1.3"))
             overrides = [f"hydra.searchpath=[pkg://{OURS}]", *overrides]
-        composed = hydra.compose(name, overrides=list(overrides))
+        return hydra.compose(name, overrides=list(overrides))
+
+
+def typed(schema: type[T], composed: DictConfig) -> T:
+    """``composed`` as ``schema``, interpolated in place."""
     OmegaConf.resolve(composed)
     # Once more over the schema: hydra lets ``+key`` add what it does not have.
-    found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(composed)))
+    found = OmegaConf.to_object(OmegaConf.merge(_structured(schema), OmegaConf.to_container(composed)))  # type: ignore[arg-type]  # a class is hashable
     assert isinstance(found, schema)
     return found
 
@@ -102,7 +124,7 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
         if "Could not find" in cause:
             choices = re.findall(r"^\t(\S+)$", str(error), re.MULTILINE)
             return Violation(key, value, "there is none of that name", f"Choose one of {', '.join(choices)}")
-        known = list(all_keys(OmegaConf.structured(schema)))
+        known = list(all_keys(_structured(schema)))  # type: ignore[arg-type]  # a class is hashable
         if "Could not append" in cause:
             return Violation(key, value, "there is such a key already", f"Write {key}={value}, without the +")
         if key in known:

@@ -1,8 +1,8 @@
 """Generated word problems of a chosen difficulty, with solutions in GSM8K's form: a sum a line, then ``#### answer``.
 
-For runs that must learn something in minutes: few words, small numbers, one right answer.  A question belongs to
-training or to validation by a digest of its text alone, so that no two runs, whatever their seeds, ever train on what
-another one validates with.  The words and the sums of both are the same; the questions never are.
+For runs that must learn something in minutes: few words, small numbers, one right answer.  A digest of its text alone
+assigns a question to training or validation, so no run, whatever its seed, trains on a validation question of another.
+Both splits have the same words and sums, but never the same question.
 
 Invariant: equal arguments give equal problems, no question twice, on every machine and version of Python.
 """
@@ -22,7 +22,7 @@ Choice = TypeVar("Choice")
 
 
 class Split(Enum):
-    """One question in ten is of validation."""
+    """The split of a question; one question in ten is for validation."""
 
     train = "train"
     validation = "validation"
@@ -30,7 +30,7 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """solution: every step as ``a + b = c``, then ``#### answer``.  answer: digits alone."""
+    """A word problem.  solution: every step as ``a + b = c``, then ``#### answer``.  answer: digits alone."""
 
     question: str
     solution: str
@@ -39,9 +39,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Level:
-    """changes: of the amount, after it is given.  largest: number in a question.  packs: the amount is a product.
+    """A difficulty.
 
-    largest_pack: factor of that product.
+    changes: how often the amount changes.  largest: the largest number in a question.  packs: whether the first amount
+    is a product.  largest_pack: the largest factor of that product.
     """
 
     changes: int
@@ -80,7 +81,7 @@ GAINS = ("buys {} more", "finds {} more", "gets {} more", "wins {} more")
 LOSSES = ("gives away {}", "loses {}", "sells {}")
 SMALLEST = 2  # "1 apples" is no English
 VALIDATION_SHARE = 10
-TRIES = 100  # draws for each problem wanted, before there are taken to be too few
+TRIES = 100  # draws per wanted problem, before we conclude that there are too few
 
 
 def generate(difficulty: int, count: int, seed: int, split: Split) -> list[Problem]:
@@ -97,19 +98,19 @@ def generate(difficulty: int, count: int, seed: int, split: Split) -> list[Probl
     if count < 1:
         raise ConfigError([Violation(split.value, count, "must be positive", "Write 1 or more")])
     rng = random.Random(f"{seed}/{difficulty}/{split.value}")
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     for _ in range(TRIES * count + 10_000):
         problem = _draw(LEVELS[difficulty], rng)
         if split_of(problem.question) is split:
-            found.setdefault(problem.question, problem)
-        if len(found) == count:
-            return list(found.values())
-    problem_text = f"difficulty {difficulty} has about {len(found)} problems of this split"
-    raise ConfigError([Violation(split.value, count, problem_text, f"Write {len(found) * 9 // 10} or less")])
+            problems.setdefault(problem.question, problem)
+        if len(problems) == count:
+            return list(problems.values())
+    problem_text = f"difficulty {difficulty} has about {len(problems)} problems of this split"
+    raise ConfigError([Violation(split.value, count, problem_text, f"Write {len(problems) * 9 // 10} or less")])
 
 
 def split_of(question: str) -> Split:
-    """Where ``question`` belongs."""
+    """The split to which ``question`` belongs."""
     digest = hashlib.sha256(question.encode()).digest()
     return Split.validation if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else Split.train
 
@@ -132,13 +133,13 @@ def _draw(level: Level, rng: random.Random) -> Problem:
         sentences.append(_choose(rng, GAINS if gain else LOSSES).format(change))
         lines.append(f"{amount} {'+' if gain else '-'} {change} = {after}")
         amount = after
-    told = ", ".join(sentences[:-1]) + f" and {sentences[-1]}"
-    question = f"{told}. How many {thing} does {name} have?"
+    story = ", ".join(sentences[:-1]) + f" and {sentences[-1]}"
+    question = f"{story}. How many {thing} does {name} have?"
     return Problem(question, "\n".join([*lines, f"#### {amount}"]), str(amount))
 
 
 def _choose(rng: random.Random, options: Sequence[Choice]) -> Choice:
-    return options[int(rng.random() * len(options))]  # of all draws, Python promises only this one for every version
+    return options[int(rng.random() * len(options))]  # only random() is the same in every version of Python
 
 
 def _between(rng: random.Random, smallest: int, largest: int) -> int:

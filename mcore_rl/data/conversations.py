@@ -1,10 +1,10 @@
 """Conversations for supervised fine-tuning: tokens, and which of them are trained.
 
-Trained is what the assistant says, from the first token after its header to the token that ends its turn, included;
-the newline that some templates put after that is not, because no one ever samples it.  Where the chat template marks
-the assistant's part with ``{% generation %}``, that decides; else the template is asked twice, with and without the
-turn, and the difference is the turn.  A template that writes the past differently from the present (one that drops
-earlier reasoning) has no such difference, and is refused rather than trained on the wrong tokens.
+The assistant's turns are trained, from the first token after the header to the token that ends the turn, included.  The
+newline that some templates add after it is not trained, because no model ever samples it.  If the chat template marks
+the assistant's part with ``{% generation %}``, the mark decides; else we render the template with and without the turn,
+and the difference is the turn.  A template that writes past turns differently (one that drops earlier reasoning) has no
+such difference; it is refused, so that no wrong token is trained.
 
 Invariant: every conversation here has a trained token and at most ``max_length`` tokens.
 """
@@ -44,7 +44,7 @@ TAGS = "Use a chat template with {% generation %} around the assistant's part"
 
 @dataclass(frozen=True)
 class Conversation:
-    """id: ``<file>:<row>``.  tokens: all of it.  mask: as long, True where trained."""
+    """One conversation.  id: ``<file>:<row>``.  tokens: all of it.  mask: of the same length, True if trained."""
 
     id: str
     tokens: tuple[int, ...]
@@ -52,8 +52,8 @@ class Conversation:
 
 
 @dataclass
-class _Found:
-    """What becomes of the rows while they are read."""
+class _Reading:
+    """The state of reading files: usable rows, and problems."""
 
     tokens: Ragged = field(default_factory=Ragged)
     mask: Ragged = field(default_factory=Ragged)
@@ -67,16 +67,16 @@ class _Found:
 class ConversationSet:
     """Conversations by number, from 0.
 
-    num_truncated: were cut to ``max_length``.  num_left_out: of those, had no trained token left.
+    num_truncated: conversations cut to ``max_length``.  num_left_out: cut ones without a trained token left.
     """
 
-    def __init__(self, found: _Found, config: SftDataConfig, title: str) -> None:
-        found.tokens.close()
-        found.mask.close()
+    def __init__(self, reading: _Reading, config: SftDataConfig, title: str) -> None:
+        reading.tokens.close()
+        reading.mask.close()
         self.title = title
-        self.num_truncated = len(found.too_long)
-        self.num_left_out = len(found.untrained)
-        self._found = found
+        self.num_truncated = len(reading.too_long)
+        self.num_left_out = len(reading.untrained)
+        self._reading = reading
         self._config = config
 
     @classmethod
@@ -91,71 +91,75 @@ class ConversationSet:
     ) -> ConversationSet:
         """The conversations of ``files``, in file order.
 
-        tokenizer: a fast one; token places in the text are asked of it.  max_samples: only so many rows, the first of a
-        shuffle by ``config.seed``.  title: the key that names the files, as ``data.train_files``.
+        tokenizer: a fast one, for the offsets of tokens in the text.  max_samples: take only so many rows, the first of
+        a shuffle by ``config.seed``.  title: the key that names the files, as ``data.train_files``.
 
-        DataError, with every problem found: a file that is missing or no parquet, a column that is missing or of the
-        wrong type, a row that is null, empty, no UTF-8, without an assistant's turn or refused by the chat template, a
-        template whose prefixes do not agree, conversations that are too long where ``truncation`` is error, none left.
+        Raises DataError with every violation: a file that is missing or not parquet, a column that is missing or of the
+        wrong type, a row that is null, empty, not UTF-8, without an assistant's turn or refused by the chat template, a
+        template whose prefixes disagree, conversations that are too long if ``truncation`` is error, none left.
         """
-        found = _Found()
+        reading = _Reading()
         specials = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         turns = _Turns(tokenizer, config.chat_template_kwargs, frozenset({*specials, *tokenizer.all_special_ids}))
-        read = read_files(files, found.problems, max_samples=max_samples, seed=config.seed)
-        with progress_bar(sum(len(file.numbers) for file in read)) as bar:
-            task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in read))
-            for file in read:
-                wrong = list(_type_problems(file, config))
-                found.problems += wrong
-                for start, records in () if wrong else file.batches():
+        sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
+        with progress_bar(sum(len(file.numbers) for file in sources)) as bar:
+            task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
+            for file in sources:
+                type_problems = list(_type_problems(file, config))
+                reading.problems += type_problems
+                for start, records in () if type_problems else file.batches():
                     for row, record in enumerate(records, start):
-                        _take(found, file.row_id(row), record, config, turns)
+                        _take(reading, file.row_id(row), record, config, turns)
                     bar.advance(task, len(records))
-        if found.too_long and config.truncation is Truncation.error:
-            limit = f"data.max_length={config.max_length} tokens, the longest {found.longest}"
-            remedy = f"Write data.truncation=right or left, or {found.longest} tokens"
-            found.problems.append(f"{len(found.too_long)} have more than {limit}: {named(found.too_long)}. {remedy}")
-        if not found.problems and not found.ids:
-            left = (
-                f" All {len(found.untrained)} have no trained token within data.max_length" if found.untrained else ""
+        if reading.too_long and config.truncation is Truncation.error:
+            limit = f"data.max_length={config.max_length} tokens, the longest {reading.longest}"
+            remedy = f"Write data.truncation=right or left, or {reading.longest} tokens"
+            reading.problems.append(
+                f"{len(reading.too_long)} have more than {limit}: {named(reading.too_long)}. {remedy}"
             )
-            found.problems.append(f"no conversation is left.{left or ' The files have no rows'}. Name others")
-        if found.problems:
-            raise DataError(title, found.problems)
-        return cls(found, config, title)
+        if not reading.problems and not reading.ids:
+            left = (
+                f" All {len(reading.untrained)} have no trained token within data.max_length"
+                if reading.untrained
+                else ""
+            )
+            reading.problems.append(f"no conversation is left.{left or ' The files have no rows'}. Name others")
+        if reading.problems:
+            raise DataError(title, reading.problems)
+        return cls(reading, config, title)
 
     def __len__(self) -> int:
-        return len(self._found.ids)
+        return len(self._reading.ids)
 
     def __getitem__(self, index: int) -> Conversation:
-        mask = tuple(self._found.mask[index].astype(bool).tolist())
-        return Conversation(self._found.ids[index], tuple(self._found.tokens[index].tolist()), mask)
+        mask = tuple(self._reading.mask[index].astype(bool).tolist())
+        return Conversation(self._reading.ids[index], tuple(self._reading.tokens[index].tolist()), mask)
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each conversation."""
-        return self._found.tokens.lengths
+        return self._reading.tokens.lengths
 
     def describe(self) -> str:
-        """One line for the user: how many, how long, and what became of those that were too long."""
+        """One line for the user: how many conversations, how long, and how many were cut or left out."""
         lengths = f"{min(self.lengths)} to {max(self.lengths)} tokens, mean {sum(self.lengths) / len(self):.0f}"
-        said = f"{self.title}: {len(self):,} conversations of {lengths}"
+        line = f"{self.title}: {len(self):,} conversations of {lengths}"
         if self.num_truncated:
             cut = f"{self.num_truncated:,} cut to {self._config.max_length} tokens ({self._config.truncation.value})"
-            said += f"; {cut}, of which {self.num_left_out:,} left out without a trained token"
-        return said
+            line += f"; {cut}, of which {self.num_left_out:,} left out without a trained token"
+        return line
 
 
 @dataclass(frozen=True)
 class _Turns:
-    """Messages to tokens and mask.  specials: token ids that end turns, among others."""
+    """Encodes messages as tokens and mask.  specials: ids of special tokens, the ends of turns among them."""
 
     tokenizer: PreTrainedTokenizerBase
     kwargs: dict[str, Any]
     specials: frozenset[int]
 
     def encode(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        """ValueError: the template does not show where the assistant's part is; says what to do."""
+        """(tokens, mask).  ValueError, with the remedy: the template does not show where the assistant's part is."""
         template = self.tokenizer.get_chat_template()
         tagged = GENERATION.search(template) is not None
         text, spans = self._tagged(messages, template) if tagged else self._differences(messages)
@@ -172,21 +176,21 @@ class _Turns:
         return tokens, mask
 
     def _tagged(self, messages: list[dict[str, Any]], template: str) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and (begin, end) of its tagged parts.
+        """(text, (begin, end) of its tagged parts).
 
-        Not by ``return_assistant_tokens_mask``: where the last character of a part has no token of its own,
-        transformers 5.19 takes everything to the end of the text for the assistant's.
+        Not by ``return_assistant_tokens_mask``: if the last character of a part has no token of its own, transformers
+        5.19 counts everything to the end of the text as the assistant's.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         given = {**self.tokenizer.special_tokens_map, **self.kwargs}
         asked: dict[str, Any] = {"chat_template": template, "return_assistant_tokens_mask": True}
-        found: Any = render_jinja_template(conversations=[messages], **asked, **given)
-        (text,), (parts,) = found
+        rendered: Any = render_jinja_template(conversations=[messages], **asked, **given)
+        (text,), (parts,) = rendered
         return text, parts
 
     def _differences(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and (begin, end) of every turn of the assistant."""
+        """(text, (begin, end) of every turn of the assistant)."""
         text = self._render(messages)
         return text, list(self._spans(messages, text))
 
@@ -208,40 +212,40 @@ class _Turns:
         return str(self.tokenizer.apply_chat_template(messages, **asked, **self.kwargs))
 
 
-def _take(found: _Found, row_id: str, record: dict[str, Any] | None, config: SftDataConfig, turns: _Turns) -> None:
-    """One row into ``found``."""
+def _take(reading: _Reading, row_id: str, record: dict[str, Any] | None, config: SftDataConfig, turns: _Turns) -> None:
+    """Add one row to ``reading``."""
     messages = _messages(record, config)
     if isinstance(messages, str):
-        found.problems.append(f"{row_id}: {messages}")
+        reading.problems.append(f"{row_id}: {messages}")
         return
     try:
         tokens, mask = turns.encode(messages)
     except ValueError as error:
-        found.problems.append(f"{row_id}: {error}")
+        reading.problems.append(f"{row_id}: {error}")
         return
     except Exception as error:  # noqa: BLE001 - a template is a program of the user's and may raise anything
-        found.problems.append(f"{row_id}: the chat template refuses it: {error}. Mend the messages or the template")
+        reading.problems.append(f"{row_id}: the chat template refuses it: {error}. Mend the messages or the template")
         return
     if not any(mask):
-        found.problems.append(f"{row_id}: the chat template marks nothing of it as the assistant's. Mend its tags")
+        reading.problems.append(f"{row_id}: the chat template marks nothing of it as the assistant's. Mend its tags")
         return
     if len(tokens) > config.max_length:
-        found.too_long.append(row_id)
-        found.longest = max(found.longest, len(tokens))
+        reading.too_long.append(row_id)
+        reading.longest = max(reading.longest, len(tokens))
         if config.truncation is Truncation.error:
             return
         mask = [bool(trained) for trained in truncated(mask, config.max_length, config.truncation)]
         tokens = list(truncated(tokens, config.max_length, config.truncation))
         if not any(mask):
-            found.untrained.append(row_id)
+            reading.untrained.append(row_id)
             return
-    found.tokens.append(tokens)
-    found.mask.append(mask)
-    found.ids.append(row_id)
+    reading.tokens.append(tokens)
+    reading.mask.append(mask)
+    reading.ids.append(row_id)
 
 
 def _messages(record: dict[str, Any] | None, config: SftDataConfig) -> list[dict[str, Any]] | str:
-    """The conversation of a row, or what is wrong with it."""
+    """The messages of a row, or its problem in words."""
     if record is None:
         return "has text that is no UTF-8. Write the file again from text decoded as what it is"
     if config.messages_key is not None:
@@ -261,7 +265,7 @@ def _messages(record: dict[str, Any] | None, config: SftDataConfig) -> list[dict
 
 
 def _value(record: dict[str, Any], key: str) -> Any:
-    """``extra_info.answer`` is the field answer of column extra_info; a column of that whole name goes first."""
+    """The value of ``key``: a column of that name, else a field, as ``extra_info.answer``."""
     if key in record:
         return record[key]
     value: Any = record
@@ -271,7 +275,7 @@ def _value(record: dict[str, Any], key: str) -> Any:
 
 
 def _type(schema: pa.Schema, key: str) -> pa.DataType | None:
-    """Of what ``_value`` finds; None where there is no such thing."""
+    """The type of ``_value``; None if there is no such column or field."""
     if key in schema.names:
         return schema.field(key).type
     kind = pa.struct(list(schema))
@@ -283,7 +287,7 @@ def _type(schema: pa.Schema, key: str) -> pa.DataType | None:
 
 
 def _type_problems(file: SourceFile, config: SftDataConfig) -> Iterator[str]:
-    """What makes every row of ``file`` unusable."""
+    """Problems of the columns, which make every row of ``file`` unusable."""
     wanted = [("data.messages_key", config.messages_key, MESSAGES)]
     if config.messages_key is None:
         wanted = [("data.prompt_key", config.prompt_key, f"{MESSAGES} or text")]

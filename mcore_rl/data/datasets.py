@@ -1,9 +1,9 @@
 """Known data sets as rows in the field's schema, and the parquet file that holds them.
 
 A row is ``data_source``, ``prompt`` (list of {role, content}), ``ability``, ``reward_model`` ({style: rule,
-ground_truth}) and ``extra_info`` ({split, index, answer, question}); and ``response``, the solution as text, where the
-data set has one, so that the same file serves supervised fine-tuning.  Prompts are those that verl (gsm8k, math) and
-DAPO (arXiv:2503.14476; dapo-math, aime24) train with.
+ground_truth}) and ``extra_info`` ({split, index, answer, question}); and ``response``, the solution as text, if the
+data set has one, so that the same file serves supervised fine-tuning.  Prompts are those of verl (gsm8k, math) and
+DAPO (arXiv:2503.14476; dapo-math, aime24).
 
 Invariant: a file appears under its name only when it is complete, and equal records give equal bytes.
 """
@@ -48,7 +48,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Solved:
-    """What a record is about.  prompt: the user's message.  solution: None where there is only an answer."""
+    """A problem with its answer.  prompt: the user's message.  solution: None if there is only an answer."""
 
     question: str
     prompt: str
@@ -60,8 +60,8 @@ class Solved:
 class Dataset:
     """A published data set.
 
-    data_source: by which rewards know it.  hub_id: where it is published.  splits: that it has.  solved: what a record
-    says; ValueError with what is wrong and the remedy.  folder: in the Hub's repository.
+    data_source: its name for rewards.  hub_id: where it is published.  splits: the splits that it has.
+    solved: parses a record; raises ValueError with the problem and the remedy.  folder: in the Hub's repository.
     """
 
     data_source: str
@@ -90,7 +90,7 @@ def math(fields: Mapping[str, Any]) -> Solved:
 
 
 def dapo(fields: Mapping[str, Any]) -> Solved:
-    """Yu et al., arXiv:2503.14476: rows in this schema already; or a problem and an answer under their usual names."""
+    """Yu et al., arXiv:2503.14476: rows in our schema, or a problem and an answer under their usual names."""
     named = {name.lower(): value for name, value in fields.items()}
     if isinstance(named.get("prompt"), list) and named["prompt"]:
         prompt, truth = named["prompt"][-1].get("content"), (named.get("reward_model") or {}).get("ground_truth")
@@ -116,7 +116,7 @@ DATASETS: dict[str, Dataset] = {
 
 
 def published_rows(name: str, source: str) -> dict[str, list[DatasetRow]]:
-    """The rows of each split of data set ``name``; a question that is there again is left out (DAPO repeats its own).
+    """The rows of each split of data set ``name``, without repeated questions (DAPO repeats its own).
 
     source: a folder, a file, or a Hub id.  DataError: it cannot be read, or a record is not of this data set.
     """
@@ -124,14 +124,12 @@ def published_rows(name: str, source: str) -> dict[str, list[DatasetRow]]:
     problems: list[str] = []
     rows: dict[str, list[DatasetRow]] = {}
     for split, records in read_splits(source, dataset.splits, dataset.folder).items():
-        solved = [
-            (index, found) for index, record in enumerate(records) if (found := _solved(dataset, record, problems))
-        ]
+        solved = [(index, each) for index, record in enumerate(records) if (each := _solved(dataset, record, problems))]
         first = {each.question: (index, each) for index, each in reversed(solved)}
         kept = sorted(first.values(), key=lambda pair: pair[0])
         rows[split] = [_row(dataset.data_source, split, index, each) for index, each in kept]
     problems += [
-        f"split {split} has no records. Take the files as published" for split, found in rows.items() if not found
+        f"split {split} has no records. Take the files as published" for split, kept in rows.items() if not kept
     ]
     if problems:
         raise DataError(source, problems)
@@ -150,7 +148,7 @@ def arithmetic_rows(difficulty: int, train: int, val: int, seed: int) -> dict[st
 
 
 def write_rows(rows: Sequence[DatasetRow], path: Path) -> None:
-    """A parquet file of ``rows``, in place of what ``path`` may be.  DataError: it cannot be written."""
+    """Write ``rows`` to the parquet file ``path``, replacing an older one.  DataError: it cannot be written."""
     schema = SCHEMA if any(row["response"] is not None for row in rows) else SCHEMA.remove(len(SCHEMA) - 1)
     incomplete = path.with_name(f"{path.name}.incomplete")
     try:
@@ -168,7 +166,7 @@ def write_rows(rows: Sequence[DatasetRow], path: Path) -> None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{...}`` or ``\\fbox{...}``, with the braces inside of it; None without one."""
+    """The content of the last ``\\boxed{...}`` or ``\\fbox{...}``, with its inner braces; None without one."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None

@@ -21,12 +21,12 @@ def units_of(pairs_S: Sequence[int | None]) -> list[list[int]]:
     pairs_S: the key of each sequence's pair, None where it has none.  AssertionError: a key of one sequence, or of
     more than two.
     """
-    found: dict[tuple[str, int], list[int]] = {}
+    units: dict[tuple[str, int], list[int]] = {}
     for index, key in enumerate(pairs_S):
-        found.setdefault(("sequence", index) if key is None else ("pair", key), []).append(index)
-    for (kind, key), members in found.items():
+        units.setdefault(("sequence", index) if key is None else ("pair", key), []).append(index)
+    for (kind, key), members in units.items():
         assert kind == "sequence" or len(members) == MEMBERS, f"pair {key} has {len(members)} sequences"
-    return list(found.values())
+    return list(units.values())
 
 
 def placed_whole(

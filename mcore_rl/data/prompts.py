@@ -1,8 +1,8 @@
-"""Prompts to train on or to validate with: parquet rows in the field's schema, through the chat template, as tokens.
+"""Prompts for training or validation: parquet rows in the field's schema, through the chat template, as tokens.
 
-Everything is read and tokenised once, when the run starts, so that a row which cannot be used is known before anything
-else is built.  Rows stay in arrow tables and tokens in one array: 100,000 rows of GSM8K take 0.2 GB.  Order and
-resumption are ``PromptSampler``'s.
+Everything is read and tokenised once, when the run starts, so that unusable rows are known before anything else is
+built.  Rows stay in arrow tables and tokens in one array: 100,000 rows of GSM8K take 0.2 GB.  ``PromptSampler`` decides
+the order and resumes it.
 
 Invariant: no prompt here is empty or longer than ``max_prompt_length``, and equal files give equal prompts and ids.
 """
@@ -34,7 +34,7 @@ from mcore_rl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-UNKNOWN = "unknown"  # data source of rows that name none, where none is needed
+UNKNOWN = "unknown"  # data source of rows without one, if none is needed
 GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth} (docs/data.md)"
 
 
@@ -43,8 +43,8 @@ class PromptRow:
     """One prompt.
 
     id: ``<file>:<row>``, the same in every run.  tokens: with the chat template and the opening of the answer.
-    messages: as in the file.  data_source: by which rewards and validation tell rows apart.  ground_truth: text, a list
-    or whatever the file holds; None where nothing is graded.  extra_info: {} where the file has none.  columns: all
+    messages: as in the file.  data_source: selects the reward, and groups rows in validation.  ground_truth: text, a
+    list or whatever the file holds; None if nothing is graded.  extra_info: {} if the file has none.  columns: all
     others, ``reward_model`` among them.
     """
 
@@ -58,13 +58,13 @@ class PromptRow:
 
     @property
     def scored_by_model(self) -> bool:
-        """``reward_model.style`` is ``model``."""
+        """Whether ``reward_model.style`` is ``model``."""
         return scored_by_model(self.columns.get("reward_model"))
 
 
 @dataclass
-class _Found:
-    """What becomes of the rows while they are read."""
+class _Reading:
+    """The state of reading files: usable rows, and problems."""
 
     tokens: Ragged = field(default_factory=Ragged)
     places: list[tuple[int, int]] = field(default_factory=list)  # file, row of its table
@@ -76,19 +76,19 @@ class _Found:
 class PromptSet:
     """Prompts by number, from 0.
 
-    num_rows: that were read.  num_left_out, num_truncated: because they were longer than ``max_prompt_length``.
+    num_rows: rows read.  num_left_out, num_truncated: prompts left out, or cut, for exceeding ``max_prompt_length``.
     """
 
-    def __init__(self, files: list[SourceFile], found: _Found, config: DataConfig, title: str) -> None:
-        found.tokens.close()
+    def __init__(self, files: list[SourceFile], reading: _Reading, config: DataConfig, title: str) -> None:
+        reading.tokens.close()
         self.title = title
         self.num_rows = sum(len(file.numbers) for file in files)
-        self.num_left_out = len(found.too_long) if config.filter_overlong_prompts else 0
-        self.num_truncated = 0 if config.filter_overlong_prompts else len(found.too_long)
+        self.num_left_out = len(reading.too_long) if config.filter_overlong_prompts else 0
+        self.num_truncated = 0 if config.filter_overlong_prompts else len(reading.too_long)
         self._files = files
         self._config = config
-        self._tokens = found.tokens
-        self._places = found.places
+        self._tokens = reading.tokens
+        self._places = reading.places
 
     @classmethod
     def load(
@@ -103,31 +103,31 @@ class PromptSet:
     ) -> PromptSet:
         """The prompts of ``files``, in file order.
 
-        max_samples: only so many rows, the first of a shuffle by ``config.seed``, before long ones are left out.
-        title: the key that names the files, as ``data.train_files``.  graded: rows must have a data source, and a
-        ground truth unless a reward model scores them; without it, both may be missing.
+        max_samples: take only so many rows, the first of a shuffle by ``config.seed``, before long ones are left out.
+        title: the key that names the files, as ``data.train_files``.  graded: require a data source for every row, and
+        a ground truth unless a reward model scores it.
 
-        DataError, with every problem found: a file that is missing or no parquet, a column that is missing or of the
-        wrong type, a row that is null, empty, no UTF-8, without ground truth or refused by the chat template, prompts
-        that are too long where ``truncation`` is error, no prompt left.
+        Raises DataError with every violation: a file that is missing or not parquet, a column that is missing or of the
+        wrong type, a row that is null, empty, not UTF-8, without ground truth or refused by the chat template, prompts
+        that are too long if ``truncation`` is error, no prompt left.
         """
-        found = _Found()
-        read = read_files(files, found.problems, max_samples=max_samples, seed=config.seed)
-        with progress_bar(sum(len(file.numbers) for file in read)) as bar:
-            task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in read))
-            for number, file in enumerate(read):
-                wrong = list(_type_problems(file, config.prompt_key, graded))
-                found.problems += wrong
-                for start, records in () if wrong else file.batches():
-                    _take(found, number, file, start, records, config, tokenizer, graded)
+        reading = _Reading()
+        sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
+        with progress_bar(sum(len(file.numbers) for file in sources)) as bar:
+            task = bar.add_task(f"{title}: tokenising", total=sum(len(file.numbers) for file in sources))
+            for number, file in enumerate(sources):
+                type_problems = list(_type_problems(file, config.prompt_key, graded))
+                reading.problems += type_problems
+                for start, records in () if type_problems else file.batches():
+                    _take(reading, number, file, start, records, config, tokenizer, graded)
                     bar.advance(task, len(records))
-        if found.too_long and not config.filter_overlong_prompts and config.truncation is Truncation.error:
-            found.problems.append(_too_long(found, config))
-        if not found.problems and not found.places:
-            found.problems.append(_nothing_left(found, config))
-        if found.problems:
-            raise DataError(title, found.problems)
-        return cls(read, found, config, title)
+        if reading.too_long and not config.filter_overlong_prompts and config.truncation is Truncation.error:
+            reading.problems.append(_too_long(reading, config))
+        if not reading.problems and not reading.places:
+            reading.problems.append(_nothing_left(reading, config))
+        if reading.problems:
+            raise DataError(title, reading.problems)
+        return cls(sources, reading, config, title)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -149,9 +149,9 @@ class PromptSet:
         )
 
     def table(self) -> pa.Table:
-        """The rows of the prompts, in their order, with all columns as the files have them.
+        """The rows of the prompts, in order, with all columns of the files.
 
-        DataError where a column is of one type in one file and of another in the next.
+        DataError: a column has different types in two files.
         """
         chosen = []
         for number, file in enumerate(self._files):
@@ -169,21 +169,21 @@ class PromptSet:
         return self._tokens.lengths
 
     def describe(self) -> str:
-        """One line for the user: how many prompts, how long, and what became of those that were too long."""
+        """One line for the user: how many prompts, how long, and how many were left out or cut."""
         mean = sum(self.lengths) / len(self)
-        said = (
+        line = (
             f"{self.title}: {len(self):,} prompts of {min(self.lengths)} to {max(self.lengths)} tokens, mean {mean:.0f}"
         )
         limit = self._config.max_prompt_length
         if self.num_left_out:
-            said += f"; {self.num_left_out:,} of {self.num_rows:,} left out, longer than {limit} tokens"
+            line += f"; {self.num_left_out:,} of {self.num_rows:,} left out, longer than {limit} tokens"
         if self.num_truncated:
-            said += f"; {self.num_truncated:,} cut to {limit} tokens ({self._config.truncation.value})"
-        return said
+            line += f"; {self.num_truncated:,} cut to {limit} tokens ({self._config.truncation.value})"
+        return line
 
 
 def truncated(tokens: Sequence[int], length: int, truncation: Truncation) -> Sequence[int]:
-    """At most ``length`` of ``tokens``: without the beginning (left), the end (right) or the middle.
+    """At most ``length`` of ``tokens``: cut at the beginning (left), the end (right) or in the middle.
 
     ``middle`` keeps ``length // 2`` of the beginning and the rest of the end, as verl does.
     """
@@ -197,7 +197,7 @@ def truncated(tokens: Sequence[int], length: int, truncation: Truncation) -> Seq
 
 
 def _type_problems(file: SourceFile, prompt_key: str, graded: bool) -> Iterator[str]:
-    """What makes every row of ``file`` unusable."""
+    """Problems of the columns, which make every row of ``file`` unusable."""
     types = {column.name: column.type for column in file.table.schema}
     if prompt_key not in types:
         has = f"it has {', '.join(types) or 'none'}"
@@ -221,7 +221,7 @@ def _type_problems(file: SourceFile, prompt_key: str, graded: bool) -> Iterator[
 
 
 def _take(
-    found: _Found,
+    reading: _Reading,
     number: int,
     file: SourceFile,
     start: int,
@@ -230,12 +230,12 @@ def _take(
     tokenizer: PreTrainedTokenizerBase,
     graded: bool,
 ) -> None:
-    """One batch of ``file``, the run's file ``number``, into ``found``."""
+    """Add one batch of ``file``, the run's file ``number``, to ``reading``.  start: its first row."""
     rows, texts = [], []
     for row, record in enumerate(records, start):
         text, problem = _rendered(record, config, tokenizer, graded)
         if problem:
-            found.problems.append(f"{file.row_id(row)}: {problem}")
+            reading.problems.append(f"{file.row_id(row)}: {problem}")
         else:
             rows.append(row)
             texts.append(text)
@@ -244,22 +244,22 @@ def _take(
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     for row, tokens in zip(rows, encoded, strict=True):
         if not tokens:
-            found.problems.append(f"{file.row_id(row)}: the chat template makes no token of it. Write some content")
+            reading.problems.append(f"{file.row_id(row)}: the chat template makes no token of it. Write some content")
             continue
         if len(tokens) > config.max_prompt_length:
-            found.too_long.append(file.row_id(row))
-            found.longest = max(found.longest, len(tokens))
+            reading.too_long.append(file.row_id(row))
+            reading.longest = max(reading.longest, len(tokens))
             if config.filter_overlong_prompts or config.truncation is Truncation.error:
                 continue
             tokens = truncated(tokens, config.max_prompt_length, config.truncation)
-        found.tokens.append(tokens)
-        found.places.append((number, row))
+        reading.tokens.append(tokens)
+        reading.places.append((number, row))
 
 
 def _rendered(
     record: dict[str, Any] | None, config: DataConfig, tokenizer: PreTrainedTokenizerBase, graded: bool
 ) -> tuple[str, str]:
-    """(text of the prompt, what is wrong): one of them is ""."""
+    """(text of the prompt, problem): one of the two is ""."""
     if record is None:
         return "", "has text that is no UTF-8. Write the file again from text decoded as what it is"
     messages = clean_messages(record[config.prompt_key])
@@ -279,17 +279,19 @@ def _rendered(
     return str(text), ""
 
 
-def _too_long(found: _Found, config: DataConfig) -> str:
+def _too_long(reading: _Reading, config: DataConfig) -> str:
     limit = f"data.max_prompt_length={config.max_prompt_length}"
-    count = f"{len(found.too_long)} prompts have" if len(found.too_long) > 1 else "1 prompt has"
+    count = f"{len(reading.too_long)} prompts have" if len(reading.too_long) > 1 else "1 prompt has"
     remedy = (
-        f"Write data.filter_overlong_prompts=true, data.truncation=left, right or middle, or {found.longest} tokens"
+        f"Write data.filter_overlong_prompts=true, data.truncation=left, right or middle, or {reading.longest} tokens"
     )
-    return f"{count} more than {limit} tokens, the longest {found.longest}: {named(found.too_long)}. {remedy}"
+    return f"{count} more than {limit} tokens, the longest {reading.longest}: {named(reading.too_long)}. {remedy}"
 
 
-def _nothing_left(found: _Found, config: DataConfig) -> str:
-    if not found.too_long:
+def _nothing_left(reading: _Reading, config: DataConfig) -> str:
+    if not reading.too_long:
         return "the files have no rows. Name files with prompts"
     limit = f"data.max_prompt_length={config.max_prompt_length}"
-    return f"no prompt is left: all {len(found.too_long)} have more than {limit} tokens. Write up to {found.longest}"
+    return (
+        f"no prompt is left: all {len(reading.too_long)} have more than {limit} tokens. Write up to {reading.longest}"
+    )

@@ -1,8 +1,8 @@
-"""Generated responses in parquet: beside the columns of their prompts when they are written, with them when read.
+"""Generated responses in parquet, written and read beside the columns of their prompts.
 
-A response is what the model said last.  Where other turns came before it, a column of its own holds the conversation.
+A response is the model's last text.  If other turns came before it, a column of its own holds the conversation.
 
-Invariant: a row keeps all its columns and its place; its responses are in the order in which they were asked for.
+Invariant: a row keeps all its columns and its place; its responses are in the order in which they were requested.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESPONSES = "responses"
 NUM_TOKENS = "response_num_tokens"
 FINISH = "finish_reasons"
 TURNS = "response_turns"
-LENGTH = "length"  # the finish of a response that was cut off at its limit
+LENGTH = "length"  # finish reason of a response that was cut off at its limit
 GENERATED = (RESPONSES, NUM_TOKENS, FINISH, TURNS)
 TURN = pa.struct([("role", pa.string()), ("content", pa.string()), ("num_tokens", pa.int32())])
 GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth} (docs/data.md)"
@@ -42,10 +42,10 @@ GROUND_TRUTH = "Write data_source (text) and reward_model: {style, ground_truth}
 class Generated:
     """One response as it is written.
 
-    text: what the model said last.
-    num_tokens: of all that followed the prompt.
+    text: the model's last text.
+    num_tokens: of everything after the prompt.
     finish: ``stop``, ``length`` or ``abort``.
-    turns: all that followed the prompt, each {role, content, num_tokens}; empty where that is the text alone.
+    turns: everything after the prompt, each {role, content, num_tokens}; empty if that is the text alone.
     """
 
     text: str
@@ -58,12 +58,12 @@ class Generated:
 class ResponseRow:
     """A prompt's row with its responses.
 
-    id, data_source, ground_truth, extra_info: as of a ``PromptRow``.
-    columns: as of a ``PromptRow``, without the responses.
+    id, data_source, ground_truth, extra_info: as in ``PromptRow``.
+    columns: as in ``PromptRow``, without the responses.
     responses: texts.
-    num_tokens, truncated: of each response; 0 and False where the file does not say.
-    turns: of each response, all that followed the prompt as {role, content}: the text alone where the file has no more.
-    messages: of the prompt; empty where the file does not hold them as messages.
+    num_tokens, truncated: of each response; 0 and False if the file lacks them.
+    turns: of each response, everything after the prompt as {role, content}; the text alone if the file has no turns.
+    messages: of the prompt; empty if the file does not hold messages.
     """
 
     id: str
@@ -79,19 +79,20 @@ class ResponseRow:
 
     @property
     def scored_by_model(self) -> bool:
-        """``reward_model.style`` is ``model``."""
+        """Whether ``reward_model.style`` is ``model``."""
         return scored_by_model(self.columns["reward_model"])
 
 
 def taken_columns(names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that ``write_responses`` would write over."""
+    """The columns among ``names`` that ``write_responses`` would overwrite."""
     return [name for name in names if name in GENERATED]
 
 
 def write_responses(path: Path, prompts: pa.Table, groups: Sequence[Sequence[Generated]]) -> None:
-    """``prompts`` with the columns ``responses``, ``response_num_tokens`` and ``finish_reasons``, one group a row.
+    """Write ``prompts`` with the columns ``responses``, ``response_num_tokens`` and ``finish_reasons``.
 
-    Where any response has turns, there is also ``response_turns``.  The file appears when it is complete.
+    groups: the responses of each row.  If any response has turns, there is also ``response_turns``.  The file appears
+    when it is complete.
     """
     assert prompts.num_rows == len(groups) and not taken_columns(prompts.column_names)
     columns = {
@@ -109,7 +110,10 @@ def write_responses(path: Path, prompts: pa.Table, groups: Sequence[Sequence[Gen
 
 
 class ResponseSet:
-    """Rows with their responses, in file order; made by ``load``.  has_lengths, has_finish: the file says it."""
+    """Rows with their responses, in file order; made by ``load``.
+
+    has_lengths, has_finish: whether the file has these columns.  counts: responses of each row.
+    """
 
     def __init__(self, file: SourceFile, prompt_key: str, response_key: str) -> None:
         self._file, self._prompt_key, self._response_key = file, prompt_key, response_key
@@ -119,14 +123,14 @@ class ResponseSet:
         self._has_messages = prompt_key in types and is_messages(types[prompt_key])
         self.counts: list[int] = []
         self.data_sources: list[str] = []
-        self.by_model: list[bool] = []  # whether a reward model is to score the row
+        self.by_model: list[bool] = []  # whether a reward model scores the row
 
     @classmethod
     def load(cls, path: str | Path, prompt_key: str, response_key: str) -> ResponseSet:
         """The rows of ``path``, checked.
 
-        DataError, with every problem found: no such file or column, a column of another type, a row that has no
-        response, no data source, no ground truth, or another number of lengths than of responses.
+        Raises DataError with every violation: no such file or column, a column of another type, a row without response,
+        data source or ground truth, or with another number of lengths than of responses.
         """
         problems: list[str] = []
         files = read_files([path], problems, max_samples=None, seed=0)
@@ -134,17 +138,17 @@ class ResponseSet:
             problems += _type_problems(file, response_key)
         if problems:
             raise DataError("path", problems)
-        found = cls(files[0], prompt_key, response_key)
-        for start, records in found._file.batches():
+        responses = cls(files[0], prompt_key, response_key)
+        for start, records in responses._file.batches():
             for index, record in enumerate(records, start):
-                problem = found._check(record)
+                problem = responses._check(record)
                 if problem:
-                    problems.append(f"{found._file.row_id(index)}: {problem}")
-        if not problems and not found.counts:
+                    problems.append(f"{responses._file.row_id(index)}: {problem}")
+        if not problems and not responses.counts:
             problems.append("the file has no rows. Name one with responses")
         if problems:
             raise DataError("path", problems)
-        return found
+        return responses
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -157,11 +161,11 @@ class ResponseSet:
 
     @property
     def ids_by_model(self) -> list[str]:
-        """Of the rows that a reward model is to score."""
+        """Ids of the rows that a reward model scores."""
         return [self._file.row_id(index) for index, by_model in enumerate(self.by_model) if by_model]
 
     def _check(self, record: dict[str, Any] | None) -> str:
-        """What is wrong with a row, "" where nothing is; its number of responses and its data source are kept."""
+        """What is wrong with a row, else ""; then its number of responses and its data source are noted."""
         if record is None:
             return "has text that is no UTF-8. Write the file again from text decoded as what it is"
         responses = _texts(record[self._response_key])
@@ -207,7 +211,7 @@ class ResponseSet:
 
 
 def _messages(response: str, turns: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """What follows the prompt; a response without turns is the model's only one."""
+    """The turns after the prompt; a response without turns is the model's only turn."""
     said = turns or [{"role": "assistant", "content": response}]
     return [{"role": each["role"], "content": each["content"]} for each in said]
 
@@ -219,7 +223,7 @@ def _texts(value: Any) -> list[Any]:
 
 
 def _type_problems(file: SourceFile, response_key: str) -> Iterator[str]:
-    """What makes every row of ``file`` unusable."""
+    """Problems of the columns, which make every row of ``file`` unusable."""
     types = {column.name: column.type for column in file.table.schema}
     if response_key not in types:
         has = f"it has {', '.join(types) or 'none'}"

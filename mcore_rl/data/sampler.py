@@ -1,10 +1,10 @@
-"""Which prompts come next: indices, epoch after epoch, in an order that a seed decides and a checkpoint continues.
+"""Draws the next prompts: indices, epoch after epoch, in an order that a seed decides and a checkpoint continues.
 
 No prompt is dropped: a batch that an epoch cannot fill takes the rest of the epoch and goes on into the next.  It still
 holds no prompt twice, because two groups of one prompt in a batch would be one group of twice the size.
 
-Invariant: within an epoch every index is given exactly once, and what ``load_state_dict`` restores gives the same
-indices as the sampler that was saved would have given.
+Invariant: within an epoch every index is drawn exactly once, and after ``load_state_dict`` the sampler draws the same
+indices as the saved one would have.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 class PromptSampler:
     """Draws from ``num_prompts`` prompts, in file order or, with ``shuffle``, in a new order each epoch.
 
-    The order of an epoch is that of the numbers which PCG64, seeded with (seed, epoch), gives the prompts: numpy
-    promises these for all its versions, and does not promise its shuffles.
+    An epoch sorts the prompts by random numbers of PCG64, seeded with (seed, epoch): numpy promises these numbers for
+    all its versions, and does not promise its shuffles.
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool) -> None:
@@ -34,13 +34,13 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """Epochs that have begun before this one; the next prompt is of this one, if any of it is left."""
+        """Number of the current epoch, from 0; the next prompt is of this one if any of it is left."""
         return self._epoch
 
     def batches_per_epoch(self, batch_size: int, key: str = "data.train_batch_size") -> int:
-        """Full batches in an epoch; what is over opens the next epoch.
+        """Full batches in an epoch; the rest goes into the next epoch's first batch.
 
-        key: where the user wrote ``batch_size``.  ConfigError: there are fewer prompts than that.
+        key: of ``batch_size`` in the configuration.  ConfigError: there are fewer prompts than ``batch_size``.
         """
         assert batch_size >= 1, f"batch_size={batch_size} must be positive"
         if batch_size > self.num_prompts:
@@ -61,7 +61,7 @@ class PromptSampler:
         return drawn
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: plain numbers, and at most a batch of indices."""
+        """The state for a checkpoint: plain numbers, and at most a batch of indices."""
         return {
             "num_prompts": self.num_prompts,
             "seed": self.seed,
@@ -73,11 +73,11 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken.
+        """Continue where ``state`` was saved.
 
-        ConfigError: it was taken of another number of prompts, seed or shuffle, so that there is no such place here.
+        ConfigError: it was saved with another number of prompts, seed or shuffle, so its position has no meaning here.
         """
-        found = (
+        settings = (
             ("data.train_files", "num_prompts", "prompts", self.num_prompts),
             ("data.seed", "seed", "as the seed", self.seed),
             ("data.shuffle", "shuffle", "as shuffle", self.shuffle),
@@ -90,7 +90,7 @@ class PromptSampler:
                     f"the checkpoint was made with {state[name]} {what}, and its place in the data has no meaning here",
                     "Give the data settings that it was made with, or write trainer.resume_mode=off",
                 )
-                for key, name, what, here in found
+                for key, name, what, here in settings
                 if state[name] != here
             ]
         )
@@ -98,7 +98,7 @@ class PromptSampler:
         self._position = state["position"]
 
     def _begin_epoch(self, epoch: int, carried: list[int], fresh: int) -> None:
-        """carried: what the batch that opens this epoch took of the last one; not among its first ``fresh`` indices."""
+        """carried: indices that the current batch took from the last epoch; this epoch's first ``fresh`` avoid them."""
         order = np.arange(self.num_prompts)
         if self.shuffle:
             numbers = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(self.num_prompts)

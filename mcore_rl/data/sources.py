@@ -1,9 +1,9 @@
 """Records of a published data set, from files as their authors wrote them: a folder, one file, or a Hub id.
 
-Reads jsonl, json (a list, or one record a file) and parquet.  Which split a file is of is read from its name or its
+Reads jsonl, json (a list, or one record a file) and parquet.  The split of a file follows from its name or its
 folders': ``train.jsonl``, ``main/test-00000-of-00001.parquet``, ``train/algebra/7.json``.
 
-The network is used for a Hub id alone, which is ``owner/name`` where there is no such path.
+Only a Hub id needs the network: ``owner/name``, if there is no such path.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 @dataclass(frozen=True)
 class Record:
-    """place: file and line or row, for messages.  fields: as the file has them."""
+    """One record of a file.  place: file and line or row, for messages.  fields: as in the file."""
 
     place: str
     fields: dict[str, Any]
 
 
 def read_splits(source: str, splits: Sequence[str], folder: str = "") -> dict[str, list[Record]]:
-    """The records of each of ``splits``; of one file, only of the split that it is named after (else of the first).
+    """The records of each of ``splits``; a single file is of the split in its name, else of the first.
 
-    source: a folder, a file, or a Hub id.  folder: inside of ``source`` where that has it, as Hub data sets have one
-    for each of their configurations.
+    source: a folder, a file, or a Hub id.  folder: a subfolder of ``source`` to read if it exists; Hub data sets have
+    one per configuration.
 
-    DataError, with every problem found: there is no such source, no file of a split, a file that cannot be read.
+    Raises DataError with every violation: no such source, no file of a split, a file that cannot be read.
     """
     root = Path(source).expanduser()
     if not root.exists():
@@ -51,17 +51,19 @@ def read_splits(source: str, splits: Sequence[str], folder: str = "") -> dict[st
     problems: list[str] = []
     files = {split: list(_files_of(root, split, splits)) for split in splits}
     if root.is_file():
-        files = {split: found for split, found in files.items() if found}
-    for split in [split for split, found in files.items() if not found]:
+        files = {split: paths for split, paths in files.items() if paths}
+    for split in [split for split, paths in files.items() if not paths]:
         problems.append(f"no file of split {split}. Put {split}.jsonl, {split}.json or {split}.parquet there")
-    read = {split: [record for path in found for record in _records(path, problems)] for split, found in files.items()}
+    records = {
+        split: [record for path in paths for record in _records(path, problems)] for split, paths in files.items()
+    }
     if problems:
         raise DataError(source, problems)
-    return read
+    return records
 
 
 def _files_of(root: Path, split: str, splits: Sequence[str]) -> Iterator[Path]:
-    """In the order of their names, with numbers in them as numbers: 2.json before 10.json."""
+    """The files of ``split``, sorted by name, with numbers as numbers: 2.json before 10.json."""
     if root.is_file():
         named = [each for each in splits if root.name.lower().startswith(each)]
         if split == (named or splits)[0]:
@@ -113,13 +115,13 @@ def _object(place: str, fields: object, problems: list[str]) -> Iterator[Record]
 
 
 def _download(hub_id: str, folder: str) -> Path:
-    """The files of a Hub data set; what is there already is not fetched again."""
+    """The folder of a Hub data set's files; downloads only files that are not in the cache."""
     from huggingface_hub import snapshot_download  # seconds, and only where the network is asked for
 
     patterns = [f"{folder}/*{suffix}" if folder else f"*{suffix}" for suffix in SUFFIXES]
     try:
         return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=patterns))
     except Exception as error:  # networks, proxies and the Hub can do anything
-        said = str(error).partition("\n")[0]
+        message = str(error).partition("\n")[0]
         remedy = "Check the id; or download its files where there is a network, and give their folder"
-        raise DataError(hub_id, [f"cannot be fetched: {type(error).__name__}: {said}. {remedy}"]) from error
+        raise DataError(hub_id, [f"cannot be fetched: {type(error).__name__}: {message}. {remedy}"]) from error

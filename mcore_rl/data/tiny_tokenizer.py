@@ -1,8 +1,8 @@
-"""A tokenizer of a few hundred tokens, trained on the texts that a tiny model is to read.
+"""A tokenizer of a few hundred tokens, trained on the texts of a tiny model.
 
-Byte-level BPE (Sennrich et al., arXiv:1508.07909; bytes as in GPT-2), so that any text comes back as it went in; every
-digit is a token of its own, so that a sum is a matter of columns (Singh and Strouse, arXiv:2402.14903).
-transformers and vLLM load the directory as that of any other model.
+Byte-level BPE (Sennrich et al., arXiv:1508.07909; bytes as in GPT-2), so that any text round-trips; every digit is a
+token, so that the model can add column by column (Singh and Strouse, arXiv:2402.14903).  transformers and vLLM load the
+directory like any other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def build_tokenizer(texts: Iterable[str], directory: str | Path, vocab_size: int
     """Train on ``texts`` and save to ``directory``, with chat template and the special tokens, which are 0 to 5.
 
     The chat is ``<|begin|><|user|>question<|end|><|assistant|>answer<|end|>``; ``<|end|>`` is the end of a turn and of
-    the sequence.  vocab_size: the most there may be, at least 262; fewer where ``texts`` give no more merges.
+    the sequence.  vocab_size: upper limit, at least 262; the result is smaller if ``texts`` give too few merges.
     Equal texts give an equal tokenizer.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, and whether it has what training needs, said before anything starts."""
+"""Loads the tokenizer of a checkpoint and checks, before anything starts, that it has what training needs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TITLE = "tokenizer"
 def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedTokenizerBase:
     """transformers' fast tokenizer of a Hugging Face directory.
 
-    trained: its model is; one that only reads needs no eos and no pad token.
+    trained: its model is trained; a model that only scores needs no eos and no pad token.
 
-    DataError, with everything found: no such directory, no tokenizer in it, files that cannot be read, no fast
-    tokenizer, no chat template, no eos token, no pad token.  Each names the file and what to put there.
+    Raises DataError with every violation: no such directory, no tokenizer in it, files that cannot be read, no fast
+    tokenizer, no chat template, no eos token, no pad token.  Each names the file and the remedy.
     """
     directory = Path(path).expanduser()
     title = f"{TITLE} {directory}"
@@ -33,7 +33,7 @@ def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedToken
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # what the tokenizers library raises for broken files is nothing else
+    except Exception as error:  # the tokenizers library raises plain Exceptions for broken files
         problem = f"the files cannot be read: {type(error).__name__}: {error}"
         raise DataError(title, [f"{problem}. Copy the tokenizer's files from the model again"]) from error
     problems = _problems(tokenizer, trained)
@@ -43,16 +43,16 @@ def load_tokenizer(path: str | Path, *, trained: bool = True) -> PreTrainedToken
 
 
 def _problems(tokenizer: PreTrainedTokenizerBase, trained: bool) -> list[str]:
-    """What training would miss, or reading."""
-    found = []
+    """The problems of ``tokenizer`` for training, or for scoring."""
+    problems = []
     if not tokenizer.is_fast:
         remedy = "Save it as tokenizer.json with transformers (AutoTokenizer...save_pretrained)"
-        found.append(f"{type(tokenizer).__name__} is no fast tokenizer: it cannot say where tokens stand. {remedy}")
+        problems.append(f"{type(tokenizer).__name__} is no fast tokenizer: it cannot say where tokens stand. {remedy}")
     if not tokenizer.chat_template:
         remedy = "Put the chat template of the model's instruct version there (chat_template.jinja)"
-        found.append(f"chat_template.jinja: there is none, and none in tokenizer_config.json. {remedy}")
+        problems.append(f"chat_template.jinja: there is none, and none in tokenizer_config.json. {remedy}")
     for name, example in (("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")):
         if trained and tokenizer.special_tokens_map.get(name) is None:
             remedy = f'Write "{name}": "{example}", or another token of its vocabulary, into it'
-            found.append(f"tokenizer_config.json: no {name}. {remedy}")
-    return found
+            problems.append(f"tokenizer_config.json: no {name}. {remedy}")
+    return problems

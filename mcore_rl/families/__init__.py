@@ -1,5 +1,5 @@
-"""Model families as data: one file for each, with what its config.json means and where each of its tensors lies.
+"""Model families as data: one file each, which reads its ``config.json`` and lists where its tensors are.
 
-Rules are pure: no tensor is read or moved, nothing is communicated.  Read ``family.py``, ``rules.py``, then
+Rules are pure: they read and move no tensor and communicate nothing.  Read ``family.py``, ``rules.py``, then
 ``qwen2.py``.
 """

@@ -1,4 +1,4 @@
-"""Rows that several families share, for Megatron's tensors; a family's table is made of these and of its own.
+"""Rows for Megatron's tensors that several families share; a family's table joins these with its own.
 
 Names on the left are those of Megatron-core's local layers; ``weights/names.py`` knows Transformer Engine's.
 """
@@ -28,12 +28,12 @@ HF_MLP = HF_LAYER + "mlp."
 
 
 def tied(model: ModelConfig) -> bool:
-    """The output projection is the embedding."""
+    """Whether the output projection is the embedding."""
     return model.tie_output
 
 
 def untied(model: ModelConfig) -> bool:
-    """The output projection is a tensor of its own."""
+    """Whether the output projection is a tensor of its own."""
     return not model.tie_output
 
 
@@ -50,7 +50,7 @@ ENDS = (
         stage=Stage.last,
         only=untied,
     ),
-    # The last stage of a tied model has a copy of the embedding to project with.
+    # The last stage of a tied model has a copy of the embedding as its output projection.
     Rule(
         "output_layer.weight",
         (EMBEDDING_TENSOR,),
@@ -65,12 +65,12 @@ ENDS = (
 VALUE_HEAD = Rule("output_layer.weight", (hf("score.weight", "one", "hidden"),), stage=Stage.last, absent_ok=True)
 
 _INPUT_NORM = Rule(LAYER + "input_layernorm.weight", (hf(HF_LAYER + "input_layernorm.weight", "hidden"),))
-# Transformer Engine fuses it with the projection behind it, where that is one, and names it in checkpoints so.
+# Transformer Engine fuses the norm with the projection behind it, if there is one, and names it so in checkpoints.
 INPUT_NORM = replace(_INPUT_NORM, checkpoint=ATTENTION + "linear_qkv.layer_norm_weight")
 
 
 def pre_mlp_norm(name: str) -> tuple[Rule, ...]:
-    """The norm before the MLP, by its Hugging Face ``name``; dense layers and those with experts store it apart."""
+    """The norm before the MLP, by its Hugging Face ``name``; it has another key in layers with experts."""
     dense, experts = (
         Rule(LAYER + "pre_mlp_layernorm.weight", (hf(name, "hidden"),), layers=layers, checkpoint=key)
         for layers, key in ((Layers.dense, LAYER + "mlp.linear_fc1.layer_norm_weight"), (Layers.experts, None))
@@ -84,7 +84,7 @@ UNFUSED_NORMS = (_INPUT_NORM, *_PRE_MLP_NORM)
 
 
 def grouped_qkv_tensors(kind: str, *dims: str) -> tuple[HfTensor, ...]:
-    """Query, key and value projections (``kind`` weight or bias; ``dims`` behind the rows)."""
+    """Query, key and value projections.  kind: weight or bias.  dims: the dimensions after the rows."""
     return tuple(
         hf(f"{HF_ATTENTION}{part}_proj.{kind}", rows, *dims)
         for part, rows in (("q", "query"), ("k", "key"), ("v", "key"))
@@ -109,7 +109,11 @@ QK_NORM = (
 
 
 def gated_mlp(local: str, theirs: str, width: str, layers: Layers) -> tuple[Rule, ...]:
-    """A gated MLP of inner ``width``, split over tensor ranks; ``theirs`` ends in a dot and holds gate, up and down."""
+    """A gated MLP, split over tensor ranks.
+
+    local, theirs: prefixes of Megatron's and Hugging Face's names, ending in a dot.  width: the inner size, a key of
+    ``SIZES``.
+    """
     fused = (hf(theirs + "gate_proj.weight", width, "hidden"), hf(theirs + "up_proj.weight", width, "hidden"))
     down = (hf(theirs + "down_proj.weight", "hidden", width),)
     return (
@@ -124,7 +128,10 @@ DENSE_MLP = gated_mlp(LAYER + "mlp.", HF_MLP, "ffn", Layers.dense)
 def experts(
     theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", router: str = "gate.weight"
 ) -> tuple[Rule, ...]:
-    """Router and experts below ``theirs`` (ends in a dot), with the family's names of their three matrices."""
+    """Router and experts.
+
+    theirs: prefix of the Hugging Face names, ending in a dot.  gate, up, down: the family's names of the matrices.
+    """
     local = LAYER + "mlp.experts.local_experts.{e}."
     stored = LAYER + "mlp.experts.experts."
     each = theirs + "experts.{e}."

@@ -1,7 +1,7 @@
 """The checkpoints of ``model_configs/``: one yaml each, with the Hugging Face id, the family and layouts that fit.
 
-A yaml never repeats ``config.json``: sizes come from the checkpoint itself, or, where nothing is to be downloaded, from
-the published facts in ``hf_configs.json`` beside the yamls.
+A yaml never repeats ``config.json``: sizes come from the checkpoint itself, or, without a download, from the published
+configurations in ``hf_configs.json`` beside the yamls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Preset:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownCheckpoint:
-    """One yaml.  name: its stem.  presets: by hardware (a key of ``HARDWARE``); none for the tiny ones of the tests."""
+    """One yaml.  name: its stem.  presets: by hardware (a key of ``HARDWARE``); empty for the tests' tiny models."""
 
     name: str
     hf_id: str
@@ -48,23 +48,23 @@ class KnownCheckpoint:
 def known_checkpoints(folder: Path) -> dict[str, KnownCheckpoint]:
     """Every checkpoint below ``folder`` (``model_configs/``) by name.
 
-    Raises ConfigError naming everything that is wrong in any of the yamls.
+    Raises ConfigError with every violation in any of the yamls.
     """
-    found: dict[str, KnownCheckpoint] = {}
+    checkpoints: dict[str, KnownCheckpoint] = {}
     problems: list[Violation] = []
     for path in sorted(folder.glob("*/*.yaml")):
         try:
-            found[path.stem] = _read(path)
+            checkpoints[path.stem] = _read(path)
         except ConfigError as error:
             problems += error.violations
     refuse_if_any(problems)
-    return found
+    return checkpoints
 
 
 def find_checkpoint(name: str, folder: Path) -> KnownCheckpoint:
-    """The checkpoint that ``name`` means: its name, the only name that starts so, or its Hugging Face id.
+    """The checkpoint of ``name``: its name, the unique name that starts with it, or its Hugging Face id.
 
-    Raises ConfigError with the nearest names where there is none, or more than one.
+    Raises ConfigError with the nearest names if there is none, or more than one.
     """
     known = known_checkpoints(folder)
     wanted = name.lower()
@@ -82,7 +82,7 @@ def find_checkpoint(name: str, folder: Path) -> KnownCheckpoint:
 def published_config(checkpoint: KnownCheckpoint, folder: Path) -> dict[str, Any]:
     """The published ``config.json`` of ``checkpoint``, from ``hf_configs.json`` in ``folder``.
 
-    Raises ConfigError where the file lacks it.
+    Raises ConfigError if the file lacks it.
     """
     facts: dict[str, dict[str, Any]] = json.loads((folder / "hf_configs.json").read_text(encoding="utf-8"))
     if checkpoint.hf_id not in facts:
@@ -99,15 +99,17 @@ def _read(path: Path) -> KnownCheckpoint:
         problem = f"is no yaml: {str(error).splitlines()[0]}"
         raise ConfigError([Violation(place, "...", problem, "Mend it")]) from None
     _check_keys(place, values, _KEYS)
-    found = []
+    violations = []
     if values["family"] not in FAMILIES or values["family"] != path.parent.name:
         remedy = f"Name the folder and the family alike, one of {', '.join(FAMILIES)}"
-        found.append(Violation(f"{place}: family", values["family"], f"is in the folder {path.parent.name}", remedy))
+        violations.append(
+            Violation(f"{place}: family", values["family"], f"is in the folder {path.parent.name}", remedy)
+        )
     for hardware in values["presets"]:
         if hardware not in HARDWARE:
             remedy = f"Write some of {', '.join(HARDWARE)}"
-            found.append(Violation(f"{place}: presets", hardware, "no such hardware", remedy))
-    refuse_if_any(found)
+            violations.append(Violation(f"{place}: presets", hardware, "no such hardware", remedy))
+    refuse_if_any(violations)
     presets = {hardware: _preset(f"{place}: {hardware}", preset) for hardware, preset in values["presets"].items()}
     return KnownCheckpoint(name=path.stem, hf_id=values["hf_id"], family=values["family"], presets=presets)
 
@@ -121,7 +123,9 @@ def _preset(place: str, values: dict[str, Any]) -> Preset:
     try:
         training, rollout = parse_layout(values["training"]), parse_rollout_layout(values["rollout"])
     except ConfigError as error:
-        raise ConfigError([replace(found, key=f"{place}: {found.key}") for found in error.violations]) from None
+        raise ConfigError(
+            [replace(violation, key=f"{place}: {violation.key}") for violation in error.violations]
+        ) from None
     training.pipeline_layers = layers
     return Preset(num_gpus=values["num_gpus"], training=training, rollout=rollout)
 

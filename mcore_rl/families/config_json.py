@@ -1,4 +1,4 @@
-"""The ``config.json`` of a Hugging Face directory: what the model is, as transformers and vLLM read it too."""
+"""Reads the ``config.json`` of a Hugging Face directory, as transformers and vLLM do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONFIG = "config.json"
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The ``config.json`` of ``directory``.  Raises CheckpointError where there is none that can be read."""
+    """The ``config.json`` of ``directory``.  Raises CheckpointError if it cannot be read or is no JSON object."""
     remedy = "Name the directory of a Hugging Face model"
     try:
         config = json.loads((directory / CONFIG).read_bytes())

@@ -13,9 +13,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What transformers' configuration class (5.19) has where ``config.json`` says nothing; names are its own.
+    """The defaults of transformers' configuration class (5.19) for fields missing in ``config.json``, by its names.
 
-    num_key_value_heads: None is as many as there are heads.  head_dim: None is hidden_size / num_attention_heads.
+    num_key_value_heads: None: num_attention_heads.  head_dim: None: hidden_size / num_attention_heads.
     """
 
     vocab_size: int
@@ -32,7 +32,7 @@ class Defaults:
 
 
 def read_decoder(fields: Fields, defaults: Defaults) -> ModelConfig:
-    """A decoder of SiLU-gated MLPs without windows, biases or experts: what every family starts from."""
+    """A decoder of SiLU-gated MLPs without windows, biases or experts: the common base of the families."""
     model = read_sizes(fields, defaults)
     heads, hidden = model.num_attention_heads, model.hidden_size
     head_dim = fields.optional("head_dim", int, defaults.head_dim)
@@ -48,7 +48,7 @@ def read_decoder(fields: Fields, defaults: Defaults) -> ModelConfig:
 
 
 def read_sizes(fields: Fields, defaults: Defaults) -> ModelConfig:
-    """The sizes alone; head_dim, activation and rope are left to the family."""
+    """The sizes alone; the family sets head_dim, activation and rope."""
     heads = fields.take("num_attention_heads", int, defaults.num_attention_heads)
     return ModelConfig(
         num_layers=fields.take("num_hidden_layers", int, defaults.num_hidden_layers),
@@ -70,12 +70,12 @@ def _or(value: int | None, other: int) -> int:
 
 
 def window_every_layer(fields: Fields, model: ModelConfig, default: int | None) -> None:
-    """``sliding_window`` holds for every layer, unless null (Mistral, Mixtral).  default: where it is left out."""
+    """Apply ``sliding_window`` to every layer, unless it is null (Mistral, Mixtral).  default: if it is missing."""
     set_window(model, fields.optional("sliding_window", int, default), list(range(model.num_layers)))
 
 
 def window_some_layers(fields: Fields, model: ModelConfig, sliding: list[int]) -> None:
-    """``use_sliding_window`` switches ``sliding_window`` on, in the layers of ``layer_types`` or ``sliding`` (Qwen)."""
+    """Apply ``sliding_window`` in the layers of ``layer_types`` (else ``sliding``) if ``use_sliding_window`` (Qwen)."""
     wanted = fields.take("use_sliding_window", bool, False)
     window = fields.optional("sliding_window", int, 4096)
     layers = read_layer_types(fields, model, sliding if wanted and window is not None else [])
@@ -88,7 +88,7 @@ def window_some_layers(fields: Fields, model: ModelConfig, sliding: list[int]) -
 
 
 def read_layer_types(fields: Fields, model: ModelConfig, default: list[int]) -> list[int]:
-    """The layers (from 0) with a window by ``layer_types``; ``default`` where that is left out."""
+    """The layers (from 0) with a window by ``layer_types``; ``default`` if that is missing."""
     types = fields.listed("layer_types", str)
     if types is None:
         return default
@@ -100,13 +100,13 @@ def read_layer_types(fields: Fields, model: ModelConfig, default: list[int]) -> 
 
 
 def set_window(model: ModelConfig, window: int | None, layers: list[int]) -> None:
-    """A window of ``window`` tokens in ``layers``; None or no layers: none."""
+    """Set a window of ``window`` tokens in ``layers``; do nothing if either is missing."""
     if window is not None and layers:
         model.sliding_window, model.sliding_layers = window, layers
 
 
 def read_dense_layers(fields: Fields, num_layers: int) -> list[int]:
-    """The layers that ``decoder_sparse_step`` and ``mlp_only_layers`` leave without experts (Qwen)."""
+    """The layers without experts, by ``decoder_sparse_step`` and ``mlp_only_layers`` (Qwen)."""
     step = fields.take("decoder_sparse_step", int, 1)
     named = fields.listed("mlp_only_layers", int) or []
     if step < 1:

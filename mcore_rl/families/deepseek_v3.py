@@ -1,6 +1,6 @@
 """DeepSeek-V3 and R1: latent attention, dense first layers, many small experts chosen by biased sigmoid scores.
 
-The multi-token prediction layers behind the last are left out: they are no part of the policy.
+The multi-token prediction layers behind the last layer are left out: they are not part of the policy.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ DEFAULTS = Defaults(
 
 
 def read(fields: Fields) -> ModelConfig:
-    """``DeepseekV3Config``, and the fields that only the checkpoint's own code has."""
+    """Reads ``DeepseekV3Config``, and the fields that only the checkpoint's own code has."""
     model = read_sizes(fields, DEFAULTS)
     fields.demand("hidden_act", "silu", because="gates the MLP by another function")
     # transformers' norms of the latents keep their own default whatever the configuration says; vLLM's do not

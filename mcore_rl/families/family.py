@@ -1,4 +1,4 @@
-"""What a family is: how its Hugging Face configuration reads, and the two tables that say where its weights go."""
+"""A model family: the reader of its Hugging Face configuration, and the two tables of its weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from mcore_rl.families.rules import Rule
 class Family:
     """One model family.
 
-    architectures, model_type: as in ``config.json``; together they decide the family.  read: the ``ModelConfig`` of a
-    configuration; takes every field that could change a number, or says why it may be ignored.  weights: Megatron's
-    tensors.  rollout: vLLM's.  rollout_without_latent: those where latent attention is off (``VLLM_MLA_DISABLE``), of a
-    family that has it.  ignored: Hugging Face names (``{l}`` any layer, ``{e}`` any expert) that may stand in a
-    checkpoint and hold no weight that is trained.  extra_layers: layers beyond ``num_hidden_layers`` may stand in a
-    checkpoint (multi-token prediction) and are left out.  block_fp8: checkpoints come in block-wise fp8 too, which
-    loading turns back.
+    architectures, model_type: as in ``config.json``; together they decide the family.
+    read: makes the ``ModelConfig``; it takes every field that could change a number, or lists why it may be ignored.
+    weights: Megatron's tensors.  rollout: vLLM's tensors.
+    rollout_without_latent: vLLM's tensors if latent attention is off (``VLLM_MLA_DISABLE``); for families that have it.
+    ignored: Hugging Face names (``{l}`` any layer, ``{e}`` any expert) of tensors that a checkpoint may hold and that
+    are not trained.
+    extra_layers: a checkpoint may hold layers beyond ``num_hidden_layers`` (multi-token prediction); they are left out.
+    block_fp8: a checkpoint may be in block-wise fp8; loading dequantises it.
     """
 
     name: str

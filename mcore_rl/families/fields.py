@@ -1,8 +1,8 @@
-"""A Hugging Face ``config.json``, read so that no field of it goes unnoticed.
+"""Reads a Hugging Face ``config.json`` so that no field goes unnoticed.
 
-Every field is taken, demanded to have one value, or on the list of those that cannot change a number; what is left over
-is refused by name, because a field that nobody read may change the numbers.  What a checkpoint leaves out has the
-default of transformers' configuration class, and the caller says it.
+A family takes a field, demands a value of it, or ignores it as one that cannot change a number; ``unread`` refuses the
+others by name, because a field that nobody read may change the numbers.  The caller gives the default of a missing
+field, that of transformers' configuration class.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ num_beams num_return_sequences output_scores remove_invalid_values repetition_pe
 suppress_tokens target_lookbehind temperature top_k top_p typical_p
 """
 # Fields that cannot change the numbers of the forward pass, paragraph by paragraph: how the file was made and the model
-# is run; ids of tokens, which are the tokenizer's business; labels of classifiers; terms of training, which have
-# settings of their own here; generation, which transformers keeps in generation_config.json now.
+# is run; ids of tokens, which we take from the tokenizer; labels of classifiers; terms of training, which have settings
+# of their own here; generation, which transformers keeps in generation_config.json now.
 IGNORED = frozenset(_IGNORED.split())
 
 # Field -> (values that change nothing, what another would do).
@@ -59,15 +59,15 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def same(value: object, other: object) -> bool:
-    """Equality that does not take ``True`` for 1."""
+    """Equality in which ``True`` is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 class Fields:
-    """The fields of one configuration, and what was said about each.
+    """The fields of one configuration, which of them were read, and the violations.
 
-    ``take`` and its kin never raise on a user's mistake: they note a violation and go on with a value of the right
-    kind, so that all are reported at once.  sound: whether every value taken so far was the configuration's own.
+    The methods never raise on a user's mistake: they note a violation and go on with a value of the right type, so that
+    all are reported at once.  sound: whether every value taken so far was the configuration's own.
     """
 
     def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
@@ -78,7 +78,7 @@ class Fields:
         self._read: set[str] = set()
 
     def take(self, name: str, kind: type[T], default: T) -> T:
-        """The value of ``name``; ``default`` where it is left out.  An integer passes for a float."""
+        """The value of ``name``; ``default`` if it is missing.  An integer passes for a float."""
         value = self.optional(name, kind, default)
         if value is None:
             self._unsound(name, f"is null, and a model needs {_KIND[kind]} here", "Write the value of the checkpoint")
@@ -86,7 +86,7 @@ class Fields:
         return value
 
     def optional(self, name: str, kind: type[T], default: T | None = None) -> T | None:
-        """As ``take``, and None where the configuration says null."""
+        """As ``take``, but null is allowed and gives None."""
         self._read.add(name)
         value = self.values.get(name, default)
         if kind is float and type(value) is int:
@@ -97,7 +97,7 @@ class Fields:
         return default
 
     def listed(self, name: str, kind: type[T]) -> list[T] | None:
-        """The values of the list ``name``; None where it is null or left out."""
+        """The values of the list ``name``; None if it is null or missing."""
         values = self.optional(name, list)
         if values is not None and any(type(value) is not kind for value in values):
             self._unsound(name, f"is no list of {_KIND[kind].split()[-1]}s", f"Write a list, each {_KIND[kind]}")
@@ -105,17 +105,17 @@ class Fields:
         return values
 
     def inside(self, name: str) -> Fields | None:
-        """The fields of the mapping ``name``, to be handed back to ``close``; None where null, empty or left out."""
+        """The fields of the mapping ``name``, to pass to ``close`` afterwards; None if it is null, empty or missing."""
         values = self.optional(name, dict)
         return Fields(values, f"{self._prefix}{name}.") if values else None
 
     def close(self, inner: Fields) -> None:
-        """Take over what was found in ``inner``, with what nobody read there."""
+        """Add the violations of ``inner``, and its unread fields."""
         self.violations += [*inner.violations, *inner.unread()]
         self.sound = self.sound and inner.sound
 
     def demand(self, name: str, *allowed: object, because: str) -> None:
-        """``name`` is left out or has one of the ``allowed`` values.  because: what another value would do."""
+        """Refuse any value of ``name`` but the ``allowed`` ones; it may be missing.  because: what another would do."""
         self._read.add(name)
         if name in self.values and not any(same(self.values[name], value) for value in allowed):
             wanted = " or ".join(str(_json(value)) for value in allowed)
@@ -123,16 +123,16 @@ class Fields:
             self.refuse(name, f"{because}, which is not supported", remedy)
 
     def ignore(self, *names: str) -> None:
-        """``names`` cannot change a number in this family, whatever their values."""
+        """Count ``names`` as read: in this family they cannot change a number."""
         self._read.update(names)
 
     def refuse(self, name: str, problem: str, remedy: str) -> None:
-        """Note that ``name`` cannot be as it is."""
+        """Note a violation of field ``name``."""
         key = f"config.json: {self._prefix}{name}"
         self.violations.append(Violation(key, _json(self.values.get(name)), problem, remedy))
 
     def unread(self) -> list[Violation]:
-        """One violation for each field that nobody took, demanded or may ignore, and for each that is not neutral."""
+        """One violation for each field that was not read and may change a number."""
         rest = Fields(self.values, self._prefix)
         for name in self.values:
             if name in self._read or (not self._prefix and name in IGNORED):
@@ -162,5 +162,5 @@ _KIND: dict[type, str] = {
 
 
 def _json(value: object) -> object:
-    """``value`` as it stands in the file, where Python spells it otherwise."""
+    """``value`` in JSON's spelling, for null, true and false."""
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), value)

@@ -1,18 +1,17 @@
 """Floating-point operations that a model needs for sequences of given lengths: the numerator of MFU.
 
-MFU, model FLOPs utilisation (PaLM, arXiv:2204.02311, appendix B), is these operations over those that the devices could
-have done in the same time.  What is done twice (recompute) or for nothing (padding, the masked half of the attention
-scores) does not count, so that a number is comparable between layouts and kernels.  Two operations for each
-multiplication with its addition:
+MFU, model FLOPs utilisation (PaLM, arXiv:2204.02311, appendix B), is these operations divided by what the devices could
+have done in the same time.  Repeated work (recompute) and useless work (padding, the masked half of the attention
+scores) do not count, so that layouts and kernels can be compared.  A multiplication with its addition counts as two:
 
-    matrices    2 N a token.  N: parameters that a token is multiplied by; of the experts the chosen ones alone
+    matrices    2 N a token.  N: parameters that multiply a token; of the experts only the chosen ones
     attention   2 (d_k + d_v) for each head and each pair of a query and a key that it sees: ``q k``, then ``p v``
     training    3 times the forward pass: each product has two more in the backward pass (arXiv:2001.08361, 2.1)
 
-Appendix B counts 12 L H Q T for attention, all pairs of a sequence of T; here a pair counts where the causal mask and
-the window leave it, by each sequence's own length.  Norms, rotations, softmax and activations are left out, as there.
+Appendix B counts 12 L H Q T for attention, all pairs of a sequence of T; here only pairs that the causal mask and the
+window leave count, by each sequence's own length.  Norms, rotations, softmax and activations are left out, as there.
 
-Numbers alone, from the ``ModelConfig`` that every family is read into; nothing here knows a device or a layout.
+Everything follows from the ``ModelConfig``; nothing here knows a device or a layout.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from mcore_rl.config.model import ModelConfig, MoeConfig
 
 
 def matmul_parameters(model: ModelConfig, *, critic: bool = False) -> int:
-    """Parameters that a token is multiplied by: all but the embedding (looked up), norms, biases and idle experts.
+    """Parameters that multiply a token: all but the embedding (a lookup), norms, biases and idle experts.
 
     critic: a value head of one column in place of the projection to the vocabulary.
     """
@@ -32,7 +31,7 @@ def matmul_parameters(model: ModelConfig, *, critic: bool = False) -> int:
 
 
 def visible_pairs(length: int, window: int | None = None) -> int:
-    """Pairs of a query and a key in a sequence of ``length`` tokens: a token sees itself and what is before it.
+    """Pairs of a query and a key in a sequence of ``length`` tokens: a token sees itself and the tokens before it.
 
     window: keys that a query sees at most, itself included.
     """
@@ -41,7 +40,7 @@ def visible_pairs(length: int, window: int | None = None) -> int:
 
 
 def forward_flops(model: ModelConfig, lengths: Iterable[int], *, critic: bool = False) -> int:
-    """Operations of one forward pass over sequences of ``lengths`` tokens, each by itself."""
+    """Operations of one forward pass over separate sequences of ``lengths`` tokens."""
     lengths = list(lengths)
     num_sliding = len(set(model.sliding_layers))
     pairs = (model.num_layers - num_sliding) * sum(visible_pairs(length) for length in lengths)
@@ -80,6 +79,6 @@ def _attention_parameters(model: ModelConfig) -> int:
 
 
 def _expert_parameters(hidden: int, moe: MoeConfig) -> int:
-    """Router, chosen experts, and the expert that every token passes, with its gate."""
+    """Parameters of the router, the chosen experts, and the shared expert with its gate."""
     widths = moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size
     return hidden * (moe.num_experts + 3 * widths + moe.shared_gate)

@@ -1,7 +1,7 @@
 """Gemma 2: norms before and behind attention and MLP, soft caps, alternating windows, scaled and tied embeddings.
 
 Its norms multiply by one plus their weight, in the checkpoint and in Megatron (``ModelConfig.zero_centered_norm``), so
-the weights travel as they are.
+the weights need no conversion.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DEFAULTS = Defaults(
 
 
 def read(fields: Fields) -> ModelConfig:
-    """``Gemma2Config``: windows in every other layer, from the first."""
+    """Reads ``Gemma2Config``: windows in every other layer, from the first."""
     model = read_sizes(fields, DEFAULTS)
     model.head_dim = fields.take("head_dim", int, 256)
     model.rotary_base, model.rope, _ = read_rope(fields, DEFAULTS.rope_theta, model.max_position_embeddings)

@@ -20,7 +20,7 @@ DEFAULTS = Defaults(
 
 
 def read(fields: Fields) -> ModelConfig:
-    """``LlamaConfig``."""
+    """Reads ``LlamaConfig``, the plain decoder."""
     return read_decoder(fields, DEFAULTS)
 
 

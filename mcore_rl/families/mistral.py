@@ -21,7 +21,7 @@ DEFAULTS = Defaults(
 
 
 def read(fields: Fields) -> ModelConfig:
-    """``MistralConfig``, whose window is on where it is left out."""
+    """Reads ``MistralConfig``: its window is 4096 if the field is missing."""
     model = read_decoder(fields, DEFAULTS)
     window_every_layer(fields, model, 4096)
     return model

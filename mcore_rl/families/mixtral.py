@@ -23,7 +23,7 @@ DEFAULTS = Defaults(
 
 
 def read(fields: Fields) -> ModelConfig:
-    """``MixtralConfig``."""
+    """Reads ``MixtralConfig``: experts in every layer."""
     model = read_decoder(fields, DEFAULTS)
     window_every_layer(fields, model, None)
     fields.demand("router_jitter_noise", 0, because="makes training multiply the router's input by noise")

@@ -21,7 +21,7 @@ DEFAULTS = Defaults(
 
 
 def read(fields: Fields) -> ModelConfig:
-    """``Qwen2Config``: where windows are on, they are in the layers from ``max_window_layers``."""
+    """Reads ``Qwen2Config``: windows, if on, are in the layers from ``max_window_layers``."""
     model = read_decoder(fields, DEFAULTS)
     width = model.hidden_size // max(model.num_attention_heads, 1)
     fields.demand("head_dim", width, None, because=f"is not {width}, as vLLM 0.32 takes it to be")

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, experts, and a gated expert that every token passes."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, experts, and a gated shared expert."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DEFAULTS = Defaults(
 
 
 def read(fields: Fields) -> ModelConfig:
-    """``Qwen2MoeConfig``: where windows are on, they are in every other layer before ``max_window_layers``."""
+    """Reads ``Qwen2MoeConfig``: windows, if on, are in every other layer before ``max_window_layers``."""
     model = read_decoder(fields, DEFAULTS)
     width = model.hidden_size // max(model.num_attention_heads, 1)
     fields.demand("head_dim", width, None, because=f"is not {width}, as vLLM 0.32 takes it to be")

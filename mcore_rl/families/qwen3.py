@@ -22,7 +22,7 @@ DEFAULTS = Defaults(
 
 
 def read(fields: Fields) -> ModelConfig:
-    """``Qwen3Config``: where windows are on, they are in the layers from ``max_window_layers``."""
+    """Reads ``Qwen3Config``: windows, if on, are in the layers from ``max_window_layers``."""
     model = read_decoder(fields, DEFAULTS)
     full = fields.take("max_window_layers", int, 28)
     window_some_layers(fields, model, [layer for layer in range(model.num_layers) if layer >= full])

@@ -21,7 +21,7 @@ DEFAULTS = Defaults(
 
 
 def read(fields: Fields) -> ModelConfig:
-    """``Qwen3MoeConfig``.  No checkpoint has windows, and versions of transformers disagree on where they would be."""
+    """Reads ``Qwen3MoeConfig`` without windows: no checkpoint has any, and transformers' versions disagree on them."""
     model = read_decoder(fields, DEFAULTS)
     fields.demand("use_sliding_window", False, because="limits attention to a window")
     fields.ignore("sliding_window", "max_window_layers")

@@ -34,7 +34,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
 }
 
-# What ``model_violations`` speaks of -> what a user wrote.
+# Key in ``model_violations`` -> the field of config.json that the user wrote.
 _WRITTEN = {
     "model.num_layers": "num_hidden_layers",
     "model.hidden_size": "hidden_size",
@@ -64,7 +64,7 @@ _WRITTEN = {
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a Hugging Face ``config`` by its ``architectures`` and ``model_type``.
 
-    Raises ConfigError where it is of none, or where the two disagree.
+    Raises ConfigError if no family has them, or if the two disagree.
     """
     names = config.get("architectures")
     known = {architecture: family for family in FAMILIES.values() for architecture in family.architectures}
@@ -86,16 +86,16 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     """The family and the model of a Hugging Face ``config``, as ``json.load`` gives it.
 
-    Raises ConfigError naming every field that is missing its kind, is not known, or cannot be trained as it is.
+    Raises ConfigError with every field that has a wrong type, is not known, or cannot be trained as it is.
     """
     family = family_of(config)
     fields = Fields(config)
     _demand_plain_weights(fields, family)
     model = family.read(fields)
-    found = fields.violations + fields.unread()
-    if fields.sound:  # else sizes are partly defaults, and what they would be told of is not the user's
-        found += [_as_written(violation) for violation in model_violations(model)]
-    refuse_if_any(found)
+    violations = fields.violations + fields.unread()
+    if fields.sound:  # else some sizes are defaults, and a violation would not be about the user's values
+        violations += [_as_written(violation) for violation in model_violations(model)]
+    refuse_if_any(violations)
     return family, model
 
 
@@ -104,7 +104,7 @@ def _as_written(violation: Violation) -> Violation:
 
 
 def _demand_plain_weights(fields: Fields, family: Family) -> None:
-    """``quantization_config`` is left out, or is DeepSeek-V3's fp8 in blocks of 128 by 128."""
+    """Refuse quantised weights, except DeepSeek-V3's fp8 in blocks of 128 by 128."""
     inner = fields.inside("quantization_config")
     if inner is None:
         return

@@ -1,7 +1,7 @@
-"""Rows that several families share, for vLLM's tensors (0.32): what a rollout rank stores, before any kernel's packing.
+"""Rows for vLLM's tensors (0.32) that several families share: a rollout rank's tensors before any kernel packs them.
 
-Its linear layers are fused (``qkv_proj``, ``gate_up_proj``), the experts of a rank are one stacked tensor, and the
-vocabulary is padded to a multiple of 64 (vllm/model_executor/layers/vocab_parallel_embedding.py).
+vLLM fuses linear layers (``qkv_proj``, ``gate_up_proj``), stacks the experts of a rank into one tensor, and pads the
+vocabulary to a multiple of 64 (vllm/model_executor/layers/vocab_parallel_embedding.py).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def same(tensor: HfTensor, layers: Layers = Layers.all, stage: Stage = Stage.lay
 
 
 def norm(name: str, size: str = "hidden") -> Rule:
-    """A norm of a layer."""
+    """The rule of a layer's norm ``name``."""
     return same(hf(f"{HF_LAYER}{name}.weight", size))
 
 
 ENDS = (
     Rule(EMBEDDING_TENSOR.name, (EMBEDDING_TENSOR,), vllm_vocab, axis=Axis.tensor, stage=Stage.first),
     same(hf("model.norm.weight", "hidden"), stage=Stage.last),
-    # Tied, the head is the embedding's own module and stores nothing.
+    # With tied embeddings the head is the embedding's module, without a tensor of its own.
     Rule(
         "lm_head.weight",
         (hf("lm_head.weight", "vocab", "hidden"),),

@@ -2,9 +2,8 @@
 
 Until version 4 transformers wrote ``rope_theta`` and ``rope_scaling``; since 5 it writes ``rope_parameters`` with both
 inside.  Numbers are those of modeling_rope_utils.py in transformers 5.19.  Frequencies that change with the length of
-the input have no place in training: longrope is refused, and dynamic NTK is the default up to
-``max_position_embeddings`` (``_compute_dynamic_ntk_parameters``: the base is multiplied by a power of 1), where
-sequences end here.
+the input cannot be trained: longrope is refused, and dynamic NTK equals the default up to ``max_position_embeddings``
+(``_compute_dynamic_ntk_parameters``: the base is multiplied by a power of 1), which is our longest sequence.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ Reader = Callable[[Fields, int], tuple[RopeConfig, float]]
 def read_rope(
     fields: Fields, default_theta: float, max_position_embeddings: int, *, latent: bool = False
 ) -> tuple[float, RopeConfig, float]:
-    """(base, how frequencies are made from it, the factor that ``mscale_all_dim`` puts on a latent query's scale).
+    """(base, rope configuration, factor of ``mscale_all_dim`` on the softmax scale of latent attention).
 
-    default_theta: of the configuration class.  latent: rotates a part of each head, in DeepSeek's way.
+    default_theta: of the configuration class.  latent: the model rotates a part of each head, as DeepSeek's.
     """
     readers = _LATENT_READERS if latent else _READERS
     name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
@@ -52,7 +51,7 @@ def read_rope(
     else:
         spelling = "rope_type" if "rope_type" in inner.values else "type"
         inner.refuse(spelling, "is not supported", f"Choose a checkpoint with one of {', '.join(readers)}")
-        inner.ignore(*inner.values)  # its keys are no mistakes of their own
+        inner.ignore(*inner.values)  # one violation is enough
     fields.close(inner)
     return base, rope, scale
 

@@ -1,10 +1,10 @@
-"""The vocabulary that weight tables are written in: which ranges of which Hugging Face tensors a local tensor holds.
+"""The vocabulary of weight tables: which ranges of which Hugging Face tensors a local tensor holds.
 
-One ``Rule`` speaks of one kind of local tensor.  Along one dimension a local tensor is ranges of Hugging Face tensors,
-one after another; every other dimension is whole.  That is all that fused projections, gated linears, tensor
-parallelism, replicated key/value heads and vocabulary padding are, so a table is data, any size of any axis follows
-from it, and loading, exporting and resharding are three readers of it.  The same vocabulary describes Megatron's
-tensors and vLLM's.  Integers only: no torch, no communication, and no meaning is read from pieces of names.
+One ``Rule`` describes one kind of local tensor.  Along one dimension a local tensor is ranges of Hugging Face tensors,
+one after another; every other dimension is whole.  This covers fused projections, gated linears, tensor parallelism,
+replicated key/value heads and vocabulary padding.  So a table is data that holds for any size of any axis, and loading,
+exporting and resharding read the same table.  The same vocabulary describes Megatron's tensors and vLLM's.  Integers
+only: no torch, no communication, and no guessing from pieces of names.
 
 Invariant: over the shards of one rule, every element of its Hugging Face tensors is held, by one shard or by copies.
 """
@@ -28,7 +28,7 @@ def _mla(model: ModelConfig) -> MlaConfig:
     return model.mla
 
 
-# What a dimension of a Hugging Face tensor is called in the tables.
+# Name of a Hugging Face tensor's dimension in the tables -> its size.
 SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "one": lambda model: 1,
     "vocab": lambda model: model.vocab_size,
@@ -56,12 +56,12 @@ class HfTensor:
     dims: tuple[str, ...]
 
     def shape(self, model: ModelConfig) -> tuple[int, ...]:
-        """Its shape in a checkpoint of ``model``."""
+        """The tensor's shape in a checkpoint of ``model``."""
         return tuple(SIZES[dim](model) for dim in self.dims)
 
 
 def hf(name: str, *dims: str) -> HfTensor:
-    """``HfTensor``, short enough for a table."""
+    """``HfTensor`` under a name short enough for a table."""
     assert all(dim in SIZES for dim in dims), f"{name}: unknown size among {dims}"
     return HfTensor(name, dims)
 
@@ -69,7 +69,7 @@ def hf(name: str, *dims: str) -> HfTensor:
 class Axis(Enum):
     """The parallel axis that splits a tensor; none: every rank of the tensor's stage (and expert) holds it whole.
 
-    shared_expert: vLLM's for some shared experts: tensor, but none where the experts of one layer are spread over
+    shared_expert: for some shared experts of vLLM: ``tensor``, but ``none`` if the experts of one layer are spread over
     several data-parallel replicas (``ParallelConfig.use_sequence_parallel_moe`` in vllm/config/parallel.py, 0.32).
     """
 
@@ -82,7 +82,7 @@ class Axis(Enum):
 class Stage(Enum):
     """Where in the pipeline a tensor lives: with its layer, or in the first or last stage.
 
-    last_copy: in the last stage, unless that is the first too, a copy of what the first stage holds.
+    last_copy: a copy of the first stage's tensor in the last stage, unless both are one stage.
     """
 
     layer = auto()
@@ -92,7 +92,7 @@ class Stage(Enum):
 
 
 class Layers(Enum):
-    """The layers that have a tensor."""
+    """Which layers have a tensor: all, dense ones, or those with experts."""
 
     all = auto()
     dense = auto()
@@ -117,14 +117,14 @@ class ShardRanges:
 
     @classmethod
     def of(cls, ranges: Sequence[Range], size: int | None = None) -> ShardRanges:
-        """Ranges that hold nothing are left out; without ``size`` there is no padding."""
+        """The shard of ``ranges``, without empty ones.  size: with padding; None: no padding."""
         held = tuple(range_ for range_ in ranges if range_.end > range_.begin)
         shard = cls(held, 0)
         return cls(held, shard.held if size is None else size)
 
     @property
     def held(self) -> int:
-        """Of ``size``, what is no padding."""
+        """``size`` without the padding."""
         return sum(range_.end - range_.begin for range_ in self.ranges)
 
 
@@ -192,7 +192,7 @@ megatron_vocab = padded_vocab(1)
 
 
 def always(model: ModelConfig) -> bool:
-    """A rule for every model of its family."""
+    """The rule holds for every model of its family."""
     return True
 
 
@@ -200,11 +200,14 @@ def always(model: ModelConfig) -> bool:
 class Rule:
     """One kind of local tensor.
 
-    name: with ``{l}`` the layer and ``{e}`` the expert, both counted from 0 in the whole model (a rank's own counting
-    is its reader's business).  hf: what it holds, in order.  layout: which ranges of those, along ``dim``, a shard of
-    ``axis`` holds.  layers, stage: where it lives.  stacked: the experts of a rank are the first dimension of one
-    local tensor, not tensors of their own.  only: for some models of the family.  checkpoint: its key in a Megatron
-    checkpoint, where that is not ``name``.  dtype: torch's name of the dtype that it has whatever that of the model.
+    name: with ``{l}`` the layer and ``{e}`` the expert, counted from 0; each reader fills in its own counting.
+    hf: the Hugging Face tensors that it holds, in order.
+    layout: which ranges of these, along ``dim``, a shard of ``axis`` holds.
+    layers, stage: where it is in the model.
+    stacked: the experts of a rank are the first dimension of one local tensor, instead of separate tensors.
+    only: the models of the family that have it.
+    checkpoint: its key in a Megatron checkpoint; None: ``name``.
+    dtype: torch's name of a fixed dtype; None: the model's.
     absent_ok: the checkpoint may lack it, and the local tensor then keeps its initial value.
     """
 
@@ -228,7 +231,7 @@ class Rule:
         assert len({len(tensor.dims) for tensor in self.hf}) == 1, f"{self.name}: tensors of different ranks"
 
     def applies_to(self, model: ModelConfig, layer: int | None) -> bool:
-        """Whether ``layer`` of ``model`` (None where the tensor lives in no layer) has this tensor."""
+        """Whether ``layer`` of ``model`` (None: outside the layers) has this tensor."""
         if not self.only(model):
             return False
         if layer is None or self.layers is Layers.all:
@@ -240,7 +243,7 @@ class Rule:
         return [tensor.shape(model) for tensor in self.hf]
 
     def shard(self, model: ModelConfig, num_shards: int, index: int) -> ShardRanges:
-        """What shard ``index`` of ``num_shards`` holds along ``dim``."""
+        """The ranges that shard ``index`` of ``num_shards`` holds along ``dim``."""
         assert 0 <= index < num_shards, f"shard {index} of {num_shards}"
         return self.layout(model, [shape[self.dim] for shape in self.hf_shapes(model)], num_shards, index)
 

@@ -1,8 +1,11 @@
-"""Where every process stands, what it runs on, and how the parts talk: layout, groups, device, launch.  No model."""
+"""Processes and devices, without a model: parallel layout, process groups, platform, and starting local ranks.
+
+Read ``layout.py`` first, then ``groups.py``.
+"""
 
 import warnings
 
-# What Megatron 0.16.1 makes every process print and no user can act on.  The banner says once what is installed.
+# Warnings that Megatron 0.16.1 causes in every process and no user can act on.  The banner lists what is installed.
 for _message, _category in (
     ("(Transformer Engine and )?Apex (is|are) not installed", UserWarning),
     ("full scope is deprecated", UserWarning),  # of a setting's own default

@@ -1,7 +1,7 @@
-"""What fails on one rank fails on all: a step that every rank takes by itself, and its error wherever it happens.
+"""Runs a step on every rank and raises on all of them when it fails on one.
 
-For steps without collectives inside (writing files, reading them): a rank that raises would leave the others waiting
-at the next collective until its time-out.
+For steps without collectives (writing files, reading them): without this, a rank that raises would leave the others
+waiting at the next collective until its time-out.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 def together(step: Callable[[], T], group: dist.ProcessGroup | None, device: torch.device) -> T:
-    """The result of ``step()``, once it has succeeded on every rank of ``group`` (None: all).
+    """The result of ``step()``, after it has succeeded on every rank of ``group`` (None: all).
 
-    Collective; ``step`` must not be.  device: where the group's collectives want their tensors.  Also a barrier.
-    Without a process group there is only this rank.
+    Collective, and a barrier; ``step`` itself must not be collective.  device: of the tensors for the group's
+    collectives.  Without a process group there is only this rank.
 
-    Raises what ``step`` raised here; else, where it raised on another rank, that rank's error if it is an McoreRLError
-    (of the lowest such rank), and a WorkerError naming the rank if it is not.
+    Raises this rank's own error; else the error of the lowest rank that failed: itself if it is an McoreRLError, or a
+    WorkerError that names the rank.
     """
     error: Exception | None = None
     result: list[T] = []
@@ -37,10 +37,10 @@ def together(step: Callable[[], T], group: dist.ProcessGroup | None, device: tor
         dist.all_reduce(failed, group=group)
         if failed.item():
             errors: list[Exception | str | None] = [None] * dist.get_world_size(group)
-            said = error if error is None or isinstance(error, McoreRLError) else f"{type(error).__name__}: {error}"
-            dist.all_gather_object(errors, said, group=group)
+            message = error if error is None or isinstance(error, McoreRLError) else f"{type(error).__name__}: {error}"
+            dist.all_gather_object(errors, message, group=group)
             if error is None:
-                rank, first = next((rank, said) for rank, said in enumerate(errors) if said is not None)
+                rank, first = next((rank, message) for rank, message in enumerate(errors) if message is not None)
                 error = first if isinstance(first, Exception) else WorkerError(f"rank {rank}: {first}")
                 error.add_note(f"Raised on rank {rank}")
     if error is not None:

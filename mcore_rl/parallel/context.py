@@ -5,8 +5,8 @@ Each sequence is padded to a multiple of ``2 * cp`` and cut into ``2 * cp`` equa
 Megatron's rotary embedding assumes this order (``_get_thd_freqs_on_this_cp_rank`` in megatron-core 0.16.1,
 models/common/embeddings/rope_utils.py), and so does Transformer Engine's context-parallel attention.
 
-Knows integers and rows, not process groups: nothing here communicates.  Invariant: ``merge`` undoes ``split`` exactly,
-for any lengths.  With ``cp=1`` nothing is padded and nothing moves.
+Nothing here communicates or knows process groups.  Invariant: ``merge`` undoes ``split`` exactly, for any lengths.
+With ``cp=1`` nothing is padded and nothing moves.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# Index tensors kept: a step's microbatches come back for log-probs, forward and recompute; more would only hold memory.
+# Index tensors to cache: log-probs, forward and recompute of a step share them; a larger cache only holds memory.
 _CACHED_PLANS = 256
 
 
 def padded_lengths(lengths: Sequence[int], cp: int) -> tuple[int, ...]:
-    """``lengths`` in tokens, each rounded up to a multiple of ``2 * cp``; unchanged where ``cp`` is 1."""
+    """``lengths`` in tokens, each rounded up to a multiple of ``2 * cp``; unchanged if ``cp`` is 1."""
     multiple = 2 * cp if cp > 1 else 1
     return tuple(-(-length // multiple) * multiple for length in lengths)
 
@@ -37,8 +37,8 @@ def concatenated_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 def split_indices(padded_lengths: tuple[int, ...], cp: int, rank: int) -> Tensor:
     """Rows of the padded packed tensor that ``rank`` holds, in its order; int64 [T / cp] on the CPU.
 
-    padded_lengths: tokens of each sequence, multiples of ``2 * cp`` (of 1 where ``cp`` is 1).  The result is shared
-    between callers: read it only.
+    padded_lengths: tokens of each sequence, multiples of ``2 * cp`` (of 1 if ``cp`` is 1).  The result is shared:
+    do not write to it.
     """
     assert 0 <= rank < cp, f"no rank {rank} in a context-parallel group of {cp}"
     lengths_S = torch.tensor(padded_lengths, dtype=torch.int64)
@@ -55,7 +55,7 @@ def split_indices(padded_lengths: tuple[int, ...], cp: int, rank: int) -> Tensor
 def gather_indices(padded_lengths: tuple[int, ...], cp: int) -> Tensor:
     """The permutation that puts all ranks' parts, concatenated in rank order, in sequence order; int64 [T] on the CPU.
 
-    ``torch.cat(parts)[gather_indices(...)]`` is the packed tensor.  The result is shared between callers: read it only.
+    ``torch.cat(parts)[gather_indices(...)]`` is the packed tensor.  The result is shared: do not write to it.
     """
     rows_T = torch.cat([split_indices(padded_lengths, cp, rank) for rank in range(cp)])
     return torch.empty_like(rows_T).index_copy_(0, rows_T, torch.arange(rows_T.numel()))

@@ -1,13 +1,12 @@
-"""What lets unmodified megatron-core 0.16.1 run on the CPU over gloo.
+"""Patches that let unmodified megatron-core 0.16.1 run on the CPU over gloo.
 
-Megatron assumes a CUDA device in about a hundred places.  Each thing that it asks for there is answered by one
-``Patch`` in ``PATCHES``, which names lines of Megatron that need it; ``tests/parallel/test_cpu.py`` fails when such a
-line has moved, and when it no longer needs the answer.  Nothing here runs on an accelerator, and nothing changes what
-is computed: the patches only say where.  What this package never lets Megatron ask of a GPU (overlapped reductions,
-CUDA graphs) has no answer here and fails as it would without us.
+Megatron assumes a CUDA device in about a hundred places.  Each ``Patch`` in ``PATCHES`` covers one thing that it asks
+of the device, and names lines of Megatron that need it; ``tests/parallel/test_cpu.py`` fails when such a line has moved
+or no longer needs the patch.  Nothing here runs on an accelerator, and no patch changes what is computed, only where.
+GPU features that this package never turns on in Megatron (overlapped reductions, CUDA graphs) are not patched.
 
-This is the one module of the package that changes other people's modules; what it changes in torch, it changes for the
-whole process.
+This is the one module of the package that changes other people's modules; its changes to torch hold for the whole
+process.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from mcore_rl.errors import DeviceError
 MEGATRON_VERSION = "0.16.1"
 CPU = torch.device("cpu")
 
-# What a process that computes on the CPU is started with.  To import Megatron makes torch.compile load its compilers,
-# 1.4 s and 43 MB of each process; what it then compiles, for Megatron or vLLM, takes 5 to 30 s and gains nothing here.
+# Environment of a process that computes on the CPU.  Importing Megatron makes torch.compile load its compilers, 1.4 s
+# and 43 MB per process; compiling for Megatron or vLLM then takes 5 to 30 s and gains nothing on the CPU.
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of megatron-core that goes wrong on the CPU.  path: below ``megatron/core``.  code: what stands there."""
+    """A line of megatron-core that fails on the CPU.  path: below ``megatron/core``.  code: a part of the line."""
 
     path: str
     number: int
@@ -44,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Patch:
-    """One answer.  why: what goes wrong without it.  answers: some of the lines that need it, one of every kind."""
+    """One patch.  why: what goes wrong without it.  answers: lines that need it, one of every kind."""
 
     name: str
     why: str
@@ -52,9 +51,9 @@ class Patch:
     apply: Callable[[], None]
 
 
-def _replace(owner: Any, name: str, answer: Any) -> None:
+def _replace(owner: Any, name: str, replacement: Any) -> None:
     assert hasattr(owner, name), f"there is no {name} to replace"
-    setattr(owner, name, answer)
+    setattr(owner, name, replacement)
 
 
 def _patch_current_device() -> None:
@@ -66,7 +65,7 @@ def _patch_synchronize() -> None:
 
 
 class _Event:
-    """Something that has happened already."""
+    """An event that has already happened."""
 
     def synchronize(self) -> None: ...
 
@@ -114,7 +113,7 @@ def _patch_queued_calls() -> None:
 
 
 def _patch_random_warning() -> None:
-    # The CPU's generator is also the "CUDA" one, so a forked CUDA state always changes it; that is what fork restores.
+    # The CPU's generator is also the "CUDA" one, so a forked CUDA state always changes it; the fork restores it.
     class _NotAboutTheSharedGenerator(logging.Filter):
         def filter(self, record: logging.LogRecord) -> bool:
             return "CPU RNG state changed" not in record.getMessage()
@@ -127,7 +126,7 @@ def _patch_to_cuda() -> None:
 
 
 def _patch_factories() -> None:
-    # Only the two that are asked for it, and only a look at the keywords: everybody's tensors pass through here.
+    # Patch only the two factories that Megatron calls so, and look only at keywords: every tensor passes through here.
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -139,8 +138,8 @@ def _patch_factories() -> None:
 
         return make
 
-    # ``with torch.device("meta")`` looks functions up in a set that torch makes of what stands in its module at first
-    # use (utils/_device.py:14, 2.13).  It must hold the real ones, or a patched ``torch.tensor`` ignores the context:
+    # ``with torch.device("meta")`` looks functions up in a set that torch builds from its module at first use
+    # (utils/_device.py:14, 2.13).  The set must hold the real ones, or a patched ``torch.tensor`` ignores the context:
     # transformers' from_pretrained then leaves its rotary frequencies uninitialised (modeling_utils.py:250, 5.19).
     torch.utils._device._device_constructors()
     _replace(torch, "tensor", on_cpu(torch.tensor))
@@ -149,7 +148,7 @@ def _patch_factories() -> None:
 
 @contextlib.contextmanager
 def _cuda_type_names() -> Iterator[None]:
-    """Within: ``tensor.type()`` of a CPU tensor gives the name that its CUDA twin would have."""
+    """Within: ``tensor.type()`` of a CPU tensor gives the CUDA name of its type."""
     real = torch.Tensor.type
 
     def cuda_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -231,9 +230,9 @@ def _patch_create_group() -> None:
 
     @functools.wraps(create)
     def create_once(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("backend") is not None:  # its second set of groups, over gloo: it destroys those itself
+        if kwargs.get("backend") is not None:  # Megatron's second set of groups, over gloo: it destroys these itself
             return create(ranks, *args, **kwargs)
-        if world[0] is not torch.distributed.group.WORLD:  # a new default group: those made over the old one are dead
+        if world[0] is not torch.distributed.group.WORLD:  # a new default group: groups over the old one are dead
             world[0] = torch.distributed.group.WORLD
             shared.clear()
         if tuple(ranks) not in shared:
@@ -373,9 +372,9 @@ _applied = False
 
 
 def make_megatron_run_on_cpu(without: str | None = None) -> None:
-    """Apply every patch, once; only the CPU rung calls this.  without: leave out one, for the test that it is needed.
+    """Apply every patch, once; only runs on the CPU call this.  without: skip one, for the test that it is needed.
 
-    Raises DeviceError where another megatron-core is installed: the patches are answers to one version.
+    Raises DeviceError if another megatron-core is installed: the patches fit one version.
     """
     global _applied
     if _applied:

@@ -1,11 +1,11 @@
 """The platform: which processor, which collectives, how much memory, which devices a process may see.
 
-This module and ``parallel/cpu.py`` are the only places that name a vendor's runtime or ask ``torch.cuda`` anything;
-everything else asks a ``Platform``.  It does not choose a precision, a layer spec or a layout, and it never changes the
-environment of its own process: ``consistent_environment`` says what a new process should be started with.
+Only this module and ``parallel/cpu.py`` name a vendor's runtime or call ``torch.cuda``; everything else asks a
+``Platform``.  It does not choose a precision, a layer spec or a layout, and never changes the environment of its own
+process: ``consistent_environment`` returns the environment for a new one.
 
-The invariant: all processes of a run that were started with ``consistent_environment`` agree, with torch, with the
-vendor's runtime and with Ray, on which devices they see.
+The invariant: in all processes started with ``consistent_environment``, torch, the vendor's runtime and Ray agree on
+which devices they see.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ DRIVERS = {Device.cuda: Path("/proc/driver/nvidia/version"), Device.rocm: Path("
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """What this process computes on.
+    """The devices that this process computes on.
 
-    kind: cpu, cuda or rocm, never auto.  device_type: torch's name of it; ROCm answers to "cuda".  backend: what
-    ``torch.distributed`` is asked for; RCCL answers to "nccl".  backend_name: the same for people.
+    kind: cpu, cuda or rocm, never auto.  device_type: torch's name; ROCm's is "cuda".
+    backend: for ``torch.distributed``; RCCL's is "nccl".  backend_name: for people.
     num_devices: accelerators visible to this process; 1 on CPU, shared by all local ranks.
     device_name: distinct names, comma-separated.  memory_total_bytes: of the smallest device; of the machine on CPU.
-    visible_devices_vars: environment variables that must agree for this platform's masks to mean one thing.
+    visible_devices_vars: environment variables of this platform's device masks; they must agree.
     """
 
     kind: Device
@@ -69,16 +69,16 @@ class Platform:
 
     @property
     def is_accelerator(self) -> bool:
-        """Whether tensors live in a memory of their own, apart from the host's."""
+        """Whether tensors live in device memory, separate from the host's."""
         return self.kind is not Device.cpu
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes.  On an accelerator: torch's allocator, and the device's free and total memory.
+    """Memory in bytes.
 
-    On CPU: allocated and reserved are both the resident set of this process, peak its highest; free and total are the
-    machine's.
+    On an accelerator: of torch's allocator; free and total of the device.  On CPU: allocated and reserved are both the
+    resident set of this process, peak its highest; free and total are the machine's.
     """
 
     allocated_bytes: int
@@ -90,10 +90,10 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class VisibleDevices:
-    """The devices left by the masks of an environment.
+    """The devices that the masks of an environment leave visible.
 
     ids: as the machine numbers them (an index, or a ``GPU-``/``MIG-`` UUID), in the order of the local ranks; None
-    where nothing is masked.  masks: the variables that were set.
+    without a mask.  masks: the variables that were set.
     """
 
     ids: tuple[str, ...] | None
@@ -101,9 +101,9 @@ class VisibleDevices:
 
 
 def detect(device: Device, environ: Mapping[str, str] = os.environ) -> Platform:
-    """The platform for ``device``; ``auto`` is the accelerator that is here, else the CPU.
+    """The platform for ``device``; ``auto``: this machine's accelerator, else the CPU.
 
-    Raises DeviceError where the accelerator asked for is not here, or where masks in ``environ`` contradict each other.
+    Raises DeviceError if the machine lacks the requested accelerator, or if masks in ``environ`` contradict each other.
     """
     built_for = Device.rocm if torch.version.hip else Device.cuda if torch.version.cuda else Device.cpu
     if device is Device.cpu or (device is Device.auto and built_for is Device.cpu):
@@ -125,9 +125,9 @@ def detect(device: Device, environ: Mapping[str, str] = os.environ) -> Platform:
 
 
 def _wrong_build(wanted: Device, built_for: Device) -> str:
-    found = f"device={wanted.value}: torch {torch.__version__} is built for {built_for.value}"
+    problem = f"device={wanted.value}: torch {torch.__version__} is built for {built_for.value}"
     other = "device=cpu" if built_for is Device.cpu else f"device={built_for.value} or device=cpu"
-    return f"{found}. Reinstall with the extra {wanted.value} (pip install -e '.[{wanted.value}]'), or write {other}"
+    return f"{problem}. Reinstall with the extra {wanted.value} (pip install -e '.[{wanted.value}]'), or write {other}"
 
 
 def _cpu() -> Platform:
@@ -175,7 +175,7 @@ def _accelerator(kind: Device) -> Platform:
 
 
 def device_of(platform: Platform, local_rank: int) -> torch.device:
-    """The device of the ``local_rank``-th process of this machine; raises DeviceError where it has none."""
+    """The device of the ``local_rank``-th process of this machine; raises DeviceError if there are too few."""
     if not platform.is_accelerator:
         return torch.device("cpu")
     if local_rank >= platform.num_devices:
@@ -196,13 +196,13 @@ def set_device(platform: Platform, local_rank: int) -> torch.device:
 
 
 def synchronize(platform: Platform) -> None:
-    """Wait for all work queued on the current device; the CPU queues none."""
+    """Wait for all work queued on the current device; does nothing on the CPU."""
     if platform.is_accelerator:
         torch.cuda.synchronize()
 
 
 def memory(platform: Platform) -> Memory:
-    """Memory of the current device and what this process uses of it."""
+    """Memory of the current device, and this process's share."""
     if platform.is_accelerator:
         free, total = torch.cuda.mem_get_info()
         return Memory(
@@ -223,7 +223,7 @@ def memory(platform: Platform) -> Memory:
 
 
 def _peak_resident_bytes() -> int:
-    """VmHWM where there is a /proc: getrusage also counts the process that forked this one, and never falls."""
+    """VmHWM if there is a /proc: getrusage also counts the process that forked this one, and never falls."""
     if PROC_STATUS.exists():
         for line in PROC_STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -233,7 +233,7 @@ def _peak_resident_bytes() -> int:
 
 
 def reset_peak_memory(platform: Platform) -> None:
-    """Let ``peak_bytes`` start again from now.  On CPU only Linux can; elsewhere it stays that of the whole process."""
+    """Restart ``peak_bytes`` from now.  On CPU this works on Linux only; elsewhere the peak is the whole process's."""
     if platform.is_accelerator:
         torch.cuda.reset_peak_memory_stats()
     elif PROC_CLEAR_REFS.exists():
@@ -241,7 +241,7 @@ def reset_peak_memory(platform: Platform) -> None:
 
 
 def empty_cache(platform: Platform) -> None:
-    """Give memory that an allocator holds but nobody uses back: torch's to the device, glibc's to the system."""
+    """Return unused memory of the allocators: torch's to the device, glibc's to the system."""
     if platform.is_accelerator:
         torch.cuda.empty_cache()
     else:
@@ -249,13 +249,13 @@ def empty_cache(platform: Platform) -> None:
 
 
 def trim_heap() -> None:
-    """Give what is free in glibc's heap back to the system: it keeps what was freed below 32 MiB (mallopt(3))."""
+    """Return free memory of glibc's heap to the system: glibc keeps freed blocks below 32 MiB (mallopt(3))."""
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def pinned_empty_like(platform: Platform, tensor: Tensor) -> Tensor:
-    """An empty host tensor of ``tensor``'s shape and dtype: page-locked where copies from a device gain by it."""
+    """An empty host tensor of ``tensor``'s shape and dtype: page-locked on an accelerator, for faster copies."""
     return torch.empty_like(tensor, device="cpu", pin_memory=platform.is_accelerator)
 
 
@@ -276,12 +276,12 @@ def have_apex() -> bool:
 
 
 def visible_devices(kind: Device, environ: Mapping[str, str]) -> VisibleDevices:
-    """What the device masks in ``environ`` leave visible on a machine of ``kind``.
+    """The devices that the masks in ``environ`` leave visible on a machine of ``kind``.
 
     On CUDA only CUDA_VISIBLE_DEVICES counts (Slurm sets ROCR_VISIBLE_DEVICES on NVIDIA machines too).  On ROCm,
-    ROCR_VISIBLE_DEVICES masks first; HIP_VISIBLE_DEVICES, else CUDA_VISIBLE_DEVICES, then index what it left
-    (rocclr/device/rocm/rocdevice.cpp), and must be equal where both are set, because Ray, vLLM and torch each prefer
-    another one.  GPU_DEVICE_ORDINAL is one more spelling of the same mask and must agree too.
+    ROCR_VISIBLE_DEVICES masks first; HIP_VISIBLE_DEVICES, else CUDA_VISIBLE_DEVICES, then indexes the remaining devices
+    (rocclr/device/rocm/rocdevice.cpp).  These two must be equal if both are set, because Ray, vLLM and torch prefer
+    different ones.  GPU_DEVICE_ORDINAL is another spelling of the same mask and must agree too.
 
     Raises DeviceError naming every malformed or contradictory mask, with what to export instead.
     """
@@ -317,8 +317,8 @@ def visible_devices(kind: Device, environ: Mapping[str, str]) -> VisibleDevices:
 def _parse_mask(name: str, value: str, problems: list[str]) -> tuple[str, ...]:
     """The ids in one mask; a negative index or ``NoDevFiles`` ends the list, as it does for the runtimes.
 
-    The runtimes drop everything from a malformed entry on, and everything on a repeated one, without a word: here both
-    are problems.
+    The runtimes silently drop everything from a malformed entry on, and everything after a repeated one; here both are
+    problems.
     """
     ids: list[str] = []
     for entry in (part.strip() for part in value.split(",") if value.strip()):
@@ -340,11 +340,11 @@ def _how_to_export(kind: Device, ids: Sequence[str] | None) -> str:
 
 
 def consistent_environment(kind: Device, ids: Sequence[int | str]) -> dict[str, str | None]:
-    """Variables a new process is started with so that it sees exactly ``ids``; None means unset.
+    """The environment in which a new process sees exactly ``ids``; None means unset.
 
-    ids: as the machine numbers them (``VisibleDevices.ids``), in the order of the local ranks.  Ray is told to leave
-    the masks alone; since 2.45 it refuses ROCR_VISIBLE_DEVICES, so ROCm processes get the other two, set alike.
-    On CPU the masks hide every device: "-1" does so for both runtimes, "" is no mask to ROCm's.
+    ids: as the machine numbers them (``VisibleDevices.ids``), in the order of the local ranks.  The variables also tell
+    Ray to leave the masks alone.  Since 2.45 it refuses ROCR_VISIBLE_DEVICES, so ROCm processes get the other two, set
+    alike.  On CPU the masks hide every device: "-1" does so for both runtimes; ROCm ignores "".
     """
     assert kind is not Device.auto and (kind is not Device.cpu or not ids), f"{kind.value} has no devices {ids}"
     mask = ",".join(str(device_id) for device_id in ids) or "-1"
@@ -356,12 +356,12 @@ def consistent_environment(kind: Device, ids: Sequence[int | str]) -> dict[str, 
 
 
 def ray_environment(kind: Device, environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
-    """Variables that Ray is started with on a node whose own environment is ``environ``; None means unset.
+    """The environment to start Ray with on a node whose own environment is ``environ``; None means unset.
 
-    Ray deals the visible devices out to its workers by the one mask that it knows of a platform: CUDA_VISIBLE_DEVICES,
-    or HIP_VISIBLE_DEVICES, and it refuses ROCR_VISIBLE_DEVICES beside no other (accelerators/amd_gpu.py, 2.60).  What
-    Slurm sets, often three masks at once, would contradict the worker's own.  Nor may Ray be told to leave them alone.
-    Raises DeviceError: see ``visible_devices``.
+    Ray assigns visible devices to its workers by one mask per platform: CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES; it
+    refuses ROCR_VISIBLE_DEVICES alone (accelerators/amd_gpu.py, 2.60).  Slurm often sets three masks at once, which
+    would contradict the worker's own.  Ray itself must not be told to leave the masks alone.
+    Raises DeviceError as ``visible_devices`` does.
     """
     own: dict[str, str | None] = dict.fromkeys(RAY_NOSET)
     if kind is Device.cpu:
@@ -372,7 +372,7 @@ def ray_environment(kind: Device, environ: Mapping[str, str] = os.environ) -> di
 
 
 def driver_version(kind: Device) -> str:
-    """Of the kernel driver of the accelerators on this machine; "" where it does not say, and on CPU."""
+    """Version of the accelerators' kernel driver; "" if it is unknown, and on CPU."""
     text = DRIVERS[kind].read_text() if kind in DRIVERS and DRIVERS[kind].is_file() else ""
     return "".join(re.findall(r"\d+(?:\.\d+)+", text)[:1])
 
@@ -396,5 +396,5 @@ def banner(platform: Platform) -> str:
 
 
 def num_cores() -> int:
-    """Cores that this process may use, which inside a container or a Slurm job are fewer than the machine has."""
+    """Cores that this process may use; in a container or a Slurm job, fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,8 +1,8 @@
-"""Which rank failed first, and the message that says so.
+"""Finds which rank failed first, and writes the message about it.
 
 When one rank of a collective raises or dies, the others fail too, with "connection closed by peer" or a time-out, and
-those errors are often the first to arrive.  Here the reports of all ranks become one message that names the first
-cause.  Nothing here starts, watches or stops a process.
+those errors often arrive first.  This module turns the reports of all ranks into one message that names the first
+cause.  It does not start, watch or stop processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mcore_rl.errors import McoreRLError
 from mcore_rl.parallel.phase import phase_of
 
-# What the collective libraries say on a rank whose peers are gone.
+# Error texts of the collective libraries on a rank whose peers are gone.
 PEER_IS_GONE = (
     "closed by peer",
     "reset by peer",
@@ -44,16 +44,17 @@ SIGNAL_HINTS = {
 class Cause(IntEnum):
     """How likely a failure is the first cause; the lowest of all ranks is taken, then the earliest."""
 
-    own = 0  # an error of this rank's own, or a death without a word
-    aborted = 1  # the watchdog of a collective library may have ended it
+    own = 0  # an error of this rank's own, or a silent death
+    aborted = 1  # perhaps killed by the watchdog of a collective library
     peer = 2  # the error of a rank whose peers are gone
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How one rank ended.  time_s: of the monotonic clock, which all processes of a machine share.
+    """How one rank failed.
 
-    what: "ValueError: ..." or "killed by SIGKILL".  error: the pickled McoreRLError, for the caller to raise again.
+    phase: what it was doing.  what: "ValueError: ..." or "killed by SIGKILL".  time_s: of the monotonic clock, which
+    all processes of a machine share.  error: the pickled McoreRLError, for the caller to raise again.
     """
 
     rank: int
@@ -66,7 +67,7 @@ class Failure:
 
     @classmethod
     def of_error(cls, rank: int, error: BaseException) -> Failure:
-        """To be made in the process that caught ``error``."""
+        """The failure of a rank that caught ``error``; call it in that process."""
         message = str(error)
         return cls(
             rank=rank,
@@ -80,12 +81,12 @@ class Failure:
 
     @classmethod
     def of_death(cls, rank: int, exit_code: int | None, phase: str) -> Failure:
-        """Of a process that ended, with multiprocessing's ``exit_code``, before it reported anything."""
+        """The failure of a process that ended without a report.  exit_code: multiprocessing's."""
         cause = Cause.aborted if exit_code == -signal.SIGABRT else Cause.own
         return cls(rank=rank, cause=cause, phase=phase, what=_death(exit_code), time_s=time.monotonic())
 
     def aftermath(self) -> str:
-        """How this rank ended, for a message about the first cause, which was another rank."""
+        """How this rank ended, for a message about another rank's failure."""
         where = self.phase or "no phase"
         if self.cause is Cause.peer:
             return f"stopped in {where}, its peers gone"
@@ -93,14 +94,14 @@ class Failure:
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that the others follow from, as far as can be told."""
+    """The failure that most likely caused the others."""
     return min(failures, key=lambda failure: (failure.cause, failure.time_s))
 
 
 def failure_message(first: Failure, host: str, names: Sequence[str], others: Mapping[int, str]) -> str:
-    """The first cause, what became of the ``others`` (rank -> words), and the first cause's traceback.
+    """A message with the first cause, how the others ended, and the first cause's traceback.
 
-    names: how each rank is called, with its coordinates where it has some.
+    names: of all ranks, with their coordinates if they have some.  others: rank -> how it ended.
     """
     where = f" in {first.phase}" if first.phase else ""
     lines = [f"{names[first.rank]} failed on {host}{where}: {first.what}"]
@@ -121,7 +122,7 @@ def _peer_is_gone(error: BaseException) -> bool:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """An error meant for the user, where it survives the journey; any other is told by its text."""
+    """``error`` pickled if it is meant for the user and survives pickling; None: report its text only."""
     if not isinstance(error, McoreRLError):
         return None
     try:

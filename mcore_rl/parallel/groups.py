@@ -1,7 +1,7 @@
-"""Megatron's process groups for a layout, and the few of them that we use ourselves.
+"""Megatron's process groups for a layout, and a record of those that we use ourselves.
 
-``init_groups`` hands the layout to ``megatron.core.parallel_state``, which keeps the groups for all Megatron modules of
-this process; we keep the same objects in a ``ProcessGroups`` record and never ask the global state again.
+``init_groups`` passes the layout to ``megatron.core.parallel_state``, which keeps the groups for all Megatron modules
+of this process; we keep the same objects in ``ProcessGroups`` and never ask the global state again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from mcore_rl.parallel.layout import Coords, Layout
 class ProcessGroups:
     """Process groups of this rank.
 
-    dp_cp: all ranks that hold the same dense weights.  experts: all ranks that one set of experts is spread over, by
-    ep and by etp.  moe_tokens: the tensor and context peers among which the tokens of one sequence are split where a
-    router sees them.
+    dp_cp: the ranks that hold the same dense weights.  experts: the ranks that share one set of experts, by ep and etp.
+    moe_tokens: the tensor and context peers that split the tokens of one sequence at the router.
     """
 
     layout: Layout
@@ -43,14 +42,14 @@ class ProcessGroups:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the last pipeline stage, where log-probs, values and losses are made."""
+        """Whether this rank holds the last pipeline stage, which computes log-probs, values and losses."""
         return self.coords.pp == self.layout.pp - 1
 
 
 def init_groups(layout: Layout, platform: Platform, device: torch.device, seed: int) -> ProcessGroups:
-    """Make Megatron's groups over the default process group, and seed its random-state tracker.
+    """Create Megatron's groups over the default process group, and seed its random-state tracker.
 
-    Collective over the world.  May be called again with another layout once ``destroy_groups`` was called.
+    Collective over the world.  To call it again with another layout, call ``destroy_groups`` first.
     """
     if not platform.is_accelerator:
         make_megatron_run_on_cpu()
@@ -86,7 +85,7 @@ def destroy_groups() -> None:
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """Sum over a group whose members each use the result in a loss of their own; the true loss is the sum of those."""
+    """Sum over a group in which each member uses the result in its own loss; the true loss is the sum of these."""
 
     @staticmethod
     def forward(ctx, x, group):  # type: ignore[no-untyped-def]
@@ -108,17 +107,17 @@ def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def seed_random_state(seed: int) -> None:
-    """Of the host's generator, by which routers are initialised, and of Megatron's tracker, by this rank's place."""
+    """Seed the host's generator, which initialises routers, and Megatron's tracker, which adds this rank's place."""
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def random_state() -> dict[str, Any]:
-    """Of the host's generator and of Megatron's tracker, which keeps one for each kind of parallel region."""
+    """The states of the host's generator and of Megatron's tracker, which has one per kind of parallel region."""
     return {"host": torch.get_rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
 
 
 def restore_random_state(kept: dict[str, Any]) -> None:
-    """Take over what ``random_state`` gave."""
+    """Restore the state that ``random_state`` returned."""
     torch.set_rng_state(kept["host"])
     get_cuda_rng_tracker().set_states(kept["tracker"])

@@ -1,10 +1,10 @@
 """Start a function on several processes of this machine, and bring them all down, with one message, when one fails.
 
-For the local rungs: tests, a laptop, one machine.  On a cluster Ray starts the processes.  It restarts nothing, it does
-not redirect what the processes print, and it does not know of processes that they start in turn.
+For tests and commands on one machine; on a cluster Ray starts the processes.  It restarts nothing, does not redirect
+what the processes print, and does not know of processes that they start in turn.
 
 The invariant: when ``run_ranks`` returns or raises, none of its processes is alive and nothing they shared is left.
-Should the parent be killed, its processes end themselves.
+If the parent is killed, its processes end themselves.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import SLOT_BYTES, mirror_phase, phase, read_slot, write_slot
 
 HOST = "127.0.0.1"
-SETTLE_S = 0.2  # once a rank has failed by itself: for reports that are already on their way
-STOP_S = 1.0  # between the signal that asks and the one that cannot be refused
-EXIT_S = 30.0  # for a rank that has returned its result to end: to flush logs, to leave its process groups
+SETTLE_S = 0.2  # after a rank failed by itself: wait for reports that are already on their way
+STOP_S = 1.0  # between SIGTERM and SIGKILL
+EXIT_S = 30.0  # for a rank that has returned its result: to flush logs and leave its process groups
 
 ProcessContext = SpawnContext | ForkServerContext
 ChildProcess = SpawnProcess | ForkServerProcess
@@ -52,7 +52,7 @@ _num_groups = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What a target is told about itself.  store_port: where the parent's key-value store listens, on ``HOST``."""
+    """A rank, as its target gets it.  store_port: of the parent's key-value store, on ``HOST``."""
 
     rank: int
     world_size: int
@@ -65,12 +65,12 @@ class Rank:
     def init_process_group(self, platform: Platform, timeout_s: float = 600.0) -> None:
         """Join the default process group of ``torch.distributed`` on this rank's device.  Every rank must call it.
 
-        timeout_s: after which a collective gives up on a rank that does not come.
+        timeout_s: how long a collective waits for a missing rank.
         """
         set_device(platform, self.rank)
         timeout = timedelta(seconds=timeout_s)
         shared = TCPStore(HOST, self.store_port, is_master=False, timeout=timeout)
-        # A prefix of its own for each time: a second group must not read the addresses of the first.
+        # A new prefix each time: a second group must not read the addresses of the first.
         store = PrefixStore(f"group_{next(_num_groups)}", shared)
         dist.init_process_group(
             platform.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
@@ -90,17 +90,17 @@ def run_ranks(
 ) -> list[Any]:
     """The results, in order of the ranks, of ``target(rank, *args)`` in ``world_size`` fresh processes.
 
-    ``rank`` is a ``Rank``.  ``target``, ``args`` and the results travel by pickle, so ``target`` is a function of a
-    module.  Each process has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS in its
-    environment before it imports anything; ``Rank.init_process_group`` and ``init_method="env://"`` both meet at a
-    store that the parent holds open, so no port is guessed.
+    ``rank`` is a ``Rank``.  ``target``, ``args`` and the results are pickled, so ``target`` is a function of a module.
+    Each process has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS in its environment
+    before it imports anything; ``Rank.init_process_group`` and ``init_method="env://"`` both meet at a store that the
+    parent holds open, so no port is guessed.
 
-    layout: names the ranks' coordinates in messages.  timeout_s: limit of the whole run; None is none.  grace_s: how
-    long to wait, after a rank failed because its peers were gone, for the report of the one that caused it.
-    threads_per_rank: None shares the cores evenly.  context: makes the processes; they must be as good as fresh.
+    layout: for the ranks' coordinates in messages.  timeout_s: limit of the whole run; None: no limit.  grace_s: after
+    a rank failed because its peers were gone, how long to wait for the report of the rank that caused it.
+    threads_per_rank: None: share the cores evenly.  context: starts the processes; they must be as good as fresh.
 
-    Raises, after all processes are stopped: the McoreRLError that the first failing rank raised; WorkerError naming
-    rank, coordinates, phase and first cause for any other failure or death, and for ``timeout_s``.
+    Raises, after all processes have stopped: the McoreRLError of the first failing rank; else a WorkerError that names
+    rank, coordinates, phase and first cause, also after ``timeout_s``.
     """
     assert layout is None or layout.world_size == world_size, "the layout is of another world"
     slots = context.RawArray(ctypes.c_char, SLOT_BYTES * world_size)  # unlinked from the start: it cannot leak
@@ -137,7 +137,7 @@ class _Child:
         write_slot(slot, "starting up")
 
     def listen(self) -> None:
-        """Take the report, or the death, that ``wait`` said is there."""
+        """Read the report, or note the death, after ``wait`` has returned this child."""
         self.reported = True
         try:
             report = pickle.loads(self.reader.recv_bytes()) if self.reader.poll() else None
@@ -152,14 +152,14 @@ class _Child:
             (self.result,) = report
 
     def words(self) -> str:
-        """What became of this rank, for a message about another one."""
+        """How this rank ended, for a message about another one."""
         if self.failure is not None:
             return self.failure.aftermath()
         return "had finished" if self.reported else f"stopped in {read_slot(self.slot) or 'no phase'}"
 
 
 def _watch(children: Sequence[_Child], timeout_s: float | None, grace_s: float) -> bool:
-    """Wait until all have reported, or enough to tell the first cause; True where ``timeout_s`` ran out."""
+    """Wait until all children have reported, or enough to name the first cause.  True if ``timeout_s`` ran out."""
     started = time.monotonic()
     deadline = float("inf") if timeout_s is None else started + timeout_s
     failed_at: float | None = None
@@ -197,7 +197,7 @@ def _raise_first_cause(children: Sequence[_Child], timeout_s: float | None) -> N
 
 
 def _stop(children: Sequence[_Child]) -> None:
-    """End all processes: by themselves where every one returned its result, else by signals."""
+    """Wait for all processes if every one has returned its result; else end them by signals."""
     finished = all(child.reported and child.failure is None for child in children)
     started = [child.process for child in children if child.process.pid is not None]
     try:
@@ -207,7 +207,7 @@ def _stop(children: Sequence[_Child]) -> None:
         until = time.monotonic() + (EXIT_S if finished else STOP_S)
         for process in started:
             process.join(max(0.0, until - time.monotonic()))
-    finally:  # also where the user is in a hurry and interrupts again
+    finally:  # also after a second Ctrl-C
         for process in started:
             process.kill()
         for process in started:
@@ -232,7 +232,7 @@ def _rank_environment(rank: Rank, threads: int) -> dict[str, str | None]:
 
 @contextmanager
 def inherited_environment(wanted: Mapping[str, str | None]) -> Iterator[None]:
-    """What a process started inside finds set, or unset where None, from its first import on."""
+    """Within: a process started here inherits ``wanted`` (None: unset), from its first import on."""
     before = {name: os.environ.get(name) for name in wanted}
     try:
         _set_environment(wanted)
@@ -254,7 +254,7 @@ def _slot(slots: Any, index: int) -> memoryview:
 
 
 def _main(target: Callable[..., Any], rank: Rank, args: Sequence[object], writer: Connection, slots: Any) -> None:
-    """The whole life of a child: its one report is a 1-tuple with the result, or a ``Failure``."""
+    """The main function of a child; it reports once: a 1-tuple with the result, or a ``Failure``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, and the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     faulthandler.enable()
@@ -264,12 +264,12 @@ def _main(target: Callable[..., Any], rank: Rank, args: Sequence[object], writer
         with phase("returning the result"):
             writer.send_bytes(pickle.dumps((result,)))
         with phase("leaving the process groups"):
-            # Their threads must not outlive the interpreter, or now and then one brings it down at its very end.
-            # And none may leave while another still connects a group: that one would see a closed connection.
+            # The groups' threads must not outlive the interpreter, or now and then one crashes it at exit.
+            # No rank may leave while another still connects a group: the other would see a closed connection.
             if dist.is_initialized():
                 dist.barrier()
                 dist.destroy_process_group()
-    except BaseException as error:  # noqa: BLE001  # all is reported; also SystemExit: to leave early fails the others
+    except BaseException as error:  # noqa: BLE001  # report everything, also SystemExit: leaving early fails the others
         writer.send_bytes(pickle.dumps(Failure.of_error(rank.rank, error)))
     writer.close()
 

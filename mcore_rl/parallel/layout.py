@@ -1,12 +1,12 @@
-"""Where every process stands in a parallel layout, and which layouts fit a model and a number of processes.
+"""The coordinates of every process in a parallel layout, and which layouts fit a model and a number of processes.
 
 Integers only: no torch, no Megatron, no communication, so that a layout of 1,024 processes can be checked and printed
 anywhere.  The order of ranks is Megatron-core's default, ``tp-cp-ep-dp-pp`` (``RankGenerator`` in
 megatron/core/parallel_state.py, 0.16.1), read twice over the same ranks: as dense coordinates (tp fastest, then cp, dp,
-pp) and as expert coordinates (etp fastest, then ep, edp, pp).  The invariant: ``Layout.group`` names exactly the
-groups that ``initialize_model_parallel`` creates; tests/parallel/test_layout.py holds it to that.
+pp) and as expert coordinates (etp fastest, then ep, edp, pp).  The invariant, tested in tests/parallel/test_layout.py:
+``Layout.group`` names exactly the groups that ``initialize_model_parallel`` creates.
 
-It does not look at microbatches: that the interleaved schedule wants at least pp of them is the schedule's business.
+Microbatches are not checked here; the interleaved schedule needs at least pp of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXPERT_ORDER = ("etp", "ep", "edp", "pp")
 
 @dataclass(frozen=True, kw_only=True)
 class Coords:
-    """Where one rank stands on every axis; each is 0 to the size of its axis, exclusive."""
+    """The coordinates of one rank; each is 0 to the size of its axis, exclusive."""
 
     dp: int
     pp: int
@@ -65,7 +65,7 @@ class Layout:
     def of(cls, parallel: ParallelConfig, world_size: int) -> Layout:
         """The layout of ``parallel`` over ``world_size`` processes.
 
-        Raises ConfigError where an axis is not positive or the axes do not divide the world.
+        Raises ConfigError if an axis is not positive or the axes do not divide the world.
         """
         refuse_if_any(_size_violations(parallel, world_size) or _world_violations(parallel, world_size))
         sizes = {axis: getattr(parallel, axis) for axis in AXES}
@@ -87,7 +87,7 @@ class Layout:
         return sum(at[axis] * stride for axis, _, stride in dense)
 
     def group(self, axis: GroupAxis, rank: int) -> tuple[int, ...]:
-        """Ranks of the group of ``axis`` that ``rank`` is in, ascending; ``dp_cp`` varies both dp and cp."""
+        """Ranks of ``rank``'s group along ``axis``, ascending; ``dp_cp`` varies both dp and cp."""
         assert 0 <= rank < self.world_size, f"rank {rank} of a world of {self.world_size}"
         varied = axis.split("_")
         grid = next(grid for grid in self._grids() if varied[0] in {name for name, _, _ in grid})
@@ -121,9 +121,9 @@ def balanced_layers(num_layers: int, num_chunks: int) -> list[int]:
 def place_layers(num_layers: int, parallel: ParallelConfig) -> LayerPlacement:
     """Global layer numbers (from 0) of each model chunk, in the order of the forward pass.
 
-    Chunk ``c`` is model chunk ``c // pp`` of pipeline stage ``c % pp``.  Layers are spread evenly where they divide,
-    else by ``parallel.pipeline_layers``.  Every layer is in exactly one chunk and none is dropped.
-    Raises ConfigError where the placement is missing or does not add up.
+    Chunk ``c`` is model chunk ``c // pp`` of pipeline stage ``c % pp``.  Chunks get equally many layers if these
+    divide, else ``parallel.pipeline_layers``.  Every layer is in exactly one chunk.
+    Raises ConfigError if the placement is missing or does not add up.
     """
     refuse_if_any(_placement_violations(num_layers, parallel))
     counts = parallel.pipeline_layers or balanced_layers(num_layers, parallel.pp * parallel.vpp)
@@ -149,22 +149,22 @@ def describe_placement(num_layers: int, parallel: ParallelConfig) -> str:
 
 
 def layout_violations(model: ModelConfig, parallel: ParallelConfig, world_size: int) -> list[Violation]:
-    """Everything that keeps ``model`` from running as ``parallel`` on ``world_size`` processes.
+    """Every reason why ``model`` cannot run as ``parallel`` on ``world_size`` processes.
 
-    The last violation also names the nearest layouts that fit.
+    The remedy of the last violation names the nearest layouts that fit.
     """
-    found = _size_violations(parallel, world_size)
-    if found:
-        return found  # the rules below divide by these sizes
-    found = _world_violations(parallel, world_size)
-    found += _model_violations(model, parallel)
-    found += _placement_violations(model.num_layers, parallel)
-    nearest = nearest_layouts(model, parallel, world_size) if found else []
+    violations = _size_violations(parallel, world_size)
+    if violations:
+        return violations  # the rules below divide by these sizes
+    violations = _world_violations(parallel, world_size)
+    violations += _model_violations(model, parallel)
+    violations += _placement_violations(model.num_layers, parallel)
+    nearest = nearest_layouts(model, parallel, world_size) if violations else []
     if nearest:
         texts = "; ".join(layout_text(layout) for layout in nearest)
-        hint = f"{found[-1].remedy}. Nearest layouts that fit {_processes(world_size)}: {texts}"
-        found[-1] = replace(found[-1], remedy=hint)
-    return found
+        hint = f"{violations[-1].remedy}. Nearest layouts that fit {_processes(world_size)}: {texts}"
+        violations[-1] = replace(violations[-1], remedy=hint)
+    return violations
 
 
 def nearest_layouts(
@@ -172,9 +172,9 @@ def nearest_layouts(
 ) -> list[ParallelConfig]:
     """At most ``count`` layouts that fit, the nearest to ``parallel`` first.
 
-    The distance is the sum over the axes of |log2(size / wanted size)|, plus 1 where layers do not divide evenly.  For
-    a given pp the choices of (tp, cp), (ep, etp) and vpp do not constrain each other, so the nearest few layouts are
-    among the products of the nearest few of each; that keeps this to milliseconds on thousands of processes.
+    The distance is the sum over the axes of |log2(size / wanted size)|, plus 1 if layers do not divide evenly.  For a
+    given pp the choices of (tp, cp), (ep, etp) and vpp do not constrain each other, so the nearest layouts are among
+    the products of the nearest few of each; the search takes milliseconds for thousands of processes.
     """
     limits = {axis: gcd(*by_key.values()) for axis, by_key in divisor_limits(model).items()}
     ranked = []
@@ -199,7 +199,7 @@ def nearest_layouts(
 
 
 def layout_text(parallel: ParallelConfig) -> str:
-    """``parallel`` as a user writes it, with the placement of its layers where it has one."""
+    """``parallel`` as a user writes it, with its ``pipeline_layers`` if it has some."""
     if parallel.pipeline_layers is None:
         return str(parallel)
     return f"{parallel} with pipeline_layers={_list(parallel.pipeline_layers)}"
@@ -210,7 +210,7 @@ def _far(size: int, wanted: int) -> float:
 
 
 def _with_placement(num_layers: int, layout: ParallelConfig, wanted: list[int] | None) -> ParallelConfig:
-    """``layout`` with the ``wanted`` placement where that fits, else the balanced one where one is needed."""
+    """``layout`` with the ``wanted`` placement if it fits, else the balanced one if one is needed."""
     if wanted is not None and not _placement_violations(num_layers, replace(layout, pipeline_layers=wanted)):
         return replace(layout, pipeline_layers=wanted)
     num_chunks = layout.pp * layout.vpp
@@ -224,7 +224,7 @@ def _size_violations(parallel: ParallelConfig, world_size: int) -> list[Violatio
 
 def _world_violations(parallel: ParallelConfig, world_size: int) -> list[Violation]:
     """The world must be a whole number of model replicas, and of expert replicas."""
-    found = []
+    violations = []
     for axes in (("tp", "pp", "cp"), ("etp", "ep", "pp")):
         sizes = [getattr(parallel, axis) for axis in axes]
         replica = sizes[0] * sizes[1] * sizes[2]
@@ -232,15 +232,15 @@ def _world_violations(parallel: ParallelConfig, world_size: int) -> list[Violati
             written = " * ".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
             problem = f"is not divisible by {written} = {replica}"
             remedy = f"Start a multiple of {replica} processes, or let these axes multiply to a divisor of {world_size}"
-            found.append(Violation("world_size", world_size, problem, remedy))
-    return found
+            violations.append(Violation("world_size", world_size, problem, remedy))
+    return violations
 
 
 def divisor_limits(model: ModelConfig) -> dict[str, dict[str, int]]:
     """axis -> {key: number that the axis must divide}.
 
-    Megatron (transformer/attention.py, 0.16.1) would also run more tensor ranks than key/value heads, by gathering the
-    fused projection; that is refused here because a rank would then hold a part of a head.
+    Megatron (transformer/attention.py, 0.16.1) can also run more tensor ranks than key/value heads, by gathering the
+    fused projection; we refuse that, because a rank would then hold a part of a head.
     """
     tp = {"model.num_attention_heads": model.num_attention_heads, "model.num_query_groups": model.num_query_groups}
     if not all(model.has_experts(layer) for layer in range(model.num_layers)):
@@ -254,13 +254,13 @@ def divisor_limits(model: ModelConfig) -> dict[str, dict[str, int]]:
 
 
 def _max_cp(model: ModelConfig) -> int:
-    """The zig-zag split cuts a sequence into 2 * cp pieces; a longest sequence of fewer tokens leaves ranks idle."""
+    """The largest useful cp: the zig-zag split cuts a sequence into 2 * cp pieces, each of at least one token."""
     return max(1, model.max_position_embeddings // 2)
 
 
 def _model_violations(model: ModelConfig, parallel: ParallelConfig) -> list[Violation]:
-    """Heads, widths, experts and sequence against the axes that split them."""
-    found = []
+    """Violations of heads, widths, experts and sequence by the axes that split them."""
+    violations = []
     for axis, by_key in divisor_limits(model).items():
         size = getattr(parallel, axis)
         allowed = _nearest(divisors(gcd(*by_key.values())), size)
@@ -271,32 +271,34 @@ def _model_violations(model: ModelConfig, parallel: ParallelConfig) -> list[Viol
                 problem, remedy = "the model has no experts", f"Write parallel.{axis}=1"
             else:
                 problem, remedy = f"does not divide {key}={number}", f"Write parallel.{axis}={allowed}"
-            found.append(Violation(f"parallel.{axis}", size, problem, remedy))
+            violations.append(Violation(f"parallel.{axis}", size, problem, remedy))
     if parallel.cp > _max_cp(model):
         longest = f"model.max_position_embeddings={model.max_position_embeddings}"
         problem = f"cuts a sequence into {2 * parallel.cp} pieces, more than {longest} has tokens"
-        found.append(Violation("parallel.cp", parallel.cp, problem, f"Write parallel.cp={_max_cp(model)} or less"))
-    return found
+        violations.append(Violation("parallel.cp", parallel.cp, problem, f"Write parallel.cp={_max_cp(model)} or less"))
+    return violations
 
 
 def _placement_violations(num_layers: int, parallel: ParallelConfig) -> list[Violation]:
-    """Layers over the pp * vpp chunks."""
+    """Violations in spreading the layers over the pp * vpp chunks."""
     num_chunks, counts = parallel.pp * parallel.vpp, parallel.pipeline_layers
     written = f"pp={parallel.pp} * vpp={parallel.vpp}"
-    found = []
+    violations = []
     if parallel.vpp > 1 and parallel.pp == 1:
         problem = "model chunks are interleaved over pipeline stages, and parallel.pp=1 is one stage"
-        found.append(Violation("parallel.vpp", parallel.vpp, problem, "Write parallel.vpp=1, or parallel.pp=2 or more"))
+        violations.append(
+            Violation("parallel.vpp", parallel.vpp, problem, "Write parallel.vpp=1, or parallel.pp=2 or more")
+        )
     if num_chunks > num_layers:
         problem = f"{written} is {num_chunks} chunks for {num_layers} layers, and a chunk needs at least one"
-        found.append(Violation("parallel.pp", parallel.pp, problem, f"Make pp * vpp at most {num_layers}"))
-        return found
+        violations.append(Violation("parallel.pp", parallel.pp, problem, f"Make pp * vpp at most {num_layers}"))
+        return violations
     balanced = f"Write parallel.pipeline_layers={_list(balanced_layers(num_layers, num_chunks))}"
     if counts is None:
         if num_layers % num_chunks:
             problem = f"{num_layers} layers do not divide over {written} = {num_chunks} chunks, and none is dropped"
-            found.append(Violation("parallel.pp", parallel.pp, problem, balanced))
-        return found
+            violations.append(Violation("parallel.pp", parallel.pp, problem, balanced))
+        return violations
     problems = []
     if len(counts) != num_chunks:
         problems.append(f"has {len(counts)} entries for {written} = {num_chunks} chunks")
@@ -305,8 +307,8 @@ def _placement_violations(num_layers: int, parallel: ParallelConfig) -> list[Vio
     if sum(counts) != num_layers:
         problems.append(f"adds up to {sum(counts)} of {num_layers} layers")
     if problems:
-        found.append(Violation("parallel.pipeline_layers", _list(counts), " and ".join(problems), balanced))
-    return found
+        violations.append(Violation("parallel.pipeline_layers", _list(counts), " and ".join(problems), balanced))
+    return violations
 
 
 def divisors(number: int) -> list[int]:
@@ -316,7 +318,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _nearest(sizes: list[int], wanted: int, count: int = 3) -> str:
-    """The few of ``sizes`` nearest to ``wanted``, as a choice to read: ``1, 2 or 4``."""
+    """The ``count`` of ``sizes`` nearest to ``wanted``, in words: ``1, 2 or 4``."""
     *most, last = (str(size) for size in sorted(sorted(sizes, key=lambda size: _far(size, wanted))[:count]))
     return f"{', '.join(most)} or {last}" if most else last
 

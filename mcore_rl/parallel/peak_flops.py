@@ -1,9 +1,8 @@
-"""What devices could compute at best, from their vendors' data sheets: the denominator of MFU.
+"""Peak FLOP/s of devices, from their vendors' data sheets: the denominator of MFU.
 
-Dense rates, without structured sparsity; data sheets of NVIDIA print them with it, which doubles them.  float32 is what
-torch computes unless it is told otherwise (``torch.set_float32_matmul_precision``), which this package does not do: no
-TF32.  A device that is not here has no peak, and whoever knows it states it (``trainer.device_peak_tflops``); nothing
-is derived from clocks and cores.
+Dense rates; NVIDIA's data sheets print them with structured sparsity, which doubles them.  float32 means torch's
+default, without TF32 (``torch.set_float32_matmul_precision``), which this package keeps.  For a device that is not in
+the table the user gives the peak (``trainer.device_peak_tflops``); nothing is derived from clocks and cores.
 
 Sources, all "data sheet" or product page of that name: NVIDIA A100 (2020), NVIDIA H100 (SXM, PCIe; NVL in its later
 edition), NVIDIA H200 (SXM, NVL), NVIDIA HGX B200; AMD Instinct MI250X, MI300X and MI325X.
@@ -15,7 +14,7 @@ import re
 
 from mcore_rl.config.engine import Precision
 
-# What a device calls itself contains the words of a row; the first row that fits counts.  TFLOP/s: bfloat16, float32.
+# (words of the device's name, TFLOP/s in bfloat16, in float32); the first row whose words the name contains counts.
 PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("H100 PCIe", 756.0, 51.0),
     ("H100 NVL", 835.5, 60.0),
@@ -26,15 +25,14 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("B200", 2250.0, None),  # its sheets disagree on float32
     ("MI300X", 1307.4, 163.4),
     ("MI325X", 1307.4, 163.4),
-    ("MI250X", 191.5, 47.85),  # of one of its two dies, each of which is a device to torch; the sheet has both
+    ("MI250X", 191.5, 47.85),  # of one of its two dies: torch sees each as a device; the sheet gives both together
 )
 
 
 def peak_tflops(device_name: str, precision: Precision) -> float | None:
-    """TFLOP/s of a device for matrices of ``precision``; None where it is not known.
+    """TFLOP/s of a device for matrices of ``precision``; None if unknown.
 
-    device_name: ``Platform.device_name``.  Of different devices in one machine, and of a part of one (MIG), no peak is
-    known.
+    device_name: ``Platform.device_name``.  Unknown for different devices in one machine, and for a part of one (MIG).
     """
     names = device_name.split(", ")
     if len(names) > 1 or re.search(r"\bMIG\b", device_name):

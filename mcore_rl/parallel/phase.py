@@ -1,11 +1,11 @@
-"""What this process is doing right now, in words, so that an error or a death can say where it happened.
+"""The current activity of this process, in words, for messages about errors and deaths.
 
-One current phase per process, not per thread: the engine's thread is the one that is asked about.  A phase costs one or
-two microseconds, so it marks microbatches and stages, not operators.  It measures no time and prints nothing; a
-profiler that does may have phases marked in its trace (``mark_phases``).
+There is one current phase per process, not per thread: the engine's.  A phase costs one or two microseconds, so it
+marks microbatches and stages, not operators.  It measures no time and prints nothing; a profiler can mark phases in its
+trace (``mark_phases``).
 
-The invariant: the mirror, where there is one, always holds the current phase, so that it can be read after this process
-was killed.
+The invariant: the mirror, if there is one, always holds the current phase, so that others can read it after this
+process was killed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class phase:
         _enter(f"{self._outer} > {self._text}" if self._outer else self._text)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:  # the innermost phase that it leaves is where it was raised
+        if error is not None:  # it was raised in the innermost phase that it leaves
             error.__dict__.setdefault("_phase", _current)
         _enter(self._outer)
         if self._mark is not None:
@@ -53,12 +53,12 @@ def current_phase() -> str:
 
 
 def phase_of(error: BaseException) -> str:
-    """The phase in which ``error`` was raised, also after it has left it."""
+    """The phase in which ``error`` was raised."""
     return str(error.__dict__.get("_phase", _current))
 
 
 def mark_phases(marker: Marker | None) -> None:
-    """Every phase that is entered from now on is inside ``marker(its own words)``, too; None: no longer."""
+    """Wrap every phase entered from now on in ``marker(text of the phase)``; None: stop that."""
     global _marker
     _marker = marker
 
@@ -72,7 +72,7 @@ def mirror_phase(slot: memoryview) -> None:
 
 
 def write_slot(slot: memoryview, text: str) -> None:
-    """Put ``text`` into ``slot``, and the time; of a text that is too long, the outermost phases are lost."""
+    """Write the time and ``text`` into ``slot``; a text that is too long loses its outermost phases."""
     room = SLOT_BYTES - _SINCE.size
     slot[:] = _SINCE.pack(time.time()) + text.encode()[-room:].ljust(room, b"\0")
 
@@ -83,7 +83,7 @@ def read_slot(slot: memoryview) -> str:
 
 
 def read_since(slot: memoryview) -> float:
-    """When that process entered it, or came back to it from one inside; seconds since the epoch, by its own clock."""
+    """When that process entered, or came back to, its phase; seconds since the epoch, by its own clock."""
     return float(_SINCE.unpack(slot[: _SINCE.size])[0])
 
 

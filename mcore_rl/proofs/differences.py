@@ -1,7 +1,7 @@
-"""What of a Hugging Face checkpoint a process holds otherwise than the files say: element by element, tensor by tensor.
+"""Compares the weights that a process holds with the files of a Hugging Face checkpoint, element by element.
 
-For a report on a few processes of one machine that all see the directory; after every weight update of a run it is the
-fingerprints that are compared (``fingerprint``), which need no files.
+For reports on a few processes of one machine that all see the directory.  A run compares fingerprints instead
+(``weights/fingerprint.py``), after every weight update and without files.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Differences = dict[str, float]  # Hugging Face name -> largest absolute differen
 
 @torch.no_grad()
 def piece_differences(held: Tensor, pieces: Iterable[Piece], checkpoint: HfCheckpoint) -> Differences:
-    """Of ``pieces``, those that ``held`` has otherwise than the files, cast to its dtype.
+    """The differences between ``held`` and the files, cast to its dtype, over ``pieces``; empty if they are equal.
 
-    held: a local tensor, on any device.  Pieces of tensors that the checkpoint may lack are left out.
+    held: a local tensor, on any device.  Pieces of tensors that the checkpoint does not have are skipped.
     """
-    found: Differences = {}
+    differences: Differences = {}
     for piece in pieces:
         if piece.hf not in checkpoint.tensors:
             continue
@@ -34,26 +34,26 @@ def piece_differences(held: Tensor, pieces: Iterable[Piece], checkpoint: HfCheck
         here = view_of(held, piece.local_region).cpu()
         if not torch.equal(here, expected):
             largest = float((here.double() - expected.double()).abs().nan_to_num(nan=torch.inf).max())
-            found[piece.hf] = max(largest, found.get(piece.hf, 0.0))
-    return found
+            differences[piece.hf] = max(largest, differences.get(piece.hf, 0.0))
+    return differences
 
 
 @torch.no_grad()
 def module_differences(
     chunks: Sequence[torch.nn.Module], table: Table, rank: int, checkpoint: HfCheckpoint
 ) -> Differences:
-    """What the Megatron model ``chunks`` of ``rank`` hold otherwise than ``checkpoint``, copies and replicas too.
+    """The differences between the Megatron model ``chunks`` of ``rank`` and ``checkpoint``, copies and replicas too.
 
-    Raises WeightMapError where modules and table do not agree.
+    Raises WeightMapError if modules and table disagree.
     """
     bound = bind(chunks, table, rank)
     return worst(piece_differences(each.tensor, table.pieces(each.local), checkpoint) for each in bound)
 
 
-def worst(found: Iterable[Mapping[str, float]]) -> Differences:
-    """Of several processes or tensors together: each name with its largest difference."""
+def worst(reports: Iterable[Mapping[str, float]]) -> Differences:
+    """Merges the differences of several processes or tensors: each name with its largest difference."""
     together: Differences = {}
-    for differences in found:
+    for differences in reports:
         for name, largest in differences.items():
             together[name] = max(largest, together.get(name, 0.0))
     return together

@@ -1,7 +1,7 @@
-"""The proof of a reshard plan, from its rows: that it moves everything, once, from the right place, and evenly.
+"""Proves a reshard plan from its rows: it moves everything, once, from the right place, and evenly.
 
-It asks the tables what each rank holds and takes nothing else from the planner.  What the rows mean is proven
-exhaustively; the plan of a model of hundreds of billions of parameters takes seconds.
+The proof asks the tables what each rank holds and takes nothing else from the planner.  It checks every row; the plan
+of a model of hundreds of billions of parameters takes seconds.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from mcore_rl.families.rules import Rule
 from mcore_rl.weights.reshard import Geometry, ReshardPlan, grouped
 from mcore_rl.weights.tensor_slice import TensorSlice
 
-MAX_NAMED = 5  # of one kind of failure
+MAX_NAMED = 5  # failures of one kind that are named
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Bytes of a plan.
 
-    total: sent, by all.  bound: what the rollout ranks store, padding apart; none can be sent less.  sent_*: by a
-    training rank.  received_max: by a rollout rank.  uneven: the most by which two ranks that hold the same tensors
-    differ in what they send of those.
+    total: sent by all ranks.  bound: stored by all rollout ranks, without padding; no plan can send less.  sent_*: by
+    one training rank.  received_*: by one rollout rank.  uneven: the largest difference between two ranks that hold the
+    same tensors in what they send of them.
     """
 
     total: int
@@ -59,24 +59,24 @@ def traffic(plan: ReshardPlan) -> Traffic:
 
 
 def reshard_failures(plan: ReshardPlan) -> list[str]:
-    """Everything that is wrong with ``plan``, by name; empty is the proof.
+    """Everything that is wrong with ``plan``, by name; an empty list proves it.
 
-    Each row's ends hold what its geometry says; each geometry joins equal elements; each element that a rollout rank
-    stores is written once and no padding is; no bytes beyond those; no source sends more than its share.
+    Checked: both ends of a row hold what its geometry says; a geometry joins equal elements; each element that a
+    rollout rank stores is written once, and no padding is; nothing else is sent; no source sends more than its share.
     """
-    found = [*_geometry_failures(plan)]
-    found += _row_failures(plan)
-    if found:
-        return found  # what follows takes rows at their word
-    found += _cover_failures(plan)
+    failures = [*_geometry_failures(plan)]
+    failures += _row_failures(plan)
+    if failures:
+        return failures  # the checks below rely on correct rows
+    failures += _cover_failures(plan)
     stored = plan.rollout.bytes_stored(plan.itemsize)
     for rank in np.flatnonzero(plan.bytes_received != stored)[:MAX_NAMED]:
-        found.append(f"rollout rank {rank} stores {stored[rank]} bytes and is sent {plan.bytes_received[rank]}")
+        failures.append(f"rollout rank {rank} stores {stored[rank]} bytes and is sent {plan.bytes_received[rank]}")
     for least, most, largest in _by_replicas(plan):
         if most - least > largest:
             problem = f"one sends {most} bytes and another {least}, and their largest copy has {largest}"
-            found.append(f"of training ranks that hold the same tensors {problem}")
-    return found
+            failures.append(f"of training ranks that hold the same tensors {problem}")
+    return failures
 
 
 def _geometry_failures(plan: ReshardPlan) -> Iterator[str]:
@@ -85,13 +85,16 @@ def _geometry_failures(plan: ReshardPlan) -> Iterator[str]:
     number_of = {name: number for number, name in enumerate(names)}
 
     def labels(rule: Rule, num_shards: int, index: int) -> list[Int64Array]:
-        """For each dimension of a local tensor, the index into its Hugging Face tensor, and which; -1 in padding."""
-        found = [np.arange(size, dtype=np.int64) for size in rule.local_shape(plan.table.model, num_shards)]
+        """For each dimension of a local tensor, the index into its Hugging Face tensor; -1 in padding.
+
+        Along the split dimension the tensor's number is in the bits from 40 on.
+        """
+        labels_by_dim = [np.arange(size, dtype=np.int64) for size in rule.local_shape(plan.table.model, num_shards)]
         ranges = rule.shard(plan.table.model, num_shards, index).ranges
         held = [np.arange(r.begin, r.end) + (number_of[rule.hf[r.source].name] << 40) for r in ranges]
-        padding = np.full(len(found[rule.dim]) - sum(map(len, held)), -1)
-        found[rule.dim] = np.concatenate([*held, padding])
-        return found
+        padding = np.full(len(labels_by_dim[rule.dim]) - sum(map(len, held)), -1)
+        labels_by_dim[rule.dim] = np.concatenate([*held, padding])
+        return labels_by_dim
 
     for geometry in plan.geometries:
         ours, theirs = plan.table.rules[geometry.source_rule], plan.rollout.rules[geometry.target_rule]
@@ -146,18 +149,18 @@ def _row_failures(plan: ReshardPlan) -> Iterator[str]:
 
 
 def _in_stage(plan: ReshardPlan, rule: Int32Array, layer: Int32Array) -> NDArray[np.bool_]:
-    """Whether the source's stage is one of those that have the tensor."""
+    """For each row, whether the stage of its source has the tensor."""
     layout, replicas = plan.table.layout, plan.replicas
     has = np.zeros((len(plan.table.rules), plan.table.model.num_layers, layout.pp), dtype=bool)
     for rank in range(layout.world_size):
         stage = replicas.pp[rank]
         if not has[:, :, stage].any():
             for local in plan.table.tensors(rank):
-                # A tied copy is named as its original is.
+                # Rows name the original of a tied copy.
                 same = [i for i, other in enumerate(plan.table.rules) if other.hf == local.rule.hf]
                 has[same, local.layer or 0, stage] = True
-    answer: NDArray[np.bool_] = has[rule, layer, replicas.pp[plan.source_rank]]
-    return answer
+    held: NDArray[np.bool_] = has[rule, layer, replicas.pp[plan.source_rank]]
+    return held
 
 
 def _name_of_row(plan: ReshardPlan, row: int) -> str:
@@ -170,7 +173,7 @@ def _name_of_row(plan: ReshardPlan, row: int) -> str:
 
 
 def _cover_failures(plan: ReshardPlan) -> Iterator[str]:
-    """Targets of which elements are not written, or more than once; targets that their rank does not store."""
+    """Targets with elements that are written not at all or twice, and targets that their rank does not store."""
     num_ids, num_geometries = len(plan.target_ids), len(plan.geometries)
     assert plan.rollout.layout.world_size * num_ids * num_geometries < 2**63, "more than 64 bits number"
     keys = plan.target_rank.astype(np.int64) * num_ids + plan.target
@@ -186,7 +189,7 @@ def _cover_failures(plan: ReshardPlan) -> Iterator[str]:
     ):
         for key in wrong[:MAX_NAMED]:
             yield f"{_name_of_key(plan, int(key))}: {problem} ({len(wrong)} like it)"
-    # Targets of one pattern, the geometries that are sent to them, are covered alike.
+    # The pattern of a target is the list of geometries sent to it; one check covers all targets of a pattern.
     pattern = np.zeros(len(written), dtype=np.int64)
     for place in range(int(counts.max())):
         more = counts > place
@@ -201,7 +204,7 @@ def _cover_failures(plan: ReshardPlan) -> Iterator[str]:
 
 
 def _stored_keys(plan: ReshardPlan) -> Iterator[Int64Array]:
-    """rank * targets + target of everything that rollout ranks store; a shard of padding alone is nothing."""
+    """``rank * targets + target`` for everything that rollout ranks store, except shards of padding alone."""
     for number, rule in enumerate(plan.rollout.rules):
         layers = np.array([layer or 0 for layer in plan.rollout.layers(rule)])
         for index in range(plan.rollout.num_shards(rule)):
@@ -221,7 +224,7 @@ def _name_of_key(plan: ReshardPlan, key: int) -> str:
 
 
 def _pattern_problem(plan: ReshardPlan, geometries: list[Geometry]) -> str | None:
-    """What is wrong with a tensor to which exactly ``geometries`` are sent; their elements are right already."""
+    """What is wrong with a tensor that gets exactly ``geometries``, each known to be right; None if nothing is."""
     rule, shard = plan.rollout.rules[geometries[0].target_rule], geometries[0].target_shard
     held = rule.shard(plan.table.model, plan.rollout.num_shards(rule), shard)
     shape = rule.local_shape(plan.table.model, plan.rollout.num_shards(rule))

@@ -1,9 +1,9 @@
 """The index tracer: distinct integers in place of weights, followed through the tables and the copy plan.
 
-A Hugging Face checkpoint whose elements are all different integers is cut into the tensors of every training rank by
-the Megatron table, and those are copied, copy by copy, into the tensors of a rollout rank.  What stands there in the
-end must be what a direct load of the checkpoint would put there.  Sizes are reduced and the layouts are not, so every
-axis, stage, shard and replica takes part.
+The tracer cuts a Hugging Face checkpoint, whose elements are all different integers, into the tensors of every training
+rank by the Megatron table, and executes every copy of the plan into the tensors of a rollout rank.  The result must
+equal a direct load of the checkpoint.  Sizes are reduced and layouts are not, so every axis, stage, shard and replica
+takes part.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def reduced_config(
 ) -> dict[str, Any]:
     """A Hugging Face ``config`` of the same family, as small as the layouts let it be; every axis still divides.
 
-    Ratios that decide how tensors are cut stay: several query heads to a key/value head where there are, fewer
-    key/value heads than rollout ranks where there are, dense layers before those with experts.
+    Ratios that decide how tensors are cut stay: whether a key/value head has several query heads, whether there are
+    fewer key/value heads than rollout ranks, dense layers before those with experts.
     """
     both = lcm(parallel.tp, rollout.tp)
     given = config["num_key_value_heads"] if "num_key_value_heads" in config else config["num_attention_heads"]
@@ -74,7 +74,7 @@ def reduced_config(
 
 
 class NumberedCheckpoint:
-    """A Hugging Face checkpoint of ``table``'s model in which no integer stands twice; made as it is asked for."""
+    """A Hugging Face checkpoint of ``table``'s model whose elements are distinct integers, computed on request."""
 
     def __init__(self, table: Table) -> None:
         self._shapes = {name: info.shape for name, info in table.hf_tensors.items()}
@@ -97,7 +97,7 @@ class NumberedCheckpoint:
 
 
 def training_tensor(table: Table, local: LocalTensor, checkpoint: NumberedCheckpoint) -> Int64Array:
-    """What a training rank's ``local`` holds of ``checkpoint``; padding is 0."""
+    """The values of a training rank's tensor ``local``, cut from ``checkpoint``; padding is 0."""
     out = np.zeros(table.shape(local), dtype=np.int64)
     for piece in table.pieces(local):
         out[index(piece.local_region)] = checkpoint.read(piece.hf, piece.hf_region)
@@ -105,13 +105,13 @@ def training_tensor(table: Table, local: LocalTensor, checkpoint: NumberedCheckp
 
 
 def direct_tensors(rollout: RolloutTable, rank: int, checkpoint: NumberedCheckpoint) -> dict[str, Int64Array]:
-    """What rollout rank ``rank`` holds of ``checkpoint`` by the rollout table alone; padding is 0."""
-    found = {}
+    """The tensors of rollout rank ``rank``, loaded from ``checkpoint`` by the rollout table alone; padding is 0."""
+    tensors = {}
     for tensor in rollout.tensors(rank):
-        out = found[tensor.name] = np.zeros(rollout.shape(tensor), dtype=np.int64)
+        out = tensors[tensor.name] = np.zeros(rollout.shape(tensor), dtype=np.int64)
         for slot, piece in rollout.pieces(tensor):
             out[index(piece.local_region, slot)] = checkpoint.read(piece.hf, piece.hf_region)
-    return found
+    return tensors
 
 
 def index(region: TensorSlice, slot: int | None = None) -> tuple[slice | int, ...]:
@@ -136,42 +136,43 @@ class Tracer:
         return training_tensor(self.plan.table, self.locals(rank)[chunk, name], self.checkpoint)
 
     def received(self, rank: int) -> dict[str, Int64Array]:
-        """The tensors of rollout rank ``rank`` once every copy to it is made; what none writes is 0."""
+        """The tensors of rollout rank ``rank`` after every copy to it; elements that no copy writes are 0."""
         rollout = self.plan.rollout
-        found = {tensor.name: np.zeros(rollout.shape(tensor), dtype=np.int64) for tensor in rollout.tensors(rank)}
+        tensors = {tensor.name: np.zeros(rollout.shape(tensor), dtype=np.int64) for tensor in rollout.tensors(rank)}
         for _, copies in self.plan.copies_to(rank):
             for copy in copies:
-                self._make(copy, found)
-        return found
+                self._make(copy, tensors)
+        return tensors
 
     def _make(self, copy: Copy, into: dict[str, Int64Array]) -> None:
         source = self.source(copy.source_rank, copy.chunk, copy.source)
-        into[copy.target][index(copy.target_box, copy.slot)] = source[index(copy.source_box)]
+        into[copy.target][index(copy.target_slice, copy.slot)] = source[index(copy.source_slice)]
 
     def failures(self, ranks: range, direct: Callable[[int], Tensors] | None = None) -> Iterator[str]:
-        """Names of the tensors of ``ranks`` that are not what ``direct`` (None: the rollout table) says they are."""
+        """A message for each tensor of ``ranks`` that differs from ``direct`` (None: the rollout table's load)."""
         for rank in ranks:
-            found = self.received(rank)
+            received = self.received(rank)
             wanted = direct_tensors(self.plan.rollout, rank, self.checkpoint) if direct is None else direct(rank)
-            for name in sorted(found.keys() | wanted.keys()):
-                if name not in found or name not in wanted:
-                    where = "only the plan" if name in found else "nothing in the plan"
+            for name in sorted(received.keys() | wanted.keys()):
+                if name not in received or name not in wanted:
+                    where = "only the plan" if name in received else "nothing in the plan"
                     yield f"rollout rank {rank} {name}: {where} writes it"
-                elif found[name].shape != wanted[name].shape:
-                    yield f"rollout rank {rank} {name}: expected shape {wanted[name].shape}, found {found[name].shape}"
-                elif not np.array_equal(found[name], wanted[name]):
-                    wrong = np.argwhere(found[name] != wanted[name])
+                elif received[name].shape != wanted[name].shape:
+                    shapes = f"expected shape {wanted[name].shape}, found {received[name].shape}"
+                    yield f"rollout rank {rank} {name}: {shapes}"
+                elif not np.array_equal(received[name], wanted[name]):
+                    wrong = np.argwhere(received[name] != wanted[name])
                     first = tuple(wrong[0].tolist())
                     yield (
-                        f"rollout rank {rank} {name}: {len(wrong)} of {found[name].size} elements are not those of a "
-                        f"direct load, the first at {first}"
+                        f"rollout rank {rank} {name}: {len(wrong)} of {received[name].size} elements are not those of "
+                        f"a direct load, the first at {first}"
                     )
 
 
 def trace(
     config: Mapping[str, Any], parallel: ParallelConfig, world_size: int, rollout: RolloutLayout
 ) -> tuple[str, list[str]]:
-    """(what was followed, failures) of every rollout rank, for a model as ``config`` at reduced size."""
+    """(size of the trace in words, failures) over every rollout rank, for the model of ``config`` at reduced size."""
     family, model = model_of(reduced_config(config, parallel, rollout))
     table = Table(family, model, parallel, world_size)
     tracer = Tracer(plan_reshard(table, RolloutTable(family, model, rollout)))

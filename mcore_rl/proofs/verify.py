@@ -1,8 +1,8 @@
 """The proof of a family's tables for one model, one training layout and one rollout layout, without a GPU.
 
-It builds nothing: ``shapes_of`` says what the modules of a rank hold (``training/meta.py`` asks the real ones).  Each
-check names every tensor that fails it.  Numbers are not its business: that is the index tracer (``proofs/tracer.py``)
-and the parity with transformers.
+It builds nothing: the caller's ``shapes_of`` lists the tensors of a rank's modules (``training/meta.py`` builds the
+real ones).  Each check names every tensor that fails it.  Values are proven elsewhere: by the index tracer
+(``proofs/tracer.py``) and by the parity with transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ ShapesOf = Callable[[int], Sequence[Mapping[str, tuple[int, ...]]]]  # rank -> s
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing proven, or not.  proves: what.  found: counts, to read.  failures: one message each."""
+    """The outcome of one check.
+
+    proves: the claim.  found: what was counted, in words.  failures: one message each; empty: the claim is proven.
+    """
 
     proves: str
     found: str
@@ -43,7 +46,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class ProofReport:
-    """checks: in the order they were made.  traffic: bytes of the reshard plan; None where there is none."""
+    """All checks of one layout.  checks: in order.  traffic: bytes of the reshard plan; None without a rollout."""
 
     family: str
     layout: str
@@ -54,25 +57,25 @@ class ProofReport:
 
     @property
     def proven(self) -> bool:
-        """Whether nothing failed."""
+        """Whether no check failed."""
         return not any(check.failures for check in self.checks)
 
     @property
     def seconds(self) -> float:
-        """All checks together."""
+        """Seconds of all checks."""
         return sum(check.seconds for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """For ``json.dump``."""
+        """The report as a dictionary that ``json.dump`` can write."""
         bytes_ = {"traffic": asdict(self.traffic) | {"over_bound": self.traffic.over_bound}} if self.traffic else {}
         return asdict(self) | {"proven": self.proven, "seconds": self.seconds} | bytes_
 
 
 def check(proves: str, make: Callable[[], tuple[str, Iterable[str]]]) -> Check:
-    """Time ``make``, which says what it found and what fails."""
+    """Run and time ``make``, which returns (counts in words, failures)."""
     begin = time.perf_counter()
-    found, failures = make()
-    return Check(proves=proves, found=found, failures=tuple(failures), seconds=time.perf_counter() - begin)
+    counts, failures = make()
+    return Check(proves=proves, found=counts, failures=tuple(failures), seconds=time.perf_counter() - begin)
 
 
 def verify(
@@ -84,11 +87,11 @@ def verify(
     itemsize: int = 2,
     notice: Callable[[str], None] = lambda proves: None,
 ) -> ProofReport:
-    """Prove ``table``, and the plan from it to ``rollout`` where one is given.
+    """Prove ``table``, and the plan from it to ``rollout`` if one is given.
 
-    shapes_of: parameters and persistent buffers of the real modules, for every rank of ``table``.  checkpoint: hold the
-    table against its names and shapes too.  itemsize: bytes of an element on its way to the rollout.  notice: called
-    with what is proven next.
+    shapes_of: parameters and persistent buffers of the real modules, for every rank of ``table``.  checkpoint: also
+    compare its names and shapes with the table.  itemsize: bytes of an element on its way to the rollout.  notice:
+    called with each claim before it is checked.
     """
     wanted: dict[str, Callable[[], tuple[str, Iterable[str]]]] = {
         "every parameter of every rank: one rule, its shape": lambda: _parameters(table, shapes_of),
@@ -119,8 +122,8 @@ def verify(
 def _parameters(table: Table, shapes_of: ShapesOf) -> tuple[str, list[str]]:
     failures, count = [], 0
     for rank in range(table.layout.world_size):
-        found = shapes_of(rank)
-        states = [{key: torch.empty(shape, device="meta") for key, shape in chunk.items()} for chunk in found]
+        shapes = shapes_of(rank)
+        states = [{key: torch.empty(shape, device="meta") for key, shape in chunk.items()} for chunk in shapes]
         count += sum(map(len, states))
         rules = Counter((local.chunk, local.name) for local in table.tensors(rank))
         failures += [f"rank {rank}: {name} has {n} rules" for (_, name), n in rules.items() if n > 1]
@@ -132,7 +135,7 @@ def _parameters(table: Table, shapes_of: ShapesOf) -> tuple[str, list[str]]:
 
 
 def _places(table: Table) -> Iterator[tuple[Rule, int | None, int | None]]:
-    """(rule, layer, expert) of everything that is not a copy; written out from what the rules say of themselves."""
+    """(rule, layer, expert) of every tensor that is not a copy, from the rules alone, independent of the table."""
     for rule in table.rules:
         if rule.stage is Stage.last_copy:
             continue
@@ -144,7 +147,7 @@ def _places(table: Table) -> Iterator[tuple[Rule, int | None, int | None]]:
 
 
 def _names(table: Table) -> tuple[str, list[str]]:
-    """Of the names that rules read, the model's own, each once; copies of a tied tensor read what is read already."""
+    """The rules read every name of the model, each once; a copy of a tied tensor reads a name that is already read."""
     read = Counter(
         tensor.name.format(l=layer, e=expert) for rule, layer, expert in _places(table) for tensor in rule.hf
     )
@@ -158,7 +161,7 @@ def _names(table: Table) -> tuple[str, list[str]]:
 
 
 def _cover(table: Table) -> tuple[str, list[str]]:
-    """Over the ranks of each replica, distinct pieces of a tensor are disjoint and all of it."""
+    """Over the ranks of each replica, the distinct pieces of a tensor are disjoint and cover it."""
     layout = table.layout
     held: dict[str, set[TensorSlice]] = defaultdict(set)
     failures = []
@@ -186,7 +189,7 @@ def _cover(table: Table) -> tuple[str, list[str]]:
 
 
 def cover_problem(regions: Sequence[TensorSlice], shape: tuple[int, ...]) -> str | None:
-    """What keeps ``regions`` from holding every element of a tensor of ``shape`` once; None where nothing does."""
+    """Why ``regions`` do not hold every element of a tensor of ``shape`` exactly once; None if they do."""
     if not all(region.fits(shape) for region in regions):
         return f"a part reaches beyond its shape {shape}"
     cut = [
@@ -194,22 +197,22 @@ def cover_problem(regions: Sequence[TensorSlice], shape: tuple[int, ...]) -> str
         for dim, size in enumerate(shape)
         if any((region.start[dim], region.shape[dim]) != (0, size) for region in regions)
     ]
-    # Cut along one dimension, parts that overlap are neighbours in order.
+    # With a cut along one dimension only, overlapping parts are neighbours in this order.
     ordered = sorted(regions)
     pairs = pairwise(ordered) if len(cut) <= 1 else combinations(ordered, 2)
     if any(a.overlaps(b) for a, b in pairs):
         return "some of its elements are held twice"
-    found, wanted = sum(region.num_elements for region in regions), prod(shape)
-    return None if found == wanted else f"{found} of its {wanted} elements are held"
+    held, wanted = sum(region.num_elements for region in regions), prod(shape)
+    return None if held == wanted else f"{held} of its {wanted} elements are held"
 
 
 def _checkpoint(table: Table, checkpoint: HfCheckpoint) -> tuple[str, list[str]]:
-    found = f"{len(checkpoint.tensors):,} tensors"
+    counts = f"{len(checkpoint.tensors):,} tensors"
     try:
         check_checkpoint(checkpoint, table)
     except CheckpointError as error:
-        return found, list(error.problems)
-    return found, []
+        return counts, list(error.problems)
+    return counts, []
 
 
 def _reshard(table: Table, rollout: RolloutTable, itemsize: int, sent: list[Traffic]) -> tuple[str, list[str]]:

@@ -1,1 +1,1 @@
-"""Reports about models for people to read: more than one engine or process takes part in each."""
+"""Reports about models, for people; several engines or processes take part in each."""

@@ -36,7 +36,7 @@ class CustomGrader:
         self._runner = asyncio.Runner()  # one loop for all calls: clients that a function opened stay usable
 
     def __call__(self, request: RewardRequest, config: RewardConfig) -> Score:
-        """What the function says; NotANumberError where that is no number, and whatever the function raises."""
+        """The function's answer as a Score.  NotANumberError: it is no number.  Raises whatever the function raises."""
         also = {_MESSAGES: [dict(message) for message in request.messages]} if self._wants_messages else {}
         answer = self._function(
             data_source=request.data_source,
@@ -49,7 +49,7 @@ class CustomGrader:
 
 
 def load_custom(custom: CustomRewardFunction) -> CustomGrader:
-    """The function that ``custom`` names; ConfigError where the file, the name or the signature is not right."""
+    """The function that ``custom`` names.  ConfigError: the file, the name or the signature is not right."""
     path = Path(str(custom.path))
     if not path.is_file():
         raise _violation("path", custom.path, "there is no such file", "Write the path of a Python file")
@@ -80,7 +80,7 @@ def load_custom(custom: CustomRewardFunction) -> CustomGrader:
 
 
 def as_score(answer: object) -> Score:
-    """A number or a dict with ``score`` as a Score; NotANumberError where it is neither."""
+    """``answer``, a number or a dict with ``score``, as a Score.  NotANumberError: it is neither."""
     if not isinstance(answer, Mapping):
         return Score(finite(answer, "the score"))
     if "score" not in answer:

@@ -1,6 +1,6 @@
-"""Grading in parallel: responses go to processes of the scorer's own, each grades one at a time.
+"""Grading in parallel: episodes go to the scorer's own processes, each of which grades one at a time.
 
-The caller awaits each response on its event loop, so that grading overlaps generation.  A thread waits for each
+The caller awaits each score on its event loop, so that grading overlaps generation.  A thread waits for each
 process.
 
 The invariant: whatever a grader does, it costs its own response ``error_score`` and an entry in ``counts``; a process
@@ -68,11 +68,14 @@ class _Worker:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id."""
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Return once it can grade; ConfigError for a custom function that cannot, TimeoutError, EOFError, OSError."""
+        """Return once the process can grade.
+
+        ConfigError: the custom function cannot be loaded.  TimeoutError, EOFError, OSError: the process did not start.
+        """
         if not self._is_ready:
             self._connection.send(self._settings)
             self._wait(START_S)
@@ -83,7 +86,7 @@ class _Worker:
             self._is_ready = True
 
     def grade(self, message: bytes, timeout_s: float) -> Score:
-        """Its Score of a pickled request; TimeoutError, EOFError or OSError where there is none."""
+        """The process's Score of a pickled request.  TimeoutError, EOFError, OSError: it gave none."""
         self._connection.send_bytes(message)
         self._wait(timeout_s)
         return unpacked(self._connection.recv_bytes(MAX_ANSWER))
@@ -93,19 +96,19 @@ class _Worker:
             raise TimeoutError
 
     def kill(self) -> None:
-        """End the process and its group at once; the thread that waits for it hears of it."""
+        """End the process and its group at once; the thread that waits for it gets an EOFError."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Kill it and say what its exit code was; its own where it had ended before."""
+        """Kill the process and return its exit code, which is its own if it had ended before."""
         self.kill()
         self._connection.close()
         return self._process.wait()
 
 
 class Scorer:
-    """Graded responses, ``config.num_workers`` at a time; a context manager, usable from any event loop.
+    """Grades ``config.num_workers`` episodes at a time; a context manager, usable from any event loop.
 
     Processes start when they are needed first, in about 0.2 s each.  With ``custom.path`` one starts here: ConfigError
     where the function cannot be loaded.
@@ -131,7 +134,7 @@ class Scorer:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many responses could not be graded, by kind; see ``ERROR_KINDS``."""
+        """How many episodes could not be graded, by kind; see ``ERROR_KINDS``."""
         with self._lock:
             return {kind: self._counts[kind] for kind in ERROR_KINDS}
 
@@ -146,7 +149,7 @@ class Scorer:
                     self._check_confinement(data_source)
 
     async def score(self, request: RewardRequest) -> Score:
-        """The Score of one response.  ConfigError: its data source has no grader.  Cancelling drops what is queued."""
+        """The Score of one episode.  ConfigError: its data source has no grader.  Cancelling drops what is queued."""
         assert not self._closed, "the scorer is closed"
         self.check_sources([request.data_source])
         future: Future[Score] = Future()
@@ -158,7 +161,7 @@ class Scorer:
         return list(await asyncio.gather(*map(self.score, requests)))
 
     def close(self) -> None:
-        """End all processes; who still waits for a Score is cancelled.  Twice is as good as once."""
+        """End all processes and cancel pending scores; idempotent."""
         with self._lock:
             self._closed = True
             for worker in self._workers:
@@ -185,7 +188,7 @@ class Scorer:
             worker.end()
 
     def _serve(self) -> None:
-        """Grade what is queued, with a process that is replaced whenever it is lost."""
+        """Grade what is queued; a process that is lost is replaced."""
         worker: _Worker | None = None
         while (job := self._queue.get()) is not None:
             request, future = job
@@ -201,7 +204,7 @@ class Scorer:
         self._forget(worker)
 
     def _grade(self, worker: _Worker | None, request: RewardRequest) -> tuple[_Worker | None, Score]:
-        """(process for the next response, Score)."""
+        """Returns (process for the next episode, Score)."""
         doing, limit_s = "starting", START_S
         try:
             message = pickle.dumps(request)
@@ -251,7 +254,7 @@ class Scorer:
         return worker.end()
 
     def _check_confinement(self, data_source: str) -> None:
-        """Refuse programs that would not be confined; where they are allowed all the same, say so once."""
+        """ConfigError where programs would not be confined; warns once where the user allows that."""
         if self._confinement_known:
             return
         try:

@@ -1,4 +1,4 @@
-"""The processes that grade: each takes one response at a time from its pipe and answers with a Score.
+"""The processes that grade: each takes one request at a time from its pipe and answers with a Score.
 
 Started by ``scorer``, without the secrets of the environment.  A worker imports neither torch nor vLLM, ignores Ctrl-C,
 and ends when its pipe does or when the process that started it dies.  Whatever a grader raises or answers becomes a
@@ -54,12 +54,15 @@ def failed(kind: str, detail: str, config: RewardConfig) -> Score:
 
 
 def packed(score: Score) -> bytes:
-    """For the pipe.  Not by pickle: a custom function may run what a model wrote, which then answers in its place."""
+    """``score`` as JSON, for the pipe.
+
+    Not as a pickle: a custom function may run what a model wrote, which could then answer in its place.
+    """
     return json.dumps(asdict(score)).encode()
 
 
 def unpacked(message: bytes) -> Score:
-    """The Score of ``packed``; ValueError where it is none."""
+    """The Score that ``packed`` wrote.  ValueError: ``message`` is none."""
     try:
         found = json.loads(message)
         value, correct = finite(found.pop("value"), "the score"), found.pop("correct")

@@ -1,4 +1,4 @@
-"""Several engines of a reward model behind one door: a text goes to the engine with the fewest tokens to read."""
+"""Several engines of a reward model as one: a text goes to the engine with the fewest tokens to read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ KEEP_WEIGHTS = 1  # level of sleep: nobody sends them again
 
 
 class ClassifierPool:
-    """``engines`` of one reward model, awake.  What one of them raises is raised: a dead one ends the run.
+    """Scores with ``engines`` of one reward model, which are awake.
 
-    The invariant: no text is read by an engine that sleeps; those that come meanwhile wait.
+    What an engine raises is raised: a dead one ends the run.
+
+    The invariant: no engine that sleeps is given a text; texts that come meanwhile wait.
     """
 
     def __init__(self, engines: Sequence[Classifier]) -> None:
@@ -25,7 +27,7 @@ class ClassifierPool:
         self._idle.set()
 
     async def classify(self, tokens: Sequence[int]) -> float | str:
-        """The score of one text, or why it has none; see ``Classifier.classify``."""
+        """Return the score of one text, or vLLM's message where it has none; see ``Classifier.classify``."""
         while not self._awake.is_set():
             await self._awake.wait()
         self._idle.clear()
@@ -40,12 +42,12 @@ class ClassifierPool:
         return found
 
     async def sleep(self) -> None:
-        """Give the accelerators' memory back, with the weights kept on the host, once all texts are read."""
+        """Once all texts are read, give the accelerators' memory back; the weights wait in host memory."""
         self._awake.clear()
         await self._idle.wait()
         await asyncio.gather(*(engine.sleep(KEEP_WEIGHTS) for engine in self._engines))
 
     async def wake(self) -> None:
-        """Take it again."""
+        """Take the memory again."""
         await asyncio.gather(*(engine.wake() for engine in self._engines))
         self._awake.set()

@@ -2,7 +2,7 @@
 
 Two implementations: ``vllm_engine.VllmEngine``, in a process that belongs to vLLM (a Ray actor), and
 ``engine.process.EngineProcess``, which stands for one in a child process.  ``pool.EnginePool`` draws with several.
-How weights travel is not here: ``rpc`` reaches the methods of vLLM's workers, ``start_update`` and
+How weights travel is not here: ``call_workers`` reaches the methods of vLLM's workers, ``start_update`` and
 ``finish_update`` stand around it.
 
 Everything here travels by pickle and needs neither torch nor vLLM.
@@ -11,10 +11,10 @@ Everything here travels by pickle and needs neither torch nor vLLM.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,17 @@ from numpy.typing import NDArray
 from mcore_rl.episodes import FinishReason, VersionSpan
 from mcore_rl.errors import RolloutError
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class Pause(Enum):
-    """What becomes of unfinished samples: frozen until ``resume``, ended with what they have, or waited for."""
+    """What happens to unfinished samples while an engine is paused.
+
+    keep: they are frozen, and go on at ``resume``.
+    abort: they end with the tokens that they have.
+    wait: the pause begins when they are finished.
+    """
 
     keep = "keep"
     abort = "abort"
@@ -33,13 +41,17 @@ class Pause(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn.
+    """How tokens are drawn, and what ends a response.
 
-    temperature: logits are divided by it; 0 takes the likeliest token.  top_p: the fewest tokens whose probability
-    reaches it; 1 keeps all.  top_k: the k likeliest; -1 keeps all.  max_tokens: of the response, at least 1.
-    stop: strings that end a response; they are cut from its text, not from its tokens.  stop_token_ids: tokens that end
-    it, besides the model's own; the token is part of the response.  ignore_eos: the model's own do not end it.
-    seed: of the run.  A sample's draws follow from (seed, prompt id, index) and from nothing else.
+    Fields:
+        max_tokens: of the response, at least 1.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: keeps the fewest tokens whose probability reaches it; 1 keeps all.
+        top_k: keeps the k likeliest tokens; -1 keeps all.
+        stop: strings that end a response; they are cut from its text, not from its tokens.
+        stop_token_ids: tokens that end a response, besides the model's own; the token is part of the response.
+        ignore_eos: the model's own end token does not end a response.
+        seed: of the run.  A sample's draws follow from (seed, prompt id, index) and from nothing else.
     """
 
     max_tokens: int
@@ -53,13 +65,18 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens are cut off, so that log-probs are of the rest, and not of the whole vocabulary."""
+        """True if top-p or top-k cut tokens off: log-probs are then over the tokens left, not the vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """id: names it in seeds, samples and messages; the same on every run.  tokens: at least one."""
+    """What a response continues.
+
+    Fields:
+        id: names the prompt in seeds, samples and messages; the same in every run.
+        tokens: at least one.
+    """
 
     id: str
     tokens: tuple[int, ...]
@@ -67,15 +84,21 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
-    """One response, finished.
+    """One finished response of N tokens.
 
-    tokens: [N] int32, with the stop token where there is one.  logprobs: [N] float32, the log-prob of each token under
-    the distribution it was drawn from: log_softmax(logits / temperature), over the tokens that top-p and top-k left
-    where they are set (``Sampling.truncated``); at temperature 0, log_softmax(logits).  versions: who drew which token.
-    stop: the stop string or token id that ended it, None where the model's own end token, a limit or an abort did.
-    text: without special tokens and stop string; "" without a tokenizer.  cached_tokens: of the prompt, found in the
-    prefix cache.  experts: [prompt + N - 1, L, K] int16, the experts chosen at each token that was run through the
-    model, the last response token being none of them; None unless ``rollout.return_routed_experts``.
+    Fields:
+        prompt_id, index: of the ``Request``.
+        tokens: [N] int32, with the stop token where there is one.
+        logprobs: [N] float32, the log-prob of each token under the distribution that it was drawn from:
+            log_softmax(logits / temperature), over the tokens that top-p and top-k left (``Sampling.truncated``); at
+            temperature 0, log_softmax(logits).
+        versions: which weights drew which tokens; the spans cover [0, N) in order.
+        finish: why it ended.
+        stop: the stop string or token id that ended it; None where the model's own end token, a limit or an abort did.
+        text: the response without special tokens and stop string; "" without a tokenizer.
+        cached_tokens: tokens of the prompt that the prefix cache had.
+        experts: [prompt + N - 1, L, K] int16, the experts chosen at each token that was run through the model, which
+            the last response token was not; None unless ``rollout.return_routed_experts``.
     """
 
     prompt_id: str
@@ -92,10 +115,13 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Sample number ``index`` of ``prompt``.
+    """Asks for one sample.
 
-    so_far: an aborted sample of it to go on from.  The result begins with its tokens, log-probs and versions, and
-    ``Sampling.max_tokens`` counts them.
+    Fields:
+        prompt: what it continues.
+        index: which of the prompt's samples it is, from 0.
+        so_far: an aborted sample of the same prompt and index to go on from.  The result begins with its tokens,
+            log-probs and versions, and ``Sampling.max_tokens`` counts them.
     """
 
     prompt: Prompt
@@ -109,22 +135,22 @@ class Request:
 
     @property
     def num_done(self) -> int:
-        """Tokens of the response that are there already."""
+        """Tokens of ``so_far``."""
         return 0 if self.so_far is None else len(self.so_far.tokens)
 
     @property
     def tokens(self) -> list[int]:
-        """What the model is given: the prompt, and the response so far."""
+        """The model's input: the prompt's tokens, then those of ``so_far``."""
         return [*self.prompt.tokens, *([] if self.so_far is None else self.so_far.tokens.tolist())]
 
 
 def requests_of(prompts: Iterable[Prompt], n: int) -> list[Request]:
-    """``n`` samples of each prompt, prompt by prompt."""
+    """Requests for ``n`` samples of each prompt, prompt by prompt."""
     return [Request(prompt=prompt, index=index) for prompt in prompts for index in range(n)]
 
 
 def seed_of(request: Request, sampling: Sampling) -> int:
-    """63 bits that depend on the run's seed, the prompt id, the index and the tokens that are there already.
+    """The seed of one sample: 63 bits, of the run's seed, the prompt id, the index and the number of tokens so far.
 
     A hash, so that neighbours share nothing: vLLM's own seed + index gives (seed 1, index 2) the draws of (2, 1).
     """
@@ -133,9 +159,14 @@ def seed_of(request: Request, sampling: Sampling) -> int:
 
 
 def demand_numbers(request: Request, start: int, logprobs: NDArray[np.float32]) -> None:
-    """Raise RolloutError where a log-prob of the response's tokens from ``start`` on is no number.
+    """Raise RolloutError if a log-prob is not finite.
 
-    Such tokens are drawn from nothing: the model's logits were not finite there, and vLLM goes on in silence.
+    The model's logits were not finite there: the token was drawn from nothing, and vLLM says nothing of it.
+
+    Args:
+        request: that was answered.
+        start: position in the response of the first of ``logprobs``.
+        logprobs: [tokens] float32.
     """
     wrong = np.flatnonzero(~np.isfinite(logprobs))
     if len(wrong):
@@ -149,11 +180,16 @@ def demand_numbers(request: Request, start: int, logprobs: NDArray[np.float32]) 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """An engine since it started, and how it stands now.
+    """Counts of an engine since it started, and its state after its last step.
 
-    running, waiting: samples.  kv_cache_usage: 0 to 1.  generated_tokens, prompt_tokens: in all.  cached_tokens: of the
-    prompt tokens, found in the prefix cache.  preemptions: samples that lost their KV cache to others and were run
-    again.  busy_s: time with work.  tokens_per_s: generated_tokens over busy_s.
+    Fields:
+        running, waiting: samples, now.
+        kv_cache_usage: 0 to 1, now.
+        prompt_tokens: of all samples.
+        cached_tokens: of the prompt tokens, found in the prefix cache.
+        generated_tokens: of all samples.
+        preemptions: samples that lost their KV cache to others and were run again.
+        busy_s: seconds in which at least one sample was running.
     """
 
     running: int = 0
@@ -167,7 +203,7 @@ class Statistics:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second of work."""
+        """``generated_tokens`` over ``busy_s``; 0 before the first."""
         return self.generated_tokens / self.busy_s if self.busy_s else 0.0
 
 
@@ -188,7 +224,7 @@ class Classifier(Protocol):
         ...
 
     async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
-        """The head's number at the last token of each text, as it is, finite or not; or what vLLM says instead of one.
+        """Return the head's number at the last token of each text, finite or not; or vLLM's message where it fails.
 
         texts: tokens, at least one and at most ``reward_model.max_length`` each.
         """
@@ -208,9 +244,10 @@ class Classifier(Protocol):
 
 
 class RolloutEngine(SampleSource, Protocol):
-    """One engine, of one or more ranks.  All methods but ``generate`` return when it is done.
+    """One engine, of one or more ranks.
 
-    Any of them raises DeadEngineError once the engine is gone, naming it, what it was doing and the first cause.
+    Methods return when their effect is there.  Each raises DeadEngineError once the engine is gone; the message names
+    the engine, what it was doing and the first cause.
     """
 
     @property
@@ -219,19 +256,22 @@ class RolloutEngine(SampleSource, Protocol):
         ...
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
-        """Every request's sample, as they finish.  Leaving the iterator early aborts the rest.
+        """Draw the sample of every request; yield each as it finishes.  Closing the iterator early aborts the rest.
 
-        RolloutError, before anything is sent: an empty prompt, one that is too long, a stop string without a tokenizer;
-        or weights that are only partly updated.
+        Raises RolloutError, before anything is drawn: an empty prompt, one that is too long, a stop string without a
+        tokenizer; or weights that are only partly updated.
         """
         ...
 
     async def abort(self, keys: Iterable[tuple[str, int]] | None = None) -> None:
-        """End these samples (None: all) with what they have; whoever waits for them gets them, finish ``abort``."""
+        """End these samples (None: all) with the tokens that they have; ``generate`` yields them, finish ``abort``.
+
+        keys: (prompt id, index) of each.  A ``Request.so_far`` goes on from such a sample.
+        """
         ...
 
     async def pause(self, mode: Pause) -> None:
-        """Draw no more tokens until ``resume``.  Samples asked for meanwhile wait."""
+        """Draw no more tokens until ``resume``; samples asked for meanwhile wait."""
         ...
 
     async def resume(self) -> None:
@@ -239,41 +279,50 @@ class RolloutEngine(SampleSource, Protocol):
         ...
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the accelerator's memory back.  1: weights go to the host.  2: weights are dropped.  CPU: nothing."""
+        """Give the accelerator's memory back; on the CPU, do nothing.
+
+        level: 1 moves the weights to host memory, 2 drops them.
+        """
         ...
 
     async def wake(self) -> None:
-        """Take it again; after level 2 weights must be sent before anything is generated."""
+        """Take the memory again; after level 2 weights must be sent before anything is drawn."""
         ...
 
     async def version(self) -> int:
-        """Of the weights that the next token is drawn with."""
+        """The version of the weights that the next token is drawn with."""
         ...
 
     async def start_update(self, mode: Pause = Pause.keep) -> None:
-        """Pause, and refuse new samples until ``finish_update``: from here on weights may be half old, half new."""
+        """Pause, and refuse new samples until ``finish_update``: meanwhile weights may be half old, half new."""
         ...
 
     async def finish_update(self, version: int) -> None:
-        """All weights are ``version``'s: forget what the caches hold of the old ones, and go on."""
+        """Take all weights as ``version``'s: forget what caches hold of the old ones, and go on with frozen samples."""
         ...
 
     async def fail_update(self, cause: str) -> None:
-        """The update failed: end what is frozen, and keep refusing, naming ``cause``, until a complete one succeeds."""
+        """Abort what is frozen and refuse to draw, naming ``cause``, until a complete update succeeds."""
         ...
 
-    async def rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
-        """Call ``method`` of every rank's worker, or of its extension; the results in rank order.
+    async def call_workers(
+        self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **options: P.kwargs
+    ) -> list[T]:
+        """Call a method of every rank's vLLM worker; return the results in rank order.
 
-        Arguments and results are plain values (no tensors, no classes of one's own): vLLM sends them as msgpack.
-        RolloutError: it raised; the message says what.
+        Arguments and results are plain values (no tensors, no classes of one's own): vLLM sends them as msgpack, so
+        that tuples arrive as lists.
+
+        method: any function of the method's name and signature; ``worker_methods`` has those that we add to workers.
+
+        Raises RolloutError with what the method raised.
         """
         ...
 
     async def statistics(self) -> Statistics:
-        """See ``Statistics``."""
+        """What the engine has done and is doing."""
         ...
 
     async def shutdown(self) -> None:
-        """End its processes."""
+        """End the engine's processes."""
         ...

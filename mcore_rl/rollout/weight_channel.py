@@ -1,13 +1,13 @@
 """What trainers and vLLM's workers say to each other about weights: needs no vLLM, for Megatron's processes import it.
 
-``worker_extension`` is the workers' side, ``mcore_rl.sync`` the trainers' and all transports.
+``receiver.worker_extension`` is the workers' side, ``mcore_rl.sync`` the trainers' and all transports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,9 +15,6 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import SyncError
-
-Answer = dict[str, Any]
-WORKER_EXTENSION = "mcore_rl.rollout.receiver.worker_extension.WeightReceiver"
 
 
 class Incoming(Protocol):
@@ -70,10 +67,3 @@ class Opening:
     bucket_bytes: int
     plan: str
     connect: Callable[[int], Incoming]
-
-
-def answer_of(answer: Answer) -> Any:
-    """What a method of ``WeightReceiver`` returned; raises SyncError with what it failed of."""
-    if "failed" in answer:
-        raise SyncError(answer["failed"])
-    return answer["result"]

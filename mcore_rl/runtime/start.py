@@ -18,8 +18,9 @@ from mcore_rl.parallel.device import Platform, num_cores
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rollout.engine.environment import core_shares, usable_cores
 from mcore_rl.rollout.pool import EnginePool
+from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.placement import Bundle, Places
-from mcore_rl.runtime.rollout_worker import RayEngine, RolloutWorker
+from mcore_rl.runtime.rollout_worker import RolloutWorker
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.train_worker import RoleSpec, TrainWorker
 from mcore_rl.runtime.watchdog import Watchdog
@@ -69,7 +70,7 @@ async def start_engines(
     trainers: TrainGroup | None = None,
     *,
     name: str = "engine",
-) -> list[RayEngine]:
+) -> list[EngineClient]:
     """All engines, ready, one in each of ``bundles``, until ``stack`` is closed; called ``name`` and their number.
 
     trainers: whose devices they share, where they do; None: each has what its bundle has.
@@ -85,7 +86,7 @@ async def start_engines(
         options = bundles[index].options({"num_cpus": 0, "num_gpus": num_gpus})
         return ray.remote(RolloutWorker).options(**options).remote(f"{name} {index}")
 
-    engines = [RayEngine(f"{name} {index}", partial(new_worker, index)) for index in range(len(bundles))]
+    engines = [EngineClient(f"{name} {index}", partial(new_worker, index)) for index in range(len(bundles))]
     cores: Sequence[Sequence[int] | None] = [None] * len(engines)
     device_ids: list[list[str] | None] = [None] * len(engines)
     if not platform.is_accelerator:
@@ -107,13 +108,13 @@ async def start_engines(
             raise error
     except BaseException:
         for engine in engines:
-            ray.kill(engine.worker)
+            engine.kill()
         raise
     for engine in engines:
         stack.push_async_callback(engine.shutdown)
     return engines
 
 
-def pool_of(engines: Sequence[RayEngine], rollout: RolloutConfig) -> EnginePool:
+def pool_of(engines: Sequence[EngineClient], rollout: RolloutConfig) -> EnginePool:
     """One queue before all engines."""
     return EnginePool(engines, rollout.max_num_seqs)

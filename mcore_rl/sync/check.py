@@ -31,7 +31,7 @@ class Expected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldFingerprints:
     """What the workers of some rollout ranks hold.
 
     copies: (rank, entry) of what is not stored but computed with (a tied output projection) -> the stored tensor.
@@ -41,23 +41,24 @@ class Held:
     copies: Mapping[tuple[int, str], str]
 
     @classmethod
-    def of(cls, first_rank: int, fingerprints: Sequence[Sequence[Sequence[object]]], copies: Sequence[object]) -> Held:
+    def of(
+        cls,
+        first_rank: int,
+        fingerprints: Sequence[Sequence[tuple[str, int, int]]],
+        copies: Sequence[Mapping[str, str]],
+    ) -> HeldFingerprints:
         """From the answers of one engine's workers to ``sync_fingerprints`` and ``sync_copies``."""
         values = {
-            (first_rank + rank, str(name), int(slot)): int(value)  # type: ignore[call-overload]
+            (first_rank + rank, name, slot): value
             for rank, entries in enumerate(fingerprints)
             for name, slot, value in entries
         }
-        found = {
-            (first_rank + rank, name): stored
-            for rank, mine in enumerate(copies)
-            for name, stored in dict(mine).items()  # type: ignore[call-overload]
-        }
+        found = {(first_rank + rank, name): stored for rank, mine in enumerate(copies) for name, stored in mine.items()}
         return cls(values=values, copies=found)
 
-    def beside(self, other: Held) -> Held:
+    def beside(self, other: HeldFingerprints) -> HeldFingerprints:
         """Both."""
-        return Held(values={**self.values, **other.values}, copies={**self.copies, **other.copies})
+        return HeldFingerprints(values={**self.values, **other.values}, copies={**self.copies, **other.copies})
 
 
 def expected_weights(publisher: Publisher, version: int) -> Expected:
@@ -79,12 +80,12 @@ def expected_weights(publisher: Publisher, version: int) -> Expected:
     return Expected(version=version, values=values, experts=experts)
 
 
-def differences(expected: Expected, held: Held, previous: Expected | None = None) -> list[str]:
+def differences(expected: Expected, held: HeldFingerprints, previous: Expected | None = None) -> list[str]:
     """A sentence for each tensor that is not as ``expected``; stale where it is as ``previous`` had it."""
     return [*_of_stored(expected, held, previous), *_of_copies(expected, held, previous)]
 
 
-def _of_stored(expected: Expected, held: Held, previous: Expected | None) -> Iterator[str]:
+def _of_stored(expected: Expected, held: HeldFingerprints, previous: Expected | None) -> Iterator[str]:
     for key, value in expected.values.items():
         found = held.values.get(key)
         if found is None:
@@ -97,7 +98,7 @@ def _of_stored(expected: Expected, held: Held, previous: Expected | None) -> Ite
             yield f"rollout rank {rank}: {name} (slot {slot}) is in the worker and not in the plan"
 
 
-def _of_copies(expected: Expected, held: Held, previous: Expected | None) -> Iterator[str]:
+def _of_copies(expected: Expected, held: HeldFingerprints, previous: Expected | None) -> Iterator[str]:
     for (rank, name), stored in held.copies.items():
         key, found = (rank, stored, -1), held.values[rank, name, -1]
         if found != expected.values[key]:

@@ -1,7 +1,7 @@
-"""One accelerator for trainer and engine: messages lie in its memory, which both processes map (CUDA and HIP IPC).
+"""The transport for one accelerator that trainer and engine share: both map its memory (CUDA and HIP IPC).
 
-Through torch's own reductions (torch/multiprocessing/reductions.py), which count the references that other processes
-hold.  Not run by any test: it needs a GPU that two processes share.
+It uses torch's own reductions (torch/multiprocessing/reductions.py), which count the references of other processes.
+No test runs it: it needs a GPU that two processes share.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from mcore_rl.sync.slots import SlotReceiving, SlotSender
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceIpcTransport:
-    """platform: of both sides.  Each rollout rank must see the device of every training rank that sends to it."""
+    """``Transport`` through device memory.
+
+    platform: of both sides.  Each rollout rank must see the device of every training rank that sends to it.
+    """
 
     address: Address
     platform: Platform
     in_place: ClassVar[bool] = False
 
     def outgoing(self, rank: int, device: torch.device) -> SlotSender:
-        """See ``Transport``."""
+        """The sending end; see ``Transport``."""
         assert self.platform.is_accelerator, "host memory is for shared_memory"
         members = Members.joined(self.address, rank)
         return SlotSender(members, _OnDevice(self.platform, device))
 
     def incoming(self, bucket_bytes: int, rollout_rank: int) -> SlotReceiving:
-        """See ``Transport``."""
+        """The receiving end; see ``Transport``."""
         members = Members.joined(self.address, self.address.num_trainers + rollout_rank)
         return SlotReceiving(members, _OnDevice(self.platform, torch.device(self.platform.device_type)), bucket_bytes)
 
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """``Memory``; a handle is what torch rebuilds a tensor from."""
+    """``SlotMemory`` on a device; a handle is torch's pickled description of a shared tensor."""
 
     platform: Platform
     device: torch.device

@@ -1,9 +1,9 @@
-"""Who takes part in an update: they meet at a key-value store, and one that fails tells the others why.
+"""The members of an update: they meet at a key-value store, and one that fails tells the others why.
 
-Members are the training ranks, then the rollout ranks.  Nothing is transported here but a few bytes.
+Members are the training ranks, then the rollout ranks.  Only a few bytes go through the store.
 
-Invariant: no wait is longer than ``timeout_s`` plus ``GRACE_S``, whoever dies, and what is raised after it names the
-first cause as far as anybody left can tell.
+Invariant: whoever dies, no wait is longer than ``timeout_s`` plus ``GRACE_S``, and the error then names the first cause
+as far as the remaining members know it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mcore_rl.errors import SyncError
 from mcore_rl.parallel.failure import Cause, Failure, first_cause
 
 POLL_S = 0.002  # between two looks at the store
-LOOK_S = 0.5  # between two looks at whether others failed or died
-GRACE_S = 3.0  # for the reports of those that were nearer to the cause
+LOOK_S = 0.5  # between two checks whether others failed or died
+GRACE_S = 3.0  # wait for reports of members nearer to the cause
 
 
 class PeerLostError(ConnectionError):
-    """A member that another waited for is gone, or silent for too long.  peer: its index."""
+    """The member that this one waits for is gone, or silent for too long.  peer: its index."""
 
     def __init__(self, peer: int, message: str) -> None:
         super().__init__(message)
@@ -39,8 +39,8 @@ class PeerLostError(ConnectionError):
 class Address:
     """Where the members of one channel meet.
 
-    host, port: of a TCPStore that outlives the channel.  name: no other channel's of this store.  num_trainers,
-    num_rollout: ranks of each.  timeout_s: the longest wait for anybody; join_timeout_s: for all to open the channel.
+    host, port: of a TCPStore that outlives the channel.  name: unique among the channels of this store.  num_trainers,
+    num_rollout: ranks of each.  timeout_s: the longest wait for a member.  join_timeout_s: for all to open the channel.
     """
 
     host: str
@@ -53,11 +53,11 @@ class Address:
 
     @property
     def num_members(self) -> int:
-        """Training ranks and rollout ranks."""
+        """Number of training and rollout ranks."""
         return self.num_trainers + self.num_rollout
 
     def title(self, member: int) -> str:
-        """What messages call a member."""
+        """The name of a member in messages."""
         if member < self.num_trainers:
             return f"training rank {member}"
         return f"rollout rank {member - self.num_trainers}"
@@ -71,10 +71,10 @@ class _Note:
 
 
 class Members:
-    """This process among them."""
+    """This process's connection to the other members."""
 
     def __init__(self, address: Address, member: int) -> None:
-        """Connect and say who this is.  Does not wait for the others."""
+        """Connect and register as ``member``.  Does not wait for the others."""
         self.address, self.member = address, member
         timeout = timedelta(seconds=address.timeout_s)
         shared = TCPStore(address.host, address.port, is_master=False, timeout=timeout)
@@ -86,7 +86,7 @@ class Members:
 
     @classmethod
     def joined(cls, address: Address, member: int) -> Members:
-        """Of a channel that all have come to.  Raises SyncError where one does not, or says why it cannot."""
+        """Connect, and wait until all members have.  Raises SyncError if one does not, or fails."""
         members = cls(address, member)
         try:
             members.meet("the channel", address.join_timeout_s)
@@ -95,15 +95,18 @@ class Members:
         return members
 
     def set(self, key: str, value: bytes) -> None:
-        """Put ``value`` where everybody finds it."""
+        """Store ``value`` under ``key`` for all members."""
         self.store.set(key, value)  # type: ignore[arg-type]  # declared for str, and binds bytes
 
     def delete(self, key: str) -> None:
-        """Forget ``key``."""
+        """Delete ``key`` from the store."""
         self.store.delete_key(key)
 
     def get(self, key: str, peer: int, timeout_s: float | None = None) -> bytes:
-        """What ``peer`` puts under ``key``.  Raises PeerLostError where it is gone or silent, or another failed."""
+        """Wait for the value that ``peer`` stores under ``key``.
+
+        Raises PeerLostError if ``peer`` is gone or silent, or any member failed.
+        """
         limit = self.address.timeout_s if timeout_s is None else timeout_s
         until = time.monotonic() + limit
         while not self.store.check([key]):
@@ -115,17 +118,17 @@ class Members:
         return value
 
     def meet(self, why: str, timeout_s: float | None = None) -> None:
-        """Wait until all members are here; all call it alike.  Raises as ``get``."""
+        """Wait until all members have called this, in the same order of calls.  Raises as ``get`` does."""
         self._num_meetings += 1
         keys = [f"met/{self._num_meetings}/{member}" for member in range(self.address.num_members)]
         self.set(keys[self.member], why.encode())
         for member, key in enumerate(keys):
             self.get(key, member, timeout_s)
-        if self._num_meetings > 1:  # everybody has left the one before
+        if self._num_meetings > 1:  # all members have left the earlier meeting
             self.delete(f"met/{self._num_meetings - 1}/{self.member}")
 
     def look_around(self, waited_for: Sequence[int]) -> None:
-        """Raise PeerLostError where anybody failed, or one of ``waited_for`` is dead; looks every ``LOOK_S`` only."""
+        """Raise PeerLostError if any member failed, or one of ``waited_for`` is dead; checks once per ``LOOK_S``."""
         if time.monotonic() < self._looked + LOOK_S:
             return
         self._looked = time.monotonic()
@@ -137,14 +140,14 @@ class Members:
                 raise PeerLostError(peer, f"{self.address.title(peer)} is dead, connection closed")
 
     def dies(self, peer: int) -> bool:
-        """Whether a member of this host is dead within ``LOOK_S``: what a process has is gone before itself."""
+        """Whether a member on this host dies within ``LOOK_S``; polls, as its resources vanish before the process."""
         until = time.monotonic() + LOOK_S
         while not (dead := self._is_dead(peer)) and time.monotonic() < until:
             time.sleep(POLL_S)
         return dead
 
     def _is_dead(self, peer: int) -> bool:
-        """Only of a process on this host can that be known."""
+        """Whether ``peer`` is dead; False for a process on another host, of which this cannot be known."""
         person = self._person(peer)
         if person is None or person[0] != socket.gethostname():
             return False
@@ -159,14 +162,14 @@ class Members:
         return self._people.get(peer)
 
     def failed(self, error: BaseException, doing: str) -> SyncError:
-        """Tell the others of ``error``, wait shortly for what they say, and make of it what everybody should raise."""
+        """Report ``error`` to the others, wait briefly for their reports, and return the error for all to raise."""
         lost = error.peer if isinstance(error, PeerLostError) else None
         note = _Note(Failure.of_error(self.member, error), doing, lost)
         try:
             self.set(f"failure/{self.member}", pickle.dumps(note))
             self.set("failed", str(self.member).encode())
             return SyncError(self._message(self._gather()))
-        except Exception:  # noqa: BLE001  # whatever a store that is gone makes of it
+        except Exception:  # noqa: BLE001  # a store that is gone may raise anything
             where = f"{self.address.host}:{self.address.port}"
             head = f"{self.address.title(self.member)} failed while {doing}: {note.failure.what}"
             remedy = "start one that outlives the run, open a channel and publish"
@@ -178,23 +181,23 @@ class Members:
             members = range(self.address.num_members)
             keys = {member: f"failure/{member}" for member in members}
             notes = [pickle.loads(self.store.get(key)) for key in keys.values() if self.store.check([key])]
-            told = {note.failure.rank for note in notes}
+            reporters = {note.failure.rank for note in notes}
             explained = any(note.failure.cause is Cause.own for note in notes)
             silent = {note.lost for note in notes} | {member for member in members if self._is_dead(member)}
-            if explained or told | silent >= set(members) or time.monotonic() > until:
+            if explained or reporters | silent >= set(members) or time.monotonic() > until:
                 return notes
             time.sleep(20 * POLL_S)
 
     def _message(self, notes: Sequence[_Note]) -> str:
-        told = {note.failure.rank: note for note in notes}
+        notes_by_member = {note.failure.rank: note for note in notes}
         explained = any(note.failure.cause is Cause.own for note in notes)
-        silent = [note for note in notes if note.lost is not None and note.lost not in told]
+        silent = [note for note in notes if note.lost is not None and note.lost not in notes_by_member]
         if explained or not silent:
             first = first_cause([note.failure for note in notes])
-            head = f"{self._named(first.rank)} failed while {told[first.rank].doing}: {first.what}"
+            head = f"{self._named(first.rank)} failed while {notes_by_member[first.rank].doing}: {first.what}"
         else:
             note = min(silent, key=lambda note: note.failure.time_s)
-            others = [member for member in range(self.address.num_members) if member not in told]
+            others = [member for member in range(self.address.num_members) if member not in notes_by_member]
             gone = [member for member in others if member == note.lost or self._is_dead(member)]
             names = " and ".join(map(self._named, gone))  # an engine ends all of its ranks when one dies
             head = f"{names} {'is' if len(gone) == 1 else 'are'} gone, killed or stuck, while others were {note.doing}"

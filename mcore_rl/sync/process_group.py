@@ -1,8 +1,8 @@
 """Point to point through ``torch.distributed``, in a group of its own: gloo on CPU, the vendor's library between GPUs.
 
-The group joins processes that have default groups already (Megatron's, vLLM's), which it does not touch.  A killed peer
-closes its connections, so gloo's waits end at once; a silent one ends them after ``Address.timeout_s``.  Whoever fails
-leaves, which ends the waits of its own peers.
+The group joins processes that already have default groups (Megatron's, vLLM's), and leaves these alone.  A killed peer
+closes its connections, so gloo's waits end at once; with a silent peer they end after ``Address.timeout_s``.  A member
+that fails leaves, which ends the waits of its own peers.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ NUM_BUFFERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroupTransport:
-    """backend: ``Platform.backend`` of both sides, which must be one."""
+    """``Transport`` through ``torch.distributed``.  backend: ``Platform.backend``, the same on both sides."""
 
     address: Address
     backend: str
     in_place: ClassVar[bool] = True
 
     def outgoing(self, rank: int, device: torch.device) -> PointToPoint:
-        """See ``Transport``."""
+        """The sending end; see ``Transport``."""
         members = Members.joined(self.address, rank)
         return PointToPoint(members, _join(self, members), device)
 
     def incoming(self, bucket_bytes: int, rollout_rank: int) -> PointToPointReceiving:
-        """See ``Transport``."""
+        """The receiving end; see ``Transport``."""
         members = Members.joined(self.address, self.address.num_trainers + rollout_rank)
         return PointToPointReceiving(members, _join(self, members), bucket_bytes)
 
@@ -48,7 +48,7 @@ class ProcessGroupTransport:
 def _join(transport: ProcessGroupTransport, members: Members) -> dist.ProcessGroup:
     members.meet(
         "the channel", transport.address.join_timeout_s
-    )  # else the connection, which cannot look around, would wait for who never comes
+    )  # first, because connecting cannot check for failed members and would wait for one that never comes
     group, _ = distributed_c10d._new_process_group_helper(
         transport.address.num_members,
         members.member,
@@ -83,7 +83,7 @@ def _wait(works: Sequence[Any], peer: int, members: Members) -> None:
 
 
 class PointToPoint:
-    """``Outgoing``."""
+    """``Outgoing`` with two buffers and asynchronous sends."""
 
     def __init__(self, members: Members, group: dist.ProcessGroup, device: torch.device) -> None:
         self.members, self.device = members, device
@@ -93,7 +93,7 @@ class PointToPoint:
         self._next = 0
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """See ``Outgoing``."""
+        """See ``Outgoing.buffer``."""
         self._next = (self._next + 1) % NUM_BUFFERS
         self._free(self._next)
         if len(self._memory[self._next]) < num_bytes:
@@ -101,7 +101,7 @@ class PointToPoint:
         return self._memory[self._next][:num_bytes]
 
     def send(self, message: Tensor, rollout_rank: int) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.send``."""
         assert self._group is not None, "the channel is closed"
         peer = self.members.address.num_trainers + rollout_rank
         try:
@@ -111,7 +111,7 @@ class PointToPoint:
         self._works[self._next].append((peer, work))
 
     def flush(self) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.flush``."""
         for index in range(NUM_BUFFERS):
             self._free(index)
 
@@ -125,22 +125,22 @@ class PointToPoint:
         self._memory = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in range(NUM_BUFFERS)]
 
     def close(self) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.close``."""
         group, self._group = self._group, None
         _leave(group)
         self._works = [[] for _ in range(NUM_BUFFERS)]
 
 
 class PointToPointReceiving(Receiving):
-    """While a message is taken apart, the next ones arrive."""
+    """``Incoming`` that receives the next messages while the caller unpacks one."""
 
     def __init__(self, members: Members, group: dist.ProcessGroup, bucket_bytes: int) -> None:
         super().__init__(members, bucket_bytes)
         self._group: dist.ProcessGroup | None = group
 
     def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
-        """See ``Incoming``."""
-        room = max([self.bucket_bytes // 2, *(size for _, size in wanted)])  # bytes that may be on their way
+        """See ``Incoming.messages``."""
+        room = max([self.bucket_bytes // 2, *(size for _, size in wanted)])  # bytes that may be under way
         coming = deque[tuple[Tensor, Any]]()
         posted = 0
         for source, size in wanted:
@@ -162,6 +162,6 @@ class PointToPointReceiving(Receiving):
             raise PeerLostError(source, f"{self.members.address.title(source)}: {error}") from error
 
     def close(self) -> None:
-        """See ``Incoming``."""
+        """See ``Incoming.close``."""
         group, self._group = self._group, None
         _leave(group)

@@ -1,8 +1,8 @@
 """The trainer's end of a weight update: one ``Publisher`` on every training rank.
 
-The plan is made once.  ``publish`` sends this rank's live parameters along it: large parts from where they lie, if the
-transport can, and the rest packed into messages, two at a time.  Who pauses the engines and calls their workers is
-``update``; what they hold afterwards is for ``check``.
+The plan is made once.  ``publish`` sends this rank's live parameters along it: large parts from their own memory, if
+the transport can, and the rest packed into messages, two at a time.  ``update`` pauses the engines and calls their
+workers; ``check`` verifies their weights afterwards.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from mcore_rl.weights.views import view_of
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What one rank did in one update.
+    """One rank's statistics of one update.
 
-    num_bytes: sent by this rank.  bytes_over_bound: of the whole plan, sent over stored; 1.0 is the least there is.
-    pack_s, wait_s: of ``seconds``, copying into messages and waiting for the transport.
+    num_bytes: sent by this rank.  seconds: in all; pack_s of them copying into messages, wait_s waiting for the
+    transport.  bytes_over_bound: bytes sent over bytes stored, of the whole plan; 1.0 is the minimum.
     """
 
     version: int
@@ -47,15 +47,15 @@ class Published:
 
     @property
     def gb_per_s(self) -> float:
-        """Of this rank: 1e9 bytes a second."""
+        """This rank's rate in 1e9 bytes per second."""
         return self.num_bytes / self.seconds / 1e9
 
 
 class Publisher:
     """Sends the weights of ``chunks``, this training rank's model chunks, to all rollout ranks.
 
-    table, rollout: of one model.  dtype: of the weights as vLLM holds them.  bucket_bytes: half of the memory that an
-    update may take of any process; see ``message_bytes``.
+    table, rollout: of one model.  dtype: of vLLM's weights.  bucket_bytes: half of the memory that an update may take
+    in any process; see ``message_bytes``.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Publisher:
 
     @property
     def message_bytes(self) -> int:
-        """The most that one message holds."""
+        """The largest size of a message."""
         return message_bytes(self.table, self.bucket_bytes, self.transport.in_place)
 
     def opening(self, first_rank: int = 0, attempt: int = 1) -> bytes:
@@ -87,9 +87,9 @@ class Publisher:
         return pickle.dumps(opening_of(self.plan, transport, self.dtype, self.bucket_bytes, first_rank))
 
     def open(self, attempt: int = 1) -> None:
-        """Join the channel.  Every training rank, while every engine is called ``sync_open``.
+        """Join the channel.  Call it on every training rank, while every engine gets ``sync_open``.
 
-        attempt: another number each time: after a failure the channel must be opened again.
+        attempt: a new number each time, because after a failure the channel must be opened again.
         """
         self.close()
         with phase("open the weight channel"):
@@ -97,16 +97,16 @@ class Publisher:
             self._outgoing = at_attempt(self.transport, attempt).outgoing(self.rank, device)
 
     def close(self) -> None:
-        """Leave the channel."""
+        """Leave the channel, if it is open."""
         outgoing, self._outgoing = self._outgoing, None
         if outgoing is not None:
             outgoing.close()
 
     def publish(self, version: int) -> Published:
-        """Send everything as ``version``; returns when every rollout rank has applied it.
+        """Send all weights as ``version``; returns when every rollout rank has applied them.
 
-        Every training rank, while every engine is called ``sync_receive(version)``.  Raises SyncError with the
-        first cause, whoever it was; the channel is then closed.
+        Call it on every training rank, while every engine gets ``sync_receive(version)``.  Raises SyncError with the
+        first cause, on whichever member it was; the channel is then closed.
         """
         assert self._outgoing is not None, "open the channel first"
         begun = time.perf_counter()
@@ -120,7 +120,7 @@ class Publisher:
                     outgoing.flush()
                 outgoing.members.meet("applied")
                 outgoing.release()
-            except BaseException as error:  # whatever it is, the others must hear of it
+            except BaseException as error:  # report any error to the other members
                 self.close()
                 raise outgoing.members.failed(error, f"publishing version {version}") from error
         stored = int(self.rollout.bytes_stored(self.dtype.itemsize).sum())
@@ -140,7 +140,7 @@ class Publisher:
         return sum(message.num_bytes for message in self.sent)
 
     def _filled(self, message: Message, outgoing: Outgoing, clock: _Clock) -> Tensor:
-        """The bytes of a message: where they lie, or packed into a buffer."""
+        """The bytes of a message: the parameter's own memory, or packed into a buffer."""
         first, *others = message.parts
         if self.transport.in_place and not others:
             live = self.live(first)
@@ -151,12 +151,12 @@ class Publisher:
         with clock.packing():
             for part in message.parts:
                 space = buffer[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
-                space.view(part.target_box.shape).copy_(self.live(part))
+                space.view(part.target_slice.shape).copy_(self.live(part))
         return buffer
 
     def live(self, part: MessagePart) -> Tensor:
-        """The elements of ``part`` as they are now."""
-        return view_of(self.tensors[part.chunk, part.source].detach(), part.source_box)
+        """The current elements of ``part``, as a view."""
+        return view_of(self.tensors[part.chunk, part.source].detach(), part.source_slice)
 
     def _dtype_of(self, part: MessagePart) -> torch.dtype:
         dtype: torch.dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)
@@ -164,14 +164,14 @@ class Publisher:
 
     @torch.no_grad()
     def fingerprints(self) -> dict[tuple[int, str, int], int]:
-        """(rollout rank, tensor, slot or -1) -> what this rank's part of it adds to its fingerprint."""
-        found: dict[tuple[int, str, int], int] = {}
+        """(rollout rank, tensor, slot or -1) -> this rank's summand of the tensor's fingerprint."""
+        sums: dict[tuple[int, str, int], int] = {}
         for message in self.sent:
             for part in message.parts:
                 key = (message.target_rank, part.target, -1 if part.slot is None else part.slot)
-                value = fingerprint(self.live(part).to(self._dtype_of(part)), part.target_box.start)
-                found[key] = found.get(key, 0) + value
-        return found
+                value = fingerprint(self.live(part).to(self._dtype_of(part)), part.target_slice.start)
+                sums[key] = sums.get(key, 0) + value
+        return sums
 
 
 class _Clock:
@@ -194,13 +194,13 @@ class _Clock:
 
 
 def message_bytes(table: Table, bucket_bytes: int, in_place: bool) -> int:
-    """The most in one message, so that no process needs more than two buckets.
+    """The largest size of a message such that no process needs more than two buckets.
 
-    A process holds two messages, or what is on its way to it, at most half a bucket.  As much waits to be packed
-    (``rollout/receiver/worker_extension.py``).  The parts of a tensor come from up to tp ranks in turn, so that a
-    worker has as much in hand as tp messages write, half a bucket again.  The rest is for what vLLM makes of a module.
-     What is not received in place is read out of memory that a worker maps, two messages of each of these ranks
-    (``sync/slots.py``): they are half as large.
+    Half a bucket: two messages at a sender, or the messages under way to a receiver.  Half a bucket: modules that wait
+    to be packed (``rollout/receiver/worker_extension.py``).  Half a bucket: tensors under construction; their parts
+    come from up to tp ranks in turn, so a worker writes to as many messages' worth at once.  The rest: vLLM's packing
+    of one module.  Without ``in_place`` a worker also maps two messages of each of these ranks (``sync/slots.py``), so
+    messages are half as large.
     """
     return bucket_bytes // ((2 if in_place else 4) * max(2, table.layout.tp))
 
@@ -208,7 +208,7 @@ def message_bytes(table: Table, bucket_bytes: int, in_place: bool) -> int:
 def opening_of(
     plan: ReshardPlan, transport: Transport, dtype: torch.dtype, bucket_bytes: int, first_rank: int = 0
 ) -> Opening:
-    """What the workers of an engine must know, whose first rank is rollout rank ``first_rank``."""
+    """The opening for the workers of an engine.  first_rank: the first rollout rank of that engine."""
     address, table, rollout = transport.address, plan.table, plan.rollout
     if (address.num_trainers, address.num_rollout) != (table.layout.world_size, rollout.layout.world_size):
         raise SyncError(

@@ -1,7 +1,7 @@
-"""One host, no accelerator: messages lie in memory that both sides map, are written once and read where they lie.
+"""The transport for one host without accelerator: both sides map the same memory, so a message is written only once.
 
-It has no name in a file system: others open it through its owner's entry in /proc, so that the system drops it with the
-last process that maps it, whatever ended them.
+The memory has no name in a file system: others open it through its owner's entry in /proc.  So the system frees it with
+the last process that maps it, however that process ends.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from torch import Tensor
 from mcore_rl.sync.members import Address, Members
 from mcore_rl.sync.slots import SlotReceiving, SlotSender
 
-NAME = "mcore_rl_weights"  # what it is called where the maps of a process are listed
+NAME = "mcore_rl_weights"  # in the memory map of a process
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMemoryTransport:
-    """Between processes of one user that see one another in /proc."""
+    """``Transport`` between processes of one user that see one another in /proc."""
 
     address: Address
     in_place: ClassVar[bool] = False
 
     def outgoing(self, rank: int, device: torch.device) -> SlotSender:
-        """See ``Transport``."""
+        """The sending end; see ``Transport``."""
         assert device.type == "cpu", "an accelerator's memory is for device_ipc"
         members = Members.joined(self.address, rank)
         return SlotSender(members, _Mapped())
 
     def incoming(self, bucket_bytes: int, rollout_rank: int) -> SlotReceiving:
-        """See ``Transport``."""
+        """The receiving end; see ``Transport``."""
         members = Members.joined(self.address, self.address.num_trainers + rollout_rank)
         return SlotReceiving(members, _Mapped(), bucket_bytes)
 
 
 class _Mapped:
-    """``Memory``; a handle is the size, the owner, its descriptor and the file, for descriptors are used again."""
+    """``SlotMemory`` on the host; a handle is size, owner, descriptor and inode, because descriptors are reused."""
 
     scarce: ClassVar[bool] = False
 
     def create(self, num_bytes: int) -> tuple[Tensor, bytes]:
         descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
-        # Allocated now: too little memory is an error here, and a bus error where it is written to.
+        # Allocate now: too little memory is an error here, and would be a bus error at the first write.
         os.posix_fallocate(descriptor, 0, num_bytes)
         handle = f"{num_bytes} {os.getpid()} {descriptor} {os.fstat(descriptor).st_ino}".encode()
         return self.map(handle), handle

@@ -1,7 +1,7 @@
-"""Messages that are read where they were written: two slots for each sender, in memory that the receivers map.
+"""Messages in shared memory: each sender has two slots, which the receivers map.
 
-What ``shared_memory`` and ``device_ipc`` share.  A slot is announced to its receiver through the store, and is free
-again when the receiver says so there, so nothing is read before it is written nor written before it is read.
+The common part of ``shared_memory`` and ``device_ipc``.  A sender announces a slot through the store, and reuses it
+when the receiver has confirmed there, so no slot is read before it is written or overwritten before it is read.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from mcore_rl.sync.transport import Receiving
 NUM_SLOTS = 2
 
 
-class Memory(Protocol):
-    """Makes memory that another process can map.
+class SlotMemory(Protocol):
+    """Memory for slots, which another process can map.
 
-    scarce: goes back between updates; else it stays on both sides until they leave, for new memory is slow to touch.
+    scarce: both sides free it between updates; else they keep it until they leave, because new memory is slow to touch.
     """
 
     scarce: ClassVar[bool]
 
     def create(self, num_bytes: int) -> tuple[Tensor, bytes]:
-        """New uint8 [num_bytes], and what another process maps it with."""
+        """(new tensor uint8 [num_bytes], handle for ``map`` in another process)."""
         ...
 
     def map(self, handle: bytes) -> Tensor:
-        """The tensor that ``create`` made elsewhere."""
+        """The tensor that ``create`` made in another process."""
         ...
 
     def settle(self) -> None:
-        """Wait until what was queued on this device is done: the other process has queues of its own."""
+        """Wait for the work queued on this device, because the other process has its own queues."""
         ...
 
     def forget(self, handle: bytes) -> None:
-        """Nobody will map it any more."""
+        """Release ``handle``: no process will map it again."""
         ...
 
 
 class SlotSender:
-    """``Outgoing``."""
+    """``Outgoing`` through slots."""
 
-    def __init__(self, members: Members, memory: Memory) -> None:
+    def __init__(self, members: Members, memory: SlotMemory) -> None:
         self.members, self._memory = members, memory
         self._slots = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
         self._handles: list[bytes | None] = [None] * NUM_SLOTS
@@ -55,7 +55,7 @@ class SlotSender:
         self._next = 0
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """See ``Outgoing``."""
+        """See ``Outgoing.buffer``."""
         self._next = (self._next + 1) % NUM_SLOTS
         self._free(self._next)
         if len(self._slots[self._next]) < num_bytes:
@@ -64,7 +64,7 @@ class SlotSender:
         return self._slots[self._next][:num_bytes]
 
     def send(self, message: Tensor, rollout_rank: int) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.send``."""
         self._memory.settle()
         number = self._sent.get(rollout_rank, 0)
         self._sent[rollout_rank] = number + 1
@@ -75,7 +75,7 @@ class SlotSender:
         self._readers[self._next].append((self.members.address.num_trainers + rollout_rank, f"{key}/read"))
 
     def flush(self) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.flush``."""
         for index in range(NUM_SLOTS):
             self._free(index)
 
@@ -92,27 +92,27 @@ class SlotSender:
             self._memory.forget(handle)
 
     def release(self) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.release``."""
         if self._memory.scarce:
             self.close()
 
     def close(self) -> None:
-        """See ``Outgoing``."""
+        """See ``Outgoing.close``."""
         for index in range(NUM_SLOTS):
             self._drop(index)
 
 
 class SlotReceiving(Receiving):
-    """The receiving end."""
+    """``Incoming`` through slots."""
 
-    def __init__(self, members: Members, memory: Memory, bucket_bytes: int) -> None:
+    def __init__(self, members: Members, memory: SlotMemory, bucket_bytes: int) -> None:
         super().__init__(members, bucket_bytes)
         self._memory = memory
         self._received: dict[int, int] = {}
-        self._mapped: dict[bytes, Tensor] = {}  # the one that was read last is the last
+        self._mapped: dict[bytes, Tensor] = {}  # the most recently read slot is the last
 
     def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
-        """See ``Incoming``."""
+        """See ``Incoming.messages``."""
         mapped = self._mapped
         me = self.members.member - self.members.address.num_trainers
         for source, size in wanted:
@@ -123,7 +123,7 @@ class SlotReceiving(Receiving):
             self.members.delete(key)
             mapped[handle] = mapped.pop(handle) if handle in mapped else self._map(handle, source)
             while sum(map(len, mapped.values())) > max(self.bucket_bytes // 2, len(mapped[handle])):
-                mapped.pop(next(iter(mapped)))  # of a rank that may have sent all it has
+                mapped.pop(next(iter(mapped)))  # of a rank that may be done
             yield mapped[handle][:size]
             self._memory.settle()
             self.members.set(f"{key}/read", b"1")
@@ -131,11 +131,11 @@ class SlotReceiving(Receiving):
             self.close()
 
     def close(self) -> None:
-        """See ``Incoming``."""
+        """See ``Incoming.close``."""
         self._mapped.clear()
 
     def _map(self, handle: bytes, source: int) -> Tensor:
-        """Memory of a process that was killed since it sent goes with it: that is its failure and not ours."""
+        """Map ``handle``.  If that fails because ``source`` was killed after sending, raise PeerLostError for it."""
         try:
             return self._memory.map(handle)
         except Exception as error:

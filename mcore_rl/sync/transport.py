@@ -1,13 +1,13 @@
-"""What a transport is: messages from training ranks to rollout ranks, in the order that both sides know.
+"""The interface of transports: messages from training ranks to rollout ranks, in an order that both sides know.
 
-A transport moves bytes.  What is in them, and in which order they come, is the plan's (``weights/messages.py``); who is
-there, and what happens when somebody is not, is ``members``.  One file of this package for each:
+A transport moves bytes.  The plan decides their content and order (``weights/messages.py``); ``members`` decides who
+takes part, and handles failures.  One file for each transport:
 
 process_group   point to point through ``torch.distributed``: gloo on CPU, the vendor's library between GPUs
-shared_memory   one host, no accelerator: a message is written once and read where it lies
+shared_memory   one host, no accelerator: both sides map the same memory
 device_ipc      one GPU: as shared_memory, in the GPU's memory
 
-Invariant: of messages on their way a sender holds two, a receiver half a bucket, or one that is larger.
+Invariant: a sender holds two messages under way; a receiver holds half a bucket of them, or one that is larger.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Outgoing(Protocol):
         ...
 
     def send(self, message: Tensor, rollout_rank: int) -> None:
-        """Send what ``buffer`` gave, to any number of ranks; it is free again when all have it.
+        """Send the last ``buffer``, to any number of ranks; it becomes free when all have received it.
 
-        A transport that is ``in_place`` sends any other uint8 memory too, which must not change until ``flush``.
+        A transport that is ``in_place`` also sends other uint8 memory; the caller must not change it until ``flush``.
         """
         ...
 
@@ -45,52 +45,52 @@ class Outgoing(Protocol):
         ...
 
     def release(self) -> None:
-        """Give the memory of the buffers back until the next update."""
+        """Free the memory of the buffers until the next update."""
         ...
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the channel."""
         ...
 
 
 class Receiving:
-    """What all receiving ends share; ``rollout.weight_channel.Incoming`` but for ``messages``."""
+    """The base of all receiving ends: ``rollout.weight_channel.Incoming`` without ``messages``."""
 
     def __init__(self, members: Members, bucket_bytes: int) -> None:
         self.members, self.bucket_bytes = members, bucket_bytes
 
     def begin(self, version: int) -> None:
-        """See ``Incoming``."""
+        """See ``Incoming.begin``."""
         self.members.meet(f"update {version}")
 
     def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
-        """See ``Incoming``."""
+        """See ``Incoming.messages``."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """See ``Incoming``."""
+        """See ``Incoming.finish``."""
         self.members.meet("applied")
 
     def failed(self, error: BaseException, doing: str) -> SyncError:
-        """See ``Incoming``."""
-        self.close()  # the sooner others hear of it, the sooner they stop
+        """See ``Incoming.failed``."""
+        self.close()  # first, so that peers that wait for this member stop
         return self.members.failed(error, doing)
 
     def close(self) -> None:
-        """See ``Incoming``."""
+        """See ``Incoming.close``."""
 
 
 class Transport(Protocol):
-    """Makes both ends; a frozen dataclass, which travels by pickle.  ``address`` says where and who."""
+    """Makes both ends of a channel; a frozen dataclass, so that it can be pickled."""
 
     @property
     def address(self) -> Address:
-        """Where the members meet."""
+        """Where the members of the channel meet."""
         ...
 
     @property
     def in_place(self) -> bool:
-        """Whether it sends from any memory and receives into any: else messages pass through memory of its own."""
+        """Whether it sends from and receives into any memory; else messages go through its own memory."""
         ...
 
     def outgoing(self, rank: int, device: torch.device) -> Outgoing:
@@ -106,11 +106,11 @@ AnyTransport = TypeVar("AnyTransport", bound=Transport)
 
 
 def at_attempt(transport: AnyTransport, attempt: int) -> AnyTransport:
-    """The same transport at a place in the store that no attempt before has written to."""
+    """The same transport under another name in the store, which no earlier attempt has used."""
     address = replace(transport.address, name=f"{transport.address.name}/{attempt}")
     return replace(transport, address=address)  # type: ignore[type-var]  # every transport is a frozen dataclass
 
 
 def connector(transport: Transport, bucket_bytes: int) -> Callable[[int], Receiving]:
-    """``Opening.connect``."""
+    """The function for ``Opening.connect``."""
     return partial(transport.incoming, bucket_bytes)

@@ -1,5 +1,5 @@
-"""What a run says of itself: metric names, time, the files of the run directory, loggers, and the report.
+"""The record of a run: metric names, time, the files of the run directory, loggers, and the report.
 
-It computes nothing about learning and imports no torch: everything here works on floats and rows that others made, and
-the report works from the files alone.
+No torch and no arithmetic of learning: everything here works on the caller's floats and rows, and the report works from
+the files alone.  Read ``sinks.py`` (what a run writes) first, then ``report.py``.
 """

@@ -9,9 +9,9 @@ from pathlib import Path
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """``with replaced(path) as new:`` write ``new``, which takes the place of ``path`` at the end of the block.
+    """``with replaced(path) as new:`` write ``new``; it replaces ``path`` at the end of the block.
 
-    Where the block raises, ``path`` is as it was and ``new`` is gone.  Directories are made.
+    If the block raises, ``path`` is unchanged and ``new`` is gone.  Missing directories are created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.incomplete")

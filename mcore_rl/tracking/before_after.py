@@ -13,7 +13,7 @@ from mcore_rl.tracking.samples import sample_files
 
 SampleRow = Mapping[str, Any]
 
-# (right before, right after), what it is called, and how many are shown: the first ones, so that nobody picked them.
+# (right before, right after), name, and how many to show: always the first ones, so that nobody picks them.
 KINDS: tuple[tuple[tuple[bool, bool], str, int], ...] = (
     ((False, True), "learned", 3),
     ((True, False), "lost", 2),
@@ -23,18 +23,18 @@ KINDS: tuple[tuple[tuple[bool, bool], str, int], ...] = (
 
 
 def pairs(first: Sequence[SampleRow], last: Sequence[SampleRow]) -> list[tuple[str, SampleRow, SampleRow]]:
-    """(kind, before, after) of some prompts that both have; of several samples of a prompt the first one."""
+    """(kind, before, after) for some of the prompts that both have; the first sample of each prompt."""
     after = _by_prompt(last)
     both = [(row, after[prompt]) for prompt, row in _by_prompt(first).items() if prompt in after]
-    found = []
+    chosen = []
     for outcome, kind, most in KINDS:
         alike = [pair for pair in both if (bool(pair[0].get("correct")), bool(pair[1].get("correct"))) == outcome]
-        found += [(kind, *pair) for pair in alike[:most]]
-    return found
+        chosen += [(kind, *pair) for pair in alike[:most]]
+    return chosen
 
 
 def before_after(run: RecordedRun) -> str:
-    """The section of the report; of the first and the last validation whose samples can be read."""
+    """The report's section that compares the first and the last validation with readable samples."""
     steps = list(sample_files(run.path, "validation"))
     first_step, first = _readable(run, steps)
     last_step, last = _readable(run, steps[::-1])
@@ -43,19 +43,19 @@ def before_after(run: RecordedRun) -> str:
     if first_step == last_step:
         shown = "".join(_pair(f"sample {k + 1}", {f"step {last_step}": row}) for k, row in enumerate(last[:5]))
         return f'<h2>Samples</h2><p class="soft">The first prompts of the only validation, step {last_step}.</p>{shown}'
-    found = pairs(first, last)
+    compared = pairs(first, last)
     note = (
         f"The same prompts at step {first_step} and at step {last_step}: the first few of each outcome, in the "
         "order of the validation file."
     )
-    if not found:
+    if not compared:
         note = f"Steps {first_step} and {last_step} validated different prompts, so there is nothing to compare."
-    shown = "".join(_pair(kind, {f"step {first_step}": a, f"step {last_step}": b}) for kind, a, b in found)
+    shown = "".join(_pair(kind, {f"step {first_step}": a, f"step {last_step}": b}) for kind, a, b in compared)
     return f'<h2>Samples, before and after</h2><p class="soft">{text(note)}</p>{shown}'
 
 
 def _readable(run: RecordedRun, steps: Sequence[int]) -> tuple[int, list[dict[str, Any]]]:
-    """The first of ``steps`` whose samples can be read, and those; (-1, []) where there is none."""
+    """(the first of ``steps`` with readable samples, the samples); (-1, []) if there is none."""
     for step in steps:
         if rows := [row for row in run.samples(step, "validation") if row.get("prompt_id") is not None]:
             return step, rows
@@ -63,10 +63,10 @@ def _readable(run: RecordedRun, steps: Sequence[int]) -> tuple[int, list[dict[st
 
 
 def _by_prompt(rows: Sequence[SampleRow]) -> dict[tuple[str, str], SampleRow]:
-    found: dict[tuple[str, str], SampleRow] = {}
+    by_prompt: dict[tuple[str, str], SampleRow] = {}
     for row in rows:
-        found.setdefault((str(row.get("data_source")), str(row["prompt_id"])), row)
-    return found
+        by_prompt.setdefault((str(row.get("data_source")), str(row["prompt_id"])), row)
+    return by_prompt
 
 
 def _pair(kind: str, sides: Mapping[str, SampleRow]) -> str:
@@ -81,21 +81,21 @@ def _pair(kind: str, sides: Mapping[str, SampleRow]) -> str:
 
 
 def _mark(step: str, row: SampleRow) -> str:
-    said = []
+    words = []
     if row.get("correct") is not None:
         right = bool(row["correct"])
-        said.append(f'<span class="{"right" if right else "wrong"}">{"right" if right else "wrong"}</span>')
+        words.append(f'<span class="{"right" if right else "wrong"}">{"right" if right else "wrong"}</span>')
     if isinstance(row.get("score"), int | float):
-        said.append(f"score {number(float(row['score']))}")
+        words.append(f"score {number(float(row['score']))}")
     if row.get("num_tokens") is not None:
-        said.append(f"{text(row['num_tokens'])} tokens")
+        words.append(f"{text(row['num_tokens'])} tokens")
     if row.get("finish") is not None:
-        said.append(f"finish: {text(row['finish'])}")
-    return f"<p>{text(step)}: {', '.join(said)}</p>"
+        words.append(f"finish: {text(row['finish'])}")
+    return f"<p>{text(step)}: {', '.join(words)}</p>"
 
 
 def _conversation(prompt: Any) -> str:
-    """Messages, or their JSON, as text with the roles; a text as it is."""
+    """Messages, or their JSON, as text with the roles; plain text unchanged."""
     if isinstance(prompt, str):
         try:
             messages = json.loads(prompt) if prompt.startswith("[{") else None

@@ -1,8 +1,8 @@
 """Line charts and stacked bars as SVG text, coloured by the page's style sheet.
 
-A chart is ``WIDTH`` by ``HEIGHT`` units and scales to its column.  The numbers under the pointer are made here, as
-text per position, so that the page's script only looks up the nearest one.  More than ``MAX_POINTS`` positions are put
-together in bins of their means, and the chart says so.
+A chart is ``WIDTH`` by ``HEIGHT`` units and scales to its column.  The text under the pointer is made here, for every
+position, so that the page's script only looks up the nearest one.  More than ``MAX_POINTS`` positions become bins of
+their means, and the caption mentions it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Point = tuple[float, float | None]
 
 @dataclass(frozen=True)
 class Series:
-    """label; points: (step, number), None is a gap; intervals: step -> (low, high) around its point."""
+    """One line.  points: (step, number), None is a gap.  intervals: step -> (low, high) around its point."""
 
     label: str
     points: Sequence[Point]
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True)
 class BarSeries:
-    """Of stacked bars.  colour: of the page's ``NUM_COLOURS``.  values: one a step."""
+    """One layer of stacked bars.  colour: index, below ``NUM_COLOURS``.  values: one per step."""
 
     label: str
     colour: int
@@ -43,7 +43,7 @@ class BarSeries:
 
 @dataclass(frozen=True)
 class Scale:
-    """From numbers to places: ``low`` at ``start``, ``high`` at ``end``; with the ticks to draw."""
+    """Maps numbers to positions: ``low`` to ``start``, ``high`` to ``end``.  ticks: the numbers to mark."""
 
     low: float
     high: float
@@ -52,14 +52,14 @@ class Scale:
     ticks: tuple[float, ...]
 
     def __call__(self, value: float) -> float:
-        """The place of ``value``."""
+        """The position of ``value``."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
 def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
     """At most ``most`` (3 or more) round numbers, 1, 2 or 5 times a power of ten apart, that enclose low and high."""
     size = max(abs(low), abs(high))
-    if high - low <= 1e-9 * size:  # one number, but for rounding
+    if high - low <= 1e-9 * size:  # one number, apart from rounding
         pad = size * 0.1 or 1.0
         low, high = low - pad, high + pad
     raw = (high - low) / max(most - 1, 1)
@@ -73,7 +73,7 @@ def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
 
 
 def line_chart(title: str, unit: str, series: Sequence[Series]) -> str:
-    """A figure of one line a series, on one vertical axis.  "" where no series has a number."""
+    """A figure with a line per series, on one vertical axis; "" if no series has a number."""
     thinned, together = _thinned(series)
     numbers = [value for each in thinned for _, value in each.points if value is not None]
     numbers += [end for each in thinned for interval in each.intervals.values() for end in interval]
@@ -94,7 +94,7 @@ def line_chart(title: str, unit: str, series: Sequence[Series]) -> str:
 
 
 def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[BarSeries]) -> str:
-    """A figure of one bar a step, made of ``parts``, the first at the bottom.  "" where nothing took any height."""
+    """A figure with a bar per step, stacked from ``parts``, the first at the bottom; "" if all are zero."""
     together = max(1, math.ceil(len(steps) / (MAX_POINTS // 3)))
     bins = [range(start, min(start + together, len(steps))) for start in range(0, len(steps), together)]
     heights = [[sum(part.values[i] for i in each) / len(each) for each in bins] for part in parts]
@@ -122,7 +122,7 @@ def stacked_bars(title: str, unit: str, steps: Sequence[int], parts: Sequence[Ba
 
 
 def _thinned(series: Sequence[Series]) -> tuple[list[Series], int]:
-    """The series in bins, and how many steps went into one."""
+    """(the series in bins, the number of steps in a bin)."""
     together = max(1, math.ceil(max((len(each.points) for each in series), default=0) / MAX_POINTS))
     return ([_binned(each, together) for each in series] if together > 1 else list(series)), together
 
@@ -141,7 +141,7 @@ def _scales(steps: Sequence[float], low: float, high: float, margin: float = 0.0
     if last <= first:
         first, last = first - 1, last + 1
     marks = tuple(tick for tick in ticks(first, last, 7) if first <= tick <= last and tick == round(tick))
-    heights = ticks(0.0 if 0 < low <= high / 2 else low, high, 6)  # from 0 on, where that costs little
+    heights = ticks(0.0 if 0 < low <= high / 2 else low, high, 6)  # start at 0 if that costs little height
     return (
         Scale(first, last, LEFT, WIDTH - RIGHT, marks),
         Scale(heights[0], heights[-1], HEIGHT - BOTTOM, TOP, heights),
@@ -149,22 +149,22 @@ def _scales(steps: Sequence[float], low: float, high: float, margin: float = 0.0
 
 
 def _axes(x: Scale, y: Scale, unit: str) -> str:
-    found = []
+    elements = []
     for tick in y.ticks:
         place = f"{y(tick):.2f}"
-        found.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{place}" y2="{place}"/>')
-        found.append(f'<text class="y" x="{LEFT - 6}" y="{place}" dy="0.32em">{_tick(tick, y, unit)}</text>')
+        elements.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{place}" y2="{place}"/>')
+        elements.append(f'<text class="y" x="{LEFT - 6}" y="{place}" dy="0.32em">{_tick(tick, y, unit)}</text>')
     for tick in x.ticks:
         place = f"{x(tick):.2f}"
-        found.append(f'<line class="axis" x1="{place}" x2="{place}" y1="{y.start}" y2="{y.start + 4}"/>')
-        found.append(f'<text class="x" x="{place}" y="{y.start + 16}">{tick:.0f}</text>')
-    found.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y.start}" y2="{y.start}"/>')
-    found.append(f'<text class="x" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}">step</text>')
-    return "".join(found)
+        elements.append(f'<line class="axis" x1="{place}" x2="{place}" y1="{y.start}" y2="{y.start + 4}"/>')
+        elements.append(f'<text class="x" x="{place}" y="{y.start + 16}">{tick:.0f}</text>')
+    elements.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y.start}" y2="{y.start}"/>')
+    elements.append(f'<text class="x" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}">step</text>')
+    return "".join(elements)
 
 
 def _tick(tick: float, scale: Scale, unit: str) -> str:
-    """With as many decimals as tell it from its neighbours."""
+    """The text of a tick, with enough decimals to differ from its neighbours."""
     factor = 100 if unit == "share" else 1
     apart, size = factor * (scale.ticks[1] - scale.ticks[0]), factor * max(abs(scale.low), abs(scale.high))
     if size >= 1e5 or size < 1e-3:
@@ -174,8 +174,8 @@ def _tick(tick: float, scale: Scale, unit: str) -> str:
 
 
 def _line(series: Series, x: Scale, y: Scale) -> str:
-    """Intervals, the line with its gaps, and the points where there are few."""
-    found = [
+    """SVG of a series: intervals, the line with its gaps, and the points if they are few."""
+    elements = [
         f'<line class="interval" x1="{x(step):.2f}" x2="{x(step):.2f}" y1="{y(low):.2f}" y2="{y(high):.2f}"/>'
         for step, (low, high) in series.intervals.items()
     ]
@@ -185,19 +185,19 @@ def _line(series: Series, x: Scale, y: Scale) -> str:
             runs.append([])
         else:
             runs[-1].append(f"{x(step):.2f},{y(value):.2f}")
-    found += [f'<polyline points="{" ".join(run)}"/>' for run in runs if len(run) > 1]
+    elements += [f'<polyline points="{" ".join(run)}"/>' for run in runs if len(run) > 1]
     few = sum(len(run) for run in runs) <= MAX_MARKED
     for cx, cy in (point.split(",") for run in runs if few or len(run) == 1 for point in run):
-        found.append(f'<circle cx="{cx}" cy="{cy}" r="2.5"/>')
-    return "".join(found)
+        elements.append(f'<circle cx="{cx}" cy="{cy}" r="2.5"/>')
+    return "".join(elements)
 
 
 def _said(series: Series, step: float, unit: str) -> str:
-    """The number of ``series`` at ``step`` in words; "" where it has none."""
-    found = [value for place, value in series.points if place == step]
-    if not found:
+    """The number of ``series`` at ``step`` as text; "" if it has none."""
+    values = [value for place, value in series.points if place == step]
+    if not values:
         return ""
-    text = number(found[-1], unit)
+    text = number(values[-1], unit)
     if interval := series.intervals.get(step):
         text += f" [{number(interval[0], unit)}, {number(interval[1], unit)}]"
     return text

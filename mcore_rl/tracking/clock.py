@@ -1,9 +1,9 @@
-"""Where the seconds of a step go.
+"""Measures where the seconds of a step go.
 
-A phase that is entered while another is open is a part of that one: ``time/validate/generate`` is inside
-``time/validate`` and never in ``time/generate``, so top-level phases add up to at most the step, and what is missing is
-the controller's own overhead.  Phases may also overlap without nesting, as asyncio tasks do: the time that any phase
-was open is counted once.  One thread; no device is synchronised.
+A phase inside another is a part of it: ``time/validate/generate`` counts in ``time/validate`` and never in
+``time/generate``, so top-level phases add up to at most the step, and the rest is the controller's own overhead.
+Phases may also overlap without nesting, as in asyncio tasks; overlapping time counts once.  For one thread; no device
+is synchronised.
 
 The invariant: ``time/step * (1 - perf/overhead_share)`` is the time in which at least one phase was open.
 """
@@ -20,7 +20,7 @@ from mcore_rl.tracking.metrics import metric_of
 
 @dataclass
 class _Span:
-    """Seconds in which something was open at least once.  open: how often it is now.  since: when that began."""
+    """Seconds in which a phase was open at least once.  open: how often it is open now.  since: when it opened."""
 
     seconds: float = 0.0
     open: int = 0
@@ -72,15 +72,15 @@ class Clock:
             self._open.remove(path)
 
     def step(self) -> dict[str, float]:
-        """``time/*`` in seconds and ``perf/overhead_share`` since the last call, and start anew; no phase is open."""
+        """``time/*`` in seconds and ``perf/overhead_share`` since the last call; restarts.  No phase may be open."""
         assert not self._open, f"the step ends while {self._open} are open"
         now = self._now()
         whole = now - self._start
-        found = {f"time/{path}": span.seconds for path, span in self._phases.items()}
-        found["time/step"] = whole
-        found["perf/overhead_share"] = max(0.0, 1 - self._any.seconds / whole) if whole > 0 else 0.0
+        seconds = {f"time/{path}": span.seconds for path, span in self._phases.items()}
+        seconds["time/step"] = whole
+        seconds["perf/overhead_share"] = max(0.0, 1 - self._any.seconds / whole) if whole > 0 else 0.0
         self._begin(now)
-        return found
+        return seconds
 
     def _path(self, phase: str) -> str:
         if not self._open:

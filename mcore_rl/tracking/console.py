@@ -1,6 +1,6 @@
-"""The terminal: one live line of what is happening now, and one table row a step; plain lines where it is no terminal.
+"""The terminal: a live line of what is happening now, and a table row per step; plain lines if it is no terminal.
 
-Control characters are written to terminals only, so that a log file of a batch system can be read and searched.
+Only terminals get control characters, so that a log file of a batch system can be read and searched.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rich.text import Text
 from mcore_rl.tracking.metrics import metric_of
 from mcore_rl.tracking.samples import Rows
 
-# Header, width, and the keys that the number is taken from: the first that is there.
+# Header, width, and metric keys: the column shows the first key that is present.
 COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("reward", 8, ("reward/mean",)),
     ("acc", 6, ("reward/accuracy",)),
     ("val", 6, ("val/{data_source}/accuracy",)),
     ("length", 7, ("response/length_mean",)),
     ("entropy", 7, ("actor/entropy",)),
-    ("KL", 8, ("kl/loss", "kl/reward", "actor/kl_k3")),  # to the reference, where there is one; else of the update
+    ("KL", 8, ("kl/loss", "kl/reward", "actor/kl_k3")),  # to the reference if there is one, else of the update
     ("grad", 8, ("actor/grad_norm",)),
     ("logp diff", 9, ("rollout/logprob_diff_mean",)),
     ("tok/s", 7, ("perf/generated_tokens_per_s",)),
@@ -46,7 +46,7 @@ ROWS_PER_HEADER = 25
 
 
 class ConsoleSink:
-    """Rows and the live line, written to ``console``.  now: seconds from any start."""
+    """Writes rows and the live line to ``console``.  now: seconds from any start."""
 
     name = "console"
 
@@ -61,13 +61,13 @@ class ConsoleSink:
             self._live.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row for the step."""
+        """Print the step's row."""
         self._line.finished(step)
         columns = SUPERVISED_COLUMNS if any(key.startswith("sft/") for key in metrics) else COLUMNS
         cells = [(header, width, _cell(keys, metrics)) for header, width, keys in columns]
         if self._live is None:
-            said = [f"step {step}/{self._line.total_steps}", *(f"{h} {text}" for h, _, text in cells if text)]
-            self._console.print(Text(" | ".join(said)), soft_wrap=True)
+            words = [f"step {step}/{self._line.total_steps}", *(f"{h} {text}" for h, _, text in cells if text)]
+            self._console.print(Text(" | ".join(words)), soft_wrap=True)
             return
         if self._rows % ROWS_PER_HEADER == 0:
             header = " ".join(["step".rjust(self._width), *(h.rjust(width) for h, width, _ in cells)])
@@ -77,20 +77,20 @@ class ConsoleSink:
         self._rows += 1
 
     def samples(self, step: int, kind: str, rows: Rows) -> None:
-        """Nothing: they are in the run directory."""
+        """Does nothing: samples are in the run directory."""
 
     def now(self, text: str, done: float | None, total: float | None) -> None:
         """Change the live line."""
         self._line.now(text, done, total)
 
     def close(self) -> None:
-        """The terminal is as it was."""
+        """Stop the live line and restore the terminal."""
         if self._live is not None:
             self._live.stop()
 
 
 class LiveLine:
-    """Step, what is happening, how far it is, and the time that is left of it and of the run."""
+    """The live line: step, current activity, its progress, and the time left of it and of the run."""
 
     def __init__(self, total_steps: int, now: Callable[[], float]) -> None:
         self.total_steps = total_steps
@@ -104,13 +104,13 @@ class LiveLine:
         self._steps: list[int] = []
 
     def finished(self, step: int) -> None:
-        """``step`` is over.  The first one that is seen starts the measure: what came before it was the start-up."""
+        """Note the end of ``step``.  The first call starts the clock, so that the start-up does not count."""
         if not self._steps:
             self._begun = self._now()
         self._steps.append(step)
 
     def now(self, text: str, done: float | None, total: float | None) -> None:
-        """See ``Tracker.now``."""
+        """Set the current activity; see ``Tracker.now``."""
         if text != self._text or (done or 0.0) < (self._done or 0.0):
             self._since, self._done_first = self._now(), done or 0.0
         self._text, self._done, self._total = text, done, total
@@ -118,11 +118,11 @@ class LiveLine:
     def words(self) -> str:
         """The line without the spinner."""
         step = min(self._steps[-1] + 1, self.total_steps) if self._steps else None
-        said = [] if step is None else [f"step {step}/{self.total_steps}"]
-        said.append(f"{self._text}{self._progress()}")
+        words = [] if step is None else [f"step {step}/{self.total_steps}"]
+        words.append(f"{self._text}{self._progress()}")
         if (left := self._run_left()) is not None:
-            said.append(f"run: {duration(left)} left")
-        return " · ".join(said)
+            words.append(f"run: {duration(left)} left")
+        return " · ".join(words)
 
     def __rich__(self) -> Table:
         line = Table.grid(padding=(0, 1))
@@ -135,11 +135,11 @@ class LiveLine:
         elapsed = self._now() - self._since
         if self._done is None or not self._total:
             return f" {duration(elapsed)}" if elapsed >= 1 else ""
-        found = f" {self._done:,.0f}/{self._total:,.0f}"
+        text = f" {self._done:,.0f}/{self._total:,.0f}"
         gained = self._done - self._done_first
         if gained > 0 and self._done < self._total:
-            found += f", {duration(elapsed / gained * (self._total - self._done))} left"
-        return found
+            text += f", {duration(elapsed / gained * (self._total - self._done))} left"
+        return text
 
     def _run_left(self) -> float | None:
         if len(self._steps) < 2:
@@ -149,7 +149,7 @@ class LiveLine:
 
 
 def duration(seconds: float) -> str:
-    """``4 s``, ``3:20 min``, ``1:03:20 h``."""
+    """A duration as text: ``4 s``, ``3:20 min``, ``1:03:20 h``."""
     whole = int(max(seconds, 0) + 0.5)
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
@@ -159,7 +159,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """At most 8 characters, three decimals at most; a share in percent; "nan" where there is no number."""
+    """``value`` as text of at most 8 characters and three decimals; a share in percent; None as "nan"."""
     if value is None or not math.isfinite(value):
         return "nan" if value is None or math.isnan(value) else ("inf" if value > 0 else "-inf")
     if unit == "share":
@@ -176,9 +176,9 @@ def number(value: float | None, unit: str = "") -> str:
 
 
 def _cell(keys: Sequence[str], metrics: Mapping[str, float]) -> str:
-    """The number of the first of ``keys`` that is there; of a family the mean over its members; "" where none is."""
+    """The number of the first of ``keys`` that is present, as text; for a family the mean of its members; else ""."""
     for key in keys:
-        found = [value for name, value in metrics.items() if metric_of(name).key == key]
-        if found:
-            return number(sum(found) / len(found), metric_of(key).unit)
+        values = [value for name, value in metrics.items() if metric_of(name).key == key]
+        if values:
+            return number(sum(values) / len(values), metric_of(key).unit)
     return ""

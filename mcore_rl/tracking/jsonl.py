@@ -1,6 +1,6 @@
 """metrics.jsonl: one JSON object a step, with the key ``step`` and the keys of ``metrics.METRICS``.
 
-The invariant: whenever the process is killed, every line but perhaps the last is whole, and steps rise.
+The invariant: steps rise, and after a kill at any time every line is whole, except perhaps the last.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from mcore_rl.tracking.atomic import replaced
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl in their order; [] where there is no file.
+    """The steps of a metrics.jsonl in order; [] if there is no file.
 
-    Each has "step", an int, and its metrics, float or None, which is a number that was not finite.  A line that is not
-    whole, as the last one of a killed run may be, is left out; of several lines for one step the last one counts.
+    Each has "step", an int, and its metrics: float, or None for a number that was not finite.  Incomplete lines, as a
+    killed run may leave, are skipped; of several lines for one step the last one counts.
     """
     if not path.is_file():
         return []
-    found: dict[int, dict[str, Any]] = {}
+    rows: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
-            found[row["step"]] = row
-    return [found[step] for step in sorted(found)]
+            rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)]
 
 
 class MetricsFile:
-    """Appends to ``path``.  keep: steps up to this one stay, of those that are there already."""
+    """Appends to ``path``.  keep: existing lines of later steps are dropped."""
 
     def __init__(self, path: Path, keep: int) -> None:
         kept = [row for row in read_metrics(path) if row["step"] <= keep]
@@ -44,16 +44,16 @@ class MetricsFile:
         self._torn = False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line, out of this process's hands on return.  OSError: it did not fit on the disk."""
+        """Write and flush one line.  OSError: it did not fit on the disk."""
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         line = _line({"step": step} | finite)
-        start, self._torn = "\n" if self._torn else "", True  # the half of a line that failed before ends here
+        start, self._torn = "\n" if self._torn else "", True  # end a half line that an earlier failure left
         self._file.write(start + line)
         self._file.flush()
         self._torn = False
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the file."""
         self._file.close()
 
 

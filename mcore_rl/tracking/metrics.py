@@ -1,7 +1,7 @@
-"""Every metric that a run may report, named once: a key that is not here is refused, so that names cannot drift.
+"""The table of every metric that a run may report; other keys are refused, so that names cannot drift.
 
 A key with a placeholder, ``val/{data_source}/accuracy``, is a family: any text may stand for the placeholder, slashes
-included.  docs/metrics.md is this table for people (``markdown``); a test holds the two together.
+included.  docs/metrics.md has this table (``markdown``); a test compares the two.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Reduction = Literal["mean", "std", "min", "max", "sum", "last"]
 class Metric:
     """One row.
 
-    key: what stands in metrics.jsonl.  unit: of the number; "share" is a part of one, "1" has none.  reduction: how the
-    many numbers of a step became one.  help: of what, over what.  short: for a column or a legend.  better: the
-    direction that is wanted; None where neither is, by itself.
+    key: in metrics.jsonl.  unit: "share" is a part of one, "1" has no unit.  reduction: how the many numbers of a step
+    become one.  help: what it measures.  short: for a column or a legend.  better: the wanted direction; None if
+    neither is better by itself.
     """
 
     key: str
@@ -182,7 +182,7 @@ METRICS: tuple[Metric, ...] = (
 
 @cache
 def metric_of(key: str) -> Metric:
-    """The row of ``key``.  AssertionError where there is none: a metric is named here before it is reported."""
+    """The row of ``key``.  AssertionError if there is none: add a metric here before you report it."""
     for metric, pattern in _patterns():
         if pattern.fullmatch(key):
             return metric
@@ -191,7 +191,7 @@ def metric_of(key: str) -> Metric:
 
 @cache
 def _patterns() -> tuple[tuple[Metric, re.Pattern[str]], ...]:
-    """Rows without a placeholder first: ``router/load_max`` is itself before it is one of ``router/{name}``."""
+    """(row, pattern of its key); rows without a placeholder come first, so that they win over families."""
     rows = sorted(METRICS, key=lambda metric: "{" in metric.key)
     return tuple((row, re.compile(re.sub(r"\\\{\w+\\\}", ".+", re.escape(row.key)))) for row in rows)
 

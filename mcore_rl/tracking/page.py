@@ -1,6 +1,6 @@
-"""The page that a report is: one file, no network, light and dark, readable on a phone.
+"""The HTML page of a report: one file, no network, light and dark, readable on a phone.
 
-Well-formed as XML too, so that a strict parser can read it back; the script therefore has no ``<`` and no ampersand.
+It is well-formed XML, so that a strict parser can read it back; the script therefore has no ``<`` and no ampersand.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-# What neither XML nor a screen can show.
+# Characters that neither XML nor a screen can show.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9",
@@ -103,12 +103,12 @@ for (const svg of document.querySelectorAll("svg[data-hover]")) {
 
 
 def text(value: object) -> str:
-    """``value`` as it reads, safe inside an element or an attribute; what cannot be shown is shown as such."""
+    """``value`` as text, escaped for elements and attributes; unprintable characters become U+FFFD."""
     return escape(UNPRINTABLE.sub("\ufffd", str(value)), quote=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows of plain values under their heads; it scrolls sideways by itself where the screen is narrow."""
+    """A table of plain values; it scrolls sideways on a narrow screen."""
     heads = "".join(f"<th>{text(name)}</th>" for name in head)
     body = "".join(f"<tr>{''.join(f'<td>{text(value)}</td>' for value in row)}</tr>" for row in rows)
     top = f"<thead><tr>{heads}</tr></thead>" if heads else ""
@@ -116,7 +116,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def details(summary: str, inside: str) -> str:
-    """Folded until it is asked for."""
+    """A block that is folded until the reader opens it."""
     return f"<details><summary>{text(summary)}</summary>{inside}</details>"
 
 

@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar with rate and time left on terminals, a line now and then elsewhere."""
+"""The progress of long work: a bar with rate and time left on terminals, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-EVERY_S = 10.0  # a line, where it is no terminal
+EVERY_S = 10.0  # between lines if it is no terminal
 
 
 class WorkProgress:
     """``with WorkProgress("generating", total, "tokens") as work: work.advance(units=17)``, on standard error.
 
-    unit: of what is counted besides the pieces of work, for the rate.  now: seconds from any start.
+    unit: what the rate counts.  total: pieces of work.  now: seconds from any start.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class WorkProgress:
         return self._units / max(self._now() - self._begun, 1e-9)
 
     def advance(self, units: int) -> None:
-        """One more piece of work is done, of ``units`` units."""
+        """Note one finished piece of work of ``units`` units."""
         self._done += 1
         self._units += units
         self._bar.update(self._task, completed=self._done, rate=f"{self.rate:,.0f} {self._unit}/s")
@@ -57,8 +57,8 @@ class WorkProgress:
         if not self._console.is_terminal and now - self._said >= EVERY_S:
             self._said = now
             left_s = (now - self._begun) / self._done * (self._total - self._done)
-            said = f"{self._text}: {self._done}/{self._total}, {self.rate:,.0f} {self._unit}/s, {left_s:.0f} s left"
-            self._console.print(said, markup=False, highlight=False, soft_wrap=True)
+            line = f"{self._text}: {self._done}/{self._total}, {self.rate:,.0f} {self._unit}/s, {left_s:.0f} s left"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         self._bar.start()

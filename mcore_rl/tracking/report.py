@@ -1,7 +1,7 @@
 """report.html: what was learned, how it went, and what the model writes now, from the run directory alone.
 
-It reads files and computes no metric of its own but the verdict.  A run that was killed gets the same page without a
-verdict; what is missing is said to be missing.
+It reads files and computes nothing but the verdict.  A run that was killed gets the same page without a verdict, and
+the page names what is missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mcore_rl.tracking.page import details, page, table, text
 from mcore_rl.tracking.run_files import RecordedRun, read_run
 from mcore_rl.tracking.verdict import Accuracy, Gain, best, gain
 
-# Title and keys of the charts that are always open; every other metric has one in a fold below them.
+# Title and keys of the charts that are always open; the other metrics have charts in a fold below.
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward/mean",)),
     ("Accuracy on training prompts", ("reward/accuracy",)),
@@ -50,7 +50,7 @@ def write_report(run_dir: Path | str) -> Path:
         _curves([run]),
         _seconds(run),
         before_after(run),
-        _told(run),
+        _notes_and_warnings(run),
     ]
     with replaced(path) as new:
         new.write_text(page(f"{run.name}: what was learned", sections), encoding="utf-8")
@@ -69,24 +69,26 @@ def write_comparison(run_dirs: Sequence[Path | str], path: Path) -> Path:
 
 
 def _heading(run: RecordedRun) -> str:
-    found = [f"<h1>{text(run.name)}</h1>", _progress(run)]
+    sections = [f"<h1>{text(run.name)}</h1>", _progress(run)]
     if not run.complete:
-        found.append('<div class="verdict"><p><b>No verdict:</b> this run has not been recorded to its end.</p></div>')
+        sections.append(
+            '<div class="verdict"><p><b>No verdict:</b> this run has not been recorded to its end.</p></div>'
+        )
     elif not run.accuracies:
-        found.append('<div class="verdict"><p><b>No verdict:</b> there are no validation samples.</p></div>')
+        sections.append('<div class="verdict"><p><b>No verdict:</b> there are no validation samples.</p></div>')
     else:
-        found += [_verdict(source, validations) for source, validations in run.accuracies.items()]
-    return "".join(found)
+        sections += [_verdict(source, validations) for source, validations in run.accuracies.items()]
+    return "".join(sections)
 
 
 def _progress(run: RecordedRun) -> str:
     total = "an unknown number of" if run.total_steps is None else str(run.total_steps)
     reached = "no step" if run.last_step is None else f"step {run.last_step}"
-    said = [f"{run.name}: {reached} of {total} steps recorded"]
+    facts = [f"{run.name}: {reached} of {total} steps recorded"]
     if seconds := sum(value or 0 for _, value in run.values("time/step")):
-        said.append(f"{duration(seconds)} in steps")
+        facts.append(f"{duration(seconds)} in steps")
     if started := run.environment.get("started"):
-        said.append(f"last started {started}")
+        facts.append(f"last started {started}")
     troubles = [
         f"{amount:g} {row.unit} {row.help}"
         for row in METRICS
@@ -94,29 +96,31 @@ def _progress(run: RecordedRun) -> str:
         if (amount := sum(value or 0 for _, value in run.values(row.key)))
     ]
     notes = "".join(f"<p>Worth a look: {text(each)}.</p>" for each in troubles)
-    return f'<p class="soft">{text("; ".join(said))}.</p>{notes}'
+    return f'<p class="soft">{text("; ".join(facts))}.</p>{notes}'
 
 
 def _verdict(source: str, validations: Sequence[Accuracy]) -> str:
     first, last = validations[0], validations[-1]
     if len(validations) == 1:
-        said = f"validated once, at step {last.step}: {_accuracy(last)}, {last.num_prompts} prompts"
-        return f'<div class="verdict"><p><b>{text(source)}:</b> {text(said)}.</p></div>'
-    found = gain(first, last)
-    word = "gain" if found.points >= 0 else "loss"
-    points = f"{abs(100 * found.points):.1f} points"
-    judged = f"a significant {word} of {points}" if found.significant else f"no significant change ({word} of {points})"
-    kind = ("good" if found.points > 0 else "bad") if found.significant else ""
-    p = "" if found.p is None else f", {_p(found.p)}"
-    said = (
-        f"validation accuracy went from {_accuracy(first)} at step {first.step} to {_accuracy(last)} at step "
-        f"{last.step} on {last.num_prompts} prompts: {judged} ({found.basis}{p})"
+        sentence = f"validated once, at step {last.step}: {_accuracy(last)}, {last.num_prompts} prompts"
+        return f'<div class="verdict"><p><b>{text(source)}:</b> {text(sentence)}.</p></div>'
+    change = gain(first, last)
+    word = "gain" if change.points >= 0 else "loss"
+    points = f"{abs(100 * change.points):.1f} points"
+    judgement = (
+        f"a significant {word} of {points}" if change.significant else f"no significant change ({word} of {points})"
     )
-    return f'<div class="verdict {kind}"><p><b>{text(source)}:</b> {text(said)}.</p></div>'
+    kind = ("good" if change.points > 0 else "bad") if change.significant else ""
+    p = "" if change.p is None else f", {_p(change.p)}"
+    sentence = (
+        f"validation accuracy went from {_accuracy(first)} at step {first.step} to {_accuracy(last)} at step "
+        f"{last.step} on {last.num_prompts} prompts: {judgement} ({change.basis}{p})"
+    )
+    return f'<div class="verdict {kind}"><p><b>{text(source)}:</b> {text(sentence)}.</p></div>'
 
 
 def _learned(runs: Sequence[RecordedRun]) -> str:
-    """First, best and last of each run and data source."""
+    """The table of first, best and last validation of each run and data source."""
     rows = []
     for name, run in zip(_names(runs), runs, strict=True):
         for source, validations in run.accuracies.items():
@@ -140,14 +144,14 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
     open_keys = {key for _, keys in CHARTS for key in keys}
     rest = [key for key in known if key not in open_keys and not key.startswith("time/") and not _validates(key)]
     others = "".join(_chart(key, (key,), runs) for key in rest)
-    found = f'<h2>Curves</h2><div class="charts">{"".join(shown)}</div>'
+    section = f'<h2>Curves</h2><div class="charts">{"".join(shown)}</div>'
     if not "".join(shown):
-        found = '<h2>Curves</h2><p class="soft">No step was recorded.</p>'
-    return found + (details("Every other metric", f'<div class="charts">{others}</div>') if others else "")
+        section = '<h2>Curves</h2><p class="soft">No step was recorded.</p>'
+    return section + (details("Every other metric", f'<div class="charts">{others}</div>') if others else "")
 
 
 def _validation_chart(runs: Sequence[RecordedRun]) -> str:
-    """From the samples, with intervals; for a data source without samples from the metrics, without."""
+    """The chart of accuracies: from samples with intervals; from metrics for a data source without samples."""
     series = []
     for name, run in zip(_names(runs), runs, strict=True):
         prefix = f"{name}: " if len(runs) > 1 else ""
@@ -202,28 +206,28 @@ def _seconds(run: RecordedRun) -> str:
     return f'<h2>Time</h2><div class="charts">{chart}<figure>{shares}</figure></div>'
 
 
-def _told(run: RecordedRun) -> str:
+def _notes_and_warnings(run: RecordedRun) -> str:
     config = f"<pre>{text(run.config)}</pre>" if run.config else '<p class="soft">config.yaml is missing.</p>'
     rows = [[key, value] for key, value in _flat("", run.environment)]
     place = table([], rows) if rows else '<p class="soft">environment.json is missing.</p>'
-    return "<h2>Told and found</h2>" + details("Configuration", config) + details("Environment", place)
+    return "<h2>Notes and warnings</h2>" + details("Configuration", config) + details("Environment", place)
 
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, str]]:
-    """Dotted name and text of every leaf."""
+    """(dotted name, text) of every leaf of ``value``."""
     if isinstance(value, dict):
         return [leaf for key, item in value.items() for leaf in _flat(f"{prefix}.{key}" if prefix else str(key), item)]
     return [(prefix, " ".join(map(str, value)) if isinstance(value, list) else str(value))]
 
 
 def _names(runs: Sequence[RecordedRun]) -> list[str]:
-    """Of the runs; whole paths where two directories are called the same."""
+    """Names of the runs; whole paths if two directories have the same name."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
 
 def _row(key: str) -> Metric | None:
-    """None for a metric that another version reported."""
+    """The row of ``key``; None for a metric of another version."""
     try:
         return metric_of(key)
     except AssertionError:
@@ -236,21 +240,21 @@ def _validates(key: str) -> bool:
 
 
 def _label(key: str) -> str:
-    """The short name; the key itself for one of a family."""
+    """The short name of ``key``; for a member of a family the key itself."""
     row = _row(key)
     return key if row is None or row.key != key else row.short
 
 
-def _accuracy(found: Accuracy) -> str:
-    low, high = found.interval
-    return f"{100 * found.mean:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
+def _accuracy(accuracy: Accuracy) -> str:
+    low, high = accuracy.interval
+    return f"{100 * accuracy.mean:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def _change(found: Gain, complete: bool) -> str:
+def _change(change: Gain, complete: bool) -> str:
     if not complete:
-        return f"{100 * found.points:+.1f} points so far"
-    judged = "significant" if found.significant else "not significant"
-    return f"{100 * found.points:+.1f} points, {judged}" + ("" if found.p is None else f", {_p(found.p)}")
+        return f"{100 * change.points:+.1f} points so far"
+    judgement = "significant" if change.significant else "not significant"
+    return f"{100 * change.points:+.1f} points, {judgement}" + ("" if change.p is None else f", {_p(change.p)}")
 
 
 def _p(p: float) -> str:

@@ -1,15 +1,15 @@
-"""The run directory: what a run was told and where it ran.
+"""The run directory: a run's configuration, its environment and its records.
 
     config.yaml        the composed configuration
     environment.json   versions, commit, hardware, command line, number of steps
     metrics.jsonl      one object a step
     rollouts/ validation/   samples, step_N.parquet
     logs/              of loggers and workers
-    earlier/N/         what an earlier run in the same directory left; nothing of a user's is deleted
+    earlier/N/         records of earlier runs in the same directory; nothing of a user's is deleted
 
-No file of it holds the value of a secret of the environment; see ``secrets``.
+No file holds the value of a secret of the environment; see ``secrets``.
 
-A resumed run goes on after the step it resumed from: what was recorded of later steps is replaced as they are redone.
+A resumed run replaces the records of later steps as it repeats them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RECORDS = ("metrics.jsonl", "rollouts", "validation", "report.html")
 
 
 def plain(value: Any) -> Any:
-    """``value`` made of dicts, lists, strings and numbers alone: enums by their value, dataclasses by their fields."""
+    """``value`` as dicts, lists, strings and numbers: an enum becomes its value, a dataclass its fields."""
     if isinstance(value, Enum):
         return plain(value.value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -69,9 +69,9 @@ def prepare(
     resumed_step: int | None,
     devices: Mapping[str, Any],
 ) -> None:
-    """Write config.yaml and environment.json, and make room for the steps after ``resumed_step``; None: for all.
+    """Write config.yaml and environment.json, and remove samples of the steps after ``resumed_step``.
 
-    config: without secrets already; the tracker tells loggers the same.
+    config: already without secrets.  resumed_step: None: a fresh run; moves all earlier records aside.
     """
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     if resumed_step is None:
@@ -83,7 +83,7 @@ def prepare(
                     path.unlink()
     with replaced(run_dir / "config.yaml") as new:
         new.write_text(yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
-    found = {
+    environment = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "total_steps": total_steps,
         "resumed_step": resumed_step,
@@ -93,11 +93,11 @@ def prepare(
         "hardware": _hardware() | plain(devices),
     }
     with replaced(run_dir / "environment.json") as new:
-        new.write_text(json.dumps(redact(found), indent=2) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(redact(environment), indent=2) + "\n", encoding="utf-8")
 
 
 def set_aside(paths: Sequence[Path], directory: Path) -> None:
-    """What another run, or another course of it, left in ``directory`` goes to ``directory/earlier/N``."""
+    """Move ``paths``, records of an earlier run in ``directory``, to ``directory/earlier/N``."""
     if not paths:
         return
     number = 1
@@ -109,24 +109,24 @@ def set_aside(paths: Sequence[Path], directory: Path) -> None:
 
 
 def _versions() -> dict[str, str]:
-    found = {"mcore_rl": mcore_rl.__version__, "python": platform.python_version()}
+    versions = {"mcore_rl": mcore_rl.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _commit() -> str | None:
-    """Of the repository that this package is in, "-dirty" where tracked files were changed; None outside of one."""
+    """The commit of this package's repository, with "-dirty" if tracked files were changed; None outside of one."""
     root = Path(mcore_rl.__file__).parents[1]
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
         environment = without_secrets()
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, env=environment)
-        return answer.stdout.strip()
+        completed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, env=environment)
+        return completed.stdout.strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")) != root.resolve():
@@ -138,7 +138,7 @@ def _commit() -> str | None:
 
 
 def _hardware() -> dict[str, Any]:
-    """Of the host that the controller runs on."""
+    """The hardware of the controller's host."""
     return {
         "host": platform.node(),
         "system": platform.platform(),
@@ -149,7 +149,7 @@ def _hardware() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The model; what the platform calls it where it says no model."""
+    """The processor's model, else the platform's name of it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

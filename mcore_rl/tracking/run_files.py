@@ -1,4 +1,4 @@
-"""A run as its files tell it: also one that was killed, is still going, or has lost some of them."""
+"""Reads a run from its files; it may have been killed, be still going, or have lost some of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVIDENCE = ("data_source", "prompt_id", "correct")
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What was found.  steps: lines of metrics.jsonl.  environment, config: {} and "" where the file is gone."""
+    """The files of a run.  steps: lines of metrics.jsonl.  environment, config: {} and "" if the file is missing."""
 
     path: Path
     steps: tuple[dict[str, Any], ...]
@@ -32,23 +32,23 @@ class RecordedRun:
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """Name of the run's directory."""
         return self.path.resolve().name
 
     @property
     def last_step(self) -> int | None:
-        """None where no step was recorded."""
+        """The last recorded step; None if there is none."""
         return self.steps[-1]["step"] if self.steps else None
 
     @property
     def total_steps(self) -> int | None:
-        """None where environment.json does not say."""
-        found = self.environment.get("total_steps")
-        return found if isinstance(found, int) else None
+        """Steps of the whole run; None if environment.json lacks them."""
+        steps = self.environment.get("total_steps")
+        return steps if isinstance(steps, int) else None
 
     @property
     def complete(self) -> bool:
-        """Every step that was to be made is recorded."""
+        """Whether the last step of the run is recorded."""
         return self.last_step is not None and self.total_steps is not None and self.last_step >= self.total_steps
 
     def values(self, key: str) -> list[tuple[int, float | None]]:
@@ -60,13 +60,13 @@ class RecordedRun:
         return list(dict.fromkeys(key for row in self.steps for key in row if key != "step"))
 
     def phases(self) -> list[str]:
-        """Those of ``PHASES`` that took any time, in the order of a step."""
+        """The phases among ``PHASES`` that took any time, in the order of a step."""
         return [phase for phase in PHASES if any(value for _, value in self.values(f"time/{phase}"))]
 
     @cached_property
     def accuracies(self) -> dict[str, list[Accuracy]]:
         """Data source -> its validations in the order of steps, from the parquet files."""
-        found: dict[str, list[Accuracy]] = defaultdict(list)
+        validations: dict[str, list[Accuracy]] = defaultdict(list)
         for step in sample_files(self.path, "validation"):
             rights: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
             for row in self.samples(step, "validation", EVIDENCE):
@@ -75,11 +75,11 @@ class RecordedRun:
                     rights[source][prompt].append(float(row["correct"]))
             for source, prompts in rights.items():
                 means = {prompt: sum(right) / len(right) for prompt, right in prompts.items()}
-                found[source].append(Accuracy(step, means))
-        return dict(sorted(found.items()))
+                validations[source].append(Accuracy(step, means))
+        return dict(sorted(validations.items()))
 
     def samples(self, step: int, kind: Kind, columns: tuple[str, ...] | None = None) -> list[dict[str, Any]]:
-        """The rows of a step's samples, [] where they cannot be read; a column that is not there is left out."""
+        """The rows of a step's samples, [] if they cannot be read; missing columns are left out."""
         path = sample_files(self.path, kind).get(step)
         try:
             if path is None:
@@ -93,7 +93,7 @@ class RecordedRun:
 
 
 def read_run(path: Path | str) -> RecordedRun:
-    """The run in the directory ``path``.  ConfigError: there is none."""
+    """The run in the directory ``path``.  ConfigError: it holds no run."""
     path = Path(path)
     names = ("metrics.jsonl", "environment.json", "config.yaml")
     if not any((path / name).is_file() for name in names):
@@ -106,10 +106,10 @@ def read_run(path: Path | str) -> RecordedRun:
 
 def _environment(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(_text(path / "environment.json"))
+        environment = json.loads(_text(path / "environment.json"))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return environment if isinstance(environment, dict) else {}
 
 
 def _text(path: Path) -> str:

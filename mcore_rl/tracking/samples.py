@@ -18,10 +18,10 @@ Rows = Callable[[], Sequence[dict[str, Any]]]
 
 
 def write_samples(run_dir: Path, step: int, kind: Kind, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write ``rows``, whose keys are columns; a row that lacks one has null there.
+    """Write ``rows``; their keys become columns, and a missing key becomes null.
 
-    Values of one column that have no common type, or that are nested, are written as JSON text, so that no row of a
-    dataset or of a reward function can end a run.
+    A column without a common type, or with nested values, is written as JSON text, so that no row of a data set or of a
+    reward function can end a run.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     table = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
@@ -32,19 +32,19 @@ def write_samples(run_dir: Path, step: int, kind: Kind, rows: Sequence[dict[str,
 
 
 def sample_files(run_dir: Path, kind: Kind) -> dict[int, Path]:
-    """Step -> file, in the order of steps."""
-    found = {}
+    """Step -> its file, in the order of steps."""
+    files = {}
     for path in (run_dir / kind).glob("step_*.parquet"):
         if match := re.fullmatch(r"step_(\d+)\.parquet", path.name):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+            files[int(match[1])] = path
+    return dict(sorted(files.items()))
 
 
 def _column(values: list[Any]) -> Any:
     try:
-        found = pa.array(values)
-        if not pa.types.is_nested(found.type):
-            return found
+        column = pa.array(values)
+        if not pa.types.is_nested(column.type):
+            return column
     except (pa.ArrowException, OverflowError, UnicodeEncodeError):
         pass  # mixed types, integers of more than 64 bits, half a surrogate pair
     return pa.array([None if value is None else _text(value) for value in values], pa.string())

@@ -1,11 +1,11 @@
-"""Secrets in the environment: which variables hold them, who does not get them, and text without their values.
+"""Secrets in the environment: finds the variables that hold them, and removes them from processes and from text.
 
-The controller alone keeps them, for the loggers that need a key and for what is downloaded.  Processes that it starts
-to grade, to train and to generate do without (``without_secrets``, ``secret_names``, ``forget_secrets``), so that
-nothing they write can hold one; what the controller writes in the run directory passes ``redacted`` first.
+Only the controller keeps them, for loggers and downloads that need a key.  Processes that it starts to grade, train and
+generate run without (``without_secrets``, ``secret_names``, ``forget_secrets``), so that nothing they write can hold a
+secret; the controller redacts what it writes into the run directory.
 
-A secret is known by the name of its variable, or as a password in a URL.  Values shorter than ``MIN_LENGTH`` are not
-looked for in text: it would lose its words.
+A secret is recognised by the name of its variable, or as a password in a URL.  Values shorter than ``MIN_LENGTH`` are
+not searched for in text, because they may be ordinary words.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _URL_PASSWORD = re.compile(r"://[^/\s@]*:([^/\s@]+)@")
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether an environment variable is one that nobody but the controller should have."""
+    """Whether an environment variable holds a secret, which only the controller should have."""
     if name in _NOT_SECRET:
         return False
     return _NAME.search(name) is not None or _URL_PASSWORD.search(value) is not None
@@ -38,24 +38,24 @@ def secret_names(environ: Mapping[str, str] = os.environ) -> set[str]:
 
 
 def without_secrets(allowed: Iterable[str] = (), environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for a process that needs none of them but ``allowed``."""
+    """The environment without secrets, except those in ``allowed``."""
     hidden = secret_names(environ) - set(allowed)
     return {name: value for name, value in environ.items() if name not in hidden}
 
 
 def forget_secrets() -> None:
-    """Take them out of this process's own environment, where somebody else started it with them."""
+    """Delete the secrets from this process's own environment."""
     for name in secret_names():
         del os.environ[name]
 
 
 def redacted(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """``text`` with *** for every value of a secret in it, and for each line of one that has several."""
+    """``text`` with *** for every value of a secret, and for every line of a value of several lines."""
     return _without(text, _values(environ))
 
 
 def redact(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
-    """``value`` with every text in its dicts and lists redacted; anything else as it is."""
+    """``value`` with every text in its dicts and lists redacted; anything else is unchanged."""
     hidden = _values(environ)
     return _redact(value, hidden) if hidden else value
 
@@ -77,10 +77,10 @@ def _without(text: str, hidden: list[str]) -> str:
 
 
 def _values(environ: Mapping[str, str]) -> list[str]:
-    """Longest first, so that one that is part of another leaves nothing of it."""
-    found = set()
+    """The values of secrets, longest first, so that a value that is part of another leaves nothing of that one."""
+    values = set()
     for name, value in environ.items():
         if is_secret(name, value):
             passwords = set() if _NAME.search(name) else set(_URL_PASSWORD.findall(value))
-            found |= passwords or {value, *map(str.strip, value.splitlines())}
-    return sorted((value for value in found if len(value) >= MIN_LENGTH), key=len, reverse=True)
+            values |= passwords or {value, *map(str.strip, value.splitlines())}
+    return sorted((value for value in values if len(value) >= MIN_LENGTH), key=len, reverse=True)

@@ -1,8 +1,8 @@
-"""The tracker: everything that is told of a run, behind one object.
+"""The tracker: one object that records metrics, samples and progress of a run.
 
-The run directory always is told; the loggers of ``trainer.logger`` besides; none of them the value of a secret (see
-``secrets``).  A logger that cannot start ends the run before it begins, because the user asked for it; one that fails
-later, as a disk or a network may, is warned about once, because hours of training are worth more than a curve.
+It writes to the run directory and to the loggers of ``trainer.logger``; none of them gets the value of a secret (see
+``secrets``).  A logger that cannot start ends the run before it begins, because the user asked for it.  One that fails
+later, as a disk or a network may, causes one warning, because hours of training are worth more than a curve.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ REMEDIES = {
 
 
 class Sink(Protocol):
-    """One that is told.  name: for warnings.  Every method may raise anything."""
+    """A destination of the tracker.  name: for warnings.  Every method may raise anything."""
 
     name: str
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See ``Tracker.log``."""
+        """Record a step; see ``Tracker.log``."""
 
     def samples(self, step: int, kind: Kind, rows: Rows) -> None:
-        """See ``Tracker.samples``."""
+        """Record samples; see ``Tracker.samples``."""
 
     def now(self, text: str, done: float | None, total: float | None) -> None:
-        """See ``Tracker.now``."""
+        """Show the current activity; see ``Tracker.now``."""
 
     def close(self) -> None:
-        """Nothing more will be told."""
+        """Finish; no other call follows."""
 
 
 class RunDirectorySink:
-    """metrics.jsonl, rollouts/ and validation/.  keep: steps that were recorded before and stay.
+    """Writes metrics.jsonl, rollouts/ and validation/.  keep: existing records up to this step stay.
 
-    Samples are made and written by a thread, because a large step's take seconds; at most one file is on its way, and
-    what went wrong with it is raised by the next call.
+    A thread makes and writes samples, because those of a large step take seconds.  It writes at most one file at a
+    time; the next call raises its error.
     """
 
     name = "run directory"
@@ -69,21 +69,21 @@ class RunDirectorySink:
         self._writing: Future[Path] | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A line."""
+        """Append a line to metrics.jsonl."""
         self._metrics.write(step, metrics)
 
     def samples(self, step: int, kind: Kind, rows: Rows) -> None:
-        """A file."""
+        """Start writing the step's file."""
         try:
             self._finish_writing()
         finally:
             self._writing = self._writer.submit(lambda: write_samples(self._run_dir, step, kind, rows()))
 
     def now(self, text: str, done: float | None, total: float | None) -> None:
-        """Nothing: it is told of steps."""
+        """Does nothing: files hold steps, not progress."""
 
     def close(self) -> None:
-        """Everything is written."""
+        """Wait until everything is written."""
         self._metrics.close()
         self._writer.shutdown()
         self._finish_writing()
@@ -95,7 +95,7 @@ class RunDirectorySink:
 
 
 class Tracker:
-    """``with Tracker.open(...) as tracker:``; leaving the block closes it, and gives the terminal back."""
+    """Records a run: ``with Tracker.open(...) as tracker:``; leaving the block closes it and restores the terminal."""
 
     def __init__(self, sinks: Sequence[Sink], last_step: int = -1) -> None:
         self._sinks = tuple(sinks)
@@ -114,20 +114,20 @@ class Tracker:
         resumed_step: int | None = None,
         devices: Mapping[str, Any] | None = None,
     ) -> Tracker:
-        """Make the run directory and start the loggers.
+        """Create the run directory and start the loggers.
 
         config: the composed configuration; may hold enums and dataclasses.  total_steps: of the whole run.  console:
-        instead of standard output.  resumed_step: the step whose checkpoint the run goes on from: what was recorded
-        of later ones is dropped; None is a fresh run, and what another run recorded here is moved to ``earlier/N``.
-        devices: what the workers say of their hardware, for environment.json.
-        ConfigError: the directory cannot be written, or a logger cannot start; all of them, each with the remedy.
+        instead of standard output.  resumed_step: the step whose checkpoint the run continues; records of later steps
+        are dropped.  None: a fresh run; records of another run are moved to ``earlier/N``.  devices: the workers'
+        hardware, for environment.json.
+        Raises ConfigError with every violation: the directory cannot be written, a logger cannot start.
         """
         run_dir, keep = Path(run_dir), -1 if resumed_step is None else resumed_step
         values = redact(plain(config))
         makers: dict[Logger, Callable[[], Sink]] = {
             Logger.wandb: lambda: WandbSink(run_dir, trainer, values, resumed_step is not None),
             Logger.tensorboard: lambda: TensorboardSink(run_dir, trainer, keep + 1),
-            Logger.console: lambda: ConsoleSink(console or Console(), total_steps),  # last: nobody prints after it
+            Logger.console: lambda: ConsoleSink(console or Console(), total_steps),  # last, so that no other prints
         }
         sinks: list[Sink] = []
         violations: list[Violation] = []
@@ -142,7 +142,7 @@ class Tracker:
                 continue
             try:
                 sinks.append(make())
-            except Exception as error:  # noqa: BLE001 - a third party's; whatever it is, it is named with the remedy
+            except Exception as error:  # noqa: BLE001 - third parties raise anything; report it with the remedy
                 problem = f"cannot start: {type(error).__name__}: {str(error).strip() or 'no message'}"
                 violations.append(Violation("trainer.logger", logger.value, problem, REMEDIES[logger]))
         if violations:
@@ -151,7 +151,7 @@ class Tracker:
         return cls(sinks, keep)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of one step, once a step, validation included; keys are those of ``metrics.METRICS``.
+        """Record the metrics of one step, once a step, validation included; keys are in ``metrics.METRICS``.
 
         Step 0 is validation before training.  AssertionError: an unknown key, or a step that does not rise.
         """
@@ -163,20 +163,20 @@ class Tracker:
         self._tell(lambda sink: sink.log(step, numbers))
 
     def samples(self, step: int, kind: Kind, rows: Rows) -> None:
-        """Samples of one step, to ``{kind}/step_N.parquet``; before or after its ``log``.
+        """Write samples of one step to ``{kind}/step_N.parquet``; before or after its ``log``.
 
-        Loggers show the first ``trainer.log_val_generations`` of validation.  rows: makes them, in a thread while the
-        run goes on; what it makes them of is no longer the caller's to change.
+        Loggers show the first ``trainer.log_val_generations`` of validation.  rows: called in a thread while the run
+        goes on; the caller must not change the data that it reads.
         """
         shown = cache(lambda: redact(rows()))
         self._tell(lambda sink: sink.samples(step, kind, shown))
 
     def now(self, text: str, done: float | None = None, total: float | None = None) -> None:
-        """What is happening, for the live line.  done, total: how far it is, in anything that can be counted."""
+        """Show the current activity in the live line.  done, total: its progress, in any unit."""
         self._tell(lambda sink: sink.now(text, done, total))
 
     def close(self) -> None:
-        """Every sink is closed, also after one that failed; again is nothing."""
+        """Close every sink, even if one fails; idempotent."""
         sinks, self._sinks = self._sinks, ()
         self._tell(lambda sink: sink.close(), sinks[::-1])
 
@@ -192,10 +192,12 @@ class Tracker:
         for sink in self._sinks if sinks is None else sinks:
             try:
                 what(sink)
-            except Exception as error:  # noqa: BLE001 - a third party's, and the run goes on
+            except Exception as error:  # noqa: BLE001 - third parties raise anything, and the run goes on
                 if sink.name not in self._warned:
                     self._warned.add(sink.name)
-                    said = f"{type(error).__name__}: {error}"
+                    message = f"{type(error).__name__}: {error}"
                     warnings.warn(
-                        f"{sink.name}: {said}. The run goes on without; this is said once", RuntimeWarning, stacklevel=3
+                        f"{sink.name}: {message}. The run goes on without; this is said once",
+                        RuntimeWarning,
+                        stacklevel=3,
                     )

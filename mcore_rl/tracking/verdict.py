@@ -15,33 +15,33 @@ SIGNIFICANT = 0.05
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of one data source at one step.  by_prompt: share of right samples of each prompt."""
+    """Validation accuracy of one data source at one step.  by_prompt: share of right samples of each prompt."""
 
     step: int
     by_prompt: Mapping[str, float]
 
     @property
     def num_prompts(self) -> int:
-        """Prompts that were validated."""
+        """Number of validated prompts."""
         return len(self.by_prompt)
 
     @property
     def mean(self) -> float:
-        """Over prompts, in [0, 1]."""
+        """Mean over prompts, in [0, 1]."""
         return math.fsum(self.by_prompt.values()) / self.num_prompts
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % confidence."""
+        """The 95 % confidence interval of the mean."""
         return wilson(self.mean * self.num_prompts, self.num_prompts)
 
 
 @dataclass(frozen=True)
 class Gain:
-    """From the first validation to the last.
+    """The change from the first validation to the last.
 
-    points: difference of the accuracies, in [-1, 1].  p: of as large a difference by chance; None where it was not
-    computed, because the prompts differ.  significant: at 5 %.  basis: how that was judged.
+    points: difference of the accuracies, in [-1, 1].  p: probability of so large a difference by chance; None if the
+    prompts differ.  significant: at 5 %.  basis: the test, in words.
     """
 
     points: float
@@ -76,7 +76,7 @@ def sign_test(ups: int, downs: int) -> float:
 def gain(first: Accuracy, last: Accuracy) -> Gain:
     """How far ``last`` is above ``first``.
 
-    The same prompts are compared one by one; where they differ, the two intervals are put together as independent ones
+    Equal prompts are compared one by one; for different prompts the two intervals are combined as independent ones
     (Newcombe, Stat. Med. 17, 1998, method 10).
     """
     points = last.mean - first.mean
@@ -94,7 +94,7 @@ def gain(first: Accuracy, last: Accuracy) -> Gain:
 
 
 def best(accuracies: Sequence[Accuracy]) -> Accuracy:
-    """The highest; the first of equals.  It was picked, so it flatters: no test is made of it."""
+    """The highest accuracy, the first of equals.  It was picked for being high, so no test is made of it."""
     return max(accuracies, key=lambda accuracy: accuracy.mean)
 
 

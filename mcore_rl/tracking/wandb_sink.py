@@ -1,4 +1,4 @@
-"""Weights & Biases.  Offline, disabled, keys and hosts are wandb's own affair (WANDB_MODE, ``wandb login``)."""
+"""The Weights & Biases logger.  wandb itself handles offline mode, keys and hosts (WANDB_MODE, ``wandb login``)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mcore_rl.tracking.secrets import redact
 class WandbSink:
     """A wandb run, of ``trainer.project_name`` and ``trainer.experiment_name``; its files go to ``logs/wandb``.
 
-    resumed: go on with the run that this run directory's last process began.  Raises whatever wandb raises.
+    resumed: continue the wandb run of this run directory.  Raises whatever wandb raises.
     """
 
     name = "wandb"
 
     def __init__(self, run_dir: Path, trainer: TrainerConfig, config: Mapping[str, Any], resumed: bool) -> None:
-        import wandb  # a second, and only for those who ask for it
+        import wandb  # takes a second
 
         self._wandb: Any = wandb
         self._num_shown = trainer.log_val_generations
@@ -36,15 +36,15 @@ class WandbSink:
             dir=str(logs),
             id=_run_id(logs / "wandb_id", resumed),
             resume="allow",
-            settings=wandb.Settings(console="off"),  # the live line is nothing to capture
+            settings=wandb.Settings(console="off"),  # do not capture the live line
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The step's metrics under their own names."""
+        """Log the step's metrics under their own names."""
         self._run.log(dict(metrics), step=step)
 
     def samples(self, step: int, kind: str, rows: Rows) -> None:
-        """A table of the first validation samples."""
+        """Log a table of the first validation samples."""
         if kind != "validation" or not (shown := list(rows()[: self._num_shown])):
             return
         columns = list(dict.fromkeys(name for row in shown for name in row))
@@ -52,22 +52,22 @@ class WandbSink:
         self._run.log({"validation/samples": table}, step=step)
 
     def now(self, text: str, done: float | None, total: float | None) -> None:
-        """Nothing: wandb is told of steps."""
+        """Does nothing: wandb shows steps."""
 
     def close(self) -> None:
-        """Wait until everything was sent."""
+        """Wait until everything is sent."""
         self._run.finish()
 
 
 def _run_id(path: Path, resumed: bool) -> str:
     if resumed and path.is_file():
         return path.read_text(encoding="utf-8").strip()
-    found = uuid.uuid4().hex[:12]
+    run_id = uuid.uuid4().hex[:12]
     with replaced(path) as new:
-        new.write_text(found + "\n", encoding="utf-8")
-    return found
+        new.write_text(run_id + "\n", encoding="utf-8")
+    return run_id
 
 
 def _cell(value: Any) -> Any:
-    """A table's column has one type: what is no number is text."""
+    """``value`` as a number or text: a column of wandb's table has one type."""
     return value if isinstance(value, int | float | None) else str(value)

@@ -112,7 +112,7 @@ class PackedAttention(MegatronModule):
         return out.view(b, s, -1).transpose(0, 1).contiguous()
 
     def _attend(self, query_T: Tensor, key_T: Tensor, value_T: Tensor, packed: PackedSequences) -> Tensor:
-        """[t, heads, head_dim] from this rank's rows of all three."""
+        """[t, heads, head_dim] from this rank's rows of query, key and value."""
         assert query_T.shape[0] * packed.cp == sum(packed.padded_lengths), (
             f"{query_T.shape[0]} rows on each of {packed.cp} ranks for sequences of {packed.padded_lengths}"
         )
@@ -130,7 +130,7 @@ class PackedAttention(MegatronModule):
 
 
 def _refuse_unless_causal(attn_mask_type: AttnMaskType) -> None:
-    # Megatron says padding_causal where padding tokens stand behind a sequence; to causal attention that is the same.
+    # padding_causal means padding behind each sequence; causal attention never looks there.
     causal = (AttnMaskType.causal, AttnMaskType.padding_causal)
     assert attn_mask_type in causal, f"causal attention only, not {attn_mask_type}"
 

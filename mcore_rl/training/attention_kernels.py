@@ -1,10 +1,10 @@
 """Causal attention of packed sequences by the kernels that PyTorch has: SDPA a sequence at a time, or one flash call.
 
-Also what every kernel of ours agrees on: which keys a run of queries sees (``blocks``, ``visible``).  Soft-capped
-scores have no kernel and are in ``capped_attention``.
+``blocks`` and ``visible`` define, for every kernel of ours, which keys a run of queries sees.  Soft-capped scores have
+no kernel; see ``capped_attention``.
 
-Everywhere: query_T [t, heads, head_dim] are the rows of this rank, key_T and value_T [T, groups, head_dim] those of
-whole sequences in order, ``packed.segments`` says which queries see which keys.  A window of W tokens lets a query see
+Everywhere: query_T [t, heads, head_dim] are the rows of this rank, key_T and value_T [T, groups, head_dim] the rows of
+whole sequences in order; ``packed.segments`` lists which queries see which keys.  A window of W tokens lets a query see
 itself and the W - 1 tokens before it; None is no window.  The result is [t, heads, value head_dim].
 """
 
@@ -29,10 +29,10 @@ _SHORTEST_BLOCK = 128  # queries of one SDPA call under a window; below that its
 
 
 def blocks(num_queries: int, num_keys: int, window: int | None, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Runs of at most ``rows`` queries, and the keys that they see between them, in order.
+    """Runs of at most ``rows`` queries, each with the range of keys that any of them sees, in order.
 
-    The last of the ``num_queries`` sees up to the last of the ``num_keys``, and so it is within each block: its last
-    query sees up to its last key.  Keys that the causal mask or the window hide from a whole block are not in it.
+    The last query sees up to the last key, in all and within each block.  A block leaves out keys that the causal mask
+    or the window hides from all its queries.
     """
     before = num_keys - num_queries
     for start in range(0, num_queries, rows):
@@ -69,7 +69,7 @@ def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float, windo
 
 
 def _attend_run(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-    """As ``attend_causal``, in blocks that leave out what the window hides: about 1.25 W keys a query instead of k."""
+    """``attend_causal`` in blocks without the keys that the window hides: about 1.25 W keys a query instead of k."""
     num_queries, num_keys = query.shape[0], key.shape[0]
     if window is None or num_keys <= window:
         return attend_causal(query, key, value, scale)
@@ -83,8 +83,8 @@ def attend_one_by_one(
 ) -> Tensor:
     """One SDPA call per segment, or per block of it under a window: any device and dtype.
 
-    On the CPU this beats one call over padded or block-masked sequences, but for those of a dozen tokens.  ``split``
-    and not slicing: the backward of a slice fills a whole [T, ...] gradient, once per sequence.
+    On the CPU this beats one call over padded or block-masked sequences, except for sequences of a dozen tokens.
+    ``split`` and not slicing: the backward of a slice fills a whole [T, ...] gradient, once per sequence.
     """
     segments = packed.segments
     queries = torch.split(query_T, list(segments.query_lengths))
@@ -94,7 +94,7 @@ def attend_one_by_one(
 
 
 def varlen_can_run(query_T: Tensor, value_T: Tensor, packed: PackedSequences, window: int | None = None) -> bool:
-    """Whether the flash kernel of this device computes just these segments; float32 and the CPU have none."""
+    """Whether this device has a flash kernel that computes these segments; float32 and the CPU have none."""
     head_dim = query_T.shape[-1]
     return (
         query_T.device.type != "cpu"
@@ -125,7 +125,7 @@ def honours_window(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _ask(device: torch.device, dtype: torch.dtype, num_queries: int, window: int | None) -> float:
-    """What the first query gets (the last, under a window) from 4 keys of equal scores, of values 0, 3, 6 and 30."""
+    """The output of the first query (the last, under a window) over 4 keys of equal scores and values 0, 3, 6, 30."""
     query = torch.zeros(num_queries, 1, 64, device=device, dtype=dtype)
     key = torch.zeros(4, 1, 64, device=device, dtype=dtype)
     value = torch.tensor([0.0, 3.0, 6.0, 30.0], device=device, dtype=dtype)[:, None, None].repeat(1, 1, 64)
@@ -139,7 +139,7 @@ def _varlen(
     query: Tensor, key: Tensor, value: Tensor, query_boundaries: Tensor, key_boundaries: Tensor,
     max_queries: int, max_keys: int, *, scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Causal ``varlen_attn``."""
+    """Causal ``varlen_attn`` with a window of ``window`` tokens."""
     out = varlen_attn(
         query,
         key,
@@ -149,7 +149,7 @@ def _varlen(
         max_queries,
         max_keys,
         scale=scale,
-        # keys to the left of a query's own, -1 is any number; and none to the right
+        # (keys to the left of a query's own, -1 for all; keys to the right)
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )

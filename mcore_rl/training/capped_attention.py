@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from mcore_rl.training.attention_kernels import blocks, visible
 from mcore_rl.training.sequences import PackedSequences, Segments
 
-# Bytes of one block of scores, of which a few are alive at once.  CPU: the last-level cache; accelerators: products
-# long enough to hide their launches.
+# Bytes of one block of scores; a few blocks are alive at once.  CPU: the last-level cache; accelerators: products long
+# enough to hide their launches.
 _BLOCK_BYTES_CPU = 4 * 2**20
 _BLOCK_BYTES = 128 * 2**20
 
@@ -33,7 +33,7 @@ def attend_capped(
 ) -> Tensor:  # fmt: skip
     """[t, heads, value head_dim]; arguments as in ``attention_kernels``.  cap: positive.
 
-    block_bytes: of one block of scores, rounded to whole queries; None is what suits the device; speed only.
+    block_bytes: size of one block of scores, rounded to whole queries; None: by device.  It changes only the speed.
     Differentiable once.
     """
     assert cap > 0, f"a cap of {cap} would turn every score into its opposite or nothing"
@@ -57,7 +57,7 @@ def _plan(
         width = num_keys if window is None else min(num_keys, 2 * window)
         rows = max(1, block_bytes // (4 * heads * width))
         if window is not None:
-            rows = min(rows, window)  # more would see keys that most of the block does not
+            rows = min(rows, window)  # a longer block would include keys that most of its queries do not see
         for queries, keys in blocks(num_queries, num_keys, window, rows):
             yield (
                 slice(first_query + queries.start, first_query + queries.stop),
@@ -67,7 +67,7 @@ def _plan(
 
 
 class _CappedAttention(torch.autograd.Function):
-    """Inside, a block is [G, n, ...]: groups of heads that share keys, and n = heads per group * queries."""
+    """A block inside has shape [G, n, ...]: G groups of heads that share keys, n = heads per group * queries."""
 
     @staticmethod
     def forward(

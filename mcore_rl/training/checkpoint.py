@@ -1,10 +1,10 @@
 """Megatron's own distributed checkpoints of the model's weights: loading and saving the live modules of all ranks.
 
-Everything is Megatron's (dist_checkpointing), but for what keeps it from working everywhere: its writer forks
-processes, which hangs on CPU, so torch's plain writer takes its place; and its modules know one dialect of keys, so
-what they ask for is renamed to what the checkpoint calls it (checkpoints/stored_keys.py).
+Megatron's dist_checkpointing does the work, with two changes so that it works everywhere: its writer forks processes,
+which hangs on CPU, so torch's plain writer takes its place; and its modules know one dialect of keys, so we rename what
+they ask for to the checkpoint's dialect (checkpoints/stored_keys.py).
 
-Weights only: optimizer, random state and the order of data are a run's business, not a model's.
+Weights only: optimizer, random state and the order of data belong to a run (``run_state``).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def load_megatron(models: Sequence[torch.nn.Module], directory: Path | str) -> N
     Collective over the world.  Any layout loads what any layout saved; dtypes are cast.  For an engine:
     ``engine.load_weights(partial(load_megatron, directory=directory))``.
 
-    CheckpointError, on all ranks, with everything that any of them found: no such checkpoint, a file that is missing or
-    too short, another number of layers, tensors that are missing or of another shape.
+    Raises CheckpointError on all ranks, with every violation on any of them: no such checkpoint, a file that is missing
+    or too short, another number of layers, tensors that are missing or of another shape.
     """
     directory = Path(directory)
     device = next(models[0].parameters()).device
@@ -71,10 +71,10 @@ def load_megatron(models: Sequence[torch.nn.Module], directory: Path | str) -> N
 def save_megatron(models: Sequence[torch.nn.Module], directory: Path | str, source: Path | None = None) -> None:
     """Write the weights of all ranks' model chunks as a Megatron checkpoint into the new ``directory``.
 
-    Collective over the world; all ranks see the directory, and it gets its name when it is complete.  source: the
-    Hugging Face directory whose config.json, tokenizer and kin come along, so that it can be converted back.
+    Collective over the world; all ranks see the directory, and it gets its name when it is complete.  source: a Hugging
+    Face directory; its config.json, tokenizer and other sidecar files are copied, so that it can be converted back.
 
-    CheckpointError, on all ranks: ``directory`` is there, the disk is full or fails, ``source`` has no config.json.
+    Raises CheckpointError on all ranks: ``directory`` exists, the disk is full or fails, ``source`` has no config.json.
     """
     device = next(models[0].parameters()).device
     live = _shards(models)
@@ -85,23 +85,23 @@ def save_megatron(models: Sequence[torch.nn.Module], directory: Path | str, sour
     def create() -> NewDirectory | None:
         return NewDirectory(directory, int(size)) if dist.get_rank() == 0 else None
 
-    made = together(create, None, device)
+    new_directory = together(create, None, device)
     incomplete = Path(directory).resolve()
     incomplete = incomplete.with_name(incomplete.name + ".incomplete")
 
     try:
         dist_checkpointing.save(dict(live), str(incomplete), _PlainWriter("torch_dist", 1), **CONTENT)
     except CheckpointException as error:  # raised on all ranks, with what each of them met
-        found = "; ".join(f"rank {rank}: {met[0]}" for rank, met in error.failures.items())
-        problem = f"cannot be written: {found}. Mend that, remove {incomplete}, and try again"
+        failures = "; ".join(f"rank {rank}: {met[0]}" for rank, met in error.failures.items())
+        problem = f"cannot be written: {failures}. Mend that, remove {incomplete}, and try again"
         raise CheckpointError(str(directory), [problem]) from error
 
     def finish() -> None:
-        if made is not None:
+        if new_directory is not None:
             if source is not None:
                 (incomplete / HF).mkdir()
                 copy_sidecar_files(source, incomplete / HF, next(models[0].parameters()).dtype)
-            made.complete()
+            new_directory.complete()
 
     together(finish, None, device)
 
@@ -110,30 +110,30 @@ class _PlainWriter(TorchDistSaveShardedStrategy):
     """Megatron's strategy, writing with torch's own synchronous writer instead of forked processes."""
 
     def save(self, sharded_state_dict: Shards, checkpoint_dir: Path | str) -> None:
-        """As ``TorchDistSaveShardedStrategy.async_save`` (strategies/torch.py:527), and then wait."""
+        """Does what ``TorchDistSaveShardedStrategy.async_save`` does (strategies/torch.py:527), but synchronously."""
         mine, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         save(mcore_to_pyt_state_dict(mine, False), storage_writer=FileSystemWriter(checkpoint_dir), planner=planner)
 
 
 def _shards(models: Sequence[torch.nn.Module]) -> Shards:
-    """Every weight of this rank as Megatron describes it, its ``data`` a view of the live parameter."""
+    """Megatron's description of every weight of this rank; its ``data`` is a view of the live parameter."""
     metadata = {
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    found: Shards = {}
+    shards: Shards = {}
     for model in models:
         state = model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         apply_factories(state)  # gate and up are stored one after the other
         for value in nested_values(state):
             if isinstance(value, ShardedTensor):  # the rest is Transformer Engine's extra state
-                found[str(len(found))] = value
-    return found
+                shards[str(len(shards))] = value
+    return shards
 
 
 def _as_stored(live: Shards, stored: DistributedCheckpoint, models: Sequence[torch.nn.Module]) -> Shards:
-    """``live``, under the keys and in the shapes that the checkpoint has them."""
+    """``live`` with the keys and global shapes of the checkpoint."""
     keys, config = StoredKeys(stored.tensors), models[0].config
     assert isinstance(config, TransformerConfig)
     problems = list(_layer_problems(keys, stored, config.num_layers))
@@ -157,7 +157,7 @@ def _as_stored(live: Shards, stored: DistributedCheckpoint, models: Sequence[tor
             prepend_axis_num=lead,
         )
         expected = wanted.global_shape
-        if own and lead:  # the number of experts, where both have one
+        if own and lead:  # both have the number of experts
             expected = (*sizes[:-1], shard.global_shape[own - 1], *expected[lead:])
         if not _fits(expected, tensor.shape, padded=shard.allow_shape_mismatch):
             problems.append(f"tensor {place.key}: expected shape {expected} and found {tensor.shape}. {MISMATCH}")
@@ -167,15 +167,15 @@ def _as_stored(live: Shards, stored: DistributedCheckpoint, models: Sequence[tor
     return renamed
 
 
-def _fits(expected: tuple[int, ...], found: tuple[int, ...], *, padded: bool) -> bool:
+def _fits(expected: tuple[int, ...], actual: tuple[int, ...], *, padded: bool) -> bool:
     if not padded:
-        return found == expected
-    return found[1:] == expected[1:] and abs(found[0] - expected[0]) < MAX_PADDING  # rows of the vocabulary
+        return actual == expected
+    return actual[1:] == expected[1:] and abs(actual[0] - expected[0]) < MAX_PADDING  # rows of the vocabulary
 
 
 def _layer_problems(keys: StoredKeys, stored: DistributedCheckpoint, expected: int) -> Iterator[str]:
-    found = {keys.num_layers_named} - {0}
+    counts = {keys.num_layers_named} - {0}
     stacked = (key for key, name in keys.names.items() if name.stem.startswith(LAYER) and name.layer is None)
-    found |= {stored.tensors[key].shape[0] for key in stacked}
-    if found != {expected}:
-        yield f"expected {expected} layers and found {', '.join(map(str, sorted(found))) or 'none'}. {MISMATCH}"
+    counts |= {stored.tensors[key].shape[0] for key in stacked}
+    if counts != {expected}:
+        yield f"expected {expected} layers and found {', '.join(map(str, sorted(counts))) or 'none'}. {MISMATCH}"

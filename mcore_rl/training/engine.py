@@ -1,4 +1,4 @@
-"""One role's model on this rank: scores tokens, trains on losses, keeps snapshots, goes to host memory and comes back.
+"""One role's model on this rank: scores tokens, trains on losses, keeps snapshots, moves to host memory and back.
 
 Every public method is collective over the world: all ranks call it in the same order.  A batch holds the sequences
 of one data-parallel coordinate; its tensor, pipeline and context peers pass the same batch.  The engine knows no
@@ -62,7 +62,10 @@ def transformer_engine_problem(
 
 
 def resolve_layer_spec(wanted: LayerSpec, problem: str | None) -> tuple[LayerSpec, list[Violation]]:
-    """``auto`` to what can be had; a Violation where Transformer Engine was asked for and there is a ``problem``."""
+    """(the layer spec to use, violations): ``auto`` takes Transformer Engine unless there is a ``problem`` with it.
+
+    Asking for Transformer Engine in spite of a ``problem`` is a violation.
+    """
     if wanted is LayerSpec.auto:
         return (LayerSpec.local if problem else LayerSpec.transformer_engine), []
     if wanted is LayerSpec.transformer_engine and problem:
@@ -92,11 +95,11 @@ class Engine:
     ) -> None:
         why_local = transformer_engine_problem(model, parallel, config.precision, platform)
         layer_spec, spec_violations = resolve_layer_spec(config.layer_spec, why_local)
-        found = [*model_violations(model), *engine_violations(config), *spec_violations]
+        violations = [*model_violations(model), *engine_violations(config), *spec_violations]
         if config.precision is Precision.bfloat16 and not platform.supports_bf16:
             problem = f"{platform.device_name} cannot compute in it"
-            found.append(Violation("precision", config.precision.value, problem, "Write precision=float32"))
-        refuse_if_any([*found, *layout_violations(model, parallel, groups.layout.world_size)])
+            violations.append(Violation("precision", config.precision.value, problem, "Write precision=float32"))
+        refuse_if_any([*violations, *layout_violations(model, parallel, groups.layout.world_size)])
         self.role, self.model, self.config, self.groups, self.platform = role, model, config, groups, platform
         self.critic, self.layer_spec = critic, layer_spec
         self.dtype = DTYPES[config.precision]
@@ -130,7 +133,7 @@ class Engine:
         return wrapped
 
     def load_weights(self, load: Callable[[Sequence[torch.nn.Module]], None]) -> None:
-        """Let ``load`` write this rank's weights in place, and bring the optimizer's main weights in line."""
+        """Let ``load`` write this rank's weights in place, then update the optimizer's main weights from them."""
         self.memory.require(OffloadPart.weights, OffloadPart.optimizer)
         assert self.snapshots.swapped_in is None, "weights loaded over a snapshot in place would be lost with it"
         with phase("load_weights", role=self.role), torch.no_grad():
@@ -188,9 +191,8 @@ class Engine:
     ) -> StepResult:
         """One optimizer step on one minibatch.  ``loss`` returns sums; ``denominators`` count the global minibatch.
 
-        with_entropy: let the loss see entropies (they cost time where they are not wanted).  kl_to: let it see the
-        exact KL to the policy of this snapshot, which costs a forward pass of it, and host memory for its logits at the
-        trained tokens of the minibatch.
+        with_entropy: give the loss entropies (they cost time).  kl_to: give it the exact KL to the policy of this
+        snapshot, which costs a forward pass and host memory for the snapshot's logits at the trained tokens.
         A non-finite loss or gradient skips the step; ``max_nonfinite_steps`` in a row raise NonFiniteError on all
         ranks.
         """
@@ -207,10 +209,10 @@ class Engine:
                 reference_MV, logits_NV = kept[microbatch.index], output.view(-1, output.shape[-1])
                 kl_N = full_kl(logits_NV, reference_MV, inputs.mask_N, temperature=temperature, **self._vocabulary)
                 inputs = replace(inputs, full_kl_N=kl_N)
-            found = loss(inputs)
-            total = found.total / denominators.loss
+            loss_sums = loss(inputs)
+            total = loss_sums.total / denominators.loss
             self._watch.loss(total, microbatch.index)
-            sums.add(total, found.metrics)
+            sums.add(total, loss_sums.metrics)
             return total
 
         with phase("train_step", role=self.role):
@@ -237,7 +239,7 @@ class Engine:
         return StepResult(loss=loss_value, grad_norm=stepped.grad_norm, lr=lr, skipped=skipped, metrics=metrics)
 
     def _count_choices(self, batch: TrainBatch, microbatches: list[Microbatch]) -> None:
-        """A forward-only pass that tells the routers how the whole global batch is spread over the experts."""
+        """Run a forward-only pass in which the routers count the choices of the whole global batch."""
         assert self.routing is not None
         self.routing.begin(Purpose.count, batch)
         with phase("count_choices"), torch.no_grad():
@@ -272,7 +274,7 @@ class Engine:
         *,
         record_routing: bool = False,
     ) -> None:
-        """All microbatches through the model, without gradient."""
+        """Run all microbatches through the model, without gradient."""
 
         def finish(microbatch: Microbatch, output: Tensor) -> Tensor:
             on_output(microbatch, output)
@@ -286,7 +288,7 @@ class Engine:
             run_schedule(self.models, microbatches, self._announce, finish, forward_only=True)
 
     def _logits_of(self, snapshot: str, batch: TrainBatch, microbatches: list[Microbatch]) -> dict[int, Tensor]:
-        """Logits at the trained rows of each microbatch, [M, V_local], in host memory; {} but on the last stage."""
+        """Logits at the trained rows of each microbatch, [M, V_local], in host memory; empty before the last stage."""
         kept: dict[int, Tensor] = {}
 
         def keep(microbatch: Microbatch, output: Tensor) -> None:
@@ -320,7 +322,7 @@ class Engine:
     def _logprobs(
         self, microbatch: Microbatch, output: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropy [N]; rows that predict nothing hold numbers without meaning."""
+        """Log-probs and entropy, each [N]; rows that predict nothing hold arbitrary numbers."""
         return token_logprobs(
             output.view(-1, output.shape[-1]),
             microbatch.labels_N,
@@ -331,7 +333,7 @@ class Engine:
 
     @property
     def _vocabulary(self) -> dict[str, Any]:
-        """How logits are read, whatever is made of them."""
+        """The arguments that ``token_logprobs`` and ``full_kl`` share."""
         return {
             "vocab_size": self.model.vocab_size,
             "soft_cap": self.model.output_soft_cap,

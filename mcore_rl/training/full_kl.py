@@ -10,13 +10,12 @@ where p = exp(z) / S.  The differences z - r are taken column by column, so that
 gradient of exactly 0.  A soft cap is applied to both as ``token_logprobs`` does.  Each rank sums over its own columns;
 two all-reduces of [M]-vectors join the sums, and backward communicates nothing.
 
-The reference is the same model with other weights, which are not in place while the policy is trained: its logits were
-kept.  As the model gave them, in its own dtype, which loses nothing; at trained tokens alone; and in host memory, from
-where they are read a few tokens at a time.
+The reference is the same model with other weights, which are not in place while the policy trains.  So its logits were
+computed before and kept: in the model's dtype, at trained tokens only, in host memory, read a few tokens at a time.
 
-Beside ``token_logprobs`` on the same logits, call this second: autograd then runs its backward first, before the other
-overwrites them.  In the wrong order the version counter of the logits stops the run.  Unlike that one it makes a
-gradient of its own: [T, V_local] once more.
+With ``token_logprobs`` on the same logits, call ``full_kl`` second: autograd then runs its backward first, before
+``token_logprobs`` overwrites the logits.  In the wrong order the version counter of the logits stops the run.
+``full_kl`` allocates a gradient of its own: another [T, V_local].
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ def full_kl(
     """KL(softmax(logits / temperature) || softmax(reference / temperature)) at each token of ``mask_T``, in nats.
 
     logits_TV: [T, V_local] of the policy, finite; rank r of ``group`` holds columns [r * V_local, (r + 1) * V_local).
-    mask_T: bool, the same on every rank.  reference_MV: of the reference at the M tokens of the mask, on any device;
-    without gradient.  The rest: as in ``token_logprobs``.
+    mask_T: bool [T], the same on every rank.  reference_MV: logits of the reference at the M tokens of the mask, on any
+    device; no gradient flows into them.  Other arguments as in ``token_logprobs``.
 
-    Returns float32 [T], 0 outside of the mask, the same on every rank, differentiable in ``logits_TV`` once; with M = 0
-    it is connected to the graph.  Wrong shapes are bugs of the caller: AssertionError.
+    Returns float32 [T], 0 outside of the mask, the same on every rank, differentiable in ``logits_TV`` once, also with
+    M = 0.  Wrong shapes are bugs of the caller: AssertionError.
     """
     rows_M = mask_T.nonzero().squeeze(1)
     assert reference_MV.shape == (len(rows_M), logits_TV.shape[1]), (
@@ -68,7 +67,7 @@ def full_kl(
 
 
 class _FullKl(torch.autograd.Function):
-    """Per-token columns are [M, 1] inside, so that they broadcast along the vocabulary."""
+    """Per-token values are [M, 1] inside, so that they broadcast along the vocabulary."""
 
     @staticmethod
     def forward(
@@ -94,7 +93,7 @@ class _FullKl(torch.autograd.Function):
             torch.sum(exp_CV, dim=1, keepdim=True, out=sums[0, span])
             torch.sum(exp_CV.mul_(z_CV.sub_(r_CV)), dim=1, keepdim=True, out=sums[2, span])
             torch.sum(r_CV.exp_(), dim=1, keepdim=True, out=sums[1, span])
-        # From this rank's maxima m to those of all, M: exp(z - M) = exp(z - m) exp(m - M), and z - r moves as well.
+        # From this rank's maxima m to the global ones, M: exp(z - M) = exp(z - m) exp(m - M), and z - r shifts too.
         moved = maxima.clone()
         if group is not None and len(rows_M):
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
@@ -117,19 +116,19 @@ class _FullKl(torch.autograd.Function):
             slope_CV = None if ctx.soft_cap is None else _cap_slope(z_CV, ctx)
             z_CV.sub_(maxima[0, span])
             r_CV.sub_(maxima[1, span])
-            found_CV = torch.sub(z_CV, r_CV).sub_(mean_M1[span]).mul_(z_CV.exp_()).mul_(scale_M1[span])
+            grad_CV = torch.sub(z_CV, r_CV).sub_(mean_M1[span]).mul_(z_CV.exp_()).mul_(scale_M1[span])
             if slope_CV is not None:
-                found_CV.mul_(slope_CV)
-            grad_TV[rows_M[span], : ctx.num_valid] = found_CV.to(grad_TV.dtype)
+                grad_CV.mul_(slope_CV)
+            grad_TV[rows_M[span], : ctx.num_valid] = grad_CV.to(grad_TV.dtype)
         return grad_TV, None, None, None, None, None, None, None
 
 
 def _chunks(
     ctx: Any, logits_TV: Tensor, reference_MV: Tensor, rows_M: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """A few tokens at a time: which of M, and z and r of the columns that are no padding, float32, to be overwritten.
+    """(slice of the M tokens, z, r) a few tokens at a time; z and r are float32 copies without padding columns.
 
-    None where all of this rank's columns are padding.
+    Yields nothing if all of this rank's columns are padding.
     """
     if ctx.num_valid == 0:
         return
@@ -145,5 +144,5 @@ def _chunks(
 
 
 def _cap_slope(z_CV: Tensor, ctx: Any) -> Tensor:
-    """The derivative of the soft cap, of what it made: ``1 - (capped / cap)^2``."""
+    """The derivative of the soft cap, from its output: ``1 - (capped / cap)^2``."""
     return z_CV.div(ctx.inverse_temperature * ctx.soft_cap).square_().neg_().add_(1.0)

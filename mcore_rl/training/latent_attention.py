@@ -39,7 +39,7 @@ from mcore_rl.training.sequences import PackedSequences
 class ReplicatedLinear(torch.nn.Module):
     """``x @ weight.T`` with the whole weight [output_size, input_size] on every tensor rank.
 
-    What ``TELinear`` with ``parallel_mode="duplicated"`` is to the Transformer Engine spec, with its constructor.
+    The local spec's counterpart of ``TELinear`` with ``parallel_mode="duplicated"``, with its constructor.
     Under sequence parallelism a rank sees a part of the tokens, so the weight is marked for Megatron's
     finalize_model_grads to sum its gradient over tensor ranks (``_allreduce_non_tensor_model_parallel_grads``).
     """
@@ -65,15 +65,15 @@ class ReplicatedLinear(torch.nn.Module):
             init_method(self.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """x: [..., input_size].  Returns [..., output_size] and, as Megatron's linears do, a bias: None."""
+        """x: [..., input_size].  Returns ([..., output_size], None); Megatron's linears return a bias there."""
         return F.linear(x, self.weight), None
 
 
 class LatentAttention(Attention):
     """Self-attention whose keys and values are projections of one small latent per token.
 
-    model: widths and RoPE, which ``config`` does not say; of ``config``, ``kv_channels`` is the width of a value head
-    and ``softmax_scale`` is final.
+    model: gives the widths and RoPE, which ``config`` lacks.  config: ``kv_channels`` is the width of a value head, and
+    ``softmax_scale`` is used as it is.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class LatentAttention(Attention):
         packed_seq_params: PackedSequences | None = None,
         **unused: object,
     ) -> tuple[Tensor, None]:
-        """hidden_states: [s / tp, b, H], packed with b = 1.  Returns the same shape, and a bias: None."""
+        """hidden_states: [s / tp, b, H], packed with b = 1.  Returns (the same shape, None for a bias)."""
         given = [name for name, value in unused.items() if value is not None]
         assert not given, f"latent attention knows no {given}"
         query, key, value = (x.contiguous() for x in self.get_query_key_value_tensors(hidden_states, packed_seq_params))
@@ -162,8 +162,8 @@ class LatentAttention(Attention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of this rank's heads.
 
-        hidden_states: [s / tp, b, H].  Returns [s, b, heads / tp, width], packed [t, heads / tp, width]; the width of a
-        value is ``v_head_dim``, of the others the sum of its unrotated and rotated part.
+        hidden_states: [s / tp, b, H].  Returns [s, b, heads / tp, width], packed [t, heads / tp, width].  Width of a
+        value: ``v_head_dim``; of query and key: unrotated plus rotated part.
         """
         mla, heads = self.mla, self.num_attention_heads_per_partition
         if mla.q_lora_rank is None:
@@ -174,7 +174,7 @@ class LatentAttention(Attention):
         latent, key_rope = torch.split(latents, [mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
         keys_values, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         if self.config.sequence_parallel:
-            # Backward sums over the tensor ranks, each of which knows the gradient of its own heads.
+            # Backward sums over the tensor ranks: each knows the gradient of its own heads only.
             key_rope = gather_from_sequence_parallel_region(key_rope, group=self.tp_group)
 
         query, keys_values = (x.unflatten(-1, (heads, -1)) for x in (query, keys_values))
@@ -190,7 +190,7 @@ class LatentAttention(Attention):
         return query, key, value
 
     def _cos_sin(self, packed: PackedSequences | None, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Of this rank's rows, [rows, 1, ..., pairs], to multiply a tensor of as many dimensions as ``like``."""
+        """Cosines and sines for this rank's rows, [rows, 1, ..., pairs], with as many dimensions as ``like``."""
         cp_group = self.pg_collection.cp
         if packed is None:
             lengths: tuple[int, ...] = (like.shape[0] * cp_group.size(),)
@@ -215,11 +215,11 @@ def row_positions(padded_lengths: tuple[int, ...], cp: int, cp_rank: int, device
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Turn the pairs of the last dimension: pair i is (2i, 2i + 1) where interleaved, else (i, i + d/2).
+    """Rotate the pairs of the last dimension: pair i is (2i, 2i + 1) if interleaved, else (i, i + d/2).
 
-    Comes out as all first halves, then all second ones, either way, as in transformers
-    (models/deepseek_v3/modeling_deepseek_v3.py, ``apply_rotary_pos_emb_interleave``): queries and keys are multiplied
-    with each other, and the same order in both leaves every product as it is.
+    The result holds all first elements, then all second ones, either way, as in transformers
+    (models/deepseek_v3/modeling_deepseek_v3.py, ``apply_rotary_pos_emb_interleave``): the order does not matter as long
+    as queries and keys have the same one.
     """
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,6 +1,6 @@
-"""The decoder layers of a model chunk: out of Megatron's own parallel linears and our parts, or Transformer Engine's.
+"""Specs of a model chunk's decoder layers: Megatron's own parallel linears with our parts, or Transformer Engine's.
 
-Layers of one model may differ.  Builds specs only: ``training/model.py`` makes modules of them.
+Layers of one model may differ.  ``training/model.py`` builds modules from these specs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LATENT_ATTENTION_KEYS = {
 
 
 def _local_layer(model: ModelConfig, config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
-    """One decoder layer out of Megatron's own parallel linears and our norm, attention and router."""
+    """One decoder layer of Megatron's own parallel linears and our norm, attention and router."""
     output_linear = NormedRowParallelLinear if model.sandwich_norm else RowParallelLinear
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=output_linear)
     mlp = ModuleSpec(module=MLP, submodules=linears)
@@ -65,7 +65,7 @@ def _local_layer(model: ModelConfig, config: TransformerConfig, *, has_experts: 
 
 
 def _local_attention(model: ModelConfig, output_linear: type) -> ModuleSpec:
-    """Grouped-query or latent self-attention."""
+    """The spec of grouped-query or latent self-attention."""
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     core = ModuleSpec(module=PackedAttention, params={"soft_cap": model.attention_soft_cap})
     if model.mla is None:
@@ -92,7 +92,7 @@ def _local_attention(model: ModelConfig, output_linear: type) -> ModuleSpec:
 
 
 def transformer_engine_lacks(model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    """What ``model`` needs under ``parallel`` and Transformer Engine's layers do not have, or None."""
+    """A feature that ``model`` needs under ``parallel`` and Transformer Engine's layers lack, in words, or None."""
     if model.attention_soft_cap is not None:
         return f"its attention has no soft cap, and the model's is {model.attention_soft_cap:g}"
     if model.sandwich_norm:
@@ -125,7 +125,7 @@ def _transformer_engine_layer(model: ModelConfig, config: TransformerConfig, *, 
 def block_spec(
     model: ModelConfig, config: TransformerConfig, layer_spec: LayerSpec, layers: Sequence[int]
 ) -> TransformerBlockSubmodules:
-    """The layers of one model chunk, global numbers from 0, and the norm after the last of all."""
+    """The layers of one model chunk and the final norm.  layers: numbers in the whole model, from 0."""
     if layer_spec is LayerSpec.local:
         specs = [_local_layer(model, config, has_experts=model.has_experts(layer)) for layer in layers]
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of tokens from vocabulary-parallel logits, without a float32 copy of the logits.
 
 The plain path, ``log_softmax(logits.float(), -1)`` under autograd, keeps several float32 [T, V] tensors alive: at
-V=152,064 each 4,096 tokens cost 2.5 GB apiece.  Here forward reads the logits once, a few tokens at a time, into a
-scratch buffer that stays in the cache, and backward does so again and leaves the gradient where the logits were:
+V=152,064 and 4,096 tokens, 2.5 GB each.  Here forward reads the logits once, a few tokens at a time, into a scratch
+buffer that stays in the cache; backward reads them again and writes the gradient over them:
 
     z = logits / temperature - max          S = sum exp(z)          E = sum z exp(z) / S
     log p(target) = z[target] - log S       H = log S - E
@@ -14,16 +14,15 @@ never stored: both passes compute it, and backward multiplies by dc / dx = 1 - (
 Tensor parallelism (the vocabulary-parallel cross entropy of arXiv:1909.08053, section 3, with the entropy added): each
 rank sums over its own columns and two all-reduces of [T]-vectors join the sums.  Backward communicates nothing.
 
-What it does not do: shift targets against logits (the caller aligns them), mask, or reduce over tokens.
+The caller shifts targets against logits, masks, and reduces over tokens.
 
-Invariant: no temporary holds more than ``chunk_bytes`` rounded to whole tokens, or more than a few [T]-vectors.
+Invariant: temporaries are at most ``chunk_bytes`` rounded to whole tokens, and a few [T]-vectors.
 
 Why backward may overwrite the logits (Megatron-core 0.16.1 does so to its float32 softmax,
-tensor_parallel/cross_entropy.py): a Linear's backward needs its input and its weight, never its output, so nobody reads
-the logits again.  Where somebody would (a tanh keeps its output, a second loss keeps the same logits), autograd's
-version counter sees it: the write goes through ``detach()``, which shares the counter with the logits and with every
-view of them, and whoever saved them and comes later stops with "modified by an inplace operation" instead of using
-wrong values.
+tensor_parallel/cross_entropy.py): a Linear's backward needs its input and its weight, never its output, so nothing
+reads the logits again.  If something does (a tanh saves its output, a second loss saves the same logits), autograd's
+version counter catches it: the write goes through ``detach()``, which shares the counter with the logits and all their
+views, so a later reader stops with "modified by an inplace operation" instead of using wrong values.
 """
 
 from __future__ import annotations
@@ -61,15 +60,15 @@ def token_logprobs(
     targets_T: [T] int64 in [0, vocab_size), the same on every rank.
     vocab_size: the true vocabulary; columns at or past it are padding, outside the softmax, with zero gradient.
     chunk_bytes: size of each of the two float32 scratch buffers (three with a soft cap), rounded to whole tokens, at
-    least one; speed only.  Write ``cache_sized_chunk_bytes(platform)``.
+    least one.  It changes only the speed; take ``cache_sized_chunk_bytes(platform)``.
     temperature: positive; divides the logits.  soft_cap: positive; ``soft_cap * tanh(logits / soft_cap)`` takes the
     place of the logits before that, as in transformers and vLLM.
     with_entropy: False saves work and returns None for the entropy.
     group: the tensor-parallel group, None for whole logits.  Its ranks must pass the same T.
 
     Returns float32 [T] log-probabilities and float32 [T] entropies or None, the same on every rank, differentiable in
-    ``logits_TV`` once.  Chunks without an upstream gradient (prompts) cost backward no exponentials, and an entropy
-    that the loss leaves out costs it nothing.  T = 0 gives empty tensors that are connected to the graph.
+    ``logits_TV`` once.  Backward skips chunks without an upstream gradient (prompts), and an entropy that the loss does
+    not use.  T = 0 gives empty tensors that are connected to the graph.
 
     Wrong shapes, targets or a second backward through the same graph are bugs of the caller: AssertionError.
     """
@@ -101,7 +100,7 @@ def cache_sized_chunk_bytes(platform: Platform) -> int:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Per-token columns are [T, 1] inside, so that they broadcast along the vocabulary."""
+    """Per-token values are [T, 1] inside, so that they broadcast along the vocabulary."""
 
     @staticmethod
     def forward(
@@ -168,7 +167,7 @@ class _TokenLogprobs(torch.autograd.Function):
             offset_T1 = -chosen_T1 / sum_T1 - slope_T1 * mean_T1
 
         # The target's own column in closed form, for all tokens at once: adding it chunk by chunk costs many small
-        # operations and would round twice in bfloat16.  A rank that does not own it puts back what it finds.
+        # operations and would round twice in bfloat16.  A rank that does not own it leaves its value.
         finite_z_T1 = target_z_T1.clamp(min=_UNDERFLOW)
         target_grad_T1 = offset_T1 if slope_T1 is None else offset_T1 + slope_T1 * finite_z_T1
         target_grad_T1 = chosen_T1 + finite_z_T1.exp() * target_grad_T1
@@ -259,7 +258,7 @@ def _spans(num_tokens: int, rows: int) -> Iterator[slice]:
 
 
 def _as_float32(chunk_CV: Tensor, scratch_CV: Tensor) -> Tensor:
-    """The chunk itself where it is float32, else its copy in ``scratch_CV``.
+    """The chunk itself if it is float32, else its copy in ``scratch_CV``.
 
     Never leave the conversion to type promotion: on a CPU that allocates a temporary for every operation.
     """

@@ -1,11 +1,11 @@
-"""The real Megatron modules of any rank of any layout, on the meta device: shapes at full model size, in no memory.
+"""The real Megatron modules of any rank of any layout, on the meta device: shapes at full model size, without memory.
 
-A process stands as one rank after the other: torch's fake process group answers to the world's size and to a rank, and
-nobody is behind it.  Nothing is computed and no collective means anything here.  Modules are built as the engine builds
-them, by ``build_chunks``, so what ``proofs/verify.py`` proves of their names and shapes holds for training.
+One process plays one rank after the other: torch's fake process group reports the world's size and the rank, and its
+collectives do nothing.  ``build_chunks`` builds the modules, as for the engine, so what ``proofs/verify.py`` proves of
+their names and shapes holds for training.
 
-Megatron keeps its groups in globals, and on a machine without an accelerator it is patched to run on the CPU, so this
-is for processes that do not train: tools and tests.
+Megatron keeps its groups in globals, and on a machine without an accelerator it is patched to run on the CPU, so use
+this only in processes that do not train: tools and tests.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ META = torch.device("meta")
 def meta_chunks(
     model: ModelConfig, parallel: ParallelConfig, world_size: int, rank: int, *, critic: bool = False
 ) -> Iterator[list[GPTModel]]:
-    """The model chunks of ``rank``, of local layers, with no numbers behind their parameters.
+    """The model chunks of ``rank``, with local layers and parameters on the meta device.
 
-    Within the context Megatron's groups are those of ``rank``.  Raises ConfigError where the layout does not fit.
+    Within the context Megatron's groups are those of ``rank``.  Raises ConfigError if the layout does not fit.
     """
     refuse_if_any([*model_violations(model), *layout_violations(model, parallel, world_size)])
     assert not dist.is_initialized(), "this process is a rank of a world already"
@@ -58,9 +58,9 @@ def meta_chunks(
 def meta_shapes(
     model: ModelConfig, parallel: ParallelConfig, world_size: int, rank: int, *, critic: bool = False
 ) -> list[Shapes]:
-    """Parameters and persistent buffers of ``rank``, chunk by chunk.  Some 20 to 40 ms, so every rank can be asked.
+    """Parameters and persistent buffers of ``rank``, chunk by chunk.  Takes 20 to 40 ms.
 
-    Raises ConfigError where the layout does not fit.
+    Raises ConfigError if the layout does not fit.
     """
     with meta_chunks(model, parallel, world_size, rank, critic=critic) as chunks:
         return [

@@ -1,9 +1,9 @@
 """From ragged sequences to the tensors that one rank feeds to its model, and back.
 
-A microbatch is either packed (``thd``: sequences end to end, no padding but the few tokens that context and sequence
-parallelism need to split evenly) or unpacked (``sbhd``: one row a sequence, padded to the longest).  Everything of one
-rank is in *predictor* order: a row holds the position whose output predicts a token, and beside it that token's own
-label, mask and log-probs.  ``targets_N`` says where in the batch that token stands, so results find their way home.
+A microbatch is either packed (``thd``: sequences end to end, with only the few tokens of padding that context and
+sequence parallelism need to split evenly) or unpacked (``sbhd``: one row a sequence, padded to the longest).  All
+tensors are in *predictor* order: a row holds the position whose output predicts a token, and that token's own label,
+mask and log-probs.  ``targets_N`` maps each row to its token's place in the batch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ NOWHERE = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """What one rank needs for one forward pass.  N: local rows, the padded tokens of the microbatch / cp.
+    """One rank's tensors for one forward pass.  N: local rows, the padded tokens of the microbatch / cp.
 
     tokens, position_ids: [B, N/B]; B is 1 when packed.  width: padded tokens of a row over all context ranks.
-    labels_N: the token that each row predicts, 0 where none.
-    sources_N, targets_N: where in the batch the token that a row reads, and the one that it predicts, stand;
-    ``NOWHERE`` for padding, and as the target of a sequence's last token.
-    sequence_N: index in this microbatch of the sequence that a row belongs to, ``NOWHERE`` for padding.
+    labels_N: the token that each row predicts, 0 if none.
+    sources_N: index in the batch of the token that a row reads; ``NOWHERE`` for padding.
+    targets_N: index in the batch of the token that a row predicts; ``NOWHERE`` for padding and a sequence's last token.
+    sequence_N: index in this microbatch of the row's sequence, ``NOWHERE`` for padding.
     router_rows_M: rows that this tensor rank's routers see (sequence parallelism), in their order.
+    lengths: tokens of each sequence.  packed: None when unpacked.
     """
 
     index: int
@@ -53,20 +54,20 @@ class Microbatch:
     packed: PackedSequences | None
 
     def at_targets(self, field_T: Tensor | None) -> Tensor | None:
-        """A per-token field of the batch, beside the row that predicts its token; zero (False) where there is none."""
+        """A per-token field of the batch in predictor order; zero (False) for rows without a target."""
         if field_T is None:
             return None
         picked = field_T[self.targets_N.clamp(min=0)]
         return picked.masked_fill(self.targets_N == NOWHERE, 0)
 
     def scatter_to_targets(self, values_N: Tensor, out_T: Tensor) -> None:
-        """Put per-row results where the predicted tokens stand in the batch."""
+        """Write per-row results to the predicted tokens' places in the batch."""
         has_target = self.targets_N != NOWHERE
         out_T[self.targets_N[has_target]] = values_N[has_target].to(out_T.dtype)
 
 
 def split_multiple(groups: ProcessGroups) -> int:
-    """Rows of a microbatch must be a multiple of this to split over context (zig-zag) and sequence parallelism."""
+    """The divisor of a microbatch's rows that context (zig-zag) and sequence parallelism need to split it."""
     cp, tp = groups.layout.cp, groups.layout.tp
     return math.lcm(2 * cp if cp > 1 else 1, cp * tp)
 
@@ -74,10 +75,10 @@ def split_multiple(groups: ProcessGroups) -> int:
 def build_microbatches(
     batch: TrainBatch, groups: ProcessGroups, *, tokens: int | None, sequences: int | None, equal_over_experts: bool
 ) -> list[Microbatch]:
-    """Cut this data-parallel rank's batch into microbatches; a pair is never parted.
+    """Cut this data-parallel rank's batch into microbatches; both sequences of a pair go into one.
 
-    tokens: pack up to this many tokens into each.
-    sequences: or put so many unpacked sequences into each, the last of them and those before a pair maybe fewer.
+    Give either ``tokens``: pack up to so many tokens into each; or ``sequences``: put so many unpacked sequences into
+    each, fewer into the last one and before a pair that does not fit.
     equal_over_experts: give all ranks that share experts equally many rows (the all-gather dispatcher needs that).
     Raises ConfigError when a sequence or a pair has more than ``tokens`` or ``sequences``.  Collective over the
     data-parallel ranks.
@@ -107,7 +108,7 @@ def build_microbatches(
 def _unit_violations(
     batch: TrainBatch, units: Sequence[Sequence[int]], groups: ProcessGroups, tokens: int | None, sequences: int | None
 ) -> list[Violation]:
-    """Of sequences and pairs that do not fit into a microbatch by themselves."""
+    """Violations of sequences and pairs that exceed a microbatch even alone."""
     if tokens is None:
         assert sequences is not None, "either a token budget or a number of sequences"
         if max(map(len, units)) <= sequences:
@@ -164,7 +165,7 @@ def _build(
     *,
     packed: bool,
 ) -> Microbatch:
-    """The microbatch of sequences ``members`` for this rank.  No members: padding alone, that trains nothing."""
+    """This rank's microbatch of sequences ``members``.  Without members it is padding, which trains nothing."""
     rows, width = shape
     lengths = tuple(batch.lengths_S[i] for i in members)
     if packed:

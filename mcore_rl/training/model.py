@@ -1,8 +1,7 @@
 """From our configuration to the Megatron modules of this rank.
 
 Builds ``GPTModel`` chunks for a decoder family under any layout, from Transformer Engine's layers or from the local
-ones.  Loads no weights and decides nothing about training.  Every layer is placed by ``place_layers``, so none can
-be lost.
+ones.  Loads no weights and decides nothing about training.  ``place_layers`` places every layer, so none can be lost.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding: the vocabulary, padded to divide over the tensor ranks.  The padding is never scored."""
+    """Rows of the embedding: the vocabulary, padded to a multiple of ``tp``.  The padding is never scored."""
     return -(-vocab_size // tp) * tp
 
 
@@ -100,18 +99,18 @@ def transformer_config(
 
 
 def _attention(model: ModelConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if model.mla is None:
-        found |= {"kv_channels": model.head_dim, "softmax_scale": score_scale(model)}
+        settings |= {"kv_channels": model.head_dim, "softmax_scale": score_scale(model)}
     else:
         scale = model.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
-        # Of a value: what the output projection takes.  The rest is ``LatentAttention``'s own.
-        found |= {"multi_latent_attention": True, "kv_channels": model.mla.v_head_dim, "softmax_scale": scale}
+        # kv_channels: width of a value head, the input of the output projection; ``LatentAttention`` has the rest.
+        settings |= {"multi_latent_attention": True, "kv_channels": model.mla.v_head_dim, "softmax_scale": scale}
     if model.sliding_layers:
         assert model.sliding_window is not None, "model_violations lets no sliding layers without a window through"
-        found["window_size"] = (model.sliding_window - 1, 0)  # keys to the left of a query's own, and to the right
-        found["window_attn_skip_freq"] = [int(layer in model.sliding_layers) for layer in range(model.num_layers)]
-    return found
+        settings["window_size"] = (model.sliding_window - 1, 0)  # keys to the left of a query's own, and to the right
+        settings["window_attn_skip_freq"] = [int(layer in model.sliding_layers) for layer in range(model.num_layers)]
+    return settings
 
 
 def _experts(model: ModelConfig, layer_spec: LayerSpec) -> dict[str, Any]:
@@ -174,8 +173,8 @@ def build_chunks(
         _reduce_experts_over_their_own_group(chunk)
         if is_last and critic:
             chunk.output_layer = ValueHead(config, groups.tp, groups.device)
-        # Megatron makes weights on the current device, but for those of routers (transformer/moe/router.py:53), which
-        # its own gating moves at the first forward and ours does not, and of norms made by torch.
+        # Megatron makes weights on the current device, except those of torch's norms and of routers
+        # (transformer/moe/router.py:53): its own gating moves these at the first forward, and ours does not.
         chunk.to(groups.device)
         chunks.append(chunk)
     return chunks
@@ -188,8 +187,8 @@ def _scale_embeddings(chunk: GPTModel, scale: float, dtype: torch.dtype) -> None
 
 
 def _reduce_experts_over_their_own_group(chunk: GPTModel) -> None:
-    # Megatron does this only where ep > 1 (tensor_parallel/layers.py:829), and so, with ep=1 and etp < tp, reduces the
-    # gradients of experts that are replicated over tensor ranks over none of them.
+    # Megatron does this only if ep > 1 (tensor_parallel/layers.py:829).  With ep=1 and etp < tp it would not sum the
+    # gradients of experts that are replicated over tensor ranks.
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             for parameter in module.experts.parameters():

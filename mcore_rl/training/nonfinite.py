@@ -1,7 +1,6 @@
-"""Finds out where a non-finite loss or gradient came from, at next to no cost for a step that has none.
+"""Finds the source of a non-finite loss or gradient, at almost no cost for a finite step.
 
-Each pass leaves a few one-element sums on the device; nobody looks at them, and nothing synchronises, unless
-the global gradient norm turns out non-finite.
+Each pass leaves a few small tensors on the device; the host reads them only after a non-finite step.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class NonFiniteTensor:
 
 
 class FiniteWatch:
-    """Watches the losses of a step and the gradients that pass between the stages of ``models`` while it is on."""
+    """Watches the losses of a step, and the gradients between the stages of ``models``, from ``begin`` to ``end``."""
 
     def __init__(self, groups: ProcessGroups, models: Sequence[GPTModel], num_chunks: int) -> None:
         self.groups = groups
@@ -42,7 +41,7 @@ class FiniteWatch:
         self._flags: list[tuple[bool, int, int, str, Tensor]] = []
         for stage, model in enumerate(models):
             order = num_chunks - 1 - (stage * groups.layout.pp + groups.coords.pp)
-            # Of the decoder, not of the chunk: the last chunk's output are the logits, which are too large to look at.
+            # The decoder's output, not the chunk's: the last chunk's output are the logits, too large to check.
             where = f"the gradient at the output of pipeline chunk {num_chunks - 1 - order}"
             self._watch_output(model.decoder, where, order)
             if model.pre_process:
@@ -62,7 +61,7 @@ class FiniteWatch:
         self._flags.clear()
 
     def end(self) -> None:
-        """Stop watching; what was seen stays until the next ``begin``."""
+        """Stop watching; the findings stay until the next ``begin``."""
         self._is_on = False
 
     def loss(self, total: Tensor, microbatch: int) -> None:
@@ -70,7 +69,7 @@ class FiniteWatch:
         self._note(total, False, 0, microbatch, "the loss")
 
     def _note(self, tensor: Tensor, is_gradient: bool, order: int, microbatch: int, where: str) -> None:
-        # Extremes are one pass without a temporary, in any dtype, and NaN if any element is.
+        # aminmax is one pass without a temporary, in any dtype, and gives NaN if any element is NaN.
         extremes = torch.stack(torch.aminmax(tensor.detach()))
         self._flags.append((is_gradient, order, microbatch, where, extremes))
 

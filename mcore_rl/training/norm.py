@@ -1,4 +1,4 @@
-"""RMSNorm of the local layer spec: the numbers of Hugging Face's models, the marks that Megatron's reductions look for.
+"""RMSNorm of the local layer spec: computes what Hugging Face's models do, and carries Megatron's gradient marks.
 
 Takes the place of ``WrappedTorchNorm``, which refuses sequence parallelism (megatron-core 0.16.1,
 transformer/torch_norm.py:37).  LayerNorm and biases are deliberately not here.
@@ -24,8 +24,8 @@ class RMSNorm(torch.nn.Module):
     Zero-centred (``config.layernorm_zero_centered_gamma``): ``(1 + weight) * x / sqrt(mean(x^2) + eps)``, all of it in
     float32 and cast at the end; the weight starts at zeros.
 
-    hidden_size: elements of the last dimension; of one head for query and key norms.  The weight [hidden_size] has
-    dtype ``config.params_dtype`` and is made on the default device, as that of Megatron's own PyTorch norm is.
+    hidden_size: elements of the last dimension; for query and key norms, of one head.  The weight [hidden_size] has
+    dtype ``config.params_dtype`` and is made on the default device, as in Megatron's own PyTorch norm.
 
     Tensor-parallel ranks each hold the whole weight and see a part of the tokens (sequence parallelism) or of the heads
     (query and key norms), so gradients must be summed over them.  Megatron's finalize_model_grads does so
@@ -51,5 +51,5 @@ class RMSNorm(torch.nn.Module):
         return self.weight * F.rms_norm(x, (self.hidden_size,), eps=self.eps)
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows."""
+        """The text in ``print(model)``."""
         return f"{self.hidden_size}, eps={self.eps}" + (", zero-centred" if self.zero_centered else "")

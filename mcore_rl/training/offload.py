@@ -1,9 +1,9 @@
 """Moves an engine's weights, gradients and optimizer state to host memory and back, to leave the device to the rollout.
 
-Works on storages, not tensors: a storage is copied out and resized to nothing while every view of it stays valid, so
-neither Megatron's buffers nor the optimizer need to know.  Gradients are dropped and come back as zeros, since a
-step clears them first.  The same bytes move on every platform; on the CPU, where "device" and host are one memory,
-it only proves that.
+Works on storages, not tensors: ``offload`` copies a storage out and resizes it to nothing while every view of it stays
+valid, so neither Megatron's buffers nor the optimizer need to know.  Gradients are dropped and come back as zeros,
+since a step clears them first.  The same bytes move on every platform; on the CPU, where "device" and host are one
+memory, that is only useful to test it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mcore_rl.training.optimizer import Optimizer
 
 
 class OffloadPart(Enum):
-    """What can be moved by itself."""
+    """A part of an engine's state that moves by itself."""
 
     weights = "weights"
     gradients = "gradients"
@@ -31,7 +31,7 @@ class OffloadPart(Enum):
 
 @dataclass(frozen=True)
 class Moved:
-    """What one ``offload`` or ``onload`` did: bytes by part, and the seconds it took."""
+    """The outcome of one ``offload`` or ``onload``: bytes moved by part, and the seconds it took."""
 
     num_bytes: dict[OffloadPart, int]
     seconds: float
@@ -39,7 +39,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class InHost:
-    """What a tensor that is away holds.  unchanging: its memory is not used again, for as long as it is held here."""
+    """The host copy of an offloaded tensor.  unchanging: nobody writes to its memory while it is referenced."""
 
     tensor: Tensor
     unchanging: bool
@@ -53,7 +53,7 @@ class _Away:
 
 
 class Offload:
-    """Moves the state of one engine.  Moving a part that is already where it should be does nothing."""
+    """Moves the state of one engine.  Moving a part that is already there does nothing."""
 
     def __init__(
         self,
@@ -74,24 +74,24 @@ class Offload:
         return part in self._away
 
     def require(self, *parts: OffloadPart) -> None:
-        """AssertionError where one of ``parts`` is away: a kernel that read it would take the process down."""
+        """Assert that none of ``parts`` is offloaded: a kernel that read it would crash the process."""
         away = [part.value for part in parts if part in self._away]
         assert not away, f"in host memory: {', '.join(away)}; onload first"
 
     def away(self, tensors: Iterable[Tensor]) -> list[InHost | None]:
-        """For each of ``tensors`` the host memory that holds it; None where it is on the device."""
+        """For each of ``tensors`` its host copy; None if it is on the device."""
         kept = {away.storage._cdata: away.kept for parts in self._away.values() for away in parts}
-        found = list[InHost | None]()
+        hosts = list[InHost | None]()
         for tensor in tensors:
             host = kept.get(tensor.untyped_storage()._cdata)
             if host is None:
-                found.append(None)
+                hosts.append(None)
                 continue
             assert tensor.is_contiguous(), "what has gaps is not one range of bytes"
             begin = tensor.storage_offset() * tensor.itemsize
             part = host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            found.append(InHost(part, unchanging=not self._platform.is_accelerator))
-        return found
+            hosts.append(InHost(part, unchanging=not self._platform.is_accelerator))
+        return hosts
 
     def offload(self, parts: Iterable[OffloadPart] = tuple(OffloadPart)) -> Moved:
         """Copy ``parts`` to pinned host memory and free their device memory.  Gradients are freed without a copy."""
@@ -119,7 +119,7 @@ class Offload:
         storages = [tensor.untyped_storage() for tensor in self._tensors(part)]
         unique = {storage.data_ptr(): storage for storage in storages if storage.nbytes() > 0}
         if part is OffloadPart.optimizer:
-            # A float32 model's main weights are views of its weights, and move as weights.
+            # A float32 model's main weights are views of its weights, and move with them.
             for tensor in self._tensors(OffloadPart.weights):
                 unique.pop(tensor.untyped_storage().data_ptr(), None)
         return list(unique.values())

@@ -37,17 +37,17 @@ def learning_rate(optim: OptimizerConfig, step: int) -> float:
 
 @dataclass(frozen=True)
 class Stepped:
-    """grad_norm: global L2 norm before clipping.  finite: whether it and the loss were, so that weights moved."""
+    """The outcome of a step.
+
+    grad_norm: global L2 norm before clipping.  finite: whether norm and loss were finite, so that the weights moved.
+    """
 
     grad_norm: float
     finite: bool
 
 
 class Optimizer:
-    """One role's optimizer.
-
-    megatron: the distributed optimizer.  num_steps: how many steps moved the weights.
-    """
+    """One role's optimizer.  megatron: the distributed optimizer.  num_steps: steps that moved the weights."""
 
     def __init__(self, config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype) -> None:
         self.config = config
@@ -71,14 +71,14 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """The rate that the next step will use."""
+        """The learning rate of the next step."""
         return learning_rate(self.config, self.num_steps)
 
     def step(self, *, loss_is_finite: bool) -> Stepped:
-        """Clip and apply the reduced gradients.  Non-finite ones, or loss, leave weights, moments and schedule alone.
+        """Clip and apply the reduced gradients.  A non-finite gradient or loss changes nothing.
 
-        A loss can be infinite where its gradient is not: a clamped ratio has none.  Collective over the world: every
-        rank brings the same global loss, gets the same norm and takes the same branch.
+        The gradient of an infinite loss can be finite: a clamped ratio has none.  Collective over the world: every
+        rank passes the same global loss, gets the same norm and takes the same branch.
         """
         parts = self.megatron.chained_optimizers
         found_inf = self.megatron.prepare_grads()
@@ -87,8 +87,7 @@ class Optimizer:
             return Stepped(grad_norm, finite=False)
         for group in self.megatron.param_groups:
             group["lr"] = self.lr
-            # Megatron marks biases and norms with wd_mult 0 and leaves it to its scheduler, which we do not use, to
-            # obey.
+            # Megatron marks biases and norms with wd_mult 0; its scheduler, which we do not use, would apply it.
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         for part in parts:
             if self.config.clip_grad > 0 and part.get_parameters():
@@ -98,15 +97,15 @@ class Optimizer:
         return Stepped(grad_norm, finite=True)
 
     def state_tensors(self) -> list[Tensor]:
-        """Main weights and Adam moments of this rank's shard, as they lie in memory."""
-        found: list[Tensor] = []
+        """Main weights and Adam moments of this rank's shard."""
+        tensors: list[Tensor] = []
         for part in self.megatron.chained_optimizers:
             for group in part.optimizer.param_groups:
-                found += group["params"]
-                found += [
+                tensors += group["params"]
+                tensors += [
                     tensor
                     for parameter in group["params"]
                     for tensor in part.optimizer.state.get(parameter, {}).values()
                     if isinstance(tensor, Tensor) and tensor.dim() > 0
                 ]
-        return found
+        return tensors

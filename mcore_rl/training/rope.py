@@ -4,9 +4,9 @@ Megatron computes its own (models/common/embeddings/rotary_pos_embedding.py), wi
 in another order of operations; ``set_frequencies`` replaces them.  Positions, packing and context parallelism stay
 Megatron's.  Frequencies that change with the length of the input (dynamic NTK, longrope) are deliberately not here.
 
-The attention factor of yarn multiplies cosine and sine, so that scores of queries and keys which are rotated whole
-carry its square.  There it goes, into the softmax scale (``score_scale``): Transformer Engine's fused rotation of
-packed sequences drops the factor in silence (rope_utils.py, ``apply_rotary_pos_emb``).
+The attention factor of yarn multiplies cosine and sine, so scores of wholly rotated queries and keys carry its square.
+We put that square into the softmax scale (``score_scale``), because Transformer Engine's fused rotation of packed
+sequences silently drops the factor (rope_utils.py, ``apply_rotary_pos_emb``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
 def inverse_frequencies(rope: RopeConfig, base: float, dim: int) -> Tensor:
     """Radians per position of each rotated pair: float32 [dim / 2] on the CPU, the fastest first.
 
-    base: ``rotary_base``.  dim: rotated width of a head, even.  Without the attention factor, which is not a frequency.
-    The order of operations is that of transformers 5 (modeling_rope_utils.py), so that no bit differs.
+    base: ``rotary_base``.  dim: rotated width of a head, even.  The attention factor is not included.  The order of
+    operations is that of transformers 5 (modeling_rope_utils.py), so that no bit differs.
     """
     assert dim % 2 == 0, f"RoPE rotates pairs, and {dim} is odd"
     with torch.device("cpu"):
@@ -70,7 +70,7 @@ def _yarn(rope: RopeConfig, powers: Tensor, base: float, dim: int) -> Tensor:
 
 
 def set_frequencies(embedding: RotaryEmbedding, frequencies: Tensor) -> None:
-    """Make Megatron's ``embedding`` rotate by ``frequencies``, on the device where it keeps its own."""
+    """Make Megatron's ``embedding`` rotate by ``frequencies``; they move to the device of its own."""
     assert frequencies.shape == embedding.inv_freq.shape, (
         f"{tuple(frequencies.shape)} frequencies for {tuple(embedding.inv_freq.shape)}"
     )
@@ -79,7 +79,7 @@ def set_frequencies(embedding: RotaryEmbedding, frequencies: Tensor) -> None:
 
 
 def score_scale(model: ModelConfig) -> float:
-    """The factor on query-key products: ``model.softmax_scale``, and the square of the rope's attention factor.
+    """The factor on query-key products: ``model.softmax_scale`` times the square of the rope's attention factor.
 
     For grouped-query attention, which rotates whole heads.
     """

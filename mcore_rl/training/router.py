@@ -1,13 +1,12 @@
-"""The router of a mixture-of-experts layer: Megatron's, with losses, statistics and replay that no layout can change.
+"""The router of a mixture-of-experts layer: Megatron's, with losses, statistics and replay that hold in any layout.
 
-Experts are chosen as transformers does (qwen2_moe, mixtral, deepseek_v3).  Megatron's own choice is not used: where
-experts come in groups it ranks a group by the sum of its best ``top_k // top_k_groups`` (transformer/moe/
-moe_utils.py:554), and DeepSeek-V3 by that of its best two; and it always renormalises sigmoids.
+It chooses experts as transformers does (qwen2_moe, mixtral, deepseek_v3), not as Megatron does: Megatron ranks a group
+of experts by the sum of its best ``top_k // top_k_groups`` (transformer/moe/moe_utils.py:554), where DeepSeek-V3 takes
+the best two, and it always renormalises sigmoids.
 
-Megatron's own auxiliary losses are taken over one microbatch of one rank, so their gradients move with the microbatch
-size, DP and CP.  Here every loss is a sum over this rank's tokens divided by counts of the whole global batch, which
-are known before the first forward (``RouterState``).  Deliberately absent: token dropping, capacity factors, Sinkhorn,
-jitter.
+Megatron computes auxiliary losses over one microbatch of one rank, so their gradients depend on the microbatch size, DP
+and CP.  Here every loss is a sum over this rank's tokens divided by counts of the whole global batch, which are known
+before the first forward (``RouterState``).  Deliberately absent: token dropping, capacity factors, Sinkhorn, jitter.
 
 A router must know which microbatch it sees, also when the backward pass recomputes it.  ``RouterState.microbatch``
 is set before every forward; a forward that will be recomputed queues it, and the recomputation takes it from the
@@ -35,7 +34,7 @@ TINY = 1e-20  # keeps a sum of scores that all vanish from dividing by 0; transf
 
 
 class Purpose(Enum):
-    """What the current forward passes are for; only ``train`` attaches losses, only ``count`` fills batch counts."""
+    """The purpose of the current forward passes: ``train`` attaches losses, ``count`` fills batch counts."""
 
     score = "score"
     count = "count"
@@ -44,7 +43,7 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedMicrobatch:
-    """What routers need to know of a microbatch.  M: the rows that this rank's routers see.
+    """A microbatch as routers see it.  M: the rows of this rank's routers.
 
     sequence_M: index in the microbatch of a row's sequence, -1 for padding.  lengths: tokens of each sequence.
     replay_MLK: expert choices to repeat, for this rank's layers with experts; None to choose freely.
@@ -58,11 +57,11 @@ class RoutedMicrobatch:
 
 @dataclass(kw_only=True)
 class RouterState:
-    """What the routers of one engine share.  L: layers with experts on this rank, in the order of the forward pass.
+    """The state that the routers of one engine share.  L: layers with experts on this rank, in forward order.
 
-    terms: coefficients.  split: the ranks among which a sequence's tokens are divided where a router sees them.
-    tokens, sequences: of the whole global batch.  batch_counts_LE: (token, choice) pairs that each expert gets in
-    the whole global batch; only for ``AuxLoss.batch``.
+    terms: coefficients.  split: the ranks over which a sequence's tokens are split at the router.  tokens, sequences:
+    counts of the whole global batch.  batch_counts_LE: (token, choice) pairs of each expert in the whole global batch;
+    only for ``AuxLoss.batch``.
     counts_LE, aux_L, z_L: sums over this rank's real tokens since ``reset``; aux and z include their coefficients.
     recorded_MLK: the choices of each microbatch by its index, while ``record`` is set.
     """
@@ -103,10 +102,10 @@ class RouterState:
 
 
 class Router(TopKRouter):
-    """Top-k router; ``connect`` gives it the engine's ``RouterState`` and its place in it before the first forward.
+    """Top-k router; before the first forward, ``connect`` gives it the engine's ``RouterState`` and its layer there.
 
-    expert_bias: where the model has one, Megatron's buffer, float32 [E].  It takes part in the choice of experts and
-    not in their weights, comes from the checkpoint and goes back to it, and stays fixed in training.
+    expert_bias: Megatron's buffer, float32 [E], or None.  It influences the choice of experts and not their weights,
+    comes from the checkpoint and goes back to it, and stays fixed in training.
     """
 
     state: RouterState
@@ -163,12 +162,12 @@ class Router(TopKRouter):
         return self.state.microbatch
 
     def _scores(self, logits_ME: Tensor) -> Tensor:
-        """Of each expert, float32, by itself (sigmoid) or among all (softmax)."""
+        """The score of each expert, float32: a sigmoid each, or a softmax over all."""
         logits_ME = logits_ME.float()
         return torch.sigmoid(logits_ME) if self.score_function == "sigmoid" else torch.softmax(logits_ME, dim=-1)
 
     def _choose(self, logits_ME: Tensor, replay_MK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights [M, K] float32 and experts [M, K] int64: ``replay_MK``, or the best by score, in that order."""
+        """(weights [M, K] float32, experts [M, K] int64): the experts of ``replay_MK``, or the best by score."""
         config = self.config
         scores_ME = self._scores(logits_ME)
         choices_MK = replay_MK
@@ -191,7 +190,7 @@ class Router(TopKRouter):
 
         Sigmoids s_e are made probabilities by ``s_e / (sum_e s_e + 1e-20)``, as Megatron (moe_utils.py:784) and
         DeepSeek (arXiv:2412.19437, eq. 19) do.
-        f has no gradient, so this rank's part of the loss is linear in its own tokens' probabilities.
+        f has no gradient, so this rank's share of the loss is linear in its own tokens' probabilities.
         """
         state = self.state
         if state.terms.aux_loss is AuxLoss.none:
@@ -230,7 +229,7 @@ class Router(TopKRouter):
 def within_best_groups(ranked_ME: Tensor, num_groups: int, num_kept: int) -> Tensor:
     """``ranked_ME`` with -inf outside of each token's ``num_kept`` best groups of neighbouring experts.
 
-    A group is as good as the sum of its two best (arXiv:2412.19437, section 2.1.2).
+    The score of a group is the sum of its two best (arXiv:2412.19437, section 2.1.2).
     """
     grouped_MGE = ranked_ME.unflatten(1, (num_groups, -1))
     kept_MK = grouped_MGE.topk(2).values.sum(-1).topk(num_kept).indices
@@ -240,5 +239,5 @@ def within_best_groups(ranked_ME: Tensor, num_groups: int, num_kept: int) -> Ten
 
 def routers_of(chunks: Iterable[torch.nn.Module]) -> list[Router]:
     """The routers of a rank's model chunks in the order of the forward pass."""
-    found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
-    return sorted(found, key=lambda router: router.layer_number)
+    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
+    return sorted(routers, key=lambda router: router.layer_number)

@@ -23,7 +23,7 @@ from mcore_rl.types import Denominators, TrainBatch
 class Routing:
     """The routers of one engine on this rank.
 
-    L: layers of the whole model; those of other stages stay zero here, and dense ones everywhere.
+    L: layers of the whole model; layers of other stages and dense layers stay zero.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Routing:
     def begin(
         self, purpose: Purpose, batch: TrainBatch, *, denominators: Denominators | None = None, record: bool = False
     ) -> None:
-        """Start a pass over ``batch``.  denominators: of the global batch, needed to train."""
+        """Start a pass over ``batch``.  denominators: counts of the global batch, for ``Purpose.train`` only."""
         assert (purpose is Purpose.train) == (denominators is not None), "only training divides by the global counts"
         self.state.reset()
         self.state.purpose, self.state.record, self._batch = purpose, record, batch
@@ -103,8 +103,8 @@ class Routing:
         """Router statistics of the last pass over the whole global batch.  Collective over the world.
 
         load_max, load_min: the busiest and the idlest expert of any layer, as multiples of a fair share.
-        load_entropy: of the experts' shares, mean over layers, 1 when all are equal.  aux_loss, z_loss: sums over
-        layers.  Dense layers do not count.
+        load_entropy: entropy of the experts' shares, mean over layers, 1 when all are equal.  aux_loss, z_loss: sums
+        over layers.  Dense layers do not count.
         """
         counts_LE = self._over_world(self.state.counts_LE)[self.expert_layers]
         losses_L2 = self._over_world(torch.stack([self.state.aux_L, self.state.z_L], dim=1))

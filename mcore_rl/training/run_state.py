@@ -1,8 +1,8 @@
-"""What an engine needs to go on as if it had never stopped: weights, main weights, moments, counters, random state.
+"""Saves and loads an engine's state for bitwise resume: weights, main weights, moments, counters, random state.
 
-Every rank keeps its part (``checkpoints/rank_state.py``) and takes over, from the files of all ranks, what its layout
-needs: in the layout that wrote them bit for bit, random state included; in another, every weight and moment of the
-whole model bit for bit, and a random state that follows from the seed and the step.
+Every rank writes its own part (``checkpoints/rank_state.py``) and reads what its layout needs from the files of all
+ranks.  In the layout that wrote them, everything is restored bit for bit, random state included.  In another layout,
+every weight and moment is restored bit for bit, and the random state follows from the seed and the step.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from mcore_rl.weights.binding import Bound, bind
 from mcore_rl.weights.table import Piece, Table
 from mcore_rl.weights.tensor_slice import offset_of, row_major_strides
 
-HOST = "host"  # the random state that is not of Megatron's tracker
-Wanted = tuple[str, Piece]  # of which kind, and which part of the whole
+HOST = "host"  # the random state outside of Megatron's tracker
+Wanted = tuple[str, Piece]  # (kind, part of a Hugging Face tensor)
 
 
 @dataclass(frozen=True)
 class _Range:
-    """Elements ``begin`` to ``end``, row-major, of a trained tensor: what this rank's optimizer holds of it, ``main``.
+    """Elements ``begin`` to ``end``, row-major, of a trained tensor: the part that this rank's optimizer holds.
 
-    state: the inner optimizer's, of all its tensors.
+    main: its main weights.  state: of the inner optimizer, all its tensors.
     """
 
     bound: Bound
@@ -65,10 +65,10 @@ def begin_save(
     behind: bool,
     beside: Callable[[], None] = lambda: None,
 ) -> None:
-    """Let ``writer`` write this rank's file into ``directory``; what becomes of it is ``writer.outcome()``.
+    """Let ``writer`` write this rank's file into ``directory``; ``writer.outcome()`` then tells how it went.
 
-    table: of the engine's model and layout.  behind, beside: see ``StateWriter.begin``.  Weights and optimizer may be
-    in host memory (``Offload``), and are read there.
+    table: of the engine's model and layout.  behind, beside: see ``StateWriter.begin``.  Offloaded weights and
+    optimizer state are read from host memory.
     """
     state, tensors = _state_of(engine, table)
     contents, unchanging = dict[str, Tensor](), set[str]()
@@ -81,16 +81,16 @@ def begin_save(
 
 
 def num_state_bytes(engine: Engine, table: Table) -> int:
-    """Bytes that a save of this rank takes on the disk, but for the header."""
+    """Bytes that a save of this rank takes on the disk, without the header."""
     return sum(tensor.nbytes for tensor in _state_of(engine, table)[1].values())
 
 
 @torch.no_grad()
 def load_run_state(engine: Engine, table: Table, directory: Path) -> bool:
-    """Take over what all ranks kept in ``directory``; whether in this layout, so that all goes on bit for bit.
+    """Load the engine's state from the files of all ranks in ``directory``.
 
-    CheckpointError, before anything is changed: a file that is missing or damaged, another role, parts that this
-    model needs and no file holds.
+    Returns whether the same layout wrote them, so that the run goes on bit for bit.  Raises CheckpointError, before
+    anything is changed: a file that is missing or damaged, another role, parts that this model needs and no file holds.
     """
     engine.memory.require(OffloadPart.weights, OffloadPart.optimizer)
     rank, layout = engine.groups.rank, engine.groups.layout
@@ -123,7 +123,7 @@ def load_run_state(engine: Engine, table: Table, directory: Path) -> bool:
 
 
 def _state_of(engine: Engine, table: Table) -> tuple[RankState, dict[str, Tensor]]:
-    """What is to be kept, and its tensors by the names that the file gives them."""
+    """(the description of this rank's state, its tensors by their names in the file)."""
     assert engine.snapshots.swapped_in is None, "the weights in place are those of a snapshot"
     groups, optimizer, adam_step = engine.groups, engine.optimizer, _adam_step(engine)
     bound, shards, tensors = bind(engine.models, table, groups.rank), list[StateShard](), dict[str, Tensor]()
@@ -159,12 +159,12 @@ def _state_of(engine: Engine, table: Table) -> tuple[RankState, dict[str, Tensor
 
 
 def _stored_random_state(stored: StoredState) -> dict[str, Any]:
-    found = {
+    states = {
         name.removeprefix(f"{RANDOM}/"): read_whole(info)
         for name, info in stored.tensors[0].items()
         if name.startswith(f"{RANDOM}/")
     }
-    return {"host": found.pop(HOST), "tracker": found}
+    return {"host": states.pop(HOST), "tracker": states}
 
 
 def _is_trained(engine: Engine, tensor: Tensor) -> bool:
@@ -172,10 +172,10 @@ def _is_trained(engine: Engine, tensor: Tensor) -> bool:
 
 
 def _ranges(engine: Engine, bound: Sequence[Bound]) -> list[_Range]:
-    """Of the trained tensors of this rank, in the order of the table; what other data ranks hold is not among them."""
+    """The ranges of trained tensors that this rank's optimizer holds; other data ranks hold the rest."""
     if engine.optimizer is None:
         return []
-    bound_of, found = {id(each.tensor): each for each in bound}, list[_Range]()
+    bound_of, ranges = {id(each.tensor): each for each in bound}, list[_Range]()
     for part in engine.optimizer.megatron.chained_optimizers:
         if part.is_stub_optimizer:  # this rank has no tensors of its kind
             continue
@@ -183,19 +183,19 @@ def _ranges(engine: Engine, bound: Sequence[Bound]) -> list[_Range]:
             place = part._get_model_param_range_map(parameter)["param"]
             main = part.optimizer.param_groups[group]["params"][index]
             assert main.is_contiguous() and main.numel() == place.end - place.start
-            found.append(_Range(bound_of[id(parameter)], place.start, place.end, main, part.optimizer.state))
-    return found
+            ranges.append(_Range(bound_of[id(parameter)], place.start, place.end, main, part.optimizer.state))
+    return ranges
 
 
 def _rows(held: _Range, adam_step: int | None) -> Iterator[tuple[str, Tensor]]:
-    """(kind, the elements of ``held``), of main weights and moments."""
+    """(kind, elements) of the main weights of ``held`` and, after Adam's first step, its moments."""
     yield MAIN, held.main.detach()
     if adam_step is not None:
         yield from ((moment, held.state[held.main][moment]) for moment in MOMENTS)
 
 
 def _weight_kind(stored: StoredState, bound: Bound) -> str:
-    """What live weights follow from: main weights where there are any, which are cast."""
+    """The stored kind to read live weights from: main weights, which are cast, or weights that are not trained."""
     return MAIN if stored.holds(MAIN, bound.local.hf_names[0]) else WEIGHT
 
 
@@ -213,7 +213,7 @@ def _wanted_main(ranges: Sequence[_Range], table: Table, adam_step: int | None) 
 
 
 def _fill(stored: StoredState, kind: str, table: Table, bound: Bound, begin: int, row: Tensor) -> None:
-    """Read what belongs in ``row``, the elements of a local tensor from ``begin`` on; padding becomes zero."""
+    """Read ``row``, the elements of a local tensor from ``begin`` on, from ``stored``; padding becomes zero."""
     shape = table.shape(bound.local)
     strides = row_major_strides(shape)
     pieces = pieces_of_range(table.pieces(bound.local), shape, begin, begin + row.numel())
@@ -225,7 +225,7 @@ def _fill(stored: StoredState, kind: str, table: Table, bound: Bound, begin: int
 
 
 def _adam_step(engine: Engine) -> int | None:
-    """How many steps Adam counts, which is the same for all that this rank trains; None before the first."""
+    """Adam's step count, the same for all tensors that this rank trains; None before the first step."""
     if engine.optimizer is None:
         return None
     steps = set()
@@ -238,7 +238,7 @@ def _adam_step(engine: Engine) -> int | None:
 
 
 def _start_adam(engine: Engine, step: int | None) -> None:
-    """Moments to be filled, and Adam's count; none where ``step`` is None."""
+    """Create the moments, for ``_fill``, and set Adam's count; remove both if ``step`` is None."""
     if engine.optimizer is None:
         return
     for part in engine.optimizer.megatron.chained_optimizers:

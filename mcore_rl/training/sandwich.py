@@ -1,7 +1,7 @@
 """The norm behind attention and MLP, before the residual sum, which makes a layer a sandwich of norms (Gemma 2).
 
-It lives in the last linear of either, where Megatron-Bridge keeps it too: ``self_attention.linear_proj.post_layernorm``
-and ``mlp.linear_fc2.post_layernorm``.
+It is part of the last linear of each, as in Megatron-Bridge: ``self_attention.linear_proj.post_layernorm`` and
+``mlp.linear_fc2.post_layernorm``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]  # Megat
     """A ``RowParallelLinear`` whose output, summed over tensor ranks, passes an RMSNorm.
 
     Under sequence parallelism each rank norms its own tokens; the norm's weight is whole on every rank and marked for
-    the sum of its gradients (``norm.py``).  Takes ``RowParallelLinear``'s arguments.  Not for experts: their outputs
-    are summed before a norm could see them.
+    the sum of its gradients (``norm.py``).  Takes ``RowParallelLinear``'s arguments.  Not for experts: the norm would
+    have to come after the sum of their outputs.
     """
 
     def __init__(self, *args: Any, is_expert: bool = False, **kwargs: Any) -> None:
@@ -28,7 +28,7 @@ class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]  # Megat
         self.post_layernorm = RMSNorm(self.config, self.output_size, self.config.layernorm_epsilon)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """input_: [s, b, input_size / tp] to ([s, b, output_size], None); s / tp of it under sequence parallelism."""
+        """input_: [s, b, input_size / tp].  Returns ([s, b, output_size], None); s / tp under sequence parallelism."""
         output, bias = super().forward(input_)
         assert bias is None, "a bias that is added later would come behind the norm"
         return self.post_layernorm(output), None

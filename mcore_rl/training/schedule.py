@@ -1,7 +1,7 @@
 """Runs a list of microbatches through Megatron's pipeline schedule: one stage, 1F1B, or interleaved.
 
-Knows nothing of losses: the last stage hands every output to ``on_output``, whose value is summed by the schedule's
-backward pass as it is, unscaled (``calculate_per_token_loss`` in the model's configuration).
+Knows nothing of losses: the last stage hands every output to ``on_output``, and the schedule's backward pass
+differentiates the returned value unscaled (``calculate_per_token_loss`` in the model's configuration).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> None:
-    """Forward, and unless ``forward_only`` backward, of every microbatch.
+    """Run the forward pass, and unless ``forward_only`` the backward pass, of every microbatch.
 
     before_forward: called on every stage before a microbatch enters a chunk.  on_output: called on the last stage
     with the model's output [B, N/B, columns]; returns the scalar to differentiate (any scalar when ``forward_only``).

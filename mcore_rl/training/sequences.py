@@ -1,7 +1,4 @@
-"""Packed sequences as every attention layer of a microbatch needs them, derived once and with lengths kept on the host.
-
-Arithmetic of boundaries only; no attention is computed here.
-"""
+"""The boundaries of packed sequences, for all attention layers of a microbatch: computed once, lengths on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from mcore_rl.parallel.context import concatenated_ranges, gather_indices, split
 
 @dataclass(frozen=True)
 class Segments:
-    """The queries of one rank as runs of neighbours, each of which attends to the start of its sequence.
+    """The queries of one rank as runs of neighbours; each run attends to the start of its sequence.
 
     Run n holds ``query_lengths[n]`` queries of sequence ``sequences[n]``.  The last of them sees the first
     ``key_lengths[n]`` keys of that sequence, the one before it one key less, and so on.
@@ -66,10 +63,9 @@ class PackedSequences(PackedSeqParams):
         longest = max(padded_lengths)
         return cls(
             qkv_format="thd",
-            # Padding counts as the end of its sequence.  That is harmless because attention is causal: no token sees
-            # what follows it, so padding changes no real token, and its own output is trained by nobody.  It is also
-            # what Transformer Engine is fastest with: it compares padded and real boundaries (the host waits unless
-            # they are one tensor) and rules flash attention out where they differ.
+            # Padding counts as the end of its sequence.  Attention is causal, so padding changes no real token, and
+            # nothing trains on its output.  Transformer Engine is also fastest this way: it compares padded and real
+            # boundaries (the host waits unless they are one tensor) and rules flash attention out where they differ.
             cu_seqlens_q=starts,
             cu_seqlens_kv=starts,
             cu_seqlens_q_padded=starts,
@@ -85,7 +81,7 @@ class PackedSequences(PackedSeqParams):
 
     @cached_property
     def segments(self) -> Segments:
-        """The whole sequences without context parallelism, else the early and the late chunk of each."""
+        """This rank's runs: whole sequences without context parallelism, else an early and a late chunk of each."""
         if self.cp == 1:
             return Segments(tuple(range(len(self.padded_lengths))), self.padded_lengths, self.padded_lengths)
         sequences, queries, keys = [], [], []
@@ -99,12 +95,12 @@ class PackedSequences(PackedSeqParams):
 
     @cached_property
     def gather_T(self) -> Tensor:
-        """Puts the concatenation of all ranks' rows in sequence order; int64 [T] on the device."""
+        """Indices that put the concatenation of all ranks' rows in sequence order; int64 [T] on the device."""
         return gather_indices(self.padded_lengths, self.cp).to(self.device)
 
     @cached_property
     def scatter_T(self) -> Tensor:
-        """The inverse of ``gather_T``: rank 0's rows, then rank 1's, and so on."""
+        """The inverse of ``gather_T``: indices of rank 0's rows, then rank 1's, and so on."""
         parts = [split_indices(self.padded_lengths, self.cp, rank) for rank in range(self.cp)]
         return torch.cat(parts).to(self.device)
 

@@ -1,7 +1,7 @@
 """Named copies of the model's weights in host memory, swapped in for a pass and out again.
 
-The reference policy is such a snapshot of the actor, not a second model.  Only the weights that the forward pass
-reads are kept; main weights, moments and gradients of the optimizer never notice a swap, so no step may run inside one.
+The reference policy is such a snapshot of the actor, not a second model.  A snapshot holds only the weights that the
+forward pass reads; a swap leaves the optimizer's main weights, moments and gradients alone, so no step may run in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Snapshots:
 
     @property
     def swapped_in(self) -> str | None:
-        """Name of the snapshot that is in place of the live weights now, if one is."""
+        """Name of the snapshot that now stands in for the live weights; None if none does."""
         return self._swapped_in
 
     def names(self) -> list[str]:

@@ -1,6 +1,6 @@
-"""The critic's head: one number a token in place of the logits.
+"""The critic's head: one number per token instead of logits.
 
-It lives in the last pipeline stage only, is never tied to the embedding, and is whole on every tensor rank.
+Only the last pipeline stage has it; it is never tied to the embedding, and is whole on every tensor rank.
 """
 
 from __future__ import annotations
@@ -49,6 +49,6 @@ class ValueHead(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The head's weight is whole on every tensor rank."""
+        """Megatron's description of the weight, which is whole on every tensor rank."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)

@@ -1,6 +1,7 @@
-"""The tensors of this rank's modules, paired with what the family's table says of each.
+"""Pairs the tensors of this rank's modules with their rows in the family's table.
 
-Nothing is read, moved or guessed here: names meet through ``names.canonical``, and what does not meet is an error.
+Nothing is read, moved or guessed: names are compared through ``names.canonical``, and one without a partner is an
+error.
 
 Invariant: every parameter and persistent buffer that holds a weight of the base model is bound once, and every tensor
 that the table gives this rank is bound once.
@@ -21,7 +22,7 @@ from mcore_rl.weights.table import LocalTensor, Table
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """local: what the table says.  tensor: the parameter or buffer itself, on whatever device it is (also meta)."""
+    """One pair.  local: the table's row.  tensor: the parameter or buffer itself, on any device (also meta)."""
 
     local: LocalTensor
     tensor: Tensor
@@ -39,38 +40,38 @@ def bind(chunks: Sequence[torch.nn.Module], table: Table, rank: int) -> list[Bou
 def bind_states(states: Sequence[Mapping[str, Tensor]], table: Table, rank: int) -> list[Bound]:
     """``bind`` for the state dicts of the chunks.
 
-    WeightMapError, with all of them: a key that no rule speaks of, two keys of one meaning, a rule whose tensor is not
-    there, a shape that differs.
+    Raises WeightMapError with every violation: a key without a rule, two keys with one canonical name, a rule without a
+    tensor, a wrong shape.
     """
     expected = {(local.chunk, local.name): local for local in table.tensors(rank)}
-    found: dict[tuple[int, str], Tensor] = {}
+    modules: dict[tuple[int, str], Tensor] = {}
     problems = []
     for chunk, state in enumerate(states):
         for key, tensor in state.items():
             name = canonical(key)
             if name is None:
                 continue
-            if (chunk, name) in found:
+            if (chunk, name) in modules:
                 problems.append(f"chunk {chunk}: {key} is one of two that mean {name}. One weight has one module")
-            found[chunk, name] = tensor
-    problems += _unmatched(table, expected, found)
+            modules[chunk, name] = tensor
+    problems += _unmatched(table, expected, modules)
     for place, local in expected.items():
-        if place in found and tuple(found[place].shape) != table.shape(local):
-            sizes = f"expected shape {table.shape(local)} and found {tuple(found[place].shape)}"
+        if place in modules and tuple(modules[place].shape) != table.shape(local):
+            sizes = f"expected shape {table.shape(local)} and found {tuple(modules[place].shape)}"
             remedy = "Build the modules and the table from one ModelConfig and one layout"
             problems.append(f"chunk {place[0]}: {place[1]}: {sizes}. {remedy}")
     if problems:
         raise WeightMapError(f"{table.family.name}, rank {rank} ({table.layout.coords(rank)})", problems)
-    return [Bound(local, found[place]) for place, local in expected.items()]
+    return [Bound(local, modules[place]) for place, local in expected.items()]
 
 
 def _unmatched(
-    table: Table, expected: Mapping[tuple[int, str], LocalTensor], found: Mapping[tuple[int, str], Tensor]
+    table: Table, expected: Mapping[tuple[int, str], LocalTensor], modules: Mapping[tuple[int, str], Tensor]
 ) -> Iterator[str]:
-    for chunk, name in found.keys() - expected.keys():
-        shape = tuple(found[chunk, name].shape)
+    for chunk, name in modules.keys() - expected.keys():
+        shape = tuple(modules[chunk, name].shape)
         remedy = f"Write a rule for it in families/{table.family.name}.py, or build the modules that the rules mean"
         yield f"chunk {chunk}: {name} of shape {shape} is in the modules and no rule speaks of it. {remedy}"
-    for chunk, name in expected.keys() - found.keys():
+    for chunk, name in expected.keys() - modules.keys():
         remedy = f"Build the modules with it, or mend families/{table.family.name}.py"
         yield f"chunk {chunk}: {name} is in the table and not in the modules. {remedy}"

@@ -1,13 +1,13 @@
-"""The reshard plan as messages: the same cut on both sides, without a word between them.
+"""The reshard plan as messages: sender and receiver compute the same messages, without negotiation.
 
-A message goes from one training rank to one rollout rank and is the parts of copies, one after another, in at most a
-given number of bytes (a larger copy is cut).  ``messages_from`` and ``messages_to`` answer from one side's rows of the
-plan alone.  ``in_place``: large parts come alone, so that each side may use them where they lie, without packing.
+A message goes from one training rank to one rollout rank and holds parts of copies, one after another, in at most a
+given number of bytes (a larger copy is cut).  Each side computes its messages from its own rows of the plan.
+``in_place``: a large part has a message of its own, so that neither side needs to pack it.
 
-Invariant: both sides order their messages by (place in the model, tensor, source, target, number), and what is before
-the layers, the embedding, comes last: it can still arrive while what came earlier is made ready.  The earliest message
-that is still on its way is then the next one of its sender and of its receiver, so that sending and receiving in turn,
-with as little as one message in memory, can never wait in a circle.
+Invariant: both sides order their messages by (place in the model, tensor, source, target, number).  The embedding,
+which stands before the layers, comes last: it arrives while the receiver prepares the rest.  The earliest message under
+way is always the next one for its sender and its receiver, so sending and receiving in turn never deadlocks, even with
+memory for one message only.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from mcore_rl.weights.reshard import Copy, ReshardPlan
 from mcore_rl.weights.rollout_table import itemsize_of
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
 
-Turn = tuple[bool, int]  # of a place
-ALONE = 32  # a part of one 32nd of the largest message is large
+Turn = tuple[bool, int]  # sort key of a place in the model: (before the layers, place)
+ALONE = 32  # a part is large from max_bytes / 32 on
 
 
 @dataclass(frozen=True, slots=True)
 class MessagePart:
     """One region in a message.
 
-    chunk, source: the training rank's tensor.  target, slot: the rollout rank's, as in ``reshard.Copy``.  source_box,
-    target_box: equal-shaped.  begin, num_bytes: its place in the message.  dtype: torch's name of it, None for the
-    model's.
+    chunk, source: the training rank's tensor.  target, slot: the rollout rank's tensor, as in ``reshard.Copy``.
+    source_slice, target_slice: the region in each, of one shape.  begin, num_bytes: its bytes in the message.  dtype:
+    torch's name; None: the model's dtype.
     """
 
     chunk: int
     source: str
-    source_box: TensorSlice
+    source_slice: TensorSlice
     target: str
     slot: int | None
-    target_box: TensorSlice
+    target_slice: TensorSlice
     begin: int
     num_bytes: int
     dtype: str | None
@@ -46,7 +46,7 @@ class MessagePart:
     @property
     def elements(self) -> int:
         """Elements of the region."""
-        return self.target_box.num_elements
+        return self.target_slice.num_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,17 @@ class Message:
 
 
 def messages_from(plan: ReshardPlan, rank: int, max_bytes: int, in_place: bool) -> list[Message]:
-    """What training rank ``rank`` sends, in order.  max_bytes: of a message, at least one element."""
+    """The messages that training rank ``rank`` sends, in order.  max_bytes: of one message, at least one element."""
     return _messages(plan, plan.copies_from(rank), max_bytes, in_place)
 
 
 def messages_to(plan: ReshardPlan, rank: int, max_bytes: int, in_place: bool) -> list[Message]:
-    """What rollout rank ``rank`` receives, in order."""
+    """The messages that rollout rank ``rank`` receives, in order."""
     return _messages(plan, plan.copies_to(rank), max_bytes, in_place)
 
 
 def plan_id(plan: ReshardPlan, max_bytes: int, in_place: bool) -> str:
-    """A hash of all that ``messages_from`` and ``messages_to`` follow from; two that agree cut alike."""
+    """A hash of everything that decides the messages: two processes with equal hashes compute equal messages."""
     digest = hashlib.sha256(repr((plan.itemsize, max_bytes, in_place, plan.geometries)).encode())
     digest.update(repr([(rule.name, rule.dtype) for rule in plan.rollout.rules]).encode())
     for column in (plan.source_rank, plan.source, plan.target_rank, plan.target, plan.geometry):
@@ -89,40 +89,40 @@ def _messages(
         for copy in here:
             pair = (copy.source_rank, copy.target_rank)
             streams.setdefault(pair, []).append((turn, numbers[copy.target], copy))
-    found = []
+    messages = []
     for (source_rank, target_rank), stream in streams.items():
         stream.sort(key=lambda entry: entry[:2])  # stable: within a tensor as the plan has them
         cut = _cut(plan, stream, max_bytes, max_bytes // ALONE if in_place else max_bytes)
         for index, (first, parts) in enumerate(cut):
             message = Message(source_rank, target_rank, tuple(parts), parts[-1].begin + parts[-1].num_bytes)
-            found.append(((*first, source_rank, target_rank, index), message))
-    return [message for _, message in sorted(found, key=lambda entry: entry[0])]
+            messages.append(((*first, source_rank, target_rank, index), message))
+    return [message for _, message in sorted(messages, key=lambda entry: entry[0])]
 
 
 def _cut(
     plan: ReshardPlan, stream: list[tuple[Turn, int, Copy]], max_bytes: int, alone: int
 ) -> list[tuple[tuple[Turn, int], list[MessagePart]]]:
-    """((turn, tensor) of the first part, parts) of each message of one pair of ranks.
+    """The messages of one pair of ranks, each as ((turn, tensor) of its first part, parts).
 
-    alone: bytes of a part that shares its message with no other.
+    alone: a part of at least so many bytes gets a message of its own.
     """
-    found: list[tuple[tuple[Turn, int], list[MessagePart]]] = []
+    messages: list[tuple[tuple[Turn, int], list[MessagePart]]] = []
     used = max_bytes
     for turn, number, copy in stream:
         rule = plan.rollout.rules[number]
         itemsize = itemsize_of(rule, plan.itemsize)
-        for region in windows(copy.target_box, row_major_strides(copy.target_box.shape), max_bytes // itemsize):
+        for region in windows(copy.target_slice, row_major_strides(copy.target_slice.shape), max_bytes // itemsize):
             num_bytes = region.num_elements * itemsize
             begin = -(-used // itemsize) * itemsize  # where a tensor of its dtype may begin
             if begin + num_bytes > max_bytes or num_bytes >= alone:
-                found.append(((turn, number), []))
+                messages.append(((turn, number), []))
                 begin = 0
-            parts = found[-1][1]
-            source_box = region.moved(copy.target_box.start, copy.source_box.start)
+            parts = messages[-1][1]
+            source_slice = region.moved(copy.target_slice.start, copy.source_slice.start)
             parts.append(
                 MessagePart(
-                    copy.chunk, copy.source, source_box, copy.target, copy.slot, region, begin, num_bytes, rule.dtype
+                    copy.chunk, copy.source, source_slice, copy.target, copy.slot, region, begin, num_bytes, rule.dtype
                 )
             )
             used = max_bytes if num_bytes >= alone else begin + num_bytes
-    return found
+    return messages

@@ -26,7 +26,7 @@ _NO_WEIGHT = re.compile(r"_extra_state$|\.adapter\.|\.lora_[AB]\.")
 
 
 def canonical(key: str) -> str | None:
-    """The canonical name of a state dict's ``key``; None where it holds no weight of a base model."""
+    """The canonical name of a state dict's ``key``; None if it holds no weight of the base model."""
     if _NO_WEIGHT.search(key):
         return None
     for pattern, spelling in _DIALECTS:

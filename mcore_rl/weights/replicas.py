@@ -1,4 +1,4 @@
-"""Which training ranks hold a tensor, and what each of them calls it: ``Table``, read the other way round."""
+"""Which training ranks hold a tensor, and its name on each: ``Table`` inverted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_rl.weights.table import Table
 class Replicas:
     """Sets of training ranks that hold the same tensors; a tied embedding's last stage belongs to the set of its first.
 
-    members: ranks of each set, ascending; sets are numbered as they are first asked for, and no two are equal.
+    members: the ranks of each set, ascending; sets are distinct, and numbered in the order in which they are looked up.
     """
 
     def __init__(self, table: Table) -> None:
@@ -26,7 +26,7 @@ class Replicas:
         self._known: dict[bytes, int] = {}
 
     def num_shards(self, rule: Rule) -> int:
-        """Over how many ranks a tensor of ``rule`` is cut."""
+        """Number of ranks that a tensor of ``rule`` is split over."""
         layout = self.table.layout
         return {Axis.none: 1, Axis.tensor: layout.tp, Axis.expert_tensor: layout.etp}[rule.axis]
 
@@ -72,7 +72,7 @@ class Replicas:
         return number
 
     def local_name(self, rule: Rule, layer: int, expert: int, rank: int) -> tuple[int, str]:
-        """(model chunk, canonical name) of a tensor on ``rank``; layer and expert are 0 where it is of none."""
+        """(model chunk, canonical name) of a tensor on ``rank``; layer and expert are 0 for a tensor without them."""
         if rule.stage is Stage.layer:
             place = self._place_of[layer]
             number = layer - self.table.placement[place][0]

@@ -1,11 +1,11 @@
 """The reshard plan: which part of which training rank's tensor goes to which part of which rollout rank's tensor.
 
 Made once, from a family's two tables, in integers; nothing is sent here, and nothing but numpy is needed.  Rows are
-columns of int32, and the regions of a copy are shared by all layers, experts and replicas that cut a tensor alike, so
-that a plan for hundreds of billions of parameters on hundreds of ranks takes seconds and a few hundred megabytes.
+columns of int32, and all layers, experts and replicas that split a tensor alike share one list of regions, so a plan
+for hundreds of billions of parameters on hundreds of ranks takes seconds and a few hundred megabytes.
 
-A source that several ranks hold (data-parallel copies; tensors that tensor ranks replicate; the tied embedding of the
-last pipeline stage) is dealt out among them: see ``_deal``.
+Where several ranks hold the same source (data-parallel copies; tensors that tensor ranks replicate; the tied embedding
+of the last pipeline stage), they share the sending: see ``_deal``.
 
 Invariant, proven by ``proofs/reshard_proof.py``: every element that a rollout rank stores, padding apart, is written
 by exactly one copy, from the element of the same Hugging Face tensor.
@@ -31,11 +31,11 @@ from mcore_rl.weights.tensor_slice import TensorSlice
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What a shard of one rule's tensors gives to a shard of another's, whatever the layer, the expert and the ranks.
+    """The regions that a source shard sends to a target shard; the same for all layers, experts and ranks.
 
-    source_rule, target_rule: places in ``Table.rules`` and ``RolloutTable.rules``.  source_shard, target_shard: along
-    the rules' axes.  parts: (region of the source, region of the target, within its slot where it is stacked), of equal
-    shape.
+    source_rule, target_rule: indices into ``Table.rules`` and ``RolloutTable.rules``.  source_shard, target_shard:
+    along the rules' axes.  parts: (region of the source, region of the target), of equal shape; within the slot of a
+    stacked target.
     """
 
     source_rule: int
@@ -55,23 +55,23 @@ class Copy:
     """One region to send.
 
     source: canonical name within model chunk ``chunk`` of ``source_rank``.  target: vLLM's name.  slot: index into the
-    first dimension of a stacked target, which ``target_box`` leaves out; None where it is not stacked.
+    first dimension of a stacked target, which ``target_slice`` leaves out; None for a target that is not stacked.
     """
 
     source_rank: int
     chunk: int
     source: str
-    source_box: TensorSlice
+    source_slice: TensorSlice
     target_rank: int
     target: str
     slot: int | None
-    target_box: TensorSlice
+    target_slice: TensorSlice
 
 
 def same_part(source: Piece, target: Piece) -> tuple[TensorSlice, TensorSlice] | None:
-    """(region of the source's tensor, region of the target's) where both hold the same elements; None where nowhere.
+    """(region of the source's tensor, region of the target's) of the elements that both hold; None if there are none.
 
-    The pieces are of the same Hugging Face tensor.
+    source, target: pieces of the same Hugging Face tensor.
     """
     shared = source.hf_region.shared(target.hf_region)
     if shared is None:
@@ -80,20 +80,20 @@ def same_part(source: Piece, target: Piece) -> tuple[TensorSlice, TensorSlice] |
 
 
 def _joined(parts: list[tuple[TensorSlice, TensorSlice]], dim: int) -> tuple[tuple[TensorSlice, TensorSlice], ...]:
-    """``parts`` with those that follow each other along ``dim``, in the source and in the target, made one."""
-    found: list[tuple[TensorSlice, TensorSlice]] = []
+    """Merges ``parts`` that are adjacent along ``dim`` in the source and in the target."""
+    joined: list[tuple[TensorSlice, TensorSlice]] = []
     for part in sorted(parts, key=lambda part: part[1]):
-        if found:
-            merged = [_follows(before, region, dim) for before, region in zip(found[-1], part, strict=True)]
+        if joined:
+            merged = [_follows(before, region, dim) for before, region in zip(joined[-1], part, strict=True)]
             if merged[0] is not None and merged[1] is not None:
-                found[-1] = (merged[0], merged[1])
+                joined[-1] = (merged[0], merged[1])
                 continue
-        found.append(part)
-    return tuple(found)
+        joined.append(part)
+    return tuple(joined)
 
 
 def _follows(before: TensorSlice, region: TensorSlice, dim: int) -> TensorSlice | None:
-    """Both as one region where ``region`` begins along ``dim`` where ``before`` ends; None where it does not."""
+    """Both regions as one if ``region`` begins where ``before`` ends along ``dim``, else None."""
     if region.start != (*before.start[:dim], before.end[dim], *before.start[dim + 1 :]):
         return None
     shape = (*before.shape[:dim], before.shape[dim] + region.shape[dim], *before.shape[dim + 1 :])
@@ -103,11 +103,11 @@ def _follows(before: TensorSlice, region: TensorSlice, dim: int) -> TensorSlice 
 
 @dataclass(frozen=True, eq=False)
 class ReshardPlan:
-    """Rows (source tensor, target tensor, geometry), in the order of the layers: the same order for all who ask.
+    """Rows (source tensor, target tensor, geometry), in the order of the layers: the same order in every process.
 
     replicas: which training rank holds what.  itemsize: bytes of an element where a rule does not fix the dtype.
-    source_rank, target_rank: int32 [rows].  source, target: which tensors, as ``source_ids`` and ``target_ids`` number
-    them.  geometry: place in ``geometries``.
+    source_rank, target_rank: int32 [rows].  source, target: int32 [rows], tensors as ``source_ids`` and ``target_ids``
+    number them.  geometry: int32 [rows], index into ``geometries``.
     """
 
     table: Table
@@ -126,12 +126,12 @@ class ReshardPlan:
 
     @cached_property
     def source_ids(self) -> TensorIds:
-        """What the integers of ``source`` stand for."""
+        """The numbering of ``source``."""
         return TensorIds(self.table.rules, self.table.model)
 
     @cached_property
     def target_ids(self) -> TensorIds:
-        """What the integers of ``target`` stand for; a stacked tensor has one for each expert."""
+        """The numbering of ``target``; a stacked tensor has a number for each expert."""
         return TensorIds(self.rollout.rules, self.rollout.model)
 
     @cached_property
@@ -142,12 +142,12 @@ class ReshardPlan:
 
     @cached_property
     def bytes_sent(self) -> Int64Array:
-        """By each training rank: int64 [ranks]."""
+        """Bytes that each training rank sends: int64 [ranks]."""
         return self._bytes_by(self.source_rank, self.table.layout.world_size)
 
     @cached_property
     def bytes_received(self) -> Int64Array:
-        """By each rollout rank: int64 [ranks]."""
+        """Bytes that each rollout rank receives: int64 [ranks]."""
         return self._bytes_by(self.target_rank, self.rollout.layout.world_size)
 
     def _bytes_by(self, ranks: Int32Array, world_size: int) -> Int64Array:
@@ -196,8 +196,8 @@ class ReshardPlan:
             chunk, source = self.replicas.local_name(ours, layer, expert, source_rank)
             target = theirs.name.format(l=layer)
             slot = self.rollout.experts(target_rank).index(expert) if theirs.stacked else None
-            for source_box, target_box in geometry.parts:
-                yield Copy(source_rank, chunk, source, source_box, target_rank, target, slot, target_box)
+            for source_slice, target_slice in geometry.parts:
+                yield Copy(source_rank, chunk, source, source_slice, target_rank, target, slot, target_slice)
 
 
 def grouped(numbers: NDArray[np.integer], count: int) -> tuple[Int64Array, Int64Array]:
@@ -211,7 +211,8 @@ def grouped(numbers: NDArray[np.integer], count: int) -> tuple[Int64Array, Int64
 class _Block:
     """Rows of one geometry, [layers, experts (1 where there are none), ranks that store the target].
 
-    targets: ranks, [experts, ranks].  sets: replicas of the source, [layers, experts].  source, target: likewise.
+    targets: ranks, [experts, ranks].  sets: the source's set of replicas, [layers, experts].  source, target: ids,
+    [layers, experts].
     """
 
     geometry: int
@@ -236,7 +237,7 @@ class _Builder:
         self.target_ids = TensorIds(rollout.rules, table.model)
 
     def join(self, source: int, target: int) -> None:
-        """Add the rows from rule ``source`` to rule ``target``, if they hold parts of the same tensors."""
+        """Add the rows from rule ``source`` to rule ``target``, if both hold parts of the same tensors."""
         theirs, ours = self.rollout.rules[target], self.table.rules[source]
         if ours.stage is Stage.last_copy or not {h.name for h in ours.hf} & {h.name for h in theirs.hf}:
             return  # a copy is one more replica of its original
@@ -258,13 +259,13 @@ class _Builder:
         model = self.table.model
         held = ours.shard(model, self.replicas.num_shards(ours), source_shard)
         wanted = theirs.shard(model, self.rollout.num_shards(theirs), target_shard)
-        found = [
+        shared = [
             same_part(source, target)
             for target in pieces(wanted, theirs.dim, tuple(h.name for h in theirs.hf), theirs.hf_shapes(model))
             for source in pieces(held, ours.dim, tuple(h.name for h in ours.hf), ours.hf_shapes(model))
             if source.hf == target.hf
         ]
-        return _joined([part for part in found if part is not None], theirs.dim)
+        return _joined([part for part in shared if part is not None], theirs.dim)
 
     def _add(self, layers: list[int | None], holders: Int32Array) -> None:
         geometry = self.geometries[-1]
@@ -282,7 +283,7 @@ class _Builder:
         return [g.elements * itemsize_of(rules[g.target_rule], self.itemsize) for g in self.geometries]
 
     def plan(self) -> ReshardPlan:
-        """All rows, dealt to sources and in the order of the layers."""
+        """All rows, each with the rank that sends it, in the order of the layers."""
         sizes_of = self._geometry_bytes()
         largest_first = sorted(self.blocks, key=lambda block: -sizes_of[block.geometry])
         sizes = [int(np.prod(block.shape)) for block in largest_first]
@@ -319,9 +320,10 @@ class _Builder:
 def _deal(sets: Int32Array, row_bytes: Int64Array, members: list[Int64Array], world_size: int) -> Int32Array:
     """The rank that sends each row: rows, the largest first, are dealt in turn to the members of their set.
 
-    sets: of each row.  row_bytes: likewise, descending.  members: ranks of each set.  Between any two members the bytes
-    of a set then differ by at most its largest row (the difference telescopes).  Sets are dealt the heaviest first,
-    each from the member that has the least so far, so that a rank's sets make up for each other.
+    sets: the set of each row.  row_bytes: bytes of each row, descending.  members: the ranks of each set.  Any two
+    members of a set then differ by at most its largest row in the bytes that they send of it (the difference
+    telescopes).  The heaviest set is dealt first, and each set begins with the member that sends the least so far, so
+    that the differences even out.
     """
     order, bounds = grouped(sets, len(members))
     loads, source = np.zeros(world_size, dtype=np.int64), np.empty(len(sets), dtype=np.int32)
@@ -338,7 +340,7 @@ def _deal(sets: Int32Array, row_bytes: Int64Array, members: list[Int64Array], wo
 def plan_reshard(table: Table, rollout: RolloutTable, itemsize: int = 2) -> ReshardPlan:
     """The plan from the training ranks of ``table`` to the rollout ranks of ``rollout``, of the same model.
 
-    itemsize: bytes of an element as it is sent.
+    itemsize: bytes of an element on its way, where a rule does not fix the dtype.
     """
     assert table.model == rollout.model, "a plan is between two layouts of one model"
     builder = _Builder(table, rollout, itemsize)

@@ -1,6 +1,6 @@
-"""A family's rollout table, opened for one model and one layout: what each rank of vLLM stores, and what it holds.
+"""A family's rollout table for one model and one layout: the tensors of each rank of vLLM, and what they are made of.
 
-Integers and names only.  ``weights/table.py`` is the same for Megatron's tensors; ``weights/reshard.py`` joins them.
+Integers and names only.  ``weights/table.py`` is the same for Megatron's tensors; ``weights/reshard.py`` joins the two.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mcore_rl.weights.table import Piece, pieces
 class RolloutTensor:
     """A tensor of one rollout rank.
 
-    name: vLLM's.  layer: None where it is of none.  experts: of a stacked tensor, those of its slots in order, else
-    empty.  num_shards, index: its place along the rule's axis.
+    name: vLLM's.  layer: None for a tensor outside the layers.  experts: the experts in the slots of a stacked tensor,
+    in order; else empty.  num_shards, index: shard ``index`` of ``num_shards`` along the rule's axis.
     """
 
     name: str
@@ -37,15 +37,15 @@ class RolloutTensor:
 
 
 def itemsize_of(rule: Rule, itemsize: int) -> int:
-    """Bytes of an element of ``rule``; ``itemsize`` where it does not fix the dtype."""
+    """Bytes of an element of ``rule``: ``itemsize``, unless the rule fixes the dtype."""
     return itemsize if rule.dtype is None else {"float32": 4}[rule.dtype]
 
 
 class RolloutTable:
     """The tensors of every rank of ``layout``.
 
-    latent_attention: whether vLLM runs a model that has it so, or expands its keys and values (``VLLM_MLA_DISABLE``).
-    Raises ConfigError where vLLM cannot run ``model`` so.
+    latent_attention: False if vLLM expands the keys and values of a model with latent attention (``VLLM_MLA_DISABLE``).
+    Raises ConfigError if vLLM cannot run ``model`` in this layout.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RolloutTable:
             assert rule.stacked == rule.per_expert, f"{rule.name}: vLLM stacks its experts"
 
     def num_shards(self, rule: Rule) -> int:
-        """Over how many ranks a tensor (of one expert, where stacked) is cut."""
+        """Number of ranks that a tensor (of one expert, if stacked) is split over."""
         cut = {
             Axis.none: False,
             Axis.tensor: True,
@@ -76,7 +76,7 @@ class RolloutTable:
         return rank % self.layout.tp % self.num_shards(rule)
 
     def experts(self, rank: int) -> range:
-        """The experts that ``rank`` stores, whole or shards of, in the order of their slots."""
+        """The experts that ``rank`` stores, whole or in shards, in the order of their slots."""
         assert self.model.moe is not None, "experts of a model without them"
         count = self.model.moe.num_experts // self.layout.ep
         first = rank % self.layout.ep * count
@@ -92,7 +92,7 @@ class RolloutTable:
         return np.array(held)
 
     def layers(self, rule: Rule) -> list[int | None]:
-        """The layers that have a tensor of ``rule``; [None] where it is of none."""
+        """The layers that have a tensor of ``rule``; [None] for a rule outside the layers."""
         if rule.stage is not Stage.layer:
             return [None]
         return [layer for layer in range(self.model.num_layers) if rule.applies_to(self.model, layer)]
@@ -110,12 +110,12 @@ class RolloutTable:
         return tensor.rule.shard(self.model, tensor.num_shards, tensor.index)
 
     def shape(self, tensor: RolloutTensor) -> tuple[int, ...]:
-        """The shape of ``tensor``; a stacked one's first dimension is its slots."""
+        """The shape of ``tensor``; the first dimension of a stacked tensor is its slots."""
         shape = tensor.rule.local_shape(self.model, tensor.num_shards)
         return (len(tensor.experts), *shape) if tensor.rule.stacked else shape
 
     def pieces(self, tensor: RolloutTensor) -> list[tuple[int | None, Piece]]:
-        """(slot or None, piece) of all that ``tensor`` is made of; what they leave is padding."""
+        """(slot or None, piece) of everything that ``tensor`` is made of; the rest is padding."""
         shapes, rule, shard = tensor.rule.hf_shapes(self.model), tensor.rule, self.shard(tensor)
         slots = list(enumerate(tensor.experts)) if rule.stacked else [(None, None)]
         return [
@@ -127,12 +127,12 @@ class RolloutTable:
         ]
 
     def bytes_stored(self, itemsize: int) -> NDArray[np.int64]:
-        """What each rank stores, without padding: int64 [ranks].  No plan can send it less."""
-        found = np.zeros(self.layout.world_size, dtype=np.int64)
+        """Bytes that each rank stores, without padding: int64 [ranks].  No plan can send fewer."""
+        stored = np.zeros(self.layout.world_size, dtype=np.int64)
         for rule in self.rules:
             other = prod(size for dim, size in enumerate(rule.hf_shapes(self.model)[0]) if dim != rule.dim)
             for index in range(self.num_shards(rule)):
                 held = rule.shard(self.model, self.num_shards(rule), index).held
                 one = held * other * itemsize_of(rule, itemsize) * len(self.layers(rule))
-                np.add.at(found, self.holders(rule, index).ravel(), one)
-        return found
+                np.add.at(stored, self.holders(rule, index).ravel(), one)
+        return stored

@@ -1,6 +1,6 @@
-"""A family's table, opened for one model and one parallel layout: what each rank holds, and where it comes from.
+"""A family's table for one model and one parallel layout: the tensors of each rank, and what they are made of.
 
-Integers and names only; nothing is read, sent or built.  Loading, exporting, checkpoints and the proofs all ask it.
+Integers and names only; nothing is read, sent or built.  Loading, exporting, checkpoints and the proofs all read it.
 
 Invariant: ``tensors(rank)`` names every tensor that the Megatron modules of ``rank`` have, once; over the ranks of one
 replica every element of every name in ``hf_tensors`` is held.  ``proofs/verify.py`` proves both.
@@ -49,7 +49,8 @@ class LocalTensor:
     """A tensor of one rank.
 
     name: canonical (``weights/names.py``), within its model chunk.  chunk: which of the rank's model chunks.  layer,
-    expert: in the whole model, None where it is of none.  num_shards, index: its place along the rule's axis.
+    expert: in the whole model; None for a tensor outside the layers or experts.  num_shards, index: shard ``index`` of
+    ``num_shards`` along the rule's axis.
     """
 
     name: str
@@ -62,15 +63,15 @@ class LocalTensor:
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """The Hugging Face tensors that it holds parts of."""
+        """The Hugging Face tensors that this tensor holds parts of."""
         return tuple(tensor.name.format(l=self.layer, e=self.expert) for tensor in self.rule.hf)
 
 
 @dataclass(frozen=True, slots=True)
 class HfInfo:
-    """What a checkpoint must say of one tensor.
+    """A tensor that a checkpoint must hold.
 
-    dtype: torch's name of it, where it is not the model's.  absent_ok: whether the checkpoint may lack it.
+    dtype: torch's name; None: the model's dtype.  absent_ok: whether the checkpoint may lack the tensor.
     """
 
     shape: tuple[int, ...]
@@ -79,21 +80,21 @@ class HfInfo:
 
 
 def pieces(shard: ShardRanges, dim: int, hf_names: tuple[str, ...], hf_shapes: list[tuple[int, ...]]) -> list[Piece]:
-    """The parts of a local tensor whose dimension ``dim`` is ``shard``, in order; what they leave is padding."""
-    found, offset = [], 0
+    """The parts of a local tensor whose dimension ``dim`` is ``shard``, in order; the rest is padding."""
+    parts, offset = [], 0
     for held in shard.ranges:
         shape = list(hf_shapes[held.source])
         hf_start, local_start = [0] * len(shape), [0] * len(shape)
         hf_start[dim], local_start[dim], shape[dim] = held.begin, offset, held.end - held.begin
         offset += shape[dim]
-        found.append(Piece(hf_names[held.source], tuple(hf_start), tuple(local_start), tuple(shape)))
-    return found
+        parts.append(Piece(hf_names[held.source], tuple(hf_start), tuple(local_start), tuple(shape)))
+    return parts
 
 
 class Table:
     """The tensors of every rank of ``parallel`` over ``world_size`` processes (None: one replica).
 
-    critic: a value head in place of the output projection.  Raises ConfigError where the layout is none of the world.
+    critic: a value head in place of the output projection.  Raises ConfigError if the layout does not fit the world.
     """
 
     def __init__(
@@ -120,18 +121,18 @@ class Table:
 
     def tensors(self, rank: int) -> list[LocalTensor]:
         """Every tensor of ``rank``, in the order of its chunks and layers."""
-        coords, found = self.layout.coords(rank), []
+        coords, tensors = self.layout.coords(rank), []
         for chunk in range(self.parallel.vpp):
             place = chunk * self.parallel.pp + coords.pp
             layers = self.placement[place]
             first, last = place == 0, place == len(self.placement) - 1
             here = {Stage.first: first, Stage.last: last, Stage.last_copy: last and not first, Stage.layer: False}
-            found += [self._local(rule, chunk, coords) for rule in self.rules if here[rule.stage]]
+            tensors += [self._local(rule, chunk, coords) for rule in self.rules if here[rule.stage]]
             for layer in layers:
                 for rule in self.rules:
                     if rule.stage is Stage.layer and rule.applies_to(self.model, layer):
-                        found += self._of_layer(rule, chunk, layer, layers[0], coords)
-        return found
+                        tensors += self._of_layer(rule, chunk, layer, layers[0], coords)
+        return tensors
 
     def _of_layer(self, rule: Rule, chunk: int, layer: int, first_layer: int, coords: Coords) -> list[LocalTensor]:
         local = self._local(rule, chunk, coords)
@@ -153,7 +154,7 @@ class Table:
 
     @property
     def experts_per_rank(self) -> int:
-        """Experts of a layer that one rank holds (whole, or shards of)."""
+        """Experts of a layer that one rank holds, whole or in shards."""
         assert self.model.moe is not None
         return self.model.moe.num_experts // self.layout.ep
 
@@ -171,18 +172,18 @@ class Table:
         return tuple(shape)
 
     def pieces(self, local: LocalTensor) -> list[Piece]:
-        """The parts of Hugging Face tensors that ``local`` is made of; what they leave is padding, and zero."""
+        """The parts of Hugging Face tensors that ``local`` is made of; the rest is padding, which is zero."""
         return pieces(self.shard(local), local.rule.dim, local.hf_names, local.rule.hf_shapes(self.model))
 
     @cached_property
     def hf_tensors(self) -> dict[str, HfInfo]:
         """Every Hugging Face tensor of the model, in the order of the layers."""
-        found: dict[str, HfInfo] = {}
+        infos: dict[str, HfInfo] = {}
         for rule, layer, expert in self._places():
             for tensor in rule.hf:
                 info = HfInfo(tensor.shape(self.model), rule.dtype, rule.absent_ok)
-                found[tensor.name.format(l=layer, e=expert)] = info
-        return found
+                infos[tensor.name.format(l=layer, e=expert)] = info
+        return infos
 
     def _places(self) -> Iterator[tuple[Rule, int | None, int | None]]:
         """(rule, layer, expert) of the whole model: the first stage, the layers, the last stage."""

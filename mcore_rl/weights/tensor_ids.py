@@ -17,7 +17,7 @@ class TensorIds:
 
     def __init__(self, rules: Sequence[Rule], model: ModelConfig) -> None:
         self._in_layer = np.array([rule.stage is Stage.layer for rule in rules])
-        # Of a tensor in no layer.
+        # The place of a rule outside the layers.
         self._place = np.array([-1 if rule.stage is Stage.first else model.num_layers for rule in rules])
         self._per_expert = np.array([rule.per_expert for rule in rules])
         num_experts = 1 if model.moe is None else model.moe.num_experts
@@ -30,17 +30,17 @@ class TensorIds:
         return int(self._starts[-1])
 
     def encode(self, rule: int, layers: NDArray[np.integer], experts: NDArray[np.integer]) -> Int32Array:
-        """Numbers of the tensors of ``rule`` (place in the rules); 0 where it is of no layer or no expert."""
+        """Ids of tensors of rule number ``rule``; layer and expert are 0 for a tensor without them."""
         numbers: Int32Array = (self._starts[rule] + layers * self._experts[rule] + experts).astype(np.int32)
         return numbers
 
     def decode(self, ids: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """(rule, layer, expert) of each; 0 where it is of none."""
+        """(rule, layer, expert) of each id; 0 for a tensor without layer or expert."""
         rule = np.searchsorted(self._starts, ids, side="right").astype(np.int32) - 1
         layer, expert = np.divmod(ids - self._starts[rule], self._experts[rule])
         return rule, layer.astype(np.int32), expert.astype(np.int32)
 
     def places(self, ids: Int32Array) -> Int32Array:
-        """Where each stands in the model: its layer, -1 before all layers, or their number behind them."""
+        """The place of each in the model: -1 before the layers, its layer, or the number of layers behind them."""
         rule, layer, _ = self.decode(ids)
         return np.where(self._in_layer[rule], layer, self._place[rule]).astype(np.int32)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class TensorSlice(NamedTuple):
-    """A rectangular part of a tensor: where it begins and how far it goes, for each dimension."""
+    """A rectangular part of a tensor: first index and length of each dimension."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -25,31 +25,31 @@ class TensorSlice(NamedTuple):
 
     @property
     def end(self) -> tuple[int, ...]:
-        """Behind the last index, per dimension."""
+        """One past the last index, per dimension."""
         return tuple(begin + size for begin, size in self.spans)
 
     @property
     def num_elements(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return prod(self.shape)
 
     def moved(self, origin: Sequence[int], to: Sequence[int]) -> TensorSlice:
-        """The same part, counted from ``to`` where it was counted from ``origin``."""
+        """The part shifted by ``to - origin``."""
         return TensorSlice(tuple(at - a + b for at, a, b in zip(self.start, origin, to, strict=True)), self.shape)
 
     def within(self, outer: TensorSlice) -> TensorSlice:
-        """The same part, counted from where ``outer`` begins."""
+        """The part relative to the start of ``outer``."""
         return self.moved(outer.start, (0,) * len(outer.start))
 
     def shared(self, other: TensorSlice) -> TensorSlice | None:
-        """The elements that lie in both; None where none does."""
+        """The intersection; None if it is empty."""
         if not self.overlaps(other):
             return None
         begin = tuple(map(max, self.start, other.start))
         return TensorSlice(begin, tuple(end - at for end, at in zip(map(min, self.end, other.end), begin, strict=True)))
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it lies inside a tensor of ``shape``."""
+        """Whether the part lies inside a tensor of ``shape``."""
         if not len(self.start) == len(self.shape) == len(shape):
             return False
         return all(
@@ -58,7 +58,7 @@ class TensorSlice(NamedTuple):
         )
 
     def overlaps(self, other: TensorSlice) -> bool:
-        """Whether an element lies in both."""
+        """Whether the two parts share an element."""
         return all(
             max(begin, other_begin) < min(begin + size, other_begin + other_size)
             for begin, size, other_begin, other_size in zip(*self, *other, strict=True)
@@ -71,7 +71,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def offset_of(start: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements before element ``start``."""
+    """Offset, in elements, of element ``start``."""
     return sum(index * stride for index, stride in zip(start, strides, strict=True))
 
 
@@ -81,12 +81,12 @@ def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def is_one_run(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a region of ``shape`` lies without gaps in a tensor with row-major ``strides``."""
+    """Whether a region of ``shape`` is contiguous in a tensor with row-major ``strides``."""
     return span_of(shape, strides) == prod(shape)
 
 
 def windows(region: TensorSlice, strides: Sequence[int], max_elements: int) -> Iterator[TensorSlice]:
-    """``region`` in order, in parts that span at most ``max_elements`` of a tensor with row-major ``strides``."""
+    """``region`` cut into parts, in order, that each span at most ``max_elements``; ``strides`` are row-major."""
     if 0 in region.shape:
         return
     if span_of(region.shape, strides) <= max_elements:
@@ -102,9 +102,9 @@ def windows(region: TensorSlice, strides: Sequence[int], max_elements: int) -> I
 
 
 def slices_of_range(shape: Sequence[int], begin: int, end: int) -> Iterator[TensorSlice]:
-    """Elements ``begin`` to ``end`` (exclusive) of a row-major tensor of ``shape``, as regions, in their order.
+    """Elements ``begin`` to ``end`` (exclusive) of a row-major tensor of ``shape``, as regions, in order.
 
-    Of a matrix at most three: the rest of a row, whole rows, the beginning of a row.
+    A matrix needs at most three: the rest of a row, whole rows, the beginning of a row.
     """
     if begin >= end:
         return
@@ -128,7 +128,7 @@ def slices_of_range(shape: Sequence[int], begin: int, end: int) -> Iterator[Tens
 
 
 def without(region: TensorSlice, hole: TensorSlice) -> list[TensorSlice]:
-    """``region`` less what it shares with ``hole``, in regions that do not overlap."""
+    """``region`` minus ``hole``, as regions that do not overlap."""
     shared = region.shared(hole)
     if shared is None:
         return [region]

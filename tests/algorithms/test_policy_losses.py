@@ -6,6 +6,7 @@ from mcore_rl.algorithms.losses.token_losses import trained_rows
 from mcore_rl.config.algorithm_registry import policy_losses
 from mcore_rl.config.roles import ActorConfig
 from tests.algorithms.loss_cases import drawn, whole
+from tests.support.spy import spied
 
 
 def test_rows_say_whether_old_logprobs_are_read() -> None:
@@ -17,6 +18,13 @@ def test_rows_say_whether_old_logprobs_are_read() -> None:
             assert row.needs_old, mode
         else:
             assert not row.needs_old, mode
+
+
+def test_a_loss_reads_the_keys_that_it_says() -> None:
+    for mode, row in policy_losses().items():
+        config, read = spied(ActorConfig(loss_mode=mode))
+        row.load()(whole(drawn(0)), config)
+        assert {f"actor.{field}" for field in read} == row.reads, mode
 
 
 def test_a_loss_counts_clips_of_trained_rows_alone() -> None:

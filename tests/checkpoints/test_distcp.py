@@ -39,7 +39,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def _boxes(shape: tuple[int, ...]) -> list[TensorSlice]:
+def _slices(shape: tuple[int, ...]) -> list[TensorSlice]:
     inner = TensorSlice(tuple(size // 3 for size in shape), tuple(max(1, size // 2) for size in shape))
     return [TensorSlice.whole(shape), inner]
 
@@ -50,7 +50,7 @@ def test_boxes_of_what_torch_saved(saved: Path, key: str) -> None:
     with DistributedCheckpoint.open(saved) as checkpoint:
         assert checkpoint.tensors[key].shape == tuple(expected.shape)
         assert list(checkpoint.damage(key)) == []
-        for region in _boxes(tuple(expected.shape)):
+        for region in _slices(tuple(expected.shape)):
             out = torch.empty(region.shape, dtype=expected.dtype)
             checkpoint.read_into(key, region, out)
             assert torch.equal(out.float(), view_of(expected, region).float())

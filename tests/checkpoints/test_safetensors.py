@@ -36,7 +36,7 @@ def bits(tensor: Tensor) -> list[int]:
     return tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).tolist()
 
 
-def random_box(rng: random.Random, shape: tuple[int, ...]) -> TensorSlice:
+def random_slice(rng: random.Random, shape: tuple[int, ...]) -> TensorSlice:
     start, size = [], []
     for limit in shape:
         begin = rng.choice([0, rng.randint(0, limit)])
@@ -77,7 +77,7 @@ def test_boxes_equal_slices_of_what_the_package_loads(
         for name, info in tensors.items():
             expected = reference[name]
             assert (info.dtype, info.shape) == (expected.dtype, tuple(expected.shape))
-            for region in [TensorSlice.whole(info.shape), *(random_box(rng, info.shape) for _ in range(8))]:
+            for region in [TensorSlice.whole(info.shape), *(random_slice(rng, info.shape) for _ in range(8))]:
                 part = expected[slices(region)]
                 for out in destinations(region.shape, info.dtype):
                     read_slice(file.fileno(), info, region, out)
@@ -126,7 +126,7 @@ def test_windows_cover_a_box_once_and_in_order_within_the_limit() -> None:
     rng = random.Random(1)
     for _ in range(300):
         shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 4)))
-        region, limit, strides = random_box(rng, shape), rng.randint(1, 40), row_major_strides(shape)
+        region, limit, strides = random_slice(rng, shape), rng.randint(1, 40), row_major_strides(shape)
         numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
         seen = [view_of(numbers, window).reshape(-1) for window in windows(region, strides, limit)]
         assert all(part[-1] - part[0] < limit for part in seen)
@@ -137,7 +137,7 @@ def test_boxes_overlap_where_they_share_an_element() -> None:
     rng = random.Random(2)
     for _ in range(500):
         shape = tuple(rng.randint(1, 4) for _ in range(rng.randint(0, 3)))
-        one, other = random_box(rng, shape), random_box(rng, shape)
+        one, other = random_slice(rng, shape), random_slice(rng, shape)
         hits = torch.zeros(shape)
         view_of(hits, one).add_(1)
         view_of(hits, other).add_(1)

@@ -13,12 +13,29 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Logger
 from mcore_rl.errors import ConfigError
+from tests.support.composed import composed
 
 
 def refusal(*overrides: str, directory: Path | None = None, name: str | None = None) -> str:
     with pytest.raises(ConfigError) as error:
         compose(RunConfig, "train", overrides, directory, name)
     return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.path=m", "data.train_files=[a,b]", "data.max_response_length=77", "trainer.device=cpu"],
+        ["algorithm=ppo", "actor.optim.lr=1e-3", "rollout.stop=['[/x]']", "rollout.kv_cache_memory_bytes=null"],
+        ["actor.optim={lr: 2.0e-3}", "algorithm=dapo", "algorithm.kl_ctrl.kl_coef=0.5", "rollout.n=7", "rollout.n=9"],
+        ["+data.chat_template_kwargs.enable_thinking=false", "model.path=''"],
+    ],
+    ids=len,
+)
+def test_what_tests_compose_in_parts_is_what_hydra_composes(overrides: list[str]) -> None:
+    whole, parts = compose(RunConfig, "train", overrides), composed(RunConfig, "train", overrides)
+    assert parts == whole and parts.written == whole.written
 
 
 def test_values_have_the_types_of_the_dataclasses() -> None:

@@ -71,7 +71,7 @@ def told(moment: Moment, signal: int, step: int) -> Blow:
 
 
 def interrupted(moment: Moment) -> Blow:
-    """Ctrl-C."""
+    """A Ctrl-C at ``moment``."""
     return Blow(moment, signal=SIGINT, exit_code=130, words="the same command goes on from there")
 
 

@@ -15,14 +15,14 @@ from tests.support.hostile import under_hostile_parent
 
 SLICE = (
     "tests/house/test_ground.py",
-    "tests/config/test_compose.py",
-    "tests/checkpoints/test_convert_command.py",  # Ctrl-C of a program
-    "tests/launch/test_submit.py",  # scripts
+    "tests/checkpoints/test_convert_command.py::test_an_interrupt_leaves_nothing_under_the_final_name",
+    "tests/launch/test_submit.py::test_every_script_is_sound_bash",
     "tests/parallel/test_launch.py::test_an_interrupted_parent_takes_its_ranks_with_it",
-    "tests/parallel/test_launch.py::test_results_come_back_in_the_order_of_the_ranks",
-    "tests/rewards/test_confinement.py",
-    "tests/rewards/test_scorer.py",  # signals of a program
-    "tests/tracking",  # terminals, files, git
+    "tests/rewards/test_confinement.py::test_what_honest_programs_do_works",
+    "tests/rewards/test_scorer.py::test_no_process_outlives_a_program_that_is_ended",
+    "tests/tracking/test_console.py",
+    "tests/tracking/test_progress.py",
+    "tests/tracking/test_run_directory.py",
 )
 WHOLE_RUNS = ("tests/test_cli.py", "tests/e2e/test_secrets.py")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,8 @@ class ScriptedEngine:
     async def wake(self) -> None:
         raise RolloutError("it does not wake")
 
-    async def rpc(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        return [method, args, timeout_s]
+    async def call_workers(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        return [method.__name__, list(args)]
 
     async def ends(self) -> list[str]:
         return self.ended

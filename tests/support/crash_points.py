@@ -20,7 +20,7 @@ HALF, BEFORE, AFTER = "half a manifest", "before the rename", "after the rename"
 
 
 def die() -> None:
-    """At once."""
+    """Kill this process at once."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

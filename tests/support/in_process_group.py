@@ -28,7 +28,7 @@ class InProcessGroup(TrainGroup):
 
 
 class InProcessWorkers:
-    """As ``WorkerGroup``."""
+    """A ``WorkerGroup`` whose workers are in this process."""
 
     def __init__(self, dp: int, methods: dict[str, Callable[..., Any]]) -> None:
         self.layout = Layout.of(parse_layout(""), dp)

@@ -66,7 +66,7 @@ def beginning_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def user(content: str | None) -> list[dict[str, str | None]]:
-    """One message."""
+    """A prompt of one user message."""
     return [{"role": "user", "content": content}]
 
 

@@ -133,3 +133,7 @@ def wait_until_gone(leader: int, limit_s: float = 30.0) -> None:
     while any(map(is_alive, group_of(leader))):
         assert time.monotonic() < deadline, f"alive: {group_of(leader)}"
         time.sleep(0.05)
+
+
+def check_health(worker: object) -> None:
+    """A method of vLLM's own workers, for ``call_workers``."""

@@ -14,7 +14,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
 from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
-from mcore_rl.rollout.weight_channel import WORKER_EXTENSION
+from mcore_rl.rollout.worker_methods import WEIGHT_RECEIVER
 from tests.support import hf_reference, models
 from tests.support.forked import start_engine
 
@@ -50,7 +50,7 @@ def engine(directory: Path, rollout: str = "tp=1", *, wait: bool = True) -> Engi
         max_response_length=96,
         kv_cache_memory_bytes=1 << 26,
     )
-    return start_engine("engine", directory, config, extension=WORKER_EXTENSION, wait=wait)
+    return start_engine("engine", directory, config, extension=WEIGHT_RECEIVER, wait=wait)
 
 
 async def greedy(engine: EngineProcess) -> list[Sample]:

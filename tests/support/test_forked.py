@@ -142,7 +142,7 @@ def test_a_forked_engine_computes_in_a_process_like_a_fresh_one_s(
     with process.start_engine("fresh", **how) as fresh, forked.start_engine("forked", **how) as ours:
         for engine in (fresh, ours):
             engine.wait_until_ready()
-        (expected,), (found,) = (asyncio.run(engine.rpc("state")) for engine in (fresh, ours))
+        (expected,), (found,) = (asyncio.run(engine.call_workers(process_state.Seen.state)) for engine in (fresh, ours))
     for what in expected:
         assert found[what] == expected[what], what
     assert "OF_THIS_TEST=yes" in found["environment"]

@@ -12,7 +12,7 @@ import torch
 
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES
-from mcore_rl.sync.check import Expected, Held, Key, differences, expected_weights
+from mcore_rl.sync.check import Expected, HeldFingerprints, Key, differences, expected_weights
 from mcore_rl.weights.rollout_table import RolloutTable
 from tests.support.checkpoints import MODELS
 
@@ -29,13 +29,13 @@ VALUES[0, "experts.w13_weight", 0] = 500  # another stacked tensor
 SLOTS = {(0, "experts.w13_weight", 0): 0} | {(expert // 2, EXPERTS, expert % 2): expert for expert in range(4)}
 NOW = Expected(version=8, values=VALUES, experts=SLOTS)
 BEFORE = Expected(version=5, values={key: value + 1000 for key, value in VALUES.items()}, experts=SLOTS)
-WHOLE = Held(values=VALUES, copies={})
+WHOLE = HeldFingerprints(values=VALUES, copies={})
 
 
-def holding(changes: Mapping[Key, int | None], copies: Mapping[tuple[int, str], str] | None = None) -> Held:
+def holding(changes: Mapping[Key, int | None], copies: Mapping[tuple[int, str], str] | None = None) -> HeldFingerprints:
     """What is expected, but for ``changes``; None takes a tensor away."""
     values = {key: value for key, value in {**VALUES, **changes}.items() if value is not None}
-    return Held(values=values, copies=copies or {})
+    return HeldFingerprints(values=values, copies=copies or {})
 
 
 def test_what_is_as_expected_is_not_named() -> None:
@@ -83,8 +83,8 @@ def test_a_copy_is_held_against_what_it_is_a_copy_of() -> None:
 
 def test_answers_of_two_engines_become_one() -> None:
     """Of tp=2 and of tp=1: ranks 0 and 1, and rank 2."""
-    first = Held.of(0, [[(NORM, -1, 7), ("w", 1, -9)], [(NORM, -1, 8)]], [{HEAD: EMBED}, {}])
-    both = first.beside(Held.of(2, [[(NORM, -1, 9)]], [{HEAD: EMBED}]))
+    first = HeldFingerprints.of(0, [[(NORM, -1, 7), ("w", 1, -9)], [(NORM, -1, 8)]], [{HEAD: EMBED}, {}])
+    both = first.beside(HeldFingerprints.of(2, [[(NORM, -1, 9)]], [{HEAD: EMBED}]))
     assert both.values == {(0, NORM, -1): 7, (0, "w", 1): -9, (1, NORM, -1): 8, (2, NORM, -1): 9}
     assert both.copies == {(0, HEAD): EMBED, (2, HEAD): EMBED}
 
@@ -116,5 +116,5 @@ def test_training_ranks_add_their_parts_up_as_64_bits_do(monkeypatch: pytest.Mon
     assert found.version == 3 and found.experts == experts
     sums = {plain[0]: -(1 << 63) + 1, plain[1]: -2, plain[2]: (1 << 63) - 1, next(iter(experts)): (1 << 40) - (1 << 33)}
     assert found.values == {**dict.fromkeys([*plain, *experts], 0), **sums}
-    assert differences(found, Held(values=found.values, copies={})) == []
+    assert differences(found, HeldFingerprints(values=found.values, copies={})) == []
     assert replace(found, version=4) != found

@@ -117,7 +117,7 @@ class World:
             for part in message.parts:
                 values = data[part.begin : part.begin + part.num_bytes].view(publisher.dtype)
                 tensor = held[part.target] if part.slot is None else held[part.target][part.slot]
-                view_of(tensor, part.target_box).copy_(values.view(part.target_box.shape))
+                view_of(tensor, part.target_slice).copy_(values.view(part.target_slice.shape))
         assert all(next(stream, None) is None for stream in streams.values()), "more was sent than is wanted"
         return held
 

@@ -77,7 +77,7 @@ def test_the_verdict_says_what_was_learned(root: ElementTree.Element) -> None:
 
 def test_every_part_is_there(root: ElementTree.Element) -> None:
     assert [words(each) for each in root.iter("h2")] == [
-        "Validation accuracy", "Curves", "Time", "Samples, before and after", "Told and found"
+        "Validation accuracy", "Curves", "Time", "Samples, before and after", "Notes and warnings"
     ]  # fmt: skip
     labels = [each.get("aria-label") for each in root.iter("svg")]
     assert labels[:3] == ["Validation accuracy", "Reward", "Accuracy on training prompts"]

@@ -48,8 +48,8 @@ def test_both_sides_agree_and_everything_is_sent_once(case: tuple[str, str, int,
         written = {t.name: torch.zeros(plan.rollout.shape(t), dtype=torch.int8) for t in plan.rollout.tensors(target)}
         for part in (part for message in received for part in message.parts):
             tensor = written[part.target] if part.slot is None else written[part.target][part.slot]
-            view_of(tensor, part.target_box).add_(1)
-            assert part.source_box.shape == part.target_box.shape
+            view_of(tensor, part.target_slice).add_(1)
+            assert part.source_slice.shape == part.target_slice.shape
         for tensor in plan.rollout.tensors(target):
             counts = written[tensor.name]
             dim = tensor.rule.dim + tensor.rule.stacked

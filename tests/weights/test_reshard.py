@@ -90,7 +90,7 @@ def test_no_source_sends_more_than_its_share() -> None:
         at = layout.coords(rank)
         for _, copies in made.copies_from(rank):
             for copy in copies:
-                size = 2 * copy.source_box.num_elements
+                size = 2 * copy.source_slice.num_elements
                 largest, sent[rank] = max(largest, size), sent[rank] + size
                 shard = ("expert", at.pp, at.ep) if "local_experts" in copy.source else ("dense", at.pp)
                 by_shard[shard][rank] += size
@@ -154,7 +154,7 @@ def test_gate_and_up_of_whole_experts_are_one_copy() -> None:
     made = plan("mixtral", MIXTRAL, "ep=4", 4, "tp=1,dp=4,ep=4")
     (copy,) = [copy for copy in dict(made.copies_to(3))[2] if copy.target.endswith("w13_weight")]
     assert (copy.source_rank, copy.source) == (3, "decoder.layers.2.mlp.experts.local_experts.0.linear_fc1.weight")
-    assert (copy.slot, copy.target_box, copy.source_box) == (
+    assert (copy.slot, copy.target_slice, copy.source_slice) == (
         0,
         TensorSlice((0, 0), (128, 40)),
         TensorSlice((0, 0), (128, 40)),

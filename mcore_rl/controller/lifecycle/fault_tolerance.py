@@ -23,7 +23,7 @@ from mcore_rl.controller.lifecycle.preemption import Preempted
 from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints, how_to_go_on
 from mcore_rl.errors import DeadEngineError, DeadWorkerError
 from mcore_rl.rollout.pool import EnginePool
-from mcore_rl.runtime.rollout_worker import RayEngine
+from mcore_rl.runtime.engine_client import EngineClient
 
 C = TypeVar("C", RunConfig, SftConfig)
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class EngineRestarter:
     """
 
     def __init__(
-        self, engines: Sequence[RayEngine], pool: EnginePool, limit: int, *, warn: Callable[[str], None]
+        self, engines: Sequence[EngineClient], pool: EnginePool, limit: int, *, warn: Callable[[str], None]
     ) -> None:
         self._engines, self._pool, self._limit, self._warn = list(engines), pool, limit, warn
         self.num_restarts = 0
@@ -141,7 +141,7 @@ async def run_with_restarts(config: C, attempt: Callable[[C], Awaitable[T]]) -> 
                 config = await deaths.answer(error, config)
 
 
-async def _is_alive(engine: RayEngine) -> bool:
+async def _is_alive(engine: EngineClient) -> bool:
     try:
         await asyncio.wait_for(engine.version(), ANSWER_S)
     except (DeadEngineError, TimeoutError):

@@ -28,9 +28,9 @@ async def start_reward_model(
     trainers: TrainGroup | None,
     stack: AsyncExitStack,
 ) -> RewardModel:
-    """Its engines in ``bundles``, ready, until ``stack`` is closed.
+    """Start the reward model's engines in ``bundles``; they end when ``stack`` is closed.
 
-    trainers: whose devices they share, where they do; then they sleep, until they are woken.
+    trainers: whose devices the engines share; they then sleep until they are woken.  None: they share none.
     """
     judge, name = config.reward_model, "reward engine"
     engines = await start_engines(Path(judge.model.path), judge, bundles, platform, logs, stack, trainers, name=name)
@@ -42,9 +42,9 @@ async def start_reward_model(
 
 
 async def open_alone(config: EvaluateConfig, stack: AsyncExitStack) -> RewardModel:
-    """The reward model of ``mcore-rl evaluate``, on Ray, until ``stack`` is closed; its logs lie beside the responses.
+    """Start Ray and the reward model of ``mcore-rl evaluate``; both end when ``stack`` is closed.
 
-    Raises as ``prepare_encoder``, before a process is started.
+    The engines' logs go beside the responses.  Raises as ``prepare_encoder``, before a process is started.
     """
     directory = Path(config.reward_model.model.path).expanduser().resolve()
     judge = replace(config.reward_model, model=replace(config.reward_model.model, path=str(directory)))

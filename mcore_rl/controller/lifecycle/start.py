@@ -32,8 +32,8 @@ from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.planning.plan import Plan
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.runtime.cluster import ray_cluster, this_host
+from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.placement import Places, place
-from mcore_rl.runtime.rollout_worker import RayEngine
 from mcore_rl.runtime.start import pool_of, start_engines, start_trainers
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.train_worker import RoleSpec
@@ -109,7 +109,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
 
 
 async def _weight_updater(
-    config: RunConfig, platform: Platform, actor: TrainGroup, engines: Sequence[RayEngine], stack: AsyncExitStack
+    config: RunConfig, platform: Platform, actor: TrainGroup, engines: Sequence[EngineClient], stack: AsyncExitStack
 ) -> WeightUpdater:
     """Updates from ``actor`` to ``engines``, whose members meet at a store that ``stack`` keeps."""
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)

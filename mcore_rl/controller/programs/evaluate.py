@@ -38,7 +38,7 @@ UNKNOWN_ANSWER = "the grader names no answers to vote on; a custom function name
 
 @dataclass(frozen=True, kw_only=True)
 class Graded:
-    """A row of the file, without its texts, with the score of each of its responses."""
+    """row: of the file, without its texts.  scores: of each of its responses."""
 
     row: ResponseRow
     scores: tuple[Score, ...]
@@ -46,10 +46,16 @@ class Graded:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceReport:
-    """What one data source came to.
+    """The results of one data source.
 
-    num_samples: responses of a prompt, fewest and most.  errors: responses that could not be graded, by kind; example:
-    the first of them.  metrics: ``score``, ``accuracy``, ``pass@k``, ``maj@k``.  missing: why one is not there.
+    num_prompts, num_responses: counts.
+    num_samples: responses of a prompt, fewest and most.
+    num_tokens: of a response, mean; None where the file does not say.
+    truncated: share of responses that were cut off; None where the file does not say.
+    errors: number of responses that could not be graded, by kind.
+    example: error of the first of them; None where all were graded.
+    metrics: ``score``, ``accuracy``, ``pass@k``, ``maj@k``.
+    missing: why a metric is not there, by its name.
     """
 
     num_prompts: int
@@ -64,7 +70,7 @@ class SourceReport:
 
 
 async def run_evaluate(config: EvaluateConfig) -> int:
-    """Grade, show a table, write ``config.out``; 0.
+    """Grade, show a table, write ``config.out``; returns the exit code 0.
 
     Raises ConfigError and kin with everything that keeps it from starting.
     """
@@ -97,7 +103,10 @@ async def grade_all(
     report: Callable[[], None],
     reward_model: RewardModel | None = None,
 ) -> list[Graded]:
-    """Every response's score, in file order.  report: is called after each.  reward_model: of rows that ask for it.
+    """The score of every response, in file order.
+
+    max_tokens: that a response could have had, 0 where nobody says.  report: is called after each response.
+    reward_model: scores the rows that ask for it.
 
     Enough of them are in flight that no grading process waits; texts are read when they are due, and kept no longer.
     """
@@ -131,7 +140,7 @@ async def grade_all(
 
 
 async def _reward_model(config: EvaluateConfig, stack: AsyncExitStack) -> RewardModel | None:
-    """The one that is asked for, if any, until ``stack`` is closed."""
+    """The reward model, running until ``stack`` is closed; None where it is not enabled."""
     if not config.reward_model.enable:
         return None
     from mcore_rl.controller.lifecycle.reward_engines import (
@@ -161,9 +170,10 @@ def request_of(row: ResponseRow, index: int, max_tokens: int) -> RewardRequest:
 def reports_of(
     graded: Sequence[Graded], k: Sequence[int], *, has_lengths: bool, has_finish: bool
 ) -> dict[str, SourceReport]:
-    """By data source, in the order in which they appear.
+    """A report for each data source, in the order in which they appear.
 
-    k: empty is ``default_k`` of the source.  has_lengths, has_finish: the file said it.
+    k: of ``pass@k`` and ``maj@k``; empty is ``default_k`` of the source.
+    has_lengths, has_finish: whether the file says how long responses are, and whether they were cut off.
     """
     sources: dict[str, list[Graded]] = {}
     for each in graded:
@@ -216,7 +226,7 @@ def _report(graded: Sequence[Graded], k: Sequence[int], has_lengths: bool, has_f
 
 
 def table_of(source: str, report: SourceReport) -> Table:
-    """One row a metric."""
+    """``report`` as a table with a row for each metric."""
     title = f"{source}: {report.num_prompts:,} prompts, {report.num_responses:,} responses"
     table = Table("metric", "value", f"{100 * CONFIDENCE:g}% interval", "method", title=title, title_justify="left")
     for column in table.columns[1:3]:
@@ -228,7 +238,7 @@ def table_of(source: str, report: SourceReport) -> Table:
 
 
 def as_json(path: str, reports: dict[str, SourceReport]) -> dict[str, Any]:
-    """All of it, as plain values."""
+    """What ``config.out`` holds."""
     return {"path": path, "confidence": CONFIDENCE, "data_sources": {name: asdict(r) for name, r in reports.items()}}
 
 
@@ -239,7 +249,7 @@ def _number(name: str, value: float | None) -> str:
 
 
 def _remarks(report: SourceReport) -> list[str]:
-    """What the table has no place for."""
+    """Lines below the table: missing metrics, lengths, errors."""
     lines = [f"no {name}: {why}" for name, why in report.missing.items()]
     if report.num_tokens is not None:
         lines.append(f"{report.num_tokens:.1f} tokens a response in the mean")

@@ -33,7 +33,7 @@ from mcore_rl.tracking.progress import WorkProgress
 
 
 async def run_generate(config: GenerateConfig) -> int:
-    """Read, draw, write ``config.out``; 0.
+    """Read prompts, draw responses, write ``config.out``; returns the exit code 0.
 
     Raises ConfigError and kin with everything that keeps it from starting, before any process does.
     """
@@ -63,7 +63,7 @@ async def run_generate(config: GenerateConfig) -> int:
 
 
 def prepare(config: GenerateConfig, platform: Platform) -> tuple[GenerateConfig, PromptSet]:
-    """``config`` with paths that every process finds, and the prompts.  Raises as ``run_generate``."""
+    """``config`` with absolute paths, and the prompts.  Raises as ``run_generate``."""
     refuse_if_any([*generate_violations(config), *place_violations(config)])
     directory = Path(config.model.path).expanduser().resolve()
     out = Path(config.out).expanduser().resolve()
@@ -104,7 +104,7 @@ def logs_beside(out: Path) -> Path:
 async def draw(
     engine: SampleSource, prompts: PromptSet, n: int, sampling: Sampling, report: Callable[[int], None]
 ) -> list[list[Generated]]:
-    """``n`` responses to each of ``prompts``, in their order.  report: is told the tokens of each as it comes."""
+    """``n`` responses to each of ``prompts``, in their order.  report: is called with the number of tokens of each."""
     rows = [prompts[index] for index in range(len(prompts))]
     places = {row.id: place for place, row in enumerate(rows)}
     assert len(places) == len(rows), "ids name rows"

@@ -26,7 +26,7 @@ from mcore_rl.parallel.device import Platform
 from mcore_rl.rewards.score import RewardRequest, Score
 from mcore_rl.rewards.worker import grade
 from mcore_rl.rollout.classifier_pool import ClassifierPool
-from mcore_rl.rollout.engine.classifier import admit_classifier
+from mcore_rl.rollout.engine.admission import admit
 
 TOKENIZER = "reward_model.model.tokenizer_path"
 PART = "model"  # of a score, for ``reward/part/model``
@@ -37,9 +37,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Encoder:
-    """A conversation as the tokens that the reward model reads: in the chat template of ``tokenizer``.
+    """Makes of a conversation the tokens that the reward model reads.
 
-    pad_token_id: of the model's config.json.  max_length, truncation: as ``reward_model`` has them.
+    tokenizer: writes the conversation, in its chat template.
+    pad_token_id: of the model's config.json; None where that names none.
+    max_length, truncation: ``reward_model.max_length`` and ``reward_model.truncation``.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -48,14 +50,14 @@ class Encoder:
     truncation: Truncation
 
     def text(self, conversation: Messages) -> str:
-        """``conversation``, which ends with the response; raises whatever the template does."""
+        """``conversation`` in the template; raises whatever the template does."""
         said = [dict(message) for message in conversation]
         return str(self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=False))
 
     def tokens(self, conversation: Messages) -> list[int]:
-        """Of ``text``, without padding at the end: transformers asks for the score at the last token before it.
+        """The tokens of ``text``, without padding at the end: transformers takes the score at the last token before it.
 
-        ValueError: more than ``max_length``, where truncation is error.
+        ValueError: there are more than ``max_length``, and truncation is error.
         """
         found = list(self.tokenizer(self.text(conversation), add_special_tokens=False)["input_ids"])
         while len(found) > 1 and found[-1] == self.pad_token_id:
@@ -77,7 +79,7 @@ class RewardModel:
         self._thread = ThreadPoolExecutor(1, "reward-model")
 
     async def score(self, request: RewardRequest) -> Score:
-        """Of the conversation ``request.messages``.
+        """The model's score of the conversation ``request.messages``.
 
         A conversation without a score, or with one that is not finite, is an error as a grader's is; the overlong
         punishment is added as to a grader's.  DeadEngineError: an engine is gone.
@@ -100,7 +102,7 @@ class RewardModel:
         return grade(request, self._reward, verdict)
 
     def close(self) -> None:
-        """Ends its thread.  Who started the engines ends those."""
+        """End the thread that encodes.  Whoever started the engines ends them."""
         self._thread.shutdown(cancel_futures=True)
 
     async def sleep(self) -> None:
@@ -113,9 +115,9 @@ class RewardModel:
 
 
 def prepare_encoder(config: RewardModelConfig, platform: Platform) -> Encoder:
-    """What encodes for the reward model of ``config``, once all of that is known to work.
+    """The encoder for the reward model of ``config``, once model and tokenizer are known to work.
 
-    Raises ConfigError with everything found: of ``admit_classifier``; of the tokenizer, its chat template and its
+    Raises ConfigError with everything found: of ``admit``; of the tokenizer, its chat template and its
     vocabulary.
     """
     directory = Path(config.model.path)
@@ -123,7 +125,7 @@ def prepare_encoder(config: RewardModelConfig, platform: Platform) -> Encoder:
     found: list[Violation] = []
     vocab_size = tokenizer = None
     try:
-        vocab_size = admit_classifier(directory, config, platform).vocab_size
+        vocab_size = admit(directory, config, platform).vocab_size
     except ConfigError as error:
         found += error.violations
     try:

@@ -96,7 +96,10 @@ class RolloutCollector:
     async def _collect_groups(
         self, step: int, batch: int, rows: Sequence[PromptRow], progress: CollectProgress
     ) -> list[list[Episode]]:
-        """The samples of each row; behind them the greedy one, where the algorithm needs it."""
+        """The samples of each row, and after them its greedy one where the algorithm needs it.
+
+        batch: number of this batch of prompts within the step.
+        """
         rollout = self._run.rollout
         sampling = sampling_of(rollout, rollout, rollout.seed * STEPS_APART + step)
         # A small data set may give a prompt twice in a step: its place in the step tells the two apart.
@@ -152,7 +155,11 @@ def filter_score(episode: Episode, metric: FilterMetric) -> float:
 
 
 def sampling_of(rollout: RolloutConfig, draw: RolloutConfig | ValidationConfig, seed: int) -> Sampling:
-    """How an engine draws: ``draw``'s distribution, ``rollout``'s ends, ``seed``."""
+    """How an engine draws.
+
+    rollout: says what ends a response.  draw: says the distribution; training's is ``rollout`` itself.  seed: of all
+    draws.
+    """
     return Sampling(
         max_tokens=rollout.max_response_length,
         temperature=draw.temperature,

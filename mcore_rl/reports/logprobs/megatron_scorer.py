@@ -1,4 +1,4 @@
-"""Megatron's side of a log-probability report.  It imports Megatron: for processes of its own alone."""
+"""Megatron's side of a log-probability report.  It imports Megatron, so it runs in its own processes only."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from mcore_rl.types import TrainBatch
 from mcore_rl.weights.table import Table
 
 MICROBATCH_TOKENS = 4096
-COLD = TIE / 10  # a temperature at which a token's log-prob says whether it is the likeliest
+COLD = TIE / 10  # a temperature so low that the log-prob of the likeliest token is near 0, and of others far below
 COLD_LOGPROB = -10.0
 
 
 def score(rank: Rank, question: Question, drawn: VllmSamples, routing_TLK: Tensor | None) -> dict[Precision, Pass]:
-    """One rank of Megatron: a pass in each precision, the same on every rank but for ``differing``."""
+    """Score on one rank of Megatron: a pass in each precision, equal on every rank except ``differing``."""
     platform = detect(Device.auto)
     rank.init_process_group(platform)
     layout = Layout.of(question.layout, rank.world_size)
     groups = init_groups(layout, platform, device_of(platform, rank.rank), seed=0)
-    found = {}
+    passes = {}
     for precision in question.precisions:
         with phase("Megatron", dtype=precision.value):
-            found[precision] = _megatron_pass(groups, platform, precision, question, drawn, routing_TLK)
+            passes[precision] = _megatron_pass(groups, platform, precision, question, drawn, routing_TLK)
     destroy_groups()
-    return found
+    return passes
 
 
 def _megatron_pass(

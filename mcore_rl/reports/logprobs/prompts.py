@@ -1,4 +1,4 @@
-"""The prompts of a log-probability report: a parquet file as the field writes it, and the tokenizer of the model."""
+"""Reads the prompts of a log-probability report: a parquet file in the usual schema, and the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mcore_rl.rollout.engine.environment import has_tokenizer
 from mcore_rl.rollout.protocol import Prompt
 
 TOKENS, MESSAGES = "prompt_token_ids", "prompt"
-KEY = "data"  # what a user wrote
+KEY = "data"  # the user's option
 
 
 def load_tokenizer(directory: Path) -> Any | None:
-    """transformers' tokenizer of a Hugging Face ``directory``; None where there is none.
+    """transformers' tokenizer of a Hugging Face ``directory``; None if it has none.
 
     ConfigError: its files cannot be read.
     """
@@ -35,25 +35,25 @@ def load_tokenizer(directory: Path) -> Any | None:
 def read_prompts(data: Path, tokenizer: Any | None, count: int) -> list[Prompt]:
     """The first ``count`` prompts of a parquet file, as tokens; a prompt's id is its row.
 
-    Column ``prompt_token_ids`` where there is one, else ``prompt``: a list of {role, content}, which goes through the
-    tokenizer's chat template (without one: the contents, line by line), or a string, which is encoded as it is.
+    Reads column ``prompt_token_ids`` if there is one, else ``prompt``: a list of {role, content}, which goes through
+    the tokenizer's chat template (without one: the contents, line by line), or a string, encoded directly.
 
-    ConfigError: no such file, no parquet, neither column, no rows, text without a tokenizer, a prompt that is neither.
+    ConfigError: no such file, not parquet, neither column, no rows, text without a tokenizer, a prompt of another kind.
     """
     try:
         present = pq.read_schema(data).names
         column = next((name for name in (TOKENS, MESSAGES) if name in present), None)
         if column is None:
-            said = f"has the columns {', '.join(present)} and none of prompts"
-            raise _wrong(data, said, f"Write a column {MESSAGES} of messages, or {TOKENS}")
+            problem = f"has the columns {', '.join(present)} and none of prompts"
+            raise _wrong(data, problem, f"Write a column {MESSAGES} of messages, or {TOKENS}")
         rows = pq.read_table(data, columns=[column])[column].slice(0, count).to_pylist()
     except (OSError, pa.ArrowInvalid) as error:
         raise _wrong(data, f"cannot be read: {error}", "Name a parquet file with a column prompt") from error
     if not rows:
         raise _wrong(data, "has no rows", "Name a parquet file with prompts")
     if column == MESSAGES and tokenizer is None:
-        said = "has prompts as text, and the model's directory has no tokenizer"
-        raise _wrong(data, said, f"Copy the tokenizer's files there, or write a column {TOKENS}")
+        problem = "has prompts as text, and the model's directory has no tokenizer"
+        raise _wrong(data, problem, f"Copy the tokenizer's files there, or write a column {TOKENS}")
     return [Prompt(id=str(row), tokens=_tokens(value, row, data, tokenizer)) for row, value in enumerate(rows)]
 
 
@@ -66,8 +66,8 @@ def _tokens(value: Any, row: int, data: Path, tokenizer: Any) -> tuple[int, ...]
         if tokenizer.chat_template is None:
             return tuple(tokenizer.encode("\n".join(str(each["content"]) for each in value)))
         return tuple(tokenizer.apply_chat_template(value, add_generation_prompt=True, return_dict=False))
-    said = f"row {row} is neither messages, text nor token ids: {str(value)[:80]}"
-    raise _wrong(data, said, "Write a list of {role, content}, a string, or token ids")
+    problem = f"row {row} is neither messages, text nor token ids: {str(value)[:80]}"
+    raise _wrong(data, problem, "Write a list of {role, content}, a string, or token ids")
 
 
 def _wrong(data: Path, problem: str, remedy: str) -> ConfigError:

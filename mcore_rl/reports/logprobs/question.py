@@ -1,4 +1,4 @@
-"""What the three scorers of a log-probability report are asked, and what each of them answers."""
+"""The question that the three scorers of a log-probability report get, and the results that they return."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from mcore_rl.proofs.differences import Differences
 from mcore_rl.rollout.protocol import Prompt, Sample, Sampling
 from mcore_rl.types import TrainBatch
 
-TIE = 1e-4  # logits this close to the largest are the largest: bfloat16 has many that are equal
+TIE = 1e-4  # logits this close to the largest count as largest: in bfloat16 many are equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is compared.
+    """What to compare.
 
-    hf: the directory of vLLM's and transformers' weights, and of Megatron's unless ``megatron``
-    names a checkpoint of its own.  dtype: of all three.  n: responses of each prompt.
+    hf: the directory of vLLM's and transformers' weights.  megatron: a checkpoint for Megatron; None: ``hf`` too.
+    layout, rollout: of Megatron and of vLLM.  dtype: of all three.  n: responses per prompt.
     """
 
     hf: Path
@@ -46,19 +46,23 @@ class Question:
 
     @property
     def world_size(self) -> int:
-        """Megatron's processes: one replica."""
+        """Number of Megatron's processes: one replica."""
         p = self.layout
         return lcm(p.tp * p.cp * p.pp, p.etp * p.ep * p.pp)
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """What transformers and Megatron compute in: the dtype, and float32 beside it."""
+        """The precisions of transformers and Megatron: the dtype, and float32."""
         return tuple(dict.fromkeys((self.dtype, Precision.float32)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSamples:
-    """vLLM's side.  samples: as asked for.  greedy: one of each prompt.  differing: of the weights that it held."""
+    """vLLM's results.
+
+    samples: drawn as the question asks.  greedy: one greedy sample per prompt.  differing: differences between its
+    weights and the files.
+    """
 
     prompts: Mapping[str, Prompt]
     samples: tuple[Sample, ...]
@@ -70,8 +74,11 @@ class VllmSamples:
 class Pass:
     """One model in one precision: float32 values of the response tokens, sequence after sequence.
 
-    logprobs, sampled_from: of the drawn samples.  is_top1: of the greedy ones.  routing_TLK: of the samples' tokens,
-    prompts too, int16; None without experts.  replayed: log-probs with the other's choices.  differing: weights.
+    logprobs: of the samples.  sampled_from: the same under other distributions, by description.
+    is_top1: whether each token of the greedy samples is the likeliest here too.
+    routing_TLK: expert choices for the samples' tokens, prompts too, int16; None without experts.
+    replayed: log-probs with transformers' expert choices.
+    differing: differences between the weights and the files.
     """
 
     logprobs: Float64Array
@@ -83,22 +90,22 @@ class Pass:
 
 
 def question_violations(question: Question, num_prompts: int) -> list[Violation]:
-    """What keeps the three from answering, as far as it is known before anything starts."""
+    """The violations of ``question`` that can be known before anything starts."""
     _, table = open_hf(question.hf)
-    found = layout_violations(table.model, question.layout, question.world_size)
+    violations = layout_violations(table.model, question.layout, question.world_size)
     if question.rollout.dp != 1:
         remedy = "Write rollout.dp=1; other replicas hold the same"
-        found.append(Violation("rollout.dp", question.rollout.dp, "one engine answers", remedy))
+        violations.append(Violation("rollout.dp", question.rollout.dp, "one engine answers", remedy))
     if question.sampling.temperature <= 0:
         problem = "greedy tokens have no distribution to compare"
-        found.append(Violation("temperature", question.sampling.temperature, problem, "Write 1.0"))
+        violations.append(Violation("temperature", question.sampling.temperature, problem, "Write 1.0"))
     if question.n < 1 or num_prompts < 1:
-        found.append(Violation("samples", question.n, "must be positive", "Write 1 or more"))
-    return found
+        violations.append(Violation("samples", question.n, "must be positive", "Write 1 or more"))
+    return violations
 
 
 def batch_of(samples: Sequence[Sample], prompts: Mapping[str, Prompt], routing_TLK: Tensor | None = None) -> TrainBatch:
-    """Prompts and responses end to end; the responses are what is masked in."""
+    """Prompts and responses end to end; the mask is True for responses."""
     sequences = [[*prompts[sample.prompt_id].tokens, *sample.tokens.tolist()] for sample in samples]
     mask = [[False] * len(prompts[s.prompt_id].tokens) + [True] * len(s.tokens) for s in samples]
     return TrainBatch(
@@ -110,12 +117,12 @@ def batch_of(samples: Sequence[Sample], prompts: Mapping[str, Prompt], routing_T
 
 
 def floats(values: Tensor) -> Float64Array:
-    """``values`` as statistics want them: float64 on the host."""
+    """``values`` as float64 on the host."""
     return values.double().cpu().numpy()
 
 
 def settings_of(question: Question) -> dict[str, Any]:
-    """The question, for the report's JSON."""
+    """The question as a dictionary for the report's JSON."""
     sampling = asdict(question.sampling)
     return {
         "hf": str(question.hf),

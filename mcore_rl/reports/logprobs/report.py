@@ -1,8 +1,8 @@
-"""Log-probs of the same tokens by vLLM, transformers and Megatron, held against one another, and why they differ.
+"""Compares log-probs of the same tokens by vLLM, transformers and Megatron, and names why they differ.
 
-Pure: arrays in, a report out.  Who scored them is ``logprob_scoring``.  A difference alone says little: the report sets
-beside it what was found of the weights, the routing, the precision, the sampling parameters and the tokenisation, and
-names as the cause what the evidence names, or says that nothing of it does.
+Pure: arrays in, a report out; ``scoring`` runs the models.  A difference alone means little, so the report examines
+weights, routing, precision, sampling parameters and tokenisation too, and names the cause that the evidence supports,
+or states that there is none.
 
 All statistics are over the N response tokens that vLLM drew; prompts are not scored.
 """
@@ -24,14 +24,14 @@ SCORERS = (VLLM, TRANSFORMERS, MEGATRON)
 PAIRS = ((VLLM, TRANSFORMERS), (MEGATRON, TRANSFORMERS), (VLLM, MEGATRON))
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 RATIO_BOUNDS = (0.8, 1.2)  # PPO's clip range of 0.2 (arXiv:1707.06347)
-ROUNDING = 1e-4  # nats: what orders of float32 sums do to a log-prob; measured maxima are in docs/logprobs.md
-EXPLAINED = 0.5  # a cause explains a mean difference that is at most this much of itself without the cause
+ROUNDING = 1e-4  # nats: effect of the order of float32 sums on a log-prob; measured maxima are in docs/logprobs.md
+EXPLAINED = 0.5  # a cause explains the difference if removing it leaves at most this share of the mean
 MAX_WORST, MAX_NAMED = 10, 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bin:
-    """Response positions ``begin`` to ``end`` (exclusive), counted from 0: how many tokens, and what they differ by."""
+    """Differences at response positions ``begin`` to ``end`` (exclusive), from 0.  count: number of tokens."""
 
     begin: int
     end: int
@@ -44,8 +44,8 @@ class Bin:
 class PairStatistics:
     """``first`` minus ``second``, in nats.  quantiles: of the absolute difference, by QUANTILES.
 
-    ratio_*: of exp(second - first), the probability ratio of a policy-gradient step before its first update where
-    ``first`` is the sampler and ``second`` the trainer; ratio_outside: share of tokens outside RATIO_BOUNDS.
+    ratio_*: of exp(second - first), with ``first`` the sampler and ``second`` the trainer the probability ratio of a
+    policy-gradient step before its first update.  ratio_outside: share of tokens outside RATIO_BOUNDS.
     """
 
     first: str
@@ -65,7 +65,7 @@ class PairStatistics:
 class WorstToken:
     """A token with the largest difference between any two scorers.
 
-    position: in the response.  text: around it, the token itself in brackets.  logprobs: by scorer.
+    position: in the response.  text: the text around it, with the token in brackets.  logprobs: by scorer.
     """
 
     prompt: str
@@ -79,14 +79,14 @@ class WorstToken:
 
 @dataclass(frozen=True, kw_only=True)
 class Top1:
-    """Of ``count`` tokens that are the likeliest by vLLM: the share that is the likeliest by each other scorer too."""
+    """Agreement on the likeliest token.  count: greedy tokens of vLLM.  agreement: share of them, by other scorer."""
 
     count: int
     agreement: dict[str, float]
 
 
 class MismatchCause(Enum):
-    """What makes log-probs of the same tokens differ, in the order in which it is looked for."""
+    """A reason why log-probs of the same tokens differ, in the order of examination."""
 
     weights = "weights"
     sampling = "sampling parameters"
@@ -97,7 +97,10 @@ class MismatchCause(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """found: whether the evidence shows it; None where nothing could be examined.  evidence: numbers, in words."""
+    """The outcome for one cause.
+
+    found: whether the evidence shows it; None if nothing could be examined.  evidence: numbers, in words.
+    """
 
     cause: MismatchCause
     found: bool | None
@@ -108,8 +111,8 @@ class Finding:
 class Scored:
     """N response tokens and their log-probs.
 
-    sample_N, position_N, token_N: whose, where in its response, which.  logprobs: by scorer, [N] each, under
-    log_softmax(logits / temperature) (vLLM's: under what it says it drew from).
+    sample_N: index of the sample.  position_N: in its response.  token_N: token id.  logprobs: by scorer, [N] each,
+    under log_softmax(logits / temperature) (vLLM's: as it reports them).
     """
 
     sample_N: Int64Array
@@ -120,13 +123,15 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What else was measured; None and empty where it was not.
+    """Other measurements; None or empty if not made.
 
-    differing_weights: holder -> Hugging Face name -> largest absolute difference of an element.  float32: log-probs by
-    transformers and Megatron in it, where the scores are of another dtype.  sampled_from: transformers' log-probs under
-    other distributions that vLLM may have drawn from, by a description.  routing_differs: share of (token, layer) whose
-    set of experts differs between Megatron and transformers.  replayed: Megatron's log-probs with transformers'
-    choices.  num_responses, retokenised: responses with text, and those whose text encodes to other tokens.
+    differing_weights: scorer -> Hugging Face name -> largest absolute difference of an element.
+    float32: log-probs of transformers and Megatron in float32, if the scores have another dtype.
+    sampled_from: description -> transformers' log-probs under another distribution that vLLM may have drawn from.
+    truncated: whether top-p or top-k cut the distribution.
+    routing_differs: share of (token, layer) with different experts in Megatron and transformers.
+    replayed: Megatron's log-probs with transformers' choices.
+    num_responses, retokenised: responses with text, and those whose text encodes to other tokens.
     """
 
     differing_weights: Mapping[str, Mapping[str, float]] | None = None
@@ -141,7 +146,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobReport:
-    """settings: what was asked for.  verdict: one sentence.  exceeded: the thresholds that were, in words."""
+    """The report.  settings: of the question.  verdict: one sentence.  exceeded: exceeded thresholds, in words."""
 
     settings: dict[str, Any]
     num_tokens: int
@@ -153,11 +158,11 @@ class LogprobReport:
     exceeded: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """For ``json.dump``."""
-        found = asdict(self)
-        for finding in found["findings"]:
+        """The report as a dictionary that ``json.dump`` can write."""
+        fields = asdict(self)
+        for finding in fields["findings"]:
             finding["cause"] = finding["cause"].value
-        return found
+        return fields
 
 
 def statistics(first: str, second: str, scored: Scored) -> PairStatistics:
@@ -183,13 +188,13 @@ def statistics(first: str, second: str, scored: Scored) -> PairStatistics:
 def _bins(abs_N: Float64Array, position_N: Int64Array) -> tuple[Bin, ...]:
     """Positions 0, 1, 2-3, 4-7, ...: as many bins as the longest response has bits."""
     edges = [0, *(1 << bit for bit in range(int(position_N.max()).bit_length() + 1))]
-    found = []
+    bins = []
     for begin, end in pairwise(edges):
         part = abs_N[(position_N >= begin) & (position_N < end)]
         if len(part):
             mean, largest = float(part.mean()), float(part.max())
-            found.append(Bin(begin=begin, end=end, count=len(part), mean_abs=mean, max_abs=largest))
-    return tuple(found)
+            bins.append(Bin(begin=begin, end=end, count=len(part), mean_abs=mean, max_abs=largest))
+    return tuple(bins)
 
 
 def largest_differences(scored: Scored, count: int = MAX_WORST) -> Int64Array:
@@ -199,17 +204,17 @@ def largest_differences(scored: Scored, count: int = MAX_WORST) -> Int64Array:
 
 
 def exceeded(pairs: Sequence[PairStatistics], max_abs: float | None, mean_abs: float | None) -> tuple[str, ...]:
-    """The thresholds that pairs exceed (or that are no numbers), in words; None is no threshold."""
-    found = []
+    """The thresholds that pairs exceed, in words; NaN exceeds every threshold.  None: no threshold."""
+    messages = []
     for pair in pairs:
         for what, value, limit in (("maximum", pair.max_abs, max_abs), ("mean", pair.mean_abs, mean_abs)):
             if limit is not None and not value <= limit:
-                found.append(f"{pair.first} and {pair.second}: {what} {value:.2e} exceeds {limit:g}")
-    return tuple(found)
+                messages.append(f"{pair.first} and {pair.second}: {what} {value:.2e} exceeds {limit:g}")
+    return tuple(messages)
 
 
 def findings(scored: Scored, evidence: Evidence, dtype: str) -> tuple[Finding, ...]:
-    """Every cause, found or not, in the order of ``MismatchCause``.  dtype: that the scores were computed in."""
+    """The outcome for every cause, in the order of ``MismatchCause``.  dtype: of the scores."""
     return (
         _weights(evidence),
         _sampling(scored, evidence),
@@ -219,12 +224,12 @@ def findings(scored: Scored, evidence: Evidence, dtype: str) -> tuple[Finding, .
     )
 
 
-def verdict(pairs: Sequence[PairStatistics], found: Sequence[Finding]) -> str:
-    """One sentence: who differs, and the causes that were found."""
+def verdict(pairs: Sequence[PairStatistics], outcomes: Sequence[Finding]) -> str:
+    """One sentence: which scorers differ most, and the causes found."""
     largest = max(pairs, key=lambda pair: pair.max_abs)
     who = f"{largest.first} and {largest.second} differ most, by {largest.max_abs:.1e}"
-    # The tokens that are scored are those that were drawn, so tokenisation explains nothing here; it would in training.
-    causes = [each.cause.value for each in found if each.found and each.cause is not MismatchCause.tokenisation]
+    # The scored tokens are the drawn ones, so tokenisation explains nothing here; in training it would.
+    causes = [each.cause.value for each in outcomes if each.found and each.cause is not MismatchCause.tokenisation]
     if MismatchCause.weights.value in causes:
         return f"{who}. Cause: the weights are not the same; what else was found may follow from it."
     if largest.max_abs <= ROUNDING:
@@ -241,13 +246,13 @@ def _weights(evidence: Evidence) -> Finding:
     if not wrong:
         holders = " and ".join(evidence.differing_weights)
         return Finding(cause=MismatchCause.weights, found=False, evidence=f"every tensor of {holders} is that of --hf")
-    said = []
+    messages = []
     for holder, names in wrong.items():
         listed = sorted(names.items(), key=lambda item: -item[1])
         some = ", ".join(f"{name} (by {largest:.1e})" for name, largest in listed[:MAX_NAMED])
         more = f" and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
-        said.append(f"{holder} holds {len(listed)} tensors otherwise than --hf: {some}{more}")
-    return Finding(cause=MismatchCause.weights, found=True, evidence="; ".join(said))
+        messages.append(f"{holder} holds {len(listed)} tensors otherwise than --hf: {some}{more}")
+    return Finding(cause=MismatchCause.weights, found=True, evidence="; ".join(messages))
 
 
 def _sampling(scored: Scored, evidence: Evidence) -> Finding:
@@ -256,12 +261,12 @@ def _sampling(scored: Scored, evidence: Evidence) -> Finding:
     others = {name: _mean_abs(drawn, other) for name, other in evidence.sampled_from.items()}
     name = min(others, key=others.__getitem__, default="")
     if others and before > ROUNDING / 10 and others[name] <= EXPLAINED * before:
-        said = f"vLLM's log-probs are those of {name}: mean difference {others[name]:.1e} instead of {before:.1e}"
-        return Finding(cause=MismatchCause.sampling, found=True, evidence=said)
-    said = "vLLM's log-probs are those of the whole distribution at the temperature asked for"
+        words = f"vLLM's log-probs are those of {name}: mean difference {others[name]:.1e} instead of {before:.1e}"
+        return Finding(cause=MismatchCause.sampling, found=True, evidence=words)
+    words = "vLLM's log-probs are those of the whole distribution at the temperature asked for"
     if evidence.truncated:
-        said += ", as far as can be told: top-p and top-k cut little off"
-    return Finding(cause=MismatchCause.sampling, found=False, evidence=said)
+        words += ", as far as can be told: top-p and top-k cut little off"
+    return Finding(cause=MismatchCause.sampling, found=False, evidence=words)
 
 
 def _routing(scored: Scored, evidence: Evidence) -> Finding:
@@ -270,38 +275,38 @@ def _routing(scored: Scored, evidence: Evidence) -> Finding:
     reference = scored.logprobs[TRANSFORMERS]
     before_N, after_N = np.abs(scored.logprobs[MEGATRON] - reference), np.abs(evidence.replayed - reference)
     before, after = ((float(d_N.mean()), float(d_N.max())) for d_N in (before_N, after_N))
-    # Few tokens go elsewhere, and those far: often it is the maximum that replay mends, and hardly the mean.
+    # Few tokens choose other experts, and these differ much: replay often reduces the maximum, and hardly the mean.
     mended = any(with_ <= EXPLAINED * without for with_, without in zip(after, before, strict=True))
-    said = f"{evidence.routing_differs:.2%} of tokens and layers chose other experts in Megatron than in transformers"
-    said += (
+    words = f"{evidence.routing_differs:.2%} of tokens and layers chose other experts in Megatron than in transformers"
+    words += (
         f"; with transformers' choices replayed they differ by {after[0]:.1e} in the mean and {after[1]:.1e} at most "
     )
-    said += f"instead of {before[0]:.1e} and {before[1]:.1e}"
-    return Finding(cause=MismatchCause.routing, found=evidence.routing_differs > 0 and mended, evidence=said)
+    words += f"instead of {before[0]:.1e} and {before[1]:.1e}"
+    return Finding(cause=MismatchCause.routing, found=evidence.routing_differs > 0 and mended, evidence=words)
 
 
 def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Finding:
     if not evidence.float32:
-        said = f"all three computed in {dtype}, where orders of sums make less than {ROUNDING:g}"
-        return Finding(cause=MismatchCause.precision, found=False, evidence=said)
+        words = f"all three computed in {dtype}, where orders of sums make less than {ROUNDING:g}"
+        return Finding(cause=MismatchCause.precision, found=False, evidence=words)
     before = _mean_abs(scored.logprobs[MEGATRON], scored.logprobs[TRANSFORMERS])
     after = _mean_abs(evidence.float32[MEGATRON], evidence.float32[TRANSFORMERS])
     truth = evidence.float32[TRANSFORMERS]
     errors = {name: _mean_abs(scored.logprobs[name], truth) for name in SCORERS}
-    said = f"in float32 Megatron and transformers differ by {after:.1e} in the mean instead of {before:.1e}; from "
-    said += "transformers in float32 " + ", ".join(f"{name} is {error:.1e}" for name, error in errors.items())
-    # vLLM has no float32 run of its own: it rounds as the others do where its distance to float32 is like theirs.
+    words = f"in float32 Megatron and transformers differ by {after:.1e} in the mean instead of {before:.1e}; from "
+    words += "transformers in float32 " + ", ".join(f"{name} is {error:.1e}" for name, error in errors.items())
+    # vLLM has no float32 run: we assume that it rounds like the others if it is as close to float32 as they are.
     alike = errors[VLLM] <= errors[TRANSFORMERS] / EXPLAINED
-    return Finding(cause=MismatchCause.precision, found=after <= EXPLAINED * before and alike, evidence=said)
+    return Finding(cause=MismatchCause.precision, found=after <= EXPLAINED * before and alike, evidence=words)
 
 
 def _tokenisation(evidence: Evidence) -> Finding:
     if not evidence.num_responses:
         return Finding(cause=MismatchCause.tokenisation, found=None, evidence="no tokenizer")
-    said = f"{evidence.retokenised} of {evidence.num_responses} responses encode to other tokens than were drawn"
+    words = f"{evidence.retokenised} of {evidence.num_responses} responses encode to other tokens than were drawn"
     if evidence.retokenised:
-        said += ": train on the tokens, never on the text"
-    return Finding(cause=MismatchCause.tokenisation, found=evidence.retokenised > 0, evidence=said)
+        words += ": train on the tokens, never on the text"
+    return Finding(cause=MismatchCause.tokenisation, found=evidence.retokenised > 0, evidence=words)
 
 
 def _mean_abs(one: Float64Array, other: Float64Array) -> float:

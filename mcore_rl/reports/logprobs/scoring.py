@@ -1,7 +1,7 @@
-"""Let vLLM draw responses and transformers and Megatron score them, one after another, each in processes of its own.
+"""Lets vLLM draw responses, and transformers and Megatron score them, one after another, each in its own processes.
 
-``measure`` is the whole of it; what the numbers mean is ``logprob_report``'s.  One machine, one model replica: every
-data-parallel coordinate of Megatron scores every sequence.
+``measure`` does all of it; ``report`` interprets the numbers.  One machine, one model replica: every data-parallel
+coordinate of Megatron scores every sequence.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from mcore_rl.reports.logprobs.report import (
 from mcore_rl.reports.logprobs.vllm_scorer import draw
 from mcore_rl.rollout.protocol import Prompt, Sample
 
-CONTEXT_BEFORE, CONTEXT_AFTER = 12, 4  # tokens around a worst one
+CONTEXT_BEFORE, CONTEXT_AFTER = 12, 4  # tokens shown around a worst token
 
 Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What ``logprob_report`` needs, and the samples that the rows are of."""
+    """The input of ``report``, and the samples behind its rows."""
 
     scored: Scored
     evidence: Evidence
@@ -56,13 +56,13 @@ class Measured:
 
 
 def measure(question: Question, prompts: Sequence[Prompt], notice: Notice = lambda doing: None) -> Measured:
-    """Draw, score, and compare routing and weights.  notice: called with what is done next.
+    """Draw, score, and compare routing and weights.  notice: called with each step before it begins.
 
-    Raises ConfigError, CheckpointError and RolloutError for what a user can mend, WorkerError where a process dies.
+    Raises ConfigError, CheckpointError and RolloutError for what a user can mend, WorkerError if a process dies.
     """
     refuse_if_any(question_violations(question, len(prompts)))
     if question.megatron is not None:
-        open_megatron(question.megatron, question.hf).stored.close()  # says what is wrong before anything starts
+        open_megatron(question.megatron, question.hf).stored.close()  # raises before anything starts
     notice("vLLM draws")
     drawn = draw(question, prompts)
     notice("transformers scores")
@@ -82,15 +82,15 @@ def report(
     max_abs: float | None = None,
     mean_abs: float | None = None,
 ) -> LogprobReport:
-    """What was measured, in pairs, with causes.  tokenizer: of the text.  max_abs, mean_abs: thresholds, in nats."""
+    """The report on ``measured``.  tokenizer: decodes tokens.  max_abs, mean_abs: thresholds, in nats."""
     evidence = replace(measured.evidence, **_retokenised(measured.samples, tokenizer))
     pairs = tuple(statistics(first, second, measured.scored) for first, second in PAIRS)
-    found = findings(measured.scored, evidence, question.dtype.value)
+    causes = findings(measured.scored, evidence, question.dtype.value)
     return LogprobReport(
         settings=settings_of(question),
         num_tokens=len(measured.scored.token_N),
-        verdict=verdict(pairs, found),
-        findings=found,
+        verdict=verdict(pairs, causes),
+        findings=causes,
         pairs=pairs,
         top1=measured.top1,
         worst=_worst(measured, tokenizer),
@@ -101,7 +101,7 @@ def report(
 def _retokenised(samples: Sequence[Sample], tokenizer: Any | None) -> dict[str, Any]:
     if tokenizer is None:
         return {}
-    # Special tokens are words here: what ends a response is part of it.
+    # Keep special tokens: the token that ends a response is part of it.
     texts = [tokenizer.decode(sample.tokens, skip_special_tokens=False) for sample in samples]
     again = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     differs = sum(tokens != sample.tokens.tolist() for tokens, sample in zip(again, samples, strict=True))
@@ -109,11 +109,11 @@ def _retokenised(samples: Sequence[Sample], tokenizer: Any | None) -> dict[str, 
 
 
 def _worst(measured: Measured, tokenizer: Any | None) -> tuple[WorstToken, ...]:
-    scored, found = measured.scored, []
+    scored, tokens = measured.scored, []
     for row in largest_differences(scored).tolist():
         sample, position = measured.samples[scored.sample_N[row]], int(scored.position_N[row])
         logprobs = {name: float(values[row]) for name, values in scored.logprobs.items()}
-        found.append(
+        tokens.append(
             WorstToken(
                 prompt=sample.prompt_id,
                 sample=sample.index,
@@ -124,11 +124,11 @@ def _worst(measured: Measured, tokenizer: Any | None) -> tuple[WorstToken, ...]:
                 logprobs=logprobs,
             )
         )
-    return tuple(found)
+    return tuple(tokens)
 
 
 def _around(sample: Sample, position: int, tokenizer: Any | None) -> str:
-    """The response around a token, which is in brackets; token ids without a tokenizer."""
+    """The response around a token, with the token in brackets; token ids without a tokenizer."""
     before, at, after = (
         sample.tokens[max(0, position - CONTEXT_BEFORE) : position],
         sample.tokens[position : position + 1],
@@ -174,13 +174,13 @@ def _joined(
 
 
 def _transformers(rank: Rank, question: Question, drawn: VllmSamples) -> dict[Precision, Pass]:
-    from mcore_rl.reports.logprobs import transformers_scorer  # here, so that the parent need not import it
+    from mcore_rl.reports.logprobs import transformers_scorer  # here, so that the parent does not import transformers
 
     return transformers_scorer.score(question, drawn)
 
 
 def _megatron(rank: Rank, question: Question, drawn: VllmSamples, routing_TLK: Tensor | None) -> dict[Precision, Pass]:
-    warnings.simplefilter("ignore")  # what Megatron would like to be installed
-    from mcore_rl.reports.logprobs import megatron_scorer  # Megatron is for these processes alone
+    warnings.simplefilter("ignore")  # Megatron warns of optional packages
+    from mcore_rl.reports.logprobs import megatron_scorer  # here, so that the parent does not import Megatron
 
     return megatron_scorer.score(rank, question, drawn, routing_TLK)

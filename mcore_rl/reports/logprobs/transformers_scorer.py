@@ -1,6 +1,6 @@
 """transformers' side of a log-probability report: one device, eager attention, sequence by sequence, no padding.
 
-Nothing of ours has a say in it.
+It uses transformers alone, so that it is independent of our code.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ TRUNCATED = "what top-p and top-k leave"
 
 @torch.no_grad()
 def score(question: Question, drawn: VllmSamples) -> dict[Precision, Pass]:
-    """A pass in each precision that the question asks for."""
+    """Score in each precision of the question."""
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    device, found = device_of(detect(Device.auto), 0), {}
+    device, passes = device_of(detect(Device.auto), 0), {}
     for precision in question.precisions:
         with phase("transformers", dtype=precision.value):
             dtype = getattr(torch, precision.value)
             model: Any = AutoModelForCausalLM.from_pretrained(question.hf, dtype=dtype, attn_implementation="eager")
-            found[precision] = _transformers_pass(model.to(device), question.sampling, drawn)
+            passes[precision] = _transformers_pass(model.to(device), question.sampling, drawn)
             del model
-    return found
+    return passes
 
 
 def _transformers_pass(model: Any, sampling: Sampling, drawn: VllmSamples) -> Pass:
@@ -55,14 +55,14 @@ def _transformers_pass(model: Any, sampling: Sampling, drawn: VllmSamples) -> Pa
     for sample in drawn.greedy:
         logits_NV, tokens_N1 = _response_logits(model, drawn.prompts[sample.prompt_id], sample)
         tops.append(logits_NV.gather(1, tokens_N1)[:, 0] >= logits_NV.amax(1) - TIE)
-    values = {name: floats(torch.cat(found)) for name, found in rows.items()}
+    values = {name: floats(torch.cat(parts)) for name, parts in rows.items()}
     return Pass(
         logprobs=values.pop(""), is_top1=torch.cat(tops).cpu().numpy(), sampled_from=values, routing_TLK=routing_TLK
     )
 
 
 def _response_logits(model: Any, prompt: Prompt, sample: Sample) -> tuple[Tensor, Tensor]:
-    """(float32 [N, V], int64 [N, 1]): what each response token was chosen from, and the tokens."""
+    """(logits before each response token, float32 [N, V]; the tokens, int64 [N, 1])."""
     tokens = torch.tensor([[*prompt.tokens, *sample.tokens.tolist()]], device=model.device)
     logits = model(tokens, use_cache=False).logits[0].float()
     begin = len(prompt.tokens)
@@ -74,7 +74,7 @@ def _chosen(scaled_NV: Tensor, tokens_N1: Tensor) -> Tensor:
 
 
 def _truncated(scaled_NV: Tensor, sampling: Sampling) -> Tensor:
-    """Logits with -inf where top-k, and then top-p of what is left, cut off."""
+    """Logits with -inf for tokens that top-k, and then top-p of the rest, cut off."""
     order_NV = scaled_NV.argsort(-1, descending=True)
     sorted_NV = scaled_NV.gather(-1, order_NV)
     if sampling.top_k > 0:
@@ -86,7 +86,7 @@ def _truncated(scaled_NV: Tensor, sampling: Sampling) -> Tensor:
 
 
 class _Choices:
-    """The experts that every token went to, layer by layer.
+    """Records the experts of every token, layer by layer.
 
     All of transformers' families call ``experts(x, index, weights)`` (modeling_mixtral.py, qwen2_moe, qwen3_moe and
     deepseek_v3, 5.19).
@@ -104,7 +104,7 @@ class _Choices:
         self._layers.setdefault(layer, []).append(arguments[1].to(torch.int16).cpu())
 
     def taken(self) -> Tensor | None:
-        """[T, L, K] of what was run so far; dense layers are zero.  None without experts."""
+        """Return and forget the choices so far, [T, L, K]; dense layers are zero.  None without experts."""
         if not self._layers:
             return None
         chosen = {layer: torch.cat(parts) for layer, parts in self._layers.items()}

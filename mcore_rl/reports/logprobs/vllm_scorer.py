@@ -11,8 +11,8 @@ from mcore_rl.proofs.differences import worst
 from mcore_rl.reports.logprobs.question import Question, VllmSamples
 from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, requests_of
+from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
 
-EXTENSION = "mcore_rl.rollout.receiver.held_weights.HeldWeights"  # by name: importing it imports vLLM
 KV_CACHE_BYTES = 256 << 20  # at least
 NUM_SEQS = 8  # that the KV cache holds at once
 
@@ -33,12 +33,14 @@ def draw(question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
     # Enough for some sequences at once, without taking the machine.
     sequence = kv_bytes_per_token(table.model, rollout) * rollout.max_model_len
     rollout.kv_cache_memory_bytes = max(KV_CACHE_BYTES, NUM_SEQS * sequence)
-    with start_engine("vllm", question.hf, rollout, extension=EXTENSION) as engine:
+    with start_engine("vllm", question.hf, rollout, extension=HELD_WEIGHTS) as engine:
         return asyncio.run(_draw(engine, question, prompts))
 
 
 async def _draw(engine: EngineProcess, question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
-    held = await engine.rpc("held_differences", str(question.hf.resolve()), str(question.rollout))
+    held = await engine.call_workers(
+        HeldWeightsMethods.held_differences, str(question.hf.resolve()), str(question.rollout)
+    )
     greedy = Sampling(max_tokens=question.sampling.max_tokens, temperature=0.0)
     return VllmSamples(
         prompts={prompt.id: prompt for prompt in prompts},

@@ -14,12 +14,12 @@ from typing import Any
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
-from mcore_rl.config.rollout import RolloutConfig, ServingConfig, kv_bytes_per_token, yarn_reach
+from mcore_rl.config.rollout import kv_bytes_per_token, yarn_reach
 from mcore_rl.errors import CheckpointError, ConfigError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.parallel.device import Platform
-from mcore_rl.rollout.engine.admission import admit, demand_tested_vllm, engine_violations, memory_violations
+from mcore_rl.rollout.engine.serving_checks import engine_violations, memory_violations
 
 PATH = "reward_model.model.path"
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
@@ -27,22 +27,13 @@ REWARD = "Qwen2ForRewardModel"  # Qwen2.5-Math-RM's: its head has two layers (qw
 DEFAULT_LABELS = 2  # transformers', where config.json says nothing
 
 
-def admit_engine(directory: Path, config: ServingConfig, platform: Platform) -> ModelConfig:
-    """``admit`` for a rollout engine, ``admit_classifier`` for a reward model's."""
-    if isinstance(config, RolloutConfig):
-        return admit(directory, config, platform)
-    assert isinstance(config, RewardModelConfig)
-    return admit_classifier(directory, config, platform)
-
-
-def admit_classifier(directory: Path, config: RewardModelConfig, platform: Platform) -> ModelConfig:
-    """The decoder of the reward model in ``directory``, if an engine as ``config`` says can run it on ``platform``.
+def classifier_model(directory: Path, config: RewardModelConfig, platform: Platform) -> ModelConfig:
+    """Return the decoder of the reward model in ``directory``, if an engine of ``config`` can run it on ``platform``.
 
     Raises ConfigError with everything found: no checkpoint, no architecture that is known, no head of one label, a
     field that is not supported, lengths or a layout that cannot be, weights and KV cache that do not fit the memory
-    share.  RolloutError: a vLLM that was not tested.
+    share.
     """
-    demand_tested_vllm()
     found = reward_model_violations(config)
     try:
         values = read_config(directory)
@@ -137,7 +128,7 @@ def _context_violations(model: ModelConfig, config: RewardModelConfig) -> list[V
 
 
 def _of_reward_model(violation: Violation) -> Violation:
-    """What was said of the rollout's engines, of these."""
+    """Rewrite a violation of a ``rollout.*`` key as one of ``reward_model.*``."""
     said = (text.replace("rollout.", "reward_model.") for text in (violation.problem, violation.remedy))
     return Violation(violation.key.replace("rollout.", "reward_model."), violation.value, *said)
 

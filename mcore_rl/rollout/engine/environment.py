@@ -34,12 +34,14 @@ def engine_environment(
     device_ids: Sequence[str] | None = None,
     scratch: Path | None = None,
 ) -> dict[str, str | None]:
-    """Variables that the process of one engine must be started with, before it imports anything; None means unset.
+    """Environment variables that the process of one engine must be started with; None: the variable is unset.
 
-    cores: that the engine computes on, CPU only; each rank gets its share of them as its OpenMP threads, bound.  Where
-    ranks are more than cores, they share.  device_ids: the accelerators it sees; None leaves the masks alone.  scratch:
-    the folder of the sockets that vLLM's processes meet at, which nobody removes where they are killed; None: the
-    folder for temporary files.
+    Args:
+        cores: that the engine computes on, CPU only; each rank's OpenMP threads are bound to its share of them, and
+            ranks share where there are fewer cores than ranks.
+        device_ids: the accelerators that it sees; None leaves the masks alone.
+        scratch: the folder of the sockets that vLLM's processes meet at, which vLLM does not remove where it is
+            killed; None: the folder for temporary files.
     """
     environment: dict[str, str | None] = dict.fromkeys(secret_names())  # so its log has none
     environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
@@ -63,7 +65,7 @@ def engine_environment(
 
 
 def core_shares(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-    """``cores`` over ``ranks``, as evenly as can be, in order; at least one each, shared where there are too few."""
+    """Split ``cores`` evenly over ``ranks``, in order; each rank gets one at least, shared where there are too few."""
     assert cores, "an engine computes somewhere"
     if len(cores) < ranks:
         return [(cores[rank % len(cores)],) for rank in range(ranks)]
@@ -135,5 +137,5 @@ def _on_cpu(config: ServingConfig, model: ModelConfig) -> dict[str, Any]:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether text can be made of tokens: a tokenizer stands in the directory."""
+    """True if the directory has a tokenizer's files, so that responses have text."""
     return any((directory / name).is_file() for name in TOKENIZER_FILES)

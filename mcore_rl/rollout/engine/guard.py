@@ -1,10 +1,11 @@
-"""A small process beside an engine's: once that is gone, however it ended, it ends what is left of its process group.
+"""A small process beside an engine's, which kills what is left of the engine's process group once the engine is gone.
 
-vLLM's own processes wait for ever where the one that started them is killed.  Run as a file, not as a module of the
-package, so that it starts in milliseconds.  Resource trackers are left alone: they remove shared memory and semaphores
-of those that were ended, and then end themselves.
+vLLM's own processes wait for ever where the one that started them is killed.  This file is run by its path, not as a
+module of the package, so that it starts in milliseconds.  It spares resource trackers: they remove shared memory and
+semaphores of killed processes, and then end themselves.
 
-Arguments: a descriptor that ends when the engine's process does, its process group, and a folder that is removed then.
+Arguments: a pipe's descriptor that ends when the engine's process does, the engine's process group, and a folder that
+is removed then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ GRACE_S = 3.0  # for an engine that was shut down in order
 
 
 def main(descriptor: int, group: int, scratch: str) -> None:
-    """Wait, and clean up."""
+    """Wait for the engine's end, then clean up."""
     os.read(descriptor, 1)
     until = time.monotonic() + GRACE_S
     while left(group) and time.monotonic() < until:
@@ -34,7 +35,7 @@ def main(descriptor: int, group: int, scratch: str) -> None:
 
 
 def left(group: int) -> list[int]:
-    """Processes of ``group``, but for resource trackers and those that have ended and wait for their parent."""
+    """Processes of ``group``, without resource trackers and zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:

@@ -32,10 +32,14 @@ MAX_CHARS = 600
 
 
 def first_cause(log: Path | None, exit_codes: dict[str, int | None]) -> str:
-    """In words, or "" where nothing tells.  exit_codes: of vLLM's processes, by name; None while one runs.
+    """Say what a vLLM died of; "" where nothing tells.
 
-    A process that a signal ended names the cause, and of those a worker before the engine that stops for want of it;
-    else the first exception that was written; else what the last process ended with.
+    In this order: a worker that a signal ended; another process that a signal ended; the first exception in the log;
+    an exit code.
+
+    Args:
+        log: the output of vLLM's processes.
+        exit_codes: of vLLM's processes, by name; None while one runs.
     """
     text = log.read_text(errors="replace") if log is not None and log.exists() else ""
     died = WORKER_DIED.search(text)
@@ -50,7 +54,7 @@ def first_cause(log: Path | None, exit_codes: dict[str, int | None]) -> str:
 
 
 def first_exception(text: str) -> str:
-    """The first line of a log that says what was raised, and not what followed from it; "" where none does."""
+    """The first line of a log that names an exception which is a cause and not its aftermath; "" without one."""
     for line in text.splitlines():
         words = PREFIX.sub("", line)
         found = RAISED.match(words)

@@ -32,7 +32,7 @@ class Meter(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not followed
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Take one step's report."""
+        """Count what the scheduler reports of one step."""
         now = time.monotonic()
         if any(self._running.values()):
             self._busy_s += now - self._seen_s
@@ -49,7 +49,7 @@ class Meter(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not followed
             self._preemptions += iteration_stats.num_preempted_reqs
 
     def statistics(self) -> Statistics:
-        """So far, and as of the last step."""
+        """The counts, and the state after the last step."""
         return Statistics(
             running=sum(self._running.values()),
             waiting=sum(self._waiting.values()),
@@ -62,13 +62,13 @@ class Meter(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not followed
         )
 
     def log(self) -> None:
-        """Nothing: it is asked."""
+        """Do nothing: ``statistics`` is asked instead."""
 
     def log_engine_initialized(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def record_admission_rejection(self, reason: str) -> None:
-        """Nothing: no such limit is set."""
+        """Do nothing: no such limit is set."""

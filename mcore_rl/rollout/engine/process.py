@@ -17,24 +17,28 @@ import pickle
 import shutil
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import FRESH, ChildProcess, ProcessContext, inherited_environment
-from mcore_rl.rollout.engine.classifier import admit_engine
+from mcore_rl.rollout.engine.admission import admit
 from mcore_rl.rollout.engine.environment import engine_environment, usable_cores
 from mcore_rl.rollout.engine.log import death, first_cause
 from mcore_rl.rollout.engine.process_group import end_group
 from mcore_rl.rollout.engine.server import START, Settings, serve
-from mcore_rl.rollout.protocol import Pause, Request, Sample, Sampling, Statistics
+from mcore_rl.rollout.protocol import Request, RolloutEngine, Sample, Sampling
+from mcore_rl.rollout.remote_engine import RemoteEngine, Verb
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 STOP_S = 10.0  # for an engine that was asked to shut down
 SETTLE_S = 1.0  # between the end of the pipe and the end of the process
@@ -53,19 +57,24 @@ def start_engine(
     wait: bool = True,
     context: ProcessContext = FRESH,
 ) -> EngineProcess:
-    """An engine of ``config``'s tp ranks with the weights of ``directory``, ready after 10 s and more.
+    """Start an engine with the weights of ``directory``; it is ready after 10 s and more.
 
-    name: in messages.  cores: that it computes on, on CPU; None: all that this process may use.  device_ids: the
-    accelerators that it sees; None: those that this process sees.  extension, version: see ``VllmEngine.start``.
-    log: where the output of its processes goes; None: to a file that is removed unless the engine fails.  wait: False
-    returns at once, for starting several; ``wait_until_ready`` then raises what this would.  config: a RolloutConfig's
-    engine draws, a RewardModelConfig's classifies.  context: makes the process, which must be as good as fresh.
+    Args:
+        name: what messages call it.
+        directory: a Hugging Face checkpoint.
+        config: a RolloutConfig's engine draws, a RewardModelConfig's classifies; it has tp ranks.
+        cores: that it computes on, on the CPU; None: all that this process may use.
+        device_ids: the accelerators that it sees; None: those that this process sees.
+        extension: dotted name of the class whose methods vLLM's workers get (``worker_methods``).
+        version: of the weights in ``directory``.
+        log: where the output of its processes goes; None: to a file that is removed unless the engine fails.
+        wait: False returns at once, to start several; ``wait_until_ready`` then raises what this would.
+        context: makes the process, which must be as good as fresh.
 
-    Raises ConfigError and RolloutError: before a process is started for what ``admit_engine`` can tell, else once it
-    failed.
+    Raises what ``admit`` raises, before a process is started; RolloutError or DeadEngineError where the start fails.
     """
     platform = detect(config.device)
-    admit_engine(directory, config, platform)
+    model = admit(directory, config, platform)
     chosen = tuple(usable_cores() if cores is None else cores)
     temporary = log is None
     if log is None:
@@ -77,6 +86,7 @@ def start_engine(
         name=name,
         directory=directory,
         config=config,
+        model=model,
         platform=platform,
         cores=chosen,
         extension=extension,
@@ -97,7 +107,11 @@ def start_engine(
 
 @dataclass(frozen=True)
 class _Caller:
-    """Who waits for an answer, on which event loop, and for what."""
+    """Who waits for the answers to one call.
+
+    doing: what the engine died while, in the message, should it.
+    loop, queue: where the answers are handed over.
+    """
 
     doing: str
     loop: asyncio.AbstractEventLoop
@@ -108,7 +122,7 @@ class _Caller:
             self.loop.call_soon_threadsafe(self.queue.put_nowait, (kind, value))
 
 
-class EngineProcess:
+class EngineProcess(RemoteEngine):
     """A ``RolloutEngine`` or ``Classifier`` in a process of its own; see there.
 
     Made by ``start_engine``; a context manager.
@@ -117,7 +131,8 @@ class EngineProcess:
     def __init__(
         self, name: str, process: ChildProcess, connection: Connection, settings: Settings, *, temporary: bool
     ) -> None:
-        self._name, self._process, self._connection = name, process, connection
+        super().__init__(name)
+        self._process, self._connection = process, connection
         self._log, self._scratch, self._temporary = settings.log, settings.scratch, temporary
         self._doing = "starting"
         self._started: Future[None] = Future()
@@ -130,18 +145,13 @@ class EngineProcess:
         threading.Thread(target=self._listen, name=f"{name} listener", daemon=True).start()
 
     @property
-    def name(self) -> str:
-        """What messages call it."""
-        return self._name
-
-    @property
     def pid(self) -> int:
-        """Of the child process, which leads a process group of all that belongs to the engine."""
+        """The child process, which leads a process group of all that belongs to the engine."""
         assert self._process.pid is not None
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Return when the engine can generate; raise why it cannot."""
+        """Return when the engine can draw; raise why it cannot."""
         try:
             self._started.result()
         except BaseException:
@@ -155,7 +165,7 @@ class EngineProcess:
         self.close()
 
     def close(self) -> None:
-        """End its processes; ``shutdown`` for programs without an event loop.  Twice is as good as once."""
+        """End the engine's processes; ``shutdown`` for programs without an event loop.  Idempotent."""
         with suppress(OSError, ValueError), self._lock:
             self._connection.send_bytes(pickle.dumps((START, "close", ())))
         self._process.join(STOP_S)
@@ -173,75 +183,28 @@ class EngineProcess:
         end_group(self.pid)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
         """See ``RolloutEngine.generate``."""
-        parts = self._parts(f"generating {len(requests)} samples", "generate", tuple(requests), sampling)
+        doing = f"generating {len(requests)} samples"
+        parts = self._parts(doing, RolloutEngine.generate.__name__, (tuple(requests), sampling), {})
         async with aclosing(parts):
             async for sample in parts:
                 yield sample
-
-    async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
-        """See ``Classifier.classify``."""
-        return list(await self._ask(f"scoring {len(texts)} texts", "classify", tuple(texts)))
-
-    async def abort(self, keys: Iterable[tuple[str, int]] | None = None) -> None:
-        """See ``RolloutEngine.abort``."""
-        await self._ask("aborting samples", "abort", None if keys is None else tuple(keys))
-
-    async def pause(self, mode: Pause) -> None:
-        """See ``RolloutEngine.pause``."""
-        await self._ask("pausing", "pause", mode)
-
-    async def resume(self) -> None:
-        """See ``RolloutEngine.resume``."""
-        await self._ask("resuming", "resume")
-
-    async def sleep(self, level: int = 1) -> None:
-        """See ``RolloutEngine.sleep``."""
-        await self._ask("going to sleep", "sleep", level)
-
-    async def wake(self) -> None:
-        """See ``RolloutEngine.wake``."""
-        await self._ask("waking up", "wake")
-
-    async def version(self) -> int:
-        """See ``RolloutEngine.version``."""
-        return int(await self._ask("asked for its version", "version"))
-
-    async def start_update(self, mode: Pause = Pause.keep) -> None:
-        """See ``RolloutEngine.start_update``."""
-        await self._ask("starting an update", "start_update", mode)
-
-    async def finish_update(self, version: int) -> None:
-        """See ``RolloutEngine.finish_update``."""
-        await self._ask(f"finishing the update to version {version}", "finish_update", version)
-
-    async def fail_update(self, cause: str) -> None:
-        """See ``RolloutEngine.fail_update``."""
-        await self._ask("giving an update up", "fail_update", cause)
-
-    async def rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
-        """See ``RolloutEngine.rpc``."""
-        return list(await self._ask(f"running {method}", "rpc", method, *args, timeout_s=timeout_s))
-
-    async def statistics(self) -> Statistics:
-        """See ``RolloutEngine.statistics``."""
-        found = await self._ask("asked for its statistics", "statistics")
-        assert isinstance(found, Statistics)
-        return found
 
     async def shutdown(self) -> None:
         """See ``RolloutEngine.shutdown``."""
         await asyncio.to_thread(self.close)
 
-    async def _ask(self, doing: str, verb: str, *args: object, **options: object) -> Any:
-        found = None
-        async for part in self._parts(doing, verb, *args, **options):
-            found = part
-        return found
+    async def _ask(self, doing: str, verb: Verb[P, T], *args: P.args, **options: P.kwargs) -> T:
+        async with aclosing(self._parts(doing, verb.__name__, args, options)) as parts:
+            found: list[T] = [part async for part in parts]
+        (answer,) = found
+        return answer
 
-    async def _parts(self, doing: str, verb: str, *args: object, **options: object) -> AsyncGenerator[Any]:
-        """What the child answers, part by part, until it says that this was all."""
+    async def _parts(
+        self, doing: str, verb: str, args: tuple[object, ...], options: dict[str, Any]
+    ) -> AsyncGenerator[Any]:
+        """Ask the child for ``verb``; yield what it answers, part by part, until it says that this was all."""
         call, caller = next(self._count), _Caller(doing, asyncio.get_running_loop(), asyncio.Queue())
         with self._lock:
             self._callers[call] = caller
@@ -271,7 +234,7 @@ class EngineProcess:
             self._connection.send_bytes(message)
 
     def _listen(self) -> None:
-        """The listener's thread: hand every answer to who waits for it, until the pipe ends."""
+        """Run the listener's thread: hand every answer to who waits for it, until the pipe ends."""
         with suppress(EOFError, OSError):
             while True:
                 call, kind, value = pickle.loads(self._connection.recv_bytes())
@@ -290,7 +253,7 @@ class EngineProcess:
         self._bury()
 
     def _bury(self) -> None:
-        """The child is gone: end what it left behind, and tell everyone who waits why."""
+        """End what the dead child left behind, and tell everyone who waits why it died."""
         if self._dead is None:
             self._process.join(SETTLE_S)
         code = self._process.exitcode

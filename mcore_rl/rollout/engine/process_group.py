@@ -14,14 +14,14 @@ SHARED_MEMORY = "/dev/shm/vllm_"  # what vLLM's CPU kernels map to talk to each 
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Whether it is one of Python's resource trackers, which end by themselves and remove what others leave behind."""
+    """True for Python's resource trackers, which remove what other processes leave behind and end by themselves."""
     with suppress(psutil.Error):
         return any("resource_tracker" in word for word in process.cmdline())
     return False
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs; a process that ended and that nobody asked about yet does not."""
+    """False for a process that has ended, zombies included."""
     with suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

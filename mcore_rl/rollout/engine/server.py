@@ -17,25 +17,32 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import McoreRLError, RolloutError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.engine import guard
+from mcore_rl.rollout.protocol import RolloutEngine
+from mcore_rl.rollout.remote_engine import perform
 
 if TYPE_CHECKING:
     from mcore_rl.rollout.engine.vllm_engine import VllmEngine
 
 START = 0  # the call that every child answers without being asked
-ITERATED = ("generate",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a child is told; see ``start_engine``.  log: where its output goes.  scratch: a folder that ends with it."""
+    """What the child needs to start its engine; see ``start_engine``.
+
+    model: of ``directory``, as ``admit`` returned it.
+    scratch: the folder of its sockets, which is removed when it ends.
+    """
 
     name: str
     directory: Path
     config: ServingConfig
+    model: ModelConfig
     platform: Platform
     cores: tuple[int, ...]
     extension: str | None
@@ -63,7 +70,11 @@ def serve(settings: Settings, connection: Connection) -> None:
 
 
 class _Server:
-    """Answers of the form (call, kind, value): any number of ``part``, then ``end`` or ``error``."""
+    """Answers calls over the pipe.
+
+    A call is (number, verb, (args, options)); "cancel" names a call to end, "close" ends the child.  Answers are
+    (number, kind, value): any number of ``part``, then ``end`` or ``error``.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -96,6 +107,7 @@ class _Server:
                 settings.name,
                 settings.directory,
                 settings.config,
+                settings.model,
                 settings.platform,
                 extension=settings.extension,
                 version=settings.version,
@@ -109,13 +121,12 @@ class _Server:
         self, engine: VllmEngine, call: int, verb: str, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         try:
-            method = getattr(engine, verb)
-            if verb in ITERATED:
-                async with aclosing(method(*args, **options)) as parts:
-                    async for part in parts:
-                        self._send(call, "part", part)
+            if verb == RolloutEngine.generate.__name__:
+                async with aclosing(engine.generate(*args)) as samples:
+                    async for sample in samples:
+                        self._send(call, "part", sample)
             else:
-                self._send(call, "part", await method(*args, **options))
+                self._send(call, "part", await perform(engine, verb, args, options))
             self._send(call, "end", None)
         except Exception as error:  # noqa: BLE001  raised in the parent
             self._send(call, "error", _portable(engine.name, error))

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -24,18 +24,19 @@ from vllm.pooling_params import PoolingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import DeadEngineError, McoreRLError, RolloutError
 from mcore_rl.parallel.device import Platform
-from mcore_rl.rollout.engine.admission import Limits, admit_requests, limits_of
-from mcore_rl.rollout.engine.classifier import admit_engine
 from mcore_rl.rollout.engine.environment import engine_arguments
 from mcore_rl.rollout.engine.log import first_cause, first_exception
 from mcore_rl.rollout.engine.meter import Meter
 from mcore_rl.rollout.engine.outputs import sample_of, sampling_params
 from mcore_rl.rollout.engine.process_group import is_alive, is_tracker, remove, shared_memory_of
+from mcore_rl.rollout.engine.request_checks import Limits, demand_requests, limits_of
 from mcore_rl.rollout.protocol import Pause, Request, Sample, Sampling, Statistics
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 POLL_S = 0.2  # between two looks whether vLLM's processes are alive
@@ -70,21 +71,24 @@ class VllmEngine:
         name: str,
         directory: Path,
         config: ServingConfig,
+        model: ModelConfig,
         platform: Platform,
         *,
         extension: str | None = None,
         version: int = 0,
         log: Path | None = None,
     ) -> VllmEngine:
-        """Load ``directory`` into vLLM, in processes of vLLM's own; 10 s and more.
+        """Load ``directory`` into vLLM, in processes of vLLM's own; takes 10 s and more.
 
-        The process must have been started with ``engine_environment``.  extension: dotted name of the class whose
-        methods vLLM's workers get.  version: of the weights in ``directory``.  log: the file that this process's output
-        goes to, where it does, to be asked for the cause of a death.
+        This process must have been started with ``engine_environment``.
 
-        Raises what ``admit_engine`` raises, and RolloutError with the first cause where vLLM does not start.
+        Args:
+            model: of ``directory``, as ``admit`` returned it.
+            log: the file that this process's output goes to, where it does; searched for the cause of a death.
+            name, directory, config, extension, version: see ``start_engine``.
+
+        Raises RolloutError with the first cause where vLLM does not start.
         """
-        model = admit_engine(directory, config, platform)
         arguments = engine_arguments(directory, config, model, platform, extension)
         try:
             settings = AsyncEngineArgs(**arguments).create_engine_config()
@@ -99,10 +103,10 @@ class VllmEngine:
         stop_s = STOP_S if platform.is_accelerator else STOP_ON_CPU_S
         return cls(llm, meter, limits_of(name, directory, config, model), log, stop_s)
 
-    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+    async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
         """See ``RolloutEngine.generate``."""
         self._demand_whole_weights()
-        admit_requests(requests, sampling, self._limits)
+        demand_requests(requests, sampling, self._limits)
         finished: asyncio.Queue[Sample | Exception] = asyncio.Queue()
         tasks = [asyncio.create_task(self._generate_one(request, sampling, finished)) for request in requests]
         try:
@@ -162,10 +166,13 @@ class VllmEngine:
         self._refusal = f"an update of its weights failed ({cause})"
         await self.abort()
 
-    async def rpc(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
-        """See ``RolloutEngine.rpc``."""
-        call = self._llm.collective_rpc(method, timeout=timeout_s, args=args)
-        return list(await self._alive(call, f"running {method}"))
+    async def call_workers(
+        self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **options: P.kwargs
+    ) -> list[T]:
+        """See ``RolloutEngine.call_workers``."""
+        name = method.__name__
+        found: list[T] = await self._alive(self._llm.collective_rpc(name, args=args, kwargs=options), f"running {name}")
+        return found
 
     async def statistics(self) -> Statistics:
         """See ``RolloutEngine.statistics``."""
@@ -224,7 +231,10 @@ class VllmEngine:
             await asyncio.sleep(POLL_S)
 
     async def _alive(self, work: Coroutine[Any, Any, T], doing: str) -> T:
-        """What ``work`` gives, unless it fails or vLLM dies first.  doing: for the message: "waking up"."""
+        """Return what ``work`` gives; raise why where it fails, or where vLLM dies first.
+
+        doing: for the message: "waking up".
+        """
         task = asyncio.create_task(work)
         try:
             await asyncio.wait([task, self._death], return_when=asyncio.FIRST_COMPLETED)
@@ -237,7 +247,7 @@ class VllmEngine:
             task.cancel()
 
     async def _explained(self, error: Exception, doing: str) -> McoreRLError:
-        """``error`` as one that is meant for people."""
+        """Turn what vLLM raised into an error that says what the engine was doing and why it failed."""
         if isinstance(error, McoreRLError):
             return error
         if self._llm.errored or self._death.done():
@@ -253,7 +263,7 @@ class VllmEngine:
 
 
 def _words(error: Exception) -> str:
-    """What a person is told of an exception of vLLM's: of many lines, the one that says what was raised."""
+    """One line of an exception of vLLM's: of many lines, the one that says what was raised."""
     text = f"{type(error).__name__}: {error}"
     return first_exception(str(error)) or (text if "\n" not in text else " ".join(text.split())[:600])
 

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: weights come in, are written in place, and are read back to be checked.
+"""Code that runs inside vLLM's workers: it receives weights, writes them in place, and reads them back for checks.
 
 Read ``worker_extension.py`` first.
 """

@@ -6,7 +6,7 @@ Needs no trainer and no channel; what a run's updates bring is for ``worker_exte
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,7 @@ from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.proofs.differences import Differences, piece_differences, worst
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
+from mcore_rl.rollout.worker_methods import HeldWeightsMethods
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
@@ -28,12 +29,7 @@ class HeldWeights:
 
     @torch.no_grad()
     def held_differences(self, directory: str, layout: str) -> Differences:
-        """What this worker executes with otherwise than the files say, as it was before any packing.
-
-        directory: a Hugging Face checkpoint.  layout: the engine's, as a user writes it.
-
-        Raises WeightMapError where vLLM's model is not what the family's table says of it.
-        """
+        """See ``HeldWeightsMethods``."""
         checkpoint, plain = open_hf(Path(directory))
         latent = bool(self.vllm_config.model_config.use_mla)
         table = RolloutTable(plain.family, plain.model, parse_rollout_layout(layout), latent_attention=latent)
@@ -51,3 +47,7 @@ class HeldWeights:
                 pieces = [piece for place, piece in table.pieces(stored) if place == slot]
                 found.append(piece_differences(held, pieces, checkpoint))
         return worst(found)
+
+
+if TYPE_CHECKING:
+    _METHODS: type[HeldWeightsMethods] = HeldWeights

@@ -55,7 +55,7 @@ IDENTITY_ROWS = 256  # of the identity at once: as many tokens through a layer
 
 
 @dataclass
-class _Place:
+class _StoredAt:
     """Where a stored tensor lives."""
 
     module: nn.Module
@@ -80,7 +80,7 @@ class LiveWeights:
         self.model, self.vllm_config, self.table, self.rank = model, vllm_config, table, rank
         self.stored = {tensor.name: tensor for tensor in table.tensors(rank)}
         self._modules = dict(model.named_modules())
-        self.places: dict[str, _Place] = {}
+        self.places: dict[str, _StoredAt] = {}
         problems = [*self._missing(), *self._strangers()]
         if problems:
             raise WeightMapError(f"{table.family.name}, rollout rank {rank} of {table.layout}", problems)
@@ -106,7 +106,7 @@ class LiveWeights:
                 sizes = f"expected shape {self.table.shape(stored)} and found {found}"
                 yield f"{name}: {sizes}. Start vLLM with the layout that the table was made for"
             else:
-                self.places[name] = _Place(module, attribute, stored)
+                self.places[name] = _StoredAt(module, attribute, stored)
 
     def _strangers(self) -> Iterator[str]:
         for name, _ in self.model.named_parameters():

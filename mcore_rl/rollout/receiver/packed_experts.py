@@ -1,8 +1,8 @@
-"""The weights of fused experts on the CPU, as they were before vLLM packed them for its grouped product.
+"""Unpacks the weights of fused experts on the CPU, which vLLM packs for its grouped product.
 
 ``CPUUnquantizedExperts.process_weights_after_loading`` (layers/fused_moe/experts/cpu_moe.py, 0.32) pads the
-intermediate size with zeros and moves every element to another place, by ``cpu_prepack_moe_weight``.  Which place is
-found by packing numbers: the digits of each element's index, 256 to a digit, which bfloat16 holds exactly.
+intermediate size with zeros and moves every element to another place, by ``cpu_prepack_moe_weight``.  We find the
+places by packing the digits of each element's index, in base 256, which bfloat16 holds exactly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DIGIT = 256
 
 
 def unpacked_experts(packed: Tensor, experts: CPUUnquantizedExperts, attribute: str, shape: Sequence[int]) -> Tensor:
-    """The weight of one expert, of ``shape``, from its ``packed`` one.
+    """The unpacked weight of one expert, of ``shape``, from the ``packed`` weight.
 
     attribute: ``w13_weight`` (gate and up one after the other) or ``w2_weight``.
     """
@@ -41,7 +41,7 @@ def unpacked_experts(packed: Tensor, experts: CPUUnquantizedExperts, attribute: 
 
 @lru_cache(maxsize=4)
 def _origins(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> Tensor:
-    """For each element of a packed matrix, the row-major index that it came from: int64 [elements]."""
+    """For each element of a packed matrix, its row-major index in the unpacked one: int64 [elements]."""
     index = torch.arange(prod(shape))
     origins = torch.zeros_like(index)
     unit = 1

@@ -1,10 +1,9 @@
-"""How a worker's process is set while weights arrive, and as it was again afterwards: memory, and threads.
+"""Memory and threads of a worker's process while weights arrive; both are reset afterwards.
 
-Memory that the system has just given costs more to touch for the first time than to fill: 0.25 s per GB, of pages of
-4 KiB, and 0.6 to 0.9 s on a virtual machine that hands free pages back to its host.  An update on the CPU allocates as
-much as it frees: each layer is packed anew.  So what is freed is kept and used again until the update is over; then all
-that nobody needs goes back at once.  By glibc's ``mallopt``; with another C library nothing is done, and updates are
-slower.
+New memory from the system costs more to touch for the first time than to fill: 0.25 s per GB with pages of 4 KiB, and
+0.6 to 0.9 s on a virtual machine that returns free pages to its host.  An update on the CPU allocates as much as it
+frees, because it packs each layer again.  So the process reuses freed memory until the update is over, and then returns
+all free memory at once.  This uses glibc's ``mallopt``; with another C library nothing is done, and updates are slower.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mcore_rl.parallel.device import trim_heap
 
 T = TypeVar("T")
 
-# malloc.h of glibc, and the values that its own adjustment ends at (malloc.c, 2.36: DEFAULT_MMAP_MAX,
+# malloc.h of glibc, and the final values of its own adjustment (malloc.c, 2.36: DEFAULT_MMAP_MAX,
 # DEFAULT_MMAP_THRESHOLD_MAX and twice that).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 DEFAULTS = {M_MMAP_MAX: 1 << 16, M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
@@ -32,7 +31,7 @@ DEFAULTS = {M_MMAP_MAX: 1 << 16, M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 6
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """What is freed in here serves what is allocated in here; at the end what is free is given back to the system."""
+    """Within: the process keeps freed memory for later allocations.  At the end: free memory returns to the system."""
     _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})  # all in the heap, which never shrinks
     try:
         yield
@@ -49,10 +48,10 @@ def _mallopt(options: Mapping[int, int]) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """This thread computes alone.
+    """Within: torch computes in this thread only.
 
-    For what is done beside a transport's own threads: one core keeps up with them, and threads that wait for one
-    another would take theirs.
+    For work in parallel to a transport's own threads: one core keeps up with them, and torch's waiting threads would
+    take their cores.
     """
     num_threads = torch.get_num_threads()
     torch._C.set_num_threads(1)  # torch's own, which vLLM replaces (v1/worker/cpu_worker.py, 0.32)
@@ -63,19 +62,19 @@ def one_thread() -> Iterator[None]:
 
 
 def beside(items: Iterator[T], num_bytes: Callable[[T], int], most: int) -> Generator[T]:
-    """The items, which a thread of its own makes while they are used: the next one, and ``most`` bytes beyond it.
+    """Yields ``items``, which another thread makes ahead: the next item, and up to ``most`` bytes more.
 
-    Until all are made this thread computes alone, see ``one_thread``.
+    Until all items are made, torch computes in the calling thread only; see ``one_thread``.
     """
-    made, changed, over = deque[T](), Condition(), False
+    ready, changed, stopped = deque[T](), Condition(), False
 
     def make() -> None:
         for item in items:
             with changed:
-                made.append(item)
+                ready.append(item)
                 changed.notify()
-                changed.wait_for(lambda: over or sum(map(num_bytes, made)) <= most)
-                if over:
+                changed.wait_for(lambda: stopped or sum(map(num_bytes, ready)) <= most)
+                if stopped:
                     return
 
     def notify(_: object) -> None:
@@ -89,10 +88,10 @@ def beside(items: Iterator[T], num_bytes: Callable[[T], int], most: int) -> Gene
         try:
             while True:
                 with changed:
-                    changed.wait_for(lambda: made or making.done())
-                    if not made:
+                    changed.wait_for(lambda: ready or making.done())
+                    if not ready:
                         break
-                    item = made.popleft()
+                    item = ready.popleft()
                     changed.notify()
                 if making.done():
                     alone.close()
@@ -100,20 +99,20 @@ def beside(items: Iterator[T], num_bytes: Callable[[T], int], most: int) -> Gene
             making.result()
         finally:
             with changed:
-                over = True
+                stopped = True
                 changed.notify()
 
 
 class Blocks:
-    """Memory that is lent, taken back and lent again, by any thread, until all of it is dropped with this."""
+    """A pool of memory blocks, for any thread; the memory is freed with the pool."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._free: list[tuple[int, Tensor]] = []  # sizes beside: to ask tensors for theirs takes longer than the rest
+        self._free: list[tuple[int, Tensor]] = []  # (size, block): asking a tensor for its size is slow
         self._lock = Lock()
 
     def lend(self, num_bytes: int) -> Tensor:
-        """Uint8 [at least num_bytes, at most twice that], of any content: the smallest free one, or a new one."""
+        """A block, uint8 [num_bytes to twice that], of any content: the smallest free one that fits, or a new one."""
         with self._lock:
             fitting = [(size, at) for at, (size, _) in enumerate(self._free) if num_bytes <= size <= 2 * num_bytes]
             if fitting:
@@ -121,6 +120,6 @@ class Blocks:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def take_back(self, block: Tensor) -> None:
-        """What ``lend`` gave."""
+        """Return a block that ``lend`` gave."""
         with self._lock:
             self._free.append((block.nbytes, block))

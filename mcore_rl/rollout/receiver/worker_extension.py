@@ -1,6 +1,6 @@
 """What this package adds to every vLLM worker (``worker_extension_cls``): weights come in, fingerprints go out.
 
-``collective_rpc`` reaches the methods by name.  Arguments and results are plain values; what is more than that is
+``RolloutEngine.call_workers`` reaches the methods.  Arguments and results are plain values; what is more than that is
 pickled by the caller, who is of this package too.  A transport is not known here: ``Opening.connect`` makes one, and
 ``Incoming`` is what is asked of it.
 
@@ -11,7 +11,7 @@ the transport, and would keep the engine core answering calls between buckets wh
 
 No method raises: vLLM's executor stops reading at the first worker that does, and takes what the others answered for
 answers to its next call (``collective_rpc`` in v1/executor/multiproc_executor.py, 0.32).  Each returns
-``{"result": ...}`` or ``{"failed": message}``; ``answer_of`` makes of it what it was.
+an ``Answer``, and ``answer_of`` makes of it what it was.
 
 Invariant: from the moment an update begins until one is complete, this worker runs no model.
 """
@@ -19,9 +19,9 @@ Invariant: from the moment an update begins until one is complete, this worker r
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,16 @@ from mcore_rl.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
 from mcore_rl.rollout.receiver.receive_memory import beside, freed_memory_kept
-from mcore_rl.rollout.weight_channel import Answer, Opening
+from mcore_rl.rollout.weight_channel import Opening
+from mcore_rl.rollout.worker_methods import Answer, WeightReceiverMethods
 from mcore_rl.weights.fingerprint import added, fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_to, plan_id
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Updates:
@@ -83,7 +87,9 @@ class _Updates:
         for index, (message, data) in enumerate(zip(self.expected, incoming, strict=True)):
             for part in message.parts:
                 values = data[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
-                module = self.live.write(part.target, part.slot, part.target_box, values.view(part.target_box.shape))
+                module = self.live.write(
+                    part.target, part.slot, part.target_slice, values.view(part.target_slice.shape)
+                )
                 if module is not None:
                     yield module
             if (block := self.lent.pop(index, None)) is not None:
@@ -93,7 +99,7 @@ class _Updates:
         """Where message ``index`` may come to lie: where it belongs, if it is one part that lies in one piece there."""
         message = self.expected[index]
         first, *others = message.parts
-        space = None if others else self.live.space(first.target, first.slot, first.target_box, self._dtype_of(first))
+        space = None if others else self.live.space(first.target, first.slot, first.target_slice, self._dtype_of(first))
         if space is None:
             self.lent[index] = self.live.blocks.lend(message.num_bytes)
             return self.lent[index][: message.num_bytes]
@@ -111,35 +117,20 @@ class WeightReceiver:
     vllm_config: Any
     model_runner: Any
 
-    def sync_open(self, opening: bytes) -> Answer:
-        """Join the channel; an open one is left.  Blocks until all others join.  Returns this worker's rollout rank.
-
-        Fails where the sender's plan is another, nobody comes, or vLLM's model is none of the plan's.
-        """
+    def sync_open(self, opening: bytes) -> Answer[int]:
+        """See ``WeightReceiverMethods``."""
         return _answer(self._sync_open, opening)
 
-    def sync_close(self) -> Answer:
-        """Leave the channel, if there is one."""
-        return _answer(self._sync_close)
-
-    def sync_receive(self, version: int) -> Answer:
-        """Take part in update ``version``, from its first byte to its last.
-
-        Fails with the first cause, whoever it was; this worker then refuses to run, and the channel must be opened
-        again, until an update is complete.
-        """
+    def sync_receive(self, version: int) -> Answer[None]:
+        """See ``WeightReceiverMethods``."""
         return _answer(self._sync_receive, version)
 
-    def sync_version(self) -> Answer:
-        """Of the last complete update; None before the first."""
-        return {"result": self.__dict__.get("sync_held_version")}
-
-    def sync_fingerprints(self) -> Answer:
-        """[(name, slot or -1, fingerprint)] of all that this worker executes with, as it was before any packing."""
+    def sync_fingerprints(self) -> Answer[Sequence[tuple[str, int, int]]]:
+        """See ``WeightReceiverMethods``."""
         return _answer(self._sync_fingerprints)
 
-    def sync_copies(self) -> Answer:
-        """Names among the fingerprints that are copies of a stored tensor -> that tensor."""
+    def sync_copies(self) -> Answer[Mapping[str, str]]:
+        """See ``WeightReceiverMethods``."""
         return _answer(lambda: dict(self._sync_channel().live.names_of_heads))
 
     def _sync_open(self, opening: bytes) -> int:
@@ -171,7 +162,6 @@ class WeightReceiver:
             self.__dict__["execute_model"] = _refusal(str(failure))
             raise failure from error
         self.__dict__.pop("execute_model")
-        self.__dict__["sync_held_version"] = version
 
     def _sync_fingerprints(self) -> list[tuple[str, int, int]]:
         found = []
@@ -188,9 +178,13 @@ class WeightReceiver:
         return updates
 
 
-def _answer(call: Callable[..., object], *args: object) -> Answer:
+if TYPE_CHECKING:
+    _METHODS: type[WeightReceiverMethods] = WeightReceiver
+
+
+def _answer(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> Answer[T]:
     try:
-        return {"result": call(*args)}
+        return {"result": call(*args, **options)}
     except Exception as error:  # noqa: BLE001  raised by ``answer_of``
         return {"failed": str(error) if isinstance(error, McoreRLError) else f"{type(error).__name__}: {error}"}
 

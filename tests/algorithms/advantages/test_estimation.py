@@ -11,10 +11,13 @@ import torch
 
 from mcore_rl.algorithms.advantages.estimation import estimate, estimate_advantages
 from mcore_rl.algorithms.advantages.gae import gae
+from mcore_rl.algorithms.advantages.groups import PromptGroups
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
 from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.algorithm_object import Scope
 from mcore_rl.config.algorithm_registry import estimators
 from tests.algorithms.cases import ALL, EDGES, Case
+from tests.support.spy import spied
 
 Rows = list[list[float]]  # one entry a trained token
 Reference = Callable[[Case, AlgorithmConfig], Rows]
@@ -171,6 +174,16 @@ def test_every_estimator_has_its_formula_here() -> None:
     assert {name for name, row in rows.items() if row.roles} == {"gae"} and rows["gae"].roles == ("critic",)
     assert {name for name, row in rows.items() if row.greedy} == {"remax"}
     assert {name for name, row in rows.items() if row.parts} == {"gdpo"}
+
+
+@pytest.mark.parametrize("name", list(estimators()))
+def test_an_estimator_reads_the_keys_that_it_says(name: str) -> None:
+    row, case = estimators()[name], ALL["drawn_0"]
+    inputs = case.inputs()
+    given = inputs if row.scope is Scope.token else PromptGroups.of(case.group_S, inputs.scores_S, inputs.counts_S)
+    config, read = spied(AlgorithmConfig(adv_estimator=name))
+    row.load()(given, config)
+    assert {f"algorithm.{field}" for field in read} == row.reads
 
 
 @pytest.mark.parametrize("whiten", [False, True])

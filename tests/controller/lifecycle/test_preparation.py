@@ -9,7 +9,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.config.compose import compose
 from mcore_rl.config.engine import Device
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
@@ -17,6 +16,7 @@ from mcore_rl.controller.lifecycle.run_checkpoints import Progress, begin, finis
 from mcore_rl.errors import McoreRLError
 from mcore_rl.parallel.device import detect
 from tests.support import reward_models
+from tests.support.composed import composed
 from tests.support.run_task import overrides, write_task
 
 CPU = detect(Device.cpu)
@@ -28,7 +28,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(task: Path, run_dir: Path, *more: str) -> RunConfig:
-    return complete(compose(RunConfig, "train", overrides(task, run_dir, *more)))
+    return complete(composed(RunConfig, "train", overrides(task, run_dir, *more)))
 
 
 def prepared(task: Path, run_dir: Path, *more: str) -> Prepared:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.compose import compose
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.controller.programs.evaluate import default_k, request_of, run_evaluate
 from mcore_rl.data.responses import ResponseSet
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.score import RewardRequest
+from tests.support.composed import composed
 from tests.support.prompt_files import row, write
 
 
@@ -29,7 +29,7 @@ def sums(gold: object, *numbers: int | str, source: str = "gsm8k", **columns: An
 def evaluate(path: Path, *overrides: str) -> dict[str, Any]:
     out = path.with_suffix(".json")
     written = [f"path={path}", f"out={out}", "overwrite=true", "reward.num_workers=1", *overrides]
-    assert asyncio.run(run_evaluate(compose(EvaluateConfig, "evaluate", written))) == 0
+    assert asyncio.run(run_evaluate(composed(EvaluateConfig, "evaluate", written))) == 0
     found = json.loads(out.read_text())
     assert found["confidence"] == 0.95 and found["path"] == str(path)
     sources: dict[str, Any] = found["data_sources"]

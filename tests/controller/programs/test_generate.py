@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mcore_rl.config.compose import compose
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.engine import Device
 from mcore_rl.config.generate import GenerateConfig
@@ -25,6 +24,7 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from tests.support import prompt_files
+from tests.support.composed import composed
 from tests.support.prompt_files import row, write
 from tests.support.rollouts import SIZES
 from tests.support.scripted_rollout import answered, conversation, turn
@@ -59,7 +59,7 @@ def config_of(model: Path, out: Path, *overrides: str) -> GenerateConfig:
     small = [f"data.max_response_length={LENGTH}", "data.max_prompt_length=64", "rollout.dtype=float32"]
     engine = ["rollout.device=cpu", f"rollout.kv_cache_memory_bytes={16 << 20}", "rollout.max_num_seqs=8"]
     written = [f"model.path={model}", f"out={out}", *small, *engine, *overrides]
-    return compose(GenerateConfig, "generate", written)
+    return composed(GenerateConfig, "generate", written)
 
 
 def greedy(model: Path, tokens: Sequence[int]) -> list[int]:

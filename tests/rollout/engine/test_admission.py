@@ -16,6 +16,8 @@ from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.errors import CheckpointError, ConfigError, RolloutError
 from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.engine.admission import admit
+from mcore_rl.rollout.engine.request_checks import Limits, demand_requests
+from mcore_rl.rollout.protocol import Prompt, Sampling, requests_of
 from tests.support import rollouts
 
 CPU = detect(Device.cpu)
@@ -77,6 +79,22 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path, content: str | N
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=rf"config\.json: {said}.*Name the directory of a Hugging Face model"):
         admit(tmp_path, config(), CPU)
+
+
+LIMITS = Limits(name="e", max_prompt_length=8, max_response_length=4, vocab_size=9, has_tokenizer=False)
+
+
+@pytest.mark.parametrize(("length", "max_tokens"), [(8, 4), (11, 1), (9, 3)])
+def test_the_whole_sequence_must_fit(length: int, max_tokens: int) -> None:
+    """So a later turn may be given more than a prompt: all that was said before it."""
+    requests = requests_of([Prompt(id="p", tokens=(1,) * length)], 1)
+    demand_requests(requests, Sampling(max_tokens=max_tokens), LIMITS)
+    longer = requests_of([Prompt(id="p", tokens=(1,) * (length + 1))], 1)
+    said = (
+        f"prompt p has {length + 1} tokens, with max_tokens={max_tokens} more than the 12 that rollout.max_prompt_len"
+    )
+    with pytest.raises(RolloutError, match=said):
+        demand_requests(longer, Sampling(max_tokens=max_tokens), LIMITS)
 
 
 def missing(name: str) -> str:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.device import detect
-from mcore_rl.rollout.engine.classifier import admit_classifier
+from mcore_rl.rollout.engine.admission import admit
 from tests.support import reward_models, rollouts
 from tests.support.checkpoints import edit_config
 
@@ -34,7 +34,7 @@ def edited(sound: Path, tmp_path: Path) -> Path:
 
 def refusal(directory: Path, **changes: object) -> str:
     with pytest.raises(ConfigError) as error:
-        admit_classifier(directory, reward_models.config(directory, **changes), CPU)
+        admit(directory, reward_models.config(directory, **changes), CPU)
     return str(error.value)
 
 
@@ -46,18 +46,18 @@ def change_head(directory: Path, **tensors: object) -> None:
 
 
 def test_a_classifier_of_one_label_is_a_reward_model(sound: Path) -> None:
-    assert admit_classifier(sound, reward_models.config(sound, tp=2), CPU).vocab_size == rollouts.VOCAB
+    assert admit(sound, reward_models.config(sound, tp=2), CPU).vocab_size == rollouts.VOCAB
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "qwen3_moe"])
 def test_so_are_those_of_other_families(family: str, tmp_path: Path) -> None:
     reward_models.write(tmp_path, family)
-    assert admit_classifier(tmp_path, reward_models.config(tmp_path), CPU).num_layers == 2
+    assert admit(tmp_path, reward_models.config(tmp_path), CPU).num_layers == 2
 
 
 def test_a_head_of_two_layers_is_qwen2_s_own(tmp_path: Path) -> None:
     reward_models.TwoLayerReward(tmp_path)
-    assert admit_classifier(tmp_path, reward_models.config(tmp_path), CPU).num_layers == 2
+    assert admit(tmp_path, reward_models.config(tmp_path), CPU).num_layers == 2
     change_head(tmp_path, score_0_bias=None)
     assert "the head of a Qwen2ForRewardModel of one label is score.0.weight [128, 128]" in refusal(tmp_path)
 
@@ -88,7 +88,7 @@ def test_labels_that_nobody_counted_are_two(edited: Path) -> None:
     edit_config(edited, id2label=None)
     assert "config.json: num_labels=2" in refusal(edited)
     edit_config(edited, num_labels=1)
-    assert admit_classifier(edited, reward_models.config(edited), CPU)
+    assert admit(edited, reward_models.config(edited), CPU)
 
 
 def test_a_head_that_is_missing_or_has_a_bias(edited: Path) -> None:

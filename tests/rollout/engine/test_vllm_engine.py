@@ -283,17 +283,21 @@ def test_wrong_prompts_are_refused_together_and_the_engine_goes_on(engine: Engin
     for said in (
         "max_tokens=301 must lie between 1 and rollout.max_response_length=300",
         "prompt none is empty. Drop it",
-        "prompt long has 201 tokens, more than rollout.max_prompt_length=200. Filter",
+        "prompt long has 201 tokens, with max_tokens=301 more than the 500 that rollout.max_prompt_length=200 and",
         "prompt strange has token 101, and the model's vocabulary has 101",
     ):
         assert str(error.value).count(said) == 1
     assert len(generate(engine, requests_of(prompts(1), 1), FREE)) == 1
 
 
+def no_such_method(worker: object) -> None:
+    """Of no worker."""
+
+
 def test_what_a_worker_raises_is_said(engine: EngineProcess) -> None:
     with pytest.raises(RolloutError, match=r"rollout-0 failed while running no_such_method: .*no_such_method"):
-        asyncio.run(engine.rpc("no_such_method"))
-    assert asyncio.run(engine.rpc("check_health")) == [None]
+        asyncio.run(engine.call_workers(no_such_method))
+    assert asyncio.run(engine.call_workers(rollouts.check_health)) == [None]
 
 
 def test_leaving_early_aborts_the_rest_and_the_books_are_kept(engine: EngineProcess) -> None:

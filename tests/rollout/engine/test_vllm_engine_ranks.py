@@ -46,7 +46,7 @@ def test_two_ranks_draw_as_transformers_computes(engine: EngineProcess, model: t
             sample = drawn[prompt.id, index]
             expected = chosen(reference_logprobs(model[1], prompt.tokens, sample.tokens, 0.7), sample.tokens)
             np.testing.assert_allclose(sample.logprobs, expected, rtol=0, atol=1e-5)
-    assert asyncio.run(engine.rpc("check_health")) == [None, None]
+    assert asyncio.run(engine.call_workers(rollouts.check_health)) == [None, None]
 
 
 def test_each_rank_computes_on_its_own_cores(engine: EngineProcess) -> None:

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import RolloutConfig
-from mcore_rl.reports.logprobs.vllm_scorer import EXTENSION
 from mcore_rl.rollout.engine.process import EngineProcess
+from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
 from tests.support import tiny_models
 from tests.support.forked import start_engine
 
@@ -42,12 +42,12 @@ def started(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterat
     config = RolloutConfig(
         dtype=Precision.float32, max_prompt_length=8, max_response_length=8, kv_cache_memory_bytes=64 << 20
     )
-    with start_engine("held", directory, config, extension=EXTENSION) as engine:
+    with start_engine("held", directory, config, extension=HELD_WEIGHTS) as engine:
         yield engine, directory
 
 
 def held(engine: EngineProcess, directory: Path) -> list[dict[str, float]]:
-    return asyncio.run(engine.rpc("held_differences", str(directory), "tp=1"))
+    return asyncio.run(engine.call_workers(HeldWeightsMethods.held_differences, str(directory), "tp=1"))
 
 
 def test_its_own_files(started: tuple[EngineProcess, Path]) -> None:

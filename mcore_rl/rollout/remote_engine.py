@@ -1,0 +1,105 @@
+"""An engine in another process: its verbs with their types, whatever carries them there.
+
+A verb is named by the method that it is of ``RolloutEngine`` or ``Classifier``, so that its arguments and result are
+checked where it is asked for; only ``perform`` makes a method of a name again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from mcore_rl.rollout.protocol import Classifier, Pause, Request, RolloutEngine, Sample, Sampling, Statistics
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Verb = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]  # a method of the protocols
+
+
+class RemoteEngine(ABC):
+    """A ``RolloutEngine`` and ``Classifier`` over ``_ask``, which carries one verb to the engine and its answer back.
+
+    name: what messages call it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self._name
+
+    @abstractmethod
+    async def _ask(self, doing: str, verb: Verb[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Return what the engine's method of the name of ``verb`` returns, or raise what it raises.
+
+        doing: what the engine died while, in the message, should it.
+        """
+
+    @abstractmethod
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+        """See ``RolloutEngine.generate``."""
+
+    @abstractmethod
+    async def shutdown(self) -> None:
+        """See ``RolloutEngine.shutdown``."""
+
+    async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
+        """See ``Classifier.classify``."""
+        return await self._ask(f"scoring {len(texts)} texts", Classifier.classify, texts)
+
+    async def abort(self, keys: Iterable[tuple[str, int]] | None = None) -> None:
+        """See ``RolloutEngine.abort``."""
+        await self._ask("aborting samples", RolloutEngine.abort, None if keys is None else tuple(keys))
+
+    async def pause(self, mode: Pause) -> None:
+        """See ``RolloutEngine.pause``."""
+        await self._ask("pausing", RolloutEngine.pause, mode)
+
+    async def resume(self) -> None:
+        """See ``RolloutEngine.resume``."""
+        await self._ask("resuming", RolloutEngine.resume)
+
+    async def sleep(self, level: int = 1) -> None:
+        """See ``RolloutEngine.sleep``."""
+        await self._ask("going to sleep", RolloutEngine.sleep, level)
+
+    async def wake(self) -> None:
+        """See ``RolloutEngine.wake``."""
+        await self._ask("waking up", RolloutEngine.wake)
+
+    async def version(self) -> int:
+        """See ``RolloutEngine.version``."""
+        return await self._ask("asked for its version", RolloutEngine.version)
+
+    async def start_update(self, mode: Pause = Pause.keep) -> None:
+        """See ``RolloutEngine.start_update``."""
+        await self._ask("starting an update", RolloutEngine.start_update, mode)
+
+    async def finish_update(self, version: int) -> None:
+        """See ``RolloutEngine.finish_update``."""
+        await self._ask(f"finishing the update to version {version}", RolloutEngine.finish_update, version)
+
+    async def fail_update(self, cause: str) -> None:
+        """See ``RolloutEngine.fail_update``."""
+        await self._ask("giving an update up", RolloutEngine.fail_update, cause)
+
+    async def call_workers(
+        self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **options: P.kwargs
+    ) -> list[T]:
+        """See ``RolloutEngine.call_workers``."""
+        found: list[T] = await self._ask(
+            f"running {method.__name__}", RolloutEngine.call_workers, method, *args, **options
+        )
+        return found
+
+    async def statistics(self) -> Statistics:
+        """See ``RolloutEngine.statistics``."""
+        return await self._ask("asked for its statistics", RolloutEngine.statistics)
+
+
+async def perform(engine: object, verb: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What ``engine`` answers to a verb that ``_ask`` carried here by its name."""
+    return await getattr(engine, verb)(*args, **options)

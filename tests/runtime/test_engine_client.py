@@ -1,0 +1,117 @@
+"""An engine below a Ray actor: errors arrive as they were raised, cancelling reaches it, and its death is named."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import ray
+
+from mcore_rl.errors import DeadEngineError, RolloutError
+from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
+from mcore_rl.rollout.worker_methods import HeldWeightsMethods
+from mcore_rl.runtime.engine_client import EngineClient
+from tests.support.answerers import Scripted, ScriptedEngine
+
+SAMPLING = Sampling(max_tokens=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(processes: None) -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engine() -> EngineClient:
+    return new_engine("engine 7")
+
+
+def request(name: str, index: int = 0) -> Request:
+    return Request(prompt=Prompt(id=name, tokens=(1,)), index=index)
+
+
+async def gather(samples: AsyncIterator[Sample]) -> list[Sample]:
+    return [each async for each in samples]
+
+
+def test_samples_arrive_whole(engine: EngineClient) -> None:
+    found = asyncio.run(gather(engine.generate([request("a"), request("a", 1)], SAMPLING)))
+    assert [(each.prompt_id, each.index) for each in found] == [("a", 0), ("a", 1)]
+    assert [each.tokens.tolist() for each in found] == [[1, 2], [1, 2]]
+
+
+def test_verbs_reach_the_engine(engine: EngineClient) -> None:
+    assert asyncio.run(engine.version()) == 7
+    answer = asyncio.run(engine.call_workers(HeldWeightsMethods.held_differences, "folder", "tp=1"))
+    assert answer == ["held_differences", ["folder", "tp=1"]]  # type: ignore[comparison-overlap]
+    with pytest.raises(RolloutError, match="it does not wake"):
+        asyncio.run(engine.wake())
+
+
+def test_an_error_is_of_the_type_that_was_raised(engine: EngineClient) -> None:
+    with pytest.raises(RolloutError, match="no room for refused") as error:
+        asyncio.run(gather(engine.generate([request("refused")], SAMPLING)))
+    assert type(error.value) is RolloutError
+
+
+def test_cancelling_reaches_the_engine(engine: EngineClient) -> None:
+    async def cancel() -> list[str]:
+        waiting = asyncio.ensure_future(gather(engine.generate([request("forever")], SAMPLING)))
+        while not await engine._ask("asked for its ends", ScriptedEngine.ends):
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        while len(ends := await engine._ask("asked for its ends", ScriptedEngine.ends)) < 2:
+            await asyncio.sleep(0.01)
+        return list(ends)
+
+    assert asyncio.run(cancel()) == ["begun", "aborted"]
+
+
+def new_engine(name: str) -> EngineClient:
+    return EngineClient(name, lambda: ray.remote(Scripted).options(num_cpus=0).remote(name))
+
+
+def test_a_finished_sample_comes_at_once_and_leaving_then_aborts_the_rest() -> None:
+    engine = new_engine("engine 5")
+
+    async def leave() -> list[str]:
+        samples = engine.generate([request("a"), request("forever")], SAMPLING)
+        assert (await asyncio.wait_for(anext(samples), 60)).prompt_id == "a"
+        while not await engine._ask("asked for its ends", ScriptedEngine.ends):
+            await asyncio.sleep(0.01)
+        await samples.aclose()
+        while len(ends := await engine._ask("asked for its ends", ScriptedEngine.ends)) < 2:
+            await asyncio.sleep(0.01)
+        return list(ends)
+
+    assert asyncio.run(leave()) == ["begun", "aborted"]
+    asyncio.run(engine.shutdown())
+
+
+def test_an_actor_that_dies_with_samples_under_way_is_a_dead_engine() -> None:
+    engine = new_engine("engine 6")
+
+    async def die() -> None:
+        samples = engine.generate([request("a"), request("forever")], SAMPLING)
+        await anext(samples)
+        engine.kill()
+        with pytest.raises(DeadEngineError, match="engine 6 died while generating 1 samples: its Ray actor is gone"):
+            await asyncio.wait_for(anext(samples), 60)
+
+    asyncio.run(die())
+
+
+def test_an_actor_that_is_gone_is_a_dead_engine_and_can_be_shut_down() -> None:
+    engine = new_engine("engine 9")
+    asyncio.run(engine.version())
+    engine.kill()
+    with pytest.raises(DeadEngineError, match="engine 9 died while generating 1 samples: its Ray actor is gone"):
+        asyncio.run(gather(engine.generate([request("a")], SAMPLING)))
+    with pytest.raises(DeadEngineError, match="engine 9 died while going to sleep"):
+        asyncio.run(engine.sleep())
+    asyncio.run(engine.shutdown())
