@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from mcore_rl.algorithms.losses.token_losses import trained_rows
 from mcore_rl.config.algorithm_registry import policy_losses
 from mcore_rl.config.roles import ActorConfig
@@ -24,6 +26,9 @@ def test_a_loss_reads_the_keys_that_it_says() -> None:
     for mode, row in policy_losses().items():
         config, read = spied(ActorConfig(loss_mode=mode))
         row.load()(whole(drawn(0)), config)
+        if row.selection is not None:
+            row.selection.load()(torch.randn(9), torch.rand(9), config)
+            getattr(config, row.selection.share)
         assert {f"actor.{field}" for field in read} == row.reads, mode
 
 
