@@ -74,7 +74,7 @@ class NotingRolloutWorker(RolloutWorker):
     """Notes when an update or another verb of the engine was under way; generation is on the engine's own account."""
 
     async def perform(self, verb: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """As ever."""
+        """Call the engine, and note the time span."""
         begin = time.monotonic()
         answer = await super().perform(verb, args, options)
         if verb != RolloutEngine.statistics.__name__:

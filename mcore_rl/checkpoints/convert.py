@@ -194,7 +194,7 @@ def to_hf(
 
 
 def _cast(present: Mapping[str, torch.dtype], table: Table, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The dtype that each tensor is written in: ``dtype`` (None: its own), except where the table fixes one."""
+    """The dtype to write each tensor in: ``dtype``, or the table's if it fixes one; None: its own, bfloat16 for FP8."""
     dtypes = {}
     for name, kept in present.items():
         dictated = table.hf_tensors[name].dtype

@@ -54,7 +54,8 @@ class RankState:
     """The header of a rank's file.
 
     dtype: torch's name of the live weights' dtype.  num_steps: optimizer steps that moved weights, as the schedule
-    counts them.  num_skipped: steps without one.  adam_step: Adam's own count; None before its first step.
+    counts them.  num_skipped: steps skipped for a non-finite loss or gradient.  adam_step: Adam's own count; None
+    before its first step.
     """
 
     role: str

@@ -121,8 +121,8 @@ def balanced_layers(num_layers: int, num_chunks: int) -> list[int]:
 def place_layers(num_layers: int, parallel: ParallelConfig) -> LayerPlacement:
     """Global layer numbers (from 0) of each model chunk, in the order of the forward pass.
 
-    Chunk ``c`` is model chunk ``c // pp`` of pipeline stage ``c % pp``.  Chunks get equally many layers if these
-    divide, else ``parallel.pipeline_layers``.  Every layer is in exactly one chunk.
+    Chunk ``c`` is model chunk ``c // pp`` of pipeline stage ``c % pp`` and has ``parallel.pipeline_layers[c]`` layers;
+    None: all chunks have equally many, if the layers divide.  Every layer is in exactly one chunk.
     Raises ConfigError if the placement is missing or does not add up.
     """
     refuse_if_any(_placement_violations(num_layers, parallel))

@@ -90,10 +90,10 @@ class RemoteEngine(ABC):
         self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **options: P.kwargs
     ) -> list[T]:
         """See ``RolloutEngine.call_workers``."""
-        found: list[T] = await self._ask(
+        results: list[T] = await self._ask(
             f"running {method.__name__}", RolloutEngine.call_workers, method, *args, **options
         )
-        return found
+        return results
 
     async def statistics(self) -> Statistics:
         """See ``RolloutEngine.statistics``."""

@@ -1,9 +1,9 @@
-"""What the rollout ranks hold, against what the trainer holds: every tensor, and every expert of a stacked one.
+"""Compares the rollout ranks' weights with the trainer's: every tensor, and every expert of a stacked one.
 
-Training ranks fingerprint the parts that they send, and add them up; workers fingerprint what they execute with
-(``rollout.receiver.live_weights``).  No weight is sent, so it costs reading them once (about 3 s per GB and core).  It
-answers for the elements, not for the kernels that use them, and where several training ranks hold a copy, for the one
-that sends.
+Training ranks fingerprint the parts that they send, and sum the fingerprints; workers fingerprint the weights that they
+execute with (``rollout.receiver.live_weights``).  No weight is sent, so the check costs reading them once (about 3 s
+per GB and core).  It covers the elements, not the kernels that use them; where several training ranks hold a copy, it
+covers the copy that is sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOW = (1 << 32) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What the rollout ranks must hold as ``version``.  experts: which one stands in a slot, where there are slots."""
+    """The fingerprints that the rollout ranks must have at ``version``.  experts: the expert in each slot."""
 
     version: int
     values: Mapping[Key, int]
@@ -32,9 +32,9 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldFingerprints:
-    """What the workers of some rollout ranks hold.
+    """The fingerprints of the workers of some rollout ranks.
 
-    copies: (rank, entry) of what is not stored but computed with (a tied output projection) -> the stored tensor.
+    copies: (rank, name) of a copy that is executed and not stored (a tied output projection) -> the stored tensor.
     """
 
     values: Mapping[Key, int]
@@ -47,22 +47,29 @@ class HeldFingerprints:
         fingerprints: Sequence[Sequence[tuple[str, int, int]]],
         copies: Sequence[Mapping[str, str]],
     ) -> HeldFingerprints:
-        """From the answers of one engine's workers to ``sync_fingerprints`` and ``sync_copies``."""
+        """The fingerprints of one engine, from its workers' answers to ``sync_fingerprints`` and ``sync_copies``."""
         values = {
             (first_rank + rank, name, slot): value
             for rank, entries in enumerate(fingerprints)
             for name, slot, value in entries
         }
-        found = {(first_rank + rank, name): stored for rank, mine in enumerate(copies) for name, stored in mine.items()}
-        return cls(values=values, copies=found)
+        copies_by_rank = {
+            (first_rank + rank, name): stored
+            for rank, rank_copies in enumerate(copies)
+            for name, stored in rank_copies.items()
+        }
+        return cls(values=values, copies=copies_by_rank)
 
     def beside(self, other: HeldFingerprints) -> HeldFingerprints:
-        """Both."""
+        """The fingerprints of both together."""
         return HeldFingerprints(values={**self.values, **other.values}, copies={**self.copies, **other.copies})
 
 
 def expected_weights(publisher: Publisher, version: int) -> Expected:
-    """What ``publish`` would send now, as ``version``.  Collective over the training ranks; all get all of it."""
+    """Fingerprints of the weights that ``publish`` would send now as ``version``.
+
+    Collective over the training ranks; each gets all of them.
+    """
     rollout = publisher.rollout
     keys: list[Key] = []
     experts: dict[Key, int] = {}
@@ -71,7 +78,7 @@ def expected_weights(publisher: Publisher, version: int) -> Expected:
             keys += [(rank, tensor.name, slot) for slot in range(len(tensor.experts))] or [(rank, tensor.name, -1)]
             experts |= {(rank, tensor.name, slot): expert for slot, expert in enumerate(tensor.experts)}
     mine = publisher.fingerprints()
-    # In halves: sums of signed 64-bit integers must not depend on how a backend overflows.
+    # Sum 32-bit halves: the result must not depend on how a backend overflows 64-bit integers.
     halves = torch.tensor([[mine.get(key, 0) & LOW, mine.get(key, 0) >> 32 & LOW] for key in keys])
     halves = halves.to(next(iter(publisher.tensors.values())).device)
     if dist.is_initialized():
@@ -81,17 +88,17 @@ def expected_weights(publisher: Publisher, version: int) -> Expected:
 
 
 def differences(expected: Expected, held: HeldFingerprints, previous: Expected | None = None) -> list[str]:
-    """A sentence for each tensor that is not as ``expected``; stale where it is as ``previous`` had it."""
+    """A sentence for each tensor that differs from ``expected``; it is stale if it equals ``previous``."""
     return [*_of_stored(expected, held, previous), *_of_copies(expected, held, previous)]
 
 
 def _of_stored(expected: Expected, held: HeldFingerprints, previous: Expected | None) -> Iterator[str]:
     for key, value in expected.values.items():
-        found = held.values.get(key)
-        if found is None:
+        held_value = held.values.get(key)
+        if held_value is None:
             yield f"{_named(key, expected)} is missing: the worker has no such tensor"
-        elif found != value:
-            yield f"{_named(key, expected)} {_why(key, found, expected, previous)}"
+        elif held_value != value:
+            yield f"{_named(key, expected)} {_why(key, held_value, expected, previous)}"
     stored = {(rank, name) for rank, name, _ in expected.values}
     for rank, name, slot in held.values:
         if (rank, name) not in stored and (rank, name) not in held.copies:
@@ -100,18 +107,18 @@ def _of_stored(expected: Expected, held: HeldFingerprints, previous: Expected | 
 
 def _of_copies(expected: Expected, held: HeldFingerprints, previous: Expected | None) -> Iterator[str]:
     for (rank, name), stored in held.copies.items():
-        key, found = (rank, stored, -1), held.values[rank, name, -1]
-        if found != expected.values[key]:
-            why = _why(key, found, expected, previous)
+        key, held_value = (rank, stored, -1), held.values[rank, name, -1]
+        if held_value != expected.values[key]:
+            why = _why(key, held_value, expected, previous)
             yield f"rollout rank {rank}: {name}, the packed copy of {stored}, {why}"
 
 
-def _why(key: Key, found: int, expected: Expected, previous: Expected | None) -> str:
-    if previous is not None and previous.values.get(key) == found:
+def _why(key: Key, held_value: int, expected: Expected, previous: Expected | None) -> str:
+    if previous is not None and previous.values.get(key) == held_value:
         return f"is stale: version {previous.version}'s, not version {expected.version}'s"
     _, name, slot = key
     for other, expert in expected.experts.items() if slot >= 0 else ():
-        if other[1] == name and expected.values[other] == found:
+        if other[1] == name and expected.values[other] == held_value:
             return f"is wrong: it holds expert {expert}"
     return f"is wrong: neither version {expected.version}'s" + (
         "" if previous is None else f" nor version {previous.version}'s"

@@ -28,11 +28,11 @@ class Trainers(Protocol):
     """The training ranks: each method calls the ``Publisher`` of all of them, ``opening`` of one."""
 
     async def opening(self, first_rank: int, attempt: int) -> bytes:
-        """``Publisher.opening``."""
+        """``Publisher.opening`` of one training rank."""
         ...
 
     async def open(self, attempt: int) -> None:
-        """``Publisher.open``."""
+        """``Publisher.open`` on all training ranks."""
         ...
 
     async def publish(self, version: int) -> list[Published]:
@@ -122,10 +122,13 @@ class WeightUpdater:
             prints = await _call(engine, WeightReceiverMethods.sync_fingerprints)
             copies = await _call(engine, WeightReceiverMethods.sync_copies)
             held = held.beside(HeldFingerprints.of(rank, prints, copies))
-        found = differences(expected, held, self._previous)
-        if found:
-            shown = [*found[:MAX_SHOWN], *([f"and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else [])]
-            head = f"{len(found)} tensors of the rollout ranks are not the trainer's, version {self._version}:"
+        problems = differences(expected, held, self._previous)
+        if problems:
+            shown = [
+                *problems[:MAX_SHOWN],
+                *([f"and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []),
+            ]
+            head = f"{len(problems)} tensors of the rollout ranks are not the trainer's, version {self._version}:"
             raise SyncError("\n  - ".join([head, *shown]) + "\nPublish again; if they stay, report it with this list")
         self._is_checked = True
 

@@ -14,8 +14,6 @@ FRESH = {
     "tests/gpu/": "accelerators, which a forked process cannot share",
     "tests/rollout/engine/test_process.py": "how engines start, and what is left of them",
     "tests/rollout/engine/test_vllm_engine_ranks.py": "the death of an engine's rank, and the cores of each",
-    "tests/rollout/engine/test_vllm_engine_classifier.py": "the death of one engine of four",
-    "tests/rollout/test_pool_engines.py": "the deaths of engines",
 }
 
 

@@ -11,11 +11,12 @@ import pytest
 
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.rollout.engine.environment import usable_cores
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
+from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.engine.process_group import group_of
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Sample, Sampling, requests_of
 from tests.support import rollouts
+from tests.support.forked import start_engine
 from tests.support.rollouts import assert_same, collect, generate, prompts, until_running, wait_until_gone
 
 LONG = Sampling(max_tokens=64, ignore_eos=True, seed=11)

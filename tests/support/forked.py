@@ -14,11 +14,11 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.context
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -102,9 +102,21 @@ RANK_SERVERS = tuple(
 )
 
 
+class _Pickled:
+    """Travels as bytes: multiprocessing would send a descriptor for every tensor, and the server takes 250."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        return pickle.loads, (pickle.dumps(self.value),)
+
+
 class _RankProcess(_Process):
     def __init__(self, *, args: tuple[Any, ...], **how: Any) -> None:
-        super().__init__(args=args, **how)
+        super().__init__(
+            args=tuple(_Pickled(each) if isinstance(each, (tuple, list)) else each for each in args), **how
+        )
         self.rank = next((each.rank for each in args if isinstance(each, Rank)), 0)
 
     def server(self) -> Server:
@@ -129,17 +141,9 @@ run_ranks = partial(launch.run_ranks, context=RANKS)
 # ---- engines ----
 
 
-def _preloaded() -> str:
-    """What vLLM has the loader put before all else in the processes that compute (platforms/cpu.py:441-504, 0.32)."""
-    wanted = (("vllm", "libs/libtcmalloc_minimal*.so*"), ("torch", "lib/libgomp*.so*"))
-    specs = [(find_spec(package), pattern) for package, pattern in wanted]
-    found = [sorted(Path(spec.origin).parent.glob(pattern)) for spec, pattern in specs if spec and spec.origin]
-    return ":".join(str(paths[0]) for paths in found if paths)
-
-
 ENGINE_SERVER = Server(
     ["mcore_rl.rollout.engine.vllm_engine", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "tests.support.forked"],
-    {"LD_PRELOAD": _preloaded(), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
 )
 
 

@@ -6,6 +6,7 @@ import gc
 import locale
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 # Variables that no two processes share, and two that readline, in pytest's process, sets for the C library alone.
 OWN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "VLLM_RPC_BASE_PATH", "COLUMNS", "LINES")
+VLLM_NAME = re.compile(r"vllm_(dist|mm)_[\w-]+")  # made up anew for each engine
 LIMITS = (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
 
 
@@ -25,7 +27,9 @@ def state() -> dict[str, str]:
     """By kind; equal where two processes are as good as each other."""
     tasks, maps = Path("/proc/self/task"), Path("/proc/self/maps").read_text().splitlines()
     found = {
-        "environment": sorted(f"{name}={value}" for name, value in os.environ.items() if name not in OWN),
+        "environment": sorted(
+            f"{name}={VLLM_NAME.sub('', value)}" for name, value in os.environ.items() if name not in OWN
+        ),
         "directory": os.getcwd(),
         "path": sys.path,
         "umask": os.umask(os.umask(0o22)),

@@ -99,6 +99,17 @@ def hash_of_a_string(rank: Rank) -> int:
     return hash("of a string")
 
 
+def add_up(rank: Rank, tensors: list[torch.Tensor]) -> float:
+    tensors[0] += 1000.0  # theirs: nobody else sees it
+    return torch.stack(tensors).sum().item()
+
+
+def test_many_tensors_travel_and_none_is_shared() -> None:
+    tensors = [torch.tensor(float(number)) for number in range(300)]
+    assert run_ranks(add_up, 2, (tensors,)) == [45_850.0, 45_850.0]
+    assert tensors[0] == 0.0
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_that_differ_in_one_axis_order_their_sets_differently(world_size: int) -> None:
     found = run_ranks(hash_of_a_string, world_size)
@@ -143,6 +154,6 @@ def test_a_forked_engine_computes_in_a_process_like_a_fresh_one_s(
         for engine in (fresh, ours):
             engine.wait_until_ready()
         (expected,), (found,) = (asyncio.run(engine.call_workers(process_state.Seen.state)) for engine in (fresh, ours))
-    for what in expected:
+    for what in expected.keys() - {"path"}:  # ray, which vLLM imports, adds a folder; here it is imported before that
         assert found[what] == expected[what], what
     assert "OF_THIS_TEST=yes" in found["environment"]

@@ -1,4 +1,4 @@
-"""vLLM's side of a log-probability report: it draws, and says of its own tokens how likely they were."""
+"""vLLM's side of a log-probability report: it draws responses and reports their log-probs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, requests_of
 from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
 
-KV_CACHE_BYTES = 256 << 20  # at least
-NUM_SEQS = 8  # that the KV cache holds at once
+KV_CACHE_BYTES = 256 << 20  # lower limit
+NUM_SEQS = 8  # sequences that the KV cache holds at once
 
 
 def draw(question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
-    """Responses of vLLM, in an engine that ends with the call; and what its weights have otherwise than the files."""
+    """vLLM's responses, and the differences between its weights and the files.  Starts and stops an engine."""
     longest = max(len(prompt.tokens) for prompt in prompts)
     _, table = open_hf(question.hf)
     rollout = RolloutConfig(
@@ -30,7 +30,7 @@ def draw(question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
         enforce_eager=True,  # a few hundred tokens: capturing graphs takes longer
         enable_sleep_mode=False,
     )
-    # Enough for some sequences at once, without taking the machine.
+    # Enough for some sequences at once, without taking all memory.
     sequence = kv_bytes_per_token(table.model, rollout) * rollout.max_model_len
     rollout.kv_cache_memory_bytes = max(KV_CACHE_BYTES, NUM_SEQS * sequence)
     with start_engine("vllm", question.hf, rollout, extension=HELD_WEIGHTS) as engine:
@@ -38,7 +38,7 @@ def draw(question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
 
 
 async def _draw(engine: EngineProcess, question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
-    held = await engine.call_workers(
+    differences_by_rank = await engine.call_workers(
         HeldWeightsMethods.held_differences, str(question.hf.resolve()), str(question.rollout)
     )
     greedy = Sampling(max_tokens=question.sampling.max_tokens, temperature=0.0)
@@ -46,10 +46,10 @@ async def _draw(engine: EngineProcess, question: Question, prompts: Sequence[Pro
         prompts={prompt.id: prompt for prompt in prompts},
         samples=await _samples(engine, requests_of(prompts, question.n), question.sampling),
         greedy=await _samples(engine, requests_of(prompts, 1), greedy),
-        differing=worst(held),
+        differing=worst(differences_by_rank),
     )
 
 
 async def _samples(engine: EngineProcess, requests: list[Request], sampling: Sampling) -> tuple[Sample, ...]:
-    found = {(sample.prompt_id, sample.index): sample async for sample in engine.generate(requests, sampling)}
-    return tuple(found[request.key] for request in requests)
+    by_key = {(sample.prompt_id, sample.index): sample async for sample in engine.generate(requests, sampling)}
+    return tuple(by_key[request.key] for request in requests)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
@@ -61,7 +61,9 @@ def serve(settings: Settings, connection: Connection) -> None:
     _have_own_tracker()
     if sys.platform == "linux" and not settings.platform.is_accelerator:
         os.sched_setaffinity(0, settings.cores)
-    _have_guard(settings.scratch)
+    alive = _have_guard(settings.scratch)
+    # vLLM forks its processes on accelerators.  They must not keep open what tells others that this one is alive.
+    os.register_at_fork(after_in_child=lambda: [end.close() for end in (connection, alive)])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     asyncio.run(_Server(connection).run(settings))
     for stream in (sys.stdout, sys.stderr):
@@ -169,12 +171,13 @@ def _have_own_tracker() -> None:
         resource_tracker.ensure_running()
 
 
-def _have_guard(scratch: Path) -> None:
-    """Start what ends this process group when this process has ended, also where it is killed."""
-    reading, _ = os.pipe()  # nobody inherits the other end, which is open as long as this process lives
+def _have_guard(scratch: Path) -> IO[bytes]:
+    """Start what ends this process group when what is returned is closed: when this process ends, or is killed."""
+    reading, writing = os.pipe()
     command = [sys.executable, "-I", "-S", guard.__file__, str(reading), str(os.getpgrp()), str(scratch)]
     subprocess.Popen(command, pass_fds=[reading], stdin=subprocess.DEVNULL, start_new_session=True)
     os.close(reading)
+    return open(writing, "wb", buffering=0)
 
 
 def _end_with_parent() -> None:

@@ -1,6 +1,6 @@
-"""What every vLLM worker is given (``worker_extension_cls``) so that its weights can be held against the files.
+"""An extension of vLLM's worker (``worker_extension_cls``) that compares its weights with the files.
 
-Needs no trainer and no channel; what a run's updates bring is for ``worker_extension``.
+It needs no trainer and no channel; ``worker_extension`` receives a run's updates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcore_rl.weights.views import view_of
 
 
 class HeldWeights:
-    """Mixed into vLLM's worker class; ``rank``, ``vllm_config`` and ``model_runner`` are its own."""
+    """Mixed into vLLM's worker class, which has ``rank``, ``vllm_config`` and ``model_runner``."""
 
     rank: int
     vllm_config: Any
@@ -29,12 +29,12 @@ class HeldWeights:
 
     @torch.no_grad()
     def held_differences(self, directory: str, layout: str) -> Differences:
-        """See ``HeldWeightsMethods``."""
+        """See ``HeldWeightsMethods.held_differences``."""
         checkpoint, plain = open_hf(Path(directory))
         latent = bool(self.vllm_config.model_config.use_mla)
         table = RolloutTable(plain.family, plain.model, parse_rollout_layout(layout), latent_attention=latent)
         live = LiveWeights(self.model_runner.get_model(), self.vllm_config, table, self.rank)
-        found = []
+        differences = []
         with checkpoint:
             for name, slot, parts in live.executed():
                 stored = live.stored[live.names_of_heads.get(name, name)]
@@ -45,8 +45,8 @@ class HeldWeights:
                     view_of(held, TensorSlice(start, tuple(values.shape))).copy_(values)
                 assert held is not None, f"{name} has no parts"
                 pieces = [piece for place, piece in table.pieces(stored) if place == slot]
-                found.append(piece_differences(held, pieces, checkpoint))
-        return worst(found)
+                differences.append(piece_differences(held, pieces, checkpoint))
+        return worst(differences)
 
 
 if TYPE_CHECKING:

@@ -1,17 +1,17 @@
 """The weights inside a running vLLM worker: written in place, module by module, and read back as they are executed.
 
-Written through vLLM's own layerwise reload (model_executor/model_loader/reload, 0.32), which all of its weight-transfer
-engines stand on: modules get tensors as they were before any kernel's packing, those are filled, processed once more
-and copied into the memory that captured graphs know.  ``write`` fills slices directly, as vLLM's sharded engine does
-(distributed/weight_transfer/sharded_rdt_engine.py, ``_process_item`` and ``_run_quant``); no loader is involved, a
-module is processed as soon as all of it was written, and what is kept as it was loaded is written where it is kept.
+It uses vLLM's own layerwise reload (model_executor/model_loader/reload, 0.32), the base of all of vLLM's
+weight-transfer engines: modules get unpacked tensors, which are filled, processed again, and copied into the memory
+that captured graphs know.  ``write`` fills slices directly, as vLLM's sharded engine does
+(distributed/weight_transfer/sharded_rdt_engine.py, ``_process_item`` and ``_run_quant``), without a loader.  A module
+is processed as soon as it is complete; a tensor that needs no packing is written in place.
 
-What vLLM 0.32 forgets on the CPU is done here, each where it answers to:
+We also do what vLLM 0.32 forgets on the CPU:
 - layers/fused_moe/unquantized_fused_moe_method.py, ``_setup_kernel``: experts are packed by ``_init_moe_kernel``'s
   kernel only while ``moe_kernel`` is None, so a reloaded layer would execute unpacked weights as packed ones.
 - layers/vocab_parallel_embedding.py, ``tie_weights``: a tied lm_head is a module of its own over the embedding's
   weight, with a packed copy of it (``cpu_linear``), for which nothing is loaded and which nothing processes again.
-And what it need not do is left out: an embedding is packed for products even where rows are only looked up in it.
+And we skip what is not needed: vLLM packs an embedding for products even if the model only looks up rows.
 
 Read back: the CPU's linear layers keep no plain weight (layers/utils.py, ``dispatch_cpu_unquantized_gemm``).  Their
 product with the identity is what they execute, exactly: every sum has one term that is not zero.
@@ -51,12 +51,12 @@ from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
 
-IDENTITY_ROWS = 256  # of the identity at once: as many tokens through a layer
+IDENTITY_ROWS = 256  # rows of the identity per call: as many tokens go through the layer
 
 
 @dataclass
 class _StoredAt:
-    """Where a stored tensor lives."""
+    """The module and attribute of a stored tensor."""
 
     module: nn.Module
     attribute: str
@@ -64,16 +64,16 @@ class _StoredAt:
 
 
 class _LookedUp(UnquantizedEmbeddingMethod):  # type: ignore[misc]  # vLLM is not followed
-    """Of an embedding that nothing is multiplied with."""
+    """The method of an embedding that is only looked up, never multiplied."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing."""
+        """Does nothing: such an embedding needs no packing."""
 
 
 class LiveWeights:
-    """The model of one worker, held against what ``table`` says that rollout rank ``rank`` stores.
+    """The model of one worker, checked against the tensors of rollout rank ``rank`` in ``table``.
 
-    Raises WeightMapError where the model stores other tensors or other shapes, with all of them.
+    Raises WeightMapError with every tensor that is missing, unexpected, or of another shape.
     """
 
     def __init__(self, model: Any, vllm_config: Any, table: RolloutTable, rank: int) -> None:
@@ -99,11 +99,11 @@ class LiveWeights:
         for name, stored in self.stored.items():
             prefix, _, attribute = name.rpartition(".")
             module = self._modules.get(prefix)
-            found = None if module is None else self._shape(module, attribute)
-            if module is None or found is None:
+            shape = None if module is None else self._shape(module, attribute)
+            if module is None or shape is None:
                 yield f"{name} is in the table and not in vLLM's model. Mend families/{self.table.family.name}.py"
-            elif found != self.table.shape(stored):
-                sizes = f"expected shape {self.table.shape(stored)} and found {found}"
+            elif shape != self.table.shape(stored):
+                sizes = f"expected shape {self.table.shape(stored)} and found {shape}"
                 yield f"{name}: {sizes}. Start vLLM with the layout that the table was made for"
             else:
                 self.places[name] = _StoredAt(module, attribute, stored)
@@ -114,7 +114,7 @@ class LiveWeights:
                 yield f"{name} is in vLLM's model and not in the table. Mend families/{self.table.family.name}.py"
 
     def _shape(self, module: nn.Module, attribute: str) -> tuple[int, ...] | None:
-        """Before any packing: as the reload remembers it, or, of a tensor that it leaves alone, as it is."""
+        """The unpacked shape: as the reload remembers it, or the current one of a tensor that it leaves alone."""
         for remembered in get_layerwise_info(module).restore_metadata:
             if attribute in remembered:
                 return tuple(remembered[attribute].shape)
@@ -124,9 +124,9 @@ class LiveWeights:
     # Writing
 
     def start(self) -> None:
-        """Take the modules apart; until ``finish`` none of them can run.
+        """Prepare the modules for writing; until ``finish`` none of them can run.
 
-        Weights that are packed beside the module's parameters are dropped: all that comes takes their memory.
+        Drops the packed copies of weights: the new weights take their memory.
         """
         for module in {*(place.module for place in self.places.values()), *self._heads}:
             if hasattr(module, "cpu_linear"):
@@ -141,16 +141,17 @@ class LiveWeights:
             self._left[place.module] = self._left.get(place.module, 0) + self.elements(name)
 
     def elements(self, name: str) -> int:
-        """Elements of a stored tensor, padding apart."""
+        """Elements of a stored tensor, without padding."""
         stored = self.stored[name]
         whole, dim = self.table.shape(stored), stored.rule.dim + stored.rule.stacked
         return self.table.shard(stored).held * prod(whole[:dim] + whole[dim + 1 :])
 
     @torch.no_grad()
     def write(self, name: str, slot: int | None, region: TensorSlice, values: Tensor) -> nn.Module | None:
-        """``values`` to ``region`` of a stored tensor (of its expert ``slot``, where it is stacked), each element once.
+        """Write ``values`` to ``region`` of a stored tensor (of expert ``slot``, if stacked); each element once.
 
-        values: may lie there already, in what ``space`` gave.  Returns the module that this completed, to ``process``.
+        values: may already be in place, in the memory from ``space``.  Returns the module that is now complete, for
+        ``process``, or None.
         """
         module = self.places[name].module
         view = self._view(name, slot, region)
@@ -162,22 +163,22 @@ class LiveWeights:
 
     @torch.no_grad()
     def process(self, module: nn.Module) -> None:
-        """Make of a complete module what is executed.  Beside ``write``, in the thread that ``start`` was called in."""
+        """Pack a complete module for execution.  Runs in the thread that called ``start``, in parallel to ``write``."""
         with self._vllm(), self.vllm_config.device_config.device:
-            # Our tensors are not on the meta device any more and no loader's arguments are kept, so what it still does
-            # is to process the module and to copy the result into the tensors of before.
+            # Our tensors have left the meta device and there are no loader's arguments, so this only processes the
+            # module and copies the result into the earlier tensors.
             _layerwise_process(module, get_layerwise_info(module))
         for block in self._lent.pop(module, []):
             self.blocks.take_back(block)
 
     def num_bytes(self, module: nn.Module) -> int:
-        """In blocks that a module waits with."""
+        """Bytes of the blocks that a module holds until it is processed."""
         return sum(block.nbytes for block in self._lent.get(module, []))
 
     def space(self, name: str, slot: int | None, region: TensorSlice, dtype: torch.dtype) -> Tensor | None:
-        """The memory of ``region`` of a stored tensor, uint8; None where it is of another dtype or in several pieces.
+        """The memory of ``region`` of a stored tensor, uint8; None if it is not contiguous or of another dtype.
 
-        What is put there counts once it is given to ``write``.
+        The caller fills it and then passes it to ``write``.
         """
         view = self._view(name, slot, region)
         return view.view(-1).view(torch.uint8) if view.is_contiguous() and view.dtype == dtype else None
@@ -193,10 +194,10 @@ class LiveWeights:
         return view_of(tensor if slot is None else tensor[slot], region)
 
     def _materialize(self, module: nn.Module) -> None:
-        """As vLLM's ``materialize_layer`` (reload/meta.py), in memory that is there already.
+        """Does what vLLM's ``materialize_layer`` does (reload/meta.py), in existing memory.
 
-        Where the module keeps a tensor as it was loaded, in the memory that it keeps; else in memory that modules use
-        one after another, for what is kept is packed anew.
+        A tensor that the module keeps unpacked gets its own memory; one that will be packed gets a block that modules
+        use one after another.
         """
         parameters, buffers = get_layerwise_info(module).kernel_tensors or ({}, {})
         kept = parameters | buffers
@@ -222,12 +223,12 @@ class LiveWeights:
                     getattr(module, place.attribute).data.narrow(dim, shard.held, shard.size - shard.held).zero_()
 
     def unwritten(self) -> list[str]:
-        """Stored tensors of modules that are not complete."""
+        """Names of the stored tensors of incomplete modules."""
         return [name for name, place in self.places.items() if self._left.get(place.module)]
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Put everything together again."""
+        """Finish the reload: the model can run again."""
         self._forget()
         with self._vllm(), self.vllm_config.device_config.device:
             finalize_layerwise_reload(self.model, self.vllm_config.model_config)
@@ -236,9 +237,9 @@ class LiveWeights:
                     head.quant_method.process_weights_after_loading(head)  # see above
 
     def put_back(self) -> None:
-        """After a failure between ``start`` and ``finish``: whole modules again, of old weights and new ones.
+        """After a failure between ``start`` and ``finish``: restore the modules, with a mix of old and new weights.
 
-        As ``_restore_after_dry_run`` of vLLM's sharded engine.
+        Like ``_restore_after_dry_run`` of vLLM's sharded engine.
         """
         for module in self._modules.values():
             info = get_layerwise_info(module)
@@ -250,14 +251,14 @@ class LiveWeights:
 
     def _forget(self) -> None:
         self._left, self._begun, self._lent = {}, set(), {}
-        if not self.on_cpu:  # memory is dear there, and slow to get on the CPU
+        if not self.on_cpu:  # free scarce device memory; on the CPU keep it, because new memory is slow
             self.blocks = Blocks(self.blocks.device)
 
     def _vllm(self) -> Any:
         return set_current_vllm_config(self.vllm_config)
 
     def _heads_of_embeddings(self) -> list[Any]:
-        """What multiplies with an embedding's rows: heads that are tied to it; itself where there is none (gemma2)."""
+        """Modules that multiply with an embedding's rows: heads tied to it, or the embedding itself (gemma2)."""
         embeddings = [module for module in self._modules.values() if type(module) is VocabParallelEmbedding]
         heads = [module for module in self._modules.values() if isinstance(module, ParallelLMHead)]
         return [head for head in heads or embeddings if any(head.weight is other.weight for other in embeddings)]
@@ -265,9 +266,9 @@ class LiveWeights:
     # Reading
 
     def executed(self) -> Iterator[tuple[str, int | None, Iterator[tuple[tuple[int, ...], Tensor]]]]:
-        """(name, slot, parts as (start, values)) of everything that the model computes with, as it was before packing.
+        """(name, slot, parts as (start, values)) of every weight that the model executes with, unpacked.
 
-        A stacked tensor is one entry for each slot.  What logits are made with, where that is an embedding, is
+        A stacked tensor has an entry per slot.  An embedding that also makes the logits has an entry
         ``lm_head.weight``.
         """
         for name, place in self.places.items():
@@ -290,17 +291,17 @@ class LiveWeights:
 
     @staticmethod
     def _is_product(module: nn.Module) -> bool:
-        """Whether the module multiplies with something packed; an embedding looks its plain rows up."""
+        """Whether the module multiplies with a packed weight; an embedding looks up its unpacked rows."""
         return hasattr(module, "cpu_linear") and type(module) is not VocabParallelEmbedding
 
     @property
     def names_of_heads(self) -> Mapping[str, str]:
-        """Entries of ``executed`` that are copies -> the stored tensor that they are copies of."""
+        """Name of a copy in ``executed`` -> the stored tensor."""
         return {"lm_head.weight": "model.embed_tokens.weight"} if self._heads else {}
 
 
 def _cpu_experts(module: nn.Module) -> CPUUnquantizedExperts | None:
-    """The CPU's experts of a fused layer, which pack their weights; None for all else."""
+    """The CPU's experts of a fused layer, which pack their weights; None for any other module."""
     if not isinstance(module, RoutedExperts) or not isinstance(module.quant_method, UnquantizedFusedMoEMethod):
         return None
     kernel = module.quant_method.moe_kernel
@@ -313,7 +314,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _by_identity(module: Any, width: int, weight: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Columns of the weight: what the layer makes of rows of the identity."""
+    """Columns of the weight: the layer's outputs for rows of the identity."""
     for begin in range(0, width, IDENTITY_ROWS):
         rows = torch.zeros(min(IDENTITY_ROWS, width - begin), width, dtype=weight.dtype, device=weight.device)
         rows[torch.arange(len(rows)), begin + torch.arange(len(rows))] = 1

@@ -1,17 +1,17 @@
-"""What this package adds to every vLLM worker (``worker_extension_cls``): weights come in, fingerprints go out.
+"""This package's extension of every vLLM worker (``worker_extension_cls``): receives weights, returns fingerprints.
 
-``RolloutEngine.call_workers`` reaches the methods.  Arguments and results are plain values; what is more than that is
-pickled by the caller, who is of this package too.  A transport is not known here: ``Opening.connect`` makes one, and
-``Incoming`` is what is asked of it.
+``RolloutEngine.call_workers`` calls the methods.  Arguments and results are plain values; the caller, of this package
+too, pickles anything else.  ``Opening.connect`` makes the transport; this module knows only its interface,
+``Incoming``.
 
 One call receives a whole update.  It could be split into vLLM's three phases (``start_weight_update``,
-``update_weights``, ``finish_weight_update``, v1/worker/gpu_worker.py, 0.32), by an engine of our own registered with
-``WeightTransferEngineFactory``; those would call what ``LiveWeights`` calls, would tie the engine's configuration to
-the transport, and would keep the engine core answering calls between buckets while all it may do is wait.
+``update_weights``, ``finish_weight_update``, v1/worker/gpu_worker.py, 0.32), with an engine of our own registered with
+``WeightTransferEngineFactory``.  That engine would make the same calls as ``LiveWeights``, tie vLLM's configuration to
+the transport, and keep the engine core answering calls between buckets although it can only wait.
 
-No method raises: vLLM's executor stops reading at the first worker that does, and takes what the others answered for
-answers to its next call (``collective_rpc`` in v1/executor/multiproc_executor.py, 0.32).  Each returns
-an ``Answer``, and ``answer_of`` makes of it what it was.
+No method raises: vLLM's executor stops reading at the first worker that raises, and takes the other workers' answers
+for answers to its next call (``collective_rpc`` in v1/executor/multiproc_executor.py, 0.32).  Each method returns an
+``Answer``; ``answer_of`` returns its result or raises.
 
 Invariant: from the moment an update begins until one is complete, this worker runs no model.
 """
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class _Updates:
-    """A worker's side of the channel; what it knows of its weights."""
+    """A worker's side of the channel: its weights, and the messages that it expects."""
 
     def __init__(self, opening: Opening, model: torch.nn.Module, vllm_config: Any, rank: int) -> None:
         self.rank = opening.first_rank + rank
@@ -63,17 +63,17 @@ class _Updates:
         self.incoming = opening.connect(self.rank)
 
     def receive(self) -> None:
-        """All of an update, once everybody is there."""
+        """Receive one update; all members have met before."""
         with freed_memory_kept():
             self._receive_slices()
 
     def _receive_slices(self) -> None:
-        self.lent: dict[int, Tensor] = {}  # message -> block that it comes to lie in
+        self.lent: dict[int, Tensor] = {}  # message -> block that receives it
         self.live.start()
         complete = self._unpacked()
         if self.live.on_cpu:
             complete = beside(complete, self.live.num_bytes, self.bucket_bytes // 2)
-        with closing(complete):  # whatever fails here, that thread has ended before others hear of it
+        with closing(complete):  # after a failure, end the other thread before telling the other members
             for module in complete:
                 self.live.process(module)
         if unwritten := self.live.unwritten():
@@ -81,7 +81,7 @@ class _Updates:
         self.live.finish()
 
     def _unpacked(self) -> Generator[nn.Module]:
-        """Write what comes; the modules that are complete."""
+        """Write the messages as they come; yields each module when it is complete."""
         wanted = [(message.source_rank, message.num_bytes) for message in self.expected]
         incoming = self.incoming.messages(wanted, self.place)
         for index, (message, data) in enumerate(zip(self.expected, incoming, strict=True)):
@@ -96,7 +96,7 @@ class _Updates:
                 self.live.blocks.take_back(block)
 
     def place(self, index: int) -> Tensor:
-        """Where message ``index`` may come to lie: where it belongs, if it is one part that lies in one piece there."""
+        """Receive buffer of a message: the parameter itself if the part is contiguous there, else scratch memory."""
         message = self.expected[index]
         first, *others = message.parts
         space = None if others else self.live.space(first.target, first.slot, first.target_slice, self._dtype_of(first))
@@ -111,26 +111,26 @@ class _Updates:
 
 
 class WeightReceiver:
-    """Mixed into vLLM's worker class; ``rank``, ``vllm_config``, ``model_runner`` and ``execute_model`` are its own."""
+    """Mixed into vLLM's worker class, which has ``rank``, ``vllm_config``, ``model_runner`` and ``execute_model``."""
 
     rank: int
     vllm_config: Any
     model_runner: Any
 
     def sync_open(self, opening: bytes) -> Answer[int]:
-        """See ``WeightReceiverMethods``."""
+        """See ``WeightReceiverMethods.sync_open``."""
         return _answer(self._sync_open, opening)
 
     def sync_receive(self, version: int) -> Answer[None]:
-        """See ``WeightReceiverMethods``."""
+        """See ``WeightReceiverMethods.sync_receive``."""
         return _answer(self._sync_receive, version)
 
     def sync_fingerprints(self) -> Answer[Sequence[tuple[str, int, int]]]:
-        """See ``WeightReceiverMethods``."""
+        """See ``WeightReceiverMethods.sync_fingerprints``."""
         return _answer(self._sync_fingerprints)
 
     def sync_copies(self) -> Answer[Mapping[str, str]]:
-        """See ``WeightReceiverMethods``."""
+        """See ``WeightReceiverMethods.sync_copies``."""
         return _answer(lambda: dict(self._sync_channel().live.names_of_heads))
 
     def _sync_open(self, opening: bytes) -> int:
@@ -155,7 +155,7 @@ class WeightReceiver:
             updates.incoming.begin(version)
             updates.receive()
             updates.incoming.finish()
-        except BaseException as error:  # whatever it is, the others must hear of it
+        except BaseException as error:  # report any error to the other members
             updates.live.put_back()
             failure = updates.incoming.failed(error, doing)
             self._sync_close()
@@ -164,12 +164,12 @@ class WeightReceiver:
         self.__dict__.pop("execute_model")
 
     def _sync_fingerprints(self) -> list[tuple[str, int, int]]:
-        found = []
+        entries = []
         with torch.no_grad():
             for name, slot, parts in self._sync_channel().live.executed():
                 total = added(*(fingerprint(values, start) for start, values in parts))
-                found.append((name, -1 if slot is None else slot, total))
-        return found
+                entries.append((name, -1 if slot is None else slot, total))
+        return entries
 
     def _sync_channel(self) -> _Updates:
         updates: _Updates | None = self.__dict__.get("sync_updates")

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.rollout.classifier_pool import ClassifierPool
-from mcore_rl.rollout.engine.process import EngineProcess, start_engine
-from tests.support import forked, reward_models
+from mcore_rl.rollout.engine.process import EngineProcess
+from tests.support import reward_models
+from tests.support.forked import start_engine
 from tests.support.reward_models import TwoLayerReward, reference
 
 ATOL = 1e-4
-KILLED = 1  # of the four engines
 LENGTHS = (1, 2, 7, 16, 17, 33, 64, 111, 199, 200)  # around vLLM's blocks of 16, up to the limit
 DRAW = random.Random(5)
 TEXTS = [[DRAW.randrange(3, 101) for _ in range(length)] for length in LENGTHS]
@@ -48,9 +48,10 @@ def started(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterat
     with ExitStack() as stack:
         engines = []
         for index, name in enumerate(("llama", "llama", "qwen2", "two_layer")):
-            start = start_engine if index == KILLED else forked.start_engine
             settings = reward_models.config(root / name)
-            engine = start(f"reward engine {index}", root / name, settings, wait=False, log=root / f"{index}.log")
+            engine = start_engine(
+                f"reward engine {index}", root / name, settings, wait=False, log=root / f"{index}.log"
+            )
             engines.append(stack.enter_context(engine))
         for engine in engines:
             engine.wait_until_ready()
@@ -96,8 +97,8 @@ def test_two_engines_give_what_one_gives_and_both_work(started: Started) -> None
 
 def test_a_dead_engine_is_named_with_what_it_was_doing(started: Started) -> None:  # the last: it is gone then
     async def run() -> None:
-        pool = ClassifierPool([started.llama[KILLED]])
-        started.llama[KILLED]._process.kill()
+        pool = ClassifierPool([started.llama[1]])
+        started.llama[1]._process.kill()
         await pool.classify(TEXTS[-1])
 
     with pytest.raises(
