@@ -70,13 +70,12 @@ def peaks(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
 
 
 def state_parts(role: RolePlan, stage: int) -> list[Part]:
-    """What stays while ``role`` trains, of the rank of ``stage`` that has most."""
+    """What stays while ``role`` trains or scores, of the rank of ``stage`` that has most; a frozen role has weights."""
     state = role.state(stage)
-    return [
-        (f"{role.name} weights", state.weights, True),
-        (f"{role.name} gradients", state.gradients, True),
-        (f"{role.name} optimizer", state.optimizer, True),
-    ]
+    parts: list[Part] = [(f"{role.name} weights", state.weights, True)]
+    if role.trains:
+        parts += [(f"{role.name} gradients", state.gradients, True), (f"{role.name} optimizer", state.optimizer, True)]
+    return parts
 
 
 def step_parts(role: RolePlan, step: StepBytes, stage: int) -> list[Part]:
@@ -227,7 +226,8 @@ def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
         for role in roles:
             state = _worst(role, lambda each: each.weights + each.optimizer)
             fixed.append((f"{role.name} weights, away", state.weights * per_node, True))
-            fixed.append((f"{role.name} optimizer, away", state.optimizer * per_node, True))
+            if role.trains:
+                fixed.append((f"{role.name} optimizer, away", state.optimizer * per_node, True))
     for role in roles:
         _, worst = max((role.state(stage).weights, -stage) for stage in range(role.layout.pp))
         fixed += [(name, num_bytes * per_node, exact) for name, num_bytes, exact in role.frozen_parts(-worst)]
