@@ -95,8 +95,8 @@ class Snapshots:
     def drop(self, name: str) -> None:
         """Forget a snapshot and free its memory."""
         assert name != self._swapped_in, f"snapshot {name!r} is in place; its memory holds the live weights"
-        for each in (self._kept, self._moves, self._means):
-            each.pop(name, None)
+        del self._kept[name], self._moves[name]
+        self._means.pop(name, None)
 
     @contextmanager
     def swapped(self, name: str) -> Iterator[None]:
