@@ -85,6 +85,8 @@ class _Process(ForkServerProcess):
         os.environ |= self.environ
         for name in _environment_of_server() - self.environ.keys():
             os.environ.pop(name, None)
+        if "OMP_NUM_THREADS" in self.environ:
+            torch.set_num_threads(int(self.environ["OMP_NUM_THREADS"]))
         torch.default_generator.seed()  # by chance, as in a fresh process; Python sees to its own
         np.random.seed()
         super().run()
@@ -124,11 +126,6 @@ class _RankProcess(_Process):
             server.ensure_running()
         # In a world of 2, 4 or 8, neighbours along an axis of 2 differ in one bit, and so in their server.
         return RANK_SERVERS[self.rank.bit_count() % 2]
-
-    def run(self) -> None:
-        if "OMP_NUM_THREADS" in self.environ:
-            torch.set_num_threads(int(self.environ["OMP_NUM_THREADS"]))
-        super().run()
 
 
 class _RankContext(ForkServerContext):
