@@ -19,15 +19,8 @@ NOT_YET_PLAIN = (
     "rollout/classifier_pool.py",
     "rollout/engine",
     "rollout/parameters.py",
-    "reports/logprobs/vllm_scorer.py",
-    "rollout/receiver/held_weights.py",
-    "rollout/receiver/live_weights.py",
-    "rollout/receiver/worker_extension.py",
-    "rollout/remote_engine.py",
     "rollout/weight_channel.py",
     "runtime",
-    "sync/check.py",
-    "sync/update.py",
 )
 FEWEST_WORDS = 3
 
