@@ -74,7 +74,7 @@ def global_batch(problem: Problem) -> TrainBatch:
     """The one batch of all cases; with replay, experts at random for every token."""
     model = MODELS[problem.model]
     batch = batches.ragged(model.vocab_size)
-    if not problem.critic:
+    if problem.head is Head.lm:
         # Numbers of a fifth of all tokens are not negative, and of untrained ones as much: nothing may come of these.
         selection_T = torch.rand(batch.tokens_T.numel(), generator=torch.Generator().manual_seed(8)) - 0.8
         batch = replace(batch, selection_T=selection_T)
