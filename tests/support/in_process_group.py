@@ -36,7 +36,7 @@ class InProcessWorkers:
         self.neighbours = [list(range(dp))[start : start + 2] for start in range(0, dp, 2)]
         self.methods = methods
 
-    async def all(self, method: Callable[..., Any]) -> None:
+    async def all(self, method: Callable[..., Any], *args: Any) -> None:
         self.told.append(method.__name__)
 
     def put(self, shards: Sequence[Shard]) -> list[bytes]:
