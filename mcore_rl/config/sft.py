@@ -40,15 +40,19 @@ class SftConfig(RoleGroups):
 
 def sft_violations(config: SftConfig) -> list[Violation]:
     """Everything wrong in ``config`` that can be told without opening a file."""
-    found = [*data_violations(config.data), *trainer_violations(config.trainer)]
+    violations = [*data_violations(config.data), *trainer_violations(config.trainer)]
     for role in config.group_rows:
-        found += config.role_config(role).violations(role.name)
+        violations += config.role_config(role).violations(role.name)
     if not config.model.path:
-        found.append(Violation("model.path", "", "is not set", "Write model.path=DIR, a Hugging Face checkpoint"))
+        violations.append(Violation("model.path", "", "is not set", "Write model.path=DIR, a Hugging Face checkpoint"))
     if not config.data.train_files:
         remedy = "Write data.train_files=[FILE]"
-        found.append(Violation("data.train_files", "[]", "there is nothing to train on", remedy))
-    if config.trainer.test_freq and not config.data.val_files:
-        asked = f"trainer.test_freq={config.trainer.test_freq}"
-        found.append(Violation("data.val_files", "[]", f"{asked} needs some", "Write data.val_files=[FILE]"))
-    return found
+        violations.append(Violation("data.train_files", "[]", "there is nothing to train on", remedy))
+    trainer = config.trainer
+    if (trainer.val_only or trainer.test_freq) and not config.data.val_files:
+        asked = "trainer.val_only" if trainer.val_only else f"trainer.test_freq={trainer.test_freq}"
+        violations.append(Violation("data.val_files", "[]", f"{asked} needs some", "Write data.val_files=[FILE]"))
+    if trainer.critic_warmup:
+        remedy = "Leave trainer.critic_warmup out"
+        violations.append(Violation("trainer.critic_warmup", trainer.critic_warmup, "sft has no critic", remedy))
+    return violations

@@ -7,43 +7,21 @@ from __future__ import annotations
 
 import gc
 
-from mcore_rl.config.trainer import is_due
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.advantages import estimate_step
 from mcore_rl.controller.step.batch_assembly import assemble
-from mcore_rl.controller.step.metrics import memory_metrics, rates, sample_metrics, score_metrics, update_metrics
-from mcore_rl.controller.step.utilization import tflop, utilization
+from mcore_rl.controller.step.metrics import memory_metrics, sample_metrics, score_metrics, update_metrics
+from mcore_rl.controller.step.utilization import tflop
+from mcore_rl.controller.training_run import every_step
 
 
 async def train(run: Run) -> None:
-    """From the step after ``run.progress.step`` to the last, with validation and checkpoints in between.
-
-    Preempted: it was told to leave, and did after the step that ``run.progress`` says.  AlarmError: a guard stopped it.
-    """
-    trainer, begin = run.config.trainer, run.progress.step
+    """All steps, from engines that hold the weights to begin with.  Raises as ``every_step``."""
     gc.freeze()  # what is there now stays: Python's collector would walk a million objects in every step, for 0.25 s
     async with run.devices.to_engines():
-        await run.weights.update(begin)
-    if trainer.val_only or (trainer.val_before_train and begin == 0):
-        run.tracker.log(begin, await run.validate(begin) | run.clock.step())
-    while run.progress.step < run.num_steps:
-        step = run.progress.step + 1
-        with run.place_kept():
-            async with run.profiled(step):
-                metrics = await train_step(run, step)
-        run.progress.step = step
-        if is_due(trainer.test_freq, step, run.num_steps):
-            metrics |= await run.validate(step)
-        seconds = run.clock.step()
-        speed = rates(metrics, seconds, run.num_sequences, run.config.trained_config(run.config.policy).ppo_epochs)
-        speed |= utilization(metrics, seconds, trainer.world_size, run.device_peak)
-        run.tracker.log(step, metrics | seconds | speed | run.saver.metrics())
-        # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
-        if is_due(trainer.save_freq, step, run.num_steps) or run.saver.failed:
-            await run.save()
-        await run.guard(metrics)
-        run.leaving.unless_asked()
+        await run.weights.update(run.progress.step)
+    await every_step(run, train_step)
 
 
 async def train_step(run: Run, step: int) -> dict[str, float]:
@@ -52,7 +30,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
 
     with clock("generate"):
         collecting = run.collector.collect(step, run.next_rows, run.reporting("drawing"))
-        rollouts = await run.leaving.unless(collecting)
+        rollouts = await run.preemption.cancel_if_asked(collecting)
     groups = assemble(rollouts.episodes, rollouts.greedy, config.algorithm.gdpo_reward_keys)
     run.keep_rollouts(step, rollouts.episodes)
 
@@ -68,7 +46,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
             scores = await updates.score_role(role, run.groups[role.group], shared, temperature)
         metrics |= score_metrics(role, scores, groups.num_trained)
 
-    run.leaving.unless_asked()  # from here on the step changes what a checkpoint holds
+    run.preemption.raise_if_asked()  # from here on the step changes what a checkpoint holds
     with clock("advantages"):
         advantages = await estimate_step(run.policy, shared, groups, config.algorithm, run.kl)
         metrics |= advantages.metrics

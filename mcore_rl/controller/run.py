@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,39 +11,32 @@ from torch import Tensor
 from mcore_rl.algorithms.role_loss import RoleLoss
 from mcore_rl.config.role import Role, moves_after
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.messages import warn
-from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
 from mcore_rl.controller.lifecycle.preparation import Prepared
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
-from mcore_rl.controller.lifecycle.saving import Saver
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.advantages import StepAdvantages
 from mcore_rl.controller.step.guards import Guards
-from mcore_rl.controller.step.profiling import profiled
+from mcore_rl.controller.step.metrics import rates
 from mcore_rl.controller.step.rollout_collection import CollectProgress, RolloutCollector
 from mcore_rl.controller.step.samples import sample_rows
-from mcore_rl.controller.step.utilization import Passes, device_peak
+from mcore_rl.controller.step.utilization import Passes
 from mcore_rl.controller.step.validation import overall, validate
+from mcore_rl.controller.training_run import TrainingRun
 from mcore_rl.data.prompts import PromptRow
 from mcore_rl.episodes import Episode
 from mcore_rl.errors import AlarmError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.tracking.clock import Clock
 from mcore_rl.tracking.jsonl import read_metrics
 from mcore_rl.tracking.sinks import Tracker
 
 
-class Run:
-    """One run of ``mcore-rl train``; made by ``open_run``.
-
-    groups: the workers of each role with processes of its own, by name.  losses: of each role that is trained.
-    num_steps: of the whole run, those before a resume included.
-    """
+class Run(TrainingRun[RunConfig, Prepared]):
+    """One run of ``mcore-rl train``; made by ``open_run``.  losses: of each role that is trained."""
 
     def __init__(
         self,
@@ -57,26 +49,14 @@ class Run:
         devices: DeviceSharing,
         weights: WeightSync,
     ) -> None:
-        self.config, self.tracker, self.groups = config, tracker, dict(groups)
-        self.collector, self.devices, self.weights, self.prepared = collector, devices, weights, prepared
-        self.tokenizer, self.progress, self.kl = prepared.tokenizer, prepared.progress, prepared.kl
+        super().__init__(config, platform, tracker, prepared, groups)
+        self.collector, self.devices, self.weights = collector, devices, weights
+        self.tokenizer, self.kl = prepared.tokenizer, prepared.kl
         self.on_accelerator = platform.is_accelerator
-        self.device_peak = device_peak(config.trainer, config.actor.precision, platform)
-        self.leaving = Preemption()
-        self.directory = Path(config.trainer.default_local_dir)
         self.guards = Guards(config.trainer.guards, read_metrics(self.directory / "metrics.jsonl"))
         self.losses: dict[str, RoleLoss] = {
             role.name: role.make_loss(config.trained_config(role)) for role in config.trained_rows
         }
-        self.clock = Clock()
-        self.saver = Saver(
-            self.directory,
-            [self.groups[role.name] for role in config.role_rows if role.trains],
-            config.trainer,
-            self.progress.step,
-            keep=prepared.identity.keep,
-            warn=warn,
-        )
 
     @property
     def policy(self) -> TrainGroup:
@@ -84,29 +64,24 @@ class Run:
         return self.groups[self.config.policy.name]
 
     @property
-    def num_steps(self) -> int:
-        """Of the whole run."""
-        return self.prepared.num_steps
-
-    @property
     def num_sequences(self) -> int:
-        """Of a step."""
+        """Sequences of one step."""
         return self.config.data.train_batch_size * self.config.rollout.n
 
     def passes(self, num_updates: Mapping[str, int]) -> list[Passes]:
-        """What the models did with the sequences of a step.  num_updates: of each role that is trained."""
-        config, found = self.config, list[Passes]()
+        """Forward and training passes of each model in a step, to count FLOP; num_updates: optimizer steps by role."""
+        config, passes = self.config, list[Passes]()
         for role in config.group_rows:
             trained, scored = 0.0, bool(role.makes) + len(config.snapshots_of(role.name))
             if role.trains:
                 mini = config.trained_config(role).ppo_mini_batch_size
                 trained = num_updates[role.name] * mini / config.data.train_batch_size
             model = self.prepared.models[role.name]
-            found.append(Passes(model=model, scored=scored, trained=trained, head=role.head))
-        return found
+            passes.append(Passes(model=model, scored=scored, trained=trained, head=role.head))
+        return passes
 
     def minibatches(self, group_S: Tensor, step: int) -> dict[str, list[list[int]]]:
-        """The sequences of each optimizer step of ``step``, of each role that is trained.  See ``updates``."""
+        """For each trained role, the sequences of each of its optimizer steps.  See ``updates.minibatches``."""
         data = self.config.data
         return {
             role.name: updates.minibatches(
@@ -139,7 +114,7 @@ class Run:
         )
 
     async def move_snapshots(self, role: Role, step: int) -> None:
-        """Bring frozen weights in the processes of ``role`` after its own, where they are to move after ``step``."""
+        """Copy the weights of ``role`` into the snapshots of it that move after ``step``."""
         for frozen in self.config.snapshots_of(role.name):
             if moves_after(frozen.moves, step):
                 assert frozen.snapshot is not None
@@ -152,36 +127,21 @@ class Run:
         return float(sampler.epoch + state["position"] / sampler.num_prompts)
 
     def next_rows(self, count: int) -> list[PromptRow]:
-        """The next prompts."""
+        """The next ``count`` prompts of the sampler."""
         assert self.prepared.train is not None
         return [self.prepared.train[index] for index in self.prepared.sampler.next(count)]
 
     def reporting(self, what: str) -> CollectProgress:
-        """Shows how many episodes are finished."""
+        """A callback that shows how many episodes are finished."""
         return lambda done, of: self.tracker.now(what, done, of)
 
     def keep_rollouts(self, step: int, episodes: Sequence[Episode]) -> None:
-        """For people to read."""
+        """Write the step's samples for people to read, if ``trainer.save_rollouts``."""
         if self.config.trainer.save_rollouts:
             self.tracker.samples(step, "rollouts", partial(sample_rows, step, episodes, self.tokenizer))
 
-    @contextmanager
-    def place_kept(self) -> Iterator[None]:
-        """Within: a step that is given up gives its prompts back."""
-        sampler = self.prepared.sampler
-        place = sampler.state_dict()
-        try:
-            yield
-        except Preempted:
-            sampler.load_state_dict(place)
-            raise
-
-    def profiled(self, step: int) -> AbstractAsyncContextManager[None]:
-        """Within: where ``trainer.profile_steps`` names the step, every training process is traced."""
-        return profiled([*self.groups.values()], step, self.config.trainer)
-
     async def validate(self, step: int) -> dict[str, float]:
-        """Metrics of validation; the best weights so far are exported when they are these."""
+        """Metrics of validation; exports the weights if this validation is the best so far."""
         if self.prepared.validation is None:
             return {}
         with self.clock("validate"):
@@ -199,13 +159,8 @@ class Run:
                 await self.export("best")
         return metrics
 
-    async def save(self) -> None:
-        """A checkpoint of the step that is complete, from wherever the trainer's memory is."""
-        with self.clock("save"):
-            await self.saver.save(self._progress())
-
     async def guard(self, metrics: Mapping[str, float]) -> None:
-        """Tell what is wrong with the run.  AlarmError: something is, and ``trainer.guards.stop``."""
+        """Warn of what the guards see; raises AlarmError if they see something and ``trainer.guards.stop`` is set."""
         alarms = self.guards.see(metrics)
         for alarm in alarms:
             warn(f"step {self.progress.step}: {alarm}")
@@ -213,20 +168,27 @@ class Run:
             await self.conclude_saving()
             raise AlarmError(f"stopped after step {self.progress.step} (trainer.guards.stop): {'; '.join(alarms)}")
 
-    async def conclude_saving(self) -> None:
-        """The step that is complete has a checkpoint.  CheckpointError: it cannot be written."""
-        await self.saver.conclude(self._progress())
+    def rates(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+        """Tokens and samples a second, of generation and of training."""
+        epochs = self.config.trained_config(self.config.policy).ppo_epochs
+        return rates(metrics, seconds, self.num_sequences, epochs)
 
-    def _progress(self) -> Progress:
-        self.progress.sampler, self.progress.kl = self.prepared.sampler.state_dict(), self.kl.state_dict()
-        return self.progress
+    @property
+    def validates_first(self) -> bool:
+        """Whether it validates before the first step: a fresh run, or one that does nothing else."""
+        trainer = self.config.trainer
+        return trainer.val_only or (trainer.val_before_train and self.progress.step == 0)
+
+    def progress_now(self) -> Progress:
+        """How far the run is, with its place in the data and the state of the KL controller."""
+        self.progress.kl = self.kl.state_dict()
+        return super().progress_now()
 
     async def export(self, name: str) -> Path:
         """The policy as a Hugging Face checkpoint, in ``RUN/hf/NAME``."""
-        target = self.directory / "hf" / name
         with self.clock("save"):
             await self.devices.to_trainer(keep_weights=True)
-            await run_checkpoints.export_hf(self.policy, Path(self.config.model.path), target)
+            target = await super().export(name)
             async with self.devices.to_engines():
                 await self.weights.update(self.progress.step)
         return target

@@ -66,12 +66,12 @@ class Preemption:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
-    def unless_asked(self) -> None:
+    def raise_if_asked(self) -> None:
         """Preempted: it was asked."""
         if self._asked.is_set():
             raise Preempted
 
-    async def unless(self, work: Awaitable[T]) -> T:
+    async def cancel_if_asked(self, work: Awaitable[T]) -> T:
         """The result of ``work``, which may be given up at any moment.  Preempted: it was, or was not begun."""
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
         try:
@@ -86,11 +86,11 @@ class Preemption:
         task.cancelled() or task.exception()
         raise Preempted
 
-    async def unless_told(self, opening: Awaitable[R], train: Callable[[R], Awaitable[None]]) -> R:
+    async def open_and_train(self, opening: Awaitable[R], train: Callable[[R], Awaitable[None]]) -> R:
         """What ``opening`` gives, once ``train`` is done with it.  Preempted: it was told to leave, and has saved."""
         with self.listening():
             try:
-                run = await self.unless(opening)
+                run = await self.cancel_if_asked(opening)
             except Preempted:
                 raise Preempted(f"left before it began, on {self.asked_by}") from None
             try:

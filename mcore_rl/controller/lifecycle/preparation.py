@@ -15,6 +15,7 @@ from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import FrozenModelConfig, RoleConfig, TrainedConfig, TrainedModelConfig
 from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.model_checks import model_run_violations
@@ -33,26 +34,47 @@ from mcore_rl.runtime.placement import placement_violations
 
 
 @dataclass(kw_only=True)
-class Prepared:
-    """What is known before a process is started.
+class PreparedRun:
+    """What every trainer knows before a process is started.
 
-    models: of each role with processes of its own, by name, the policy's first.
-    encoder: of the reward model, where there is one.
-    data_sources: of the prompts that graders grade.
+    sampler: of the training data.  num_steps: of the whole run.  models: of each role with processes of its own, by
+    name, the policy's first.  checkpoint: to go on from; None is a fresh run.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    train: PromptSet | None
-    validation: PromptSet | None
     sampler: PromptSampler
     num_steps: int
     models: dict[str, ModelConfig]
     progress: Progress
     checkpoint: Path | None
     identity: Identity
+
+
+@dataclass(kw_only=True)
+class Prepared(PreparedRun):
+    """What ``train`` knows besides.
+
+    encoder: of the reward model, where there is one.  data_sources: of the prompts that graders grade.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptSet | None
+    validation: PromptSet | None
     kl: KlController
     encoder: Encoder | None
     data_sources: frozenset[str]
+
+
+def to_resume(
+    config: RunConfig | SftConfig, identity: Identity, sampler: PromptSampler
+) -> tuple[Path | None, Progress]:
+    """The checkpoint to go on from, if any, with ``sampler`` at its place; it is of the run that ``identity`` says."""
+    checkpoint = run_checkpoints.to_resume(config.trainer, warn)
+    if checkpoint is None:
+        return None, Progress()
+    note_differences(identity, checkpoint)
+    progress = run_checkpoints.read_progress(checkpoint)
+    sampler.load_state_dict(progress.sampler)
+    return checkpoint, progress
 
 
 def complete(config: RunConfig) -> RunConfig:
@@ -116,13 +138,10 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         if data.gen_batch_size is not None:
             sampler.batches_per_epoch(data.gen_batch_size, "data.gen_batch_size")
         num_steps = num_steps or per_epoch * config.trainer.total_epochs
-    kl, progress = KlController(config.algorithm.kl_ctrl), Progress()
     identity = Identity.of(as_dict(config), [role.name for role in config.role_rows if role.trains])
-    checkpoint = run_checkpoints.to_resume(config.trainer, warn)
+    checkpoint, progress = to_resume(config, identity, sampler)
+    kl = KlController(config.algorithm.kl_ctrl)
     if checkpoint is not None:
-        note_differences(identity, checkpoint)
-        progress = run_checkpoints.read_progress(checkpoint)
-        sampler.load_state_dict(progress.sampler)
         kl.load_state_dict(progress.kl)
     return Prepared(
         tokenizer=tokenizer,

@@ -12,26 +12,25 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
-from mcore_rl.config.compose import as_dict
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
-from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
-from mcore_rl.controller.lifecycle.start_plan import forecast, write_plan
+from mcore_rl.controller.lifecycle.start_plan import forecast
 from mcore_rl.controller.lifecycle.start_roles import start_roles
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
+from mcore_rl.controller.training_run import open_directory
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.planning.plan import Plan
 from mcore_rl.rewards.scorer import Scorer
-from mcore_rl.runtime.cluster import ray_cluster, this_host
+from mcore_rl.runtime.cluster import this_host
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.placement import place
 from mcore_rl.runtime.start import pool_of, start_engines
@@ -42,7 +41,6 @@ from mcore_rl.sync.process_group import ProcessGroupTransport
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Transport
 from mcore_rl.sync.update import WeightUpdater
-from mcore_rl.tracking.sinks import Tracker
 from mcore_rl.training.offload import OffloadPart
 
 A = TypeVar("A")
@@ -60,20 +58,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         stack.enter_context(_one_thread())
         scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
         scorer.check_sources(prepared.data_sources)
-        tracker = stack.enter_context(
-            Tracker.open(
-                trainer.default_local_dir,
-                trainer,
-                as_dict(config),
-                prepared.num_steps,
-                resumed_step=None if prepared.checkpoint is None else prepared.progress.step,
-            )
-        )
-        write_plan(planned, logs.parent)
-        if not trainer.val_only:
-            run_checkpoints.set_aside_later(Path(trainer.default_local_dir), prepared.progress.step)
-        tracker.now("starting Ray")
-        stack.enter_context(ray_cluster(config.ray_init, partial(run_checkpoints.how_to_go_on, logs.parent)))
+        tracker = open_directory(config, prepared, planned, stack)
         judge = config.reward_model
         places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)
         stack.callback(places.close)

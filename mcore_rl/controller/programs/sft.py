@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.config.compose import as_dict
-from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.sft import SftConfig, sft_violations
-from mcore_rl.config.trainer import is_due
-from mcore_rl.controller.lifecycle import run_checkpoints
-from mcore_rl.controller.lifecycle.fault_tolerance import run_with_restarts
-from mcore_rl.controller.lifecycle.messages import outcome, warn
+from mcore_rl.config.sft import ACTOR, SftConfig, sft_violations
 from mcore_rl.controller.lifecycle.model_checks import model_sft_violations
-from mcore_rl.controller.lifecycle.preemption import REQUEUE, Preempted, Preemption
-from mcore_rl.controller.lifecycle.resume_check import Identity, note_differences
-from mcore_rl.controller.lifecycle.run_checkpoints import Progress
-from mcore_rl.controller.lifecycle.saving import Saver, load_state
-from mcore_rl.controller.lifecycle.start_plan import forecast, write_plan
+from mcore_rl.controller.lifecycle.preparation import PreparedRun, to_resume
+from mcore_rl.controller.lifecycle.resume_check import Identity
+from mcore_rl.controller.lifecycle.start_plan import forecast
+from mcore_rl.controller.lifecycle.start_roles import start_roles
+from mcore_rl.controller.programs.program import run_program
 from mcore_rl.controller.step import updates
-from mcore_rl.controller.step.profiling import profiled
-from mcore_rl.controller.step.utilization import Passes, device_peak, tflop, utilization
+from mcore_rl.controller.step.utilization import Passes, tflop
+from mcore_rl.controller.training_run import TrainingRun, every_step, open_directory
 from mcore_rl.data.conversations import Conversation, ConversationSet
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -34,41 +28,23 @@ from mcore_rl.errors import refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect
-from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.placement import place_trainers
-from mcore_rl.runtime.start import start_trainers
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.runtime.train_worker import RoleSpec
-from mcore_rl.tracking.clock import Clock
-from mcore_rl.tracking.report import write_report
-from mcore_rl.tracking.sinks import Tracker
 from mcore_rl.types import TrainBatch
 
-ROLE = "actor"
 SCORED_AT_ONCE = 1024  # validation conversations
 
 
 @dataclass(kw_only=True)
-class Sft:
-    """A run.  num_steps: of all of it."""
+class PreparedSft(PreparedRun):
+    """What ``sft`` knows before a process is started; config: with what follows from other fields."""
 
     config: SftConfig
     train: ConversationSet
     validation: ConversationSet | None
-    sampler: PromptSampler
-    progress: Progress
-    checkpoint: Path | None
-    identity: Identity
-    models: dict[str, ModelConfig]
-    num_steps: int
-
-    @property
-    def directory(self) -> Path:
-        """The run directory."""
-        return Path(self.config.trainer.default_local_dir)
 
 
-def prepare(config: SftConfig) -> Sft:
+def prepare(config: SftConfig) -> PreparedSft:
     """Read what must be read.  Raises ConfigError and kin with everything that keeps the run from starting."""
     refuse_if_any(sft_violations(config))
     place, path = Path(config.trainer.default_local_dir).resolve(), Path(config.model.path).resolve()
@@ -86,15 +62,11 @@ def prepare(config: SftConfig) -> Sft:
     if data.val_files:
         files, title = data.val_files, "data.val_files"
         validation = ConversationSet.load(files, data, tokenizer, max_samples=data.val_max_samples, title=title)
-    sampler, progress = PromptSampler(len(train), data.seed, data.shuffle), Progress()
+    sampler = PromptSampler(len(train), data.seed, data.shuffle)
     per_epoch = sampler.batches_per_epoch(data.train_batch_size)
-    identity = Identity.of(as_dict(config), [ROLE])
-    checkpoint = run_checkpoints.to_resume(trainer, warn)
-    if checkpoint is not None:
-        note_differences(identity, checkpoint)
-        progress = run_checkpoints.read_progress(checkpoint)
-        sampler.load_state_dict(progress.sampler)
-    return Sft(
+    identity = Identity.of(as_dict(config), [role.name for role in config.role_rows])
+    checkpoint, progress = to_resume(config, identity, sampler)
+    return PreparedSft(
         config=config,
         train=train,
         validation=validation,
@@ -102,120 +74,72 @@ def prepare(config: SftConfig) -> Sft:
         progress=progress,
         checkpoint=checkpoint,
         identity=identity,
-        models={ROLE: model},
-        num_steps=trainer.total_training_steps or per_epoch * trainer.total_epochs,
+        models={ACTOR.name: model},
+        num_steps=0 if trainer.val_only else trainer.total_training_steps or per_epoch * trainer.total_epochs,
     )
 
 
 async def run_sft(config: SftConfig) -> int:
-    """Train, validate, save, export to ``RUN/hf/final``; 0, or ``REQUEUE`` where a signal made it leave before the end.
-
-    RunRestarts and signals are answered as in ``run_training``.
-    """
-    try:
-        exported = await run_with_restarts(config, _attempt)
-    except Preempted as left:
-        outcome(str(left))
-        return REQUEUE
-    outcome(f"final weights: {exported}")
-    outcome(f"report: {write_report(Path(config.trainer.default_local_dir).resolve())}")
-    return 0
+    """Train, validate, save, export to ``RUN/hf/final``; returns the exit code of ``run_program``."""
+    return await run_program(config, open_run, lambda run: every_step(run, train_step))
 
 
-async def _attempt(config: SftConfig) -> Path:
-    """From the newest checkpoint to the end; where the final weights are.  Preempted: it was told to, and has saved."""
-    sft, leaving = prepare(config), Preemption()
-    async with AsyncExitStack() as stack:
-        opening = stack.enter_async_context(_workers(sft))
-        workers = await leaving.unless_told(opening, partial(_train, sft, leaving))
-        try:
-            await workers.conclude_saving()
-        finally:
-            exported = sft.directory / "hf" / "final"
-            await run_checkpoints.export_hf(workers.group, Path(sft.config.model.path), exported)
-    return exported
+class SftRun(TrainingRun[SftConfig, PreparedSft]):
+    """One run of ``mcore-rl sft``; made by ``open_run``.  num_tokens: in the batch of the last step."""
 
-
-@dataclass
-class _Workers:
-    """What ``sft`` has while it goes on.  peak: of a device, TFLOP/s."""
-
-    sft: Sft
-    group: TrainGroup
-    saver: Saver
-    tracker: Tracker
-    peak: float | None
+    num_tokens = 0
 
     @property
-    def progress(self) -> Progress:
-        """Of the run, the place in its data included."""
-        self.sft.progress.sampler = self.sft.sampler.state_dict()
-        return self.sft.progress
+    def group(self) -> TrainGroup:
+        """The workers of the one role that there is."""
+        return self.groups[ACTOR.name]
 
-    async def conclude_saving(self) -> None:
-        """See ``Resumable``."""
-        await self.saver.conclude(self.progress)
+    @property
+    def validates_first(self) -> bool:
+        """Whether it validates before the first step: a fresh run, or one that does nothing else."""
+        trainer = self.config.trainer
+        begins = trainer.val_before_train and self.progress.step == 0
+        return self.prepared.validation is not None and (trainer.val_only or begins)
+
+    async def validate(self, step: int) -> dict[str, float]:
+        """``sft/val_loss``; nothing without validation data."""
+        if self.prepared.validation is None:
+            return {}
+        with self.clock("validate"):
+            return await _validate(self.prepared.validation, self.group)
+
+    def rates(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+        """Tokens trained a second."""
+        return {"perf/trained_tokens_per_s": self.num_tokens / seconds["time/update_actor"]}
 
 
 @asynccontextmanager
-async def _workers(sft: Sft) -> AsyncIterator[_Workers]:
-    """Ready to train, from the checkpoint that is gone on from, if any."""
-    config, trainer = sft.config, sft.config.trainer
-    platform = detect(trainer.device)
-    planned = forecast(config, platform, sft.models)
-    resumed = None if sft.checkpoint is None else sft.progress.step
-    with Tracker.open(sft.directory, trainer, as_dict(config), sft.num_steps, resumed_step=resumed) as tracker:
-        write_plan(planned, sft.directory)
-        run_checkpoints.set_aside_later(sft.directory, sft.progress.step)
+async def open_run(config: SftConfig) -> AsyncIterator[SftRun]:
+    """Within: all processes of the run are up, with the weights to begin with.  After: none is left."""
+    prepared = prepare(config)
+    config = prepared.config
+    platform = detect(config.trainer.device)
+    planned = forecast(config, platform, prepared.models)
+    async with AsyncExitStack() as stack:
+        tracker = open_directory(config, prepared, planned, stack)
         tracker.now("starting the trainer")
-        with ray_cluster(config.ray_init, partial(run_checkpoints.how_to_go_on, sft.directory)):
-            places = await place_trainers(trainer, platform)
-            path = Path(config.model.path)
-            spec = RoleSpec(role=ROLE, directory=path, engine=config.actor, parallel=config.actor.parallel)
-            group = await start_trainers(spec, places, platform, sft.directory / "logs", trainer)
-            saver = Saver(sft.directory, [group], trainer, sft.progress.step, keep=sft.identity.keep, warn=warn)
-            try:
-                await group.build()
-                if sft.checkpoint is not None:
-                    await load_state(group, sft.checkpoint)
-                yield _Workers(sft, group, saver, tracker, device_peak(trainer, config.actor.precision, platform))
-            finally:
-                try:
-                    await saver.close()
-                finally:
-                    group.close()
-                    places.close()
+        places = await place_trainers(config.trainer, platform)
+        stack.callback(places.close)
+        groups = await start_roles(config, prepared.checkpoint, places, platform, stack)
+        run = SftRun(config, platform, tracker, prepared, groups)
+        stack.push_async_callback(run.saver.close)
+        yield run
 
 
-async def _train(sft: Sft, leaving: Preemption, workers: _Workers) -> None:
-    """Preempted: it was told to leave, and did after the step that ``sft.progress`` says."""
-    trainer, clock = sft.config.trainer, Clock()
-    group, saver, tracker = workers.group, workers.saver, workers.tracker
-    if trainer.val_before_train and sft.validation is not None and sft.progress.step == 0:
-        with clock("validate"):
-            metrics = await _validate(sft.validation, group)
-        tracker.log(0, metrics | clock.step())
-    while sft.progress.step < sft.num_steps:
-        step = sft.progress.step + 1
-        async with profiled([group], step, trainer):
-            with clock("update_actor"):
-                rows = sft.sampler.next(sft.config.data.train_batch_size)
-                batch = batch_of([sft.train[index] for index in rows])
-                metrics = await _step(batch, group)
-        metrics |= tflop(batch.lengths_S, [Passes(model=sft.models[ROLE], scored=0, trained=1)])
-        if sft.validation is not None and is_due(trainer.test_freq, step, sft.num_steps):
-            with clock("validate"):
-                metrics |= await _validate(sft.validation, group)
-        sft.progress.step = step
-        seconds = clock.step()
-        metrics["perf/trained_tokens_per_s"] = sum(batch.lengths_S) / seconds["time/update_actor"]
-        metrics |= utilization(metrics, seconds, trainer.world_size, workers.peak)
-        tracker.log(step, metrics | seconds | saver.metrics())
-        # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
-        if saver.failed or is_due(trainer.save_freq, step, sft.num_steps):
-            with clock("save"):
-                await saver.save(workers.progress)
-        leaving.unless_asked()
+async def train_step(run: SftRun, step: int) -> dict[str, float]:
+    """One step: the next conversations, one optimizer step."""
+    prepared = run.prepared
+    with run.clock(ACTOR.update_phase):
+        rows = prepared.sampler.next(run.config.data.train_batch_size)
+        batch = batch_of([prepared.train[index] for index in rows])
+        metrics = await _step(batch, run.group)
+    run.num_tokens = sum(batch.lengths_S)
+    return metrics | tflop(batch.lengths_S, [Passes(model=prepared.models[ACTOR.name], scored=0, trained=1)])
 
 
 async def _step(batch: TrainBatch, group: TrainGroup) -> dict[str, float]:

@@ -19,8 +19,8 @@ async def said(leaving: Preemption) -> str:
 def test_work_is_done_unless_it_was_asked_to_leave() -> None:
     async def main() -> None:
         leaving = Preemption()
-        leaving.unless_asked()
-        assert await leaving.unless(said(leaving)) == "done"
+        leaving.raise_if_asked()
+        assert await leaving.cancel_if_asked(said(leaving)) == "done"
 
     asyncio.run(main())
 
@@ -41,12 +41,12 @@ def test_a_signal_gives_work_up_and_lets_it_clean_up(number: signal.Signals) -> 
         leaving = Preemption()
         with leaving.listening():
             with pytest.raises(Preempted):
-                await leaving.unless(long())
+                await leaving.cancel_if_asked(long())
             assert cleaned and leaving.asked_by == number.name
             with pytest.raises(Preempted):
-                await leaving.unless(said(leaving))
+                await leaving.cancel_if_asked(said(leaving))
             with pytest.raises(Preempted):
-                leaving.unless_asked()
+                leaving.raise_if_asked()
 
     asyncio.run(main())
 
@@ -57,7 +57,7 @@ def test_an_error_of_the_work_is_raised() -> None:
 
     async def main() -> None:
         with pytest.raises(ValueError, match="no such expert"):
-            await Preemption().unless(fails())
+            await Preemption().cancel_if_asked(fails())
 
     asyncio.run(main())
 

@@ -1,0 +1,166 @@
+"""What every trainer shares while it runs, and the loop over steps; a trainer adds only what differs.
+
+``train`` adds engines, rollouts and a policy (``controller/run.py``); ``sft`` adds one role and batches of
+conversations (``programs/sft.py``).  A third trainer declares its roles, what it prepares, and one step;
+``programs/program.py`` runs it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from mcore_rl.config.compose import as_dict
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.trainer import is_due
+from mcore_rl.controller.lifecycle import run_checkpoints
+from mcore_rl.controller.lifecycle.messages import warn
+from mcore_rl.controller.lifecycle.preemption import Preempted, Preemption
+from mcore_rl.controller.lifecycle.preparation import PreparedRun
+from mcore_rl.controller.lifecycle.run_checkpoints import Progress
+from mcore_rl.controller.lifecycle.saving import Saver
+from mcore_rl.controller.lifecycle.start_plan import write_plan
+from mcore_rl.controller.step.profiling import profiled
+from mcore_rl.controller.step.utilization import device_peak, utilization
+from mcore_rl.parallel.device import Platform
+from mcore_rl.planning.plan import Plan
+from mcore_rl.runtime.cluster import ray_cluster
+from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.tracking.clock import Clock
+from mcore_rl.tracking.sinks import Tracker
+
+C = TypeVar("C", RunConfig, SftConfig)
+P = TypeVar("P", bound=PreparedRun)
+R = TypeVar("R", bound="TrainingRun[Any, Any]")
+
+
+class TrainingRun(ABC, Generic[C, P]):
+    """A run whose processes are up.
+
+    prepared: what was read before they were started.  groups: the worker group of each role that has one, by the name
+    of the role.  progress: of the steps that are complete.  preemption: whether a signal asked the run to leave.
+    """
+
+    def __init__(
+        self, config: C, platform: Platform, tracker: Tracker, prepared: P, groups: Mapping[str, TrainGroup]
+    ) -> None:
+        self.config: C = config
+        self.prepared: P = prepared
+        self.tracker, self.groups = tracker, dict(groups)
+        self.directory, self.progress = Path(config.trainer.default_local_dir), prepared.progress
+        self.preemption, self.clock = Preemption(), Clock()
+        self.device_peak = device_peak(config.trainer, config.actor.precision, platform)
+        trained = [self.groups[role.name] for role in config.role_rows if role.trains]
+        self.saver = Saver(
+            self.directory, trained, config.trainer, self.progress.step, keep=prepared.identity.keep, warn=warn
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run, those before a resume included."""
+        return self.prepared.num_steps
+
+    @property
+    @abstractmethod
+    def validates_first(self) -> bool:
+        """Whether it validates before the first step."""
+
+    @abstractmethod
+    async def validate(self, step: int) -> dict[str, float]:
+        """Metrics of a validation; an empty dict without validation data."""
+
+    @abstractmethod
+    def rates(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+        """Rates (``perf/*``) of a step, from its metrics and the seconds of its phases (``time/*``)."""
+
+    async def guard(self, metrics: Mapping[str, float]) -> None:
+        """Look at the metrics of a finished step; raises AlarmError to end the run."""
+
+    @contextmanager
+    def place_kept(self) -> Iterator[None]:
+        """Within: a step that is preempted gives its rows back to the sampler."""
+        sampler = self.prepared.sampler
+        place = sampler.state_dict()
+        try:
+            yield
+        except Preempted:
+            sampler.load_state_dict(place)
+            raise
+
+    def profiled(self, step: int) -> AbstractAsyncContextManager[None]:
+        """Within: torch's profiler traces every training process, if ``trainer.profile_steps`` names the step."""
+        return profiled([*self.groups.values()], step, self.config.trainer)
+
+    def progress_now(self) -> Progress:
+        """How far the run is, with its place in the data."""
+        self.progress.sampler = self.prepared.sampler.state_dict()
+        return self.progress
+
+    async def save(self) -> None:
+        """Save a checkpoint of the last complete step, wherever the trainer's memory is."""
+        with self.clock("save"):
+            await self.saver.save(self.progress_now())
+
+    async def conclude_saving(self) -> None:
+        """Make sure that the last complete step has a checkpoint.  Raises CheckpointError if it cannot be written."""
+        await self.saver.conclude(self.progress_now())
+
+    async def export(self, name: str) -> Path:
+        """Write the first trained role as a Hugging Face checkpoint to ``RUN/hf/NAME``, and return that path."""
+        target, role = self.directory / "hf" / name, next(row for row in self.config.role_rows if row.trains)
+        await run_checkpoints.export_hf(self.groups[role.name], Path(self.config.weights_of(role)), target)
+        return target
+
+
+async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, float]]]) -> None:
+    """Take every step that is left, with validation and checkpoints in between.
+
+    Raises Preempted if a signal asked the run to leave (``run.progress`` is then the last complete step), and
+    AlarmError if a guard stopped it.
+
+    Args:
+        train_step: takes step number N (from 1) and returns its metrics.
+    """
+    trainer = run.config.trainer
+    if run.validates_first:
+        run.tracker.log(run.progress.step, await run.validate(run.progress.step) | run.clock.step())
+    while run.progress.step < run.num_steps:
+        step = run.progress.step + 1
+        with run.place_kept():
+            async with run.profiled(step):
+                metrics = await train_step(run, step)
+        run.progress.step = step
+        if is_due(trainer.test_freq, step, run.num_steps):
+            metrics |= await run.validate(step)
+        seconds = run.clock.step()
+        speed = run.rates(metrics, seconds) | utilization(metrics, seconds, trainer.world_size, run.device_peak)
+        run.tracker.log(step, metrics | seconds | speed | run.saver.metrics())
+        # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
+        if is_due(trainer.save_freq, step, run.num_steps) or run.saver.failed:
+            await run.save()
+        await run.guard(metrics)
+        run.preemption.raise_if_asked()
+
+
+def open_directory(
+    config: RunConfig | SftConfig, prepared: PreparedRun, planned: Plan, stack: AsyncExitStack
+) -> Tracker:
+    """Open the run directory, write the plan into it and start Ray; ``stack`` closes them.
+
+    Checkpoints after the step that the run resumes from are set aside, unless the run only validates.
+    """
+    trainer, directory = config.trainer, Path(config.trainer.default_local_dir)
+    resumed = None if prepared.checkpoint is None else prepared.progress.step
+    opening = Tracker.open(directory, trainer, as_dict(config), prepared.num_steps, resumed_step=resumed)
+    tracker = stack.enter_context(opening)
+    write_plan(planned, directory)
+    if not trainer.val_only:
+        run_checkpoints.set_aside_later(directory, prepared.progress.step)
+    tracker.now("starting Ray")
+    stack.enter_context(ray_cluster(config.ray_init, partial(run_checkpoints.how_to_go_on, directory)))
+    return tracker
