@@ -1,0 +1,81 @@
+"""What every training program does around its steps: restarts, preemption, the final weights, the report."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from mcore_rl.controller.lifecycle.fault_tolerance import run_with_restarts
+from mcore_rl.controller.lifecycle.messages import outcome
+from mcore_rl.controller.lifecycle.preemption import REQUEUE, Preempted, Preemption
+from mcore_rl.controller.training_run import C, R
+from mcore_rl.tracking.report import write_report
+from mcore_rl.tracking.run_files import read_run
+from mcore_rl.tracking.verdict import best, gain
+
+
+async def run_program(
+    config: C, open_run: Callable[[C], AbstractAsyncContextManager[R]], train: Callable[[R], Awaitable[None]]
+) -> int:
+    """Train to the end, export the final weights, write the report.
+
+    A run of which a training process dies begins again from its newest checkpoint, ``trainer.max_restarts`` times.
+    Ctrl-C ends the processes and says how to go on; it raises KeyboardInterrupt or a subclass.
+
+    Args:
+        open_run: starts the processes of a run, and ends them when it is left; reads the newest checkpoint.
+        train: takes all the steps that are left.
+
+    Returns:
+        The exit code: 0, or ``REQUEUE`` if a signal made the run leave before its end.
+    """
+
+    async def attempt(config: C) -> Path | None:
+        preemption = Preemption()
+
+        async def begin(run: R) -> None:
+            run.preemption = preemption
+            await train(run)
+
+        async with AsyncExitStack() as stack:
+            run = await preemption.open_and_train(stack.enter_async_context(open_run(config)), begin)
+            if config.trainer.val_only:
+                return None
+            try:
+                await run.conclude_saving()
+            finally:
+                exported = await run.export("final")
+        return exported
+
+    try:
+        exported = await run_with_restarts(config, attempt)
+    except Preempted as left:
+        outcome(str(left))
+        return REQUEUE
+    directory = Path(config.trainer.default_local_dir)
+    report = write_report(directory)
+    if (learned := what_was_learned(directory)) is not None:
+        Console().print(learned)
+    if exported is not None:
+        outcome(f"final weights: {exported}")
+    outcome(f"report: {report}")
+    return 0
+
+
+def what_was_learned(directory: Path) -> Table | None:
+    """Validation accuracy before and after, by data source; None where there is only one validation."""
+    by_source = {source: each for source, each in read_run(directory).accuracies.items() if len(each) > 1}
+    if not by_source:
+        return None
+    table = Table("held-out accuracy", "first", "best", "last", "gain", "judged by", box=None, pad_edge=False)
+    for source, accuracies in by_source.items():
+        first, last = accuracies[0], accuracies[-1]
+        change = gain(first, last)
+        sure = "" if change.significant else " (may be chance)"
+        shown = [f"{each.mean:.1%}" for each in (first, best(accuracies), last)]
+        table.add_row(source, *shown, f"{100 * change.points:+.1f} points{sure}", change.basis)
+    return table
