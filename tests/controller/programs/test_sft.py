@@ -195,6 +195,7 @@ def test_signals_and_deaths_change_no_bit(whole: Observed, struck: Observed) -> 
         ("model.path=''", "model.path=: is not set"),
         ("data.train_files=[]", "data.train_files=[]: there is nothing to train on"),
         ("data.val_files=[]", "data.val_files=[]: trainer.test_freq=4 needs some"),
+        ("trainer.critic_warmup=2", "trainer.critic_warmup=2: sft has no critic"),
         ("data.max_length=300", "data.max_length=300: exceeds the model's 256 tokens"),
         ("data.max_length=8", "max_length"),
         ("data.truncation=middle", "data.truncation=middle: a conversation without its middle is another one"),
@@ -220,6 +221,15 @@ def test_all_mistakes_are_named_at_once(task: Path, tmp_path: Path) -> None:
         sft.prepare(settings(task, tmp_path, "data.train_files=[]", "actor.optim.lr=-1", "trainer.save_freq=-1"))
     found = {violation.key for violation in caught.value.violations}
     assert found == {"data.train_files", "actor.optim.lr", "trainer.save_freq"}
+
+
+@pytest.mark.tier("full")
+def test_a_run_that_only_validates_trains_nothing(task: Path, tmp_path: Path, whole: Observed, processes: None) -> None:
+    with nothing_left():
+        assert asyncio.run(sft.run_sft(settings(task, tmp_path, "trainer.val_only=true"))) == 0
+    (only,) = observed(tmp_path).metrics.values()
+    assert only["sft/val_loss"] == whole.metrics[0]["sft/val_loss"]
+    assert not (tmp_path / "hf").exists() and not list(tmp_path.glob("checkpoints/*"))
 
 
 def test_no_token_before_the_first_is_predicted() -> None:
