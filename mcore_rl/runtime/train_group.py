@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +36,11 @@ from mcore_rl.runtime.worker_group import WorkerGroup
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.publish import Published
 from mcore_rl.sync.transport import Transport
-from mcore_rl.training.engine import Loss
 from mcore_rl.training.offload import OffloadPart
 from mcore_rl.types import Denominators, SequenceScores
+
+if TYPE_CHECKING:
+    from mcore_rl.training.engine import Loss
 
 
 class TrainGroup:

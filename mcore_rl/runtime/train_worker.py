@@ -1,6 +1,7 @@
 """One training process of a role: joins its process group, builds its engine, and does what the controller says.
 
-Thin: what is computed is ``training/``'s, which weights go where ``weights/``'s and ``sync/``'s.
+Thin: what is computed is ``training/``'s, which weights go where ``weights/``'s and ``sync/``'s.  The controller
+imports this module for the types of its calls, so Megatron is imported in the methods that need it: it takes 3 s.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,7 +40,6 @@ from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Memory, detect, device_of, memory, set_device
-from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import mark_phases
 from mcore_rl.runtime.answers import Answering
@@ -47,12 +48,13 @@ from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
 from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
-from mcore_rl.training.engine import Engine, Loss
 from mcore_rl.training.offload import Moved, OffloadPart
-from mcore_rl.training.run_state import begin_save, load_run_state, num_state_bytes
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
+
+if TYPE_CHECKING:
+    from mcore_rl.training.engine import Loss
 
 LOCAL = 0  # Ray shows each worker its own accelerator, and no other
 # Of each minibatch, the advantages of its sequences (float32, [S]), where they are not in the batch, token by token.
@@ -125,6 +127,8 @@ class TrainWorker(Answering):
 
     def join(self, address: str, port: int, spec: RoleSpec, timeout_s: float) -> None:
         """Enter the process groups of ``spec``'s layout.  Every worker of the role."""
+        from mcore_rl.parallel.groups import init_groups
+
         self.spec, self.platform = spec, detect(spec.engine.device)
         set_device(self.platform, LOCAL)
         timeout = timedelta(seconds=timeout_s)
@@ -138,6 +142,8 @@ class TrainWorker(Answering):
 
     def build(self) -> None:
         """The engine, with the checkpoint's weights."""
+        from mcore_rl.training.engine import Engine
+
         spec = self.spec
         family, model = model_of(read_config(spec.directory))
         self.table = Table(family, model, spec.parallel, self.world_size, head=spec.head)
@@ -250,6 +256,8 @@ class TrainWorker(Answering):
 
     def num_state_bytes(self) -> int:
         """Bytes of disk that ``save_state`` takes."""
+        from mcore_rl.training.run_state import num_state_bytes
+
         return num_state_bytes(self.engine, self.table)
 
     def save_state(self, directory: Path, behind: bool) -> None:
@@ -257,6 +265,8 @@ class TrainWorker(Answering):
 
         behind: return once it is copied to host memory, else once it is written.
         """
+        from mcore_rl.training.run_state import begin_save
+
         begin_save(
             self.engine, self.table, directory, self._writer, behind=behind, beside=partial(self._beside, directory)
         )
@@ -273,6 +283,8 @@ class TrainWorker(Answering):
 
     def load_state(self, directory: Path) -> bool:
         """What ``save_state`` of all ranks wrote; whether in this layout, so that all goes on bit for bit."""
+        from mcore_rl.training.run_state import load_run_state
+
         self.onload([OffloadPart.weights, OffloadPart.optimizer])
         alike = load_run_state(self.engine, self.table, directory)
         self.rest()

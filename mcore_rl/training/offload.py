@@ -12,13 +12,17 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from mcore_rl.parallel.device import Platform, empty_cache, pinned_empty_like, synchronize
-from mcore_rl.training.optimizer import Optimizer
+
+if TYPE_CHECKING:  # the controller names parts, and has no other use for seconds of imports
+    from megatron.core.distributed import DistributedDataParallel
+
+    from mcore_rl.training.optimizer import Optimizer
 
 
 class OffloadPart(Enum):

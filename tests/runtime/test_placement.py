@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import ray
@@ -17,7 +19,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.runtime import placement
 from mcore_rl.runtime.placement import Bundle, place, placement_violations
-from tests.support.answerers import Scripted
+from tests.support.answerers import Talker
 
 CPU = detect(Device.cpu)
 
@@ -92,19 +94,15 @@ def test_what_was_reserved_is_given_back(cluster: None) -> None:
         asyncio.run(place(TrainerConfig(n_gpus_per_node=4), RolloutLayout(), ACCELERATOR)).close()
 
 
-def test_on_cpu_all_share_the_cores(cluster: None) -> None:
+def test_on_cpu_all_share_the_cores(cluster: None, tmp_path: Path) -> None:
     trainer = TrainerConfig(n_gpus_per_node=3)
     places = asyncio.run(place(trainer, RolloutLayout(dp=4), CPU))
     assert len(places.train) == 3
     assert seats(places.rollout) == [seats(places.train)[rank] for rank in (0, 1, 2, 0)]
-    actor = ray.remote(Scripted).options(**places.train[1].options({"num_cpus": 0})).remote("here")
-    assert asyncio.run(_first(actor.call.remote("version"))) == 7
+    actor = ray.remote(Talker).options(**places.train[1].options({"num_cpus": 0})).remote(1, tmp_path / "log")
+    assert ray.get(actor.pid.remote()) != os.getpid()
     ray.kill(actor)
     places.close()
-
-
-async def _first(reference: object) -> object:
-    return await reference  # type: ignore[misc]
 
 
 def test_more_than_there_is_is_refused_in_time(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:

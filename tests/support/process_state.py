@@ -20,6 +20,7 @@ import torch.distributed as dist
 # Variables that no two processes share, and two that readline, in pytest's process, sets for the C library alone.
 OWN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "VLLM_RPC_BASE_PATH", "COLUMNS", "LINES")
 VLLM_NAME = re.compile(r"vllm_(dist|mm)_[\w-]+")  # made up anew for each engine
+NUMBER = re.compile(r" at 0x[0-9a-f]+|(?<=Thread)-[0-9]+")  # where a function lies, and which thread of all so far
 LIMITS = (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
 
 
@@ -33,12 +34,12 @@ def state() -> dict[str, str]:
         "directory": os.getcwd(),
         "path": sys.path,
         "umask": os.umask(os.umask(0o22)),
-        "signals": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+        "signals": [NUMBER.sub("", str(signal.getsignal(number))) for number in sorted(signal.valid_signals())],
         "limits": [resource.getrlimit(limit) for limit in LIMITS],
         "cores of threads": sorted({str(sorted(os.sched_getaffinity(int(task.name)))) for task in tasks.iterdir()}),
         "nice": os.nice(0),
         "locale": locale.setlocale(locale.LC_ALL),
-        "Python threads": sorted(thread.name for thread in threading.enumerate()),
+        "Python threads": sorted(NUMBER.sub("", thread.name) for thread in threading.enumerate()),
         "gc": (gc.isenabled(), gc.get_threshold()),
         "log level": logging.getLogger().level,
         "warnings": len(warnings.filters),

@@ -158,5 +158,6 @@ def test_a_forked_engine_computes_in_a_process_like_a_fresh_one_s(
             engine.wait_until_ready()
         (expected,), (found,) = (asyncio.run(engine.call_workers(process_state.Seen.state)) for engine in (fresh, ours))
     of_imports = {"path", "warnings"}  # what they add is there before the path is set, and of more modules
-    assert differences(found, expected).keys() <= of_imports
+    different = differences(found, expected)
+    assert different.keys() <= of_imports, different
     assert "OF_THIS_TEST=yes" in found["environment"]
