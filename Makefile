@@ -19,7 +19,8 @@ LINT = $(BIN)/ruff check --quiet $(CHECKED)
 FORMAT = $(BIN)/ruff format --quiet --check $(CHECKED)
 TYPES = $(BIN)/mypy
 LEVELS = $(BIN)/lint-imports --no-logo
-TESTS = $(BIN)/python -m pytest --tier=$(@:test-%=%) $(PYTEST_ARGS)
+# Two at once: one runs what starts processes, the other all else (tests/support/tiers.py).
+TESTS = $(BIN)/python -m pytest --tier=$(@:test-%=%) -n 2 $(PYTEST_ARGS)
 
 # All of it, also where some fails.  --began: so that the budget of the tier (pyproject.toml) counts what comes before tests.
 GATE = began=$$(date +%s); failed=; try() { name=$$1; shift; echo "== $$name"; "$$@" || failed="$$failed $$name"; }; \

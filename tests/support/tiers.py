@@ -9,6 +9,9 @@ dearest wins:
 - neither: ``check``.  Such a test fails when it starts one of those (``Guard``).
 
 pyproject.toml has the minutes that a tier may take (``tier_minutes``).  They are told at the end, and never a failure.
+
+Two processes run a tier (``-n 2``, pytest-xdist).  Whatever asks for ``processes`` runs in one of them, one test after
+the other; the other runs the rest, file by file, and is nice: it takes what the first leaves of the cores.
 """
 
 from __future__ import annotations
@@ -78,10 +81,18 @@ class Guard:
 def tier_of(item: pytest.Item) -> str:
     """The dearest tier that ``item`` names, or that follows from its fixtures."""
     named = [mark.args[0] for mark in item.iter_markers("tier")]
-    used = ["test"] if "processes" in getattr(item, "fixturenames", ()) else []
+    used = ["test"] if starts_processes(item) else []
     return max(["check", *used, *named], key=TIERS.index)
 
 
+def starts_processes(item: pytest.Item) -> bool:
+    """Whether ``item`` asks for ``processes``, itself or by its fixtures."""
+    return "processes" in getattr(item, "fixturenames", ())
+
+
+NICE = 10
+GROUP = "processes"  # the tests that one of the two processes of xdist runs
+WHOLE_TIER = "whole_tier"
 COLLECTED = pytest.StashKey[dict[str, str]]()
 
 
@@ -107,9 +118,12 @@ def pytest_configure(config: pytest.Config) -> None:
     assert tuple(minutes(config)) == TIERS, "tier_minutes in pyproject.toml"
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     most, tiers = TIERS.index(config.getoption("tier")), {item: tier_of(item) for item in items}
     config.stash[COLLECTED] = {item.nodeid: tier for item, tier in tiers.items()}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(GROUP if starts_processes(item) else item.nodeid.partition("::")[0]))
     if dearer := [item for item in items if TIERS.index(tiers[item]) > most]:
         config.hook.pytest_deselected(items=dearer)
         items[:] = [item for item in items if TIERS.index(tiers[item]) <= most]
@@ -117,12 +131,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def is_whole_tier(config: pytest.Config) -> bool:
     """Whether all tests of the tier are run, and not some that somebody named."""
+    if hasattr(config, "workerinput"):  # a process of xdist's, which is given every path by name
+        return bool(config.workerinput[WHOLE_TIER])
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
     return not (named or config.option.keyword or config.option.markexpr)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of xdist: what a process of its is told when it starts."""
+    node.workerinput[WHOLE_TIER] = is_whole_tier(node.config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Names in reports are those that pytest takes: without the group that xdist adds."""
+    name, at, group = report.nodeid.rpartition("@")
+    if at and (group == GROUP or name.startswith(group)):
+        report.nodeid = name
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    if hasattr(item.config, "workerinput") and not starts_processes(item) and not os.nice(0):
+        os.nice(NICE)
     with GUARD.over(item):
         return (yield)
 
