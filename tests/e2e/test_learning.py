@@ -2,7 +2,8 @@
 
 The whole stack: Ray, two Megatron processes with the experts split over them, a critic of two stages, vLLM.  The task
 is dense, so that ten steps are enough: the reward is the share of words that begin with a letter of the alphabet's
-second half.  One start for all that are selected: each case gets the first weights again.
+second half.  One start for all that are selected, without a critic if none needs it; each case gets the first weights
+again.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     (task / "reward.py").write_text(REWARD)
 
     async def all_of_them() -> Outcomes:
-        async with open_run(configuration(task, folder / "first", *CASES["ppo"])) as started:
+        most = CASES["ppo" if "ppo" in selected else "grpo"]  # only PPO needs a critic
+        async with open_run(configuration(task, folder / "first", *most)) as started:
             for group in roles(started):
                 (folder / group.role).mkdir()
                 await group.save_state(folder / group.role, behind=False)

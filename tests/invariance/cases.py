@@ -109,8 +109,8 @@ def _variations(case: Case) -> list[Case]:
     return [
         case,
         replace(case, microbatch_tokens=WHOLE),
-        replace(case, microbatch_tokens=None, microbatch_sequences=1),
         replace(case, microbatch_tokens=None, microbatch_sequences=4, recompute=Recompute.full),
+        replace(case, microbatch_tokens=None, microbatch_sequences=1),
         replace(case, recompute=Recompute.full),
     ]
 
@@ -233,6 +233,16 @@ def all_cases() -> list[Case]:
         found.append(Case(problem=REPLAY, layout=layout, world_size=2))
         found.append(Case(problem=REPLAY, layout=layout, world_size=2, recompute=Recompute.full))
     return list(dict.fromkeys(found))
+
+
+def once_packed_once_unpacked(cases: list[Case]) -> list[Case]:
+    """Of each way to compute a problem, the first packed case and the first unpacked one: those of the tier ``test``."""
+    first: dict[tuple[object, ...], Case] = {}
+    for case in cases:
+        packed = case.microbatch_sequences is None
+        way = (case.problem, case.layout, case.world_size, case.dispatcher, case.pipeline_layers, packed)
+        first.setdefault(way, case)
+    return list(first.values())
 
 
 def single_process(problem: Problem) -> Case:

@@ -19,11 +19,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.invariance.cases import SABOTAGED, Case, Problem, all_cases, single_process
+from tests.invariance.cases import SABOTAGED, Case, Problem, all_cases, once_packed_once_unpacked, single_process
 from tests.support.engine_runs import Result, run_cases, starting_weights
 from tests.support.forked import run_ranks
 
 CASES = all_cases()
+QUICK = frozenset(once_packed_once_unpacked(CASES))
 RELATIVE = 1e-5
 UPDATE_RELATIVE = 1e-4
 
@@ -94,7 +95,11 @@ def gate(request: pytest.FixtureRequest, processes: None) -> Gate:
     return Gate(list(dict.fromkeys(selected)))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [case if case in QUICK else pytest.param(case, marks=pytest.mark.tier("full")) for case in CASES],
+    ids=str,
+)
 def test_result_is_that_of_a_single_process(case: Case, gate: Gate) -> None:
     found = differences(gate.result(case), gate.reference(case.problem), gate.starts[case.problem])
     assert not found, f"{case} differs:\n  " + "\n  ".join(found[:20])

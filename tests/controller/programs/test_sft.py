@@ -177,6 +177,7 @@ def test_every_step_is_told_of(task: Path, whole: Observed) -> None:
     assert (whole.directory / "report.html").is_file()
 
 
+@pytest.mark.tier("full")
 def test_signals_and_deaths_change_no_bit(whole: Observed, struck: Observed) -> None:
     assert list(struck.metrics) == list(whole.metrics)
     for step in whole.metrics:
