@@ -13,12 +13,10 @@ from tests.house.source import ROOT, python_files, refuse
 NOT_YET_PLAIN = (
     "controller",
     "planning",
-    "rewards",
     "rollout/classifier_pool.py",
     "rollout/engine",
     "rollout/parameters.py",
     "rollout/weight_channel.py",
-    "runtime",
 )
 FEWEST_WORDS = 3
 

@@ -1,10 +1,9 @@
 """The samples of each prompt, for the estimators that compare a response with its siblings.
 
 A sequence without a token is a member of no group: it affects no baseline and no count.  A sequence that is not trained
-because it was cut off is a member only if ``masked_in_baseline``.  The only member of a group has nothing to be
-compared
-with: its advantage is 0, never its raw reward.  A prompt that lost its other samples therefore costs one sample, not
-the run (``rollout.n=1`` is refused at the start).
+because it was cut off is a member only if ``masked_in_baseline``.  The only member of a group has no sibling, and gets
+the advantage 0, never its raw reward.  A prompt that lost its other samples therefore costs one sample, not the run
+(``rollout.n=1`` is refused at the start).
 """
 
 from __future__ import annotations
