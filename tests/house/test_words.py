@@ -13,10 +13,6 @@ from tests.house.source import ROOT, python_files, refuse
 NOT_YET_PLAIN = (
     "controller",
     "planning",
-    "rollout/classifier_pool.py",
-    "rollout/engine",
-    "rollout/parameters.py",
-    "rollout/weight_channel.py",
 )
 FEWEST_WORDS = 3
 
