@@ -243,7 +243,7 @@ class _ParametersOnMeta(TorchFunctionMode):
 def _model(
     source: Path, layout: _Layout, rank: int, dtype: str, memory: AbstractContextManager[Any]
 ) -> tuple[nn.Module, Any]:
-    """(vLLM's model as ``rank`` builds it, parameters not set; its ``VllmConfig``).  memory: where they are allocated."""
+    """(vLLM's model as ``rank`` builds it, parameters not set; its ``VllmConfig``).  memory: active while it builds."""
     from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype

@@ -107,7 +107,7 @@ def look_at(
 
 
 def write_hung(directory: Path, what: str, hung: Sequence[Hung]) -> Path:
-    """Writes ``hang_<time>.txt`` to ``directory``: ``what`` as its title, and every rank's stacks.  Returns its path."""
+    """Writes ``hang_<time>.txt`` to ``directory``: ``what`` as a title, then every rank's stacks.  Returns its path."""
     path = directory / time.strftime("hang_%Y%m%d-%H%M%S.txt")
     parts = [f"{each.title} on {each.host}: {each.line()}\n{each.stacks}" for each in hung]
     path.write_text("\n".join([what, "", *parts]))
