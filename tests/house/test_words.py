@@ -9,10 +9,13 @@ import pytest
 
 from tests.house.source import ROOT, python_files, refuse
 
-# Rooms of the package that are still to be rewritten; the list only shrinks.
+# Rooms and files of the package that are still to be rewritten; the list only shrinks.
 NOT_YET_PLAIN = (
-    "controller",
-    "planning",
+    "controller/lifecycle/preparation.py",
+    "controller/programs/evaluate.py",
+    "controller/programs/generate.py",
+    "controller/programs/train.py",
+    "controller/run.py",
 )
 FEWEST_WORDS = 3
 
