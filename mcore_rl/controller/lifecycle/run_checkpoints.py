@@ -191,7 +191,7 @@ def replace_directory(fresh: Path, target: Path) -> None:
 
 
 async def export_hf(group: TrainGroup, source: Path, target: Path) -> None:
-    """Writes the weights of ``group`` to ``target`` as a Hugging Face checkpoint with the sidecar files of ``source``."""
+    """Writes the weights of ``group`` to ``target`` as a Hugging Face checkpoint, with ``source``'s sidecar files."""
     fresh = target.with_name(f"{target.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)  # left by a run that was killed while it wrote
     await group.save_hf(fresh, source)

@@ -150,7 +150,7 @@ class Saver:
 
 
 async def load_state(group: TrainGroup, checkpoint: Path) -> None:
-    """Loads the role's state from ``checkpoint`` into the workers of ``group``; shows a note if bits may differ then."""
+    """Loads the role's state from ``checkpoint`` into ``group``'s workers; shows a note if bits may differ then."""
     if not await group.load_state(checkpoint / group.role):
         said = f"{group.role}: {checkpoint} was written in another layout. Weights and optimizer are the same"
         note(f"{said}; sums are now taken in another order, with other random numbers, so that bits may differ")
