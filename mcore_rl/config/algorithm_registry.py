@@ -115,7 +115,9 @@ def _run_file(path: Path) -> Mapping[str, Algorithm]:
     except (Exception, SystemExit) as error:  # whatever the user's file does
         raise _UnfitFileError(f"running it raised {type(error).__name__}: {error}", "Correct the file") from error
     among = [value for value in vars(module).values() if isinstance(value, Algorithm)]
-    by_name = {each.name: each for each in among if algorithms().get(each.name) is not each}  # it may import ours
+    by_name = {
+        each.name: each for each in among if algorithms().get(each.name) is not each
+    }  # it may import built-in ones
     if not by_name:
         raise _UnfitFileError("defines no Algorithm", "See docs/algorithms.md for an example")
     if taken := sorted(by_name.keys() & algorithms().keys()):

@@ -39,7 +39,7 @@ class SlurmConfig:
     time_limit: as Slurm writes it, ``days-hours:minutes:seconds``.
     grace_s: seconds before that limit at which the run is told to save a checkpoint and end.
     requeue: whether a job that ended so, or whose node failed, is queued again and resumes.
-    max_requeues: how often at most.
+    max_requeues: the most times that a job is queued again.
     setup: shell lines at the top of the job, such as ``module load``; variables that they export reach every node.
     extra: options of sbatch, such as ``--constraint=ib``.
     port: the port of the Ray head; Ray's client server takes the next one.

@@ -55,7 +55,7 @@ class GuardConfig:
     """Limits of metrics, means over ``window`` steps, beyond which a run raises an alarm.
 
     window: steps; 0: no alarms.
-    reward_drop: alarm if the reward lost this share of what it had gained.
+    reward_drop: alarm if the reward lost this share of what it had gained since the first window.
     entropy_share: alarm if the entropy is below this share of the entropy at first (collapse).
     max_logprob_diff: largest difference of log-probs between sampler and trainer, nats.
     max_kl: largest KL to the reference, nats; None is any.

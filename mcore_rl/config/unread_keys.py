@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 class Switch:
     """Keys that are read under a condition.
 
-    keys: dotted; one that ends in a dot stands for all below it.
+    keys: dotted; a key that ends in a dot means all keys of that group.
     on: whether a run reads them.
-    problem: why a run does not.
+    problem: why a run does not read them.
     remedy: what switches them on.
     """
 

@@ -41,7 +41,7 @@ def written_keys(overrides: Sequence[str], directory: Path | None, name: str) ->
 
 
 def _of_file(directory: Path, name: str, above: frozenset[str]) -> tuple[set[str], bool]:
-    """(its keys and those of the files it stands on, whether an algorithm is chosen by name)."""
+    """(the keys of the file and of those that its defaults name, whether these choose an algorithm by name)."""
     path = directory / f"{name}.yaml"
     if name in above or not path.is_file():
         return set(), name == "train"  # the package's train.yaml chooses an algorithm

@@ -304,7 +304,7 @@ def _distance(run: RunConfig | SftConfig, other: RunConfig | SftConfig) -> float
     """How much two runs differ: in doublings of sizes, with weights.
 
     A doubling of the training layout counts 2, of the rollout layout 1, of the microbatch a quarter, since that is the
-    easiest to change; a full change of the engine's share counts 4.
+    easiest to change.  Another recompute counts 1, a difference of the engines' shares counts four times its size.
     """
     ours, theirs = run.actor, other.actor
     distance = 2 * sum(abs(log2(getattr(ours.parallel, axis) / getattr(theirs.parallel, axis))) for axis in AXES)

@@ -62,7 +62,7 @@ DENIED = {
     "chroot": (161, 51), "open_by_handle_at": (304, 265),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmctl": (31, 195),
-    # Pages that a pipe or a ring holds are in nobody's address space; the number of rings is the whole machine's.
+    # Pages in a pipe or a ring count in no address space; the number of rings is limited for the whole machine.
     "vmsplice": (278, 75), "io_setup": (206, 0),
     "shmat": (30, 196), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
     "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
@@ -81,7 +81,7 @@ DENIED = {
     "sync_file_range": (277, 84),
 }  # fmt: skip
 CLONE, CLONE3 = (56, 220), (435, 435)
-OWN = -1  # stands for this process's id
+OWN = -1  # a placeholder for this process's id
 AF_UNIX, SOCK_STREAM, SOCK_NONBLOCK, SOCK_CLOEXEC = 1, 1, 0o4000, 0o2000000
 # Allowed only if the argument of each index has one of the values: (numbers, {index: values}).
 ALLOWED_FOR: dict[str, tuple[tuple[int, int], dict[int, tuple[int, ...]]]] = {

@@ -14,7 +14,7 @@ def kl_cov(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
     """``-A r``, and at the selected tokens ``-A r + ppo_kl_coef |log r|``; there is no clip.
 
     The share ``kl_cov_ratio`` of the step's tokens is selected, those with the largest covariance
-    (``algorithms/selection.py``).  verl selects in each microbatch, at least one.
+    (``algorithms/selection.py``).  verl selects at least one in each microbatch.
     """
     assert inputs.selection_N is not None and inputs.advantages_N is not None, "kl_cov needs its selection"
     changes_N, selected_N = log_ratios(inputs), inputs.selection_N >= 0

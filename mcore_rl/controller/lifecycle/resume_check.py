@@ -21,7 +21,7 @@ from mcore_rl.tracking.secrets import redact
 
 RUN = "run.json"
 ANEW = "Write what the checkpoint was made with, or begin another run with trainer.resume_mode=off"
-# Keys that only say where a run resumes or where it is.
+# Keys of places only: the run directory, the checkpoint to resume from, the Ray cluster.
 NOT_COMPARED = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path", "ray_init.")
 # Fields of config.json that affect neither weights nor results.
 UNIMPORTANT = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype")

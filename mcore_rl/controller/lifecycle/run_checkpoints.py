@@ -34,7 +34,7 @@ class Progress:
     step: the last complete step.
     sampler: the place in the data.
     kl: the state of the KL controller.
-    best, best_step: the best validation and its step; step -1: no validation was the best yet.
+    best, best_step: the best validation and its step; None and -1 before the first validation.
     """
 
     step: int = 0

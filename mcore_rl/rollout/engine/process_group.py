@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-SHARED_MEMORY = "/dev/shm/vllm_"  # by which vLLM's CPU kernels communicate; they remove it at a regular end only
+SHARED_MEMORY = "/dev/shm/vllm_"  # files of vLLM's CPU kernels to communicate, removed at a regular end only
 
 
 def is_tracker(process: psutil.Process) -> bool:
