@@ -126,7 +126,7 @@ def measure(rank: Rank, device: Device, directory: Path, repetitions: int) -> Re
     platform = detect(device)
     engine, table = trained_engine(rank, platform, MODEL), Table(FAMILIES["llama"], MODEL)
     writer, path = StateWriter(platform), state_file(directory, 0)
-    found: dict[str, list[float]] = {"at once": [], "behind": [], "away": [], "written": [], "plain": []}
+    seconds_of: dict[str, list[float]] = {"at once": [], "behind": [], "away": [], "written": [], "plain": []}
 
     def save(*, behind: bool) -> None:
         begin_save(engine, table, directory, writer, behind=behind)
@@ -138,15 +138,15 @@ def measure(rank: Rank, device: Device, directory: Path, repetitions: int) -> Re
             os.sync()
             if what == "away":
                 engine.memory.offload()
-            found[what].append(timed(partial(save, behind=what != "at once")))
+            seconds_of[what].append(timed(partial(save, behind=what != "at once")))
             written = outcome(writer)
             if what != "at once":
-                found["written"].append(written.seconds)
+                seconds_of["written"].append(written.seconds)
         engine.memory.onload()
         memory = memory or memoryview(path.read_bytes())
         path.unlink()
         os.sync()
-        found["plain"].append(timed(partial(write_plainly, path, memory)))
+        seconds_of["plain"].append(timed(partial(write_plainly, path, memory)))
     save(behind=True)
     expected = outcome(writer)
     check_s = timed(lambda: sum_of(path))
@@ -154,7 +154,7 @@ def measure(rank: Rank, device: Device, directory: Path, repetitions: int) -> Re
     load_s = timed(lambda: load_run_state(engine, table, directory))
     after = engine.optimizer.state_tensors() if engine.optimizer else []
     same = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    best = {what: min(seconds) for what, seconds in found.items()}
+    best = {what: min(seconds) for what, seconds in seconds_of.items()}
     return Report(
         device_name=platform.device_name,
         is_accelerator=platform.is_accelerator,
@@ -162,7 +162,7 @@ def measure(rank: Rank, device: Device, directory: Path, repetitions: int) -> Re
         waits_at_once_s=best["at once"],
         waits_behind_s=best["behind"],
         waits_away_s=best["away"],
-        first_s=found["behind"][0],
+        first_s=seconds_of["behind"][0],
         written_s=best["written"],
         plain_s=best["plain"],
         check_s=check_s,

@@ -163,7 +163,7 @@ def rollouts_of(num_sequences: int, tokens: int) -> RolloutBatch:
     """Graded episodes of one turn: of ``tokens`` tokens on average, the prompt included."""
     draw = np.random.default_rng(0)
     letters = draw.integers(97, 123, 1 << 20, dtype=np.uint8).tobytes().decode()
-    prompts, found = [], []
+    prompts, episodes = [], []
     for number in range(num_sequences // GROUP):
         prompt = tuple(draw.integers(4, 400, PROMPT).tolist())
         row = PromptRow(f"train.parquet:{number}", prompt, [], "math", "42", {}, {})
@@ -189,8 +189,8 @@ def rollouts_of(num_sequences: int, tokens: int) -> RolloutBatch:
             end=FinishReason.stop,
             score=Score(float(draw.integers(0, 2)), {"format": 1.0}, correct=1.0),
         )
-        found.append(episode)
-    return RolloutBatch(episodes=found, greedy=None, num_batches=1, num_dropped=0)
+        episodes.append(episode)
+    return RolloutBatch(episodes=episodes, greedy=None, num_batches=1, num_dropped=0)
 
 
 def large_config(algorithm: str, num_sequences: int, tokens: int) -> RunConfig:
@@ -345,7 +345,7 @@ def touch_store() -> None:
 
 
 def large_all(options: argparse.Namespace) -> list[Result]:
-    found: list[Result] = []
+    results: list[Result] = []
     with tempfile.TemporaryDirectory() as folder:
         model, _ = made(Path(folder))
         ray.init(
@@ -354,10 +354,10 @@ def large_all(options: argparse.Namespace) -> list[Result]:
         try:
             touch_store()
             for algorithm in options.algorithms.split(","):
-                found += asyncio.run(large(algorithm, options, Path(folder), model))
+                results += asyncio.run(large(algorithm, options, Path(folder), model))
         finally:
             ray.shutdown()
-    return found
+    return results
 
 
 def main() -> int:

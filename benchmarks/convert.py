@@ -184,13 +184,13 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 
 @contextmanager
-def peak(platform: Platform, found: dict[str, int]) -> Iterator[None]:
+def peak(platform: Platform, sizes: dict[str, int]) -> Iterator[None]:
     """What the block needs beside what the process holds before it, and its highest resident set."""
     before = memory(platform).allocated_bytes
     reset_peak_memory(platform)
     yield
-    found["peak_bytes"] = memory(platform).peak_bytes
-    found["beside_bytes"] = max(0, found["peak_bytes"] - before)
+    sizes["peak_bytes"] = memory(platform).peak_bytes
+    sizes["beside_bytes"] = max(0, sizes["peak_bytes"] - before)
 
 
 def removed(scratch: Path) -> None:
@@ -276,8 +276,8 @@ def bare_module(table: Table) -> torch.nn.Module:
         name = local.name
         for ours, theirs in spelt if table.model.moe is None else spelt[:1]:
             name = name.replace(ours, theirs)
-        before, found, after = name.partition(".local_experts.")
-        if found:
+        before, separator, after = name.partition(".local_experts.")
+        if separator:
             expert, linear, kind = after.split(".")
             name = f"{before}.{linear}.{kind}{expert}"
         *path, last = name.split(".")
@@ -314,8 +314,8 @@ def measure_mbridge(rank: Rank, name: str, directory: Path, scratch: Path, repet
     read_all(directory)
     with torch.no_grad():
         for what, run in (("load", lambda: bridge.load_weights(models, str(directory))), ("save", save)):
-            found: dict[str, int] = {}
-            with peak(platform, found):
+            sizes: dict[str, int] = {}
+            with peak(platform, sizes):
                 run()
             if what == "save":
                 same(directory, scratch / "saved")
@@ -324,7 +324,7 @@ def measure_mbridge(rank: Rank, name: str, directory: Path, scratch: Path, repet
                 removed(scratch)
                 best = min(best, seconds_of(run))
             removed(scratch)
-            rows.append(Row(model=name, what=f"{what}, mbridge", num_bytes=num_bytes, seconds=best, **found))
+            rows.append(Row(model=name, what=f"{what}, mbridge", num_bytes=num_bytes, seconds=best, **sizes))
     return rows
 
 
@@ -379,8 +379,8 @@ def main() -> int:
             shutil.rmtree(directory)
     Console(width=max(Console().width, 130)).print(result_table(rows))
     if options.json is not None:
-        found = [asdict(row) | {"ratio": row.ratio, "passed": row.passed} for row in rows]
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        records = [asdict(row) | {"ratio": row.ratio, "passed": row.passed} for row in rows]
+        options.json.write_text(json.dumps(records, indent=2) + "\n")
     return 0 if all(row.passed for row in rows) else 1
 
 

@@ -105,16 +105,16 @@ class Watch:
 
 def descendants() -> list[int]:
     """The processes below this one."""
-    found: list[int] = []
+    pids: list[int] = []
     asked = [os.getpid()]
     while asked:
         pid = asked.pop()
         with suppress(OSError):  # it has ended
             for thread in os.listdir(f"/proc/{pid}/task"):
                 children = Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
-                found += map(int, children)
+                pids += map(int, children)
                 asked += map(int, children)
-    return found
+    return pids
 
 
 def _threads(pid: int) -> int:
@@ -155,8 +155,8 @@ class Result:
             "seconds": (self.wall_s, 60 + 2 * config.code.timeout_s * math.ceil(self.samples / self.workers)),
             "processes left": (self.left, 0),
         }
-        found = [f"{is_:g} {what}, {most:g} are allowed" for what, (is_, most) in limits.items() if is_ > most]
-        return found + [f"{len(self.wrong)} graded wrongly: {self.wrong[:5]}"] * bool(self.wrong)
+        complaints = [f"{is_:g} {what}, {most:g} are allowed" for what, (is_, most) in limits.items() if is_ > most]
+        return complaints + [f"{len(self.wrong)} graded wrongly: {self.wrong[:5]}"] * bool(self.wrong)
 
 
 def measure(samples: int, config: RewardConfig) -> Result:
@@ -199,9 +199,9 @@ def main() -> int:
     print(json.dumps(asdict(result), indent=2))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(asdict(result), indent=2) + "\n")
-    for violation in (found := result.violations(config)):
+    for violation in (complaints := result.violations(config)):
         print(f"FAILED: {violation}", file=sys.stderr)
-    return 1 if found else 0
+    return 1 if complaints else 0
 
 
 if __name__ == "__main__":

@@ -171,11 +171,11 @@ def run(case: Case) -> list[Found]:
         name, case.model, engine_config(case), parallel, case.world_size, work, accelerator=False, head=case.head
     )
     per_stage = case.world_size // role.layout.pp
-    found = []
+    results = []
     for stage in range(role.layout.pp):
         ranks = measured[stage * per_stage : (stage + 1) * per_stage]
         start, peak = max(ranks, key=lambda each: each[1])
-        found.append(
+        results.append(
             Found(
                 case=case.name,
                 stage=stage,
@@ -185,7 +185,7 @@ def run(case: Case) -> list[Found]:
                 state=role.state(stage).total,
             )
         )
-    return found
+    return results
 
 
 def report_table(rows: Sequence[Found]) -> Table:

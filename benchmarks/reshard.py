@@ -90,9 +90,9 @@ def measure_plan(name: str, training: str, world_size: int, rollout: str) -> Res
     plan = plan_reshard(table, target)
     seconds, peak = time.perf_counter() - begin, peak_gib()
     what = f"plan {name} {training} on {world_size} to {rollout}"
-    found = len(reshard_failures(plan))
+    num_failures = len(reshard_failures(plan))
     bound = traffic(plan).over_bound
-    return Result(what=what, copies=len(plan), seconds=seconds, peak_gib=peak, over_bound=bound, failures=found)
+    return Result(what=what, copies=len(plan), seconds=seconds, peak_gib=peak, over_bound=bound, failures=num_failures)
 
 
 def measure_proof(name: str, training: str, world_size: int, rollout: str) -> Result:

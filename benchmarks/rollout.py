@@ -96,8 +96,8 @@ def through_ray(stack: ExitStack, directory: Path, rollout: RolloutConfig) -> En
 
 def ours(engine: SampleSource, requests: list[Request], sampling: Sampling) -> tuple[list[list[int]], float]:
     async def run() -> list[list[int]]:
-        found = {(sample.prompt_id, sample.index): sample async for sample in engine.generate(requests, sampling)}
-        return [found[request.key].tokens.tolist() for request in requests]
+        samples = {(sample.prompt_id, sample.index): sample async for sample in engine.generate(requests, sampling)}
+        return [samples[request.key].tokens.tolist() for request in requests]
 
     started = time.perf_counter()
     tokens = asyncio.run(run())

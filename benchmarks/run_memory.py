@@ -108,7 +108,7 @@ def command(folder: Path, run: Path, model: str, *overrides: str) -> list[str]:
 
 def sizes(process: psutil.Process) -> dict[str, int]:
     """Bytes of the processes below ``process``, and of itself, by what they are."""
-    found = dict.fromkeys(KINDS, 0)
+    by_kind = dict.fromkeys(KINDS, 0)
     below = process.children(recursive=True)
     engines = {
         child.pid
@@ -122,8 +122,8 @@ def sizes(process: psutil.Process) -> dict[str, int]:
         except psutil.Error:  # it has ended
             continue
         kind = "engines" if each.pid in engines else "trainers" if "TrainWorker" in name_of(each) else "others"
-        found[kind] += size
-    return found
+        by_kind[kind] += size
+    return by_kind
 
 
 def name_of(process: psutil.Process) -> str:

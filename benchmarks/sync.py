@@ -192,11 +192,11 @@ def train(rank: Rank, directory: Path, training: str, rollout: str, transport: T
     )
     publisher.open()
     plain = PlainMessages(publisher.sent, transport.in_place)
-    found = []
+    measured = []
     at_first = memory(platform).allocated_bytes
     for version, kind in enumerate(ROUNDS):
         if kind == PACKING:
-            found.append({"gigabytes": 0.0, "over_bound": 0.0, "extra": 0, "cpu": 0.0})
+            measured.append({"gigabytes": 0.0, "over_bound": 0.0, "extra": 0, "cpu": 0.0})
             continue
         if kind == PLAIN:
             publisher._filled = plain  # type: ignore[method-assign]
@@ -205,13 +205,13 @@ def train(rank: Rank, directory: Path, training: str, rollout: str, transport: T
         reset_peak_memory(platform)
         cpu_before = time.process_time()
         published = publisher.publish(version)
-        found.append({
+        measured.append({
             "gigabytes": published.num_bytes / 1e9,
             "over_bound": published.bytes_over_bound,
             "extra": memory(platform).peak_bytes - at_first,
             "cpu": time.process_time() - cpu_before,
         })  # fmt: skip
-    return found
+    return measured
 
 
 async def receive(engine: EngineProcess, opening: bytes) -> list[tuple[float, float, float]]:
@@ -219,7 +219,7 @@ async def receive(engine: EngineProcess, opening: bytes) -> list[tuple[float, fl
     for answer in await engine.call_workers(TimedReceiver.sync_open, opening):
         answer_of(answer)
     await engine.call_workers(TimedReceiver.timed_prepare)
-    found = []
+    measured = []
     at_first = await engine.call_workers(TimedReceiver.timed_memory)
     for version, kind in enumerate(ROUNDS):
         before = await engine.call_workers(TimedReceiver.timed_memory, reset=True)
@@ -238,8 +238,8 @@ async def receive(engine: EngineProcess, opening: bytes) -> list[tuple[float, fl
         each = list(zip(await engine.call_workers(TimedReceiver.timed_memory), before, strict=True))
         cpu_seconds = sum(after[2] - start[2] for after, start in each)
         extra = max(after[1] - start[0] for (after, _), start in zip(each, at_first, strict=True))
-        found.append((seconds, cpu_seconds, extra))
-    return found
+        measured.append((seconds, cpu_seconds, extra))
+    return measured
 
 
 def measure(directory: Path, training: str, rollout: str, over: str) -> list[Round]:

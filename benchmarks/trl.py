@@ -146,9 +146,9 @@ def theirs(model: Path, train: Path, lengths: str, steps: int, folder: Path) -> 
 
     def timed(*args: Any, **options: Any) -> Any:
         begin = time.perf_counter()
-        found = draw(*args, **options)
+        drawn = draw(*args, **options)
         generating.append(time.perf_counter() - begin)
-        return found
+        return drawn
 
     trainer._generate = timed
     begin = time.perf_counter()
@@ -170,8 +170,8 @@ def theirs_in(python: Path, model: Path, train: Path, lengths: str, steps: int, 
         "import runpy, sys; sys.path.pop(0); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     subprocess.run([str(python), "-c", command, __file__, *arguments], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
+    numbers: dict[str, Any] = json.loads(result.read_text())
+    return numbers
 
 
 def compared(options: argparse.Namespace, lengths: str, model: Path, train: Path, folder: Path) -> dict[str, Any]:
@@ -179,21 +179,21 @@ def compared(options: argparse.Namespace, lengths: str, model: Path, train: Path
     from rich.console import Console
     from rich.table import Table
 
-    found: dict[str, list[dict[str, Any]]] = {"ours": [], "TRL": []}
+    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "TRL": []}
     loads = []
     for number in range(options.rounds):
         place = folder / lengths / str(number)
         place.mkdir(parents=True)
         loads.append(os.getloadavg()[0])
-        found["ours"].append(ours(model, train, lengths, options.steps, place))
+        runs["ours"].append(ours(model, train, lengths, options.steps, place))
         if options.with_python is not None:
             loads.append(os.getloadavg()[0])
-            found["TRL"].append(theirs_in(options.with_python, model, train, lengths, options.steps, place))
+            runs["TRL"].append(theirs_in(options.with_python, model, train, lengths, options.steps, place))
     table = Table(title=f"GRPO, {PROMPTS} x {GROUP} samples of {lengths} lengths, float32")
     for heading in ("program", "response tokens", "longest", "step s", "of it generating s", "samples/s"):
         table.add_column(heading, justify="left" if heading == "program" else "right")
     speeds = {}
-    for name, rounds in found.items():
+    for name, rounds in runs.items():
         if rounds:
             step = statistics.median(seconds for each in rounds for seconds in each["seconds"][1:])
             speeds[name] = PROMPTS * GROUP / step
@@ -210,7 +210,7 @@ def compared(options: argparse.Namespace, lengths: str, model: Path, train: Path
     if ratio is not None:
         target = f" (target {TARGET:g})" if lengths == "natural" else ""
         console.print(f"ours / TRL at {lengths} lengths: {ratio:.2f}{target}")
-    return {"lengths": lengths, "ratio": ratio, "rounds": found, "loads": loads}
+    return {"lengths": lengths, "ratio": ratio, "rounds": runs, "loads": loads}
 
 
 def main() -> int:
@@ -230,10 +230,10 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as whole:
         models, train = made(Path(whole), options.gsm8k)
-        found = [compared(options, each, models[each], train, Path(whole)) for each in options.lengths.split(",")]
+        comparisons = [compared(options, each, models[each], train, Path(whole)) for each in options.lengths.split(",")]
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
-    missed = [each for each in found if each["lengths"] == "natural" and (each["ratio"] or TARGET) < TARGET]
+        options.json.write_text(json.dumps(comparisons, indent=2) + "\n")
+    missed = [each for each in comparisons if each["lengths"] == "natural" and (each["ratio"] or TARGET) < TARGET]
     return 1 if missed else 0
 
 

@@ -39,11 +39,11 @@ def override(key: str, value: object) -> str:
 
 def tables() -> dict[str, str]:
     """Each table of the page, by its name."""
-    found = algorithms().values()
+    published = algorithms().values()
     return {
         "algorithms": table(
             ["`algorithm=`", "", "what it is", "paper"],
-            [[f"`{each.name}`", each.title, each.about, each.paper] for each in found],
+            [[f"`{each.name}`", each.title, each.about, each.paper] for each in published],
         ),
         "estimators": table(
             ["name", "advantage", "per", "needs", "paper"],
@@ -60,7 +60,7 @@ def tables() -> dict[str, str]:
             ["`algorithm=`", "sets", "after"],
             [
                 [f"`{each.name}`" if not row else "", override(key, setting.value), setting.source]
-                for each in found
+                for each in published
                 for row, (key, setting) in enumerate(each.all_settings().items())
             ],
         ),

@@ -155,11 +155,13 @@ def verdict(name: str, published: PublishedConfig, folder: Path = RESULTS) -> st
     path = folder / f"{name}.yaml"
     if not path.is_file():
         return "no run yet"
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    run = f"best {found['best']:.1f}, final {found['final']:.1f} after {found['steps']:,} steps, {found['hardware']}"
+    result = yaml.safe_load(path.read_text(encoding="utf-8"))
+    run = (
+        f"best {result['best']:.1f}, final {result['final']:.1f} after {result['steps']:,} steps, {result['hardware']}"
+    )
     if published.score is None:
         return run
-    ours = found["final"] if published.of_run == "final" else found["best"]
+    ours = result["final"] if published.of_run == "final" else result["best"]
     return f"{'reached' if ours >= published.score - BAND else 'not reached'}: {run}"
 
 

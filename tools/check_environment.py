@@ -100,15 +100,15 @@ def main(arguments: list[str]) -> str | None:
     what, rung = arguments[:2]
     if what == "planned":
         report = json.loads(Path(arguments[2]).read_text())["install"]
-        found = planned_problem(
+        problem = planned_problem(
             rung, {normalised(item["metadata"]["name"]): item["metadata"]["version"] for item in report}
         )
     else:
         import torch  # here, because a plan is judged before torch is there
 
         versions = {normalised(dist.name): dist.version for dist in importlib.metadata.distributions()}
-        found = installed_problem(rung, versions, torch.version.cuda, torch.version.hip) or rollout_problem(rung)
-    return f"\nset-up failed: {found}.\n{remedy(rung)}" if found else None
+        problem = installed_problem(rung, versions, torch.version.cuda, torch.version.hip) or rollout_problem(rung)
+    return f"\nset-up failed: {problem}.\n{remedy(rung)}" if problem else None
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ MAX_WORST_SHOWN = 3
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = found.add_argument_group("what is compared")
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = options.add_argument_group("what is compared")
     what.add_argument("--hf", type=Path, required=True, help="directory with config.json, *.safetensors and tokenizer")
     what.add_argument(
         "--megatron", type=Path, help="a Megatron checkpoint of the same model, for Megatron's side alone"
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--rollout", default="", help="of vLLM, as tp=2 or tp=2,ep=2")
     beside = "of all three (float32); for bfloat16, transformers and Megatron compute in float32 too, to compare"
     what.add_argument("--dtype", choices=[p.value for p in Precision], default="float32", help=beside)
-    draw = found.add_argument_group("what is drawn")
+    draw = options.add_argument_group("what is drawn")
     draw.add_argument("--data", type=Path, required=True, help="parquet with a column prompt (messages or text) or "
                       "prompt_token_ids")  # fmt: skip
     draw.add_argument("--num-prompts", type=int, default=32, help="from the first row on (32)")
@@ -55,12 +55,12 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("--top-p", type=float, default=1.0, help="of vLLM's draws, to see what cutting does (1.0: not)")
     draw.add_argument("--top-k", type=int, default=-1, help="likewise (-1: not)")
     draw.add_argument("--seed", type=int, default=0, help="of the draws (0)")
-    limits = found.add_argument_group("what is demanded of every pair, in nats; exit code 1 where it is not met")
+    limits = options.add_argument_group("what is demanded of every pair, in nats; exit code 1 where it is not met")
     limits.add_argument("--max-abs-diff", type=float, help="the largest difference of a token; float32: 1e-4")
     limits.add_argument("--mean-abs-diff", type=float, help="the mean over all tokens; bfloat16: 0.02")
-    found.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
-    found.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return found
+    options.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
+    options.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return options
 
 
 def ask(arguments: argparse.Namespace, console: Console) -> LogprobReport:
@@ -85,36 +85,38 @@ def ask(arguments: argparse.Namespace, console: Console) -> LogprobReport:
     return report(question, measured, tokenizer, max_abs=arguments.max_abs_diff, mean_abs=arguments.mean_abs_diff)
 
 
-def show(found: LogprobReport, console: Console) -> None:
+def show(compared: LogprobReport, console: Console) -> None:
     """The report, to read."""
-    console.print(f"{found.num_tokens} tokens drawn by vLLM; differences in nats")
-    lines = Table("", *(f"{pair.first} - {pair.second}" for pair in found.pairs), box=None, pad_edge=False)
+    console.print(f"{compared.num_tokens} tokens drawn by vLLM; differences in nats")
+    lines = Table("", *(f"{pair.first} - {pair.second}" for pair in compared.pairs), box=None, pad_edge=False)
     for name, field in (("maximum", "max_abs"), ("mean", "mean_abs"), ("bias", "mean")):
-        lines.add_row(name, *(f"{getattr(pair, field):.1e}" for pair in found.pairs))
-    for quantile in found.pairs[0].quantiles:
-        lines.add_row(f"{float(quantile):.1%}", *(f"{pair.quantiles[quantile]:.1e}" for pair in found.pairs))
-    lines.add_row("ratio", *(f"{pair.ratio_min:.4f} to {pair.ratio_max:.4f}" for pair in found.pairs))
+        lines.add_row(name, *(f"{getattr(pair, field):.1e}" for pair in compared.pairs))
+    for quantile in compared.pairs[0].quantiles:
+        lines.add_row(f"{float(quantile):.1%}", *(f"{pair.quantiles[quantile]:.1e}" for pair in compared.pairs))
+    lines.add_row("ratio", *(f"{pair.ratio_min:.4f} to {pair.ratio_max:.4f}" for pair in compared.pairs))
     low, high = RATIO_BOUNDS
-    lines.add_row(f"not in [{low}, {high}]", *(f"{pair.ratio_outside:.2%}" for pair in found.pairs))
-    for number, place in enumerate(found.pairs[0].bins):
-        means = (f"{pair.bins[number].mean_abs:.1e}" for pair in found.pairs)
+    lines.add_row(f"not in [{low}, {high}]", *(f"{pair.ratio_outside:.2%}" for pair in compared.pairs))
+    for number, place in enumerate(compared.pairs[0].bins):
+        means = (f"{pair.bins[number].mean_abs:.1e}" for pair in compared.pairs)
         lines.add_row(f"mean at {place.begin}-{place.end - 1}", *means)
     console.print(lines)
-    if found.top1 is not None:
-        shares = ", ".join(f"{name} {share:.2%}" for name, share in found.top1.agreement.items())
-        console.print(f"of {found.top1.count} tokens that are likeliest by vLLM, so too by: {shares}", soft_wrap=True)
-    for token in found.worst[:MAX_WORST_SHOWN]:
+    if compared.top1 is not None:
+        shares = ", ".join(f"{name} {share:.2%}" for name, share in compared.top1.agreement.items())
+        console.print(
+            f"of {compared.top1.count} tokens that are likeliest by vLLM, so too by: {shares}", soft_wrap=True
+        )
+    for token in compared.worst[:MAX_WORST_SHOWN]:
         values = ", ".join(f"{name} {value:.5f}" for name, value in token.logprobs.items())
         place = f"prompt {token.prompt}, sample {token.sample}, position {token.position}"
         console.print(f"{token.difference:.1e} at {place}: {values}: {token.text!r}", markup=False, soft_wrap=True)
     causes = Table("", "cause", "evidence", box=None, pad_edge=False)
     marks = {True: "[red]FOUND[/red]", False: "[green]no[/green]", None: "-"}
-    for finding in found.findings:
+    for finding in compared.findings:
         causes.add_row(marks[finding.found], finding.cause.value, escape(finding.evidence))
     console.print(causes)
-    for words in found.exceeded:
+    for words in compared.exceeded:
         console.print(f"[red]EXCEEDED[/red] {words}", soft_wrap=True)
-    console.print(found.verdict, markup=False, soft_wrap=True)
+    console.print(compared.verdict, markup=False, soft_wrap=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,15 +124,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     console, errors = Console(highlight=False), Console(stderr=True, soft_wrap=True)
     try:
-        found = ask(arguments, errors)
+        compared = ask(arguments, errors)
     except McoreRLError as error:
         if arguments.debug:
             raise
         errors.print(f"error: {error}", markup=False, highlight=False)
         return 2
-    arguments.out.write_text(json.dumps(found.as_json(), indent=2) + "\n", encoding="utf-8")
-    show(found, console)
-    return 1 if found.exceeded else 0
+    arguments.out.write_text(json.dumps(compared.as_json(), indent=2) + "\n", encoding="utf-8")
+    show(compared, console)
+    return 1 if compared.exceeded else 0
 
 
 if __name__ == "__main__":

@@ -99,18 +99,18 @@ def convert(arguments: argparse.Namespace, console: Console) -> Converted:
 
 def show_contents(directory: Path, config: Path | None, console: Console) -> None:
     """A table of what ``directory`` holds."""
-    found = inspect(directory, config)
+    contents = inspect(directory, config)
     table = Table("", str(directory), show_edge=False)
-    table.add_row("kind", found.kind)
-    table.add_row("family", found.family)
-    table.add_row("layers", str(found.num_layers))
-    table.add_row("experts per layer", str(found.num_experts) if found.num_experts else "none")
-    table.add_row("parameters", f"{found.num_parameters:,}")
-    table.add_row("dtype", ", ".join(f"{name} ({size / 1e9:.3f} GB)" for name, size in found.dtypes.items()))
-    table.add_row("bytes", f"{found.num_bytes:,} ({found.num_bytes / 1e9:.3f} GB)")
-    table.add_row("tensors", f"{found.num_tensors:,} in {found.num_files:,} files")
-    table.add_row("other entries", f"{found.num_others:,}")
-    for note in found.notes:
+    table.add_row("kind", contents.kind)
+    table.add_row("family", contents.family)
+    table.add_row("layers", str(contents.num_layers))
+    table.add_row("experts per layer", str(contents.num_experts) if contents.num_experts else "none")
+    table.add_row("parameters", f"{contents.num_parameters:,}")
+    table.add_row("dtype", ", ".join(f"{name} ({size / 1e9:.3f} GB)" for name, size in contents.dtypes.items()))
+    table.add_row("bytes", f"{contents.num_bytes:,} ({contents.num_bytes / 1e9:.3f} GB)")
+    table.add_row("tensors", f"{contents.num_tensors:,} in {contents.num_files:,} files")
+    table.add_row("other entries", f"{contents.num_others:,}")
+    for note in contents.notes:
         table.add_row("", note)
     console.print(table)
 

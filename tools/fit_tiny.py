@@ -165,21 +165,21 @@ def sparkline(values: list[float], width: int = 60) -> str:
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / (high - low or 1))] for value in values)
 
 
-def report(console: Console, found: dict, settings: Settings) -> bool:
+def report(console: Console, measured: dict, settings: Settings) -> bool:
     """Print what was learned, keep the metrics; whether anything was."""
     settings.out.mkdir(parents=True, exist_ok=True)
     metrics = settings.out / "metrics.jsonl"
     partial = metrics.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(record) + "\n" for record in found["records"]))
+    partial.write_text("".join(json.dumps(record) + "\n" for record in measured["records"]))
     partial.replace(metrics)
-    losses = [record["loss"] for record in found["records"]]
+    losses = [record["loss"] for record in measured["records"]]
     console.print(f"\nloss {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f}")
     table = Table("256 problems that were never trained", "before", "after", box=None, pad_edge=False)
-    table.add_row("loss per answer token", f"{found['before'][0]:.3f}", f"{found['after'][0]:.3f}")
-    table.add_row("probability of the right answer", f"{found['before'][1]:.1%}", f"{found['after'][1]:.1%}")
+    table.add_row("loss per answer token", f"{measured['before'][0]:.3f}", f"{measured['after'][0]:.3f}")
+    table.add_row("probability of the right answer", f"{measured['before'][1]:.1%}", f"{measured['after'][1]:.1%}")
     console.print(table)
-    console.print(f"{found['tokens_s']:.0f} tokens/s; metrics in {metrics}")
-    learned = found["after"][0] < 0.5 * found["before"][0]
+    console.print(f"{measured['tokens_s']:.0f} tokens/s; metrics in {metrics}")
+    learned = measured["after"][0] < 0.5 * measured["before"][0]
     console.print("[green]It learned.[/]" if learned else "[red]Too little: the held-out loss should have halved.[/]")
     return learned
 

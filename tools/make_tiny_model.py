@@ -29,14 +29,14 @@ SIZES = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_ke
 
 def texts(directory: Path) -> list[str]:
     """Everything that is asked and answered in the parquet files of ``directory``."""
-    found: list[str] = []
+    pieces: list[str] = []
     for path in sorted(directory.glob("*.parquet")):
         for row in pq.read_table(path).to_pylist():
-            found += [message["content"] for message in row["prompt"]]
-            found.append(str((row.get("extra_info") or {}).get("answer") or ""))
-    if not found:
+            pieces += [message["content"] for message in row["prompt"]]
+            pieces.append(str((row.get("extra_info") or {}).get("answer") or ""))
+    if not pieces:
         raise ConfigError([Violation("--data", directory, "has no parquet files", "Write them with prepare_data.py")])
-    return found
+    return pieces
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -78,12 +78,12 @@ def model_for(run: RunConfig | SftConfig) -> ModelConfig:
     raise ConfigError([Violation("model.path", run.model.path, problem, remedy)])
 
 
-def write(options: argparse.Namespace, planned: Plan, found: Found | None) -> None:
+def write(options: argparse.Namespace, planned: Plan, result: Found | None) -> None:
     """The files that were asked for."""
     if options.html:
-        options.html.write_text(plan_page(planned, found), encoding="utf-8")
+        options.html.write_text(plan_page(planned, result), encoding="utf-8")
     if options.json:
-        values = plan_values(planned) | ({} if found is None else {"search": search_values(found)})
+        values = plan_values(planned) | ({} if result is None else {"search": search_values(result)})
         options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
@@ -92,12 +92,12 @@ def searched(options: argparse.Namespace, run: RunConfig | SftConfig, cluster: C
     if not cluster.gpus_per_node:
         problem = "searches layouts of accelerators"
         raise ConfigError([Violation("--search", "", problem, "Leave it out, or name a cluster with GPUs")])
-    found = search(run, model_for(run), cluster, limit=options.limit)
+    result = search(run, model_for(run), cluster, limit=options.limit)
     console = Console()
-    console.print(search_tables(found))
-    if not found.best:
+    console.print(search_tables(result))
+    if not result.best:
         return 2
-    write(options, found.best[0].plan, found)
+    write(options, result.best[0].plan, result)
     return 0
 
 

@@ -66,10 +66,10 @@ def show(rows: dict[str, list[DatasetRow]], out: Path, console: Console) -> None
     files.add_column("file", overflow="fold")
     for heading in ("rows", "characters of a prompt: mean, longest"):
         files.add_column(heading)
-    for split, found in rows.items():
-        lengths = [len(row["prompt"][0]["content"]) for row in found]
+    for split, of_split in rows.items():
+        lengths = [len(row["prompt"][0]["content"]) for row in of_split]
         files.add_row(
-            str(out / f"{split}.parquet"), f"{len(found):,}", f"{sum(lengths) / len(lengths):.0f}, {max(lengths)}"
+            str(out / f"{split}.parquet"), f"{len(of_split):,}", f"{sum(lengths) / len(lengths):.0f}, {max(lengths)}"
         )
     console.print(files)
     first = next(iter(rows.values()))[0]
@@ -87,9 +87,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with errors.status(f"{arguments.dataset}: reading") as status:
             rows = rows_of(arguments)
-            for split, found in rows.items():
-                status.update(f"{arguments.dataset}: writing {len(found):,} rows of {split}")
-                write_rows(found, arguments.out / f"{split}.parquet")
+            for split, of_split in rows.items():
+                status.update(f"{arguments.dataset}: writing {len(of_split):,} rows of {split}")
+                write_rows(of_split, arguments.out / f"{split}.parquet")
     except McoreRLError as error:
         if arguments.debug:
             raise

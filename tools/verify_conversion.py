@@ -46,22 +46,22 @@ MAX_SHOWN = 20
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    model = found.add_mutually_exclusive_group(required=True)
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = options.add_mutually_exclusive_group(required=True)
     model.add_argument(
         "--model", help="a checkpoint of model_configs/, its published config.json; nothing is downloaded"
     )
     model.add_argument(
         "--hf", type=Path, help="a directory with config.json and *.safetensors, whose tensors are held too"
     )
-    found.add_argument("--layout", default="", help="of training, as tp=8,pp=4,ep=8")
-    found.add_argument("--pipeline-layers", help="layers of each of the pp*vpp chunks, as 16,15,15,15")
-    found.add_argument("--world-size", type=int, help="training processes; by default one replica")
-    found.add_argument("--rollout", help="of vLLM, as tp=8,dp=4,ep=8; without it nothing is proven of the reshard")
-    found.add_argument("--preset", help="layouts and processes of the model's preset instead, as h100_80gb")
-    found.add_argument("--json", action="store_true", help="print the report as JSON")
-    found.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return found
+    options.add_argument("--layout", default="", help="of training, as tp=8,pp=4,ep=8")
+    options.add_argument("--pipeline-layers", help="layers of each of the pp*vpp chunks, as 16,15,15,15")
+    options.add_argument("--world-size", type=int, help="training processes; by default one replica")
+    options.add_argument("--rollout", help="of vLLM, as tp=8,dp=4,ep=8; without it nothing is proven of the reshard")
+    options.add_argument("--preset", help="layouts and processes of the model's preset instead, as h100_80gb")
+    options.add_argument("--json", action="store_true", help="print the report as JSON")
+    options.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return options
 
 
 def wanted_config(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -98,8 +98,8 @@ def prove(
 ) -> tuple[ProofReport, ModelConfig]:  # fmt: skip
     """The report at full size, and the tracer's check.  Raises ConfigError where a layout does not fit."""
     family, model = model_of(config)
-    found = layout_violations(model, parallel, world_size)
-    refuse_if_any(found + (rollout_violations(model, rollout) if rollout else []))
+    violations = layout_violations(model, parallel, world_size)
+    refuse_if_any(violations + (rollout_violations(model, rollout) if rollout else []))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Megatron would like to be installed
         from mcore_rl.training.meta import meta_shapes

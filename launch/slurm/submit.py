@@ -106,13 +106,13 @@ def _written(key: str, overrides: Sequence[str]) -> bool:
 def _violations(job: Job) -> list[Violation]:
     """Of the run by itself; where there are none, of the run on its cluster."""
     run, cluster = job.run, job.cluster
-    found = run_violations(run) if isinstance(run, RunConfig) else sft_violations(run)
+    violations = run_violations(run) if isinstance(run, RunConfig) else sft_violations(run)
     if cluster.slurm.requeue and run.trainer.resume_mode.value != "auto":
         problem = "a job that is queued again would begin anew"
         remedy = "Leave it out, or write cluster.slurm.requeue=false"
-        found.append(Violation(RESUME, run.trainer.resume_mode.value, problem, remedy))
-    if found or not run.recipe.checkpoint:
-        return found
+        violations.append(Violation(RESUME, run.trainer.resume_mode.value, problem, remedy))
+    if violations or not run.recipe.checkpoint:
+        return violations
     model = recipe_model(run.recipe)
     planned = plan(run, model, cluster)
     return list(planned.violations)
@@ -160,13 +160,13 @@ def _options(cluster: ClusterConfig) -> list[str]:
     """Of sbatch, besides those that every job has."""
     slurm = cluster.slurm
     named = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos}
-    found = [f"--{name}={value}" for name, value in named.items() if value]
-    found.append("--requeue" if slurm.requeue else "--no-requeue")
+    options = [f"--{name}={value}" for name, value in named.items() if value]
+    options.append("--requeue" if slurm.requeue else "--no-requeue")
     if cluster.gpus_per_node:
-        found.append(f"--gres=gpu:{cluster.gpus_per_node}")
+        options.append(f"--gres=gpu:{cluster.gpus_per_node}")
     if slurm.exclusive:
-        found += ["--exclusive", "--mem=0"]
-    return [*found, *slurm.extra]
+        options += ["--exclusive", "--mem=0"]
+    return [*options, *slurm.extra]
 
 
 def _container(job: Job) -> tuple[list[str], list[str]]:

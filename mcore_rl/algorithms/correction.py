@@ -1,11 +1,12 @@
-"""Importance correction for what sampler and trainer compute differently.
+"""Importance correction of the mismatch between sampler and trainer.
 
-vLLM and Megatron give the same weights slightly different log-probs, so samples come from a policy that is not quite
-the one whose gradient is taken.  ``r = p_trainer / p_sampler`` puts that right: per token, or as the product over a
-response.  Two things may be done, each or both.  Weights multiply the loss of a token: truncated (arXiv:1802.01561), 0
-outside of the bounds (IcePop, arXiv:2510.18855), or not trained there.  Rejection takes tokens or whole responses out
-of the training, by an estimate of how far apart the two policies are (Liu, Li et al., 2025, "When Speed Kills
-Stability", https://richardli.xyz/rl-collapse; verl's rollout_corr_helper, 0.9.1).  Log ratios are clamped to +-20.
+With the same weights, vLLM and Megatron compute slightly different log-probs, so samples come from a policy that is not
+quite the one whose gradient is taken.  The ratio ``r = p_trainer / p_sampler``, per token or as the product over a
+response, corrects this in two ways, which may be combined.  Weights multiply the loss of a token: the ratio, truncated
+(arXiv:1802.01561), set to 0 outside of the bounds (IcePop, arXiv:2510.18855), or the token is not trained there.
+Rejection removes tokens or whole responses from training, by an estimate of the distance between the two policies (Liu,
+Li et al., 2025, "When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's rollout_corr_helper, 0.9.1).
+Log ratios are clamped to +-20.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ from mcore_rl.types import SentAsArrays
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSums(SentAsArrays):
-    """What each sequence adds to the metrics and to the mean weight, float64 [S].
+    """What each sequence contributes to the metrics and to the mean weight, float64 [S].
 
-    Over its trained tokens: counts_S, their number; differences_S and highest_S, sum and maximum of the absolute
-    difference of the log-probs; k1_S, k3_S: sums of the estimates of KL(sampler || trainer).
-    Over its units, which are tokens, or the response as a whole, or none: units_S, their number; ratios_S, squares_S,
-    largest_S, above_S: of the ratio, its sum, the sum of its square, its maximum and how many exceed the upper bound.
-    weights_S, weighed_S: sum of the weights, and of how many units.  masked_S: trained tokens without a part in the
-    loss: rejected, or outside of the bounds.
+    Over its trained tokens:
+    counts_S: their number.
+    differences_S, highest_S: sum and maximum of the absolute difference of the log-probs, nats.
+    k1_S, k3_S: sums of the estimates k1 and k3 of KL(sampler || trainer), nats.
+    masked_S: how many of them are not in the loss: rejected, or outside of the bounds.
+
+    Over its units, the things that have one ratio each: tokens, the response as a whole, or none (``level``):
+    units_S: their number.
+    ratios_S, squares_S, largest_S: sum, sum of squares and maximum of the ratio.
+    above_S: how many ratios exceed the upper bound.
+    weights_S, weighed_S: sum of the weights, and the number of units that have one.
     """
 
     counts_S: Tensor
@@ -53,9 +59,11 @@ class CorrectionSums(SentAsArrays):
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """weights_T: what the policy loss of each token is multiplied by, 0 where untrained; None is 1 everywhere.
+    """What ``correct`` gives to some sequences.
 
-    mask_T: what is trained.  sums: for ``correction_metrics`` and ``mean_weight``.
+    weights_T: the factor of each token's policy loss, 0 at untrained tokens; None is 1 everywhere.
+    mask_T: bool, the tokens that are still trained.
+    sums: for ``correction_metrics`` and ``mean_weight``.
     """
 
     weights_T: Tensor | None
@@ -72,9 +80,11 @@ def correct(
 ) -> Correction:
     """Weights and mask from the trainer's (old) and the sampler's (rollout) log-probs of the same weights.
 
-    Estimate advantages with the mask that was given, and train with the one that comes back: a response whose
-    last token is masked here keeps its score.  Bounds are inclusive; a ratio that is not a number is outside.
-    Any sequences: none depends on another, for which reason the weights are not yet divided by ``mean_weight``.
+    Estimate advantages with the given mask, and train with the returned one, so that a response whose last token is
+    masked here keeps its score.  Bounds are inclusive; a ratio that is NaN is outside.
+
+    The sequences may be any of a step, since none depends on another; therefore the weights are not yet divided by
+    ``mean_weight``.
     """
     counts_S = sequence_counts(trained.mask_T, lengths_S)
     log_ratio_M = trained.gather(old_logprobs_T).double() - trained.gather(rollout_logprobs_T).double()
@@ -96,27 +106,27 @@ def correct(
 def _weights(
     log_ratio_M: Tensor, counts_S: Tensor, config: RolloutCorrectionConfig
 ) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
-    """Weights of tokens, which of them are outside of the bounds, and sums over units."""
+    """(weights of tokens [M], bool [M]: outside of the bounds, the sums over units of ``CorrectionSums`` by name)."""
     nothing_S = torch.zeros(len(counts_S), dtype=torch.float64)
     names = ("units_S", "ratios_S", "squares_S", "largest_S", "above_S", "weights_S", "weighed_S")
     if config.level is CorrectionLevel.none:
         return None, torch.zeros_like(log_ratio_M, dtype=torch.bool), dict.fromkeys(names, nothing_S)
     # A unit is a token or a response; each has one ratio.
-    units_S, log_ratio_U, found_S = counts_S, log_ratio_M, counts_S > 0
+    units_S, log_ratio_U, present_S = counts_S, log_ratio_M, counts_S > 0
     if config.level is CorrectionLevel.sequence:
-        units_S, log_ratio_U = found_S.long(), sequence_sums(log_ratio_M, counts_S)[found_S]
+        units_S, log_ratio_U = present_S.long(), sequence_sums(log_ratio_M, counts_S)[present_S]
     ratio_U = log_ratio_U.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     inside_U = torch.ones_like(ratio_U, dtype=torch.bool)
     if config.mode is not CorrectionMode.truncate:
         inside_U = (config.lower <= ratio_U) & (ratio_U <= config.upper)
     weight_U = ratio_U.masked_fill(~inside_U, 0).clamp(max=config.upper)
     weighed_U = inside_U.double() if config.mode is CorrectionMode.mask else torch.ones_like(ratio_U)
-    largest_S = torch.segment_reduce(ratio_U, "max", lengths=units_S, unsafe=True).where(found_S, 0)
+    largest_S = torch.segment_reduce(ratio_U, "max", lengths=units_S, unsafe=True).where(present_S, 0)
     of_units = (units_S.double(), *(sequence_sums(x_U, units_S) for x_U in (ratio_U, ratio_U.square())), largest_S)
     of_units += tuple(sequence_sums(x_U, units_S) for x_U in ((ratio_U > config.upper).double(), weight_U, weighed_U))
     weight_M, inside_M = weight_U, inside_U
     if config.level is CorrectionLevel.sequence:
-        lengths = counts_S[found_S].tolist()
+        lengths = counts_S[present_S].tolist()
         weight_M, inside_M = at_tokens(weight_U, lengths), at_tokens(inside_U, lengths)
     return weight_M, ~inside_M, dict(zip(names, of_units, strict=True))
 
@@ -143,7 +153,7 @@ def _largest(x_M: Tensor, counts_S: Tensor) -> Tensor:
 
 TokenEstimate = Callable[[Tensor], Tensor]
 ResponseReduction = Callable[[Tensor, Tensor], Tensor]  # (values of tokens, lengths of responses) -> of responses
-# The estimate of a token, and what is made of it for a response; None: tokens are rejected by themselves.
+# (the estimate of a token, how a response reduces those of its tokens); None: each token is judged by itself.
 REJECTIONS: dict[Rejection, tuple[TokenEstimate, ResponseReduction | None]] = {
     Rejection.token_k1: (_k1, None),
     Rejection.token_k2: (_k2, None),
@@ -160,7 +170,7 @@ REJECTIONS: dict[Rejection, tuple[TokenEstimate, ResponseReduction | None]] = {
 
 
 def _rejected(log_ratio_M: Tensor, counts_S: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    """Bool [M]: tokens that ``config.reject`` takes out."""
+    """Bool [M]: the tokens that ``config.reject`` rejects."""
     if config.reject is Rejection.none:
         return torch.zeros_like(log_ratio_M, dtype=torch.bool)
     estimate, reduce = REJECTIONS[config.reject]
@@ -187,26 +197,28 @@ def _agreement(log_ratio_M: Tensor, counts_S: Tensor) -> dict[str, Tensor]:
 
 
 def mean_weight(sums: CorrectionSums, config: RolloutCorrectionConfig) -> float:
-    """What ``batch_normalize`` divides the weights of the whole step by; 1.0 without it, or where all weights are 0.
+    """The number by which ``batch_normalize`` divides all weights of the step; 1.0 without it, or if all are 0.
 
-    The mean over tokens, or at level sequence over responses, of the weights after truncation; those that ``zero`` made
-    0 count, those that ``mask`` took out do not.  Before rejection, as in verl.
+    It is the mean of the weights after truncation, over tokens, or at level sequence over responses.  Weights that
+    ``zero`` set to 0 count; tokens that ``mask`` removed do not.  Rejection does not affect it, as in verl.
     """
     total, count = float(sums.weights_S.sum()), float(sums.weighed_S.sum())
     return total / count if config.batch_normalize and total > 0 else 1.0
 
 
 def correction_metrics(sums: CorrectionSums, config: RolloutCorrectionConfig) -> dict[str, float]:
-    """Numbers for the whole step, 0 where nothing is trained; the keys are those of ``tracking.metrics``.
+    """The metrics of the whole step, 0 if nothing is trained; the keys are those of ``tracking.metrics``.
 
     Over trained tokens, at every level: ``rollout/logprob_diff_mean`` and ``_max`` (absolute, nats); ``rollout/kl_k1``
-    and ``rollout/kl`` (k1 and k3 of KL(sampler || trainer), nats).  ``rollout/correction_*``: at level token over
-    tokens, at level sequence over responses, of the ratio before truncation, ``weight_mean``, ``weight_max``,
-    ``effective_sample_size`` (``(sum r)^2 / (n sum r^2)``, 1 is all of them), ``clip_share`` (above ``upper``).  And
-    ``masked_share``: of trained tokens, those that have no part in the loss.
+    and ``rollout/kl`` (k1 and k3 of KL(sampler || trainer), nats).
+
+    ``rollout/correction_*``, over tokens at level token and over responses at level sequence, of the ratio before
+    truncation: ``weight_mean``, ``weight_max``, ``effective_sample_size`` (``(sum r)^2 / (n sum r^2)``; 1 is all of
+    them), ``clip_share`` (the share above ``upper``).  ``rollout/correction_masked_share``: the share of trained tokens
+    that are not in the loss.
     """
     count, units = max(float(sums.counts_S.sum()), 1.0), max(float(sums.units_S.sum()), 1.0)
-    found = {
+    metrics = {
         "rollout/logprob_diff_mean": float(sums.differences_S.sum()) / count,
         "rollout/logprob_diff_max": float(sums.highest_S.max()),
         "rollout/kl_k1": float(sums.k1_S.sum()) / count,
@@ -215,12 +227,12 @@ def correction_metrics(sums: CorrectionSums, config: RolloutCorrectionConfig) ->
     weighs = config.level is not CorrectionLevel.none
     if weighs:
         total, squares = float(sums.ratios_S.sum()), float(sums.squares_S.sum())
-        found |= {
+        metrics |= {
             "rollout/correction_weight_mean": total / units,
             "rollout/correction_weight_max": float(sums.largest_S.max()),
             "rollout/correction_effective_sample_size": total**2 / (units * squares) if squares else 0.0,
             "rollout/correction_clip_share": float(sums.above_S.sum()) / units,
         }
     if weighs or config.reject is not Rejection.none:
-        found["rollout/correction_masked_share"] = float(sums.masked_S.sum()) / count
-    return found
+        metrics["rollout/correction_masked_share"] = float(sums.masked_S.sum()) / count
+    return metrics

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the cross entropy of the tokens that are trained."""
+"""Supervised fine-tuning: the cross entropy of the trained tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mcore_rl.types import LossInputs, LossSums
 
 @dataclass(frozen=True)
 class CrossEntropy(RoleLoss):
-    """``-sum(log p(token))`` over trained tokens, nats; divide by their number.  Travels to workers by pickle."""
+    """``-sum(log p(token))`` over trained tokens, nats; the engine divides by their number.  Can be pickled."""
 
     def __call__(self, inputs: LossInputs) -> LossSums:
-        """The sum of this rank's rows; without a trained row it is a zero that is connected to the graph."""
+        """The sum over this rank's rows; without a trained row, a zero that is connected to the graph."""
         assert inputs.logprobs_N is not None, "a language model's forward pass makes log-probs"
         return LossSums(total=-masked_sum(inputs.logprobs_N, inputs.mask_N), metrics={})
 

@@ -1,10 +1,10 @@
 """KL divergence between policy and reference: estimates from the sampled token, and its coefficient.
 
 The three estimates of KL(policy || reference) are those of http://joschu.net/blog/kl-approx.html, for a token sampled
-from the policy.  As a loss their gradients differ: that of k1 is 0 in expectation and pulls nowhere, that of k2 is the
-gradient of the KL in expectation, that of k3 is the gradient of the KL the other way round, near enough the same while
-the two are close (arXiv:2506.09477).  ``k1_plus`` and ``k3_plus`` have the value of the one and the gradient of k2.
-The exact sum over the vocabulary is ``training/full_kl.py``'s.
+from the policy.  As a loss, their gradients differ.  The gradient of k1 is 0 in expectation.  That of k2 is, in
+expectation, the gradient of the KL.  That of k3 is the gradient of KL(reference || policy), which is nearly the same
+while the two are close (arXiv:2506.09477).  ``k1_plus`` and ``k3_plus`` have the value of k1 and k3 and the gradient of
+k2.  ``training/full_kl.py`` computes the exact sum over the vocabulary.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """``q/p - 1 - log(q/p)``: unbiased and never negative.  Any shape, nats.
 
-    Where ``log(q/p)`` exceeds ``MAX_LOG_RATIO`` the exponential goes on along its tangent: it cannot overflow, and
-    the gradient is bounded but still pulls back, where clamping the ratio or the result would let go.
+    Beyond ``log(q/p) = MAX_LOG_RATIO`` the tangent continues the exponential.  So it cannot overflow, and its gradient
+    is bounded but still pulls towards the reference; clamping the ratio or the result would make that gradient 0.
     """
     log_ratio = ref_logprobs - logprobs
     exact = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
@@ -47,7 +47,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def kl_low_var(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """verl's k3 (core_algos.kl_penalty_forward, 0.9.1): at most 10 nats.  Any shape.
 
-    Where k3 exceeds 10, which is from ``log(q/p)`` = 2.61 on, the gradient is 0: the tokens that are furthest from the
+    Above 10 nats, that is from ``log(q/p)`` = 2.61 on, the gradient is 0: the tokens that are furthest from the
     reference are not pulled back.
     """
     log_ratio = (ref_logprobs - logprobs).clamp(-VERL_MAX_LOG_RATIO, VERL_MAX_LOG_RATIO)
@@ -55,7 +55,10 @@ def kl_low_var(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def straight_through(value: KlEstimate) -> KlEstimate:
-    """``value`` with the gradient of k2, which is that of the KL in expectation (arXiv:2506.09477; verl's ``+``)."""
+    """An estimate with the value of ``value`` and the gradient of k2, which is that of the KL in expectation.
+
+    arXiv:2506.09477; verl's ``+``.
+    """
 
     def estimate(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         squared = kl_k2(logprobs, ref_logprobs)
@@ -75,7 +78,7 @@ PENALTIES: dict[KlPenalty, KlEstimate] = {
 
 
 def penalty(kind: KlPenalty) -> KlEstimate:
-    """The estimate called ``kind``; ``full`` is none."""
+    """The estimate called ``kind``.  KeyError for ``full``, which is not an estimate from one token."""
     return PENALTIES[kind]
 
 
@@ -87,16 +90,16 @@ class KlController:
         self.coef = config.kl_coef
 
     def update(self, *, per_token: float, per_response: float, num_samples: int) -> None:
-        """Tell it of one step's KL, in nats; ``target_kl_per`` says which of the two it reads.
+        """Adjusts the coefficient to the KL of one step, in nats; ``target_kl_per`` says which of the two it reads.
 
         Args:
             per_token: mean over responses of the mean over a response's tokens.
             per_response: mean over responses of the sum over a response's tokens.
             num_samples: responses of the step.
 
-        ``coef *= 1 + clip(kl / target_kl - 1, -0.2, 0.2) * min(num_samples / horizon, 1)``; the min, which the
-        paper and verl lack, keeps a batch larger than the horizon from turning the sign.  A KL that is not finite moves
-        nothing, and ``fixed`` never moves.
+        ``coef *= 1 + clip(kl / target_kl - 1, -0.2, 0.2) * min(num_samples / horizon, 1)``.  The paper and verl lack
+        the min, which keeps a batch far larger than the horizon from making the coefficient negative.  A KL that is
+        not finite changes nothing, and ``fixed`` never changes.
         """
         kl_mean = per_token if self.config.target_kl_per is KlUnit.token else per_response
         if self.config.type is KlControl.fixed or not math.isfinite(kl_mean):
@@ -105,10 +108,10 @@ class KlController:
         self.coef *= 1 + error * min(num_samples / self.config.horizon, 1)
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must keep."""
+        """The state that a checkpoint must keep."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on where ``state_dict`` was taken; a fixed coefficient is the configuration's, whatever was saved."""
+        """Restores the state of ``state_dict``; a fixed coefficient stays the configuration's, whatever was saved."""
         if self.config.type is KlControl.adaptive:
             self.coef = state["coef"]

@@ -3,11 +3,12 @@
 Every metric is a sum over trained tokens; divided by the trained tokens of the global minibatch it is a mean over
 tokens, whatever the loss's own aggregation:
 
-- ``actor/policy_loss``: of tokens, importance weights included
+- ``actor/policy_loss``: the policy loss, importance weights included
 - ``actor/clip_fraction``, ``_low``, ``_high`` (losses with a clip range), ``_dual`` (ppo_clip)
-- ``actor/ratio``, ``actor/approx_kl`` (k3), ``actor/approx_kl_k1``: of the policy before the step (old) to the policy
-  now, where old log-probs are there
-- ``actor/entropy``: where entropies are computed.  ``actor/kl_loss``: the KL to the reference, before its coefficient
+- ``actor/ratio``, ``actor/approx_kl`` (k3), ``actor/approx_kl_k1``: between the policy before the step (old) and the
+  current one, if there are old log-probs
+- ``actor/entropy``: if entropies are computed
+- ``actor/kl_loss``: the KL to the reference, before its coefficient
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.types import LossInputs, LossSums
 
-# What the loss calls a mean over trained tokens -> what it is called in metrics.jsonl.
+# The loss's name of a mean over trained tokens -> its key in metrics.jsonl.
 REPORTED = {
     "actor/approx_kl_k1": "actor/kl_k1",
     "actor/approx_kl": "actor/kl_k3",
@@ -46,7 +47,7 @@ class ActorLoss(RoleLoss):
 
     @property
     def with_entropy(self) -> bool:
-        """Whether the engine must compute entropies with gradient: only the bonus needs them."""
+        """Whether the engine must compute entropies with gradient, which only the entropy bonus needs."""
         return self.config.entropy_coeff != 0
 
     @property
@@ -55,16 +56,15 @@ class ActorLoss(RoleLoss):
         return self.config.use_kl_loss and self.config.kl_loss_type is KlPenalty.full
 
     def __call__(self, inputs: LossInputs) -> LossSums:
-        """The sums of this rank's rows.
+        """The sums over this rank's rows; without a trained row, a zero that is connected to the graph.
 
-        Needs advantages; old log-probs where the loss mode does; reference log-probs where ``use_kl_loss``, or the KL
-        itself where ``with_full_kl``; entropies where ``with_entropy``.  Without a trained row it is a zero that is
-        connected to the graph.
+        Needs advantages; old log-probs if the policy loss does; with ``use_kl_loss`` reference log-probs, or with
+        ``with_full_kl`` the KL itself; with ``with_entropy`` entropies.
         """
         config, inputs = self.config, trained_rows(inputs)
         assert inputs.logprobs_N is not None, "an actor's forward pass makes log-probs"
-        found: TokenLosses = algorithm_registry.policy_loss(config.loss_mode).load()(inputs, config)
-        policy_N = found.loss_N if inputs.weights_N is None else found.loss_N * inputs.weights_N
+        losses: TokenLosses = algorithm_registry.policy_loss(config.loss_mode).load()(inputs, config)
+        policy_N = losses.loss_N if inputs.weights_N is None else losses.loss_N * inputs.weights_N
         loss_N, per_token = policy_N, {"actor/policy_loss": policy_N}
 
         if inputs.entropy_N is not None:
@@ -79,17 +79,17 @@ class ActorLoss(RoleLoss):
         if inputs.old_logprobs_N is not None:
             per_token |= _change(inputs)
         metrics = {name: masked_sum(x_N.detach(), inputs.mask_N) for name, x_N in per_token.items()}
-        return LossSums(total=sum_token_losses(loss_N, inputs, config.loss_agg_mode), metrics=found.metrics | metrics)
+        return LossSums(total=sum_token_losses(loss_N, inputs, config.loss_agg_mode), metrics=losses.metrics | metrics)
 
     def metrics(self, sums: UpdateSums) -> dict[str, float]:
-        """See ``RoleLoss``; the ratio is of the first minibatch, where it is 1 if all is well."""
-        found = {key: sums.mean(name) for name, key in REPORTED.items()}
-        found["actor/ratio_first"] = sums.mean("actor/ratio", first=True)
-        metrics = {key: value for key, value in found.items() if value is not None}
+        """See ``RoleLoss``.  ``actor/ratio_first`` is of the first minibatch, where it must be 1."""
+        means = {key: sums.mean(name) for name, key in REPORTED.items()}
+        means["actor/ratio_first"] = sums.mean("actor/ratio", first=True)
+        metrics = {key: value for key, value in means.items() if value is not None}
         return metrics | ({"kl/coef": self.config.kl_loss_coef} if self.config.use_kl_loss else {})
 
     def _kl(self, inputs: LossInputs) -> Tensor:
-        """To the reference, at each row; nats."""
+        """The KL to the reference in each row, [N], nats."""
         if self.with_full_kl:
             assert inputs.full_kl_N is not None, "this KL is the engine's to compute (train_step's kl_to)"
             return inputs.full_kl_N
@@ -98,13 +98,13 @@ class ActorLoss(RoleLoss):
 
 
 def policy_loss(config: ActorConfig) -> ActorLoss:
-    """The actor's loss; travels to workers by pickle."""
+    """The actor's loss, which can be pickled."""
     return ActorLoss(config)
 
 
 @torch.no_grad()
 def _change(inputs: LossInputs) -> dict[str, Tensor]:
-    """How far the policy moved since the samples were scored, per token; nats."""
+    """How far the policy moved since it scored the samples, per token: ratio, and KL estimates in nats; each [N]."""
     change_N = log_ratios(inputs)
     zero_N = torch.zeros_like(change_N)
     return {

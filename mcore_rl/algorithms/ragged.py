@@ -1,8 +1,8 @@
-"""Sequences laid end to end: sums over each, values at each of its tokens, discounted sums from each token on.
+"""Operations on sequences that are packed end to end: sums per sequence, values at tokens, discounted sums.
 
-S sequences, T packed tokens, M of them trained.  No result of one sequence depends on another, so that each rank may do
-this for its own, and no Python loop runs over tokens.  What is said of all sequences together is put together from
-what is said of each (``Spreads``), in the order of the batch: the bits are the same wherever a sequence was.
+S sequences, T packed tokens, M of them trained.  No result of one sequence depends on another, so each rank computes
+its own sequences, and no Python loop runs over tokens.  Statistics over all sequences are combined from those of each
+(``Spreads``), in the order of the batch, so that they are the same bits whichever rank had a sequence.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.types import SentAsArrays
 
-_SIDE_BY_SIDE = 1024  # bounds the padding that one long response costs; fewer would only mean more steps
+_SIDE_BY_SIDE = 1024  # sequences padded together; bounds the padding for one long response, fewer would be slower
 
 
 def sequence_sums(x_T: Tensor, lengths: Sequence[int] | Tensor) -> Tensor:
-    """Sum of the floating ``x_T`` over each sequence, [S]; 0 for a length of 0."""
+    """The sum of the floating ``x_T`` over each sequence, [S]; 0 for a sequence of length 0."""
     lengths_S = torch.as_tensor(lengths, dtype=torch.int64)
     return torch.segment_reduce(x_T, "sum", lengths=lengths_S, unsafe=True)  # unsafe: lengths are not checked again
 
@@ -38,22 +38,22 @@ def at_tokens(x_S: Tensor, lengths_S: Sequence[int]) -> Tensor:
 
 
 def last_trained(mask_T: Tensor, lengths_S: Sequence[int]) -> Tensor:
-    """Where in T the last trained token of each sequence that has one stands; int64, ascending."""
-    found, end = [], 0
+    """The positions in T of the last trained token of each sequence that has one; int64, ascending."""
+    places, end = [], 0
     mask = mask_T.numpy()
     for length in lengths_S:
         backwards = mask[end : end + length][::-1]
         end += length
         place = int(backwards.argmax()) if length else 0
         if length and backwards[place]:
-            found.append(end - 1 - place)
-    return torch.tensor(found, dtype=torch.int64)
+            places.append(end - 1 - place)
+    return torch.tensor(places, dtype=torch.int64)
 
 
 class Trained:
-    """Takes the trained tokens out of [T] and puts them back.  They stand in few runs, which are copied as slices.
+    """Gathers the trained tokens from [T] to [M] and scatters them back.  They form few runs, copied as slices.
 
-    count: M.
+    count: the number of trained tokens, M.
     """
 
     def __init__(self, mask_T: Tensor) -> None:
@@ -64,11 +64,11 @@ class Trained:
         self._first = 0 if len(mask) and mask[0] else 1  # runs are trained and untrained in turn
 
     def gather(self, x_T: Tensor) -> Tensor:
-        """The trained tokens' values, [M]."""
+        """The values of the trained tokens, [M]."""
         return torch.cat([x_T[:0], *self._runs(x_T)])
 
     def scatter(self, x_M: Tensor) -> Tensor:
-        """Values of the trained tokens at their places, 0 elsewhere; [T]."""
+        """[T]: the values ``x_M`` at the trained tokens, 0 elsewhere."""
         trained = iter(torch.split(x_M, self._sizes[self._first :: 2]))
         zeros = x_M.new_zeros(max(self._sizes[1 - self._first :: 2], default=0))
         runs = [next(trained) if number % 2 == self._first else zeros[:size] for number, size in enumerate(self._sizes)]
@@ -80,7 +80,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of ``count`` values.  variance: over their count."""
+    """Statistics of ``count`` values.  variance: biased, divided by the count.  low, high: the extremes."""
 
     count: int
     mean: float
@@ -91,9 +91,9 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Spreads(SentAsArrays):
-    """Of the values of each sequence, float64 [S].  squares_S: sum of their squared distances from their mean.
+    """Statistics of the values of each sequence, float64 [S]; all 0 for a sequence without values.
 
-    All are 0 for a sequence that has none.
+    squares_S: the sum of squared distances from the sequence's mean.  lows_S, highs_S: the extremes.
     """
 
     counts_S: Tensor
@@ -104,18 +104,18 @@ class Spreads(SentAsArrays):
 
     @classmethod
     def of(cls, x_M: Tensor, counts_S: Tensor) -> Spreads:
-        """Of ``x_M``, counts_S values of each sequence one after another.
+        """The statistics of ``x_M``: the values of all sequences one after another, ``counts_S`` of each.
 
-        Sums are of differences from a sequence's first value: values that are all equal vary by exactly 0.
+        Sums are of differences from a sequence's first value, so that the variance of equal values is exactly 0.
         """
-        found_S = counts_S > 0
+        present_S = counts_S > 0
         first_S = x_M.new_zeros(len(counts_S), dtype=torch.float64)
-        first_S[found_S] = x_M[(counts_S.cumsum(0) - counts_S)[found_S]].double()
+        first_S[present_S] = x_M[(counts_S.cumsum(0) - counts_S)[present_S]].double()
         from_first_M = x_M.double() - first_S.repeat_interleave(counts_S)
         from_first_S = sequence_sums(from_first_M, counts_S) / counts_S.clamp(min=1)
         squares_M = (from_first_M - from_first_S.repeat_interleave(counts_S)).square_()
         lows_S, highs_S = (
-            torch.segment_reduce(x_M.double(), bound, lengths=counts_S, unsafe=True).where(found_S, 0)
+            torch.segment_reduce(x_M.double(), bound, lengths=counts_S, unsafe=True).where(present_S, 0)
             for bound in ("min", "max")
         )
         return cls(
@@ -128,7 +128,7 @@ class Spreads(SentAsArrays):
 
     @classmethod
     def constant(cls, x_S: Tensor, counts_S: Tensor) -> Spreads:
-        """Of values that are equal within a sequence."""
+        """The statistics of values that are equal within a sequence: ``counts_S`` times ``x_S``."""
         values_S = torch.where(counts_S > 0, x_S.double(), 0)
         return cls(
             counts_S=counts_S.double(), means_S=values_S, squares_S=torch.zeros_like(values_S),
@@ -136,33 +136,33 @@ class Spreads(SentAsArrays):
         )  # fmt: skip
 
     def total(self) -> Spread | None:
-        """Of all sequences together; None where there is no value."""
-        found = self.counts_S > 0
-        if not bool(found.any()):
+        """The statistics of all sequences together; None if there is no value."""
+        present_S = self.counts_S > 0
+        if not bool(present_S.any()):
             return None
-        counts, means = self.counts_S[found], self.means_S[found]
+        counts, means = self.counts_S[present_S], self.means_S[present_S]
         count = float(counts.sum())
         from_first = means - means[0]
         mean = float((counts * from_first).sum() / count)
-        squares = self.squares_S[found] + counts * (from_first - mean).square()
+        squares = self.squares_S[present_S] + counts * (from_first - mean).square()
         return Spread(
             count=int(count),
             mean=float(means[0]) + mean,
             variance=float(squares.sum() / count),
-            low=float(self.lows_S[found].min()),
-            high=float(self.highs_S[found].max()),
+            low=float(self.lows_S[present_S].min()),
+            high=float(self.highs_S[present_S].max()),
         )
 
 
 def discounted_sums(x_M: Tensor, counts_S: Tensor, factor: float) -> Tensor:
     """``y[t] = x[t] + factor * y[t + 1]`` within each sequence, [M].
 
-    x_M: values of the trained tokens alone, sequence after sequence; counts_S of them each.  ``_SIDE_BY_SIDE``
-    sequences at a time are padded to their longest, and take each step together.
+    x_M: values of the trained tokens, sequence after sequence, ``counts_S`` of each.  ``_SIDE_BY_SIDE`` sequences at a
+    time are padded to their longest and advance together.
     """
     summed = [x_M[:0]]
     for rows in _batches(torch.split(x_M, counts_S.tolist())):
-        padded = pad_sequence(rows, batch_first=True).t().contiguous()  # a step's values stand side by side
+        padded = pad_sequence(rows, batch_first=True).t().contiguous()  # row t: the values at t, contiguous
         for position in reversed(range(len(padded) - 1)):
             padded[position].add_(padded[position + 1], alpha=factor)
         again = padded.t().contiguous()

@@ -1,4 +1,4 @@
-"""What a role is trained with: a loss of one microbatch, and what a step's updates report of it."""
+"""The interface of a role's loss: the loss of one microbatch, and the metrics of a step's updates."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from mcore_rl.types import LossInputs, LossSums
 
 @dataclass(frozen=True)
 class UpdateSums:
-    """What a loss said in the updates of one step.
+    """The metrics of a loss in the updates of one step.
 
-    minibatches: of each optimizer step, the metrics that the loss summed over its trained tokens, and the routers'.
-    trained: the trained tokens of each.
+    minibatches: for each optimizer step, the loss's metrics, summed over its trained tokens, and the routers' metrics.
+    trained: the number of trained tokens of each optimizer step.
     """
 
     minibatches: Sequence[Mapping[str, float]]
     trained: Sequence[int]
 
     def mean(self, name: str, first: bool = False) -> float | None:
-        """A metric per trained token; None where there is none.  first: of the first minibatch alone."""
+        """A metric per trained token; None if no minibatch has it.  first: of the first minibatch alone."""
         chosen = list(zip(self.minibatches, self.trained, strict=True))[: 1 if first else None]
-        found = [(metrics[name], count) for metrics, count in chosen if name in metrics]
-        return sum(value for value, _ in found) / max(1, sum(count for _, count in found)) if found else None
+        pairs = [(metrics[name], count) for metrics, count in chosen if name in metrics]
+        return sum(value for value, _ in pairs) / max(1, sum(count for _, count in pairs)) if pairs else None
 
     def totals(self) -> dict[str, float]:
-        """All metrics, over all minibatches."""
+        """The sum of each metric over all minibatches."""
         names = {name for metrics in self.minibatches for name in metrics}
         return {name: sum(metrics.get(name, 0.0) for metrics in self.minibatches) for name in names}
 
 
 class RoleLoss(ABC):
-    """The loss of a trained role; made by the row's ``loss`` of its configuration, and sent to workers by pickle."""
+    """The loss of a trained role.  The role's ``loss`` makes it from its configuration; workers receive it pickled."""
 
     @property
     def with_entropy(self) -> bool:
@@ -47,9 +47,9 @@ class RoleLoss(ABC):
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossSums:
-        """The sums of this rank's rows; without a trained row a zero that is connected to the graph."""
+        """The sums over this rank's rows; without a trained row, a zero that is connected to the graph."""
 
     def metrics(self, sums: UpdateSums) -> dict[str, float]:
-        """What metrics.jsonl says of a step: each metric of the loss under its own name, per trained token."""
+        """The metrics of a step for metrics.jsonl: by default each metric of the loss, per trained token."""
         names = sorted(name for name in sums.totals() if not name.startswith("router/"))
         return {name: value for name in names if (value := sums.mean(name)) is not None}

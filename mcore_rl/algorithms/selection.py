@@ -1,11 +1,12 @@
-"""Tokens that a loss treats apart, chosen over the whole step: the covariances of ``clip_cov`` and ``kl_cov``.
+"""Selects, over the whole step, the tokens that ``clip_cov`` and ``kl_cov`` treat apart, by their covariance.
 
 The covariance of a token is ``(A - mean A) (log p - mean log p)`` (arXiv:2505.22617, section 4), of the policy before
-the step; means are over the trained tokens of the step.  verl takes both from the microbatch that it trains, with the
-policy of that moment; the two agree in the first update of a step whose batch is one microbatch.  Here the choice is
-made once, before the first update, so that it depends on no microbatch, packing, rank or minibatch: each rank makes
-keys of its own tokens (``select``), the controller finds the least key that is selected (``threshold``), and
-``step_numbers.finish`` takes it from each token's key.  Tokens with equal keys go together.
+the step; means are over the trained tokens of the step.  verl takes both from the microbatch at hand, with the current
+policy; the two agree in the first update of a step whose batch is one microbatch.  Here tokens are selected once,
+before the first update, so that the selection depends on no microbatch, packing, rank or minibatch.  Each rank computes
+keys of its own tokens (``select``), the controller finds the smallest selected key (``threshold``), and
+``step_numbers.finish`` subtracts it from each token's key; keys of 0 or more are selected.  Tokens with equal keys are
+selected together.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from mcore_rl.types import TrainBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Moments:
-    """Of the whole step, over its trained tokens.
+    """What selection needs to know of the whole step, over its trained tokens.
 
-    advantage, logprob: means.  num_selected: tokens that are to be selected.  seed: of the uniform draws.
+    advantage, logprob: their means.  num_selected: how many tokens to select.  seed: of the uniform draws.
     """
 
     advantage: float
@@ -39,7 +40,10 @@ class Moments:
 
 
 def num_selected(config: ActorConfig, num_tokens: int) -> int:
-    """The loss's share of the trained tokens, rounded down; at least one, as in verl; 0 of a loss that selects none."""
+    """How many of ``num_tokens`` trained tokens the loss selects: its share, rounded down; 0 if it selects none.
+
+    A loss that selects takes at least one token, as in verl.
+    """
     selection = policy_loss(config.loss_mode).selection
     return 0 if selection is None else max(1, int(getattr(config, selection.share) * num_tokens))
 
@@ -47,10 +51,10 @@ def num_selected(config: ActorConfig, num_tokens: int) -> int:
 def select(
     batch: TrainBatch, index_S: Sequence[int], config: ActorConfig, moments: Moments
 ) -> tuple[Tensor, NDArray[np.float32]]:
-    """Keys of a rank's tokens, float32 [T], -inf where they cannot be selected; and its ``num_selected`` largest.
+    """(keys of a rank's tokens, float32 [T], -inf if they cannot be selected; the ``num_selected`` largest of them).
 
-    batch: finished, with the advantages that are trained.
-    index_S: the place of each sequence in the step, by which its draws are made.
+    batch: the rank's sequences, with final advantages.
+    index_S: the place of each sequence in the step, which seeds its draws.
     config: names the loss.
     moments: of the step.
     """
@@ -64,17 +68,17 @@ def select(
     keys_M = selection.load()(covariance_M, uniform_M, config).float()
     keys_T = torch.full((len(batch.mask_T),), -torch.inf)
     keys_T[batch.mask_T] = keys_M
-    found_M = keys_M[keys_M > -torch.inf]
-    return keys_T, found_M.topk(min(moments.num_selected, len(found_M))).values.numpy()
+    candidates_M = keys_M[keys_M > -torch.inf]
+    return keys_T, candidates_M.topk(min(moments.num_selected, len(candidates_M))).values.numpy()
 
 
 def threshold(largest: Sequence[NDArray[np.float32]], num_selected: int) -> float:
-    """The least key that is selected, of the largest keys of each rank; inf where there is no candidate."""
+    """The smallest selected key; inf if there is no candidate.  largest: the largest keys of each rank."""
     keys = np.sort(np.concatenate(largest))[::-1]
     return float(keys[min(num_selected, len(keys)) - 1]) if len(keys) else math.inf
 
 
 def _uniform(lengths_S: Sequence[int], index_S: Sequence[int], seed: int) -> Tensor:
-    """A draw from [0, 1) for each token, which depends on the sequence and the token's place in it alone; [T]."""
+    """A draw from [0, 1) for each token, [T]; it depends only on the seed, the sequence and the token's place in it."""
     drawn = [np.random.default_rng((seed, index)).random(n) for n, index in zip(lengths_S, index_S, strict=True)]
     return torch.from_numpy(np.concatenate(drawn))

@@ -1,4 +1,4 @@
-"""What of a step's samples is trained at all: DAPO's two filters (arXiv:2503.14476, sections 3.2 and 3.4)."""
+"""Which of a step's samples are trained: DAPO's two filters (arXiv:2503.14476, sections 3.2 and 3.4)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 
 
 def has_signal(scores: Sequence[float], truncated: Sequence[bool], config: AlgorithmConfig) -> bool:
-    """Whether a group gives any response that is trained an advantage other than 0, by estimators that compare groups.
+    """Whether an estimator that compares groups gives any trained response of this group an advantage other than 0.
 
     Args:
         scores: ``filter_groups.metric`` of each response to one prompt.
-        truncated: whether it was cut off at its limit.
-        config: says whether such a response is trained, and whether its score stays in the baseline.
+        truncated: for each response, whether it was cut off at its length limit.
+        config: says whether such responses are trained, and whether their scores stay in the baseline.
     """
     trained = [not (cut and config.mask_truncated) for cut in truncated]
     compared = [x for x, kept in zip(scores, trained, strict=True) if kept or config.masked_in_baseline]
@@ -24,5 +24,5 @@ def has_signal(scores: Sequence[float], truncated: Sequence[bool], config: Algor
 
 
 def mask_truncated(mask_T: Tensor, lengths_S: Sequence[int], truncated_S: Tensor) -> Tensor:
-    """``mask_T`` without the responses that were cut off at their limit (``truncated_S``, bool): overlong filtering."""
+    """Overlong filtering: ``mask_T`` without the responses that were cut off at their limit (``truncated_S``, bool)."""
     return mask_T & ~at_tokens(truncated_S, lengths_S)

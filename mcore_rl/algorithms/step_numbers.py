@@ -1,4 +1,4 @@
-"""Numbers of the whole step that a rank needs to finish what it made of its own tokens."""
+"""The numbers of the whole step with which each rank finishes the advantages and weights of its own tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mcore_rl.types import TrainBatch
 
 @dataclass(frozen=True, kw_only=True)
 class StepNumbers:
-    """Concluded on the controller from what every rank says of its sequences; the same for all ranks.
+    """The controller computes them from every rank's ``SequenceStats``; all ranks receive the same.
 
     whitening: of the advantages of an estimator of ``Scope.token``; None: they are not whitened.
-    mean_weight: what importance weights are divided by.
-    threshold: the least key that is selected; None where the loss selects no tokens.
+    mean_weight: the divisor of importance weights.
+    threshold: the smallest selected key; None if the loss selects no tokens.
     """
 
     whitening: Whitening | None = None
@@ -28,9 +28,9 @@ class StepNumbers:
 
 
 def finish(batch: TrainBatch, advantages_S: NDArray[np.float32] | None, numbers: StepNumbers) -> TrainBatch:
-    """``batch`` as it is trained.
+    """``batch`` with final advantages, weights and selection.
 
-    advantages_S: of its sequences, where a response has one advantage; None: ``batch.advantages_T`` are of tokens.
+    advantages_S: one per sequence of ``batch``; None: ``batch.advantages_T`` has one per token.
     """
     if advantages_S is not None or batch.advantages_T is not None:
         of_response_S = None if advantages_S is None else torch.from_numpy(advantages_S)

@@ -1,7 +1,7 @@
-"""What a rank makes of its own scored sequences: KL, rewards of tokens, raw advantages, correction.
+"""What a rank computes from its own scored sequences: KL, rewards of tokens, raw advantages, correction.
 
-No sequence depends on another here.  What is known of each token stays where the tokens are (``TokenAdvantages``); what
-is known of each sequence goes to the controller (``SequenceStats``), which estimates what spans all of them.
+No sequence depends on another here.  Results per token stay on the rank (``TokenAdvantages``); results per sequence go
+to the controller (``SequenceStats``), which computes everything that spans sequences.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mcore_rl.types import SentAsArrays, TrainBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Outcomes(SentAsArrays):
-    """What is known of each response.
+    """Score and truncation of each response.
 
     scores_S: float32, finite.
-    truncated_S: bool, cut off at its limit.
-    greedy_S: float32, the score of the greedy response to the same prompt; None where nobody asks for it.
-    parts_SK: float32, the K parts of the score that ``gdpo_reward_keys`` names; None where it names none.
+    truncated_S: bool, whether it was cut off at its length limit.
+    greedy_S: float32, the score of the greedy response to the same prompt; None if the algorithm does not need it.
+    parts_SK: float32, the K parts of the score that ``gdpo_reward_keys`` names; None if it names none.
     """
 
     scores_S: Tensor
@@ -37,7 +37,7 @@ class Outcomes(SentAsArrays):
     parts_SK: Tensor | None = None
 
     def of(self, members: Sequence[int]) -> Outcomes:
-        """Of some responses."""
+        """The outcomes of the responses at the places ``members``, in this order."""
         chosen = list(members)
         greedy_S = None if self.greedy_S is None else self.greedy_S[chosen]
         parts_SK = None if self.parts_SK is None else self.parts_SK[chosen]
@@ -48,13 +48,13 @@ class Outcomes(SentAsArrays):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenAdvantages:
-    """Of each token; [T].
+    """Results for each of a rank's tokens, [T].
 
-    mask_T: bool, what is trained.
-    advantages_T: of an estimator of ``Scope.token``, not yet whitened; None of another.
-    returns_T: what the critic should have said; None without one.
-    weights_T: what the policy loss is multiplied by, not yet divided by their mean; None is 1 everywhere.
-    old_logprobs_T: the sampler's, in bypass mode; None leaves the batch's.
+    mask_T: bool, trained tokens.
+    advantages_T: those of an estimator of ``Scope.token``, not yet whitened; None if the estimator has another scope.
+    returns_T: the critic's targets; None without a critic.
+    weights_T: the factor of the policy loss, not yet divided by the mean weight; None is 1 everywhere.
+    old_logprobs_T: in bypass mode, the sampler's; None: keep those of the batch.
     """
 
     mask_T: Tensor
@@ -66,16 +66,16 @@ class TokenAdvantages:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceStats(SentAsArrays):
-    """Of each sequence; [S].
+    """Results for each of a rank's sequences, [S].
 
     responses_S: tokens of the response that the model wrote, int64.
-    members_S: the same, of a response whose score its group is compared with, else 0; int64.
-    counts_S: the same, of a response whose advantages are trained, else 0; int64.
-    trained_S: those of them that are trained, which correction makes fewer, int64.
-    scores_S: sum of all rewards.
-    kl_S: sum of the KL in the reward over ``responses_S`` tokens, float64, nats; None where there is none.
-    logprobs_S: sum of the old log-probs over ``counts_S`` tokens, float64, nats.
-    advantages: of the raw ones of an estimator of ``Scope.token``; None of another.
+    members_S: the same if the response's score enters its group's baseline, else 0; int64.
+    counts_S: the same if the response's advantages are trained, else 0; int64.
+    trained_S: how many of these tokens are still trained after correction, int64.
+    scores_S: the sum of all rewards.
+    kl_S: the sum of the KL in the reward over ``responses_S`` tokens, float64, nats; None if there is no such KL.
+    logprobs_S: the sum of the old log-probs over ``counts_S`` tokens, float64, nats.
+    advantages: statistics of the raw advantages of an estimator of ``Scope.token``; None for another scope.
     returns_S, values_S: sums over ``counts_S`` tokens, float64; None without a critic.
     correction: for ``correction_metrics``.
     """
@@ -96,17 +96,18 @@ class SequenceStats(SentAsArrays):
 def compute_advantages(
     batch: TrainBatch, outcomes: Outcomes, algorithm: AlgorithmConfig, kl_coef: float
 ) -> tuple[TokenAdvantages, SequenceStats]:
-    """Of the sequences of ``batch``.
+    """(results per token, results per sequence) of the sequences of ``batch``, which are a rank's.
 
-    batch: with old and rollout log-probs, and turn rewards, values and reference log-probs where there are some.
-    kl_coef: of the KL in the reward, as it stands in this step.
+    batch: has old and rollout log-probs, and if the run has them turn rewards, values and reference log-probs.
+    outcomes: of the same sequences.
+    kl_coef: the coefficient of the KL in the reward in this step.
     """
     assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
     kl_T, process_T = None, batch.turn_rewards_T
     if algorithm.use_kl_in_reward:
         assert batch.ref_logprobs_T is not None, "the KL in the reward needs the reference"
         kl_T = penalty(algorithm.kl_penalty)(batch.old_logprobs_T, batch.ref_logprobs_T).masked_fill_(~batch.mask_T, 0)
-        of_kl_T = kl_T * -kl_coef  # where it arises (arXiv:1909.08593, eq. 2)
+        of_kl_T = kl_T * -kl_coef  # a reward of the token where it arises (arXiv:1909.08593, eq. 2)
         process_T = of_kl_T if process_T is None else process_T + of_kl_T
     counted_T = batch.mask_T
     if algorithm.mask_truncated:
@@ -119,7 +120,7 @@ def compute_advantages(
         values_T=batch.old_values_T,
         greedy_S=outcomes.greedy_S,
     )
-    found = token_advantages(inputs, algorithm)
+    raw = token_advantages(inputs, algorithm)
     trained, counts_S = inputs.trained, inputs.counts_S
     if counted_T is not inputs.mask_T:
         trained, counts_S = Trained(counted_T), sequence_counts(counted_T, batch.lengths_S)
@@ -127,7 +128,7 @@ def compute_advantages(
     correction = correct(batch.old_logprobs_T, batch.rollout_logprobs_T, trained, batch.lengths_S, config)
     bypassed_T = batch.rollout_logprobs_T if config.bypass_mode else None
     old_T = batch.old_logprobs_T if bypassed_T is None else bypassed_T
-    raw_T, returns_T = (None, None) if found is None else (found.advantages_T, found.returns_T)
+    raw_T, returns_T = (None, None) if raw is None else (raw.advantages_T, raw.returns_T)
 
     def sums(x_T: Tensor) -> Tensor:
         return sequence_sums(trained.gather(x_T).double(), counts_S)

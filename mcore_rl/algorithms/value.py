@@ -1,7 +1,7 @@
 """The critic's loss: squared error to the returns, clipped around the old values (arXiv:1707.06347; OpenAI baselines).
 
-Every metric is a sum over trained tokens, as in ``policy``: ``critic/value_loss``, ``critic/vf_clip_fraction``,
-``critic/values``, and what ``explained_variance`` is made of: ``critic/returns``, ``critic/returns_squared``,
+Every metric is a sum over trained tokens, as in ``policy.py``: ``critic/value_loss``, ``critic/vf_clip_fraction``,
+``critic/values``, and the inputs of ``explained_variance``: ``critic/returns``, ``critic/returns_squared``,
 ``critic/errors``, ``critic/errors_squared``.
 """
 
@@ -26,7 +26,7 @@ class CriticLoss(RoleLoss):
     config: CriticConfig
 
     def __call__(self, inputs: LossInputs) -> LossSums:
-        """The sums of this rank's rows.  Needs returns, and old values where ``cliprange_value`` is not 0."""
+        """The sums over this rank's rows.  Needs returns, and old values if ``cliprange_value`` is not 0."""
         inputs, limit = trained_rows(inputs), self.config.cliprange_value
         assert inputs.values_N is not None and inputs.returns_N is not None, "a critic's loss needs values and returns"
         errors_N = inputs.values_N - inputs.returns_N
@@ -52,7 +52,7 @@ class CriticLoss(RoleLoss):
         return LossSums(total=sum_token_losses(loss_N, inputs, self.config.loss_agg_mode), metrics=metrics)
 
     def metrics(self, sums: UpdateSums) -> dict[str, float]:
-        """See ``RoleLoss``."""
+        """The explained variance and the clipped fraction, see ``RoleLoss.metrics``."""
         clipped = sums.mean("critic/vf_clip_fraction")
         assert clipped is not None
         explained = explained_variance(sums.totals(), sum(sums.trained))
@@ -60,15 +60,15 @@ class CriticLoss(RoleLoss):
 
 
 def value_loss(config: CriticConfig) -> CriticLoss:
-    """The critic's loss; travels to workers by pickle."""
+    """The critic's loss, which can be pickled."""
     return CriticLoss(config)
 
 
 def explained_variance(metrics: Mapping[str, float], num_tokens: float) -> float:
     """``1 - Var(R - V) / Var(R)`` from the global sums over ``num_tokens`` trained tokens.
 
-    1 is a perfect critic, 0 no better than a constant, and less is worse.  0 where the returns do not vary, or nothing
-    is trained.
+    1 is a perfect critic, 0 no better than a constant, and less is worse.  0 also if the returns do not vary, or if
+    nothing is trained.
     """
     if num_tokens == 0:
         return 0.0

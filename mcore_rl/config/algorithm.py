@@ -1,4 +1,4 @@
-"""The algorithm as a user writes it: advantages, KL, and what is done about samples that carry no signal."""
+"""The configuration group ``algorithm``: advantages, KL, rollout correction, and the filter of groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mcore_rl.errors import Violation
 
 
 class KlPenalty(Enum):
-    """KL(policy || reference) at one token: estimates from the token drawn (http://joschu.net/blog/kl-approx.html).
+    """How KL(policy || reference) is estimated at a token, from the token drawn (http://joschu.net/blog/kl-approx.html).
 
     ``low_var_kl``: verl's k3, whose value is at most 10, and whose gradient is 0 beyond that.  ``k1_plus``,
     ``k3_plus``: the value of k1 or k3 with the gradient of k2; in the actor's loss only (verl's ``k1+``, ``k3+``).
@@ -33,10 +33,10 @@ class KlControl(Enum):
 
 
 class KlUnit(Enum):
-    """Over what the KL is a mean that is held against ``target_kl``.
+    """The unit in which the measured KL is compared with ``target_kl``; both are means over responses.
 
-    ``token``: of each response the mean over its tokens, then the mean over responses, as in verl.  ``response``: of
-    each response the sum over its tokens, as in the paper (arXiv:1909.08593).
+    ``token``: first the mean over the tokens of each response, as in verl.  ``response``: first the sum over the tokens
+    of each response, as in the paper (arXiv:1909.08593).
     """
 
     token = "token"
@@ -45,9 +45,9 @@ class KlUnit(Enum):
 
 @dataclass(kw_only=True)
 class KlControlConfig:
-    """Coefficient of the KL in the reward.
+    """The coefficient of the KL in the reward.
 
-    target_kl: nats, per ``target_kl_per``.  horizon: samples.  These three are read by ``adaptive`` only.
+    target_kl: nats per ``target_kl_per``.  horizon: samples.  Only ``adaptive`` reads these three.
     """
 
     type: KlControl = KlControl.fixed
@@ -58,7 +58,7 @@ class KlControlConfig:
 
 
 class CorrectionLevel(Enum):
-    """Over what the ratio between trainer and sampler is taken: each token by itself, or the whole response."""
+    """Whether the probability ratio of trainer to sampler is taken per token or per response (``sequence``)."""
 
     none = "none"
     token = "token"
@@ -66,10 +66,10 @@ class CorrectionLevel(Enum):
 
 
 class CorrectionMode(Enum):
-    """What happens to a ratio outside of its bounds.
+    """What happens to a token or response whose ratio is outside the bounds; within them, the ratio weighs its loss.
 
-    ``truncate``: the ratio weighs the loss, at most ``upper`` (arXiv:1802.01561).  ``zero``: its weight is 0, and it
-    still counts in the loss's divisor: IcePop (arXiv:2510.18855).  ``mask``: it is not trained, and does not count.
+    ``truncate``: it is weighted by ``upper`` at most (arXiv:1802.01561).  ``zero``: its weight is 0, but the loss's
+    divisor still counts it: IcePop (arXiv:2510.18855).  ``mask``: it is not trained, and the divisor does not count it.
     """
 
     truncate = "truncate"
@@ -78,11 +78,11 @@ class CorrectionMode(Enum):
 
 
 class Rejection(Enum):
-    """By what tokens or whole responses are rejected, whatever their weights; the names are verl's ``rollout_rs``.
+    """The measure by which tokens or whole responses are rejected; the names are verl's ``rollout_rs``.
 
     k1, k2, k3: of a token, ``log r``, ``(log r)^2 / 2`` and ``r - 1 - log r``, with ``r = p_trainer / p_sampler``.
-    ``token_*`` rejects tokens; the others whole responses, by the sum, mean or largest of their tokens.
-    ``seq_mean_k1`` is the geometric mean of the ratios.
+    ``token_*`` rejects tokens; the others reject whole responses, by the sum, mean or largest value of their tokens.
+    ``seq_mean_k1`` is the geometric mean of the ratios.  Rejection does not depend on the correction's weights.
     """
 
     none = "none"
@@ -100,18 +100,20 @@ class Rejection(Enum):
 
     @property
     def bounds_ratio(self) -> bool:
-        """Whether its bounds are of a ratio, from below and above; else they are nats, from above."""
+        """True if the bounds are ratios, a lower and an upper; False if there is one upper bound, in nats."""
         return self in (Rejection.token_k1, Rejection.seq_sum_k1, Rejection.seq_mean_k1)
 
 
 @dataclass(kw_only=True)
 class RolloutCorrectionConfig:
-    """Importance correction for what sampler and trainer compute differently.
+    """Importance correction of the mismatch between sampler and trainer.
 
-    level, mode, upper, lower: of the weights; lower is not read by ``truncate``.  batch_normalize: weights are divided
-    by their mean over the step.  reject: ``reject_upper`` must be given, the largest ratio (k1) or nats (k2, k3) that
-    are trained; ``reject_lower``, k1 only, is ``1 / reject_upper`` where it is None.  bypass_mode: the loss's ratio is
-    that of the policy to the sampler, and not to the policy before the step.
+    level, mode, upper, lower: how weights follow from ratios; ``truncate`` does not read lower.
+    batch_normalize: weights are divided by their mean over the step.
+    reject: the measure of rejection.
+    reject_upper: the largest ratio (k1) or nats (k2, k3) that is still trained; ``reject`` requires it.
+    reject_lower: the smallest ratio that is still trained, k1 only; None is ``1 / reject_upper``.
+    bypass_mode: the loss's ratio is that of the policy to the sampler, instead of to the policy before the step.
     """
 
     level: CorrectionLevel = CorrectionLevel.none
@@ -126,7 +128,7 @@ class RolloutCorrectionConfig:
 
     @property
     def reads_ratio(self) -> tuple[str, object] | None:
-        """The first key, and its value, that makes training depend on how trainer and sampler differ; None of none."""
+        """(key, value) of the first setting that reads the ratio of trainer to sampler; None if no setting does."""
         if self.level is not CorrectionLevel.none:
             return "level", self.level.value
         if self.reject is not Rejection.none:
@@ -135,9 +137,9 @@ class RolloutCorrectionConfig:
 
 
 class FilterMetric(Enum):
-    """``acc``: whether the answer is right; where the grader does not say, ``score``: what the response earned.
+    """What the filter of groups compares, without the overlong penalty.
 
-    Neither has the overlong penalty in it.
+    ``acc``: whether the answer is right, or ``score`` if the grader does not say.  ``score``: what the grader gave.
     """
 
     acc = "acc"
@@ -146,10 +148,10 @@ class FilterMetric(Enum):
 
 @dataclass(kw_only=True)
 class FilterGroupsConfig:
-    """Dynamic sampling (arXiv:2503.14476, section 3.2): groups without a signal make room for fresh prompts.
+    """Dynamic sampling (arXiv:2503.14476, section 3.2): fresh prompts replace groups without a signal.
 
-    metric: what must differ within a group.  max_num_gen_batches: batches of prompts drawn for one step, after which
-    what is there is trained.
+    metric: what must differ within a group.  max_num_gen_batches: batches of prompts that are sampled for one step at
+    most; then the step trains the groups that it has.
     """
 
     enable: bool = False
@@ -161,16 +163,16 @@ class FilterGroupsConfig:
 class AlgorithmConfig:
     """Advantages and KL.
 
-    adv_estimator: how advantages follow from rewards, by its name in docs/algorithms.md; ``FILE.py:NAME`` is one of a
-    file of your own.
+    adv_estimator: the estimator's name in docs/algorithms.md, or ``FILE.py:NAME`` of a file of your own.
     gamma, lam: discount, and GAE's lambda.
-    whiten_advantages: to mean 0 and variance 1 over the trained tokens of the whole batch.
+    whiten_advantages: advantages get mean 0 and variance 1 over the trained tokens of the whole batch.
     use_kl_in_reward: ``- kl_ctrl.kl_coef * kl_penalty`` is added to every token's reward.
     mask_truncated: responses cut off at their limit are not trained (arXiv:2503.14476, overlong filtering).
     masked_in_baseline: their scores stay in the mean and deviation of their group, as in that paper, which masks their
     loss; false: they leave their group.
-    gdpo_reward_keys: of ``gdpo``, parts of the reward as the grader names them, ``acc`` (whether the answer is right)
-    or ``score`` (the whole); gdpo_reward_weights: of each, None is 1 for all.
+    gdpo_reward_keys: for ``gdpo``: parts of the reward as the grader names them, ``acc`` (whether the answer is right)
+    or ``score`` (the whole).
+    gdpo_reward_weights: one weight for each of these parts; None is 1 for all.
     """
 
     adv_estimator: str = "grpo"
@@ -189,28 +191,30 @@ class AlgorithmConfig:
 
 
 def algorithm_violations(algorithm: AlgorithmConfig) -> list[Violation]:
-    """Everything wrong in ``algorithm`` by itself."""
-    found = []
+    """Every violation within ``algorithm``, not looking at other groups."""
+    violations = []
     for name in ("gamma", "lam"):
         value = getattr(algorithm, name)
         if not 0 <= value <= 1:
-            found.append(Violation(f"algorithm.{name}", value, "must lie in [0, 1]", "Write 1.0, or a little less"))
+            violations.append(
+                Violation(f"algorithm.{name}", value, "must lie in [0, 1]", "Write 1.0, or a little less")
+            )
     control = algorithm.kl_ctrl
     for name in ("kl_coef", "target_kl"):
         value = getattr(control, name)
         if value < 0:
-            found.append(Violation(f"algorithm.kl_ctrl.{name}", value, "must not be negative", "Write 0 or more"))
+            violations.append(Violation(f"algorithm.kl_ctrl.{name}", value, "must not be negative", "Write 0 or more"))
     if control.type is KlControl.adaptive and not (control.target_kl > 0 and control.horizon > 0):
         remedy = "Write a positive target_kl and horizon, or type=fixed"
         problem = f"an adaptive controller divides by target_kl={control.target_kl} and horizon={control.horizon}"
-        found.append(Violation("algorithm.kl_ctrl.type", control.type.value, problem, remedy))
-    found += _penalty_violations(algorithm.kl_penalty)
-    found += _correction_violations(algorithm.rollout_correction)
+        violations.append(Violation("algorithm.kl_ctrl.type", control.type.value, problem, remedy))
+    violations += _penalty_violations(algorithm.kl_penalty)
+    violations += _correction_violations(algorithm.rollout_correction)
     attempts = algorithm.filter_groups.max_num_gen_batches
     if attempts < 1:
         key = "algorithm.filter_groups.max_num_gen_batches"
-        found.append(Violation(key, attempts, "must be positive", "Write 1 or more"))
-    return found
+        violations.append(Violation(key, attempts, "must be positive", "Write 1 or more"))
+    return violations
 
 
 def _penalty_violations(kind: KlPenalty) -> list[Violation]:
@@ -226,26 +230,28 @@ def _penalty_violations(kind: KlPenalty) -> list[Violation]:
 
 
 def _correction_violations(correction: RolloutCorrectionConfig) -> list[Violation]:
-    found, key = [], "algorithm.rollout_correction"
+    violations, key = [], "algorithm.rollout_correction"
     if not 0 <= correction.lower <= 1 <= correction.upper:
         problem = f"with upper={correction.upper} does not enclose a ratio of 1"
-        found.append(Violation(f"{key}.lower", correction.lower, problem, "Write lower <= 1 <= upper"))
+        violations.append(Violation(f"{key}.lower", correction.lower, problem, "Write lower <= 1 <= upper"))
     weighs = correction.level is not CorrectionLevel.none
     if correction.bypass_mode and weighs:
         problem = f"with level={correction.level.value} corrects twice: the loss's ratio is that to the sampler already"
-        found.append(Violation(f"{key}.bypass_mode", True, problem, "Write level=none, or bypass_mode=false"))
-    return found + _rejection_violations(correction, key)
+        violations.append(Violation(f"{key}.bypass_mode", True, problem, "Write level=none, or bypass_mode=false"))
+    return violations + _rejection_violations(correction, key)
 
 
 def _rejection_violations(correction: RolloutCorrectionConfig, key: str) -> list[Violation]:
     reject, upper, lower = correction.reject, correction.reject_upper, correction.reject_lower
     if reject is Rejection.none:
         return []
-    found = []
+    violations = []
     if upper is None or not (upper >= 1 if reject.bounds_ratio else upper > 0):
         problem = "must be 1 or more, a ratio" if reject.bounds_ratio else "must be positive, nats"
         remedy = "Write 1.001, say" if reject.bounds_ratio else "Write 0.01, say"
-        found.append(Violation(f"{key}.reject_upper", upper, f"{problem}, with reject={reject.value}", remedy))
+        violations.append(Violation(f"{key}.reject_upper", upper, f"{problem}, with reject={reject.value}", remedy))
     if reject.bounds_ratio and lower is not None and not 0 < lower <= 1:
-        found.append(Violation(f"{key}.reject_lower", lower, "must lie in (0, 1]", "Leave it out: 1 / reject_upper"))
-    return found
+        violations.append(
+            Violation(f"{key}.reject_lower", lower, "must lie in (0, 1]", "Leave it out: 1 / reject_upper")
+        )
+    return violations

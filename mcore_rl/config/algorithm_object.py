@@ -1,11 +1,11 @@
 """What an algorithm is: an advantage estimator, a policy loss, a KL term, and the values of the keys that they read.
 
-One ``Algorithm`` stands in one file of ``config/algorithms``.  From it are made ``algorithm=NAME``, what a run of it
-needs, which keys it reads, its line in ``mcore-rl train --help``, and its rows in docs/algorithms.md.
+One file of ``config/algorithms`` holds one ``Algorithm``.  It defines ``algorithm=NAME``, the roles of a run, the keys
+that are read, the line in ``mcore-rl train --help``, and the rows in docs/algorithms.md.
 
 Nothing here imports torch, so that a configuration is composed and checked before torch is loaded.  An estimator and a
-loss therefore name their function (``module:function``), which ``load`` imports where it is to compute.  A file of a
-user's may name the function itself.
+loss therefore name their function as ``module:function``; ``load`` imports it in the process that computes.  A user's
+file may hold the function itself instead of its name.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ ACTOR, CRITIC, REFERENCE = "actor", "critic", "reference"
 
 @dataclass(frozen=True)
 class Sourced(Generic[T]):
-    """A value and where it is from: a section of a paper, or a published run."""
+    """A value and its source: a section of a paper, or a published run."""
 
     value: T
     source: str
 
 
 class Scope(Enum):
-    """For what one advantage is estimated, and therefore where.
+    """Whether an estimator gives one advantage per response or per token, and therefore in which process it runs.
 
-    ``sequence``: all tokens of a response share it.  The function is ``(PromptGroups, AlgorithmConfig) -> Tensor [S]``
+    ``sequence``: all tokens of a response share one.  The function is ``(PromptGroups, AlgorithmConfig) -> Tensor [S]``
     and runs on the controller, which sees the score of every response.
-    ``token``: tokens differ, and no response depends on another.  The function is ``(AdvantageInputs, AlgorithmConfig)
-    -> Advantages`` and runs on the ranks, each for its own sequences.
+    ``token``: each token has its own, and no response depends on another.  The function is ``(AdvantageInputs,
+    AlgorithmConfig) -> Advantages`` and runs on the ranks, each for its own sequences.
     """
 
     sequence = "response"
@@ -50,17 +50,17 @@ class Scope(Enum):
 class Estimator:
     """How advantages follow from rewards.
 
-    name: of ``algorithm.adv_estimator``.
-    function: see ``Scope``.
-    scope: of one advantage.
+    name: the value of ``algorithm.adv_estimator`` that chooses it.
+    function: what computes it, with the signature that ``Scope`` gives.
+    scope: one advantage per response, or per token.
     formula: for docs/algorithms.md, in its notation.
-    paper: where the formula is from.
-    roles: that it needs beside the actor.
-    min_group: samples of a prompt that it needs at least (``rollout.n``).
-    greedy: whether it needs the score of a greedy response to each prompt.
-    parts: whether it needs the parts of the reward that ``algorithm.gdpo_reward_keys`` names.
-    whitens: whether advantages are whitened over the batch whatever ``algorithm.whiten_advantages`` says.
-    reads: keys that only some estimators read, and this one does.
+    paper: the source of the formula.
+    roles: the roles that it needs beside the actor.
+    min_group: the fewest samples per prompt (``rollout.n``) with which it works.
+    greedy: True if it needs the score of a greedy response to each prompt.
+    parts: True if it needs the parts of the reward that ``algorithm.gdpo_reward_keys`` names.
+    whitens: True if it always whitens advantages over the batch, whatever ``algorithm.whiten_advantages`` says.
+    reads: the keys that it reads and that some other estimators do not.
     """
 
     name: str
@@ -76,23 +76,23 @@ class Estimator:
     reads: frozenset[str] = frozenset()
 
     def load(self) -> Callable[..., Any]:
-        """The function."""
+        """Imports ``function`` if it is a name, and returns it."""
         return _load(self.function)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSelection:
-    """Tokens of a step that a loss treats apart: those with the largest keys (``algorithms/selection.py``).
+    """The tokens of a step that a loss treats apart: those with the largest keys (``algorithms/selection.py``).
 
     keys: ``(covariances [M], uniform draws [M], ActorConfig) -> keys [M]``, of trained tokens; -inf is never selected.
-    share: the key of the actor that says how many, of all trained tokens.
+    share: the name of the actor's setting that gives the selected share of all trained tokens.
     """
 
     keys: Function
     share: str
 
     def load(self) -> Callable[..., Any]:
-        """The function."""
+        """Imports ``keys`` if it is a name, and returns the function."""
         return _load(self.keys)
 
 
@@ -100,14 +100,14 @@ class TokenSelection:
 class PolicyLoss:
     """The actor's loss at each token.
 
-    name: of ``actor.loss_mode``.
+    name: the value of ``actor.loss_mode`` that chooses it.
     function: ``(LossInputs, ActorConfig) -> TokenLosses``.
-    formula, paper: as of an ``Estimator``.
-    needs_old: whether it reads the log-probs that the policy had before the step.
-    updates_per_batch: optimizer steps that samples of one policy are good for at most; None is any number.
-    aggregation: the only ``actor.loss_agg_mode`` for which it is what its paper says; None is any.
-    selection: tokens that are chosen over the whole step; None of a loss that treats all alike.
-    reads: keys that only some losses read, and this one does.
+    formula, paper: as in ``Estimator``.
+    needs_old: True if it reads the log-probs that the policy had before the step.
+    updates_per_batch: the most optimizer steps that it may take on samples of one policy; None is any number.
+    aggregation: the only ``actor.loss_agg_mode`` with which it is the paper's loss; None is any.
+    selection: how it selects tokens over the whole step; None if it treats all tokens alike.
+    reads: the keys that it reads and that some other losses do not.
     """
 
     name: str
@@ -121,20 +121,20 @@ class PolicyLoss:
     reads: frozenset[str] = frozenset()
 
     def load(self) -> Callable[..., Any]:
-        """The function."""
+        """Imports ``function`` if it is a name, and returns it."""
         return _load(self.function)
 
 
 @dataclass(frozen=True)
 class InReward:
-    """``- coef * KL(policy || reference)`` is added to the reward of each token.  source: who says so."""
+    """``- coef * KL(policy || reference)`` is added to the reward of each token.  source: the paper or run of this."""
 
     estimate: KlPenalty
     source: str
     coef: Sourced[float]
 
     def settings(self) -> dict[str, Sourced[Any]]:
-        """The keys that say so."""
+        """The dotted keys that switch this KL on."""
         return {
             "algorithm.use_kl_in_reward": Sourced(True, self.source),
             "algorithm.kl_penalty": Sourced(self.estimate, self.source),
@@ -144,14 +144,14 @@ class InReward:
 
 @dataclass(frozen=True)
 class InLoss:
-    """``coef * KL(policy || reference)`` is added to the actor's loss.  source: who says so."""
+    """``coef * KL(policy || reference)`` is added to the actor's loss.  source: the paper or run of this."""
 
     estimate: KlPenalty
     source: str
     coef: Sourced[float]
 
     def settings(self) -> dict[str, Sourced[Any]]:
-        """The keys that say so."""
+        """The dotted keys that switch this KL on."""
         return {
             "actor.use_kl_loss": Sourced(True, self.source),
             "actor.kl_loss_type": Sourced(self.estimate, self.source),
@@ -164,14 +164,14 @@ class Algorithm:
     """A published algorithm: what ``algorithm=NAME`` sets.  Every key may still be overridden.
 
     name: NAME, and the name of its file.
-    title: as its paper writes it.
+    title: the name as its paper writes it.
     about: what sets it apart, in one line.
-    paper: where it is from.
-    advantages, loss: its parts.
-    aggregation: ``actor.loss_agg_mode``.
-    samples: ``rollout.n``.
-    kl: where the distance to the reference counts; None: nowhere, and there is no reference.
-    settings: further keys.
+    paper: its source.
+    advantages, loss: its estimator and its policy loss.
+    aggregation: the value of ``actor.loss_agg_mode``.
+    samples: the value of ``rollout.n``.
+    kl: whether the KL to the reference is in the reward or in the loss; None: there is no KL and no reference.
+    settings: further dotted keys and their values.
     """
 
     name: str
@@ -191,8 +191,8 @@ class Algorithm:
         return (ACTOR, *self.advantages.roles, *([REFERENCE] if self.kl else []))
 
     def all_settings(self) -> dict[str, Sourced[Any]]:
-        """Every key that it sets, dotted; values may be interpolations of other keys."""
-        found: dict[str, Sourced[Any]] = {
+        """Every dotted key that the algorithm sets; a value may be an interpolation of another key."""
+        settings: dict[str, Sourced[Any]] = {
             "algorithm.adv_estimator": Sourced(self.advantages.name, self.advantages.paper),
             "actor.loss_mode": Sourced(self.loss.name, self.loss.paper),
             "actor.loss_agg_mode": self.aggregation,
@@ -200,10 +200,10 @@ class Algorithm:
         }
         if self.loss.updates_per_batch == 1:
             source = f"{self.loss.name} has no ratio: one update of a batch"
-            found["actor.ppo_mini_batch_size"] = Sourced("${data.train_batch_size}", source)
+            settings["actor.ppo_mini_batch_size"] = Sourced("${data.train_batch_size}", source)
         if self.kl is not None:
-            found |= self.kl.settings()
-        return found | dict(self.settings)
+            settings |= self.kl.settings()
+        return settings | dict(self.settings)
 
 
 @cache
@@ -211,5 +211,5 @@ def _load(function: Function) -> Callable[..., Any]:
     if not isinstance(function, str):
         return function
     module, _, name = function.partition(":")
-    found: Callable[..., Any] = vars(import_module(module))[name]
-    return found
+    loaded: Callable[..., Any] = vars(import_module(module))[name]
+    return loaded

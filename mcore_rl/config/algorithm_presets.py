@@ -1,7 +1,7 @@
-"""``algorithm=NAME`` for hydra: every ``Algorithm`` as a group of values, made when a configuration is composed.
+"""Offers every ``Algorithm`` to hydra as the choice ``algorithm=NAME``, when a configuration is composed.
 
-There are no yaml files of them.  ``algorithm=FILE.py`` chooses the algorithm of a Python file, ``FILE.py:NAME`` one of
-several; files of a user's own folder, ``FOLDER/algorithm/*.py``, are also there by their algorithms' names.
+Algorithms have no yaml files.  ``algorithm=FILE.py`` chooses the algorithm of a Python file, ``FILE.py:NAME`` one of
+several.  Algorithms in the user's folder, ``FOLDER/algorithm/*.py``, may also be chosen by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GROUP = "algorithm"
 def preset(algorithm: Algorithm, home: Path | None = None) -> dict[str, object]:
     """The dotted keys that ``algorithm`` sets, with plain values.
 
-    home: the file of a user's that defines it; parts that it brings are called by that file.
+    home: the user's file that defines it; an estimator or loss of that file is named ``FILE.py:NAME``.
     """
     values = {key: each.value for key, each in algorithm.all_settings().items()}
     if home is not None and estimators().get(algorithm.advantages.name) is not algorithm.advantages:
@@ -42,10 +42,10 @@ def preset(algorithm: Algorithm, home: Path | None = None) -> dict[str, object]:
 
 
 def offer_algorithms(overrides: Sequence[str], directory: Path | None) -> list[str]:
-    """Give hydra ours, those of ``directory/algorithm``, and that of an override ``algorithm=FILE.py``.
+    """Offers hydra the package's algorithms, those of ``directory/algorithm``, and that of ``algorithm=FILE.py``.
 
-    Returns ``overrides`` with that file's algorithm called by its name.
-    Raises ConfigError: what is wrong in a file.
+    Returns ``overrides``, in which ``algorithm=FILE.py`` is replaced by the name of that file's algorithm.
+    Raises ConfigError if a file defines no usable algorithm.
     """
     _store(algorithms().values())
     for path in sorted((directory / GROUP).glob("*.py")) if directory else ():

@@ -1,8 +1,7 @@
-"""Which algorithms there are: the files of ``config/algorithms``, and Python files of a user's own.
+"""Looks algorithms, estimators and policy losses up by name: those of ``config/algorithms`` and of the user's files.
 
-A file of a user's is chosen by its path, ``algorithm=FILE.py``.  The estimator and the loss that it brings are then
-called ``FILE.py:NAME`` in the configuration, so that every process that is sent the configuration finds them by
-themselves: nothing is registered anywhere.
+A user's file is chosen by its path, ``algorithm=FILE.py``.  The configuration then names its estimator and loss
+``FILE.py:NAME``, so that every process that receives the configuration can load them; there is no registration.
 """
 
 from __future__ import annotations
@@ -27,38 +26,38 @@ ESTIMATOR_KEY, LOSS_KEY = "algorithm.adv_estimator", "actor.loss_mode"
 
 @cache
 def algorithms() -> Mapping[str, Algorithm]:
-    """All of ``config/algorithms``, by name, in alphabetical order."""
-    found = {}
+    """The algorithms of ``config/algorithms``, by name, in alphabetical order."""
+    by_name = {}
     for module in pkgutil.iter_modules(folder.__path__):
-        (found[module.name],) = (
+        (by_name[module.name],) = (
             value
             for value in vars(import_module(f"{folder.__name__}.{module.name}")).values()
             if isinstance(value, Algorithm) and value.name == module.name
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(by_name.items()))
 
 
 @cache
 def estimators() -> Mapping[str, Estimator]:
     """The estimators of ``algorithms``, by name."""
-    found = {each.advantages.name: each.advantages for each in algorithms().values()}
-    return dict(sorted(found.items()))
+    by_name = {each.advantages.name: each.advantages for each in algorithms().values()}
+    return dict(sorted(by_name.items()))
 
 
 @cache
 def policy_losses() -> Mapping[str, PolicyLoss]:
     """The losses of ``algorithms``, by name."""
-    found = {each.loss.name: each.loss for each in algorithms().values()}
-    return dict(sorted(found.items()))
+    by_name = {each.loss.name: each.loss for each in algorithms().values()}
+    return dict(sorted(by_name.items()))
 
 
 def estimator(name: str) -> Estimator:
-    """The one called ``name`` in ``algorithm.adv_estimator``.  Raises ConfigError where there is none."""
+    """The estimator that ``algorithm.adv_estimator=name`` chooses.  Raises ConfigError if there is none."""
     return _part(ESTIMATOR_KEY, name, estimators(), Estimator)
 
 
 def policy_loss(name: str) -> PolicyLoss:
-    """The one called ``name`` in ``actor.loss_mode``.  Raises ConfigError where there is none."""
+    """The policy loss that ``actor.loss_mode=name`` chooses.  Raises ConfigError if there is none."""
     return _part(LOSS_KEY, name, policy_losses(), PolicyLoss)
 
 
@@ -87,14 +86,14 @@ def _parts(among: Iterable[Algorithm]) -> list[Estimator | PolicyLoss]:
 
 
 class _UnfitFileError(Exception):
-    """A file that defines no algorithm.  args: the problem and the remedy."""
+    """A file that does not define a usable algorithm.  args: the problem and the remedy."""
 
 
 def algorithms_of_file(path: Path, key: str, written: str) -> Mapping[str, Algorithm]:
-    """The algorithms that a Python file defines, by name.  Runs the file, once a process.
+    """The algorithms that a Python file defines, by name.  Runs the file, once per process.
 
-    key, written: what names the file, for the message.
-    Raises ConfigError: there is no such file; it raises; it defines no algorithm, or one that is called as one of ours.
+    key, written: the configuration key and its value that name the file, for the message.
+    Raises ConfigError if the file is missing, raises, defines no algorithm, or reuses the name of a built-in one.
     """
     try:
         return _run_file(path.resolve())
@@ -116,9 +115,11 @@ def _run_file(path: Path) -> Mapping[str, Algorithm]:
     except (Exception, SystemExit) as error:  # whatever the user's file does
         raise _UnfitFileError(f"running it raised {type(error).__name__}: {error}", "Correct the file") from error
     among = [value for value in vars(module).values() if isinstance(value, Algorithm)]
-    found = {each.name: each for each in among if algorithms().get(each.name) is not each}  # it may import ours
-    if not found:
+    by_name = {
+        each.name: each for each in among if algorithms().get(each.name) is not each
+    }  # it may import built-in ones
+    if not by_name:
         raise _UnfitFileError("defines no Algorithm", "See docs/algorithms.md for an example")
-    if taken := sorted(found.keys() & algorithms().keys()):
+    if taken := sorted(by_name.keys() & algorithms().keys()):
         raise _UnfitFileError(f"calls an algorithm {taken[0]}, as one of ours is", "Give it another name")
-    return found
+    return by_name

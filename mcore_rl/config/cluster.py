@@ -1,7 +1,6 @@
-"""A kind of machine to run on, as ``launch/clusters/NAME.yaml`` says it.
+"""The schema of ``launch/clusters/NAME.yaml``: a cluster's nodes, and how Slurm and a container engine start a job.
 
-That is what a node has, how fast it is, and how Slurm and a container are asked for it.  The planner reads the sizes
-and rates, ``launch/slurm/submit.py`` the rest.
+The planner reads sizes and rates, ``launch/slurm/submit.py`` the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from mcore_rl.errors import Violation
 
 
 class Container(Enum):
-    """What runs the programs of a job: nothing besides the node's own system, pyxis (enroot), or apptainer."""
+    """The container engine of a job: none (the node's own system), pyxis (enroot), or apptainer."""
 
     none = "none"
     pyxis = "pyxis"
@@ -23,7 +22,10 @@ class Container(Enum):
 
 @dataclass(kw_only=True)
 class ContainerConfig:
-    """image: a path or an address, as the engine takes it.  mounts: ``HOST:INSIDE`` or just the one path for both."""
+    """How a job's programs are put in a container.
+
+    image: a path or an address, as the engine takes it.  mounts: ``HOST:INSIDE``, or one path for both.
+    """
 
     engine: Container = Container.none
     image: str = ""
@@ -34,11 +36,14 @@ class ContainerConfig:
 class SlurmConfig:
     """What a job asks Slurm for, besides nodes and devices.
 
-    time_limit: as Slurm writes it, ``days-hours:minutes:seconds``.  grace_s: seconds before that limit in which the
-    run saves and leaves.  requeue: a job that left so, or whose node failed, runs again and resumes, at most
-    max_requeues times.  setup: shell lines at the top of the job, such as ``module load``; what they export reaches
-    every node.  extra: options of sbatch, as ``--constraint=ib``.  port: of the Ray head; its client has the next one.
-    join_timeout_s: for all nodes to answer, and again to join Ray.
+    time_limit: as Slurm writes it, ``days-hours:minutes:seconds``.
+    grace_s: seconds before that limit at which the run is told to save a checkpoint and end.
+    requeue: whether a job that ended so, or whose node failed, is queued again and resumes.
+    max_requeues: the most times that a job is queued again.
+    setup: shell lines at the top of the job, such as ``module load``; variables that they export reach every node.
+    extra: options of sbatch, such as ``--constraint=ib``.
+    port: the port of the Ray head; Ray's client server takes the next one.
+    join_timeout_s: seconds that all nodes have to answer, and the same again to join Ray.
     """
 
     partition: str | None = None
@@ -59,11 +64,16 @@ class SlurmConfig:
 class ClusterConfig:
     """A cluster of equal nodes.
 
-    device, device_name: of its accelerators, the second as the driver calls them (``parallel/peak_flops.py`` knows
-    what they compute).  gpus_per_node: 0 where there are only cores.  gpu_memory_gib: of one, GiB.  memory_gb_s: from
-    a device's own memory.  intra_node_gb_s, inter_node_gb_s: what one device sends to others in its node and outside
-    it.  disk_gb_s: what one node writes to the shared file system.  All rates in 10**9 bytes a second, one direction.
-    presets: of ``model_configs/`` that were made for it; "" is none.
+    All rates are 10**9 bytes per second, one direction.
+
+    device: the kind of its accelerators.
+    device_name: their name as the driver gives it (``parallel/peak_flops.py`` has their FLOP/s by this name).
+    gpus_per_node: 0 if nodes have only CPU cores.
+    gpu_memory_gib: memory of one accelerator.
+    memory_gb_s: rate at which a device reads its own memory.
+    intra_node_gb_s, inter_node_gb_s: rate at which a device sends to devices of its node, and of other nodes.
+    disk_gb_s: rate at which a node writes to the shared file system.
+    presets: the layout presets of ``model_configs/`` that were made for it; "" is none.
     environment: variables of every process of a job.
     """
 
@@ -85,8 +95,8 @@ class ClusterConfig:
 
 
 def cluster_violations(cluster: ClusterConfig) -> list[Violation]:
-    """Everything wrong in ``cluster`` by itself."""
-    found = []
+    """Every violation within ``cluster``, not looking at other groups."""
+    violations = []
     for name in (
         "cpus_per_node",
         "host_memory_gib",
@@ -97,17 +107,19 @@ def cluster_violations(cluster: ClusterConfig) -> list[Violation]:
     ):
         value = getattr(cluster, name)
         if not value > 0:
-            found.append(Violation(name, value, "must be positive", "Write what a node has"))
+            violations.append(Violation(name, value, "must be positive", "Write what a node has"))
     if cluster.gpus_per_node < 0:
-        found.append(Violation("gpus_per_node", cluster.gpus_per_node, "must not be negative", "Write 0 or more"))
+        violations.append(Violation("gpus_per_node", cluster.gpus_per_node, "must not be negative", "Write 0 or more"))
     if cluster.gpus_per_node > 0 and not cluster.gpu_memory_gib > 0:
         problem = f"must be positive, with gpus_per_node={cluster.gpus_per_node}"
-        found.append(Violation("gpu_memory_gib", cluster.gpu_memory_gib, problem, "Write the GiB of one device"))
+        violations.append(Violation("gpu_memory_gib", cluster.gpu_memory_gib, problem, "Write the GiB of one device"))
     if cluster.container.engine is not Container.none and not cluster.container.image:
         problem = f"is empty, and container.engine={cluster.container.engine.value} needs one"
-        found.append(Violation("container.image", "", problem, "Write a path or an address, or container.engine=none"))
+        violations.append(
+            Violation("container.image", "", problem, "Write a path or an address, or container.engine=none")
+        )
     for name, least in (("grace_s", 1), ("join_timeout_s", 1), ("port", 1), ("max_requeues", 1)):
         value = getattr(cluster.slurm, name)
         if value < least:
-            found.append(Violation(f"slurm.{name}", value, "must be positive", f"Write {least} or more"))
-    return found
+            violations.append(Violation(f"slurm.{name}", value, "must be positive", f"Write {least} or more"))
+    return violations

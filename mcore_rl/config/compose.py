@@ -1,8 +1,8 @@
-"""Command-line overrides over yaml values over the dataclasses, to one typed configuration.
+"""Composes one typed configuration: command-line overrides over yaml values over the defaults of dataclasses.
 
-The dataclasses are the only schema: a key that they do not have and a value of another type are refused, with the place
-and the nearest key that there is.  The yaml files of ``mcore_rl/conf`` and the objects of ``config/algorithms`` hold
-values; a directory of the user's may hold more of both.
+The dataclasses are the only schema.  An unknown key or a value of another type is refused; the message names the place
+and the nearest known key.  The yaml files of ``mcore_rl/conf`` and the objects of ``config/algorithms`` hold values; a
+directory of the user's may hold more of both.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ FREE = ("data.chat_template_kwargs",)  # may hold keys that no dataclass knows
 def compose(
     schema: type[T], program: str, overrides: Sequence[str], directory: Path | None = None, name: str | None = None
 ) -> T:
-    """``schema`` with the values of ``conf/PROGRAM.yaml`` and then of ``overrides``, as hydra writes them.
+    """An instance of ``schema`` with the values of ``conf/PROGRAM.yaml`` and then of ``overrides``, in hydra's syntax.
 
-    directory: of yaml files of the user's, which may name ours in their defaults.  name: of the one to begin with; None
-    is PROGRAM.
-    A ``Composed`` schema also knows which keys the user wrote.
-    Raises ConfigError naming the override or key, and what could be written instead.
+    directory: yaml files of the user's; their defaults may name files of ``mcore_rl/conf``.
+    name: the file to begin with, without ``.yaml``; None is PROGRAM.
+    If ``schema`` is a ``Composed``, its ``written`` is set to the keys that the user wrote.
+    Raises ConfigError, which names each wrong override or key and a remedy.
     """
     begin = name or program
     if directory is not None and not (directory / f"{begin}.yaml").is_file():
@@ -52,29 +52,29 @@ def compose(
     overrides = offer_algorithms(overrides, directory)
     composing = partial(_compose, schema, begin, directory)
     try:
-        found = composing(overrides)
+        composed = composing(overrides)
     except ERRORS as error:
         files = _of_files(begin, composing)
         wrong = files or [each for override in overrides if (each := _violation(composing, override, schema))]
         raise ConfigError(wrong or [_of_file(begin, error)]) from error
-    if isinstance(found, Composed):
-        found.written = written_keys(overrides, directory, begin)
-    return found
+    if isinstance(composed, Composed):
+        composed.written = written_keys(overrides, directory, begin)
+    return composed
 
 
 @cache
 def _offer_schema(schema: type[Any], program: str) -> None:
-    """PROGRAM.yaml begins with it, so that every key may be overridden and none that the schema does not have."""
+    """Stores the schema for hydra; PROGRAM.yaml begins with it, so that exactly the keys of the schema may be set."""
     node = OmegaConf.merge(_structured(schema), group_defaults(schema))  # type: ignore[arg-type]  # a class is hashable
     ConfigStore.instance().store(name=f"{program}_schema", node=node)
 
 
 @cache
 def _structured(schema: type[Any]) -> DictConfig:
-    """Not to be changed."""
-    found = OmegaConf.structured(schema)
-    assert isinstance(found, DictConfig)
-    return found
+    """The schema as an omegaconf object.  It is cached: callers must not change it."""
+    structured = OmegaConf.structured(schema)
+    assert isinstance(structured, DictConfig)
+    return structured
 
 
 def _compose(schema: type[T], name: str, directory: Path | None, overrides: Sequence[str]) -> T:
@@ -82,7 +82,7 @@ def _compose(schema: type[T], name: str, directory: Path | None, overrides: Sequ
 
 
 def read(name: str, directory: Path | None, overrides: Sequence[str]) -> DictConfig:
-    """What hydra makes of the yaml files that ``name`` begins and of ``overrides``; nothing is interpolated yet."""
+    """What hydra composes of ``name``.yaml, its defaults, and ``overrides``; interpolations are not yet resolved."""
     with ExitStack() as stack:
         if directory is None:
             stack.enter_context(hydra.initialize_config_module(OURS, version_base="1.3"))
@@ -93,28 +93,28 @@ def read(name: str, directory: Path | None, overrides: Sequence[str]) -> DictCon
 
 
 def typed(schema: type[T], composed: DictConfig) -> T:
-    """``composed`` as ``schema``, interpolated in place."""
+    """``composed`` as an instance of ``schema``; resolves the interpolations of ``composed`` in place."""
     OmegaConf.resolve(composed)
-    # Once more over the schema: hydra lets ``+key`` add what it does not have.
-    found = OmegaConf.to_object(OmegaConf.merge(_structured(schema), OmegaConf.to_container(composed)))  # type: ignore[arg-type]  # a class is hashable
-    assert isinstance(found, schema)
-    return found
+    # Merge over the schema again: hydra lets ``+key`` add keys that the schema does not have.
+    config = OmegaConf.to_object(OmegaConf.merge(_structured(schema), OmegaConf.to_container(composed)))  # type: ignore[arg-type]  # a class is hashable
+    assert isinstance(config, schema)
+    return config
 
 
 def as_yaml(config: object) -> str:
-    """A configuration as the text that would compose to it."""
+    """A configuration as yaml text, which composes to the same configuration."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def as_dict(config: object) -> dict[str, Any]:
-    """A configuration as plain values."""
+    """A configuration as nested dicts of plain values; enums as their names."""
     values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 
 def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema: type[Any]) -> Violation | None:
-    """What is wrong with ``override`` by itself."""
+    """What is wrong if ``override`` is the only one; None if nothing is."""
     try:
         composing([override])
     except ERRORS as error:
@@ -138,7 +138,7 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
 
 
 def _of_files(name: str, composing: Callable[[Sequence[str]], Any]) -> list[Violation]:
-    """What is wrong without any override."""
+    """What is wrong in the yaml files, without any override."""
     try:
         composing([])
     except ERRORS as error:
@@ -152,7 +152,7 @@ def _of_file(name: str, error: Exception) -> Violation:
 
 
 def words(error: BaseException) -> str:
-    """What lies at the bottom of ``error``, in one line: omegaconf's own words, not hydra's around them."""
+    """The message of the innermost cause of ``error``, in one line: omegaconf's, without what hydra wraps around it."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, yaml.YAMLError):
@@ -162,7 +162,7 @@ def words(error: BaseException) -> str:
 
 
 def all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of ``config``, groups before what is in them."""
+    """The dotted keys of ``config``; a group comes before its own keys."""
     for name in map(str, config):
         yield f"{prefix}{name}"
         node = config._get_node(name)

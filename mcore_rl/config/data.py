@@ -1,4 +1,4 @@
-"""Prompts as a user writes them: which files, how many at a time, and what becomes of those that are too long."""
+"""The configuration group ``data``: which files, how many prompts at a time, and how overlong prompts are treated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from mcore_rl.errors import Violation
 
 
 class Truncation(Enum):
-    """What becomes of a prompt of more than ``max_prompt_length`` tokens; ``left`` cuts at its beginning."""
+    """How a prompt of more than ``max_prompt_length`` tokens is treated: refused, or cut.
+
+    ``left`` removes tokens from its beginning, ``right`` from its end, ``middle`` from between.
+    """
 
     error = "error"
     left = "left"
@@ -20,19 +23,19 @@ class Truncation(Enum):
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Parquet files in the field's schema (docs/data.md), and how prompts are drawn from them.
+    """Parquet files in the field's schema (docs/data.md), and how prompts are taken from them.
 
     train_files, val_files: parquet files, read in this order.
-    train_batch_size: prompts of a step.
-    gen_batch_size: prompts drawn at a time where groups are filtered; None is train_batch_size.
+    train_batch_size: prompts per step.
+    gen_batch_size: prompts sampled at a time if groups are filtered; None is train_batch_size.
     val_batch_size: prompts validated at a time; None is all.
-    max_prompt_length: tokens of a prompt.
-    max_response_length: tokens of all that follows the prompt, whoever wrote it; with tools, of all turns and results.
-    prompt_key: column of the messages.
-    filter_overlong_prompts: leave out prompts that are too long, before ``truncation`` is asked.
-    truncation: what becomes of the other prompts that are too long.
-    shuffle, seed: of the training prompts, anew each epoch.
-    train_max_samples, val_max_samples: only so many rows, the first of a seeded shuffle; None is all.
+    max_prompt_length: the most tokens of a prompt.
+    max_response_length: the most tokens after the prompt, whoever wrote them; with tools, all turns and results.
+    prompt_key: the column of the messages.
+    filter_overlong_prompts: leave out prompts that are too long; ``truncation`` then never applies.
+    truncation: how prompts that are too long are treated otherwise.
+    shuffle, seed: whether the training prompts are shuffled anew each epoch, and the seed.
+    train_max_samples, val_max_samples: take only so many rows, the first of a seeded shuffle; None is all.
     chat_template_kwargs: given to the tokenizer's chat template.
     """
 
@@ -57,9 +60,10 @@ class DataConfig:
 class SftDataConfig:
     """Parquet files of conversations or of prompts with their responses.
 
-    messages_key: column of whole conversations, of which the assistant's turns are trained; None takes ``prompt_key``
-    (messages, or one text) and ``response_key`` (a text).  max_length: tokens of a conversation.  truncation: as of
-    prompts; ``middle`` is refused.
+    messages_key: the column of whole conversations, whose assistant turns are trained; None: each row is ``prompt_key``
+    (messages, or one text) and ``response_key`` (a text).
+    max_length: the most tokens of a conversation.
+    truncation: as for prompts, but ``middle`` is refused.
     """
 
     train_files: list[str] = field(default_factory=list)
@@ -78,18 +82,18 @@ class SftDataConfig:
 
 
 def data_violations(data: DataConfig | SftDataConfig) -> list[Violation]:
-    """Everything wrong in ``data`` by itself."""
+    """Every violation within ``data``, not looking at other groups."""
     sizes = ["train_batch_size", "train_max_samples", "val_max_samples"]
     if isinstance(data, DataConfig):
         sizes += ["gen_batch_size", "val_batch_size", "max_prompt_length", "max_response_length"]
     else:
         sizes.append("max_length")
-    found = []
+    violations = []
     for name in sizes:
         value = getattr(data, name)
         if value is not None and value < 1:
-            found.append(Violation(f"data.{name}", value, "must be positive", "Write 1 or more"))
+            violations.append(Violation(f"data.{name}", value, "must be positive", "Write 1 or more"))
     if isinstance(data, SftDataConfig) and data.truncation is Truncation.middle:
         problem = "a conversation without its middle is another one"
-        found.append(Violation("data.truncation", data.truncation.value, problem, "Write right, left or error"))
-    return found
+        violations.append(Violation("data.truncation", data.truncation.value, problem, "Write right, left or error"))
+    return violations

@@ -1,4 +1,4 @@
-"""How one role's engine computes: device, precision, microbatches, recompute, mixture-of-experts training terms."""
+"""Settings of one role's training engine: device, precision, microbatches, recompute, optimizer, MoE loss terms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_rl.errors import Violation
 
 
 class Device(Enum):
-    """``auto`` takes the accelerator that is here, else the CPU."""
+    """``auto`` takes the accelerator of this machine, or the CPU if there is none."""
 
     auto = "auto"
     cpu = "cpu"
@@ -42,18 +42,18 @@ class Recompute(Enum):
 
 
 class Dispatcher(Enum):
-    """How tokens travel to experts; names are Megatron's ``moe_token_dispatcher_type``."""
+    """How tokens are sent to experts; the names of Megatron's ``moe_token_dispatcher_type``."""
 
     allgather = "allgather"
     alltoall = "alltoall"
 
 
 class AuxLoss(Enum):
-    """Over which tokens the load of the experts is balanced.
+    """The tokens over which the load of the experts is balanced.
 
     ``sequence``: each sequence by itself (arXiv:2412.19437, eq. 17).  ``batch``: the whole global batch
-    (arXiv:2101.03961, eq. 4, with the expert counts of the full batch from a forward-only pass).  Both mean the same
-    under every layout; the microbatch-wise loss that Megatron offers does not, and is therefore not here.
+    (arXiv:2101.03961, eq. 4, with the expert counts of the full batch from a forward-only pass).  Both are the same
+    under every layout.  Megatron's loss per microbatch is not, and is therefore not offered.
     """
 
     none = "none"
@@ -63,7 +63,10 @@ class AuxLoss(Enum):
 
 @dataclass(kw_only=True)
 class MoeTrainConfig:
-    """Terms that only matter while training a mixture of experts."""
+    """Training terms that only a mixture of experts has.
+
+    aux_loss_coeff: coefficient of the load-balancing loss.  z_loss_coeff: of the router's z-loss (arXiv:2202.08906).
+    """
 
     dispatcher: Dispatcher = Dispatcher.alltoall
     aux_loss: AuxLoss = AuxLoss.none
@@ -83,8 +86,10 @@ class Schedule(Enum):
 class OptimizerConfig:
     """AdamW with decoupled weight decay on matrices only (biases and norms are exempt).
 
-    lr_warmup_steps: steps of linear warm-up from 0.  clip_grad: maximum global gradient L2 norm; 0 leaves gradients
-    alone.
+    clip_grad: the largest global L2 norm of gradients; 0 is no clipping.
+    lr_warmup_steps: steps of linear warm-up from 0.
+    total_steps: the step at which a decay ends, warm-up included.
+    min_lr_ratio: the share of ``lr`` that a decay ends at.
     """
 
     lr: float = 1e-6
@@ -100,12 +105,12 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True)
 class EngineConfig:
-    """One role's engine.
+    """The training engine of one role.
 
     microbatch_tokens: pack whole sequences into microbatches of at most this many tokens per context-parallel group.
     microbatch_sequences: instead, exactly this many sequences per microbatch.  One of the two is required.
-    max_nonfinite_steps: skipped steps in a row after which the run stops.
-    seed: initial weights where none are loaded.
+    max_nonfinite_steps: the run stops after this many steps in a row that were skipped for non-finite gradients.
+    seed: of initial weights that are not loaded from a checkpoint.
     """
 
     device: Device = Device.auto
@@ -121,26 +126,28 @@ class EngineConfig:
 
 
 def optimizer_violations(optim: OptimizerConfig, key: str = "optim") -> list[Violation]:
-    """Everything wrong in ``optim`` by itself; ``key`` is the dotted prefix the user writes."""
-    found = []
+    """Every violation within ``optim``; ``key`` is the dotted prefix that the user writes."""
+    violations = []
     if optim.lr < 0:
-        found.append(Violation(f"{key}.lr", optim.lr, "must not be negative", "Write 0 or more"))
-    betas: Sequence[float] = optim.betas  # which the command line may have made a list of any length
+        violations.append(Violation(f"{key}.lr", optim.lr, "must not be negative", "Write 0 or more"))
+    betas: Sequence[float] = optim.betas  # a value from the command line may be a list of any length
     if len(betas) != 2:
         remedy = "Write for example [0.9,0.999]"
-        found.append(Violation(f"{key}.betas", betas, f"there are two, and not {len(betas)}", remedy))
+        violations.append(Violation(f"{key}.betas", betas, f"there are two, and not {len(betas)}", remedy))
     for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=False):
         if not 0 <= beta < 1:
-            found.append(Violation(f"{key}.{name}", beta, "must lie in [0, 1)", "Write for example 0.9"))
+            violations.append(Violation(f"{key}.{name}", beta, "must lie in [0, 1)", "Write for example 0.9"))
     if optim.clip_grad < 0:
-        found.append(Violation(f"{key}.clip_grad", optim.clip_grad, "must not be negative", "Write 0 for no clipping"))
+        violations.append(
+            Violation(f"{key}.clip_grad", optim.clip_grad, "must not be negative", "Write 0 for no clipping")
+        )
     if not 0 <= optim.min_lr_ratio <= 1:
-        found.append(Violation(f"{key}.min_lr_ratio", optim.min_lr_ratio, "must lie in [0, 1]", "Write 0.1, say"))
+        violations.append(Violation(f"{key}.min_lr_ratio", optim.min_lr_ratio, "must lie in [0, 1]", "Write 0.1, say"))
     if optim.lr_warmup_steps < 0:
         steps = optim.lr_warmup_steps
-        found.append(Violation(f"{key}.lr_warmup_steps", steps, "must not be negative", "Write 0 or more"))
+        violations.append(Violation(f"{key}.lr_warmup_steps", steps, "must not be negative", "Write 0 or more"))
     if optim.lr_schedule is not Schedule.constant and optim.total_steps <= optim.lr_warmup_steps:
-        found.append(
+        violations.append(
             Violation(
                 f"{key}.total_steps",
                 optim.total_steps,
@@ -148,14 +155,14 @@ def optimizer_violations(optim: OptimizerConfig, key: str = "optim") -> list[Vio
                 f"Write more than {optim.lr_warmup_steps}, or {key}.lr_schedule=constant",
             )
         )
-    return found
+    return violations
 
 
 def engine_violations(engine: EngineConfig) -> list[Violation]:
-    """Everything wrong in ``engine`` by itself, without a model, a layout or data."""
-    found = optimizer_violations(engine.optim)
+    """Every violation within ``engine``, not looking at a model, a layout or data."""
+    violations = optimizer_violations(engine.optim)
     if (engine.microbatch_tokens is None) == (engine.microbatch_sequences is None):
-        found.append(
+        violations.append(
             Violation(
                 "microbatch_tokens",
                 engine.microbatch_tokens,
@@ -166,12 +173,14 @@ def engine_violations(engine: EngineConfig) -> list[Violation]:
     for name in ("microbatch_tokens", "microbatch_sequences", "max_nonfinite_steps"):
         value = getattr(engine, name)
         if value is not None and value < 1:
-            found.append(Violation(name, value, "must be positive", "Write 1 or more"))
+            violations.append(Violation(name, value, "must be positive", "Write 1 or more"))
     for name in ("aux_loss_coeff", "z_loss_coeff"):
         if getattr(engine.moe, name) < 0:
-            found.append(Violation(f"moe.{name}", getattr(engine.moe, name), "must not be negative", "Write 0 or more"))
+            violations.append(
+                Violation(f"moe.{name}", getattr(engine.moe, name), "must not be negative", "Write 0 or more")
+            )
     if (engine.moe.aux_loss is AuxLoss.none) != (engine.moe.aux_loss_coeff == 0):
-        found.append(
+        violations.append(
             Violation(
                 "moe.aux_loss_coeff",
                 engine.moe.aux_loss_coeff,
@@ -179,4 +188,4 @@ def engine_violations(engine: EngineConfig) -> list[Violation]:
                 "Write moe.aux_loss=sequence with a positive coefficient, or moe.aux_loss=none with 0",
             )
         )
-    return found
+    return violations

@@ -1,4 +1,4 @@
-"""One run of ``mcore-rl generate``, whole: prompts in, responses out, no training."""
+"""The configuration of ``mcore-rl generate``: prompts in, responses out, no training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from mcore_rl.errors import Violation
 
 @dataclass(kw_only=True)
 class GenerateDataConfig:
-    """Parquet files of prompts; what is not said here is as in ``DataConfig``.
+    """Parquet files of prompts; fields that are not explained here are as in ``DataConfig``.
 
-    files: in this order.  max_samples: only so many rows, the first of a shuffle by ``seed``, in file order; None is
-    all.  max_prompt_length, max_response_length: tokens, as of ``RolloutConfig``.
+    files: parquet files, read in this order.
+    max_samples: take only so many rows, the first of a shuffle by ``seed``, kept in file order; None is all.
+    max_prompt_length, max_response_length: tokens, as in ``RolloutConfig``.
     """
 
     files: list[str] = field(default_factory=list)
@@ -31,7 +32,7 @@ class GenerateDataConfig:
 
     @property
     def prompts(self) -> DataConfig:
-        """The same, as training reads its prompts."""
+        """The same settings as the ``DataConfig`` with which training reads prompts."""
         return DataConfig(
             max_prompt_length=self.max_prompt_length,
             max_response_length=self.max_response_length,
@@ -45,11 +46,11 @@ class GenerateDataConfig:
 
 @dataclass(kw_only=True)
 class GenerateConfig:
-    """What ``mcore-rl generate`` runs.
+    """All settings of ``mcore-rl generate``.
 
-    rollout: ``n`` responses to each prompt, drawn as its ``temperature``, ``top_p``, ``top_k`` and ``seed`` say; the
-    engines have their devices to themselves.  out: the parquet file that is written; the engines' logs stand beside it.
-    overwrite: a file of that name may be replaced.
+    rollout: the engines, which need not share their devices, and how they sample ``n`` responses to each prompt.
+    out: the parquet file to write; the engines' logs are written beside it.
+    overwrite: whether ``out`` may be replaced.
     """
 
     model: ModelPathConfig = field(default_factory=ModelPathConfig)
@@ -61,27 +62,27 @@ class GenerateConfig:
 
 
 def generate_violations(config: GenerateConfig) -> list[Violation]:
-    """Everything wrong in ``config`` that can be told without opening a file."""
-    found = [
+    """Every violation that can be seen without opening a file."""
+    violations = [
         *data_violations(config.data.prompts),
         *rollout_config_violations(config.rollout),
         *routing_violations(config.rollout),
     ]
     if config.data.max_samples is not None and config.data.max_samples < 1:
-        found.append(Violation("data.max_samples", config.data.max_samples, "must be positive", "Write 1 or more"))
+        violations.append(Violation("data.max_samples", config.data.max_samples, "must be positive", "Write 1 or more"))
     for name in ("max_prompt_length", "max_response_length"):
         here, there = getattr(config.data, name), getattr(config.rollout, name)
         if here != there:
             problem = f"differs from data.{name}={here}"
-            found.append(Violation(f"rollout.{name}", there, problem, f"Leave it out: it is data.{name}"))
+            violations.append(Violation(f"rollout.{name}", there, problem, f"Leave it out: it is data.{name}"))
     if config.rollout.val_kwargs != ValidationConfig():
         problem = "says how training validates, and nothing is validated here"
         remedy = "Write rollout.n, rollout.temperature, rollout.top_p and rollout.top_k"
-        found.append(Violation("rollout.val_kwargs", "...", problem, remedy))
+        violations.append(Violation("rollout.val_kwargs", "...", problem, remedy))
     if not config.model.path:
-        found.append(Violation("model.path", "", "is not set", "Write model.path=DIR, a Hugging Face checkpoint"))
+        violations.append(Violation("model.path", "", "is not set", "Write model.path=DIR, a Hugging Face checkpoint"))
     if not config.data.files:
-        found.append(Violation("data.files", "[]", "there are no prompts", "Write data.files=[FILE]"))
+        violations.append(Violation("data.files", "[]", "there are no prompts", "Write data.files=[FILE]"))
     if not config.out:
-        found.append(Violation("out", "", "is not set", "Write out=FILE.parquet"))
-    return found
+        violations.append(Violation("out", "", "is not set", "Write out=FILE.parquet"))
+    return violations

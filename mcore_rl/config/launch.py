@@ -1,8 +1,8 @@
-"""Recipes and clusters by name: ``launch/recipes/NAME.yaml`` and ``launch/clusters/NAME.yaml`` to typed configurations.
+"""Loads recipes and clusters by name: ``launch/recipes/NAME.yaml`` and ``launch/clusters/NAME.yaml``.
 
-A recipe is a yaml file as ``mcore-rl train`` or ``mcore-rl sft`` takes it with ``--config-dir`` and ``--config-name``;
-which of them, its defaults say.  A cluster's yaml holds values of ``ClusterConfig``.  Both may also be named by a path,
-``my_recipes/x.yaml``.  What a file says wrong is told with the file, the key, and the nearest key that there is.
+A recipe is a yaml file that ``mcore-rl train`` or ``mcore-rl sft`` takes with ``--config-dir`` and ``--config-name``;
+its defaults say which of the two.  A cluster's yaml holds values of ``ClusterConfig``.  Both may also be named by a
+path, ``my_recipes/x.yaml``.  A violation names the file, the key, and the nearest known key.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SCHEMAS: dict[str, type[RunConfig] | type[SftConfig]] = {"train": RunConfig, "sf
 
 
 def read_words(texts: Sequence[str], *names: str) -> tuple[dict[str, str], list[str], list[str], list[Violation]]:
-    """``key=value`` texts behind a command, and what is wrong with them.
+    """Sorts the ``key=value`` texts after a command.
 
-    (those of ``names``; overrides of the cluster, ``cluster.KEY=VALUE``; all others, which are overrides of the run;
-    what is not of that form)
+    Returns (the values of ``names``, by name; overrides of the cluster, written ``cluster.KEY=VALUE``, without the
+    prefix; all others, which are overrides of the run; violations: texts without ``=``).
     """
     named: dict[str, str] = {}
     of_cluster, of_run, wrong = list[str](), list[str](), list[Violation]()
@@ -49,11 +49,11 @@ def read_words(texts: Sequence[str], *names: str) -> tuple[dict[str, str], list[
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
-    """The recipe ``name`` with ``overrides``, as ``mcore-rl`` takes them: a run of ``train`` or of ``sft``.
+    """The recipe ``name`` with ``overrides`` in the syntax of ``mcore-rl``: the configuration of a train or sft run.
 
-    name: of a file of ``launch/recipes`` without ``.yaml``, or a path.
-    Raises ConfigError: there is no such recipe; it is neither of the two; what a file or an override says wrong.
-    What its values mean together is not looked at: that is ``run_violations``.
+    name: a file of ``launch/recipes`` without ``.yaml``, or a path.
+    Raises ConfigError if there is no such recipe, if it is neither of train nor of sft, or for wrong keys and values.
+    Contradictions between values are not checked here: ``run_violations`` does that.
     """
     path = recipe_path(name)
     program = program_of(path)
@@ -68,11 +68,11 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig | SftConf
 def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
     """The cluster ``name`` with ``overrides`` such as ``slurm.partition=gpu``.
 
-    name: of a file of ``launch/clusters`` without ``.yaml``, or a path.
-    Raises ConfigError with everything that is wrong in it.
+    name: a file of ``launch/clusters`` without ``.yaml``, or a path.
+    Raises ConfigError with every violation.
     """
     path = cluster_path(name)
-    _read(path)  # or it is no yaml
+    _read(path)  # raises if it is not yaml
     refuse_if_any(list(_file_violations(path, ClusterConfig)))
     written = _dotlist(overrides)
     refuse_if_any([each for key, value in written for each in _leaf_violations("", key, value, ClusterConfig)])
@@ -87,32 +87,32 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
 
 
 def recipe_path(name: str) -> Path:
-    """The file of a recipe.  Raises ConfigError naming the nearest ones where there is none."""
+    """The file of a recipe.  Raises ConfigError with the nearest names if there is none."""
     return _path("recipe", name, RECIPES)
 
 
 def cluster_path(name: str) -> Path:
-    """The file of a cluster.  Raises ConfigError naming the nearest ones where there is none."""
+    """The file of a cluster.  Raises ConfigError with the nearest names if there is none."""
     return _path("cluster", name, CLUSTERS)
 
 
 def recipe_names() -> list[str]:
-    """All of ``launch/recipes``."""
+    """The names of all recipes in ``launch/recipes``, sorted."""
     return _names(RECIPES)
 
 
 def cluster_names() -> list[str]:
-    """All of ``launch/clusters``."""
+    """The names of all clusters in ``launch/clusters``, sorted."""
     return _names(CLUSTERS)
 
 
 def program_of(path: Path) -> str:
-    """``train`` or ``sft``: what runs the recipe at ``path``.  Raises ConfigError where its defaults name neither."""
+    """The program of the recipe at ``path``: ``train`` or ``sft``.  Raises ConfigError if its defaults name neither."""
     return _program_of(path, frozenset())
 
 
 def _program_of(path: Path, above: frozenset[str]) -> str:
-    """above: recipes that stand on this one, by whose names it may not be looked for again."""
+    """``program_of``, through the recipes that the defaults name.  above: names already visited, to stop at a cycle."""
     defaults = _read(path).get("defaults") or []
     names = [entry for entry in defaults if isinstance(entry, str) and entry != "_self_"]
     for name in names:
@@ -158,7 +158,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _file_violations(path: Path, schema: type[Any]) -> Iterator[Violation]:
-    """What is wrong with each value of the file by itself."""
+    """A violation for each key of the file that is unknown or whose value has the wrong type."""
     for key, value in _leaves({key: value for key, value in _read(path).items() if key != "defaults"}):
         yield from _leaf_violations(f"{path}: ", key, value, schema)
 
@@ -185,8 +185,8 @@ def _leaf_violations(place: str, key: str, value: object, schema: type[Any]) -> 
 
 
 def _dotlist(overrides: Sequence[str]) -> list[tuple[str, Any]]:
-    """``key=value`` texts to keys and yaml values.  Raises ConfigError naming every one that is none."""
-    found: list[tuple[str, Any]] = []
+    """(key, yaml value) of each ``key=value`` text.  Raises ConfigError with every text that is not of that form."""
+    pairs: list[tuple[str, Any]] = []
     wrong = []
     for override in overrides:
         key, written, text = override.partition("=")
@@ -200,6 +200,6 @@ def _dotlist(overrides: Sequence[str]) -> list[tuple[str, Any]]:
             wrong.append(Violation(key, text, words(error), "Write key=value; lists as key=[a,b]"))
             continue
         assert isinstance(parsed, DictConfig)
-        found.append((key, OmegaConf.select(parsed, key)))
+        pairs.append((key, OmegaConf.select(parsed, key)))
     refuse_if_any(wrong)
-    return found
+    return pairs

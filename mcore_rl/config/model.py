@@ -1,4 +1,4 @@
-"""What a decoder-only transformer is, independent of how it is parallelised, trained or named on disk.
+"""The architecture of a decoder-only transformer, independent of how it is parallelised, trained or named on disk.
 
 Names are Megatron-core's.  ``families/`` derives a ``ModelConfig`` from a Hugging Face ``config.json``.
 """
@@ -12,7 +12,7 @@ from mcore_rl.errors import Violation
 
 
 class RopeType(Enum):
-    """How the rotary frequencies of a longer context are made from those of the pre-training; names as in transformers.
+    """How rotary frequencies are changed for a context longer than in pre-training; names as in transformers.
 
     default: ``rotary_base ** (-2i / d)``.  linear: all frequencies divided by ``factor`` (position interpolation).
     llama3: low frequencies divided by ``factor``, high ones kept, a ramp between (Llama 3.1).  yarn: a ramp over
@@ -33,7 +33,7 @@ class Activation(Enum):
 
 
 class RouterScore(Enum):
-    """What turns a router's logits into scores: softmax over the experts, or a sigmoid of each (DeepSeek-V3)."""
+    """How a router's logits become scores: softmax over the experts, or a sigmoid of each (DeepSeek-V3)."""
 
     softmax = "softmax"
     sigmoid = "sigmoid"
@@ -41,12 +41,14 @@ class RouterScore(Enum):
 
 @dataclass(kw_only=True)
 class RopeConfig:
-    """Rotary position embedding; fields that its ``type`` does not name are unused.
+    """Rotary position embedding.  In parentheses: the types that read a field.
 
-    factor: of the extension (linear, llama3, yarn).  original_max_position_embeddings: tokens of the pre-training
-    (llama3, yarn).  low_freq_factor, high_freq_factor: bounds of llama3's ramp.  beta_fast, beta_slow: bounds of yarn's
-    ramp, in rotations.  truncate: round those bounds to whole dimensions (yarn).  attention_factor: multiplies cosine
-    and sine (yarn), already computed from whatever a checkpoint says (mscale and kin).
+    factor: of the context extension (linear, llama3, yarn).
+    original_max_position_embeddings: context length of the pre-training, tokens (llama3, yarn).
+    low_freq_factor, high_freq_factor: bounds of the ramp (llama3).
+    beta_fast, beta_slow: bounds of the ramp, in rotations (yarn).
+    truncate: round those bounds to whole dimensions (yarn).
+    attention_factor: multiplies cosine and sine (yarn); already computed from a checkpoint's mscale and mscale_all_dim.
     """
 
     type: RopeType = RopeType.default
@@ -83,15 +85,17 @@ class MoeConfig:
     """The mixture-of-experts part of the layers that have one.
 
     num_experts: experts per layer, E.  top_k: experts per token, K.  ffn_hidden_size: inner width of one expert.
-    norm_topk_prob: renormalise the K chosen probabilities to sum to 1 (Mixtral, Qwen3-MoE) or keep them as the softmax
+    norm_topk_prob: renormalise the K chosen probabilities to sum to 1 (Mixtral, Qwen3-MoE), or keep them as the softmax
     over all E gave them (Qwen2-MoE).
     dense_layers: layers (from 0) that have the dense MLP instead (``ffn_hidden_size`` of the model).
-    shared_ffn_hidden_size: inner width of the expert that every token passes (the sum of the widths where a model
-    counts several); 0 is none.  shared_gate: a learned sigmoid gate on its output (Qwen2-MoE).
-    score: see ``RouterScore``.  expert_bias: a per-expert bias that takes part in the choice of experts and not in
-    their weight (arXiv:2408.15664).  num_groups, top_k_groups: experts come in groups, and a token may only choose from
-    its best ``top_k_groups`` (by the sum of the two best experts).  routed_scaling_factor: on the weights of the
-    chosen experts, after the renormalisation.
+    shared_ffn_hidden_size: inner width of the shared expert, which every token passes; the sum of the widths if a model
+    has several; 0 is none.
+    shared_gate: a learned sigmoid gate on its output (Qwen2-MoE).
+    score: see ``RouterScore``.
+    expert_bias: a per-expert bias that affects which experts are chosen, but not their weights (arXiv:2408.15664).
+    num_groups, top_k_groups: experts are in groups, and a token chooses only from its best ``top_k_groups``, ranked by
+    the sum of their two best experts.
+    routed_scaling_factor: multiplies the weights of the chosen experts, after the renormalisation.
     """
 
     num_experts: int
@@ -118,10 +122,10 @@ class ModelConfig:
     qk_norm: RMSNorm over each query and key head (Qwen3).  mla: latent attention instead of grouped queries; head_dim
     is then the sum of its two parts, and num_query_groups equals num_attention_heads.
     sliding_window: a token in one of the ``sliding_layers`` (from 0) sees itself and the ``sliding_window - 1`` tokens
-    before it.  softmax_scale: on query-key products; None is ``head_dim ** -0.5`` (of latent attention with yarn, times
-    what ``families`` found in the checkpoint's mscale).  attention_soft_cap, output_soft_cap:
+    before it.  softmax_scale: on query-key products; None is ``head_dim ** -0.5`` (for latent attention with yarn,
+    ``families`` multiplies it by what the checkpoint's mscale gives).  attention_soft_cap, output_soft_cap:
     ``cap * tanh(x / cap)`` on the attention's scores and on the logits (Gemma 2).  zero_centered_norm: norms multiply
-    by ``1 + weight``.  sandwich_norm: a norm behind attention and MLP too, before the residual sum.  embedding_scale:
+    by ``1 + weight``.  sandwich_norm: also a norm after attention and MLP, before the residual sum.  embedding_scale:
     multiplies the embeddings.
     """
 
@@ -157,16 +161,16 @@ class ModelConfig:
 
 
 def model_violations(model: ModelConfig) -> list[Violation]:
-    """Everything about ``model`` that no layout could make run."""
-    found = []
+    """Every violation within ``model``, which no layout could run."""
+    violations = []
     positive = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"]
     positive += ["vocab_size", "max_position_embeddings"]
     for name in positive:
         if getattr(model, name) < 1:
-            found.append(Violation(f"model.{name}", getattr(model, name), "must be positive", "Write 1 or more"))
+            violations.append(Violation(f"model.{name}", getattr(model, name), "must be positive", "Write 1 or more"))
     if model.num_query_groups >= 1 and model.num_attention_heads % model.num_query_groups:
         divisors = [n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0]
-        found.append(
+        violations.append(
             Violation(
                 "model.num_query_groups",
                 model.num_query_groups,
@@ -175,23 +179,25 @@ def model_violations(model: ModelConfig) -> list[Violation]:
             )
         )
     if model.mla is None and model.head_dim % 2:
-        found.append(Violation("model.head_dim", model.head_dim, "RoPE rotates pairs", "Write an even number"))
+        violations.append(Violation("model.head_dim", model.head_dim, "RoPE rotates pairs", "Write an even number"))
     if model.sliding_layers and not (model.sliding_window or 0) > 0:
         problem = f"model.sliding_layers={model.sliding_layers} have a window"
-        found.append(Violation("model.sliding_window", model.sliding_window, problem, "Write its tokens, 1 or more"))
-    found += _layer_violations("model.sliding_layers", model.sliding_layers, model.num_layers)
+        violations.append(
+            Violation("model.sliding_window", model.sliding_window, problem, "Write its tokens, 1 or more")
+        )
+    violations += _layer_violations("model.sliding_layers", model.sliding_layers, model.num_layers)
     for name in ("softmax_scale", "attention_soft_cap", "output_soft_cap"):
         value = getattr(model, name)
         if value is not None and not value > 0:
-            found.append(Violation(f"model.{name}", value, "must be positive", "Write a positive number, or null"))
+            violations.append(Violation(f"model.{name}", value, "must be positive", "Write a positive number, or null"))
     if model.sandwich_norm and model.moe is not None:
         problem = "no norm can stand behind experts, whose outputs are summed later"
-        found.append(Violation("model.sandwich_norm", True, problem, "Write model.sandwich_norm=false"))
+        violations.append(Violation("model.sandwich_norm", True, problem, "Write model.sandwich_norm=false"))
     if model.mla is not None:
-        found += _mla_violations(model, model.mla)
+        violations += _mla_violations(model, model.mla)
     if model.moe is not None:
-        found += _moe_violations(model, model.moe)
-    return found
+        violations += _moe_violations(model, model.moe)
+    return violations
 
 
 def _layer_violations(key: str, layers: list[int], num_layers: int) -> list[Violation]:
@@ -203,7 +209,7 @@ def _layer_violations(key: str, layers: list[int], num_layers: int) -> list[Viol
 def _mla_violations(model: ModelConfig, mla: MlaConfig) -> list[Violation]:
     width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     positive = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-    found = [
+    violations = [
         Violation(f"model.mla.{name}", getattr(mla, name), "must be positive", "Write 1 or more")
         for name in positive
         if getattr(mla, name) is not None and getattr(mla, name) < 1
@@ -222,17 +228,19 @@ def _mla_violations(model: ModelConfig, mla: MlaConfig) -> list[Violation]:
         ("model.qk_norm", model.qk_norm, not model.qk_norm, "latent attention has norms of its own", "Write false"),
     ):  # fmt: skip
         if not is_right:
-            found.append(Violation(key, value, problem, remedy))
-    return found
+            violations.append(Violation(key, value, problem, remedy))
+    return violations
 
 
 def _moe_violations(model: ModelConfig, moe: MoeConfig) -> list[Violation]:
-    found = _layer_violations("model.moe.dense_layers", moe.dense_layers, model.num_layers)
+    violations = _layer_violations("model.moe.dense_layers", moe.dense_layers, model.num_layers)
     if moe.num_experts < 1 or moe.num_groups < 1:
         for name in ("num_experts", "num_groups"):
             if getattr(moe, name) < 1:
-                found.append(Violation(f"model.moe.{name}", getattr(moe, name), "must be positive", "Write 1 or more"))
-        return found  # the rules below divide by these
+                violations.append(
+                    Violation(f"model.moe.{name}", getattr(moe, name), "must be positive", "Write 1 or more")
+                )
+        return violations  # the rules below divide by these
     experts, groups = f"model.moe.num_experts={moe.num_experts}", f"model.moe.num_groups={moe.num_groups}"
     num_kept = moe.num_experts // moe.num_groups * moe.top_k_groups
     limited = moe.top_k_groups < moe.num_groups
@@ -275,5 +283,5 @@ def _moe_violations(model: ModelConfig, moe: MoeConfig) -> list[Violation]:
         ),
     ):  # fmt: skip
         if not is_right:
-            found.append(Violation(f"model.moe.{name}", getattr(moe, name), problem, remedy))
-    return found
+            violations.append(Violation(f"model.moe.{name}", getattr(moe, name), problem, remedy))
+    return violations

@@ -1,4 +1,4 @@
-"""What a name that is not there was meant to be."""
+"""Suggests the nearest known names for one that does not exist."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Iterable
 
 
 def meant(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The remedy for a name that is not there: the nearest of those ``known``, or ``otherwise`` where none is near."""
+    """The remedy for an unknown name: "Did you mean ...?" with the nearest of ``known``, else ``otherwise``."""
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f"Did you mean {' or '.join(near)}?" if near else otherwise

@@ -17,8 +17,8 @@ class ParallelConfig:
     tp: tensor parallel (always with sequence parallelism).  pp: pipeline stages.  vpp: model chunks per stage
     (interleaved schedule).  cp: context parallel.  ep: expert parallel, over the tp*cp*dp ranks of a stage.
     etp: tensor parallel inside an expert.
-    pipeline_layers: layers of each of the pp*vpp chunks in the order of the forward pass; only needed, and then
-    required, where the layers do not divide evenly.
+    pipeline_layers: layers of each of the pp*vpp chunks in the order of the forward pass; required if the layers do not
+    divide evenly, else optional.
     """
 
     tp: int = 1
@@ -37,23 +37,24 @@ assert AXES == tuple(field.name for field in fields(ParallelConfig))[: len(AXES)
 
 
 def parse_sizes(text: str, axes: Sequence[str], key: str) -> dict[str, int]:
-    """``"tp=2,ep=2"`` to ``{"tp": 2, "ep": 2}``; only what is written is in it.  key: what the text is called.
+    """``"tp=2,ep=2"`` to ``{"tp": 2, "ep": 2}``; axes that are left out are absent.
 
-    Raises ConfigError naming every malformed, unknown, repeated or non-positive part at once.
+    axes: the names that may be written.  key: the name of the text in messages.
+    Raises ConfigError with every malformed, unknown, repeated or non-positive part.
     """
     sizes: dict[str, int] = {}
-    found = []
+    violations = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if axis not in axes:
-            found.append(Violation(key, part, "no such axis", f"Write some of {', '.join(axes)}"))
+            violations.append(Violation(key, part, "no such axis", f"Write some of {', '.join(axes)}"))
         elif axis in sizes:
-            found.append(Violation(key, part, f"{axis} is given twice", "Write it once"))
+            violations.append(Violation(key, part, f"{axis} is given twice", "Write it once"))
         elif not size.isdecimal() or int(size) < 1:
-            found.append(Violation(key, part, "a size is a positive integer", f"Write {axis}=1 or more"))
+            violations.append(Violation(key, part, "a size is a positive integer", f"Write {axis}=1 or more"))
         else:
             sizes[axis] = int(size)
-    refuse_if_any(found)
+    refuse_if_any(violations)
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""Where rollout engines may stand beside a trainer on accelerators: what both the runtime and the planner refuse."""
+"""Checks whether rollout engines fit on the trainer's accelerators, for the runtime and for the planner."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from mcore_rl.errors import Violation
 
 
 def engine_place_violations(trainer: TrainerConfig, layout: RolloutLayout, key: str = "rollout") -> list[Violation]:
-    """What keeps ``layout``'s engines from standing where ``trainer`` says; an engine stands on one node.
+    """Why engines of ``layout`` cannot be placed on the devices of ``trainer``; an engine must fit on one node.
 
-    key: of the group that has their sizes.
+    key: the configuration group of the engines' sizes, for the messages.
     """
     each, per_node = layout.tp * layout.engine_dp, trainer.n_gpus_per_node
     if trainer.placement is Placement.separate:
         return []
-    found = []
+    violations = []
     if layout.world_size > trainer.world_size:
         problem = f"with {key}.tp={layout.tp} needs {layout.world_size} devices of the trainer's {trainer.world_size}"
         remedy = f"Write {key}.dp={max(1, trainer.world_size // layout.tp)}, or trainer.placement=separate"
-        found.append(Violation(f"{key}.dp", layout.dp, problem, remedy))
+        violations.append(Violation(f"{key}.dp", layout.dp, problem, remedy))
     if per_node % each:
         problem = f"an engine of {each} devices does not divide trainer.n_gpus_per_node={per_node}"
-        found.append(Violation(f"{key}.tp", layout.tp, problem, f"Write a divisor of {per_node}"))
-    return found
+        violations.append(Violation(f"{key}.tp", layout.tp, problem, f"Write a divisor of {per_node}"))
+    return violations

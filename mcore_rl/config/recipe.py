@@ -1,4 +1,4 @@
-"""What a recipe reproduces: the published row that it stands for.  Nothing of it changes a run."""
+"""The published result that a recipe reproduces.  No key of this group changes a run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class PublishedConfig:
-    """A result that somebody has published.
+    """A published result.
 
-    score: percent; None where there is none.  of_run: whether it is the ``best`` of its validations or the ``final``
-    one; "" where that is not known.  metric: what it is, with the test set.  source: who published it.  hardware: that
-    it was reached on.  note: where the published settings are unclear or differ from ours.
+    score: percent; None if there is no published score.
+    of_run: ``best`` if it is the best of the run's validations, ``final`` if the last; "" if that is unknown.
+    metric: the metric and its test set.
+    source: who published it.
+    hardware: what it was reached on.
+    note: where the published settings are unclear or differ from the recipe.
     """
 
     score: float | None = None
@@ -25,11 +28,14 @@ class PublishedConfig:
 
 @dataclass(kw_only=True)
 class RecipeConfig:
-    """title: a line for a table.  checkpoint: its name in ``model_configs/``; "" is none, and nothing is planned.
+    """What a recipe is about.
 
-    config_json: fields that the run wants otherwise than the checkpoint's ``config.json`` has them; change them in your
-    copy.  cluster: a name of ``launch/clusters``, that the layout was chosen for.  datasets: what
-    ``tools/prepare_data.py`` makes for it.
+    title: one line for a table.
+    checkpoint: the name of its model in ``model_configs/``; "" is none, and the planner skips the recipe.
+    config_json: fields of the checkpoint's ``config.json`` that must differ for this run; change them in your copy.
+    cluster: the name in ``launch/clusters`` for which the layout was chosen.
+    datasets: the data sets that ``tools/prepare_data.py`` writes for it.
+    published: the result that it reproduces.
     """
 
     title: str = ""

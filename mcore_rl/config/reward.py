@@ -1,4 +1,4 @@
-"""Rewards as a user writes them: how known data sources are graded, limits of grading, and a function of one's own."""
+"""The configuration groups ``reward`` and ``custom_reward_function``: graders, their limits, the user's function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mcore_rl.errors import Violation
 
 
 class AnswerMethod(Enum):
-    """``strict`` wants the answer after ``####``; ``flexible`` takes the last number of the response."""
+    """``strict``: the answer must follow ``####``.  ``flexible``: the answer is the last number of the response."""
 
     strict = "strict"
     flexible = "flexible"
@@ -17,7 +17,7 @@ class AnswerMethod(Enum):
 
 @dataclass(kw_only=True)
 class Gsm8kConfig:
-    """``#### number`` answers.  score: of the right one.  format_score: of a wrong one in the right form."""
+    """``#### number`` answers.  score: for a right answer.  format_score: for a wrong one in the right form."""
 
     method: AnswerMethod = AnswerMethod.strict
     score: float = 1.0
@@ -37,11 +37,12 @@ class XmlConfig:
 
 @dataclass(kw_only=True)
 class CodeConfig:
-    """Programs run against test cases, each in a subprocess of its own.
+    """Grading of programs by test cases; each case runs in a subprocess, which may start no other process.
 
-    timeout_s, memory_mib, output_kib: of one test case.  A program may start no process.  continuous: the share of test
-    cases that pass; False: 1 when all do, else 0.  allow_weak_confinement: run programs also where the kernel lacks
-    Landlock or seccomp, and nothing but Python's own checks keeps them from files, processes and the network.
+    timeout_s, memory_mib, output_kib: limits of one test case.
+    continuous: the score is the share of test cases that pass; False: 1 if all pass, else 0.
+    allow_weak_confinement: run programs even if the kernel lacks Landlock or seccomp, so that only Python's own checks
+    keep them from files, processes and the network.
     """
 
     timeout_s: float = 6.0
@@ -55,7 +56,7 @@ class CodeConfig:
 class OverlongConfig:
     """Soft overlong punishment (arXiv:2503.14476, eq. 13) in the last ``length`` tokens before the limit.
 
-    penalty_factor: what a response that reaches the limit loses.
+    penalty_factor: the score that a response at the limit loses.
     """
 
     enable: bool = False
@@ -65,10 +66,11 @@ class OverlongConfig:
 
 @dataclass(kw_only=True)
 class CustomRewardFunction:
-    """``compute_score(data_source, solution_str, ground_truth, extra_info)`` of a Python file, float or dict.
+    """A user's ``compute_score(data_source, solution_str, ground_truth, extra_info)``, which returns a float or a dict.
 
-    path: of the file; None: known data sources are graded by their own graders.  name: of the function.  env: names of
-    environment variables that it is to have although they look like secrets, as the key of a judge's API does.
+    path: its Python file; None: each known data source has its built-in grader.
+    name: the function's name.
+    env: environment variables that it receives although their names look like secrets, such as a judge's API key.
     """
 
     path: str | None = None
@@ -80,8 +82,8 @@ class CustomRewardFunction:
 class RewardConfig:
     """Grading of responses.
 
-    num_workers: processes; None is one for each core, at most 16.  timeout_s: of one response.  error_score: of a
-    response whose grader raised, hung or gave no number.
+    num_workers: grading processes; None is one per core, at most 16.  timeout_s: limit for one response.
+    error_score: the score of a response whose grader raised, hung or gave no number.
     """
 
     num_workers: int | None = None
@@ -94,7 +96,7 @@ class RewardConfig:
 
 
 def reward_violations(reward: RewardConfig) -> list[Violation]:
-    """Everything wrong in ``reward`` by itself."""
+    """Every violation within ``reward``, not looking at other groups."""
     positive = {
         "num_workers": reward.num_workers,
         "timeout_s": reward.timeout_s,
@@ -103,12 +105,12 @@ def reward_violations(reward: RewardConfig) -> list[Violation]:
         "code.output_kib": reward.code.output_kib,
         "overlong.length": reward.overlong.length,
     }
-    found = [
+    violations = [
         Violation(f"reward.{key}", value, "must be positive", "Write more than 0")
         for key, value in positive.items()
         if value is not None and value <= 0
     ]
     if reward.overlong.penalty_factor < 0:
         value = reward.overlong.penalty_factor
-        found.append(Violation("reward.overlong.penalty_factor", value, "would reward length", "Write 0 or more"))
-    return found
+        violations.append(Violation("reward.overlong.penalty_factor", value, "would reward length", "Write 0 or more"))
+    return violations

@@ -1,4 +1,4 @@
-"""The reward model as a user writes it: a sequence classifier on engines of its own."""
+"""The configuration group ``reward_model``: a sequence classifier on vLLM engines of its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from mcore_rl.errors import Violation
 
 @dataclass(kw_only=True)
 class RewardModelConfig(ServingConfig):
-    """What scores the rows whose ``reward_model.style`` is ``model``, if ``enable``; its weights never change.
+    """The reward model, which scores rows whose ``reward_model.style`` is ``model``.  Its weights never change.
 
-    model: the classifier, and whose chat template the conversation is written in (``tokenizer_path``; None is the
-    classifier's own).  max_length: tokens of a conversation in that template; None is the longest prompt with the
-    longest response, where those are known.  truncation: of longer ones; ``error`` gives them no score, but
-    ``reward.error_score`` and a count.  The rest: of its engines, ``dp`` of them, as ``rollout``'s.
+    enable: whether there is one.
+    model: the classifier; ``tokenizer_path`` names the chat template of the conversation, None is the classifier's own.
+    max_length: the most tokens of a conversation in that template; None is the longest prompt plus the longest
+    response, if those are known.
+    truncation: how longer conversations are treated; ``error`` gives them ``reward.error_score`` and counts them.
+    The other fields are those of its ``dp`` engines, as in ``rollout``.
     """
 
     enable: bool = False
@@ -30,27 +32,27 @@ class RewardModelConfig(ServingConfig):
 
     @property
     def max_model_len(self) -> int:
-        """See ``max_length``, which is written out by now."""
+        """``max_length``.  It must not be None any more: the start of a run fills it in."""
         assert self.max_length is not None
         return self.max_length
 
 
 def reward_model_violations(config: RewardModelConfig) -> list[Violation]:
-    """Everything wrong in ``config`` by itself; nothing where it is not enabled."""
+    """Every violation within ``config``; none if it is not enabled."""
     if not config.enable:
         return []
-    found = serving_violations(config, "reward_model")
+    violations = serving_violations(config, "reward_model")
     if not config.model.path:
         remedy = "Write reward_model.model.path=DIR, a Hugging Face sequence classifier, or reward_model.enable=false"
-        found.append(Violation("reward_model.model.path", "", "is not set", remedy))
+        violations.append(Violation("reward_model.model.path", "", "is not set", remedy))
     if config.max_length is not None and config.max_length < 1:
         remedy = "Write 1 or more, or leave it out"
-        found.append(Violation("reward_model.max_length", config.max_length, "must be positive", remedy))
-    return found
+        violations.append(Violation("reward_model.max_length", config.max_length, "must be positive", remedy))
+    return violations
 
 
 def style_violations(config: RewardModelConfig, custom: CustomRewardFunction, ids: Sequence[str]) -> list[Violation]:
-    """A reward model without rows, or rows without anybody who scores them.  ids: of rows of style ``model``."""
+    """Refuses a reward model that no row asks for, and rows that nothing scores.  ids: the rows of style ``model``."""
     if config.enable and not ids:
         problem = "no row asks for it: reward_model.style is model in none"
         remedy = "Write the style model into the rows that it shall score, or reward_model.enable=false"

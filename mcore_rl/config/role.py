@@ -1,4 +1,4 @@
-"""What a role is: one record.  The table of the roles that there are is ``role_table.py``."""
+"""The record of a role, such as actor or critic.  ``role_table.py`` has the table of all roles."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Head(Enum):
-    """What a model ends in.  ``lm``: logits over the vocabulary.  ``value``: one number a token, the value head's.
+    """The output of a model.  ``lm``: logits over the vocabulary.  ``value``: one number per token, the value head's.
 
-    A scalar head, one number a sequence, is not among them until something trains or scores with it: the reward model
-    of ``reward_model.*`` runs in vLLM.
+    There is no scalar head (one number per sequence), because nothing trains one: the reward model of
+    ``reward_model.*`` runs in vLLM.
     """
 
     lm = "lm"
@@ -24,7 +24,7 @@ class Head(Enum):
 
 @dataclass(frozen=True)
 class Never:
-    """Frozen weights stay as the run began with them."""
+    """Frozen weights stay as they were at the start of the run."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Every:
 class ExponentialAverage:
     """After each step, frozen weights become ``decay`` times themselves plus ``1 - decay`` times the trained ones.
 
-    The average is kept in float32, of the weights that the forward pass reads; it is rounded to their type to score.
+    The average is of the weights that the forward pass reads, and is kept in float32; to score, it is rounded to their
+    dtype.
     """
 
     decay: float
@@ -49,27 +50,27 @@ Moves = Never | Every | ExponentialAverage
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """A model's part in a run.  A row is all that a role needs, beside its loss function.
+    """A model's part in a run.  A new role needs only such a row, and a loss function if it is trained.
 
-    name: of its configuration group, its directory in checkpoints, its logs and its metrics.
-    head: what its model ends in.
-    weights: the configuration key that names the Hugging Face checkpoint of its first weights; where that is null,
-    they are ``model.path``'s.
-    config: the dataclass of its configuration group ``NAME.*``, which is there because the row is.
-    shares: the role whose processes it runs in, as a snapshot of that role's weights; then it has no group, and
-    neither ``weights`` nor ``config``.
+    name: names its configuration group, its directory in checkpoints, its logs and its metrics.
+    head: the output of its model.
+    weights: the configuration key that names the Hugging Face checkpoint of its first weights; if that key is null,
+    they are those of ``model.path``.
+    config: the dataclass of its configuration group ``NAME.*``; the row creates this group.
+    shares: the role in whose processes it runs, as a snapshot of that role's weights; it then has no configuration
+    group, and neither ``weights`` nor ``config``.
     trains: whether it has an optimizer.
-    publishes: whether the rollout engines draw with its weights.  One trained role of a run does; it is scored first,
-    and trained last.
-    on_request: whether a run has it where its ``weights`` key is written, and not only where the algorithm needs it.
-    makes: fields of the batch, ``*_T``, that a pass over the samples fills before anything is trained; the first is of
-    its log-probs or values.  ``entropy_S``: entropies besides, for a metric.
-    copy_makes: the field that a frozen copy of a trained role fills, PRIME's reference say (arXiv:2502.01456).
-    reads: fields that its loss is given, beside tokens and mask.  ``advantages_T`` are those of the algorithm.
-    read_by: roles whose losses are given what this one makes.
+    publishes: whether the rollout engines sample with its weights.  This holds for one trained role of a run, which is
+    scored first and trained last.
+    on_request: True if writing its ``weights`` key also adds it to a run; False if only the algorithm does.
+    makes: fields of the batch that its scoring pass fills before training: first its log-probs or values, ``*_T``;
+    ``entropy_S`` adds entropies, for a metric.
+    copy_makes: the field that a frozen copy of a trained role fills, such as PRIME's reference (arXiv:2502.01456).
+    reads: fields that its loss receives, beside tokens and mask.  ``advantages_T`` are those of the algorithm.
+    read_by: roles whose losses receive the fields that this one makes.
     loss: ``module:function`` of ``(config) -> RoleLoss`` (algorithms/role_loss.py).
-    moves: when frozen weights, a snapshot's or a frozen copy's, follow the trained ones of the same processes.
-    phase: of its pass over the samples, in ``time/PHASE``; that of its updates is ``update_NAME``.
+    moves: when frozen weights, of a snapshot or a frozen copy, take over the trained ones of the same processes.
+    phase: names its scoring pass in ``time/PHASE``; its updates are ``update_NAME``.
     """
 
     name: str
@@ -99,30 +100,30 @@ class Role:
 
     @property
     def group(self) -> str:
-        """The role whose processes and configuration group it uses: its own, or those that it shares."""
+        """The name of the role whose processes and configuration group it uses: ``shares``, or its own."""
         return self.shares or self.name
 
     @property
     def snapshot(self) -> str | None:
-        """The name of its frozen weights in those processes; None where it has none."""
+        """The name of its frozen weights in those processes; None if it has none."""
         if self.shares is not None:
             return self.name
         return None if self.copy_makes is None else f"{self.name}_copy"
 
     def make_loss(self, config: RoleConfig) -> Any:
-        """Its loss, a ``RoleLoss``, of its configuration group."""
+        """Its ``RoleLoss``, with the settings of its configuration group."""
         assert self.loss is not None, f"{self.name} is not trained"
         module, _, name = self.loss.partition(":")
         return getattr(import_module(module), name)(config)
 
     @property
     def update_phase(self) -> str:
-        """Of its updates, in ``time/PHASE``."""
+        """The name of its updates in ``time/PHASE``."""
         return f"update_{self.name}"
 
 
 def moves_after(moves: Moves, step: int) -> bool:
-    """Whether frozen weights move after ``step``."""
+    """Whether frozen weights change after ``step`` (counted from 1)."""
     match moves:
         case Never():
             return False

@@ -1,7 +1,7 @@
-"""The roles that there are, one row each, in the order in which they score the samples of a step.
+"""The table of all roles, one row each, in the order in which they score the samples of a step.
 
-A new role is a new row.  From it are made its configuration group, its processes, its passes in a step, its
-checkpoints, its share of the plan and its metrics.  A trained one also has a loss function.
+A new role is a new row.  The row creates its configuration group, its processes, its passes in a step, its checkpoints,
+its share of the plan and its metrics.  A trained role also needs a loss function.
 """
 
 from __future__ import annotations

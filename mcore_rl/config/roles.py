@@ -1,4 +1,4 @@
-"""The configuration groups of roles: settings of an engine, a layout, and what a trained role needs besides."""
+"""The configuration groups of roles: engine settings, layout, and the settings of training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mcore_rl.errors import Violation
 class LossAggregation(Enum):
     """How the losses of tokens become one number.
 
-    ``token_mean``: over all trained tokens of the minibatch.  ``seq_mean_token_sum``, ``seq_mean_token_mean``: over
-    sequences, of sums or means over their tokens.  ``sum_over_constant``: their sum, divided by the number of sequences
-    times ``loss_agg_constant`` (arXiv:2503.20783).
+    ``token_mean``: the mean over all trained tokens of the minibatch.  ``seq_mean_token_sum``, ``seq_mean_token_mean``:
+    the mean over sequences of the sums or means over their tokens.  ``sum_over_constant``: the sum over all tokens,
+    divided by the number of sequences times ``loss_agg_constant`` (arXiv:2503.20783).
     """
 
     token_mean = "token_mean"
@@ -27,12 +27,12 @@ class LossAggregation(Enum):
 
 @dataclass(kw_only=True)
 class RoleConfig(EngineConfig):
-    """A model in processes of its own: engine settings and layout.  ``NAME.*`` of the role NAME."""
+    """The configuration group ``NAME.*`` of a role NAME with processes of its own: engine settings and layout."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def violations(self, key: str) -> list[Violation]:
-        """Everything wrong in it by itself.  key: what the group is called."""
+        """Every violation within the group.  key: the group's name."""
         return [
             Violation(f"{key}.{each.key}", each.value, each.problem, each.remedy.replace(" optim.", f" {key}.optim."))
             for each in engine_violations(self)
@@ -41,7 +41,7 @@ class RoleConfig(EngineConfig):
 
 @dataclass(kw_only=True)
 class FrozenModelConfig(RoleConfig):
-    """A frozen model beside the policy, a teacher say.  path: of its weights; None is the actor's first ones."""
+    """A frozen model beside the policy, such as a teacher.  path: its weights; None is the actor's first weights."""
 
     path: str | None = None
 
@@ -50,9 +50,9 @@ class FrozenModelConfig(RoleConfig):
 class TrainedConfig(RoleConfig):
     """A role that is trained.
 
-    ppo_mini_batch_size: prompts of one optimizer step; each brings ``rollout.n`` sequences.
+    ppo_mini_batch_size: prompts per optimizer step; each has ``rollout.n`` sequences.
     ppo_epochs: passes over the samples of a step.
-    shuffle: minibatches of the second and later passes are drawn anew.
+    shuffle: shuffle the samples before the second and later passes.
     loss_agg_mode, loss_agg_constant: see ``LossAggregation``; None is ``data.max_response_length``.
     """
 
@@ -63,20 +63,22 @@ class TrainedConfig(RoleConfig):
     loss_agg_constant: float | None = None
 
     def violations(self, key: str) -> list[Violation]:
-        """As of ``RoleConfig``."""
-        found = super().violations(key)
+        """Every violation within the group, as ``RoleConfig.violations``."""
+        violations = super().violations(key)
         for name in ("ppo_mini_batch_size", "ppo_epochs"):
             if getattr(self, name) < 1:
-                found.append(Violation(f"{key}.{name}", getattr(self, name), "must be positive", "Write 1 or more"))
+                violations.append(
+                    Violation(f"{key}.{name}", getattr(self, name), "must be positive", "Write 1 or more")
+                )
         if self.loss_agg_constant is not None and self.loss_agg_constant <= 0:
             remedy = "Write a length in tokens"
-            found.append(Violation(f"{key}.loss_agg_constant", self.loss_agg_constant, "must be positive", remedy))
-        return found
+            violations.append(Violation(f"{key}.loss_agg_constant", self.loss_agg_constant, "must be positive", remedy))
+        return violations
 
 
 @dataclass(kw_only=True)
 class TrainedModelConfig(TrainedConfig):
-    """A trained model beside the policy.  path: of its first weights; None is the actor's."""
+    """A trained model beside the policy.  path: its first weights; None is the actor's."""
 
     path: str | None = None
 
@@ -85,19 +87,20 @@ class TrainedModelConfig(TrainedConfig):
 class ActorConfig(TrainedConfig):
     """The policy that is trained.
 
-    allow_stale_updates: several updates of a batch with a loss that has no ratio (``policy_gradient``, ``gpg``).  All
-    but the first then take samples of an older policy for samples of the current one.
-    loss_mode: the policy loss, by its name in docs/algorithms.md; ``FILE.py:NAME`` is one of a file of your own.
-    clip_ratio: of PPO.  clip_ratio_low, clip_ratio_high: where they differ (arXiv:2503.14476); None is clip_ratio.
-    Those of ``geo_mean`` are of the ratio's logarithm.
+    allow_stale_updates: permit several updates per batch with a loss that has no ratio (``policy_gradient``, ``gpg``).
+    All but the first then treat samples of an older policy as samples of the current one.
+    loss_mode: the policy loss's name in docs/algorithms.md, or ``FILE.py:NAME`` of a file of your own.
+    clip_ratio: the clip range of PPO.
+    clip_ratio_low, clip_ratio_high: the ranges below and above 1, if they differ (arXiv:2503.14476); None is
+    clip_ratio.  ``geo_mean`` clips the ratio's logarithm by them.
     clip_ratio_c: bound of the dual clip (arXiv:1912.09729), TRL's delta; None is no dual clip.
     tau_pos, tau_neg: temperatures of ``sapo``, for advantages above 0 and for the others.
-    clip_cov_ratio, clip_cov_lb, clip_cov_ub: share of tokens that ``clip_cov`` leaves out, and the covariances between
-    which it draws them.
-    kl_cov_ratio, ppo_kl_coef: share of tokens that ``kl_cov`` lets pay for moving, and how much.
-    entropy_coeff: of the bonus.
-    use_kl_loss: ``kl_loss_coef * kl_loss_type`` to the reference is added to the loss.
-    full_kl_gib: host memory that a process may take for the reference's logits of a minibatch, with
+    clip_cov_ratio: share of tokens that ``clip_cov`` leaves out of the loss.
+    clip_cov_lb, clip_cov_ub: the covariances between which it draws them.
+    kl_cov_ratio, ppo_kl_coef: share of tokens that ``kl_cov`` penalises for moving, and the penalty's coefficient.
+    entropy_coeff: coefficient of the entropy bonus.
+    use_kl_loss: add ``kl_loss_coef`` times the KL to the reference, estimated by ``kl_loss_type``, to the loss.
+    full_kl_gib: the most host memory that a process takes for the reference's logits of a minibatch, with
     ``kl_loss_type=full``.
     """
 
@@ -131,24 +134,26 @@ class ActorConfig(TrainedConfig):
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
     def violations(self, key: str) -> list[Violation]:
-        """As of ``RoleConfig``."""
-        found = super().violations(key)
+        """Every violation within the group, as ``RoleConfig.violations``."""
+        violations = super().violations(key)
         names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "entropy_coeff", "kl_loss_coef", "full_kl_gib")
         for name in (*names, "ppo_kl_coef"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                found.append(Violation(f"{key}.{name}", value, "must not be negative", "Write 0 or more"))
+                violations.append(Violation(f"{key}.{name}", value, "must not be negative", "Write 0 or more"))
         for name in ("tau_pos", "tau_neg"):
             if getattr(self, name) <= 0:
-                found.append(Violation(f"{key}.{name}", getattr(self, name), "must be positive", "Write 1.0, say"))
+                violations.append(Violation(f"{key}.{name}", getattr(self, name), "must be positive", "Write 1.0, say"))
         for name in ("clip_cov_ratio", "kl_cov_ratio"):
             if not 0 < getattr(self, name) <= 1:
                 problem = "is a share of the tokens, and must lie in (0, 1]"
-                found.append(Violation(f"{key}.{name}", getattr(self, name), problem, "Write 0.0002, say"))
+                violations.append(Violation(f"{key}.{name}", getattr(self, name), problem, "Write 0.0002, say"))
         if self.clip_cov_lb >= self.clip_cov_ub:
             problem = f"leaves no covariance below clip_cov_ub={self.clip_cov_ub:g}"
-            found.append(Violation(f"{key}.clip_cov_lb", self.clip_cov_lb, problem, "Write 1.0, and clip_cov_ub=5.0"))
-        return found
+            violations.append(
+                Violation(f"{key}.clip_cov_lb", self.clip_cov_lb, problem, "Write 1.0, and clip_cov_ub=5.0")
+            )
+        return violations
 
 
 @dataclass(kw_only=True)
@@ -156,15 +161,16 @@ class CriticConfig(TrainedModelConfig):
     """The value model of PPO: a worker group of its own, in a layout of its own.
 
     The value head starts at 0.
-    cliprange_value: values move no further than this from the old ones in one step's loss; 0 is no limit.
+
+    cliprange_value: the value loss clips values to within this distance of the old ones; 0 is no clipping.
     """
 
     cliprange_value: float = 0.5
 
     def violations(self, key: str) -> list[Violation]:
-        """As of ``RoleConfig``."""
-        found = super().violations(key)
+        """Every violation within the group, as ``RoleConfig.violations``."""
+        violations = super().violations(key)
         if self.cliprange_value < 0:
             remedy = "Write 0.5, or 0 for no clipping"
-            found.append(Violation(f"{key}.cliprange_value", self.cliprange_value, "must not be negative", remedy))
-        return found
+            violations.append(Violation(f"{key}.cliprange_value", self.cliprange_value, "must not be negative", remedy))
+        return violations

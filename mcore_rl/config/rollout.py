@@ -1,4 +1,4 @@
-"""The rollout engine as a user writes it: its layout (``tp=8,dp=4,ep=8``), its memory, and how tokens are drawn."""
+"""The configuration group ``rollout``: layout of the engines (``tp=8,dp=4,ep=8``), memory, and sampling."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mcore_rl.errors import Violation
 
 ROLLOUT_AXES = ("tp", "dp", "ep")
 BYTES = {Precision.float32: 4, Precision.bfloat16: 2}
-MIN_TEMPERATURE = 0.01  # vLLM raises what is lower, but for 0 (_MAX_TEMP in sampling_params.py, 0.32)
-CPU_KV_CACHE_BYTES = 2**30  # where none are asked for; vLLM would take gpu_memory_utilization of the machine
-CPU_BATCHED_TOKENS = 4096  # of one step, where no number is asked for
+MIN_TEMPERATURE = 0.01  # vLLM raises a lower temperature to this, except 0 (_MAX_TEMP in sampling_params.py, 0.32)
+CPU_KV_CACHE_BYTES = 2**30  # the default on CPU; vLLM's would be gpu_memory_utilization of the machine
+CPU_BATCHED_TOKENS = 4096  # per engine step, the default on CPU
 UPDATE_BUCKET_BYTES = 256 << 20  # of a weight update, half of it in flight; a process holds two at most
 VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of it (vocab_parallel_embedding.py, 0.32)
 
@@ -22,13 +22,14 @@ VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of it (vocab_parall
 class RolloutLayout:
     """Sizes of vLLM's parallel axes; rank ``dp_rank * tp + tp_rank`` of ``tp * dp``.
 
-    tp: tensor parallel.  dp: replicas.  ep: over how many ranks the experts of a layer are spread.  1: over none, and
-    every expert is cut over the tp ranks of its replica.  tp: whole experts, over the ranks of each replica
-    (``enable_expert_parallel``, replicas that know nothing of each other).  tp * dp: whole experts, over all ranks
-    (``enable_expert_parallel`` with ``data_parallel_size=dp``).  Experts are placed contiguously (vLLM's ``linear``).
+    tp: tensor parallel.  dp: replicas.  ep: how many ranks share the whole experts of a layer, one of three sizes:
+    1: none; every expert is sliced over the tp ranks of its replica.
+    tp: the ranks of each replica (``enable_expert_parallel``; replicas are independent engines).
+    tp * dp: all ranks (``enable_expert_parallel`` with ``data_parallel_size=dp``).
+    Experts are placed contiguously (vLLM's ``linear``).
 
-    Deliberately not here: vLLM's ``data_parallel_size`` without expert parallelism, which cuts every expert of a layer
-    over all tp * dp ranks (``flatten_tp_across_dp_and_pcp`` in fused_moe/config.py); replicas of their own do as well.
+    Deliberately not offered: vLLM's ``data_parallel_size`` without expert parallelism, which slices every expert over
+    all tp * dp ranks (``flatten_tp_across_dp_and_pcp`` in fused_moe/config.py); independent replicas serve as well.
     """
 
     tp: int = 1
@@ -40,12 +41,12 @@ class RolloutLayout:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all replicas."""
+        """The ranks of all replicas together: tp * dp."""
         return self.tp * self.dp
 
     @property
     def engine_dp(self) -> int:
-        """``data_parallel_size`` of an engine: replicas that share experts are one engine, others are their own."""
+        """``data_parallel_size`` of an engine: dp if replicas share experts and thus one engine, else 1."""
         return self.dp if self.experts_span_replicas else 1
 
     @property
@@ -59,7 +60,7 @@ assert ROLLOUT_AXES == tuple(field.name for field in fields(RolloutLayout))
 
 @dataclass(kw_only=True)
 class ValidationConfig:
-    """How validation draws its samples; the rest is as in training.  n: samples of each prompt.  Default: greedy."""
+    """How validation samples; all else is as in training.  n: samples per prompt.  The default is greedy."""
 
     n: int = 1
     temperature: float = 0.0
@@ -69,14 +70,17 @@ class ValidationConfig:
 
 @dataclass(kw_only=True)
 class ServingConfig:
-    """vLLM engines, whatever they are asked for.
+    """vLLM engines, for generation or for classification.
 
-    tp, dp, ep: see ``RolloutLayout``.  device, dtype: of the engine.  gpu_memory_utilization: share of each device's
-    memory (on CPU: of the machine's) that weights and KV cache of a rank may take.  kv_cache_memory_bytes: of each
-    rank; None takes what the share leaves, and on CPU 1 GiB.  max_num_seqs: sequences that run at once.
-    max_num_batched_tokens: of one step; None is vLLM's choice.  enable_prefix_caching: sequences that begin alike share
-    the KV cache of their beginning.  enforce_eager: no compilation, no graphs.  enable_sleep_mode: memory can be handed
-    to the trainer in between (accelerators).
+    tp, dp, ep: see ``RolloutLayout``.
+    device, dtype: where and in which dtype an engine computes.
+    gpu_memory_utilization: share of each device's memory (on CPU: of the machine's) for weights and KV cache of a rank.
+    kv_cache_memory_bytes: KV cache per rank; None is what that share leaves, and 1 GiB on CPU.
+    max_num_seqs: sequences that run at once.
+    max_num_batched_tokens: tokens per engine step; None is vLLM's choice.
+    enable_prefix_caching: sequences with a common prefix share its KV cache.
+    enforce_eager: no compilation and no CUDA graphs.
+    enable_sleep_mode: an engine can release its memory to the trainer between steps (accelerators).
     """
 
     tp: int = 1
@@ -94,29 +98,29 @@ class ServingConfig:
 
     @property
     def layout(self) -> RolloutLayout:
-        """tp, dp and ep."""
+        """The layout of ``tp``, ``dp`` and ``ep``."""
         return RolloutLayout(tp=self.tp, dp=self.dp, ep=self.ep)
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
+        """The most tokens of a sequence."""
         raise NotImplementedError
 
 
 @dataclass(kw_only=True)
 class RolloutConfig(ServingConfig):
-    """The rollout engines and how they draw.
+    """The rollout engines and how they sample.
 
-    n: samples of each prompt.
-    temperature, top_p, top_k: 1, 1 and -1 draw from the whole distribution, which is the only one whose log-probs the
-        trainer reproduces.
+    n: samples per prompt.
+    temperature, top_p, top_k: 1, 1 and -1 sample from the whole distribution, the only one whose log-probs the trainer
+        reproduces.
     stop, stop_token_ids, ignore_eos: what ends a response besides its length.
-    seed: of all draws.
-    max_prompt_length: tokens of a prompt.
-    max_response_length: tokens of all that follows the prompt, whoever wrote it; with tools, of all turns and results.
-    return_routed_experts: record which experts every token went to; needs vLLM's model runner V2, and thereby Triton:
-        not on CPU.  No command reads them yet, see ``routing_violations``.
-    val_kwargs: how validation draws.
+    seed: the seed of all sampling.
+    max_prompt_length: the most tokens of a prompt.
+    max_response_length: the most tokens after the prompt, whoever wrote them; with tools, all turns and results.
+    return_routed_experts: record the experts of every token; needs vLLM's model runner V2 and therefore Triton, which
+        the CPU does not have.  No command reads the record yet, see ``routing_violations``.
+    val_kwargs: how validation samples.
     """
 
     n: int = 1
@@ -134,12 +138,12 @@ class RolloutConfig(ServingConfig):
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest episode: the longest prompt, and the most that may follow it."""
+        """The most tokens of an episode: the longest prompt plus the longest response."""
         return self.max_prompt_length + self.max_response_length
 
 
 def routing_violations(rollout: RolloutConfig) -> list[Violation]:
-    """Of a command that reads no recorded routing, whose run would pay for it and train with other experts."""
+    """Refuses to record routing for a command that never reads it: the trainer would route to other experts anyway."""
     if not rollout.return_routed_experts:
         return []
     problem = "the experts that it records are not replayed: the trainer chooses its own"
@@ -149,94 +153,94 @@ def routing_violations(rollout: RolloutConfig) -> list[Violation]:
 def parse_rollout_layout(text: str) -> RolloutLayout:
     """``"tp=8,dp=2"`` to a ``RolloutLayout``; axes left out are 1.
 
-    Raises ConfigError naming every malformed, unknown, repeated or non-positive part at once.
+    Raises ConfigError with every malformed, unknown, repeated or non-positive part.
     """
     return RolloutLayout(**parse_sizes(text, ROLLOUT_AXES, "rollout layout"))
 
 
 def rollout_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violation]:
-    """Everything that keeps vLLM from running ``model`` as ``layout``."""
+    """Every reason why vLLM cannot run ``model`` in ``layout``."""
     sizes = {f"rollout.{axis}": getattr(layout, axis) for axis in ROLLOUT_AXES}
-    found = [Violation(key, n, "must be positive", "Write 1 or more") for key, n in sizes.items() if n < 1]
-    if found:
-        return found  # the rules below divide by these sizes
+    violations = [Violation(key, n, "must be positive", "Write 1 or more") for key, n in sizes.items() if n < 1]
+    if violations:
+        return violations  # the rules below divide by these sizes
     return _tensor_violations(model, layout) + _expert_violations(model, layout)
 
 
 def rollout_config_violations(rollout: RolloutConfig) -> list[Violation]:
-    """Everything wrong in ``rollout`` by itself, without a model."""
-    found = []
+    """Every violation within ``rollout``, not looking at a model."""
+    violations = []
     for name in ("n", "max_prompt_length", "max_response_length"):
         value = getattr(rollout, name)
         if value < 1:
-            found.append(Violation(f"rollout.{name}", value, "must be positive", "Write 1 or more"))
-    found += serving_violations(rollout, "rollout")
+            violations.append(Violation(f"rollout.{name}", value, "must be positive", "Write 1 or more"))
+    violations += serving_violations(rollout, "rollout")
     if "" in rollout.stop:
-        found.append(Violation("rollout.stop", rollout.stop, "an empty string ends nothing", "Leave it out"))
+        violations.append(Violation("rollout.stop", rollout.stop, "an empty string ends nothing", "Leave it out"))
     if rollout.temperature == 0 and rollout.n > 1:
         problem = f"draws the same response rollout.n={rollout.n} times"
-        found.append(Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0 or rollout.n=1"))
+        violations.append(Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0 or rollout.n=1"))
     validation = rollout.val_kwargs
     if validation.n < 1:
-        found.append(Violation("rollout.val_kwargs.n", validation.n, "must be positive", "Write 1 or more"))
-    return found + _draw_violations(rollout, "rollout") + _draw_violations(validation, "rollout.val_kwargs")
+        violations.append(Violation("rollout.val_kwargs.n", validation.n, "must be positive", "Write 1 or more"))
+    return violations + _draw_violations(rollout, "rollout") + _draw_violations(validation, "rollout.val_kwargs")
 
 
 def serving_violations(config: ServingConfig, key: str) -> list[Violation]:
-    """Everything wrong in what all engines have, of the group ``key``."""
-    found = []
+    """Every violation in the settings that all engines have.  key: the name of the configuration group."""
+    violations = []
     for name in ("max_num_seqs", "kv_cache_memory_bytes", "max_num_batched_tokens"):
         value = getattr(config, name)
         if value is not None and value < 1:
-            found.append(Violation(f"{key}.{name}", value, "must be positive", "Write 1 or more"))
+            violations.append(Violation(f"{key}.{name}", value, "must be positive", "Write 1 or more"))
     share = config.gpu_memory_utilization
     if not 0 < share <= 1:
         remedy = "Write 0.5 beside a trainer on the same device, 0.9 alone"
-        found.append(Violation(f"{key}.gpu_memory_utilization", share, "must lie in (0, 1]", remedy))
-    return found
+        violations.append(Violation(f"{key}.gpu_memory_utilization", share, "must lie in (0, 1]", remedy))
+    return violations
 
 
 def _draw_violations(draw: RolloutConfig | ValidationConfig, key: str) -> list[Violation]:
-    found = []
+    violations = []
     if draw.temperature < 0:
         problem = "must not be negative"
-        found.append(Violation(f"{key}.temperature", draw.temperature, problem, "Write 1.0, or 0 for greedy"))
+        violations.append(Violation(f"{key}.temperature", draw.temperature, problem, "Write 1.0, or 0 for greedy"))
     elif 0 < draw.temperature < MIN_TEMPERATURE:
         problem = f"vLLM draws as if it were {MIN_TEMPERATURE:g}"
-        found.append(Violation(f"{key}.temperature", draw.temperature, problem, "Write 0 for greedy, or more"))
+        violations.append(Violation(f"{key}.temperature", draw.temperature, problem, "Write 0 for greedy, or more"))
     if not 0 < draw.top_p <= 1:
-        found.append(Violation(f"{key}.top_p", draw.top_p, "must lie in (0, 1]", "Write 1.0 to keep all tokens"))
+        violations.append(Violation(f"{key}.top_p", draw.top_p, "must lie in (0, 1]", "Write 1.0 to keep all tokens"))
     if draw.top_k < 1 and draw.top_k != -1:
-        found.append(Violation(f"{key}.top_k", draw.top_k, "keeps no token", "Write -1 to keep all, or 1 or more"))
-    return found
+        violations.append(Violation(f"{key}.top_k", draw.top_k, "keeps no token", "Write -1 to keep all, or 1 or more"))
+    return violations
 
 
 def context_violations(model: ModelConfig, rollout: RolloutConfig) -> list[Violation]:
-    """What of ``rollout``'s lengths and KV cache ``model`` has no room for."""
-    found = []
+    """Refuses lengths beyond the model's context or YaRN's reach, and a KV cache too small for one sequence."""
+    violations = []
     if rollout.max_model_len > model.max_position_embeddings:
         context = model.max_position_embeddings
         problem = f"with rollout.max_response_length={rollout.max_response_length} exceeds the model's {context} tokens"
         remedy = f"Lower one of them, to {context} in all"
-        found.append(Violation("rollout.max_prompt_length", rollout.max_prompt_length, problem, remedy))
+        violations.append(Violation("rollout.max_prompt_length", rollout.max_prompt_length, problem, remedy))
     rope, reach = model.rope, yarn_reach(model)
     if reach is not None and rollout.max_model_len > reach:
         problem = f"with rollout.max_response_length={rollout.max_response_length} exceeds the {reach} tokens that YaRN"
         problem += f" reaches: factor {rope.factor:g} times {rope.original_max_position_embeddings}"
         remedy = f"Lower one of them, to {reach} in all, or mend rope_parameters in config.json"
-        found.append(Violation("rollout.max_prompt_length", rollout.max_prompt_length, problem, remedy))
+        violations.append(Violation("rollout.max_prompt_length", rollout.max_prompt_length, problem, remedy))
     least = kv_bytes_per_token(model, rollout) * rollout.max_model_len
     if rollout.kv_cache_memory_bytes is not None and rollout.kv_cache_memory_bytes < least:
         problem = f"does not hold one sequence of {rollout.max_model_len} tokens, which takes {least}"
         remedy = f"Write {least} times the sequences that shall run at once, or shorten the sequences"
-        found.append(Violation("rollout.kv_cache_memory_bytes", rollout.kv_cache_memory_bytes, problem, remedy))
-    return found
+        violations.append(Violation("rollout.kv_cache_memory_bytes", rollout.kv_cache_memory_bytes, problem, remedy))
+    return violations
 
 
 def yarn_reach(model: ModelConfig) -> int | None:
-    """Positions that YaRN reaches; None without it.
+    """The number of positions that YaRN covers; None if the model does not use YaRN.
 
-    vLLM tabulates that many positions and reads what lies behind them (yarn_scaling_rope.py, 0.32).
+    vLLM tabulates that many positions, and reads past the end of the table for later ones (yarn_scaling_rope.py, 0.32).
     """
     rope = model.rope
     return int(rope.factor * rope.original_max_position_embeddings) if rope.type is RopeType.yarn else None
@@ -248,9 +252,9 @@ def padded_vocab_size(model: ModelConfig) -> int:
 
 
 def kv_bytes_per_token(model: ModelConfig, rollout: ServingConfig) -> int:
-    """Bytes of KV cache of one token on one rank: keys and values of its heads, or the latent, which all ranks hold.
+    """Bytes of KV cache per token on one rank: the keys and values of the heads that the rank has.
 
-    0 for latent attention, whose cache depends on the kernel: vLLM says so itself.
+    0 for latent attention, whose cache depends on the kernel: vLLM itself refuses a cache that is too small.
     """
     if model.mla is not None:
         return 0
@@ -268,7 +272,7 @@ def _tensor_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violat
     if model.moe is not None:
         widths["model.moe.shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
     remedy = "Write a rollout.tp that does"
-    found = [
+    violations = [
         Violation("rollout.tp", layout.tp, f"does not divide {key}={size}", remedy)
         for key, size in widths.items()
         if size % layout.tp
@@ -276,8 +280,8 @@ def _tensor_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violat
     groups = model.num_query_groups
     if model.mla is None and groups % layout.tp and layout.tp % groups:
         problem = f"neither divides model.num_query_groups={groups} nor is a multiple of it"
-        found.append(Violation("rollout.tp", layout.tp, problem, "Write a rollout.tp that is one or the other"))
-    return found
+        violations.append(Violation("rollout.tp", layout.tp, problem, "Write a rollout.tp that is one or the other"))
+    return violations
 
 
 def _expert_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violation]:

@@ -1,6 +1,6 @@
-"""One run of ``mcore-rl train``, whole: all groups, and what of one contradicts another.
+"""The configuration of ``mcore-rl train``, and the checks of all groups and of contradictions between them.
 
-``run_violations`` needs no file and starts nothing; ``controller/lifecycle/model_checks.py`` checks what depends on the
+``run_violations`` opens no file and starts nothing; ``controller/lifecycle/model_checks.py`` checks what depends on the
 checkpoint.
 """
 
@@ -29,7 +29,7 @@ from mcore_rl.errors import ConfigError, Violation
 @dataclass(kw_only=True)
 @with_role_groups
 class RunConfig(RoleGroups, Composed):
-    """What ``mcore-rl train`` runs.  Beside the groups here it has one for each row of ``role_table.ROLES``."""
+    """All settings of ``mcore-rl train``.  Beside the groups here it has one for each row of ``role_table.ROLES``."""
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     model: ModelPathConfig = field(default_factory=ModelPathConfig)
@@ -45,10 +45,10 @@ class RunConfig(RoleGroups, Composed):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that are built, by name, in the order of the table.
+        """The names of the roles that the run builds, in the order of the table.
 
-        Those that the algorithm needs, and those on request whose weights are named.  Raises ConfigError where there
-        is no such estimator.
+        These are the roles that the algorithm needs, and roles on request whose weights are named.
+        Raises ConfigError if there is no such estimator.
         """
         refers = self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
         needed = {ACTOR, *estimator(self.algorithm.adv_estimator).roles, *([REFERENCE] if refers else [])}
@@ -58,7 +58,7 @@ class RunConfig(RoleGroups, Composed):
 
     @property
     def role_rows(self) -> tuple[Role, ...]:
-        """The roles that are built, in the order of the table."""
+        """The roles that the run builds, in the order of the table."""
         return tuple(ROLES[name] for name in self.roles)
 
     @property
@@ -68,9 +68,9 @@ class RunConfig(RoleGroups, Composed):
 
 
 def run_violations(run: RunConfig) -> list[Violation]:
-    """Everything wrong in ``run`` that can be told without opening a file of data or of a model."""
+    """Every violation that can be seen without opening a file of data or of a model."""
     unknown = _unknown_parts(run)
-    found = [
+    violations = [
         *data_violations(run.data),
         *unknown,
         *algorithm_violations(run.algorithm),
@@ -82,133 +82,133 @@ def run_violations(run: RunConfig) -> list[Violation]:
         *_missing(run),
     ]
     if unknown:
-        return found  # what the rules below ask for, nobody knows
+        return violations  # the rules below read the estimator and the loss
     for role in run.group_rows:
-        found += run.role_config(role).violations(role.name)
-    found += unread_violations(run)
+        violations += run.role_config(role).violations(role.name)
+    violations += unread_violations(run)
     if run.data.train_batch_size < 1 or run.rollout.n < 1 or run.trainer.world_size < 1:
-        return found  # the rules below divide by these
-    return [*found, *_batch_violations(run), *_algorithm_violations(run), *_share_violations(run)]
+        return violations  # the rules below divide by these
+    return [*violations, *_batch_violations(run), *_algorithm_violations(run), *_share_violations(run)]
 
 
 def _unknown_parts(run: RunConfig) -> list[Violation]:
-    found: list[Violation] = []
+    violations: list[Violation] = []
     for part, name in ((estimator, run.algorithm.adv_estimator), (policy_loss, run.actor.loss_mode)):
         try:
             part(name)
         except ConfigError as error:
-            found += error.violations
-    return found
+            violations += error.violations
+    return violations
 
 
 def _batch_violations(run: RunConfig) -> list[Violation]:
-    found, size = [], run.data.train_batch_size
+    violations, size = [], run.data.train_batch_size
     for role in run.trained_rows:
         mini = run.trained_config(role).ppo_mini_batch_size
         if mini > 0 and size % mini:
             fitting = max(part for part in range(1, min(mini, size) + 1) if size % part == 0)
             problem = f"does not divide data.train_batch_size={size}"
-            found.append(Violation(f"{role.name}.ppo_mini_batch_size", mini, problem, f"Write {fitting}, say"))
+            violations.append(Violation(f"{role.name}.ppo_mini_batch_size", mini, problem, f"Write {fitting}, say"))
     drawn, filtering = run.data.gen_batch_size, run.algorithm.filter_groups.enable
     if drawn is not None and not filtering and drawn != size:
         problem = f"differs from data.train_batch_size={size}, and no groups are filtered"
         remedy = "Leave it out, or write algorithm.filter_groups.enable=true"
-        found.append(Violation("data.gen_batch_size", drawn, problem, remedy))
+        violations.append(Violation("data.gen_batch_size", drawn, problem, remedy))
     attempts = run.algorithm.filter_groups.max_num_gen_batches
     if drawn is not None and filtering and 0 < drawn * attempts < size:
         problem = f"times algorithm.filter_groups.max_num_gen_batches={attempts} is less than "
         problem += f"data.train_batch_size={size}: a step could not be filled"
         remedy = f"Write {-(-size // attempts)} or more"
-        found.append(Violation("data.gen_batch_size", drawn, problem, remedy))
+        violations.append(Violation("data.gen_batch_size", drawn, problem, remedy))
     overlong, longest = run.reward.overlong, run.data.max_response_length
     if overlong.enable and overlong.length >= longest:
         problem = f"punishes every response, since data.max_response_length={longest}"
         remedy = f"Write {max(1, longest // 4)}, say"
-        found.append(Violation("reward.overlong.length", overlong.length, problem, remedy))
+        violations.append(Violation("reward.overlong.length", overlong.length, problem, remedy))
     for name in ("max_prompt_length", "max_response_length"):
         here, there = getattr(run.data, name), getattr(run.rollout, name)
         if here != there:
             problem = f"differs from data.{name}={here}"
-            found.append(Violation(f"rollout.{name}", there, problem, f"Leave it out: it is data.{name}"))
-    return found
+            violations.append(Violation(f"rollout.{name}", there, problem, f"Leave it out: it is data.{name}"))
+    return violations
 
 
 def _algorithm_violations(run: RunConfig) -> list[Violation]:
-    found, algorithm, n = _loss_violations(run), run.algorithm, run.rollout.n
+    violations, algorithm, n = _loss_violations(run), run.algorithm, run.rollout.n
     name, least = algorithm.adv_estimator, estimator(algorithm.adv_estimator).min_group
     if n < least:
         problem = f"algorithm.adv_estimator={name} compares the samples of a prompt, and needs {least} or more"
-        found.append(Violation("rollout.n", n, problem, "Write rollout.n=5, say, or another estimator"))
+        violations.append(Violation("rollout.n", n, problem, "Write rollout.n=5, say, or another estimator"))
     if algorithm.filter_groups.enable and n < 2:
         problem = "algorithm.filter_groups.enable looks for groups whose rewards differ, and a group has one sample"
-        found.append(Violation("rollout.n", n, problem, "Write rollout.n=8, say, or enable=false"))
+        violations.append(Violation("rollout.n", n, problem, "Write rollout.n=8, say, or enable=false"))
     drawn = run.rollout
     if drawn.temperature == 0:
         problem = "greedy samples are of no distribution that could be trained"
-        found.append(Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0"))
+        violations.append(Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0"))
     reads_ratio = algorithm.rollout_correction.reads_ratio
     if reads_ratio is not None and (drawn.top_p < 1 or drawn.top_k != -1):
         problem = "with top_p or top_k, sampler and trainer mean different distributions, and the ratio says nothing"
         remedy = "Write rollout.top_p=1.0 rollout.top_k=-1, or leave it out"
-        found.append(Violation(f"algorithm.rollout_correction.{reads_ratio[0]}", reads_ratio[1], problem, remedy))
+        violations.append(Violation(f"algorithm.rollout_correction.{reads_ratio[0]}", reads_ratio[1], problem, remedy))
     if estimator(name).parts:
-        found += _parts_violations(algorithm)
+        violations += _parts_violations(algorithm)
     if run.trainer.critic_warmup and len(run.trained_rows) == 1:
         problem = f"the actor alone is trained: algorithm.adv_estimator={name} needs no values"
         remedy = "Write trainer.critic_warmup=0 or algorithm.adv_estimator=gae"
-        found.append(Violation("trainer.critic_warmup", run.trainer.critic_warmup, problem, remedy))
-    return found
+        violations.append(Violation("trainer.critic_warmup", run.trainer.critic_warmup, problem, remedy))
+    return violations
 
 
 def _loss_violations(run: RunConfig) -> list[Violation]:
-    """What the policy loss cannot be asked for."""
-    found, actor, loss = [], run.actor, policy_loss(run.actor.loss_mode)
+    """Settings that contradict the policy loss."""
+    violations, actor, loss = [], run.actor, policy_loss(run.actor.loss_mode)
     if loss.aggregation is not None and actor.loss_agg_mode is not loss.aggregation:
         problem = f"actor.loss_mode={loss.name} is defined with another ({loss.paper})"
         remedy = f"Write actor.loss_agg_mode={loss.aggregation.value}"
-        found.append(Violation("actor.loss_agg_mode", actor.loss_agg_mode.value, problem, remedy))
+        violations.append(Violation("actor.loss_agg_mode", actor.loss_agg_mode.value, problem, remedy))
     most = actor.clip_ratio_c
     if "actor.clip_ratio_c" in loss.reads and most is not None and most <= 1 + actor.clip_high:
         problem = f"must exceed 1 + the upper clip range, {1 + actor.clip_high:g}: it bounds ratios above that"
-        found.append(Violation("actor.clip_ratio_c", most, problem, "Write 3.0, or null for no dual clip"))
+        violations.append(Violation("actor.clip_ratio_c", most, problem, "Write 3.0, or null for no dual clip"))
     if run.algorithm.rollout_correction.bypass_mode and not loss.needs_old:
         problem = f"actor.loss_mode={loss.name} has no ratio, and nobody would read the sampler's log-probs"
         remedy = "Write false and level=token, or another loss"
-        found.append(Violation("algorithm.rollout_correction.bypass_mode", True, problem, remedy))
+        violations.append(Violation("algorithm.rollout_correction.bypass_mode", True, problem, remedy))
     if loss.updates_per_batch is None or actor.allow_stale_updates:
-        return found
+        return violations
     size = run.data.train_batch_size
     reason = f"actor.loss_mode={loss.name} has no ratio, and is right for {loss.updates_per_batch} update of a batch"
     remedy = "or a loss with a ratio, actor.loss_mode=ppo_clip, or actor.allow_stale_updates=true"
     if actor.ppo_epochs > loss.updates_per_batch:
-        found.append(Violation("actor.ppo_epochs", actor.ppo_epochs, reason, f"Write 1, {remedy}"))
+        violations.append(Violation("actor.ppo_epochs", actor.ppo_epochs, reason, f"Write 1, {remedy}"))
     if 0 < actor.ppo_mini_batch_size < size and size % actor.ppo_mini_batch_size == 0:
         problem = f"is less than data.train_batch_size={size}: {reason}"
-        found.append(
+        violations.append(
             Violation("actor.ppo_mini_batch_size", actor.ppo_mini_batch_size, problem, f"Write {size}, {remedy}")
         )
-    return found
+    return violations
 
 
 def _parts_violations(algorithm: AlgorithmConfig) -> list[Violation]:
-    """Of an estimator that reads the parts of the reward."""
-    found, keys, weights = [], algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    """Violations of an estimator that reads the parts of the reward."""
+    violations, keys, weights = [], algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if not keys:
         problem = f"{algorithm.adv_estimator} normalizes each part of the reward by itself, and none is named"
         remedy = "Write [acc,format], say: parts that the grader names, acc or score"
-        found.append(Violation("algorithm.gdpo_reward_keys", "[]", problem, remedy))
+        violations.append(Violation("algorithm.gdpo_reward_keys", "[]", problem, remedy))
     if weights is not None and len(weights) != len(keys):
         problem = f"has {len(weights)} weights for {len(keys)} gdpo_reward_keys"
-        found.append(Violation("algorithm.gdpo_reward_weights", weights, problem, "Write one for each, or none"))
+        violations.append(Violation("algorithm.gdpo_reward_weights", weights, problem, "Write one for each, or none"))
     if algorithm.use_kl_in_reward:
         problem = f"{algorithm.adv_estimator} reads the parts of the reward, and the KL is none"
         remedy = "Write false, and actor.use_kl_loss=true"
-        found.append(Violation("algorithm.use_kl_in_reward", True, problem, remedy))
-    return found
+        violations.append(Violation("algorithm.use_kl_in_reward", True, problem, remedy))
+    return violations
 
 
 def _share_violations(run: RunConfig) -> list[Violation]:
-    """Engines of both kinds are awake together, on the same devices unless the rollout has its own."""
+    """Refuses memory shares above 1: colocated rollout and reward engines are awake together on the same devices."""
     if not run.reward_model.enable or run.trainer.placement is Placement.separate:
         return []
     rollout, judge = run.rollout.gpu_memory_utilization, run.reward_model.gpu_memory_utilization
@@ -220,16 +220,16 @@ def _share_violations(run: RunConfig) -> list[Violation]:
 
 
 def _missing(run: RunConfig) -> list[Violation]:
-    found = []
+    violations = []
     if not run.model.path:
         remedy = "Write model.path=DIR, a Hugging Face checkpoint"
-        found.append(Violation("model.path", "", "is not set", remedy))
+        violations.append(Violation("model.path", "", "is not set", remedy))
     if not run.data.train_files and not run.trainer.val_only:
-        found.append(
+        violations.append(
             Violation("data.train_files", "[]", "there is nothing to train on", "Write data.train_files=[FILE]")
         )
     validates = run.trainer.val_only or run.trainer.test_freq
     if not run.data.val_files and validates:
         asked = "trainer.val_only" if run.trainer.val_only else f"trainer.test_freq={run.trainer.test_freq}"
-        found.append(Violation("data.val_files", "[]", f"{asked} needs some", "Write data.val_files=[FILE]"))
-    return found
+        violations.append(Violation("data.val_files", "[]", f"{asked} needs some", "Write data.val_files=[FILE]"))
+    return violations

@@ -1,4 +1,4 @@
-"""One run of ``mcore-rl sft``, whole: supervised fine-tuning on conversations."""
+"""The configuration of ``mcore-rl sft``: supervised fine-tuning on conversations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ACTOR = Role(
 
 @dataclass(kw_only=True)
 class SftConfig(RoleGroups):
-    """What ``mcore-rl sft`` runs; data.train_batch_size: conversations of one optimizer step."""
+    """All settings of ``mcore-rl sft``.  ``data.train_batch_size``: conversations per optimizer step."""
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
     model: ModelPathConfig = field(default_factory=ModelPathConfig)
@@ -34,12 +34,12 @@ class SftConfig(RoleGroups):
 
     @property
     def role_rows(self) -> tuple[Role, ...]:
-        """The one role that there is."""
+        """The only role of such a run, the actor."""
         return (ACTOR,)
 
 
 def sft_violations(config: SftConfig) -> list[Violation]:
-    """Everything wrong in ``config`` that can be told without opening a file."""
+    """Every violation that can be seen without opening a file."""
     violations = [*data_violations(config.data), *trainer_violations(config.trainer)]
     for role in config.group_rows:
         violations += config.role_config(role).violations(role.name)

@@ -1,4 +1,4 @@
-"""The run as a user writes it: how long, on what, what is kept of it, and who is told."""
+"""The configuration group ``trainer``: length of the run, devices, checkpoints, alarms; and ``model``, ``ray_init``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_rl.errors import Violation
 
 
 class Logger(Enum):
-    """Who is told of metrics, besides the run directory, which always is."""
+    """A destination of metrics.  The run directory always has them too."""
 
     console = "console"
     wandb = "wandb"
@@ -18,7 +18,11 @@ class Logger(Enum):
 
 
 class ResumeMode(Enum):
-    """``auto``: from the run directory's newest complete checkpoint, if there is one.  ``path``: from a given one."""
+    """What a run resumes from.
+
+    ``auto``: the newest complete checkpoint of the run directory, if there is one.  ``path``: a given checkpoint.
+    ``off``: nothing.
+    """
 
     auto = "auto"
     path = "path"
@@ -34,10 +38,11 @@ class Placement(Enum):
 
 @dataclass(kw_only=True)
 class WatchdogConfig:
-    """When a call of the workers counts as hung: each rank's phase and stacks are shown, and the run ends.
+    """When a call of the workers counts as hung; the run then shows each rank's phase and stacks, and ends.
 
-    limit_s: for any call, however long it took before.  factor: for one that was answered twice or more, times its
-    longest so far, and least_s at least.  0 for ``limit_s``: nothing is ever taken to be hung.
+    limit_s: seconds after which any call counts as hung; 0: no call ever does.
+    factor: a call that was answered twice or more counts as hung after this many times its longest duration so far.
+    least_s: the shortest limit that ``factor`` may give, seconds.
     """
 
     limit_s: float = 7200.0
@@ -47,13 +52,17 @@ class WatchdogConfig:
 
 @dataclass(kw_only=True)
 class GuardConfig:
-    """What raises an alarm, from means over ``window`` steps; 0 steps: nothing does.
+    """Limits of metrics, means over ``window`` steps, beyond which a run raises an alarm.
 
-    reward_drop: share of what the reward had gained that was lost again.  entropy_share: of the entropy at first, below
-    which it collapsed.  max_logprob_diff: between sampler and trainer, nats.  max_kl: to the reference, nats; None is
-    any.  max_clip_share: of responses that are cut off.  stop: an alarm ends the run, after a checkpoint.
-    check_weights_freq: every tensor that the engines hold is compared with the trainer's in each update that it
-    divides; 0 is the first update only.
+    window: steps; 0: no alarms.
+    reward_drop: alarm if the reward lost this share of what it had gained since the first window.
+    entropy_share: alarm if the entropy is below this share of the entropy at first (collapse).
+    max_logprob_diff: largest difference of log-probs between sampler and trainer, nats.
+    max_kl: largest KL to the reference, nats; None is any.
+    max_clip_share: largest share of responses that are cut off at their length limit.
+    stop: whether an alarm ends the run, after a checkpoint.
+    check_weights_freq: compare every tensor of the engines with the trainer's in each weight update whose number this
+    divides; 0: in the first update only.
     """
 
     window: int = 10
@@ -70,18 +79,24 @@ class GuardConfig:
 class TrainerConfig:
     """The run.
 
-    default_local_dir: the run directory.  total_epochs; total_training_steps: instead, where it is given.
-    save_freq, test_freq: steps between checkpoints and between validations; 0 is never, but a checkpoint at the end.
-    async_save: a checkpoint is written while the run goes on, from a copy in host memory.
-    val_before_train, val_only.  max_to_keep: the newest checkpoints; None is all.  keep_every: those of steps that it
-    divides are kept besides, and so is the best by validation.  critic_warmup: steps in which only the critic
-    is trained.  nnodes, n_gpus_per_node: of the trainer; on CPU, processes.  device: of trainer and rollout.
-    log_val_generations: validation samples shown to loggers.  save_rollouts: the samples of every step are kept.
-    profile_steps: from 1, whose training is traced by torch's profiler.  timeout_s: of a collective.
-    max_restarts: of rollout engines that die, in all; and, counted apart, of the run from its newest checkpoint when a
-    training process dies.
-    device_peak_tflops: what a device of the trainer can do in the actor's precision, TFLOP/s, for MFU; None is what its
-    data sheet says, where it is known (parallel/peak_flops.py).
+    default_local_dir: the run directory.
+    total_epochs, total_training_steps: length of the run; the steps, if given, replace the epochs.
+    save_freq, test_freq: steps between checkpoints and between validations; 0 is never, except a checkpoint at the end.
+    val_before_train, val_only: validate before the first step; only validate.
+    async_save: write a checkpoint while the run goes on, from a copy in host memory.
+    max_to_keep: how many of the newest checkpoints are kept; None is all.
+    keep_every: also keep the checkpoints of steps that it divides; the best by validation is always kept.
+    critic_warmup: first steps in which only the critic is trained.
+    nnodes, n_gpus_per_node: nodes of the trainer and its devices per node; on CPU, processes per node.
+    device: of trainer and rollout.
+    log_val_generations: validation samples that loggers receive.
+    save_rollouts: keep the samples of every step.
+    profile_steps: steps, counted from 1, whose training torch's profiler traces.
+    timeout_s: limit of a collective, seconds.
+    max_restarts: how many restarts of dead rollout engines the whole run makes; counted apart, also how often the run
+    restarts from its newest checkpoint after a training process died.
+    device_peak_tflops: peak of a trainer's device in the actor's precision, TFLOP/s, for MFU; None is that of its data
+    sheet, if it is known (parallel/peak_flops.py).
     """
 
     project_name: str = "mcore_rl"
@@ -115,18 +130,18 @@ class TrainerConfig:
 
     @property
     def world_size(self) -> int:
-        """Training processes."""
+        """The number of training processes."""
         return self.nnodes * self.n_gpus_per_node
 
 
 def is_due(frequency: int, step: int, last_step: int) -> bool:
-    """Every ``frequency`` steps, and at the last; never where it is 0."""
+    """True every ``frequency`` steps and at the last step; always False if ``frequency`` is 0."""
     return frequency > 0 and (step % frequency == 0 or step == last_step)
 
 
 @dataclass(kw_only=True)
 class ModelPathConfig:
-    """path: a Hugging Face checkpoint directory.  tokenizer_path: where its tokenizer is; None is ``path``."""
+    """path: a Hugging Face checkpoint directory.  tokenizer_path: the directory of its tokenizer; None is ``path``."""
 
     path: str = ""
     tokenizer_path: str | None = None
@@ -134,9 +149,11 @@ class ModelPathConfig:
 
 @dataclass(kw_only=True)
 class RayInitConfig:
-    """num_cpus: that Ray may use on this machine; None is all that this process may.
+    """How Ray is started.
 
-    address: of a running cluster; None starts one on this machine.  timeline_json_file: Ray's timeline, at the end.
+    num_cpus: CPU cores of this machine that Ray may use; None is all that this process may use.
+    address: address of a running cluster; None starts one on this machine.
+    timeline_json_file: file for Ray's timeline, written at the end; None is none.
     """
 
     num_cpus: int | None = None
@@ -145,8 +162,8 @@ class RayInitConfig:
 
 
 def trainer_violations(trainer: TrainerConfig) -> list[Violation]:
-    """Everything wrong in ``trainer`` by itself."""
-    found = []
+    """Every violation within ``trainer``, not looking at other groups."""
+    violations = []
     for name in (
         "total_epochs",
         "total_training_steps",
@@ -158,36 +175,40 @@ def trainer_violations(trainer: TrainerConfig) -> list[Violation]:
     ):
         value = getattr(trainer, name)
         if value is not None and value <= 0:
-            found.append(Violation(f"trainer.{name}", value, "must be positive", "Write 1 or more"))
+            violations.append(Violation(f"trainer.{name}", value, "must be positive", "Write 1 or more"))
     for name in ("save_freq", "test_freq", "critic_warmup", "log_val_generations", "max_restarts"):
         if getattr(trainer, name) < 0:
-            found.append(
+            violations.append(
                 Violation(f"trainer.{name}", getattr(trainer, name), "must not be negative", "Write 0 or more")
             )
     guards = trainer.guards
     for name in ("window", "check_weights_freq", "reward_drop", "entropy_share", "max_logprob_diff", "max_clip_share"):
         if not getattr(guards, name) >= 0:
             remedy = "Write 0 or more"
-            found.append(Violation(f"trainer.guards.{name}", getattr(guards, name), "must not be negative", remedy))
+            violations.append(
+                Violation(f"trainer.guards.{name}", getattr(guards, name), "must not be negative", remedy)
+            )
     if guards.window == 1:
         remedy = "Write 2 or more, or 0 for no alarms"
-        found.append(Violation("trainer.guards.window", 1, "of one step, there is no mean", remedy))
+        violations.append(Violation("trainer.guards.window", 1, "of one step, there is no mean", remedy))
     watchdog = trainer.watchdog
     for name, least in (("limit_s", 0.0), ("factor", 1.0), ("least_s", 0.0)):
         value = getattr(watchdog, name)
         if not value >= least:
             remedy = f"Write {least:g} or more"
-            found.append(Violation(f"trainer.watchdog.{name}", value, f"must be at least {least:g}", remedy))
+            violations.append(Violation(f"trainer.watchdog.{name}", value, f"must be at least {least:g}", remedy))
     if min(trainer.profile_steps, default=1) < 1:
-        found.append(Violation("trainer.profile_steps", trainer.profile_steps, "steps count from 1", "Write [2], say"))
+        violations.append(
+            Violation("trainer.profile_steps", trainer.profile_steps, "steps count from 1", "Write [2], say")
+        )
     peak = trainer.device_peak_tflops
     if peak is not None and not peak > 0:
         remedy = "Write the TFLOP/s of the device's data sheet, dense, or leave it out"
-        found.append(Violation("trainer.device_peak_tflops", peak, "must be positive", remedy))
+        violations.append(Violation("trainer.device_peak_tflops", peak, "must be positive", remedy))
     if (trainer.resume_mode is ResumeMode.path) != (trainer.resume_from_path is not None):
         problem = f"goes with trainer.resume_mode=path only, which is {trainer.resume_mode.value}"
         if trainer.resume_from_path is None:
             problem = "says nothing, and trainer.resume_mode=path needs it"
         remedy = "Write both or neither"
-        found.append(Violation("trainer.resume_from_path", trainer.resume_from_path, problem, remedy))
-    return found
+        violations.append(Violation("trainer.resume_from_path", trainer.resume_from_path, problem, remedy))
+    return violations

@@ -1,7 +1,7 @@
-"""Keys that a run does not read: one that the user wrote all the same is refused, for it cannot do what was meant.
+"""Refuses keys that the user wrote but that the run would not read, since they cannot do what the user meant.
 
-Which keys an estimator and a loss read, they say themselves (``config/algorithm_object.py``); the table here has the
-rest, those that another key switches on.
+An estimator and a loss declare the keys that they read (``config/algorithm_object.py``).  The table here has the keys
+that another key switches on.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 class Switch:
     """Keys that are read under a condition.
 
-    keys: dotted; one that ends in a dot stands for all below it.
+    keys: dotted; a key that ends in a dot means all keys of that group.
     on: whether a run reads them.
-    problem: why a run does not.
+    problem: why a run does not read them.
     remedy: what switches them on.
     """
 
@@ -141,12 +141,12 @@ SWITCHES = (
 
 
 def switches() -> tuple[Switch, ...]:
-    """Those of roles, made of the table, and all others."""
+    """All switches: those of the roles' groups, derived from the table of roles, then ``SWITCHES``."""
     return (*(switch for role in ROLES.values() if role.config is not None for switch in _of_role(role)), *SWITCHES)
 
 
 def _of_role(role: Role) -> Iterator[Switch]:
-    """The keys of a role's group: all of them where the run has the role, some where it is trained."""
+    """The switches of a role's group: a run reads it if it has the role, and some of its keys only if it trains it."""
     name = role.name
     needed_by = [each.name for each in estimators().values() if name in each.roles]
     remedy = f"{role.weights}=DIR" if role.on_request else f"{ESTIMATOR_KEY}={' or '.join(needed_by)}"
@@ -171,8 +171,8 @@ def _of_role(role: Role) -> Iterator[Switch]:
 
 
 def unread_violations(run: RunConfig) -> list[Violation]:
-    """One for each of ``run.written`` that nothing in ``run`` reads."""
-    return [found for key in sorted(run.written) if (found := _violation(run, key))]
+    """A violation for each key of ``run.written`` that nothing in ``run`` reads."""
+    return [violation for key in sorted(run.written) if (violation := _violation(run, key))]
 
 
 def _violation(run: RunConfig, key: str) -> Violation | None:
@@ -191,7 +191,7 @@ def _of_switches(run: RunConfig, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _of_parts(run: RunConfig, key: str) -> Iterator[tuple[str, str]]:
-    """Of keys that only some estimators, or only some losses, read."""
+    """(problem, remedy) if ``key`` is read by other estimators or losses, but not by the chosen one."""
     chosen: tuple[tuple[str, Estimator | PolicyLoss, list[Estimator | PolicyLoss]], ...] = (
         (ESTIMATOR_KEY, estimator(run.algorithm.adv_estimator), [*estimators().values()]),
         (LOSS_KEY, policy_loss(run.actor.loss_mode), [*policy_losses().values()]),

@@ -1,7 +1,7 @@
-"""Which keys the user wrote, on the command line and in yaml files of the user's own.
+"""Finds the keys that the user wrote, on the command line and in the user's own yaml files.
 
-What comes from our files and from the algorithm's object is nobody's words.  Neither is a file that chooses no
-algorithm and says everything itself, as ``--cfg`` prints it and ``config.yaml`` of a run is.
+Keys of the package's files and of the algorithm's object do not count.  Neither do those of a complete configuration
+that chooses no algorithm, such as the output of ``--cfg`` or the ``config.yaml`` of a run.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 @dataclass(kw_only=True)
 class Composed:
-    """A configuration that knows what of it the user wrote.
+    """A configuration that knows which of its keys the user wrote.
 
-    written: dotted keys; none where it was not composed, but made in Python.  It is no key itself.
+    written: dotted keys; empty if the configuration was made in Python instead of composed.  Not itself a key.
     """
 
     written: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata={"omegaconf_ignore": True})
 
 
 def written_keys(overrides: Sequence[str], directory: Path | None, name: str) -> frozenset[str]:
-    """The keys of ``overrides``, and those of the file ``name`` of ``directory`` and of its files that it stands on.
+    """The dotted keys in ``overrides``, in ``directory``/``name``.yaml, and in the files that its defaults name there.
 
-    All of them have been composed: nothing is wrong in them.
+    All of them must have been composed already, and therefore be valid.
     """
-    found = set[str]()
+    written = set[str]()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if not override.is_delete():
-            found |= set(_leaves({override.key_or_group: override.value()}))
+            written |= set(_leaves({override.key_or_group: override.value()}))
     if directory is not None:
         keys, chooses = _of_file(directory, name, frozenset())
-        found |= keys if chooses else set()
-    return frozenset(found)
+        written |= keys if chooses else set()
+    return frozenset(written)
 
 
 def _of_file(directory: Path, name: str, above: frozenset[str]) -> tuple[set[str], bool]:
-    """(its keys and those of the files it stands on, whether an algorithm is chosen by name)."""
+    """(the keys of the file and of those that its defaults name, whether these choose an algorithm by name)."""
     path = directory / f"{name}.yaml"
     if name in above or not path.is_file():
-        return set(), name == "train"  # ours, which begins with one
+        return set(), name == "train"  # the package's train.yaml chooses an algorithm
     values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     defaults = values.pop("defaults", [])
-    found, chooses = set(_leaves(values)), False
+    written, chooses = set(_leaves(values)), False
     for entry in defaults:
         if isinstance(entry, dict):
             chooses |= any(str(key).removeprefix("override ").strip() == "algorithm" for key in entry)
         elif entry != "_self_":
             keys, below = _of_file(directory, entry, above | {name})
-            found, chooses = found | keys, chooses or below
-    return found, chooses
+            written, chooses = written | keys, chooses or below
+    return written, chooses
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:

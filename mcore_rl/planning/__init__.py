@@ -1,1 +1,1 @@
-"""A plan before the run: whether it fits, where each byte goes, and how long a step takes.  No torch, no device."""
+"""Plans a run before it starts: memory by phase and part, whether it fits, seconds of a step.  No torch, no device."""

@@ -1,20 +1,20 @@
-"""What forward keeps for backward, layer by layer, and what is alive besides while a layer is differentiated.
+"""Activation memory: what forward keeps for backward, layer by layer, and what backward of a layer needs besides.
 
-Every term is a tensor that autograd saves: of the local layers by what they were seen to save (megatron-core 0.16.1,
-torch 2.13; benchmarks/plan.py measures the sum), of Transformer Engine's by what its modules document (its fused norms
-keep no float32 copy).  A term is bytes for each row that the context rank holds; tensor ranks split rows between the
-linears (sequence parallelism) and widths inside them.
+Every term is a tensor that autograd saves.  For the local layers, the terms are what they were observed to save
+(megatron-core 0.16.1, torch 2.13; benchmarks/plan.py measures the sum); for Transformer Engine's, what its modules
+document (its fused norms keep no float32 copy).  A term is bytes per row that the context rank holds; tensor ranks
+split rows between the linears (sequence parallelism) and widths inside them.
 
-Widths of a rank, e bytes an element, h hidden, q and k of its query and key heads, f of its MLP:
+Symbols, all for one rank: e bytes per element; widths h hidden, q and k of the query and key heads, f of the MLP:
 
     norm, twice     local (4 + 2 e) h / tp: a float32 copy, the quotient, the product.  Fused: 2 e h / tp
     attention       e (q + 2 k): the fused projection.  e (q + k): rotated.  4 heads: sums of exponents.  e q: the
                     output, and e q once more where sequences are attended one by one and joined
     gated MLP       3 e f: the fused projection and its product
-    experts         of each row sent to an expert: e h, and 3 e f of the expert
-    logits          e V / tp; their gradient takes their place (training/logprobs.py)
+    experts         for each row sent to an expert: e h, and 3 e f of the expert
+    logits          e V / tp; their gradient overwrites them (training/logprobs.py)
 
-Deliberately not here: dropout, which nothing uses; biases, which save nothing.
+Deliberately left out: dropout, which nothing uses; biases, which save nothing.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import BYTES
 
-# A rank may be sent more rows than its share.  Random routers of 8 experts, measured over 2 to 8 ranks: 1.1 to 1.3;
-# trained ones drift further.
+# A rank may receive more rows than its share.  Random routers of 8 experts, measured over 2 to 8 ranks: 1.1 to 1.3
+# times; trained routers are further from balance.
 EXPERT_IMBALANCE = 1.5
-ROUTER_BYTES_PER_EXPERT, ROUTER_BYTES_PER_CHOICE = 12, 32  # of a row: scores, probabilities, maps; places and weights
-LOSS_BYTES = 100  # of a row: labels, masks, log-probs and what the losses make of them
-# Temporaries of a gated MLP's backward, in tensors of e f a row.  Fused: gradients of product and projection.  Local:
-# the derivative of silu in PyTorch's operations besides.
+ROUTER_BYTES_PER_EXPERT, ROUTER_BYTES_PER_CHOICE = 12, 32  # per row: scores, probabilities, maps; places and weights
+LOSS_BYTES = 100  # per row: labels, masks, log-probs and what the losses compute from them
+# Temporaries of a gated MLP's backward, in tensors of e f per row.  Fused: gradients of product and projection.  Local:
+# also the derivative of silu in PyTorch's operations.
 GATE_TEMPORARIES, GATE_TEMPORARIES_LOCAL = 3, 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """fused: Transformer Engine's layers.  one_by_one: attention a sequence at a time (the CPU's), else one kernel.
+    """The kernels of a role's engine.
 
-    size: bytes of an element.
+    fused: Transformer Engine's layers, else the local ones.
+    one_by_one: attention runs one sequence at a time (on CPU), else one kernel for all.
+    size: bytes per element of activations.
     """
 
     fused: bool
@@ -50,7 +52,7 @@ class Kernels:
 
 
 def kernels_of(model: ModelConfig, parallel: ParallelConfig, engine: EngineConfig, *, accelerator: bool) -> Kernels:
-    """What the engine takes on a device: ``auto`` has Transformer Engine on an accelerator wherever it can serve."""
+    """The kernels that the engine chooses: ``auto`` is Transformer Engine on an accelerator if it has all features."""
     lacks = (
         model.attention_soft_cap is not None
         or model.sandwich_norm
@@ -63,10 +65,12 @@ def kernels_of(model: ModelConfig, parallel: ParallelConfig, engine: EngineConfi
 
 @dataclass(frozen=True, kw_only=True)
 class RowBytes:
-    """Of one row of a context rank.
+    """Bytes of a layer per row of a context rank.
 
-    kept: for backward, without recompute.  core: of it, what selective recompute leaves out.  passed: the input of a
-    layer, all that full recompute keeps.  backward: alive besides while a layer is differentiated.
+    kept: what is kept for backward without recompute.
+    core: the part of ``kept`` that selective recompute does not keep.
+    passed: the input of the layer, which is all that full recompute keeps.
+    backward: the temporaries of the layer's backward.
     """
 
     kept: float
@@ -75,13 +79,13 @@ class RowBytes:
     backward: float
 
     def held(self, recompute: Recompute) -> float:
-        """For backward, from one layer."""
+        """What one layer keeps for backward."""
         if recompute is Recompute.full:
             return self.passed
         return self.kept - (self.core if recompute is Recompute.selective else 0)
 
     def working(self, recompute: Recompute) -> float:
-        """Besides ``held`` of all layers, while one is differentiated."""
+        """What backward of one layer needs beside ``held`` of all layers."""
         if recompute is Recompute.none:
             return self.backward
         return self.backward + (self.core if recompute is Recompute.selective else self.kept)
@@ -90,7 +94,7 @@ class RowBytes:
 def layer_bytes(
     model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, *, has_experts: bool, longest: int
 ) -> RowBytes:
-    """Of a layer.  longest: tokens of the longest sequence (only unfused scores of latent attention ask)."""
+    """The bytes of a layer.  longest: tokens of the longest sequence (read only for unfused latent attention)."""
     e, h, tp = kernels.size, model.hidden_size, parallel.tp
     norms = 2 * _norm(model, kernels, h) / tp
     if model.sandwich_norm:
@@ -110,7 +114,7 @@ def layer_bytes(
 
 
 def head_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, *, head: Head) -> RowBytes:
-    """Of what stands behind the last layer: norm, projection, and what the losses keep."""
+    """The bytes of what follows the last layer: norm, projection, and what the losses keep."""
     e, h, tp = kernels.size, model.hidden_size, parallel.tp
     outputs = 4 * (h / tp + 1) if head is Head.value else e * -(-model.vocab_size // tp)
     kept = _norm(model, kernels, h) / tp + outputs + LOSS_BYTES
@@ -128,13 +132,13 @@ def _norm(model: ModelConfig, kernels: Kernels, width: float) -> float:
 
 
 def _attention(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, longest: int) -> tuple[float, ...]:
-    """(kept, of it core attention's own, temporaries of backward)."""
+    """(kept, the part of it that is core attention's, temporaries of backward), bytes per row."""
     e, tp, heads = kernels.size, parallel.tp, model.num_attention_heads / parallel.tp
     if model.mla is not None:
         return _latent_attention(model, parallel, kernels, longest)
     q, k = heads * model.head_dim, model.num_query_groups / tp * model.head_dim
     inputs = e * (q + 2 * k) + e * (q + k)
-    if parallel.cp > 1:  # keys and values of all context ranks, and the projection is not looked at again
+    if parallel.cp > 1:  # keys and values of all context ranks; backward does not read the projection again
         inputs = e * q + 2 * e * k * parallel.cp
     if not kernels.fused:
         inputs += 4 * e * model.head_dim  # cosines and sines, for queries and for keys
@@ -157,7 +161,7 @@ def _latent_attention(
     inputs = latents + e * q + keys * e * (q + v) + 2 * e * mla.qk_rope_head_dim
     core = 4 * heads
     if kernels.one_by_one:
-        core += e * v + 2 * e * heads * longest  # values are narrower than keys: no kernel but plain scores
+        core += e * v + 2 * e * heads * longest  # no kernel takes values narrower than keys, so scores are materialised
     return inputs + core + e * v, core, 2 * e * (2 * q + v)
 
 
@@ -180,7 +184,7 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> 
     width = moe.ffn_hidden_size / parallel.etp
     kept = sent * e * (h + 3 * width)
     kept += (ROUTER_BYTES_PER_EXPERT * moe.num_experts + ROUTER_BYTES_PER_CHOICE * moe.top_k) / tp
-    # Experts are differentiated one after another (local) or all at once (grouped); rows travel there and back.
+    # Backward runs expert by expert (local) or over all at once (grouped); rows are sent there and back.
     at_once = 1.0 if kernels.fused else 1 / max(1, moe.num_experts // parallel.ep)
     backward = sent * e * (2 * h + at_once * _gate_temporaries(kernels) * width)
     if moe.shared_ffn_hidden_size:

@@ -1,4 +1,4 @@
-"""The layouts that a model can be trained in on a cluster, and which of them fit, by the code that plans a run."""
+"""Enumerates the layouts in which a model can be trained on a cluster, and keeps those that fit by the planner."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from mcore_rl.planning.training import RolePlan, Work
 E = TypeVar("E", bound=EngineConfig)
 MAX_VPP = 4
 MAX_CP = 16
-SHORTEST_CP = 4096  # tokens of a sequence that a context rank must have at least, for its work to hide the exchange
+SHORTEST_CP = 4096  # the fewest tokens of a sequence per context rank with which its work hides the communication
 MAX_EP_NODES = 4  # nodes that the experts of a layer may be spread over
-MICROBATCH_FACTORS = (1, 2, 4)  # times the longest sequence
-LEAST_MICROBATCH = 4096  # tokens, where sequences are short
+MICROBATCH_FACTORS = (1, 2, 4)  # sizes of microbatches, in longest sequences
+LEAST_MICROBATCH = 4096  # tokens of a microbatch at least, for short sequences
 
 
 @dataclass(frozen=True)
 class Training:
-    """What fits while it trains.  tokens: of a microbatch.  roles: the policy first."""
+    """A training layout that fits.  tokens: of a microbatch.  roles: the plans of all roles, the policy first."""
 
     parallel: ParallelConfig
     recompute: Recompute
@@ -38,11 +38,11 @@ class Training:
     roles: tuple[RolePlan, ...]
 
     def of(self, role: E) -> E:
-        """The settings of ``role``, so."""
+        """The settings ``role`` with this layout, recompute and microbatch size."""
         changes = dict(
             parallel=self.parallel, recompute=self.recompute, microbatch_tokens=self.tokens, microbatch_sequences=None
         )
-        return replace(role, **changes)  # type: ignore[arg-type]  # parallel: of all that are trained
+        return replace(role, **changes)  # type: ignore[arg-type]  # all trained roles have the field parallel
 
 
 def trainings(
@@ -57,11 +57,14 @@ def trainings(
     room: Serving | None,
     refused: Counter[str],
 ) -> Iterator[Training]:
-    """Those that fit, each with the least recompute that does.
+    """Yields the layouts that fit, each with the least recompute with which it fits.
 
-    rows, engines: the trained roles and the settings of each; all of them have one layout.  frozen: others, each in its
-    own.  snapshots: see ``RolePlan.frozen``, of each that is trained.  room: of a rollout rank; None where nothing is
-    drawn.  refused: counts why others do not.
+    engines, rows: the settings of each trained role, and the trained roles; all of them have one layout.
+    frozen: the other roles, each in its own layout.
+    snapshots: see ``RolePlan.frozen``, for each trained role.
+    work, site: what a role processes, and where the run is placed.
+    room: the memory of a rollout rank; None without rollout.
+    refused: counts the refused layouts by their reason.
     """
     sizes = {row.name: ModelSizes(model, head=row.head) for row in rows}
     precision = engines[rows[0].name].precision
@@ -96,7 +99,7 @@ def trainings(
 
 
 def layouts(model: ModelConfig, world_size: int, per_node: int, longest: int) -> Iterator[ParallelConfig]:
-    """Layouts worth a look: tp inside a node, etp 1 or tp, experts over few nodes, cp for long sequences."""
+    """The layouts worth trying: tp inside a node, etp 1 or tp, experts over few nodes, cp only for long sequences."""
     limits = {axis: gcd(*by_key.values()) for axis, by_key in divisor_limits(model).items()}
     for pp in (size for size in divisors(world_size) if size <= model.num_layers):
         stage = world_size // pp
@@ -112,7 +115,7 @@ def layouts(model: ModelConfig, world_size: int, per_node: int, longest: int) ->
 
 
 def _placed(model: ModelConfig, layout: ParallelConfig) -> Iterator[ParallelConfig]:
-    """With every number of chunks a stage; layers are balanced where they do not divide."""
+    """``layout`` with every number of chunks per stage; layers are balanced if they do not divide evenly."""
     for vpp in range(1, MAX_VPP + 1 if layout.pp > 1 else 2):
         chunks = layout.pp * vpp
         if chunks > model.num_layers or (vpp > 1 and model.num_layers % chunks):
@@ -122,6 +125,9 @@ def _placed(model: ModelConfig, layout: ParallelConfig) -> Iterator[ParallelConf
 
 
 def microbatches(longest: int, most: int, cp: int) -> list[int]:
-    """Tokens worth a look: the longest sequence and a few times that, as far as a minibatch has so many."""
+    """Sizes of microbatches worth trying, tokens: multiples of the longest sequence, up to the size of a minibatch.
+
+    most: tokens of a data-parallel rank in a minibatch.  cp: context ranks.
+    """
     least = max(-(-longest // 1024) * 1024, LEAST_MICROBATCH * cp)
     return sorted({min(least * factor, max(least, -(-most // 1024) * 1024)) for factor in MICROBATCH_FACTORS})

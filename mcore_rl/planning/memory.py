@@ -1,9 +1,9 @@
-"""The bytes of a run by phase and place: who is where when trainer and engines take turns, and what each takes there.
+"""The memory of a run by phase and place: what trainer and engines have on the device and on the host in each phase.
 
-Colocated on accelerators (controller/lifecycle/device_sharing.py): while the engines draw, the trainer's state is in
-pinned host memory, which it keeps; while weights are sent, the actor's are on the device beside the awake engine; while
-anything is trained, all roles are there and the engines sleep.  On the CPU device and host are one memory, and nothing
-sleeps.
+Colocated on accelerators (controller/lifecycle/device_sharing.py): while the engines generate, the trainer's state is
+in pinned host memory, which it never frees; while weights are sent, the actor's are on the device beside the awake
+engine; while roles are trained, they are on the device and the engines sleep.  On the CPU, device and host are one
+memory, and engines do not sleep.
 """
 
 from __future__ import annotations
@@ -34,17 +34,21 @@ from mcore_rl.planning.serving import Serving
 from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, StateBytes
 from mcore_rl.planning.training import RolePlan, StepBytes
 
-Part = tuple[str, int, bool]  # what, bytes, exact
+Part = tuple[str, int, bool]  # (name, bytes, whether they are exact)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where a run stands.
+    """The machines of a run, and what shares them.
 
-    device_bytes: of one accelerator; None on the CPU.  host_bytes: of one node.  per_node, num_nodes: training ranks of
-    a node, and its nodes.  colocated: the engines share the trainer's devices.  engines_per_node: rollout ranks of a
-    node.  ranks_per_engine: of those, what one engine has.  saves: checkpoints are written beside the run.
-    reward_model: bytes that its engine may take of a device, on the CPU of the machine; 0 is none.
+    device_bytes: memory of one accelerator; None on the CPU.
+    host_bytes: memory of one node.
+    per_node, num_nodes: training ranks per node, and nodes.
+    colocated: whether the engines share the trainer's devices.
+    engines_per_node: rollout ranks per node.
+    saves: whether checkpoints are written while the run goes on.
+    ranks_per_engine: rollout ranks of one engine.
+    reward_model: the bytes that its engine may use of a device (on the CPU: of the machine); 0 without one.
     """
 
     device_bytes: int | None
@@ -59,7 +63,7 @@ class Site:
 
 
 def peaks(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterator[Peak]:
-    """Of every phase and place but the disk.  room: of a rollout rank; None where nothing is drawn."""
+    """The peak of every phase and place except the disk.  room: the memory of a rollout rank; None without rollout."""
     if site.device_bytes is None:
         yield from _on_cpu(roles, room, site)
         return
@@ -70,7 +74,7 @@ def peaks(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
 
 
 def state_parts(role: RolePlan, stage: int) -> list[Part]:
-    """What stays while ``role`` trains or scores, of the rank of ``stage`` that has most; a frozen role has weights."""
+    """The lasting memory of ``role``, on the rank of ``stage`` that has most: weights, and if trained, the rest."""
     state = role.state(stage)
     parts: list[Part] = [(f"{role.name} weights", state.weights, True)]
     if role.trains:
@@ -79,7 +83,7 @@ def state_parts(role: RolePlan, stage: int) -> list[Part]:
 
 
 def step_parts(role: RolePlan, step: StepBytes, stage: int) -> list[Part]:
-    """What comes and goes, and what the allocator loses between it."""
+    """The temporary memory of a pass of ``role`` at ``stage``, and what the allocator loses."""
     lost = FRAGMENTATION * step.total if role.accelerator else heap_bytes(role, step, stage)
     return [
         ("activations", step.activations, False),
@@ -90,25 +94,25 @@ def step_parts(role: RolePlan, step: StepBytes, stage: int) -> list[Part]:
 
 
 def heap_bytes(role: RolePlan, step: StepBytes, stage: int) -> float:
-    """Memory of a process on the CPU that is free and not given back; see ``overheads``."""
-    size, found = role.kernels.size, 0.0
+    """Memory that a process on the CPU has freed but glibc does not return to the system; see ``overheads.py``."""
+    size, total = role.kernels.size, 0.0
     for buckets in role.states.buckets(stage):
         for bucket in buckets:
             small = sum(n * repeats for numels, repeats in bucket.runs for n in numels if n * size < HEAP_LIMIT_BYTES)
-            found += HEAP_BYTES_PER_PARAMETER * small
+            total += HEAP_BYTES_PER_PARAMETER * small
     if role.rows * role.model.hidden_size * size < HEAP_LIMIT_BYTES:
-        found += HEAP_SHARE * (step.activations + step.working)
-    return found
+        total += HEAP_SHARE * (step.activations + step.working)
+    return total
 
 
 def process_peak(role: RolePlan, stage: int) -> int:
-    """Of one training process on the CPU, outside of Ray: what benchmarks/plan.py measures."""
+    """The peak of one training process on the CPU, outside of Ray: what benchmarks/plan.py measures."""
     parts = [*state_parts(role, stage), *step_parts(role, role.training(stage), stage)]
     return CPU_PROCESS_BYTES + sum(num_bytes for _, num_bytes, _ in parts)
 
 
 def checkpoint_bytes(role: RolePlan) -> int:
-    """Of a checkpoint of ``role``, over all ranks: what is kept of every trained element, once."""
+    """The bytes of a checkpoint of ``role``, over all ranks; every trained element is saved once."""
     layout, held = role.layout, 0
     for stage in range(layout.pp):
         dense, experts = role.states.buckets(stage)
@@ -127,7 +131,7 @@ def _peak(phase: Phase, place: Place, where: str, parts: Iterable[Part], capacit
 
 
 def _stages(roles: Sequence[RolePlan]) -> list[tuple[int, ...]]:
-    """Which stages of the roles stand on one device, each combination once."""
+    """The combinations of the roles' stages that share a device, each once."""
     world = roles[0].layout.world_size
     per_stage = [world // role.layout.pp for role in roles]
     return sorted({tuple(rank // each for each in per_stage) for rank in range(0, world, min(per_stage))})
@@ -140,20 +144,21 @@ def _where(role: RolePlan, stage: int) -> str:
 
 
 def process_bytes(world_size: int, num_roles: int) -> int:
-    """Of the training processes that share a device, beside tensors."""
+    """What the training processes that share a device take beside tensors."""
     several = world_size > 1
     return num_roles * (CONTEXT_BYTES + (COLLECTIVE_BYTES if several else 0))
 
 
 def cpu_engine_bytes(ranks: int, ranks_per_engine: int) -> int:
-    """Of the processes of engines on the CPU, beside tensors."""
+    """What the processes of engines on the CPU take beside tensors."""
     return ceil(ranks / ranks_per_engine) * CPU_ENGINE_BYTES + ranks * CPU_ENGINE_RANK_BYTES
 
 
 def _on_device(role: RolePlan, stage: int, phase: Phase, at_work: RolePlan, colocated: bool) -> list[Part]:
-    """What of ``role`` is there while ``at_work`` is; what makes room for engines brings only what it needs.
+    """The lasting memory of ``role`` on the device while ``at_work`` scores or trains.
 
-    The policy trains last, when the others have left; a role that is not trained leaves when it has scored
+    Roles on devices of their own stay complete.  Colocated roles load only what they need: weights to score, everything
+    to train.  The policy trains last, when the others are offloaded; a frozen role offloads after it has scored
     (``TrainWorker.rest``).
     """
     parts = state_parts(role, stage)
@@ -175,7 +180,7 @@ def _training(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> It
         ("engines asleep", asleep, False),
     ]
     for phase in (Phase.logprobs, Phase.update) if room is not None else (Phase.update,):
-        found = []
+        candidates = []
         for stages in _stages(roles):
             for role, stage in zip(roles, stages, strict=True):
                 if phase is Phase.update and not role.trains:
@@ -188,8 +193,8 @@ def _training(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> It
                     for part in _on_device(each, other, phase, role, site.colocated)
                 ]
                 parts = [*states, *step_parts(role, step, stage), *fixed]
-                found.append(_peak(phase, Place.device, where, parts, site.device_bytes))
-        yield max(found, key=lambda peak: peak.num_bytes)
+                candidates.append(_peak(phase, Place.device, where, parts, site.device_bytes))
+        yield max(candidates, key=lambda peak: peak.num_bytes)
 
 
 def _serving(roles: Sequence[RolePlan], room: Serving, site: Site) -> Iterator[Peak]:
@@ -218,7 +223,7 @@ def _serving(roles: Sequence[RolePlan], room: Serving, site: Site) -> Iterator[P
 
 
 def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterator[Peak]:
-    """Of a node of accelerators."""
+    """The peaks of host memory of a node with accelerators."""
     per_node = min(site.per_node, roles[0].layout.world_size)
     engines = site.engines_per_node if room is not None and site.colocated else 0
     fixed: list[Part] = [("processes", HOST_PROCESS_BYTES * (per_node * len(roles) + engines), False)]
@@ -237,25 +242,25 @@ def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
         for role in (each for each in roles if each.trains):
             state = _worst(role, lambda each: each.optimizer)
             saving.append((f"{role.name} checkpoint", _saved(role, state.optimizer) * per_node, True))
-    if room is not None and site.colocated:  # weights of engines that sleep while the actor is exported
+    if room is not None and site.colocated:  # the engines' weights, since they sleep while the actor is exported
         saving.append(("engine weights, asleep", room.weights * engines, True))
     yield _peak(Phase.save, Place.host, "a node", saving, site.host_bytes)
 
 
 def _worst(role: RolePlan, size: Callable[[StateBytes], int]) -> StateBytes:
-    """Of the stage that has most by ``size``."""
+    """The state of the stage that is largest by ``size``."""
     return max((role.state(stage) for stage in range(role.layout.pp)), key=size)
 
 
 def _saved(role: RolePlan, optimizer_bytes: int) -> int:
-    """What a rank writes: main weights beside the moments, which in float32 are its weights."""
+    """The bytes that a rank saves, from those of its optimizer; in float32, also its weights beside the moments."""
     if role.engine.precision is Precision.float32:
         return optimizer_bytes * (MAIN_BYTES + 2 * MOMENT_BYTES) // (2 * MOMENT_BYTES)
     return optimizer_bytes
 
 
 def _on_cpu(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterator[Peak]:
-    """All processes of a machine together, each rank by its own stage."""
+    """The peaks of a machine without accelerators: all processes together, each rank by its own stage."""
     away = room is not None and site.colocated
     fixed: list[Part] = [
         ("processes", site.per_node * len(roles) * (CPU_PROCESS_BYTES + RAY_ACTOR_BYTES), False),
@@ -265,7 +270,7 @@ def _on_cpu(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iter
     for role in roles:
         fixed += _over_node(role, site, [role.frozen_parts(stage) for stage in range(role.layout.pp)])
     for phase in (Phase.logprobs, Phase.update) if room is not None else (Phase.update,):
-        found = []
+        candidates = []
         for role in roles:
             if phase is Phase.update and not role.trains:
                 continue
@@ -274,21 +279,21 @@ def _on_cpu(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iter
             step = _over_node(role, site, [step_parts(role, each, stage) for stage, each in enumerate(steps)])
             at_work = role if phase is Phase.update else None
             states = [part for each in roles for part in _state_on_cpu(each, site, away and each is not at_work)]
-            found.append(_peak(phase, Place.device, role.name, [*states, *step, *fixed], site.host_bytes))
-        yield max(found, key=lambda peak: peak.num_bytes)
+            candidates.append(_peak(phase, Place.device, role.name, [*states, *step, *fixed], site.host_bytes))
+        yield max(candidates, key=lambda peak: peak.num_bytes)
     if room is not None:
         states = [part for role in roles for part in _state_on_cpu(role, site, away)]
         yield _peak(Phase.rollout, Place.device, "all processes", [*states, *fixed], site.host_bytes)
 
 
 def _engine_parts(room: Serving, site: Site) -> list[Part]:
-    """Of all engines of a machine; what a forward pass takes is below what glibc gives back."""
+    """The memory of all engines of a machine; glibc keeps what a forward pass used, so it is always counted."""
     ranks = site.engines_per_node
     return [
         ("engine processes", cpu_engine_bytes(ranks, site.ranks_per_engine), False),
         ("engine weights", ranks * room.weights, True),
         ("engine weights, packed besides", ranks * room.packed, True),
-        # Half of it the trainers' slots (sync/slots.py), half what layers wait in (rollout/receiver/receive_memory.py).
+        # Half: the trainers' slots (sync/slots.py); half: layers that wait (rollout/receiver/receive_memory.py).
         ("buffers of weight updates", ranks * min(room.weights, UPDATE_BUCKET_BYTES), False),
         ("engine working memory", ranks * room.working, False),
         ("cache of keys and values", ranks * room.cache, False),
@@ -297,13 +302,13 @@ def _engine_parts(room: Serving, site: Site) -> list[Part]:
 
 
 def _state_on_cpu(role: RolePlan, site: Site, away: bool) -> list[Part]:
-    """Of all ranks of a machine.  away: gradients are freed; there is no other memory to go to for the rest."""
+    """The lasting memory of all ranks of a machine.  away: the role is offloaded, which on CPU only frees gradients."""
     parts = _over_node(role, site, [state_parts(role, stage) for stage in range(role.layout.pp)])
     return [part for part in parts if not (away and part[0].endswith("gradients"))]
 
 
 def _over_node(role: RolePlan, site: Site, stages: Sequence[Sequence[Part]]) -> list[Part]:
-    """Parts of one rank of each stage, to those of all ranks of a node."""
+    """The parts of all ranks of a node.  stages: for each stage, the parts of one rank."""
     ranks = role.layout.world_size // role.layout.pp
     return [
         (name, ceil(sum(parts[index][1] for parts in stages) * ranks / site.num_nodes), exact)

@@ -1,4 +1,4 @@
-"""What a plan is made of: bytes by phase, place and part, seconds by part, and what speaks against the run."""
+"""The records of a plan: bytes by phase, place and part, seconds by part, and the violations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mcore_rl.errors import Violation
 
 
 class Phase(Enum):
-    """A part of a step; what is alive differs."""
+    """A phase of a step; each has other things in memory."""
 
     rollout = "rollout"
     sync = "sync"
@@ -19,7 +19,7 @@ class Phase(Enum):
 
 
 class Place(Enum):
-    """What bytes are taken of: one device (on CPU: all processes of the machine together), one node, the disk."""
+    """Where bytes are: on one device (on CPU: in all processes of the machine), on one node's host, on the disk."""
 
     device = "device"
     host = "host"
@@ -28,7 +28,7 @@ class Place(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Bytes of one part in one phase.  exact: counted, not estimated."""
+    """The bytes of one part in one phase and place.  exact: whether they are counted rather than estimated."""
 
     phase: Phase
     place: Place
@@ -39,9 +39,9 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The rows of one phase and place, of the rank or node that needs most.
+    """The rows of one phase and place, for the rank or node that needs most.
 
-    where: which that is.  capacity: bytes that there are; None where nobody knows.
+    where: that rank or node, in words.  capacity: the available bytes; None if that is unknown.
     """
 
     phase: Phase
@@ -52,22 +52,28 @@ class Peak:
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows."""
+        """The sum of all rows."""
         return sum(row.num_bytes for row in self.rows)
 
     @property
     def fits(self) -> bool:
-        """Whether there is as much."""
+        """True if the peak is within capacity, or if the capacity is unknown."""
         return self.capacity is None or self.num_bytes <= self.capacity
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run needs, and whether it is there.
+    """What a run needs, and whether the cluster has it.
 
-    title, layout: for people.  num_gpus: devices of the whole run, processes on CPU.  num_parameters: of the policy.
-    seconds: of a step, by part.  concurrency: sequences of the greatest length that a rollout engine's cache holds.
-    tokens: of a step, and of its parts.  notes: what a person should know and is no mistake.
+    title, layout: in words, for people.
+    num_nodes, num_gpus: nodes, and devices of the whole run; on CPU, processes.
+    num_parameters: of the policy.
+    peaks: the memory of each phase and place.
+    seconds: of a step, by part.
+    violations: why the run does not fit; empty if it fits.
+    concurrency: how many sequences of the greatest length a rollout engine's cache holds; None without rollout.
+    tokens: of a step, by kind.
+    notes: remarks for the user that are no violations.
     """
 
     title: str
@@ -84,7 +90,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing speaks against it."""
+        """True if there is no violation."""
         return not self.violations
 
     @property
@@ -94,9 +100,9 @@ class Plan:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Of all peaks."""
+        """The rows of all peaks."""
         return tuple(row for peak in self.peaks for row in peak.rows)
 
     def peak(self, phase: Phase, place: Place = Place.device) -> Peak | None:
-        """Of one phase and place; None where it needs nothing."""
+        """The peak of one phase and place; None if the plan has none."""
         return next((each for each in self.peaks if (each.phase, each.place) == (phase, place)), None)

@@ -1,6 +1,7 @@
-"""A plan: what a run needs of each device, node and disk in each phase, whether that is there, and how long a step is.
+"""Plans a run: what each device, node and disk must hold in each phase, whether it fits, and how long a step takes.
 
-Of reinforcement learning and of supervised fine-tuning.  Nothing is started, read or downloaded.
+For reinforcement learning and for supervised fine-tuning.  Planning starts, reads and downloads nothing.
+
 Weights, gradients and optimizer state are exact; all else is an estimate (docs/planning.md says how good).
 """
 
@@ -46,10 +47,10 @@ def plan(
     cluster: ClusterConfig,
     others: Mapping[str, ModelConfig] | None = None,
 ) -> Plan:
-    """Of ``mcore-rl train`` or ``sft`` with ``run`` on ``cluster``.
+    """The plan of ``mcore-rl train`` or ``sft`` with the configuration ``run`` on ``cluster``.
 
-    model: the policy's.  others: of roles that start from another checkpoint, by name.
-    Raises ConfigError where a layout fits neither model nor world, so that there is nothing to plan.
+    model: the policy's.  others: the models of roles that start from another checkpoint, by name of the role.
+    Raises ConfigError if a layout does not divide the model or the world, so that there is nothing to plan.
     """
     return (
         _plan_sft(run, model, cluster) if isinstance(run, SftConfig) else _plan_run(run, model, cluster, others or {})
@@ -75,7 +76,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         saves=run.trainer.save_freq > 0 and run.trainer.async_save,
         reward_model=_reward_model_bytes(run, device_bytes),
     )
-    found = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
+    run_peaks = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
     seconds, tokens = _seconds(run, roles, room, cluster, per_node)
     num_gpus = world + (0 if colocated else engines)
     return Plan(
@@ -84,9 +85,9 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         num_nodes=run.trainer.nnodes + (0 if colocated else -(-engines // per_node)),
         num_gpus=num_gpus,
         num_parameters=roles[0].sizes.num_parameters,
-        peaks=_in_order(found),
+        peaks=_in_order(run_peaks),
         seconds=seconds,
-        violations=[*_too_large(found), *_no_cache(run, room, device_bytes)],
+        violations=[*_too_large(run_peaks), *_no_cache(run, room, device_bytes)],
         concurrency=room.concurrency,
         tokens=tokens,
         notes=_notes(run.actor, run.data.max_prompt_length + run.data.max_response_length, "actor"),
@@ -95,9 +96,9 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
 
 def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> Plan:
     trainer, work = config.trainer, sft_work(config)
-    found = [*model_violations(model), *_cluster_misfits(trainer, cluster)]
-    found += _layout_misfits(model, config.actor.parallel, trainer.world_size, "actor")
-    refuse_if_any(found)
+    violations = [*model_violations(model), *_cluster_misfits(trainer, cluster)]
+    violations += _layout_misfits(model, config.actor.parallel, trainer.world_size, "actor")
+    refuse_if_any(violations)
     accelerator = cluster.gpus_per_node > 0
     role = RolePlan(
         "actor", model, config.actor, config.actor.parallel, trainer.world_size, work, accelerator=accelerator
@@ -130,9 +131,9 @@ def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> 
 
 
 def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterConfig) -> RolePlan:
-    """``role``, which begins as ``model``, in the layout that ``run`` gives it."""
+    """The plan of ``role``, whose first weights are ``model``'s, in the layout that ``run`` gives it."""
     config = run.role_config(role)
-    # A role that only scores has all sequences of a step before it at once.
+    # A role that only scores processes all sequences of a step at once.
     mini = run.trained_config(role).ppo_mini_batch_size if role.trains else run.data.train_batch_size
     return RolePlan(
         role.name,
@@ -150,7 +151,7 @@ def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterCo
 
 
 def _reward_model_bytes(run: RunConfig, device_bytes: int | None) -> int:
-    """Its share of a device; on the CPU its engines without their weights, whose model is not looked at here."""
+    """The reward model's share of a device; on the CPU, its engines without weights, whose sizes are unknown here."""
     judge = run.reward_model
     if not judge.enable:
         return 0
@@ -161,13 +162,13 @@ def _reward_model_bytes(run: RunConfig, device_bytes: int | None) -> int:
 
 
 def sft_work(config: SftConfig) -> Work:
-    """Of an optimizer step of fine-tuning."""
+    """The work of an optimizer step of fine-tuning."""
     longest = config.data.max_length
     return Work(sequences=config.data.train_batch_size, longest=longest, mean=longest * MEAN_RESPONSE_SHARE)
 
 
 def rl_work(run: RunConfig, mini: int) -> Work:
-    """What a role is given in an optimizer step of ``mini`` prompts."""
+    """The work of a role in an optimizer step of ``mini`` prompts."""
     prompt, response = run.data.max_prompt_length, run.data.max_response_length
     mean = MEAN_PROMPT_SHARE * prompt + MEAN_RESPONSE_SHARE * response
     return Work(sequences=mini * run.rollout.n, longest=prompt + response, mean=mean)
@@ -187,15 +188,15 @@ def _seconds(
     )
     sequences = prompts * n
     asked = replace(run.rollout, n=n + 1) if run.needs_greedy else run.rollout
-    found = {"generate": generate_s(actor.model, asked, room, rates, drawn, prompt, response)}
+    by_part = {"generate": generate_s(actor.model, asked, room, rates, drawn, prompt, response)}
     single = run.trainer.world_size == run.rollout.layout.world_size == 1
-    found["sync"] = weights_s(actor, room.weights, rates, separate=separate, single=single)
+    by_part["sync"] = weights_s(actor, room.weights, rates, separate=separate, single=single)
     if not separate:
         away = 2 * sum(
             max(role.state(stage).weights + role.state(stage).optimizer for stage in range(role.layout.pp))
             for role in roles
         )
-        found["sync"] += move_s(away, rates)
+        by_part["sync"] += move_s(away, rates)
     by_name = {role.name: role for role in roles}
     for row in run.role_rows:
         each = by_name[row.group]
@@ -203,33 +204,33 @@ def _seconds(
         own = bool(row.makes) * (score_s(each, rates, sequences) + (0.0 if row.shares is None else swap_s))
         copy = 0.0 if row.copy_makes is None else score_s(each, rates, sequences) + swap_s
         if own + copy:
-            found[row.phase] = own + copy
+            by_part[row.phase] = own + copy
     for row in run.trained_rows:
         config = run.trained_config(row)
         epochs = config.ppo_epochs
         updates = epochs * max(1, prompts // config.ppo_mini_batch_size)
-        found[row.update_phase] = update_s(by_name[row.name], rates, sequences * epochs, updates)
+        by_part[row.update_phase] = update_s(by_name[row.name], rates, sequences * epochs, updates)
     if run.trainer.save_freq:
         copied = sum(checkpoint_bytes(role) / run.trainer.world_size for role in roles)
         written = sum(checkpoint_bytes(role) / run.trainer.nnodes for role in roles) / (cluster.disk_gb_s * 1e9)
-        found["save"] = (move_s(copied, rates) if run.trainer.async_save else written) / run.trainer.save_freq
+        by_part["save"] = (move_s(copied, rates) if run.trainer.async_save else written) / run.trainer.save_freq
     tokens = {"drawn": drawn * n * response, "trained": sequences * (prompt + response) * epochs}
-    return found, tokens
+    return by_part, tokens
 
 
 def _heaviest(role: RolePlan) -> StateBytes:
-    """The state of the stage that has most."""
+    """The state of the stage that has the most bytes."""
     return max((role.state(stage) for stage in range(role.layout.pp)), key=lambda state: state.total)
 
 
-def _in_order(found: Sequence[Peak]) -> tuple[Peak, ...]:
-    """As a step goes."""
+def _in_order(unsorted: Sequence[Peak]) -> tuple[Peak, ...]:
+    """The peaks in the order of the phases of a step."""
     phases = list(Phase)
-    return tuple(sorted(found, key=lambda peak: phases.index(peak.phase)))
+    return tuple(sorted(unsorted, key=lambda peak: phases.index(peak.phase)))
 
 
 def _disk(roles: Sequence[RolePlan], trainer: TrainerConfig, model: ModelConfig, *, exports: int) -> Peak:
-    """Of the run directory at its largest: the checkpoints that are kept and the one being written, and exports."""
+    """The run directory at its largest: the checkpoints that are kept, the one being written, and ``exports``."""
     rows = []
     if trainer.save_freq:
         kept = trainer.max_to_keep
@@ -257,14 +258,14 @@ def _misfits(
     run: RunConfig, model: ModelConfig, others: Mapping[str, ModelConfig], cluster: ClusterConfig
 ) -> list[Violation]:
     world = run.trainer.world_size
-    found = [*model_violations(model), *_cluster_misfits(run.trainer, cluster)]
-    found += rollout_violations(model, run.rollout.layout)
+    violations = [*model_violations(model), *_cluster_misfits(run.trainer, cluster)]
+    violations += rollout_violations(model, run.rollout.layout)
     for role in run.group_rows:
         parallel = run.role_config(role).parallel
-        found += _layout_misfits(others.get(role.name, model), parallel, world, role.name)
+        violations += _layout_misfits(others.get(role.name, model), parallel, world, role.name)
     if cluster.gpus_per_node:
-        found += engine_place_violations(run.trainer, run.rollout.layout)
-    return found
+        violations += engine_place_violations(run.trainer, run.rollout.layout)
+    return violations
 
 
 def _layout_misfits(model: ModelConfig, parallel: ParallelConfig, world: int, role: str) -> list[Violation]:
@@ -275,16 +276,18 @@ def _layout_misfits(model: ModelConfig, parallel: ParallelConfig, world: int, ro
 
 
 def _cluster_misfits(trainer: TrainerConfig, cluster: ClusterConfig) -> list[Violation]:
-    found = cluster_violations(cluster)
+    violations = cluster_violations(cluster)
     there = cluster.gpus_per_node
     if there and trainer.n_gpus_per_node > there:
         problem = f"a node of {cluster.name or 'the cluster'} has {there}"
-        found.append(Violation("trainer.n_gpus_per_node", trainer.n_gpus_per_node, problem, f"Write {there} or less"))
-    return found
+        violations.append(
+            Violation("trainer.n_gpus_per_node", trainer.n_gpus_per_node, problem, f"Write {there} or less")
+        )
+    return violations
 
 
-def _too_large(found: Sequence[Peak]) -> list[Violation]:
-    """One for each peak that is higher than what there is, with its largest parts."""
+def _too_large(all_peaks: Sequence[Peak]) -> list[Violation]:
+    """A violation for each peak above capacity, with its largest parts."""
     return [
         Violation(
             KEYS[peak.phase],
@@ -293,7 +296,7 @@ def _too_large(found: Sequence[Peak]) -> list[Violation]:
             f"({peak.place.value}): {_largest(peak)}",
             _REMEDIES[peak.phase, peak.place],
         )
-        for peak in found
+        for peak in all_peaks
         if not peak.fits
     ]
 

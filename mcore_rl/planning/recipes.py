@@ -1,4 +1,4 @@
-"""What a recipe is at full size, its model and its steps, from what is known of checkpoint and data: no downloads."""
+"""The model and the number of steps of a recipe at full size, from tables of checkpoints and data: no downloads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.registry import model_of
 
 MODEL_CONFIGS = Path(__file__).parents[2] / "model_configs"  # beside the package, in a checkout of the repository
-# By the folder that docs/baselines.md has tools/prepare_data.py write them to; of DAPO, every question once.
+# By the folder that docs/baselines.md tells tools/prepare_data.py to write; of DAPO, each question once.
 TRAIN_PROMPTS = {"gsm8k": 7473, "math": 7500, "dapo": 17398}
 
 
 def recipe_config_json(recipe: RecipeConfig) -> dict[str, Any]:
-    """The published ``config.json`` of the recipe's checkpoint, with what the recipe changes of it.
+    """The published ``config.json`` of the recipe's checkpoint, with the recipe's changes.
 
-    Raises ConfigError where the recipe names none, or one that is not known.
+    Raises ConfigError if the recipe names no checkpoint, or an unknown one.
     """
     if not recipe.checkpoint:
         remedy = "Write recipe.checkpoint=NAME, a checkpoint of model_configs/"
@@ -30,15 +30,15 @@ def recipe_config_json(recipe: RecipeConfig) -> dict[str, Any]:
 
 
 def recipe_model(recipe: RecipeConfig) -> ModelConfig:
-    """The model of a recipe.  Raises ConfigError as ``recipe_config_json``, and where the model is not supported."""
+    """The model of a recipe.  Raises ConfigError as ``recipe_config_json``, and if the model is not supported."""
     _, model = model_of(recipe_config_json(recipe))
     return model
 
 
 def num_steps(run: RunConfig | SftConfig) -> int:
-    """Steps of a run: what it says, or its epochs over the training prompts of the recipe's data sets.
+    """The number of steps of a run: as configured, or from its epochs over the prompts of its known data sets.
 
-    Raises ConfigError where it says neither, and how many prompts there are is not known.
+    Raises ConfigError if no number is configured and the number of prompts is not known.
     """
     if run.trainer.total_training_steps is not None:
         return run.trainer.total_training_steps

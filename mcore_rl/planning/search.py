@@ -1,9 +1,9 @@
-"""The layouts of a run that fit a cluster, fastest first, and what was refused and why.
+"""Searches the layouts of a run that fit a cluster, fastest first, and counts why others were refused.
 
-Training and rollout share devices and meet in two numbers only: what is on a device while weights are sent, and how
-long that takes.  So layouts of each are judged by themselves, with the code that plans a run, and the fastest are
-paired; the best of each layout pair are planned whole before they are named.  All trained roles have one layout.
-Fine-tuning is training alone.
+Training and rollout share devices, but affect each other in two numbers only: the memory of a device while weights are
+sent, and the time that this takes.  So layouts of each are evaluated separately, by the planner, and the fastest are
+paired.  The best pairs are then planned as a whole before they are returned.  All trained roles have one layout.
+Fine-tuning has no rollout.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.timing import Rates, generate_s, score_s, update_s, weights_s
 from mcore_rl.planning.training import RolePlan
 
-SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)  # of a device, for the engine
+SHARES = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85)  # shares of a device to try for a colocated engine
 SEPARATE_SHARE = 0.9
-PAIRED = 200  # of the fastest training layouts
+PAIRED = 200  # so many of the fastest training layouts are paired
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A run that fits.  overrides: what to write.  reasons: for people, why it stands where it stands."""
+    """A run that fits.  overrides: how to configure it.  reasons: its rank and its limits, in words."""
 
     run: RunConfig | SftConfig
     plan: Plan
@@ -51,7 +51,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """best: fastest first.  refused: how many, by why.  considered: settings looked at."""
+    """The result of a search.
+
+    best: the fastest first.  refused: the number of refused settings, by reason.  considered: the number of settings
+    evaluated.  seconds: how long the search took.
+    """
 
     best: tuple[Candidate, ...]
     refused: dict[str, int]
@@ -68,7 +72,7 @@ class _Rollout:
 
 @dataclass(frozen=True)
 class _Option:
-    """seconds: of a step, what both sides take alone and together.  run: with the layouts of both."""
+    """A training layout with a rollout layout.  seconds: of a step, estimated.  run: with both layouts."""
 
     seconds: float
     training: Training
@@ -76,9 +80,9 @@ class _Option:
 
 
 def search(run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfig, *, limit: int = 10) -> Found:
-    """The ``limit`` fastest layouts of ``run`` on ``trainer.nnodes`` nodes of ``cluster``, of accelerators.
+    """The ``limit`` fastest layouts of ``run`` on ``trainer.nnodes`` nodes of ``cluster``, which has accelerators.
 
-    Only layouts, microbatches, recompute and the engine's share change; what is learned does not.
+    Only layouts, microbatches, recompute and the engine's memory share change, so that the training result does not.
     """
     assert cluster.gpus_per_node > 0, "layouts are searched for accelerators"
     begin = time.perf_counter()
@@ -90,86 +94,89 @@ def search(run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfi
     best: dict[str, _Option] = {}
     for option in sorted(options, key=lambda each: each.seconds):
         best.setdefault(str(option.training.parallel), option)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for option in best.values():
-        if len(found) == limit:
+        if len(candidates) == limit:
             break
         planned = plan(option.run, model, cluster)
         if planned.fits:
-            fastest = found[0].plan.step_s if found else planned.step_s
+            fastest = candidates[0].plan.step_s if candidates else planned.step_s
             reasons = _reasons(planned, option.training, fastest)
             overrides = overrides_of(option.run)
-            found.append(Candidate(run=option.run, plan=planned, overrides=overrides, reasons=reasons))
+            candidates.append(Candidate(run=option.run, plan=planned, overrides=overrides, reasons=reasons))
         else:
             refused[f"does not fit whole: {planned.violations[0].problem.split(' needs ')[0]}"] += 1
-    found.sort(key=lambda each: each.plan.step_s)
+    candidates.sort(key=lambda each: each.plan.step_s)
     return Found(
-        best=tuple(found), refused=dict(refused), considered=considered, seconds=time.perf_counter() - begin
+        best=tuple(candidates), refused=dict(refused), considered=considered, seconds=time.perf_counter() - begin
     )  # fmt: skip
 
 
 def nearest_that_fit(
     run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfig, *, count: int = 3
 ) -> list[Candidate]:
-    """Of all that fit, those least unlike ``run``."""
-    found = search(run, model, cluster, limit=60).best
-    return sorted(found, key=lambda each: (_distance(run, each.run), each.plan.step_s))[:count]
+    """The ``count`` runs that fit and differ least from ``run``."""
+    fitting = search(run, model, cluster, limit=60).best
+    return sorted(fitting, key=lambda each: (_distance(run, each.run), each.plan.step_s))[:count]
 
 
 def refusal(planned: Plan, run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfig) -> ConfigError:
-    """What is told of a run that does not fit: every violation, the last with the nearest settings that do."""
+    """The error for a run that does not fit: its violations, the last with the nearest settings that fit as remedy."""
     assert planned.violations, "a run that fits is not refused"
-    found = list(planned.violations)
+    violations = list(planned.violations)
     if cluster.gpus_per_node:
         near = nearest_that_fit(run, model, cluster)
         texts = "; ".join(" ".join(_changes(run, each.run)) for each in near)
         nodes = f"{run.trainer.nnodes} x {run.trainer.n_gpus_per_node} devices of {cluster.name or 'this cluster'}"
         hint = f"Nearest settings that fit: {texts}" if near else f"No layout fits {nodes}: take more nodes"
-        found[-1] = replace(found[-1], remedy=f"{found[-1].remedy}. {hint}")
-    return ConfigError(found)
+        violations[-1] = replace(violations[-1], remedy=f"{violations[-1].remedy}. {hint}")
+    return ConfigError(violations)
 
 
 def _changes(run: RunConfig | SftConfig, other: RunConfig | SftConfig) -> list[str]:
-    """The overrides that make ``run`` the ``other``."""
+    """The overrides that turn ``run`` into ``other``."""
     before = set(overrides_of(run))
     return [each for each in overrides_of(other) if each not in before]
 
 
 def overrides_of(run: RunConfig | SftConfig) -> tuple[str, ...]:
-    """What to write for the layouts of ``run``."""
+    """The overrides that configure the layouts of ``run``."""
     layout = run.actor.parallel
-    found = [f"actor.parallel.{axis}={getattr(layout, axis)}" for axis in AXES]
+    overrides = [f"actor.parallel.{axis}={getattr(layout, axis)}" for axis in AXES]
     if layout.pipeline_layers is not None:
-        found.append(f"actor.parallel.pipeline_layers=[{','.join(map(str, layout.pipeline_layers))}]")
-    found += [f"actor.recompute={run.actor.recompute.value}", f"actor.microbatch_tokens={run.actor.microbatch_tokens}"]
+        overrides.append(f"actor.parallel.pipeline_layers=[{','.join(map(str, layout.pipeline_layers))}]")
+    overrides += [
+        f"actor.recompute={run.actor.recompute.value}",
+        f"actor.microbatch_tokens={run.actor.microbatch_tokens}",
+    ]
     if isinstance(run, SftConfig):
-        return tuple(found)
+        return tuple(overrides)
     for row in run.trained_rows:
         if not row.publishes:
-            found += [each.replace("actor.", f"{row.name}.", 1) for each in found if each.startswith("actor.")]
-    found += [f"rollout.{axis}={getattr(run.rollout, axis)}" for axis in ROLLOUT_AXES]
-    return (*found, f"rollout.gpu_memory_utilization={run.rollout.gpu_memory_utilization:g}")
+            overrides += [each.replace("actor.", f"{row.name}.", 1) for each in overrides if each.startswith("actor.")]
+    overrides += [f"rollout.{axis}={getattr(run.rollout, axis)}" for axis in ROLLOUT_AXES]
+    return (*overrides, f"rollout.gpu_memory_utilization={run.rollout.gpu_memory_utilization:g}")
 
 
 def _sft_options(
     config: SftConfig, model: ModelConfig, cluster: ClusterConfig, refused: Counter[str]
 ) -> tuple[list[_Option], int]:
-    """With how many settings were looked at."""
+    """(the training layouts that fit, the number of settings evaluated)."""
     work, trainer = sft_work(config), config.trainer
     rates = Rates.of(cluster, trainer.n_gpus_per_node, config.actor.precision, trainer.device_peak_tflops)
-    found = []
+    options = []
     engines, site = {"actor": config.actor}, _site(config, cluster)
     rows, snapshots = config.role_rows, {"actor": ()}
     for each in trainings(engines, rows, (), snapshots, model, trainer.world_size, work, site, None, refused):
         chosen = replace(config, actor=each.of(config.actor))
-        found.append(_Option(update_s(each.roles[0], rates, work.sequences, 1), each, chosen))
-    return found, len(found) + sum(refused.values())
+        options.append(_Option(update_s(each.roles[0], rates, work.sequences, 1), each, chosen))
+    return options, len(options) + sum(refused.values())
 
 
 def _run_options(
     run: RunConfig, model: ModelConfig, cluster: ClusterConfig, refused: Counter[str]
 ) -> tuple[list[_Option], int]:
-    """The fastest training layouts, each with what goes with it; and how many settings were looked at."""
+    """(the fastest training layouts, each paired with rollout layouts; the number of settings evaluated)."""
     work, site = rl_work(run, run.actor.ppo_mini_batch_size), _site(run, cluster)
     rates = Rates.of(cluster, site.per_node, run.actor.precision, run.trainer.device_peak_tflops)
     rows = [role for role in run.group_rows if role.trains]
@@ -204,7 +211,7 @@ def _training_s(run: RunConfig, roles: Sequence[RolePlan], rates: Rates) -> floa
 
 
 def _rollouts(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, refused: Counter[str]) -> Iterator[_Rollout]:
-    """Those that have room for a sequence and more, with the seconds of generation."""
+    """The rollout layouts whose cache has room for one sequence or more, with the seconds of generation."""
     per_node, device_bytes = run.trainer.n_gpus_per_node, int(cluster.gpu_memory_gib * GIB)
     separate = run.trainer.placement is Placement.separate
     world = run.rollout.layout.world_size if separate else run.trainer.world_size
@@ -237,7 +244,10 @@ def _pairs(
     run: RunConfig, cluster: ClusterConfig, training: Sequence[tuple[float, Training]], rollouts: Sequence[_Rollout],
     refused: Counter[str],
 ) -> Iterator[_Option]:  # fmt: skip
-    """Each of ``training`` with every rollout layout's fastest share that leaves room for the actor's weights."""
+    """Pairs each training layout with every rollout layout, at the fastest memory share that leaves room for weights.
+
+    training: (seconds, layout) of each.  rollouts: the fastest first.
+    """
     rates = Rates.of(cluster, run.trainer.n_gpus_per_node, run.actor.precision)
     separate = run.trainer.placement is Placement.separate
     capacity = int(cluster.gpu_memory_gib * GIB)
@@ -279,30 +289,34 @@ def _reasons(planned: Plan, ours: Training, fastest: float) -> tuple[str, ...]:
     largest = max(planned.seconds, key=lambda part: planned.seconds[part])
     actor = ours.roles[0]
     layout = actor.layout
-    found = [f"{planned.step_s / fastest:.2f} x the fastest" if planned.step_s > fastest else "the fastest"]
-    found.append(f"{largest} takes {planned.seconds[largest] / planned.step_s:.0%}")
+    reasons = [f"{planned.step_s / fastest:.2f} x the fastest" if planned.step_s > fastest else "the fastest"]
+    reasons.append(f"{largest} takes {planned.seconds[largest] / planned.step_s:.0%}")
     if layout.pp > 1:
         count = max(1.0, actor.work.sequences * actor.work.mean / layout.dp / actor.tokens)
-        found.append(f"bubble {(layout.pp - 1) / (count * layout.vpp):.0%}")
+        reasons.append(f"bubble {(layout.pp - 1) / (count * layout.vpp):.0%}")
     update = planned.peak(Phase.update, Place.device)
     if update is not None and update.capacity:
-        found.append(f"{(update.capacity - update.num_bytes) / GIB:.0f} GiB free in update")
-    return tuple(found)
+        reasons.append(f"{(update.capacity - update.num_bytes) / GIB:.0f} GiB free in update")
+    return tuple(reasons)
 
 
 def _distance(run: RunConfig | SftConfig, other: RunConfig | SftConfig) -> float:
-    """Doublings of the training layout count twice, those of a microbatch a quarter: it is the easiest to change."""
+    """How much two runs differ: in doublings of sizes, with weights.
+
+    A doubling of the training layout counts 2, of the rollout layout 1, of the microbatch a quarter, since that is the
+    easiest to change.  Another recompute counts 1, a difference of the engines' shares counts four times its size.
+    """
     ours, theirs = run.actor, other.actor
-    found = 2 * sum(abs(log2(getattr(ours.parallel, axis) / getattr(theirs.parallel, axis))) for axis in AXES)
-    found += ours.recompute is not theirs.recompute
+    distance = 2 * sum(abs(log2(getattr(ours.parallel, axis) / getattr(theirs.parallel, axis))) for axis in AXES)
+    distance += ours.recompute is not theirs.recompute
     tokens = (each.microbatch_tokens or LEAST_MICROBATCH for each in (ours, theirs))
-    found += abs(log2(next(tokens) / next(tokens))) / 4
+    distance += abs(log2(next(tokens) / next(tokens))) / 4
     if not (isinstance(run, RunConfig) and isinstance(other, RunConfig)):
-        return found
-    found += sum(abs(log2(getattr(run.rollout, axis) / getattr(other.rollout, axis))) for axis in ROLLOUT_AXES)
-    return found + 4 * abs(run.rollout.gpu_memory_utilization - other.rollout.gpu_memory_utilization)
+        return distance
+    distance += sum(abs(log2(getattr(run.rollout, axis) / getattr(other.rollout, axis))) for axis in ROLLOUT_AXES)
+    return distance + 4 * abs(run.rollout.gpu_memory_utilization - other.rollout.gpu_memory_utilization)
 
 
 def reasons_by_count(refused: dict[str, int]) -> Iterable[tuple[str, int]]:
-    """Most first."""
+    """(reason, count) of ``refused``, the most frequent first."""
     return sorted(refused.items(), key=lambda each: -each[1])

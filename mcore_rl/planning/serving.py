@@ -1,9 +1,9 @@
-"""The memory of a rollout rank: weights, exactly, from the families' tables of vLLM's tensors; cache; what is left.
+"""The memory of a rollout rank: weights, exact by the families' tables of vLLM's tensors; cache; working memory.
 
-vLLM (0.32) takes ``gpu_memory_utilization`` of a device, subtracts weights, graphs and what a forward pass of its
-longest batch was seen to take, and makes the rest cache (``determine_available_memory`` in v1/worker/gpu_worker.py).
-On the CPU the cache is what is asked for, or 1 GiB, and the output projection is there twice: plain, and packed as the
-weight of every product is (``rollout/receiver/live_weights.py``).
+vLLM (0.32) takes ``gpu_memory_utilization`` of a device, subtracts weights, graphs and the measured memory of a forward
+pass over its longest batch, and uses the rest as cache (``determine_available_memory`` in v1/worker/gpu_worker.py).  On
+the CPU, the cache has the configured size, or 1 GiB, and the output projection is in memory twice: plain, and packed as
+vLLM packs the weight of every matrix product (``rollout/receiver/live_weights.py``).
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ from mcore_rl.families.rules import Axis, Rule, Stage
 from mcore_rl.planning.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES, GRAPH_BYTES
 from mcore_rl.planning.states import family_for
 
-BATCHED_TOKENS = 8192  # of one step of vLLM on large devices, where max_num_batched_tokens is not given
+BATCHED_TOKENS = 8192  # vLLM's default of max_num_batched_tokens on large devices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """Of one rollout rank, in bytes.
+    """The memory of one rollout rank, bytes.
 
-    weights: exact.  working: of a forward pass over its longest batch.  overhead: context, communicators, graphs.
-    budget: what vLLM may take in all.  cache: of keys and values; negative where nothing is left.  per_sequence: of
-    it, a sequence of the greatest length.  packed: on the CPU, of weights that are there plain too.
+    weights: exact.
+    working: of a forward pass over the longest batch.
+    overhead: context, communicators, graphs.
+    budget: what vLLM may use in all.
+    cache: the KV cache; negative if nothing is left for it.
+    per_sequence: cache of one sequence of the greatest length.
+    packed: on the CPU, packed copies of weights that are also in memory plain.
     """
 
     weights: int
@@ -47,19 +51,22 @@ class Serving:
 
     @property
     def concurrency(self) -> float:
-        """Sequences of the greatest length that the cache holds at once."""
+        """How many sequences of the greatest length the cache holds at once."""
         return max(0, self.cache) / self.per_sequence
 
     @property
     def total(self) -> int:
-        """What vLLM takes: its budget, or more where that is not enough."""
+        """What vLLM uses: its budget, or more if that is not enough."""
         return max(self.budget, self.weights + self.working + self.overhead + max(0, self.cache))
 
 
 def serving(
     model: ModelConfig, config: ServingConfig, *, device_bytes: int | None, latent_attention: bool = True
 ) -> Serving:
-    """Of an engine of ``model``.  device_bytes: of one accelerator; None on the CPU."""
+    """The memory of a rank of an engine of ``model``.
+
+    device_bytes: memory of one accelerator; None on the CPU.  latent_attention: vLLM runs MLA as such.
+    """
     layout = config.layout
     weights = rollout_weight_bytes(model, layout, BYTES[config.dtype], latent_attention=latent_attention)
     per_token = cache_bytes_per_token(model, config, latent_attention=latent_attention)
@@ -86,7 +93,7 @@ def serving(
 
 
 def cache_bytes_per_token(model: ModelConfig, config: ServingConfig, *, latent_attention: bool = True) -> int:
-    """Of one rank, all layers.  Latent attention keeps the latent and the rotated key, whole on every rank."""
+    """Bytes of KV cache per token on a rank, all layers.  MLA caches the whole latent and rotated key on each rank."""
     if model.mla is None:
         return kv_bytes_per_token(model, config)
     size = BYTES[config.dtype] * model.num_layers
@@ -98,7 +105,7 @@ def cache_bytes_per_token(model: ModelConfig, config: ServingConfig, *, latent_a
 def rollout_weight_bytes(
     model: ModelConfig, layout: RolloutLayout, itemsize: int, *, latent_attention: bool = True
 ) -> int:
-    """Bytes of the weights that a rollout rank stores, padding included; all ranks store equally many."""
+    """The bytes of weights that a rollout rank stores, padding included; all ranks store the same number."""
     family = family_for(model)
     latent = latent_attention or model.mla is None
     rules = family.rollout if latent else family.rollout_without_latent
@@ -123,7 +130,7 @@ def _rule_bytes(rule: Rule, model: ModelConfig, layout: RolloutLayout, itemsize:
 
 
 def _working_bytes(model: ModelConfig, config: ServingConfig, batched_tokens: int) -> int:
-    """Of a step: a few hidden states and the widest product of all its tokens; logits of its sequences, in float32."""
+    """Memory of one step: a few hidden states and the widest product of all tokens; float32 logits of all sequences."""
     size, tp = BYTES[config.dtype], config.tp
     tokens = config.max_num_batched_tokens or max(batched_tokens, config.max_model_len)
     tokens = max(tokens, config.max_num_seqs)

@@ -1,13 +1,14 @@
 """Exact bytes of a rank's weights, gradients and optimizer state, from the families' tables, in integers.
 
-What megatron-core 0.16.1 allocates, to the byte (tests/planning/test_states.py builds the real thing beside it):
+What megatron-core 0.16.1 allocates, to the byte (tests/planning/test_states.py compares it with the real buffers):
 
-- ``_ParamAndGradBuffer`` (distributed/param_and_grad_buffer.py): the trained tensors of a model chunk lie end to end in
-  reversed order, those of experts in a buffer of their own.  A tensor begins at a multiple of 64 elements, a bucket
-  ends at one of 128 and of its data-parallel ranks.  A buffer is one bucket, but that an embedding which a stage shares
-  with the last one (tied, pp > 1) is a bucket by itself.  Weights and float32 gradients are as long as the buffer.
+- ``_ParamAndGradBuffer`` (distributed/param_and_grad_buffer.py): the trained tensors of a model chunk are packed end to
+  end in reversed order, those of experts in a buffer of their own.  A tensor begins at a multiple of 64 elements; a
+  bucket ends at a multiple of 128 and of its number of data-parallel ranks.  A buffer is one bucket, except that an
+  embedding which two stages share (tied, pp > 1) is a bucket by itself.  Weights and float32 gradients have the length
+  of the buffer.
 - ``DistributedOptimizer``: each of those ranks (dp * cp of dense tensors, edp of experts) has an equal part of each
-  bucket, of which padding is left out: two float32 moments, and float32 main weights where the weights are not float32.
+  bucket, without its padding: two float32 moments, and float32 main weights if the weights are not float32.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from mcore_rl.families.registry import FAMILIES
 from mcore_rl.families.rules import Axis, Rule, Stage
 from mcore_rl.parallel.layout import Layout, place_layers
 
-GRADIENT_BYTES = MOMENT_BYTES = MAIN_BYTES = 4  # float32, whatever the weights are
+GRADIENT_BYTES = MOMENT_BYTES = MAIN_BYTES = 4  # per element: float32, whatever the dtype of the weights
 TENSOR_MULTIPLE, BUCKET_MULTIPLE = 64, 128  # elements
 
-# The order of the modules of a layer, which decides where the padding between odd-sized tensors lies.
+# The order of the modules of a layer, which decides the places of padding between odd-sized tensors.
 ORDER = (
     "embedding.", "input_layernorm.", "linear_proj.weight", "linear_proj.post_layernorm.", "linear_qkv.weight",
     "linear_qkv.bias", "linear_q_proj.", "linear_q_down_proj.", "linear_q_up_proj.", ".q_layernorm.", ".k_layernorm.",
@@ -43,7 +44,7 @@ ORDER = (
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Of one rank: what stays while it trains.  num_parameters: elements that it holds, each copy counted."""
+    """The lasting memory of one rank, bytes.  num_parameters: elements that it holds, each copy counted."""
 
     num_parameters: int
     weights: int
@@ -52,12 +53,12 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """All three."""
+        """The bytes of all three."""
         return self.weights + self.gradients + self.optimizer
 
 
 def family_for(model: ModelConfig) -> Family:
-    """A family whose tables have exactly the tensors of ``model``: its features decide, not its name."""
+    """A family whose tables have exactly the tensors of ``model``; chosen by the model's features, not by its name."""
     moe = model.moe
     if model.mla is not None:
         return FAMILIES["deepseek_v3"]
@@ -69,7 +70,7 @@ def family_for(model: ModelConfig) -> Family:
 
 
 class ModelSizes:
-    """The tensors of ``model`` under any layout, by number of elements.  head: what it ends in."""
+    """The numbers of elements of ``model``'s tensors under any layout.  head: the output of the model."""
 
     def __init__(self, model: ModelConfig, *, head: Head = Head.lm) -> None:
         rules = family_for(model).weights
@@ -90,7 +91,7 @@ class ModelSizes:
         return self._elements[key]
 
     def layer(self, has_experts: bool, tp: int, etp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Elements of the trained tensors of a layer: (dense ones, those of one expert), in the modules' order."""
+        """Elements of each trained tensor of a layer: (dense tensors, those of one expert), in the modules' order."""
         key = (has_experts, tp, etp)
         if key not in self._layers:
             layer = next(each for each in range(self.model.num_layers) if self.model.has_experts(each) == has_experts)
@@ -104,19 +105,19 @@ class ModelSizes:
         return self._layers[key]
 
     def forward_flops(self, length: int) -> int:
-        """Operations of a forward pass over one sequence of ``length`` tokens."""
+        """Floating-point operations of a forward pass over one sequence of ``length`` tokens."""
         if length not in self._flops:
             self._flops[length] = forward_flops(self.model, [length], head=self.head)
         return self._flops[length]
 
     def ends(self, stages: Iterable[Stage], tp: int) -> tuple[int, ...]:
-        """Elements of the tensors outside of the layers that live in ``stages``."""
+        """Elements of each tensor outside of the layers that belongs to ``stages``."""
         wanted = set(stages)
         return tuple(self._size(rule, tp, 1) for rule in self._rules if rule.stage in wanted)
 
     @cached_property
     def num_parameters(self) -> int:
-        """Of the whole model, the embedding of a tied one once."""
+        """The parameters of the whole model; a tied embedding counts once."""
         moe = self.model.moe
         total = sum(self.ends((Stage.first, Stage.last), 1))
         for layer in range(self.model.num_layers):
@@ -126,44 +127,44 @@ class ModelSizes:
 
 
 def _module_place(rule: Rule) -> tuple[int, int]:
-    """Where in a layer the modules have it; shared experts come after the others."""
+    """The place of a rule's tensor in the order of a layer's modules; shared experts come last."""
     return int("shared_experts" in rule.name), next(i for i, part in enumerate(ORDER) if part in rule.name)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that lie end to end.  runs: in the modules' order, so many elements each, and that again so often."""
+    """Tensors that are packed end to end.  runs: in the modules' order, (elements of each tensor, repeats of these)."""
 
     runs: tuple[tuple[tuple[int, ...], int], ...]
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether every tensor ends where the next may begin."""
+        """Whether no tensor needs padding before the next one."""
         return all(numel % TENSOR_MULTIPLE == 0 for numels, _ in self.runs for numel in numels)
 
     @cached_property
     def held(self) -> int:
-        """Elements of tensors."""
+        """The elements of all tensors, without padding."""
         return sum(sum(numels) * repeats for numels, repeats in self.runs)
 
     def padded(self, num_ranks: int) -> int:
-        """Elements of the bucket."""
+        """The elements of the bucket with padding, over ``num_ranks`` data-parallel ranks."""
         gaps = sum(sum(map(_padded, numels)) * repeats for numels, repeats in self.runs)
         return _up(gaps, lcm(num_ranks, BUCKET_MULTIPLE))
 
     def part(self, num_ranks: int, rank: int) -> int:
-        """Elements of tensors in the ``rank``-th of ``num_ranks`` equal parts."""
+        """The elements of tensors, without padding, in the ``rank``-th of ``num_ranks`` equal parts."""
         size = self.padded(num_ranks) // num_ranks
         begin, end = rank * size, (rank + 1) * size
         if self.aligned:
             return max(0, min(end, self.held) - begin)
-        place = found = 0
+        place = total = 0
         for numels, repeats in reversed(self.runs):
             for _ in range(repeats):
                 for numel in reversed(numels):
-                    found += max(0, min(end, place + numel) - max(begin, place))
+                    total += max(0, min(end, place + numel) - max(begin, place))
                     place += _padded(numel)
-        return found
+        return total
 
 
 def _padded(numel: int) -> int:
@@ -177,7 +178,10 @@ def _up(number: int, multiple: int) -> int:
 def chunk_buckets(
     sizes: ModelSizes, parallel: ParallelConfig, layers: Sequence[int], *, first: bool, last: bool
 ) -> tuple[list[Bucket], list[Bucket]]:
-    """(dense, experts') buckets of the model chunk of ``layers``.  first, last: whether it has the model's ends."""
+    """(dense buckets, buckets of experts) of the model chunk of ``layers``.
+
+    first, last: whether it is the model's first chunk, with the embedding, and its last, with the output.
+    """
     model, tp = sizes.model, parallel.tp
     begin = sizes.ends((Stage.first,), tp) if first else ()
     stages = [Stage.last] if last else []
@@ -199,14 +203,14 @@ def chunk_buckets(
     shared = tied and parallel.pp > 1
     alone = [Bucket(((part, 1),)) for part in (copy, begin) if part] if shared else []
     inside = ([] if shared else [(begin, 1)]) + dense + [(end, 1)]
-    found = [Bucket(tuple(run for run in inside if run[0])), *alone]
-    return [bucket for bucket in found if bucket.held], [Bucket(tuple(experts))] if experts else []
+    buckets = [Bucket(tuple(run for run in inside if run[0])), *alone]
+    return [bucket for bucket in buckets if bucket.held], [Bucket(tuple(experts))] if experts else []
 
 
 class States:
-    """``StateBytes`` of every rank of ``parallel`` over ``world_size`` processes.
+    """The ``StateBytes`` of every rank of ``parallel`` over ``world_size`` processes.
 
-    Raises ConfigError where the layout does not divide the world or the layers.
+    Raises ConfigError if the layout does not divide the world or the layers.
     """
 
     def __init__(
@@ -220,7 +224,7 @@ class States:
         self._of_stage: dict[int, StateBytes] = {}
 
     def buckets(self, stage: int) -> tuple[list[Bucket], list[Bucket]]:
-        """Of all chunks of a pipeline stage."""
+        """(dense buckets, buckets of experts) of all chunks of a pipeline stage."""
         if stage not in self._buckets:
             dense, experts = list[Bucket](), list[Bucket]()
             for chunk in range(stage, len(self.placement), self.parallel.pp):
@@ -234,13 +238,13 @@ class States:
         return self._buckets[stage]
 
     def of_rank(self, rank: int) -> StateBytes:
-        """Of ``rank``."""
+        """The state of ``rank``."""
         layout = self.layout
         stage = layout.coords(rank).pp
         return self._bytes(stage, layout.group("dp_cp", rank).index(rank), layout.group("edp", rank).index(rank))
 
     def of_stage(self, stage: int) -> StateBytes:
-        """Of the rank of a pipeline stage that holds most."""
+        """The state of the rank of a pipeline stage that holds most."""
         if stage not in self._of_stage:
             self._of_stage[stage] = self._most(stage)
         return self._of_stage[stage]

@@ -1,4 +1,4 @@
-"""A plan and a search as people read them: tables for the terminal, one self-contained page, and plain values."""
+"""Shows a plan and a search: tables for the terminal, one self-contained HTML page, and plain values for a file."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from mcore_rl.planning.search import Found, reasons_by_count
 from mcore_rl.tracking.page import LIGHT, page, table, text
 
 PLACES = {Place.device: "a device", Place.host: "a node's host memory", Place.disk: "the disk"}
-BAR_WIDTH, BAR_HEIGHT = 900, 22  # of the page's bars, in its own units
+BAR_WIDTH, BAR_HEIGHT = 900, 22  # of the page's bars, in units of its SVG
 
 
 def headline(plan: Plan) -> str:
-    """What is planned, in a line."""
+    """One line about the planned run: its title, size, devices and layout."""
     size = f"{plan.num_parameters / 1e9:.1f}B" if plan.num_parameters >= 1e8 else f"{plan.num_parameters / 1e6:.2f}M"
     nodes = "1 node" if plan.num_nodes == 1 else f"{plan.num_nodes} nodes"
     return f"{plan.title}: {size} parameters on {plan.num_gpus} ranks, {nodes}; {plan.layout}"
 
 
 def short_line(plan: Plan) -> str:
-    """The highest peak and the step, in a line, for the start of a run."""
+    """One line about the highest peak on a device, for the start of a run."""
     peak = max((each for each in plan.peaks if each.place is Place.device), key=lambda each: each.num_bytes)
     of = f" of {gib(peak.capacity)}" if peak.capacity else ""
     return f"the plan: {peak.phase.value} needs {gib(peak.num_bytes)}{of} GiB ({peak.where}); see plan.json"
 
 
 def gib(num_bytes: int) -> str:
-    """GiB, with as many digits as matter."""
+    """``num_bytes`` in GiB, with one or two decimals."""
     value = num_bytes / GIB
     return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def seconds_text(seconds: float) -> str:
-    """For people."""
+    """``seconds`` in hours, minutes or seconds, with unit."""
     if seconds >= 7200:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.2g} s"
 
 
 def plan_tables(plan: Plan) -> Group:
-    """For the terminal."""
+    """The plan as tables for the terminal."""
     parts: list[Any] = [Text(headline(plan), style="bold")]
     for place in Place:
-        found = [peak for peak in plan.peaks if peak.place is place]
-        if found:
-            parts.append(_memory_table(place, found))
+        peaks = [peak for peak in plan.peaks if peak.place is place]
+        if peaks:
+            parts.append(_memory_table(place, peaks))
     parts.append(_time_table(plan))
     if plan.concurrency is not None:
         parts.append(Text(f"the cache of an engine holds {plan.concurrency:.1f} sequences of the greatest length"))
@@ -104,9 +104,9 @@ def _time_rows(plan: Plan) -> list[tuple[str, str, str]]:
     return [*rows, ("all", seconds_text(plan.step_s), "")]
 
 
-def _search_rows(found: Found) -> list[list[str]]:
+def _search_rows(search: Found) -> list[list[str]]:
     rows = []
-    for each in found.best:
+    for each in search.best:
         actor = each.run.actor
         rollout = each.run.rollout if isinstance(each.run, RunConfig) else None
         layout = {name: getattr(actor.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
@@ -126,22 +126,22 @@ def _search_rows(found: Found) -> list[list[str]]:
 SEARCH_HEAD = ("step", "training", "recompute, microbatch", "rollout, share", "why")
 
 
-def search_tables(found: Found) -> Group:
-    """For the terminal: the best, what to write for the first, and what was refused."""
+def search_tables(search: Found) -> Group:
+    """A search as tables for the terminal: the best runs, the overrides of the first, and the refused settings."""
     best = Table(*SEARCH_HEAD, box=None, pad_edge=False, header_style="bold")
-    for row in _search_rows(found):
+    for row in _search_rows(search):
         best.add_row(*row)
     refused = Table("refused", "why", box=None, pad_edge=False, header_style="bold")
-    for why, count in reasons_by_count(found.refused):
+    for why, count in reasons_by_count(search.refused):
         refused.add_row(str(count), why)
-    parts: list[Any] = [Text(f"{found.considered} settings looked at in {found.seconds:.1f} s"), best]
-    if found.best:
-        parts += [Text("the first, as overrides:"), Text(" ".join(found.best[0].overrides))]
+    parts: list[Any] = [Text(f"{search.considered} settings looked at in {search.seconds:.1f} s"), best]
+    if search.best:
+        parts += [Text("the first, as overrides:"), Text(" ".join(search.best[0].overrides))]
     return Group(*parts, refused)
 
 
-def plan_page(plan: Plan, found: Found | None = None) -> str:
-    """One page, without anything from elsewhere."""
+def plan_page(plan: Plan, search: Found | None = None) -> str:
+    """The plan, and a search if given, as one HTML page without external resources."""
     good = "good" if plan.fits else "bad"
     verdict = "It fits." if plan.fits else "It does not fit."
     wrong = "".join(f"<p>{text(violation)}</p>" for violation in plan.violations)
@@ -157,15 +157,15 @@ def plan_page(plan: Plan, found: Found | None = None) -> str:
             sections += [f"<h2>{text(PLACES[place].capitalize())}</h2>", _bars(peaks), table(head, _memory_rows(peaks))]
     sections += ["<h2>Expected time of a step</h2>", table(["part", "time", "share"], _time_rows(plan))]
     sections += [f"<p>{text(note)}</p>" for note in plan.notes]
-    if found is not None:
-        sections += ["<h2>Layouts that fit</h2>", table(SEARCH_HEAD, _search_rows(found))]
-        refused = [[count, why] for why, count in reasons_by_count(found.refused)]
+    if search is not None:
+        sections += ["<h2>Layouts that fit</h2>", table(SEARCH_HEAD, _search_rows(search))]
+        refused = [[count, why] for why, count in reasons_by_count(search.refused)]
         sections += ["<h2>Refused</h2>", table(["settings", "why"], refused)]
     return page(f"Plan: {plan.title}", sections)
 
 
 def _bars(peaks: Sequence[Peak]) -> str:
-    """A bar for each phase, its parts side by side, and a mark at what there is."""
+    """A bar for each phase as SVG, divided into its parts, with a mark at the capacity."""
     widest = max(max(peak.num_bytes, peak.capacity or 0) for peak in peaks) or 1
     names = _names(peaks)
     lines = []
@@ -188,7 +188,7 @@ def _bars(peaks: Sequence[Peak]) -> str:
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:
-    """For a file: bytes and seconds, no text to be parsed."""
+    """The plan as plain values for a JSON file: bytes and seconds as numbers."""
     return {
         "title": plan.title,
         "layout": plan.layout,
@@ -218,14 +218,14 @@ def plan_values(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def search_values(found: Found) -> dict[str, Any]:
-    """The same of a search."""
+def search_values(search: Found) -> dict[str, Any]:
+    """A search as plain values for a JSON file."""
     return {
-        "considered": found.considered,
-        "seconds": found.seconds,
-        "refused": found.refused,
+        "considered": search.considered,
+        "seconds": search.seconds,
+        "refused": search.refused,
         "best": [
             {"overrides": list(each.overrides), "reasons": list(each.reasons), "plan": plan_values(each.plan)}
-            for each in found.best
+            for each in search.best
         ],
     }  # fmt: skip

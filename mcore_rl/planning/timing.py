@@ -1,7 +1,7 @@
-"""How long the parts of a step take: products, streamed memory, collectives; nothing overlaps but what is said to.
+"""Estimates how long the parts of a step take: matrix products, memory traffic, collectives; none of them overlap.
 
-Estimates, from data sheets and the assumed shares of them in ``overheads``; they rank layouts, and tell an hour from a
-day.  Operations are those of ``families/flops.py``.
+The estimates use data sheets and the assumed shares of them in ``overheads.py``.  They suffice to rank layouts, and to
+tell an hour from a day.  Counts of operations are those of ``families/flops.py``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from mcore_rl.planning.overheads import (
 from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes
 from mcore_rl.planning.training import RolePlan
 
-UNKNOWN_TFLOPS = 300.0  # of an accelerator that peak_flops.py does not know
+UNKNOWN_TFLOPS = 300.0  # assumed for an accelerator that peak_flops.py does not list
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of one rank, in operations or bytes a second, as reached and not as on the sheet.
+    """The rates that one rank is expected to reach, in operations or bytes per second.
 
-    per_node: ranks of a node.
+    flops: matrix products.  memory: reading its memory.  intra, inter: sending inside the node, and to other nodes.
+    per_node: ranks per node.  accelerator: whether it is one.
     """
 
     flops: float
@@ -47,7 +48,7 @@ class Rates:
 
     @classmethod
     def of(cls, cluster: ClusterConfig, per_node: int, precision: Precision, peak: float | None = None) -> Rates:
-        """per_node: ranks of a node.  peak: TFLOP/s of a device, where the run states them."""
+        """The rates on ``cluster``.  per_node: ranks per node.  peak: TFLOP/s of a device, if the run sets them."""
         accelerator = cluster.gpus_per_node > 0
         if accelerator:
             known = peak or peak_tflops(cluster.device_name, precision) or UNKNOWN_TFLOPS
@@ -65,21 +66,24 @@ class Rates:
         )
 
     def link(self, size: int, stride: int = 1) -> float:
-        """Of a group of ``size`` ranks, ``stride`` apart: the slower link where it leaves the node."""
+        """The rate of a group of ``size`` ranks, ``stride`` apart: of the slower link if the group spans nodes."""
         return self.intra if size * stride <= self.per_node else self.inter
 
     def ring(self, num_bytes: float, size: int, stride: int = 1) -> float:
-        """Seconds to gather or reduce-scatter what is ``num_bytes`` whole over a group."""
+        """Seconds to gather or reduce-scatter a tensor of ``num_bytes`` in all over a group."""
         return num_bytes * (size - 1) / size / self.link(size, stride) if size > 1 else 0.0
 
 
 def compute_flops_rate(model: ModelConfig, rates: Rates) -> float:
-    """Reached by the products of ``model``."""
+    """Operations per second that the matrix products of ``model`` reach."""
     return rates.flops * (EXPERT_EFFICIENCY if model.moe is not None and rates.accelerator else 1.0)
 
 
 def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool) -> float:
-    """Of one pass over ``num_sequences`` of the whole run: forward, or forward and backward, with its collectives."""
+    """Seconds of one pass over ``num_sequences`` of the whole run: forward, or with ``train`` also backward.
+
+    Includes collectives, the pipeline bubble, and sending between stages.
+    """
     model, layout, work = role.model, role.layout, role.work
     forward = role.sizes.forward_flops(max(1, round(work.mean))) * num_sequences
     passes = 3 + role.recomputed_share if train else 1
@@ -99,7 +103,7 @@ def pass_s(role: RolePlan, rates: Rates, num_sequences: float, *, train: bool) -
 
 
 def layer_communication_s(role: RolePlan, rates: Rates) -> float:
-    """Of a forward pass, for each row of a context rank, over the layers of one stage."""
+    """Seconds of communication in a forward pass, per row of a context rank, over the layers of one stage."""
     model, layout, e = role.model, role.layout, role.kernels.size
     num_layers = model.num_layers / layout.pp
     row = e * model.hidden_size
@@ -118,7 +122,7 @@ def layer_communication_s(role: RolePlan, rates: Rates) -> float:
 
 
 def optimizer_s(role: RolePlan, rates: Rates) -> float:
-    """Of one optimizer step: gradients scattered, moments streamed, weights gathered."""
+    """Seconds of one optimizer step: reduce-scatter of gradients, memory traffic of the update, gather of weights."""
     layout = role.layout
     worst = max((role.state(stage) for stage in range(layout.pp)), key=lambda state: state.total)
     seconds = (worst.gradients + 2 * worst.optimizer) / rates.memory
@@ -127,12 +131,12 @@ def optimizer_s(role: RolePlan, rates: Rates) -> float:
 
 
 def update_s(role: RolePlan, rates: Rates, num_sequences: float, num_updates: float) -> float:
-    """Of all updates of a step, which see ``num_sequences`` in all."""
+    """Seconds of all updates of a step, which process ``num_sequences`` in all."""
     return pass_s(role, rates, num_sequences, train=True) + num_updates * optimizer_s(role, rates)
 
 
 def score_s(role: RolePlan, rates: Rates, num_sequences: float) -> float:
-    """Of log-probs or values."""
+    """Seconds to compute log-probs or values of ``num_sequences``."""
     return pass_s(role, rates, num_sequences, train=False)
 
 
@@ -140,9 +144,10 @@ def generate_s(
     model: ModelConfig, config: RolloutConfig, room: Serving, rates: Rates, num_prompts: float, mean_prompt: float,
     mean_response: float,
 ) -> float:  # fmt: skip
-    """Of all responses: prompts, at the rate of products; then decode steps, each a stream of weights and cache.
+    """Seconds to generate all responses: prefill at the rate of matrix products, then decode at the rate of memory.
 
-    As many sequences run together as the cache and ``max_num_seqs`` let; the longest response sets the least.
+    The cache and ``max_num_seqs`` limit how many sequences run together; decode takes at least as many steps as the
+    longest response has tokens.
     """
     layout, size = config.layout, BYTES[config.dtype]
     num_engines = layout.world_size // (layout.tp * layout.engine_dp)
@@ -166,7 +171,7 @@ def generate_s(
 
 
 def _streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
-    """Weights that a rank reads for a decode step of ``active`` sequences: all, but experts that nobody chose."""
+    """Bytes of weights that a rank reads in a decode step of ``active`` sequences: all, except experts not chosen."""
     total = rollout_weight_bytes(model, config.layout, size)
     if model.moe is None:
         return total
@@ -180,9 +185,9 @@ def _streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active
 
 
 def weights_s(role: RolePlan, rollout_bytes: int, rates: Rates, *, separate: bool, single: bool) -> float:
-    """Of a weight update: what a rollout rank stores comes in over its link, or a training rank's goes out.
+    """Seconds of a weight update: the larger of what a rollout rank receives and a training rank sends, over its link.
 
-    single: one process on each side, which share the device's memory.
+    separate: trainer and engines have their own devices.  single: one process on each side, sharing a device's memory.
     """
     sent = max(role.state(stage).weights for stage in range(role.layout.pp))
     most = max(float(rollout_bytes), float(sent))
@@ -194,5 +199,5 @@ def weights_s(role: RolePlan, rollout_bytes: int, rates: Rates, *, separate: boo
 
 
 def move_s(num_bytes: float, rates: Rates) -> float:
-    """Between a device and host memory; on the CPU it is a copy."""
+    """Seconds to move ``num_bytes`` between a device and host memory; on the CPU, to copy them."""
     return num_bytes / (HOST_LINK_GB_S * 1e9 if rates.accelerator else rates.memory / 2)

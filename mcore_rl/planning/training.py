@@ -1,7 +1,7 @@
-"""The memory of one trained role: its state, exactly, and what a microbatch needs besides, by pipeline stage.
+"""The memory of one role by pipeline stage: its state, exactly, and what a microbatch needs besides.
 
-1F1B keeps ``pp - stage`` microbatches at stage ``stage`` (arXiv:2104.04473, section 2.2), or as many as there are; the
-interleaved schedule ``2 (pp - stage - 1) + (vpp - 1) pp + 1`` chunks of one (section 2.2.2, and
+1F1B keeps ``pp - stage`` microbatches at stage ``stage`` (arXiv:2104.04473, section 2.2), or all if there are fewer.
+The interleaved schedule keeps ``2 (pp - stage - 1) + (vpp - 1) pp + 1`` chunks of microbatches (section 2.2.2, and
 ``get_pp_rank_microbatches`` in megatron/core/pipeline_parallel/schedules.py, 0.16.1).
 """
 
@@ -21,9 +21,9 @@ from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, ModelSizes, State
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a role is given.  sequences: of one optimizer step, over all ranks.  longest: tokens of the longest.
+    """What a role processes in one optimizer step.
 
-    mean: tokens of a sequence, on average.
+    sequences: over all ranks.  longest: tokens of the longest sequence.  mean: mean tokens of a sequence.
     """
 
     sequences: int
@@ -33,9 +33,10 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """Of one rank, beside its state.  activations: kept for backward, over all microbatches in flight.
+    """The temporary memory of one rank, bytes.
 
-    logits: with what the loss keeps.  working: alive besides, where most is.
+    activations: kept for backward, over all microbatches in flight.  logits: and what the loss keeps.
+    working: the largest other temporaries.
     """
 
     activations: int
@@ -44,17 +45,21 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        """All three."""
+        """The bytes of all three."""
         return self.activations + self.logits + self.working
 
 
 class RolePlan:
-    """One role in its layout.
+    """The memory of one role in its layout.
 
-    head, trains, publishes: see ``config.role.Role``.
+    name, head, trains, publishes: see ``config.role.Role``.
+    model, engine, parallel, world_size: its model, engine settings, layout and number of processes.
+    work: what it processes in an optimizer step.
+    accelerator: whether it computes on one.
     frozen: the roles whose frozen weights its processes keep in host memory.
-    accelerator: whether it computes on one.  states: where they are known already.
-    Raises ConfigError where the layout does not fit the world or the layers.
+    states: its states, if they are known already.
+
+    Raises ConfigError if the layout does not divide the world or the layers.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class RolePlan:
 
     @cached_property
     def tokens(self) -> int:
-        """Of a microbatch at most, over its context ranks."""
+        """The most tokens of a microbatch, over its context ranks."""
         sequences = -(-self.work.sequences // self.layout.dp)
         if self.engine.microbatch_tokens is None:
             each = self.engine.microbatch_sequences or 1
@@ -93,12 +98,12 @@ class RolePlan:
 
     @property
     def rows(self) -> int:
-        """Of ``tokens``, those of one context rank."""
+        """The ``tokens`` of one context rank."""
         return -(-self.tokens // self.layout.cp)
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Of an optimizer step, with sequences of the expected length."""
+        """The microbatches of an optimizer step, for sequences of the mean length."""
         sequences = -(-self.work.sequences // self.layout.dp)
         if self.engine.microbatch_tokens is None:
             count = -(-sequences // (self.engine.microbatch_sequences or 1))
@@ -109,12 +114,12 @@ class RolePlan:
         return count
 
     def state(self, stage: int) -> StateBytes:
-        """Of the rank of ``stage`` that holds most."""
+        """The state of the rank of ``stage`` that holds most."""
         state = self.states.of_stage(stage)
         return state if self.trains else replace(state, gradients=0, optimizer=0)
 
     def frozen_parts(self, stage: int) -> list[tuple[str, int, bool]]:
-        """(what, bytes, exact) of frozen weights beside those of the rank of ``stage`` that holds most."""
+        """(name, bytes, exact) of the frozen weights of each of ``frozen``, on the rank of ``stage`` that has most."""
         weights = self.state(stage).weights
         means = weights // self.kernels.size * MAIN_BYTES if self.kernels.size < MAIN_BYTES else 0
         return [
@@ -124,7 +129,7 @@ class RolePlan:
 
     @property
     def saved_bytes(self) -> int:
-        """Of an element of a checkpoint: main weight, moments, and frozen weights that move."""
+        """Bytes per element of a checkpoint: main weight, moments, and frozen weights that move."""
         moving = sum(
             MAIN_BYTES if isinstance(role.moves, ExponentialAverage) else self.kernels.size
             for role in self.frozen
@@ -149,7 +154,7 @@ class RolePlan:
         return list(self.states.placement[stage :: self.layout.pp])
 
     def in_flight(self, stage: int) -> float:
-        """Microbatches that ``stage`` keeps at once; of all its chunks, so that it may be a fraction."""
+        """The microbatches that ``stage`` keeps at once, as a mean over its chunks, which may be a fraction."""
         layout = self.layout
         most = max(1, -(-self.work.sequences * self.work.longest // (layout.dp * max(1, self.tokens))))
         if layout.vpp == 1:
@@ -159,19 +164,19 @@ class RolePlan:
         return min(chunks, most * layout.vpp) / layout.vpp
 
     def training(self, stage: int) -> StepBytes:
-        """Of forward and backward at ``stage``."""
+        """The temporary memory of forward and backward at ``stage``."""
         recompute, rows, layout = self.engine.recompute, self.rows, self.layout
         chunks = self._chunks(stage)
         layers = [self._layers[self.model.has_experts(layer)] for chunk in chunks for layer in chunk]
         kept = sum(layer.held(recompute) for layer in layers)
-        if layout.pp > 1:  # what a chunk sends on is not freed before its backward
+        if layout.pp > 1:  # the output that a chunk sends on stays in memory until its backward
             kept += len(chunks) * layers[0].passed
         working = max(layer.working(recompute) for layer in layers) * rows
         logits = 0.0
         if stage == layout.pp - 1:
             logits = self._head.kept * rows
             at_head = self._head.backward * rows + self._head_gradient
-            # Once layers are differentiated, the logits are gone: the larger of both counts.
+            # Backward of the layers begins when the logits are freed, so only the larger of both counts.
             working = max(at_head, working - logits, 0.0)
         gradient = self._largest_gradient(stage)
         return StepBytes(
@@ -181,7 +186,7 @@ class RolePlan:
         )
 
     def scoring(self, stage: int) -> StepBytes:
-        """Of a forward pass without gradient: one layer's tensors, or the logits."""
+        """The temporary memory of a forward pass without gradient: one layer's tensors, or the logits."""
         kinds = {self.model.has_experts(layer) for chunk in self._chunks(stage) for layer in chunk}
         layer = max(self._layers[kind].kept for kind in kinds) * self.rows
         logits = self._head.kept * self.rows if stage == self.layout.pp - 1 else 0.0
@@ -190,20 +195,20 @@ class RolePlan:
 
     @cached_property
     def _head_gradient(self) -> float:
-        """Of the output projection, in the weights' dtype, before it is added to the float32 one."""
+        """Bytes of the output projection's gradient in the weights' dtype, before it is added to the float32 one."""
         if self.head is Head.value:
             return 0.0
         return self.kernels.size * self.model.hidden_size * -(-self.model.vocab_size // self.layout.tp)
 
     def _largest_gradient(self, stage: int) -> float:
-        """The same of the largest tensor of a layer, and of the embedding in the first stage."""
+        """Bytes of the gradient of the largest tensor of ``stage`` in the weights' dtype."""
         dense, experts = self.states.buckets(stage)
         largest = max(max(numels) for bucket in (*dense, *experts) for numels, _ in bucket.runs)
         return self.kernels.size * largest
 
     @cached_property
     def imbalance(self) -> float:
-        """Products of the pipeline stage that has most, over the mean of the stages: all wait for it."""
+        """The work of the pipeline stage that has most, divided by the mean of the stages: all wait for it."""
         model, layout, sizes = self.model, self.layout, self.sizes
         kinds = {}
         for kind in self._layers:
@@ -218,5 +223,5 @@ class RolePlan:
 
     @property
     def recomputed_share(self) -> float:
-        """Operations of the recomputed forward pass, over those of a forward pass."""
+        """The share of a forward pass that backward computes again."""
         return 1.0 if self.engine.recompute is Recompute.full else 0.0

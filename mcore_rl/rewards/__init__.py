@@ -1,1 +1,1 @@
-"""Grading of responses: graders by data source, programs in confinement, and the processes that do it in parallel."""
+"""Grading of responses: graders by data source, confinement of programs, and processes that grade in parallel."""

@@ -1,12 +1,12 @@
-"""Test cases of programs, as the field writes them: what to run, and what must come out.
+"""Test cases of programs, in the formats of common data sets: what to run, and what must come out.
 
 - ``{"inputs": [...], "outputs": [...]}``: stdin and stdout of a script (APPS, TACO, CodeContests)
 - the same with ``"fn_name"``: arguments and result of a function, or of a method of ``class Solution`` (APPS, TACO)
 - ``["assert f(1) == 2", ...]``, or these under ``"assert_case"`` or ``"test_list"`` (MBPP, HumanEval)
 
-or any of these as JSON text.  What is expected stays here: of ``assert f(1) == 2`` and of ``assert isclose(f(1), 2)``
-only ``f(1)`` goes to the program, also where they stand in a ``check(candidate)``.  What else tests do (loops, classes)
-is judged where the program runs, which a program could cheat.
+or any of these as JSON text.  The program's process never sees the expected values: of ``assert f(1) == 2`` and of
+``assert isclose(f(1), 2)`` it only gets ``f(1)``, also if they are in a ``check(candidate)``.  Tests in other forms
+(loops, classes) are judged in the program's process, where a program could cheat.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypeGuard
 from mcore_rl.rewards.confinement import Ending, Outcome, Step
 
 REL_TOL = ABS_TOL = 1e-6  # of numbers with a fraction
-# What conditions of tests are judged with here, besides ``math``, and the kinds of expression that they are made of.
+# The names, besides ``math``, and the kinds of expression that a condition which is judged here may use.
 JUDGES: dict[str, Any] = {
     each.__name__: each
     for each in (abs, all, any, bool, dict, float, int, len, list, max, min, round, set, sorted, str, sum, tuple)
@@ -47,20 +47,20 @@ class ScriptCase:
     steps: tuple[Step, ...] = ()
 
     def passed(self, outcome: Outcome) -> bool:
-        """Whether it ended by itself with exit code 0 and printed that; see ``same_output``."""
+        """Whether the script ended by itself with exit code 0 and printed ``stdout``; see ``same_output``."""
         return outcome.ending is Ending.finished and same_output(outcome.stdout, self.stdout)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallCase:
-    """A function and its arguments in ``steps``, and what it must give."""
+    """A call of a function: ``steps`` has its name and arguments, ``expected`` the result that it must return."""
 
     steps: tuple[Step, ...]
     expected: Any
     stdin: str = ""
 
     def passed(self, outcome: Outcome) -> bool:
-        """Whether the result equals what is expected, alone or as the only item of a list, as APPS writes it."""
+        """Whether the result equals ``expected``, or its only item, since APPS wraps the result in a list."""
         if outcome.ending is not Ending.finished or len(outcome.values) != 1:
             return False
         value = _jsonable(read_literal(outcome.values[0]))
@@ -72,30 +72,30 @@ class CallCase:
 
 @dataclass(frozen=True)
 class Condition:
-    """What a tuple of values must fulfil: ``source``, an expression of ``values`` and of ``JUDGES``."""
+    """A condition on a tuple of values.  source: a Python expression of ``values``, ``math`` and ``JUDGES``."""
 
     source: str
 
     def holds(self, values: object) -> bool:
-        """Whether it is true of them; not where it cannot be said."""
+        """Whether ``values`` meets the condition; False if the evaluation fails."""
         try:
             return isinstance(values, tuple) and bool(
                 eval(self.source, {"__builtins__": {}, "math": math, **JUDGES, "values": values})
             )
-        except Exception:  # noqa: BLE001  whatever comes of comparing what a program gave
+        except Exception:  # noqa: BLE001  values of a program may make any comparison raise
             return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssertCase:
-    """Statements to execute; ``expected``: of each value that they give, in order; or what it must fulfil."""
+    """Statements to execute.  expected: for each value that they give, in order, the equal literal or a Condition."""
 
     steps: tuple[Step, ...]
     expected: tuple[Any, ...] = field(default=())
     stdin: str = ""
 
     def passed(self, outcome: Outcome) -> bool:
-        """Whether nothing raised and every value is as expected, as Python compares them."""
+        """Whether nothing raised and every value equals its literal, by Python's ``==``, or meets its Condition."""
         if outcome.ending is not Ending.finished or len(outcome.values) != len(self.expected):
             return False
         return all(
@@ -108,7 +108,7 @@ Case = ScriptCase | CallCase | AssertCase
 
 
 def read_cases(ground_truth: object) -> list[Case]:
-    """The test cases of a row, in order; ValueError, saying what is wrong, where it is in none of the forms above."""
+    """The test cases of a row, in order.  ValueError, with what is wrong: it has none of the forms above."""
     if isinstance(ground_truth, str):
         try:
             ground_truth = json.loads(ground_truth)
@@ -129,9 +129,9 @@ def read_cases(ground_truth: object) -> list[Case]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether two outputs say the same: line by line and word by word, whatever the space between and at the end.
+    """Whether two outputs are equal line by line and word by word; space between words and at the end is ignored.
 
-    Where the expected word is a number with a fraction or an exponent, one within 1e-6 (absolute or relative) will do.
+    If the expected word is a number with a fraction or an exponent, a number within 1e-6 (absolute or relative) passes.
     """
     lines, expected_lines = _words(printed), _words(expected)
     return len(lines) == len(expected_lines) and all(
@@ -141,7 +141,7 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 def read_literal(text: str) -> Any:
-    """The value that ``text`` is the ``repr`` of; a value equal to nothing else where it is no literal."""
+    """The value whose ``repr`` is ``text``; if ``text`` is no literal, an object that equals nothing else."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -153,13 +153,16 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
 
 
 def _script_case(stdin: object, stdout: object) -> ScriptCase:
-    """APPS writes some as text, some as a list of lines."""
+    """The case of a script; ``stdin`` and ``stdout`` are text or a list of lines, as in APPS."""
     first, second = ("\n".join(map(str, side)) if _is_list(side) else str(side) for side in (stdin, stdout))
     return ScriptCase(stdin=first, stdout=second)
 
 
 def _call_case(name: object, arguments: object, expected: object) -> CallCase:
-    """Arguments are a list, or text with one JSON value in a line (LiveCodeBench); so may be the result."""
+    """The case of a call.  ``arguments`` is a list, or text with one JSON value per line (LiveCodeBench).
+
+    In the second form ``expected`` may be JSON text, too.  ValueError: ``arguments`` is neither.
+    """
     if isinstance(arguments, str):
         arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
         expected = json.loads(expected) if isinstance(expected, str) else expected
@@ -169,7 +172,10 @@ def _call_case(name: object, arguments: object, expected: object) -> CallCase:
 
 
 def _assert_case(source: str) -> AssertCase:
-    """Each assert of ``source`` as a value; where there is none, that its last line is reached."""
+    """The case of ``source``: the program computes one value per assert; without an assert, it must reach the end.
+
+    ValueError: ``source`` is not Python.
+    """
     steps: list[Step] = []
     expected: list[Any] = []
     try:
@@ -190,7 +196,7 @@ def _assert_case(source: str) -> AssertCase:
 
 
 def _asked_and_wanted(test: ast.expr) -> tuple[ast.expr, Any]:
-    """(expression, literal that it must equal or Condition that it must fulfil) of an assert's condition."""
+    """(expression for the program to compute, the literal it must equal or the Condition it must meet) of an assert."""
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
         for asked, wanted in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
             try:
@@ -208,8 +214,11 @@ def _asked_and_wanted(test: ast.expr) -> tuple[ast.expr, Any]:
 
 
 def _inlined(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """With the body of ``check`` in place of ``check(f)``, of HumanEval, and of its definition."""
-    found: list[ast.stmt] = []
+    """``statements`` with every call such as HumanEval's ``check(f)`` replaced by the body of ``check``.
+
+    The definitions of functions that were inlined are removed.
+    """
+    kept: list[ast.stmt] = []
     functions = {each.name: each for each in statements if isinstance(each, ast.FunctionDef) and _is_plain(each)}
     inlined: set[str] = set()
     for statement in statements:
@@ -218,15 +227,15 @@ def _inlined(statements: list[ast.stmt]) -> list[ast.stmt]:
                 names = [each.arg for each in functions[name].args.args]
                 if len(names) == len(arguments):
                     put = _Put(dict(zip(names, arguments, strict=True)))
-                    found += [put.visit(copy.deepcopy(each)) for each in functions[name].body]
+                    kept += [put.visit(copy.deepcopy(each)) for each in functions[name].body]
                     inlined.add(name)
                     continue
-        found.append(statement)
-    return [each for each in found if not (isinstance(each, ast.FunctionDef) and each.name in inlined)]
+        kept.append(statement)
+    return [each for each in kept if not (isinstance(each, ast.FunctionDef) and each.name in inlined)]
 
 
 def _is_plain(function: ast.FunctionDef) -> bool:
-    """Its body says the same outside of it: it returns nothing, and its parameters are names."""
+    """Whether the body means the same outside of the function: it returns nothing, and all parameters are plain."""
     parameters = function.args
     others = [
         *parameters.posonlyargs,
@@ -240,7 +249,7 @@ def _is_plain(function: ast.FunctionDef) -> bool:
 
 
 class _Put(ast.NodeTransformer):
-    """Expressions in place of names."""
+    """Replaces names by expressions."""
 
     def __init__(self, places: dict[str, ast.expr]) -> None:
         self._places = places
@@ -254,7 +263,10 @@ class _ElsewhereError(Exception):
 
 
 class _Split(ast.NodeTransformer):
-    """Takes what the program must say out of a condition: the largest parts in which nothing expected stands."""
+    """Splits a condition: the parts that the program must compute become ``values[i]`` and are listed in ``asked``.
+
+    These are the largest parts that use the program and contain no expected literal.
+    """
 
     def __init__(self) -> None:
         self.asked: list[ast.expr] = []
@@ -271,7 +283,7 @@ class _Split(ast.NodeTransformer):
 
 
 def _parts(node: ast.AST) -> Iterator[ast.AST]:
-    """``node`` and what is in it, but for what is in calls of the program."""
+    """``node`` and all nodes within it, without those inside calls of the program."""
     yield node
     if not _is_programs(node):
         for child in ast.iter_child_nodes(node):
@@ -279,14 +291,14 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_programs(node: ast.AST) -> bool:
-    """A name of the program's, or a call of something of its."""
+    """Whether ``node`` is a name that the program defines, or a call of something that it defines."""
     return (isinstance(node, ast.Name) and not _is_judge(node)) or (
         isinstance(node, ast.Call) and not _is_judge(node.func)
     )
 
 
 def _is_expected(node: ast.AST) -> bool:
-    """A literal that tells more than that something is there or true."""
+    """Whether ``node`` is a literal that reveals an expected value; None, True and False do not count."""
     return isinstance(node, ast.Constant) and not (node.value is None or isinstance(node.value, bool))
 
 
@@ -319,7 +331,7 @@ def _close(value: float, expected: float) -> bool:
 
 
 def _jsonable(value: Any) -> Any:
-    """Tuples as lists and keys as text, since what is expected came from JSON."""
+    """``value`` with tuples as lists and keys as text, to be compared with values that came from JSON."""
     if isinstance(value, list | tuple):
         return [_jsonable(item) for item in value]
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Programs graded by test cases, each run in a process of its own; see ``cases`` and ``confinement``."""
+"""Grades programs by test cases, each in a process of its own; see ``cases`` and ``confinement``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_rl.rewards.cases import read_cases
 from mcore_rl.rewards.confinement import ConfinementError, Ending, run_confined, weaknesses
 from mcore_rl.rewards.score import RewardRequest, Score
 
-BUDGET = 0.8  # share of ``reward.timeout_s`` for all test cases together, so that the grader answers before it is ended
+BUDGET = 0.8  # share of ``reward.timeout_s`` for all test cases, so that the grader answers before the scorer kills it
 
 WEAK = "Grade code on a machine that confines it, or set reward.code.allow_weak_confinement=true and trust the programs"
 
@@ -19,25 +19,26 @@ _PYTHON = {"python", "python3", "py"}
 
 
 def program_of(response: str) -> str:
-    """The last block fenced as Python; else the last fenced without a language; else the whole response.
+    """The last block fenced as Python; else the last block fenced without a language; else the whole response.
 
-    A block that is cut off reaches to the end of the response.
+    A block whose closing fence is missing extends to the end of the response.
     """
     blocks = [(language.lower(), source) for language, source in _FENCE.findall(response)]
     for wanted in (_PYTHON, {""}):
-        found = [source for language, source in blocks if language in wanted]
-        if found:
-            return str(found[-1])
+        sources = [source for language, source in blocks if language in wanted]
+        if sources:
+            return str(sources[-1])
     return response
 
 
 def grade_code(request: RewardRequest, config: RewardConfig) -> Score:
-    """``code.continuous``: the share of test cases that pass; else 1 where all do and 0 where one does not.
+    """The score is 1 if all test cases pass, else 0; with ``code.continuous``, the share of test cases that pass.
 
-    parts: passed, the share that passed of all, and timed_out, the share that ran into a limit of time; without
-    ``continuous`` nothing is run after the first case that fails.  Cases for which ``timeout_s`` leaves no time fail.
-    ValueError: the ground truth holds no test cases.  ConfinementError: no program can be run on this machine, or none
-    that is confined and ``allow_weak_confinement`` is not set.
+    Without ``continuous``, no case runs after the first that fails.  Cases fail for which ``timeout_s`` leaves no time.
+    parts: ``passed`` and ``timed_out``, the shares of all cases that passed and that ran into a time limit.
+
+    ValueError: the ground truth holds no test cases.  ConfinementError: this machine can run no program, or cannot
+    fully confine one and ``allow_weak_confinement`` is not set.
     """
     if not config.code.allow_weak_confinement and weaknesses():
         raise ConfinementError(f"{'; '.join(weaknesses())}. {WEAK}")

@@ -1,21 +1,22 @@
-"""The script that runs a program nobody trusts; started by ``confinement`` in a process of its own, never imported.
+"""The script that runs an untrusted program; ``confinement`` starts it in a process of its own, it is never imported.
 
-It takes everything away from its own process first, one layer after the other, and only then reads the program:
+It first confines its own process, layer after layer, and only then executes the program:
 
 - resource limits: CPU time, address space, bytes of a file, open files, no core dump, no queued signals of timers
-- capabilities: none, also where it runs as root; no new privileges
+- capabilities: none, even if it runs as root; no new privileges
 - Landlock (Linux 5.13 and later): nothing can be opened but Python's own libraries, read-only; no TCP; no signals out
 - seccomp (x86-64 and aarch64): no process is started, no program executed, no socket opened but a pair of streams, no
   other process signalled, traced or renumbered, no file's mode, owner, times, locks or flags changed, none truncated or
   watched, no disk made to wait, no memory outside the limits asked for
-- where Landlock or seccomp is missing: namespaces of its own for network and IPC if allowed, and a Python audit hook,
+- if Landlock or seccomp is missing: namespaces of its own for network and IPC if allowed, and a Python audit hook,
   which stops Python code but not C
 
-It uses the standard library only and imports nothing of the package, which cannot be opened any more by then.
-Landlock's first version is enough: what later ones add, seccomp refuses as well.  ``confinement`` counts threads.
+It uses the standard library only and imports nothing of the package, whose files it can no longer open by then.
+Landlock's first version is enough: what later versions add, seccomp refuses as well.  ``confinement`` limits threads.
 
-Protocol: argv[1] is JSON (see ``main``).  The status file gets the layers that hold, and is closed before the program
-begins, so that no program can speak for this script.  The result file gets a line for each value asked for.
+Protocol: argv[1] is JSON (see ``main``).  The script writes the layers that hold to the status file, and closes it
+before the program begins, so that no program can write there.  It writes each value that a step gives as a line of the
+result file.
 Linux header files: landlock.h, seccomp.h, bpf_common.h, audit.h, capability.h, prctl.h, sched.h.
 """
 
@@ -35,7 +36,7 @@ import types
 from contextlib import suppress
 from typing import Any
 
-PRELUDE = (  # names that answers in the style of call-based problems take for granted
+PRELUDE = (  # names that answers to call-based problems use without importing them
     "import bisect, collections, functools, heapq, itertools, math, random, re, string, sys\n"
     "from collections import *\nfrom functools import *\nfrom heapq import *\nfrom itertools import *\n"
     "from typing import *\n"
@@ -61,7 +62,7 @@ DENIED = {
     "chroot": (161, 51), "open_by_handle_at": (304, 265),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmctl": (31, 195),
-    # Pages that a pipe or a ring holds are in nobody's address space; the number of rings is the whole machine's.
+    # Pages in a pipe or a ring count in no address space; the number of rings is limited for the whole machine.
     "vmsplice": (278, 75), "io_setup": (206, 0),
     "shmat": (30, 196), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
     "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
@@ -72,29 +73,29 @@ DENIED = {
     "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "removexattrat": (466, 466),
     "file_setattr": (469, 469), "truncate": (76, 45), "flock": (73, 32),
-    # What others do with files that are none of its business; their number is the user's.
+    # Watches what other processes do with files; the kernel limits the number of watches per user.
     "inotify_init": (253, None), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
     "fanotify_init": (300, 262), "fanotify_mark": (301, 263), "statmount": (457, 457), "listmount": (458, 458),
-    # A disk that writes for others waits, and so would the end of this process.
+    # They wait for the disk, also for what others write, and the process could not be ended meanwhile.
     "sync": (162, 81), "syncfs": (306, 267), "fsync": (74, 82), "fdatasync": (75, 83), "msync": (26, 227),
     "sync_file_range": (277, 84),
 }  # fmt: skip
 CLONE, CLONE3 = (56, 220), (435, 435)
-OWN = -1  # stands for this process's id
+OWN = -1  # a placeholder for this process's id
 AF_UNIX, SOCK_STREAM, SOCK_NONBLOCK, SOCK_CLOEXEC = 1, 1, 0o4000, 0o2000000
-# Allowed only where the argument of each index has one of the values: (numbers, {index: values}).
+# Allowed only if the argument of each index has one of the values: (numbers, {index: values}).
 ALLOWED_FOR: dict[str, tuple[tuple[int, int], dict[int, tuple[int, ...]]]] = {
     "kill": ((62, 129), {0: (OWN,)}),
     "tgkill": ((234, 131), {0: (OWN,)}),
     "prlimit64": ((302, 261), {0: (0,)}),
     "sched_setaffinity": ((203, 122), {0: (0,)}),
-    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ: not whom to signal, leases, pipe sizes
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ; refused: signal owners, leases, sizes
     "fcntl": ((72, 25), {1: (0, 1, 2, 3, 4, 1030, 1032)}),
-    # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: not the flags of files, terminals' input, whom to signal
+    # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX; refused: flags of files, terminals' input, signal owners
     "ioctl": ((16, 29), {1: (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)}),
-    # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: not to outlive the grader
+    # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA; refused: PR_SET_PDEATHSIG, which could make it outlive the grader
     "prctl": ((157, 167), {0: (15, 16, 0x53564D41)}),
-    # As event loops use to wake themselves.  A datagram socket could send to any address.
+    # Event loops wake themselves by one.  Only streams: a datagram socket could send to any address.
     "socketpair": (
         (53, 199),
         {
@@ -108,37 +109,37 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, what: str) -> int:
-    """``result`` of a C call, or the OSError that it stands for."""
+    """Returns ``result``, of a C call.  Raises the OSError of ``errno`` if it is negative; ``what``: the call."""
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
 def limit_resources(cpu_s: int, memory_bytes: int, output_bytes: int) -> None:
-    """The kernel's own limits; hard ones too, so that they cannot be raised."""
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # at the first SIGXCPU, which says why; then SIGKILL
+    """Sets the kernel's resource limits, soft and hard, so that the program cannot raise them."""
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # first SIGXCPU, which shows the reason; then SIGKILL
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (output_bytes, output_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
     for none in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING):
         resource.setrlimit(none, (0, 0))
-    # Not 0, where the kernel still starts the program that core_pattern may name (fs/coredump.c).
+    # Not 0: with 0 the kernel still starts the program that core_pattern may name (fs/coredump.c).
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory runs out, this ends and not who trains
+        file.write("1000")  # if memory runs out, the kernel kills this process instead of a trainer
 
 
 def drop_capabilities() -> None:
-    """Nothing is allowed for being root, now or later."""
+    """Drops all capabilities for good, so that running as root allows nothing."""
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     check(libc.capset(header, bytes(24)), "capset")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
 
 
 def restrict_files(readable: list[str], newest_abi: int) -> bool:
-    """Landlock: only what lies beneath ``readable`` can be opened, for reading.  False where the kernel lacks it.
+    """Landlock: allows to open only files beneath ``readable``, for reading.  False if the kernel lacks Landlock.
 
-    newest_abi: nothing of a later version is used.
+    newest_abi: the newest version of Landlock to use.
     """
     create, add_rule, restrict = 444, 445, 446
     abi = min(libc.syscall(create, None, ctypes.c_size_t(0), 1), newest_abi)
@@ -163,7 +164,10 @@ def restrict_files(readable: list[str], newest_abi: int) -> bool:
 
 
 def system_call_filter(column: int, architecture: int, pid: int) -> bytes:
-    """The seccomp filter as classic BPF; see DENIED and ALLOWED_FOR; clone makes threads only."""
+    """The seccomp filter as classic BPF: refuses DENIED, restricts ALLOWED_FOR, lets clone make threads only.
+
+    column: the architecture's column in these tables.  architecture: its AUDIT_ARCH number.  pid: this process.
+    """
     load, jump_equal, jump_at_least, jump_bits, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
     code: list[tuple[int, int, int, int]] = []
@@ -193,7 +197,7 @@ def system_call_filter(column: int, architecture: int, pid: int) -> bytes:
 
 
 def filter_system_calls() -> bool:
-    """Seccomp.  False where the kernel lacks it or the processor is neither x86-64 nor aarch64."""
+    """Installs the seccomp filter.  False if the kernel lacks it or the processor is neither x86-64 nor aarch64."""
     if platform.machine() not in ARCHITECTURES:
         return False
     code = system_call_filter(*ARCHITECTURES[platform.machine()], os.getpid())
@@ -203,7 +207,7 @@ def filter_system_calls() -> bool:
 
 
 def refuse_in_python(readable: list[str]) -> None:
-    """The audit hook for where the kernel does not help.  It cannot be removed, but C code does not pass by it."""
+    """Installs an audit hook for kernels without Landlock or seccomp.  It cannot be removed, but C code bypasses it."""
     refused = ("socket.", "subprocess.", "ctypes.", "shutil.", "os.fork", "os.exec", "os.spawn", "os.posix_spawn",
                "os.kill", "os.ch", "os.link", "os.symlink", "os.mk", "os.remove", "os.rename", "os.rmdir",
                "os.truncate", "os.utime", "os.setxattr", "os.removexattr", "os.system", "os.forkpty", "os.startfile",
@@ -225,7 +229,7 @@ def refuse_in_python(readable: list[str]) -> None:
 
 
 def confine(settings: dict[str, object], readable: list[str]) -> list[str]:
-    """Apply every layer named in ``settings["layers"]`` that there is; the names of those that hold."""
+    """Applies every layer of ``settings["layers"]`` that the machine has; returns the names of the layers that hold."""
     wanted = settings["layers"]
     assert isinstance(wanted, list)
     holds = []
@@ -237,7 +241,7 @@ def confine(settings: dict[str, object], readable: list[str]) -> list[str]:
     if weak and "namespaces" in wanted and libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC) == 0:
         holds.append("namespaces")
     drop_capabilities()
-    # After what changes credentials, which unsets it.
+    # Only now: a change of credentials would unset it.
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")
     if os.getppid() != settings["parent"]:
         os._exit(1)
@@ -252,7 +256,7 @@ def confine(settings: dict[str, object], readable: list[str]) -> list[str]:
 
 
 def plain(value: object) -> object:
-    """``value`` with subclasses of the built-in types as those types, so that what is equal to a literal reads so."""
+    """``value`` with instances of subclasses as built-in types, so that its ``repr`` is that of the equal literal."""
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in value.items()}
     for kind in (list, tuple, set, frozenset):
@@ -269,7 +273,7 @@ def plain(value: object) -> object:
 
 
 def run(job: dict[str, object], result: int) -> None:
-    """Execute the program, then the steps; write a line with the repr of each value to ``result``."""
+    """Executes the program, then the steps; writes a line with the repr of each value to the descriptor ``result``."""
     steps = job["steps"]
     assert isinstance(steps, list)
     module = types.ModuleType("solution" if steps else "__main__")
@@ -294,13 +298,17 @@ def run(job: dict[str, object], result: int) -> None:
 
 
 def main() -> None:
-    """argv[1]: parent; job, status, result (file descriptors); libraries, layers, landlock_abi; the limits."""
+    """Confines this process and runs the job.
+
+    argv[1] is a JSON object: parent (process id); job, status, result (file descriptors); libraries (folders); layers,
+    landlock_abi; cpu_s, memory_bytes, output_bytes (the limits).
+    """
     settings = json.loads(sys.argv[1])
     with open(settings["job"], "rb") as file:
         job = json.load(file)
     libraries = [os.path.realpath(path) for path in settings["libraries"]]
     sys.path.extend(path for path in settings["libraries"] if path not in sys.path)
-    sys.stdin, sys.stdout  # noqa: B018  made while they can be
+    sys.stdin, sys.stdout  # noqa: B018  created now, while they still can be
     sys.set_int_max_str_digits(0)
     os.chdir("/")
     readable = [*libraries, *SYSTEM_LIBRARIES]

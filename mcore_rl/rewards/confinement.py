@@ -1,8 +1,8 @@
-"""Run a program that nobody trusts: in a process of its own, confined, with limits; see ``confined_program``.
+"""Runs an untrusted program in a process of its own, confined and limited; see ``confined_program``.
 
-What goes in and out are files in memory, so nothing is left behind whatever happens, and what is expected of the
-program never is in its process.  When ``run_confined`` returns the process is gone; it is killed when its time is over,
-when it has too many threads and when this process dies.
+Input and output are files in memory, so nothing is left behind whatever happens.  The results that are expected of a
+program are never in its process.  The process is killed when its time is over, when it has too many threads, and when
+this process dies; it is gone when ``run_confined`` returns.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from mcore_rl.config.reward import CodeConfig
 
 LAYERS = ("landlock", "seccomp", "namespaces")
 STRONG = {"landlock", "seccomp"}
-RESULT_BYTES = 4096  # of a file, besides what the program may print: how values are written takes more than they do
-MAX_THREADS = 64  # their number has no limit of the kernel's for root, and each takes memory beside the address space
-LOOK_S = 0.01  # between two looks at it
-# Hashing is the same in every run.  One thread for linear algebra: each has buffers, and memory is limited.
+RESULT_BYTES = 4096  # of a file, beyond what the program may print, since the repr and JSON of values take extra bytes
+MAX_THREADS = 64  # the kernel does not limit root's threads, and each takes memory outside of the address space
+LOOK_S = 0.01  # seconds between two checks of the process
+# Hashes are the same in every run.  One thread for linear algebra: each thread has buffers, and memory is limited.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
 
 Step = tuple[str, Any]
 
 
 class Ending(Enum):
-    """How a program ended.  failed: it raised, exited with another code than 0, or broke a limit other than of time."""
+    """How a program ended.  failed: it raised, exited with a code other than 0, or broke a limit other than time."""
 
     finished = "finished"
     failed = "failed"
@@ -47,10 +47,13 @@ class Ending(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a program.
+    """The result of running a program.
 
-    stdout: what it printed.  values: ``repr`` of each value that the steps asked for, as far as it came.  layers: of
-    confinement that held.  message: the last line of what it wrote to stderr.
+    ending: how it ended.
+    stdout: what it printed.
+    values: ``repr`` of each value that the steps gave, up to where it failed.
+    layers: the layers of confinement that held.
+    message: the last line that it wrote to stderr.
     """
 
     ending: Ending
@@ -61,7 +64,7 @@ class Outcome:
 
 
 class ConfinementError(RuntimeError):
-    """A program was not even started: the machine's or the limits' fault, not the program's."""
+    """A program could not be started, because of the machine or the limits, not because of the program."""
 
 
 def run_confined(
@@ -74,13 +77,15 @@ def run_confined(
     layers: Sequence[str] = LAYERS,
     landlock_abi: int = 99,
 ) -> Outcome:
-    """Run ``program``, Python source, as a script that reads ``stdin``; with ``steps`` as a module, and then those.
+    """Runs ``program``, Python source, as a script that reads ``stdin``; with ``steps``, as a module before the steps.
 
-    steps: ``("execute", source)``, ``("value", expression)`` or ``("call", (function, arguments))``, of which the
-    latter two give a value each; a method of a class ``Solution`` is a function, too.  timeout_s: ``config``'s unless
-    given.  layers: that may be used; landlock_abi: the newest version of it; fewer and older for tests only.
+    steps: ``("execute", source)``, ``("value", expression)`` or ``("call", (function, arguments))``; the latter two
+    give a value each.  ``function`` may also be a method of a class ``Solution``.
+    timeout_s: seconds; None is ``config.timeout_s``.
+    layers: the layers of confinement to use; tests use fewer.
+    landlock_abi: the newest version of Landlock to use; tests use older ones.
 
-    Raises ConfinementError where the process ended before it was confined; it says what it wrote.
+    Raises ConfinementError, with what the process wrote to stderr, if it ended before it was confined.
     """
     limit_s = config.timeout_s if timeout_s is None else timeout_s
     with ExitStack() as stack:
@@ -127,29 +132,31 @@ def run_confined(
 
 @cache
 def weaknesses() -> tuple[str, ...]:
-    """What confinement does not guarantee on this machine, a sentence each; none where every layer holds."""
+    """What confinement does not guarantee on this machine, one sentence each; empty if every layer holds."""
     held = set(run_confined("", CodeConfig()).layers)
-    found = []
+    weak_points = []
     if "landlock" not in held:
-        found.append("Landlock is missing (Linux 5.13 with it enabled): files are kept from Python code, not from C")
+        weak_points.append(
+            "Landlock is missing (Linux 5.13 with it enabled): files are kept from Python code, not from C"
+        )
     if "seccomp" not in held:
-        found.append(
+        weak_points.append(
             "seccomp is missing (x86-64 or aarch64): processes and signals are kept from Python code, not from C"
         )
         if "namespaces" not in held:
-            found.append("network namespaces are not allowed: the network is kept from Python code, not from C")
-    return tuple(found)
+            weak_points.append("network namespaces are not allowed: the network is kept from Python code, not from C")
+    return tuple(weak_points)
 
 
 @cache
 def libraries() -> tuple[str, ...]:
-    """Where Python's own modules lie and those that are installed: what programs can import."""
+    """The folders of Python's own and of installed modules, which programs can import."""
     return tuple(dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
 @cache
 def _interpreter() -> tuple[str, ...]:
-    """Without site (start-up files of what is installed), the user's packages, the current folder and .pyc files."""
+    """The command of ``confined_program``: no site module, user packages, current folder on the path, or .pyc files."""
     script = Path(__file__).with_name("confined_program.py")
     return (sys.executable, "-s", "-S", "-P", "-B", "-X", "utf8=1", str(script))
 
@@ -172,14 +179,14 @@ def _content(descriptor: int) -> str:
 
 
 def _encodable(text: str) -> str:
-    """``text`` without lone surrogates, which no program can hold or read."""
+    """``text`` with "?" for lone surrogates, which cannot be encoded."""
     return text.encode(errors="replace").decode()
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> Ending | None:
-    """None where ``process`` ended by itself, else the limit that it broke; its group is gone in any case."""
+    """Waits for ``process`` and kills its process group.  None: it ended by itself; else the limit that it broke."""
     deadline = time.monotonic() + limit_s
-    watched = os.pidfd_open(process.pid)  # ends of processes wake a poll, where Popen.wait sleeps and looks
+    watched = os.pidfd_open(process.pid)  # the end of the process wakes poll at once; Popen.wait would sleep and check
     try:
         poller = select.poll()
         poller.register(watched, select.POLLIN)
@@ -191,18 +198,18 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> Ending | None:
         return None
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # before it is waited for: until then the group's number is its own
+            os.killpg(process.pid, signal.SIGKILL)  # before wait: after it, the group's id may belong to others
         process.wait()
         os.close(watched)
 
 
 def _num_threads(pid: int) -> int:
-    """Of a child that was not waited for; by the links of a folder, so that counting many takes no longer."""
+    """Threads of a child that was not waited for; the link count of a folder, which is fast for many threads, too."""
     return os.stat(f"/proc/{pid}/task").st_nlink - 2
 
 
 def _read_values(result: str) -> tuple[str, ...]:
-    """Of the result file, a JSON string in each line, which the program can have tampered with."""
+    """The values in the result file, a JSON string per line; the program may have written anything there."""
     values: list[str] = []
     for line in result.splitlines():
         with suppress(ValueError, RecursionError):

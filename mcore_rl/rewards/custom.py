@@ -1,9 +1,9 @@
-"""A reward function of the user's own: ``compute_score(data_source, solution_str, ground_truth, extra_info)``.
+"""The user's reward function: ``compute_score(data_source, solution_str, ground_truth, extra_info)``.
 
-It is called by keyword.  A function with a parameter ``messages`` is also given the whole conversation.  It answers a
-number, or a dict with ``score`` and whatever else is to be measured: numbers become parts, ``acc`` is taken as correct,
-``pred`` as the answer, ``turn_rewards`` as a reward for each turn of the model, the rest is dropped.  ``async def`` may
-await; a process runs one at a time.
+It is called with keyword arguments.  If it has a parameter ``messages``, it also receives the whole conversation.  It
+returns a number, or a dict with ``score`` and further entries: numbers become parts, ``acc`` also whether the answer is
+right, ``pred`` is the answer, ``turn_rewards`` has a reward for each turn of the model; other entries are dropped.  It
+may be ``async def``; a process runs one call at a time.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score, finite
 MODULE = "custom_reward_function"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _SIGNATURE = f"({', '.join(_ARGUMENTS)})"
-_TURN_REWARDS = "turn_rewards"  # of the answer
-_MESSAGES = "messages"  # of the signature, if the function wants them
+_TURN_REWARDS = "turn_rewards"  # a key of the dict that the function returns
+_MESSAGES = "messages"  # a parameter of the function, if it wants them
 
 
 class CustomGrader:
-    """A ``Grader`` that asks the user's function; made by ``load_custom``."""
+    """A ``Grader`` that calls the user's function; ``load_custom`` makes it."""
 
     def __init__(self, function: Callable[..., Any], *, wants_messages: bool) -> None:
         self._function, self._wants_messages = function, wants_messages
         self._runner = asyncio.Runner()  # one loop for all calls: clients that a function opened stay usable
 
     def __call__(self, request: RewardRequest, config: RewardConfig) -> Score:
-        """The function's answer as a Score.  NotANumberError: it is no number.  Raises whatever the function raises."""
+        """The function's result as a Score.
+
+        NotANumberError: its result is not a finite number.  Raises whatever the function raises.
+        """
         also = {_MESSAGES: [dict(message) for message in request.messages]} if self._wants_messages else {}
         answer = self._function(
             data_source=request.data_source,
@@ -49,7 +52,7 @@ class CustomGrader:
 
 
 def load_custom(custom: CustomRewardFunction) -> CustomGrader:
-    """The function that ``custom`` names.  ConfigError: the file, the name or the signature is not right."""
+    """The grader of the function that ``custom`` names.  ConfigError: the file, the name or the signature is wrong."""
     path = Path(str(custom.path))
     if not path.is_file():
         raise _violation("path", custom.path, "there is no such file", "Write the path of a Python file")
@@ -68,7 +71,7 @@ def load_custom(custom: CustomRewardFunction) -> CustomGrader:
         problem = f"{path} defines no function of that name"
         raise _violation("name", custom.name, problem, f"Define {custom.name}{_SIGNATURE} there, or name another")
     wants_messages = False
-    with suppress(ValueError):  # a builtin that does not tell its signature
+    with suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(function)
         wants_messages = _MESSAGES in signature.parameters
         try:
@@ -80,7 +83,7 @@ def load_custom(custom: CustomRewardFunction) -> CustomGrader:
 
 
 def as_score(answer: object) -> Score:
-    """``answer``, a number or a dict with ``score``, as a Score.  NotANumberError: it is neither."""
+    """The Score of what the function returned, a number or a dict with ``score``.  NotANumberError: it is neither."""
     if not isinstance(answer, Mapping):
         return Score(finite(answer, "the score"))
     if "score" not in answer:

@@ -1,7 +1,7 @@
-"""What a model can do, told from samples: pass@k, maj@k, and how far the truth may be from the estimate.
+"""Estimates of a model's ability from samples: pass@k, maj@k, and their confidence interval.
 
-Each function is of one prompt, but ``interval``, which is of all of them: prompts were drawn, so prompts are what a
-confidence interval is about, however many responses each of them has.
+Each function is for one prompt, except ``interval``, which takes one value per prompt: the prompts are the sample of a
+population, so the interval is over prompts, however many responses each has.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ SEED = 0
 
 @dataclass(frozen=True)
 class MeanEstimate:
-    """value: the mean over prompts.  low, high: its ``CONFIDENCE`` interval, None where there is none to tell.
+    """A mean and its confidence interval.
 
-    method: ``wilson`` or ``bootstrap``.
+    value: the mean over prompts.  low, high: its ``CONFIDENCE`` interval; None if one prompt allows none.
+    method: how the interval was computed, ``wilson`` or ``bootstrap``.
     """
 
     value: float
@@ -43,10 +44,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """1 where the most frequent answer is right, else 0; of a tie, the share of the tied answers that are right.
+    """1 if the most frequent answer is right, else 0; in a tie, the share of the tied answers that are right.
 
-    Right answers are one answer, however they are spelled: the grader found all of them equal to the ground truth.
-    None has no vote; where nobody votes it is 0.
+    All right answers count as one answer, however they are spelled, since the grader judged them equal to the ground
+    truth.  A wrong None has no vote; without votes the result is 0.
     """
     votes = Counter((True, "") if right else (False, answer) for answer, right in zip(answers, correct, strict=True)
                     if right or answer is not None)  # fmt: skip
@@ -58,7 +59,7 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 
 
 def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
-    """The mean of ``majority`` over the consecutive, disjoint ``k`` of them, as many as there are whole.
+    """The mean of ``majority`` over consecutive, disjoint blocks of ``k`` answers; an incomplete block is left out.
 
     Unbiased for the majority of k fresh responses.  1 <= k <= len(answers).
     """
@@ -68,11 +69,11 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int
 
 
 def interval(values: Sequence[float]) -> MeanEstimate:
-    """The mean of one value a prompt, with its 95 % confidence interval.
+    """The mean of one value per prompt, with its 95 % confidence interval.
 
-    Where every prompt counts 0 or 1, Wilson's score interval (1927), which keeps its width at 0 and 1 where a bootstrap
-    has none; else the percentile bootstrap over prompts (Efron, 1979), ``NUM_RESAMPLES`` resamples with a fixed seed.
-    One prompt with another value says nothing of the spread.
+    If all values are 0 or 1: Wilson's score interval (1927), which has a width even at means of 0 and 1, where a
+    bootstrap has none.  Otherwise: the percentile bootstrap over prompts (Efron, 1979), ``NUM_RESAMPLES`` resamples
+    with a fixed seed; for one prompt there is no interval.
     """
     assert values
     value, count = fmean(values), len(values)

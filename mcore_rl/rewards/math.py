@@ -1,6 +1,7 @@
 r"""Mathematics by value, with math-verify (Hugging Face): ``\boxed{\frac12}`` is 0.5.
 
-Its limits by SIGALRM are off: they work in a main thread only and do not end what hangs in C.  The scorer's limit does.
+Its own time limits are off: they use SIGALRM, which works in a main thread only and does not end code that hangs in C.
+The scorer's limit does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mcore_rl.rewards.score import RewardRequest, Score
 
 @cache
 def _math_verify() -> Any:
-    """math-verify, which takes 0.3 s to import, once it is needed."""
+    """The module math-verify, imported at the first use because that takes 0.3 s."""
     import math_verify as library
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of its limits being off
@@ -23,11 +24,12 @@ def _math_verify() -> Any:
 
 
 def grade_math(request: RewardRequest, config: RewardConfig) -> Score:
-    r"""1 where the response's answer equals the ground truth as an expression, else 0.
+    r"""The score is 1 if the response's answer equals the ground truth as an expression, else 0.
 
-    The answer is what stands in ``\boxed{}``, else the last formula or number.  ground_truth: LaTeX or a number, alone
-    or in a solution with ``\boxed{}``.  parts: boxed, 1 where the response has a box.
-    ValueError: the ground truth says nothing that can be compared.
+    The answer is the content of ``\boxed{}``, else the last formula or number.  The ground truth is LaTeX or a number,
+    alone or in a solution with ``\boxed{}``.  parts: ``boxed``, 1 if the response has a box, else 0.
+
+    ValueError: the ground truth has no expression.
     """
     library = _math_verify()
     gold_text = str(request.ground_truth)
@@ -40,7 +42,7 @@ def grade_math(request: RewardRequest, config: RewardConfig) -> Score:
         )
     answer = library.parse(request.response, parsing_timeout=None)
     right = bool(library.verify(gold, answer, timeout_seconds=None))
-    # math-verify lists the expressions it found and, last, the text they stand in.
+    # math-verify returns the expressions and, last, the text in which they were.
     written = "".join(str(answer[-1]).split()) if answer else None
     parts = {"boxed": float("\\boxed{" in request.response)}
     return Score(float(right), parts, correct=float(right), answer=written)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-# Possessive: digits that were taken are not given back, so that no part of ``1.2.3`` counts, and time is linear.  A
-# minus belongs to the number only where it does not subtract it from what stands before.
+# Possessive quantifiers do not backtrack, so no part of ``1.2.3`` matches, and time is linear.  A minus belongs to the
+# number unless a digit or a letter precedes it, as in a subtraction.
 NUMBER = (
     r"(?<![0-9])(?<![0-9][.,])(?:(?<![0-9A-Za-z)])-\$?|\$-?)?"
     r"(?:[0-9][0-9,]*+(?:\.[0-9]++)?+|\.[0-9]++)(?![.,]?[0-9])"
@@ -16,24 +16,24 @@ _WHOLE = re.compile(rf"\s*+({NUMBER})\s*+[.%]?+\s*+")
 
 
 def number_value(written: str) -> Decimal:
-    """The value of text that matches ``NUMBER``: no dollar, no commas."""
+    """The value of text that matches ``NUMBER``, without its dollar sign and commas."""
     return Decimal(written.replace("$", "").replace(",", ""))
 
 
 def plain(value: Decimal) -> str:
-    """One spelling for one value, exact: ``1,000.0`` and ``1e3`` are ``1000``, ``-0`` is ``0``."""
+    """The one exact spelling of a value: ``1000`` for 1,000.0 and 1e3, ``0`` for -0."""
     text = f"{value:f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text == "-0" else text
 
 
 def as_number(text: str) -> Decimal | None:
-    """The value of ``text`` if it is one number and nothing else but space, a period or a percent sign; else None."""
-    found = _WHOLE.fullmatch(text)
-    return None if found is None else number_value(found[1])
+    """The value of ``text`` if it is one number, with space, a period or a percent sign at most; else None."""
+    match = _WHOLE.fullmatch(text)
+    return None if match is None else number_value(match[1])
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in ``text``, None where there is none.  ``16-3`` ends in 3, ``= -3`` in -3."""
-    found = _NUMBER.findall(text)
-    return number_value(found[-1]) if found else None
+    """The last number in ``text``; None if there is none.  In ``16-3`` it is 3, in ``= -3`` it is -3."""
+    numbers = _NUMBER.findall(text)
+    return number_value(numbers[-1]) if numbers else None

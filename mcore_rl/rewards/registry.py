@@ -1,4 +1,4 @@
-"""Which grader grades a row: literal names, as data sets write them into ``data_source``."""
+"""The table of graders by ``data_source``, with the names that data sets write there."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ GRADERS: dict[str, Grader] = {
 
 
 def grader_of(data_source: str) -> Grader:
-    """The grader of ``data_source``; ConfigError with what is known where it is unknown."""
+    """The grader of ``data_source``.  ConfigError, with the known ones, if there is none."""
     if data_source not in GRADERS:
         known = ", ".join(GRADERS)
         problem = f"no grader is known for it; known are {known}"

@@ -1,4 +1,4 @@
-"""What graders are given and what they answer; plain records that travel between processes by pickle."""
+"""The input and the result of graders: plain records that can be sent between processes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """One episode to grade; one answer to one prompt is the plain case.
+    """One episode to grade; the simplest is one answer to one prompt.
 
     key: (prompt id, index of the sample), for messages.
-    data_source: says who grades.
-    response: what the model said last, as text without special tokens.
-    ground_truth: ``reward_model.ground_truth`` of the row; what it must be is said by the grader.
+    data_source: the row's data source, which selects the grader.
+    response: the model's last turn, as text without special tokens.
+    ground_truth: ``reward_model.ground_truth`` of the row; each grader defines its form.
     extra_info: the row's column of that name and its unknown columns.
-    num_tokens: of all that follows the prompt.
-    max_tokens: that could have followed it.
-    truncated: it was cut off there.
-    messages: the whole conversation as {role, content}, the prompt's messages first; empty where it is not known.
-    num_turns: the model's turns that are trained, which ``Score.turn_rewards`` may reward one by one.
+    num_tokens: the number of tokens after the prompt.
+    max_tokens: the limit of that number.
+    truncated: whether the episode was cut off at that limit.
+    messages: the whole conversation as {role, content}, the prompt's messages first; empty if it is not known.
+    num_turns: the number of trained turns of the model, for which ``Score.turn_rewards`` may give rewards.
     """
 
     key: tuple[str, int]
@@ -38,16 +38,16 @@ class RewardRequest:
 
 @dataclass(frozen=True)
 class Score:
-    """What an episode is worth.
+    """The grade of an episode.
 
-    value: the reward of the whole, always finite.
-    parts: named pieces of it, or facts about it, for metrics.
-    correct: 1 or 0 (or a share) where the grader knows whether the answer is right, else None.
-    error: why there is no grade and ``value`` is ``reward.error_score``: a kind (see ``ERROR_KINDS``), a colon, and
-        what happened; None where all is well.
-    answer: what the grader took as the answer, in one spelling for one value where it can, for majority votes; None
-        where the response has none or the grader looks for none.
-    turn_rewards: what single turns of the model earned, beside ``value`` and finite: one number for each of
+    value: the reward of the whole episode, always finite.
+    parts: named parts of the value, or other measurements, for metrics.
+    correct: 1 or 0 (or a share) if the grader judges whether the answer is right, else None.
+    error: why grading failed, so that ``value`` is ``reward.error_score``: a kind (see ``ERROR_KINDS``), a colon, and
+        what happened; None if it did not fail.
+    answer: the answer that the grader read, if possible with one spelling per value, for majority votes; None if the
+        response has none or the grader reads none.
+    turn_rewards: rewards of single turns of the model, in addition to ``value``, finite: one number for each of
         ``RewardRequest.num_turns``, or none at all.
     """
 
@@ -60,34 +60,34 @@ class Score:
 
     @property
     def total(self) -> float:
-        """``value`` and the rewards of the turns."""
+        """The sum of ``value`` and the rewards of the turns."""
         return math.fsum([self.value, *self.turn_rewards]) if self.turn_rewards else self.value
 
     @property
     def overlong(self) -> float:
-        """The part of ``value`` that punishes long responses, 0 or negative (``reward.overlong``)."""
+        """The overlong penalty within ``value``, 0 or negative (``reward.overlong``)."""
         return self.parts.get("overlong", 0.0)
 
     def named(self, name: str) -> float | None:
         """The part called ``name``.
 
-        Where none is: ``acc`` is whether the answer is right, ``score`` the value without the overlong penalty, and any
-        other None.
+        Without such a part, ``acc`` is ``correct``, ``score`` is the value without the overlong penalty, and any other
+        name is None.
         """
         return self.parts.get(name, {"acc": self.correct, "score": self.value - self.overlong}.get(name))
 
 
-# raised: the grader raised.  not_a_number: it answered something else, nan or infinity.  timeout: it took longer than
-# ``reward.timeout_s``.  died: its process ended.
+# raised: the grader raised.  not_a_number: it returned something that is not a finite number.  timeout: it took longer
+# than ``reward.timeout_s``.  died: its process ended.
 ERROR_KINDS = ("raised", "not_a_number", "timeout", "died")
 
 
 class NotANumberError(ValueError):
-    """A grader answered something else than a finite number."""
+    """A grader returned something that is not a finite number."""
 
 
 def finite(value: object, what: str) -> float:
-    """``value`` as a float; NotANumberError, naming ``what``, where it is no number, nan or infinity."""
+    """``value`` as a float.  NotANumberError, which names ``what``, if it is not a number, is nan or is infinite."""
     if not isinstance(value, str | bytes) and hasattr(value, "__float__"):
         number = float(value)
         if math.isfinite(number):

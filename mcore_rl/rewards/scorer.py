@@ -1,10 +1,9 @@
-"""Grading in parallel: episodes go to the scorer's own processes, each of which grades one at a time.
+"""Grades in parallel: the scorer sends episodes to its own processes, each of which grades one at a time.
 
-The caller awaits each score on its event loop, so that grading overlaps generation.  A thread waits for each
-process.
+The caller awaits each score on its event loop, so that grading overlaps generation.  One thread serves each process.
 
-The invariant: whatever a grader does, it costs its own response ``error_score`` and an entry in ``counts``; a process
-that hangs or ends is replaced, and no process outlives the scorer or the program.
+The invariant: whatever a grader does, only its own response gets ``error_score``, and ``counts`` has an entry.  The
+scorer replaces a process that hangs or ends, and no process outlives the scorer or the program.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from mcore_rl.tracking.secrets import without_secrets
 
 MAX_WORKERS = 16
 MAX_ANSWER = 16 << 20  # bytes of a Score
-START_S = 120.0  # for a process to start and to import a custom function's file
+START_S = 120.0  # the time limit for a process to start and to import a custom function's file
 # Not multiprocessing: that would import the main program, and with it torch, into every worker.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
@@ -60,7 +59,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=without_secrets(custom.env),
-                start_new_session=True,  # Ctrl-C does not reach it, and what it starts can be ended with it
+                start_new_session=True,  # Ctrl-C does not reach it, and killpg also ends the processes that it starts
             )
         self._connection = Connection(ours.detach())
         self._settings = (config, custom)
@@ -68,11 +67,11 @@ class _Worker:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """The worker's process id."""
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Return once the process can grade.
+        """Waits until the process can grade.
 
         ConfigError: the custom function cannot be loaded.  TimeoutError, EOFError, OSError: the process did not start.
         """
@@ -86,7 +85,7 @@ class _Worker:
             self._is_ready = True
 
     def grade(self, message: bytes, timeout_s: float) -> Score:
-        """The process's Score of a pickled request.  TimeoutError, EOFError, OSError: it gave none."""
+        """The Score of a pickled request.  TimeoutError, EOFError, OSError: the process returned none."""
         self._connection.send_bytes(message)
         self._wait(timeout_s)
         return unpacked(self._connection.recv_bytes(MAX_ANSWER))
@@ -96,12 +95,12 @@ class _Worker:
             raise TimeoutError
 
     def kill(self) -> None:
-        """End the process and its group at once; the thread that waits for it gets an EOFError."""
+        """Kills the process and its group; the thread that waits for it gets an EOFError."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Kill the process and return its exit code, which is its own if it had ended before."""
+        """Kills the process, unless it has ended already, and returns its exit code."""
         self.kill()
         self._connection.close()
         return self._process.wait()
@@ -110,8 +109,8 @@ class _Worker:
 class Scorer:
     """Grades ``config.num_workers`` episodes at a time; a context manager, usable from any event loop.
 
-    Processes start when they are needed first, in about 0.2 s each.  With ``custom.path`` one starts here: ConfigError
-    where the function cannot be loaded.
+    A process starts when it is first needed, in about 0.2 s.  With ``custom.path``, the constructor starts one to try
+    the function, and raises ConfigError if it cannot be loaded.
     """
 
     def __init__(self, config: RewardConfig, custom: CustomRewardFunction | None = None) -> None:
@@ -125,7 +124,7 @@ class Scorer:
         if self._custom.path is not None:
             self._check_custom()
         count = config.num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
-        # Daemons: a program that ends without closing does not wait for what is still queued.
+        # Daemon threads: a program that ends without close() does not wait for what is still queued.
         self._threads = [
             threading.Thread(target=self._serve, name=f"reward-{index}", daemon=True) for index in range(count)
         ]
@@ -134,14 +133,15 @@ class Scorer:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many episodes could not be graded, by kind; see ``ERROR_KINDS``."""
+        """How many episodes could not be graded, by kind of error; see ``ERROR_KINDS``."""
         with self._lock:
             return {kind: self._counts[kind] for kind in ERROR_KINDS}
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
-        """ConfigError where a data source has no grader, for the start of a run; with a custom function all have.
+        """Raises ConfigError if a data source has no grader; nothing to check with a custom function.
 
-        So it is where it runs programs that this machine cannot confine; see ``CodeConfig.allow_weak_confinement``.
+        Also raises it if a grader would run programs that this machine cannot confine; see
+        ``CodeConfig.allow_weak_confinement``.
         """
         if self._custom.path is None:
             for data_source in sorted(set(data_sources)):
@@ -149,7 +149,7 @@ class Scorer:
                     self._check_confinement(data_source)
 
     async def score(self, request: RewardRequest) -> Score:
-        """The Score of one episode.  ConfigError: its data source has no grader.  Cancelling drops what is queued."""
+        """The Score of one episode.  ConfigError: its data source has no grader.  Cancelling drops a queued request."""
         assert not self._closed, "the scorer is closed"
         self.check_sources([request.data_source])
         future: Future[Score] = Future()
@@ -161,7 +161,7 @@ class Scorer:
         return list(await asyncio.gather(*map(self.score, requests)))
 
     def close(self) -> None:
-        """End all processes and cancel pending scores; idempotent."""
+        """Ends all processes and cancels pending scores; idempotent."""
         with self._lock:
             self._closed = True
             for worker in self._workers:
@@ -188,7 +188,7 @@ class Scorer:
             worker.end()
 
     def _serve(self) -> None:
-        """Grade what is queued; a process that is lost is replaced."""
+        """The loop of a thread: grades queued requests with a process of its own, which it replaces when it is lost."""
         worker: _Worker | None = None
         while (job := self._queue.get()) is not None:
             request, future = job
@@ -204,7 +204,7 @@ class Scorer:
         self._forget(worker)
 
     def _grade(self, worker: _Worker | None, request: RewardRequest) -> tuple[_Worker | None, Score]:
-        """Returns (process for the next episode, Score)."""
+        """Returns (the process for the next episode, None if it was lost; the Score)."""
         doing, limit_s = "starting", START_S
         try:
             message = pickle.dumps(request)
@@ -225,7 +225,7 @@ class Scorer:
         except (EOFError, OSError) as error:
             code = self._forget(worker)
             return None, self._failed("died", f"{doing}, the process ended with exit code {code} ({error!r})")
-        except Exception as error:  # noqa: BLE001  of all, a custom function's file that has changed since the start
+        except Exception as error:  # noqa: BLE001  for example, a custom function's file that changed since the start
             self._forget(worker)
             return None, self._failed("raised", str(error))
 
@@ -254,16 +254,16 @@ class Scorer:
         return worker.end()
 
     def _check_confinement(self, data_source: str) -> None:
-        """ConfigError where programs would not be confined; warns once where the user allows that."""
+        """Raises ConfigError if programs would not be fully confined; only warns, once, if the user allows that."""
         if self._confinement_known:
             return
         try:
-            found = weaknesses()
+            weak_points = weaknesses()
         except ConfinementError as error:
             refusal = Violation("data_source", data_source, str(error), "Grade code on another machine")
             raise ConfigError([refusal]) from error
-        if found and not self._config.code.allow_weak_confinement:
-            raise ConfigError([Violation("data_source", data_source, "; ".join(found), WEAK)])
-        for weakness in found:
+        if weak_points and not self._config.code.allow_weak_confinement:
+            raise ConfigError([Violation("data_source", data_source, "; ".join(weak_points), WEAK)])
+        for weakness in weak_points:
             logger.warning("Programs are not fully confined on this machine. %s", weakness)
         self._confinement_known = True

@@ -1,8 +1,8 @@
-"""The processes that grade: each takes one request at a time from its pipe and answers with a Score.
+"""A grading process: it takes one request at a time from its pipe and answers with a Score.
 
-Started by ``scorer``, without the secrets of the environment.  A worker imports neither torch nor vLLM, ignores Ctrl-C,
-and ends when its pipe does or when the process that started it dies.  Whatever a grader raises or answers becomes a
-Score; what it cannot report (that it hangs, or that its process is gone) is for the scorer to see.
+``scorer`` starts it, without the secrets of the environment.  It imports neither torch nor vLLM, ignores Ctrl-C, and
+ends when its pipe is closed or when the process that started it dies.  Whatever a grader raises or returns becomes a
+Score; the scorer detects a grader that hangs or whose process is gone.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mcore_rl.rewards.registry import Grader, grader_of
 from mcore_rl.rewards.score import NotANumberError, RewardRequest, Score, finite
 from mcore_rl.tracking.secrets import redacted
 
-MEMORY_BYTES = 4 << 30  # for graders of ours: of 10^(10^10) in an answer, sympy would fill the machine
+MEMORY_BYTES = 4 << 30  # of built-in graders: given 10^(10^10) as an answer, sympy would fill the machine's memory
 PR_SET_PDEATHSIG = 1
 MAX_DETAIL = 500  # characters of an error
 
 
 def grade(request: RewardRequest, config: RewardConfig, custom: Grader | None = None) -> Score:
-    """What ``custom``, or else the grader of the data source, says of ``request``, with the overlong penalty added.
+    """The Score of ``request`` by ``custom``, or else by the grader of its data source, plus the overlong penalty.
 
-    Never raises: an exception or a value that is no finite number is a Score with ``error``, of ``error_score``.
+    Never raises: for an exception or a value that is not finite, the Score has an ``error`` and ``error_score``.
     """
     try:
         score = (custom or grader_of(request.data_source))(request, config)
@@ -56,19 +56,20 @@ def failed(kind: str, detail: str, config: RewardConfig) -> Score:
 def packed(score: Score) -> bytes:
     """``score`` as JSON, for the pipe.
 
-    Not as a pickle: a custom function may run what a model wrote, which could then answer in its place.
+    Not a pickle: a custom function may run a program that a model wrote, which could write to the pipe, and unpickling
+    its bytes would run its code in the scorer.
     """
     return json.dumps(asdict(score)).encode()
 
 
 def unpacked(message: bytes) -> Score:
-    """The Score that ``packed`` wrote.  ValueError: ``message`` is none."""
+    """The Score that ``packed`` wrote.  ValueError: ``message`` is not one."""
     try:
-        found = json.loads(message)
-        value, correct = finite(found.pop("value"), "the score"), found.pop("correct")
-        parts = {str(name): finite(part, name) for name, part in found.pop("parts").items()}
-        said = {name: found[name] if found[name] is None else str(found[name]) for name in ("error", "answer")}
-        turns = tuple(finite(each, "a turn reward") for each in found.pop("turn_rewards"))
+        payload = json.loads(message)
+        value, correct = finite(payload.pop("value"), "the score"), payload.pop("correct")
+        parts = {str(name): finite(part, name) for name, part in payload.pop("parts").items()}
+        said = {name: payload[name] if payload[name] is None else str(payload[name]) for name in ("error", "answer")}
+        turns = tuple(finite(each, "a turn reward") for each in payload.pop("turn_rewards"))
         correct = correct if correct is None else finite(correct, "correct")
         return Score(value, parts, correct, **said, turn_rewards=turns)
     except (AttributeError, LookupError, TypeError, RecursionError) as error:
@@ -76,9 +77,10 @@ def unpacked(message: bytes) -> Score:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve on the socket ``descriptor`` until ``parent`` closes it or dies.
+    """Serves on the socket ``descriptor`` until the process ``parent`` closes it or dies.
 
-    Takes (config, custom) first and answers None, or the ConfigError of a custom function that cannot be loaded.
+    First receives (config, custom) and answers None, or the ConfigError of a custom function that cannot be loaded.
+    Then answers each pickled request with a ``packed`` Score.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -103,7 +105,7 @@ def main(descriptor: int, parent: int) -> None:
             except (EOFError, ConnectionError):
                 return
             score = _answer(message, config, grader)
-            if os.getpid() != own:  # a process that a custom function forked has come back from it
+            if os.getpid() != own:  # a child that a custom function forked returned from the function
                 os._exit(0)
             connection.send_bytes(packed(score))
 

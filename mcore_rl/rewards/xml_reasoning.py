@@ -1,4 +1,4 @@
-"""``<reasoning>...</reasoning><answer>...</answer>`` responses: the answer, and how well the form is kept.
+"""Grades ``<reasoning>...</reasoning><answer>...</answer>`` responses: the answer, and how well they keep the form.
 
 Parts are already multiplied by their weights in ``reward.xml``; their sum is the value.
 """
@@ -19,40 +19,40 @@ _BETWEEN = re.compile(r"</reasoning>\s*+<answer>")
 
 
 def xml_answer(response: str) -> str:
-    """What stands between the last ``<answer>`` and the ``</answer>`` after it; empty where there is none."""
+    """The text between the last ``<answer>`` and the ``</answer>`` after it; empty if there is none."""
     _, opened, rest = response.rpartition("<answer>")
     inside, closed, _ = rest.partition("</answer>")
     return inside.strip() if opened and closed else ""
 
 
 def tag_count(response: str) -> float:
-    """A quarter for each tag that is there exactly once, less 0.1 % for each character after ``</answer>``; 0 to 1."""
+    """A quarter per tag that occurs exactly once, minus 0.001 per character after ``</answer>``; 0 to 1."""
     share = sum(response.count(tag) == 1 for tag in TAGS) / len(TAGS)
     trailing = response.rpartition("</answer>")[2].strip() if "</answer>" in response else ""
     return max(0.0, share - TRAILING_COST * len(trailing))
 
 
 def _soft(response: str) -> bool:
-    """Whether ``<reasoning>...</reasoning> <answer>...</answer>`` stands somewhere; in linear time."""
+    """Whether the response contains ``<reasoning>...</reasoning> <answer>...</answer>``; in linear time."""
     start = response.find("<reasoning>")
     between = _BETWEEN.search(response, start) if start >= 0 else None
     return between is not None and "</answer>" in response[between.end() :]
 
 
 def _strict(response: str) -> bool:
-    """Whether the response is the two pairs and nothing else, each tag once and on a line of its own."""
+    """Whether the response is these two pairs of tags and nothing else, each tag once and on a line of its own."""
     return all(response.count(tag) == 1 for tag in TAGS) and _STRICT.fullmatch(response) is not None
 
 
 def same_answer(answer: str, ground_truth: object) -> bool:
-    """Equal as numbers where both are numbers, else as text without surrounding space."""
+    """Whether both are equal: as numbers if both are numbers, else as text without surrounding space."""
     gold = str(ground_truth).rpartition("####")[2].strip()
     value, gold_value = as_number(answer), as_number(gold)
     return answer == gold if value is None or gold_value is None else value == gold_value
 
 
 def grade_xml(request: RewardRequest, config: RewardConfig) -> Score:
-    """The sum of ``reward.xml``'s parts: correctness, integer, strict_format, soft_format, tag_count."""
+    """The sum of the weighted parts of ``reward.xml``: correctness, integer, strict_format, soft_format, tag_count."""
     answer = xml_answer(request.response)
     right = bool(answer) and same_answer(answer, request.ground_truth)
     weights = config.xml

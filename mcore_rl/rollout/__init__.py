@@ -1,5 +1,5 @@
-"""Rollout: what an engine is asked for, and several of them behind one queue.
+"""Rollout: the interface of an engine, and pools of several engines behind one queue.
 
-``engine``: one vLLM engine and its process.  ``receiver``: what runs inside vLLM's workers and takes weights in.
-``protocol.py``, to be read first, needs neither torch nor vLLM.
+``engine``: one vLLM engine and its process.  ``receiver``: the code inside vLLM's workers, which receives weights.
+Read ``protocol.py`` first; it needs neither torch nor vLLM.
 """

@@ -1,4 +1,4 @@
-"""Several engines of a reward model as one: a text goes to the engine with the fewest tokens to read."""
+"""A pool of a reward model's engines: each text goes to the engine that has the fewest tokens left to read."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Sequence
 
 from mcore_rl.rollout.protocol import Classifier
 
-KEEP_WEIGHTS = 1  # level of sleep: nobody sends them again
+KEEP_WEIGHTS = 1  # level of sleep: nobody will send these weights again
 
 
 class ClassifierPool:
-    """Scores with ``engines`` of one reward model, which are awake.
+    """Scores texts with ``engines`` of one reward model, which must be awake at first.
 
-    What an engine raises is raised: a dead one ends the run.
-
-    The invariant: no engine that sleeps is given a text; texts that come meanwhile wait.
+    It raises what an engine raises, so that a dead engine ends the run.
+    The invariant: no engine receives a text while it sleeps; texts that arrive meanwhile wait.
     """
 
     def __init__(self, engines: Sequence[Classifier]) -> None:
@@ -27,27 +26,27 @@ class ClassifierPool:
         self._idle.set()
 
     async def classify(self, tokens: Sequence[int]) -> float | str:
-        """Return the score of one text, or vLLM's message where it has none; see ``Classifier.classify``."""
+        """Returns the score of one text, or vLLM's message if it has none; see ``Classifier.classify``."""
         while not self._awake.is_set():
             await self._awake.wait()
         self._idle.clear()
         place = min(range(len(self._loads)), key=self._loads.__getitem__)
         self._loads[place] += len(tokens)
         try:
-            (found,) = await self._engines[place].classify([tokens])
+            (score,) = await self._engines[place].classify([tokens])
         finally:
             self._loads[place] -= len(tokens)
             if not any(self._loads):
                 self._idle.set()
-        return found
+        return score
 
     async def sleep(self) -> None:
-        """Once all texts are read, give the accelerators' memory back; the weights wait in host memory."""
+        """Waits until all texts are scored, then releases the accelerators' memory; weights move to host memory."""
         self._awake.clear()
         await self._idle.wait()
         await asyncio.gather(*(engine.sleep(KEEP_WEIGHTS) for engine in self._engines))
 
     async def wake(self) -> None:
-        """Take the memory again."""
+        """Moves the weights back to the accelerators; waiting texts go on."""
         await asyncio.gather(*(engine.wake() for engine in self._engines))
         self._awake.set()

@@ -1,17 +1,17 @@
-"""What vLLM stores of a model: the parameters of any rank of any rollout layout, without an engine, peers or GPUs.
+"""The parameters that vLLM stores on any rank of any rollout layout, without an engine, peers or GPUs.
 
-``VllmProcess`` builds vLLM's own model classes in a process of its own, which stands as one rank after the other.
-``rollout_parameters`` says names, shapes and dtypes, at full model size in seconds, because the tensors are on the
-meta device; ``load_directly`` has vLLM load a (small) Hugging Face directory by its own ``load_weights``.  Both answer
-for the parameters as they are loaded and updated, before ``process_weights_after_loading`` packs them for a kernel.
-Together they are the independent reference of the reshard plan, which shares no code with them.
+``VllmProcess`` builds vLLM's own model classes in a process of its own, as one rank after the other.
+``rollout_parameters`` returns names, shapes and dtypes, even at full model size in seconds, because the tensors are on
+the meta device.  ``load_directly`` makes vLLM load a (small) Hugging Face directory by its own ``load_weights``.  Both
+return the parameters as they are loaded and updated, before ``process_weights_after_loading`` packs them for a kernel.
+Together they are an independent reference for the reshard plan, which shares no code with them.
 
-It runs no forward pass, and it does not know what only a certain GPU does: FlashInfer's TRT-LLM and AITER's experts
+It runs no forward pass, and does not cover what only certain GPU kernels do: FlashInfer's TRT-LLM and AITER's experts
 round their intermediate size up before they are allocated (vllm/model_executor/layers/fused_moe/oracle/unquantized.py,
 0.32), and AITER may fuse shared experts into the routed ones.
 
-Invariant: vLLM, which resets seeds and threads, and which keeps the ranks of its process in module globals, is imported
-in the other process only.
+Invariant: vLLM resets seeds and threads, and keeps the ranks of its process in module globals; so it is imported in the
+other process only.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ T = TypeVar("T")
 class Parameter:
     """One parameter of a rank.
 
-    dtype: torch's name of it.  experts: which of the model's experts dimension 0 holds, in order; empty unless that is
-    what it holds.
+    dtype: its name in torch.  experts: the model's experts that dimension 0 holds, in order; empty if dimension 0 is
+    not over experts.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +55,10 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """As vLLM's arguments say it; global rank = data-parallel rank * tp + tensor-parallel rank."""
+    """The layout as vLLM's arguments; global rank = data-parallel rank * tp + tensor-parallel rank.
+
+    latent_attention: whether MLA runs as such.  ranks: the global ranks to build.
+    """
 
     tp: int
     dp: int
@@ -65,15 +68,18 @@ class _Layout:
 
 
 class VllmProcess:
-    """A process in which vLLM builds models; a context manager.  The first call takes vLLM's import, 5 to 8 s, longer.
+    """A process in which vLLM builds models; a context manager.  The first call also imports vLLM, 5 to 8 s.
 
-    Arguments of both methods: tp: ``tensor_parallel_size``.  dp: ``data_parallel_size``.  expert_parallel:
-    ``enable_expert_parallel``: whole experts over all tp * dp ranks, instead of a slice of each expert.  ranks: which
-    ones to answer for, of tp * dp (data-parallel rank * tp + tensor-parallel rank); None: all.  latent_attention: MLA
-    runs as such, as vLLM has it unless VLLM_MLA_DISABLE is set; no other model cares.
+    Arguments of both methods:
+    tp: ``tensor_parallel_size``.
+    dp: ``data_parallel_size``.
+    expert_parallel: ``enable_expert_parallel``: whole experts over all tp * dp ranks, instead of a slice of each
+    expert.
+    ranks: the ranks to build, of tp * dp (data-parallel rank * tp + tensor-parallel rank); None: all.
+    latent_attention: MLA runs as such, as in vLLM unless VLLM_MLA_DISABLE is set; other models ignore it.
 
-    Raises ``RolloutError`` where vLLM refuses: an unknown architecture, a tp that does not divide the heads, tensors
-    that are missing or misshapen, no vLLM.
+    Raises ``RolloutError`` if vLLM refuses: an unknown architecture, a tp that does not divide the heads, tensors that
+    are missing or misshapen, no vLLM.
     """
 
     def __enter__(self) -> Self:
@@ -98,8 +104,8 @@ class VllmProcess:
     ) -> list[dict[str, Parameter]]:
         """Every parameter of each of ``ranks``, by vLLM's name; a tied output layer is the embedding and has no entry.
 
-        hf_config: a Hugging Face directory, of which only config.json is read, or what would stand in that file.
-        dtype: of the model, as ``ModelConfig.dtype``.
+        hf_config: a Hugging Face directory, of which only config.json is read, or the content of that file.
+        dtype: of the model, as in vLLM's ``ModelConfig.dtype``.
         """
         layout = _layout(tp, dp, expert_parallel, ranks, latent_attention)
         with tempfile.TemporaryDirectory() as folder:
@@ -118,12 +124,12 @@ class VllmProcess:
         ranks: Sequence[int] | None = None,
         latent_attention: bool = True,
     ) -> list[dict[str, NDArray[np.float32]]]:
-        """What each of ``ranks`` holds once vLLM has loaded ``hf_dir``, in float32 (integers to 2**24 are exact)."""
+        """The parameters of each of ``ranks`` after vLLM loaded ``hf_dir``, float32 (integers to 2**24 are exact)."""
         layout = _layout(tp, dp, expert_parallel, ranks, latent_attention)
         return self._run(_load, hf_dir, layout, "float32")
 
     def _run(self, function: Callable[[Path, _Layout, str], T | str], source: Path, layout: _Layout, dtype: str) -> T:
-        read_config(source)  # says what is wrong with it
+        read_config(source)  # raises a clear error if it cannot be read
         try:
             result = self._process.submit(function, source, layout, dtype).result()
         except BrokenProcessPool as error:
@@ -139,43 +145,43 @@ def _layout(tp: int, dp: int, expert_parallel: bool, ranks: Sequence[int] | None
     return _Layout(tp=tp, dp=dp, expert_parallel=expert_parallel, latent_attention=latent_attention, ranks=wanted)
 
 
-# What follows runs in the other process.
+# Everything below runs in the other process.
 
 
 def _be_quiet() -> None:
-    logging.disable(logging.ERROR)  # vLLM's remarks on an engine that there will not be
+    logging.disable(logging.ERROR)  # vLLM's messages about an engine, which is never started here
 
 
 def _describe(source: Path, layout: _Layout, dtype: str) -> list[dict[str, Parameter]] | str:
-    found = []
+    described = []
     try:
         for rank in layout.ranks:
             with _standing_as(rank, layout):
-                found.append(_described(_model(source, layout, rank, dtype, _ParametersOnMeta())[0]))
+                described.append(_described(_model(source, layout, rank, dtype, _ParametersOnMeta())[0]))
     except Exception as error:  # noqa: BLE001  vLLM raises what pickle cannot carry
         return _reason(error)
-    return found
+    return described
 
 
 def _load(source: Path, layout: _Layout, dtype: str) -> list[dict[str, NDArray[np.float32]]] | str:
-    found = []
+    loaded = []
     try:
         for rank in layout.ranks:
-            with _standing_as(rank, layout):  # while it loads, too: some loaders ask again
-                found.append(_loaded(*_model(source, layout, rank, dtype, nullcontext())))
+            with _standing_as(rank, layout):  # also while it loads: some loaders ask for the rank again
+                loaded.append(_loaded(*_model(source, layout, rank, dtype, nullcontext())))
     except Exception as error:  # noqa: BLE001  as above
         return _reason(error)
-    return found
+    return loaded
 
 
 def _reason(error: Exception) -> str:
-    """Never empty.  vLLM checks its configuration in pydantic, which would repeat all of it."""
+    """The message of ``error``, never empty; for pydantic's ValidationError, without the input that it repeats."""
     from pydantic import ValidationError
 
     if isinstance(error, ImportError):
         return f"{error}. The set-up installs vLLM: rm -rf .venv, and make test"
     if isinstance(error, ValidationError):
-        return "; ".join(found["msg"] for found in error.errors())
+        return "; ".join(each["msg"] for each in error.errors())
     return f"{type(error).__name__}: {error}"
 
 
@@ -211,7 +217,7 @@ def _loaded(model: nn.Module, config: Any) -> dict[str, NDArray[np.float32]]:
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)  # whatever vLLM does not write must not look like a weight
+        parameter.data.fill_(torch.nan)  # so that elements that vLLM does not write are noticed
     with set_current_vllm_config(config):
         DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
     arrays = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
@@ -222,9 +228,9 @@ def _loaded(model: nn.Module, config: Any) -> dict[str, NDArray[np.float32]]:
 
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """vLLM makes its large parameters by ``torch.empty``: those go to the meta device, in no memory.
+    """Puts the result of every ``torch.empty`` on the meta device: vLLM allocates its large parameters by it.
 
-    Not all that is made: the maps of expert parallelism must have values to be built from.
+    Other tensors stay real: the maps of expert parallelism need values.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -237,7 +243,7 @@ class _ParametersOnMeta(TorchFunctionMode):
 def _model(
     source: Path, layout: _Layout, rank: int, dtype: str, memory: AbstractContextManager[Any]
 ) -> tuple[nn.Module, Any]:
-    """vLLM's model as ``rank`` builds it, its parameters in ``memory`` and not set, and its ``VllmConfig``."""
+    """(vLLM's model as ``rank`` builds it, parameters not set; its ``VllmConfig``).  memory: active while it builds."""
     from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -262,7 +268,10 @@ def _model(
 
 
 def _import_architecture(source: Path) -> None:
-    """Give vLLM's registry the classes themselves: to ask one not imported yet it starts a process, for seconds."""
+    """Registers imported model classes in vLLM: for one that is not imported, vLLM would start a process, for seconds.
+
+    ValueError: vLLM has no model for an architecture.
+    """
     from vllm.model_executor.models.registry import ModelRegistry
 
     names = read_config(source).get("architectures") or []
@@ -274,7 +283,7 @@ def _import_architecture(source: Path) -> None:
 
 
 class _Peers:
-    """What models ask of a process group while they are built.  In vLLM that is a ProcessGroup."""
+    """Stands in for a ProcessGroup while models are built, which only ask for its rank and size."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.ranks, self.index = list(ranks), list(ranks).index(rank)
@@ -288,16 +297,16 @@ class _Peers:
 
 @contextmanager
 def _standing_as(rank: int, layout: _Layout) -> Iterator[None]:
-    """vLLM's groups, with nobody behind them, as ``initialize_model_parallel`` would make them on ``rank``.
+    """While active, vLLM's groups are those that ``initialize_model_parallel`` would make on ``rank``, without peers.
 
     vllm/distributed/parallel_state.py, 0.32: all ranks are laid out as data parallel x tensor parallel, and expert
-    parallelism spans both.  Building and loading a model only asks groups for sizes and ranks.
+    parallelism spans both.  Building and loading a model only reads sizes and ranks of groups.
     """
     from vllm import envs
     from vllm.distributed import parallel_state
 
     def group(ranks: Sequence[int]) -> Any:
-        coordinator = object.__new__(parallel_state.GroupCoordinator)  # its own __init__ meets the peers
+        coordinator = object.__new__(parallel_state.GroupCoordinator)  # its own __init__ would wait for the peers
         coordinator.rank, coordinator.ranks, coordinator.world_size = rank, list(ranks), len(ranks)
         coordinator.rank_in_group = coordinator.ranks.index(rank)
         coordinator.device_group = coordinator.cpu_group = _Peers(ranks, rank)

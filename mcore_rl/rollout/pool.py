@@ -1,9 +1,9 @@
-"""Several engines behind one queue: the samples of a prompt go to the engine with the least to do.
+"""Several engines behind one queue: the samples of a prompt go to the engine with the least load.
 
-What an engine has to do is counted in tokens: of the prompts that it was given and has not answered, and of the
-responses that are expected of them, which is the mean of those seen so far.  All samples of a prompt go to one engine,
-for the prefix cache.  Long prompts are given out first, and an engine is given no more than ``AHEAD`` times what it can
-run at once, so that the last prompts go wherever there is room and all engines end at about the same time.
+The load of an engine is counted in tokens: of its unfinished prompts, and of their expected responses, whose length is
+the mean of those seen so far.  All samples of a prompt go to one engine, for the prefix cache.  Long prompts go first,
+and an engine gets at most ``AHEAD`` times what it can run at once, so that the last prompts go wherever there is room
+and all engines end at about the same time.
 
 It does not restart engines: ``controller.lifecycle.fault_tolerance`` does.
 
@@ -20,7 +20,7 @@ from typing import Any
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.rollout.protocol import Request, RolloutEngine, Sample, Sampling
 
-AHEAD = 1.25  # so that an engine never waits for its next prompt
+AHEAD = 1.25  # above 1, so that an engine never waits for its next prompt
 
 
 @dataclass(kw_only=True, eq=False)
@@ -28,7 +28,7 @@ class EngineLoad:
     """An engine and its queue.
 
     Fields:
-        costs: the tokens to come of each unfinished request, by the request's identity.
+        costs: the expected tokens of each unfinished request, by the request's identity.
         death: the error that the engine died with; None while it lives.
     """
 
@@ -38,15 +38,15 @@ class EngineLoad:
 
     @property
     def tokens(self) -> float:
-        """Tokens to come, of all its requests."""
+        """The expected tokens of all its unfinished requests."""
         return sum(self.costs.values())
 
 
 class EnginePool:
-    """Draws with ``engines`` as if they were one.
+    """Generates with ``engines`` as if they were one.
 
-    The death of an engine is raised, and the samples of that call which others draw are aborted; every later call
-    raises it too, until ``mark_alive``.
+    If an engine dies, the call raises its error and aborts the call's samples on other engines; every later call raises
+    the error too, until ``mark_alive``.
 
     Args:
         engines: at least one.
@@ -88,12 +88,12 @@ class EnginePool:
         await self._all(lambda engine: engine.wake())
 
     def mark_alive(self) -> None:
-        """Draw with every engine again: those that died were restarted."""
+        """Uses every engine again, after those that died were restarted."""
         for load in self._loads:
             load.death = None
 
     async def _all(self, verb: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
-        """Call ``verb`` of every engine; raise the first failure once all have answered."""
+        """Calls ``verb`` of every engine; raises the first failure once all have answered."""
         answers = await asyncio.gather(*(verb(load.engine) for load in self._loads), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -106,7 +106,7 @@ class EnginePool:
         finished: asyncio.Queue[Sample | Exception],
         tasks: set[asyncio.Task[None]],
     ) -> None:
-        """Give every group to an engine, the first group first, as soon as one has room."""
+        """Sends every group, in order, to an engine as soon as one has room."""
         try:
             for group in groups:
                 load = await self._take(group, sampling)
@@ -121,7 +121,7 @@ class EnginePool:
         sampling: Sampling,
         finished: asyncio.Queue[Sample | Exception],
     ) -> None:
-        """Draw ``group`` on the engine that ``_take`` gave it to."""
+        """Generates the samples of ``group`` on the engine that ``_take`` chose."""
         unfinished = {request.key: request for request in group}
         try:
             async for sample in load.engine.generate(group, sampling):
@@ -137,7 +137,7 @@ class EnginePool:
             self._release(load, unfinished.values())
 
     async def _take(self, group: Sequence[Request], sampling: Sampling) -> EngineLoad:
-        """Give ``group`` to the engine with the least to do of those that have room, once there is one."""
+        """Waits until an engine has room; assigns ``group`` to the one with the least load of those that have room."""
         while True:
             death = next((load.death for load in self._loads if load.death is not None), None)
             if death is not None:
@@ -160,7 +160,7 @@ class EnginePool:
         self._waiters.clear()
 
     def _cost(self, request: Request, sampling: Sampling) -> float:
-        """Tokens to come: the prompt's, and of a response as many as those before it had, or may have."""
+        """The expected tokens of a request: its prompt, and the mean response so far, at first the longest response."""
         expected = self._response_tokens / self._num_responses if self._num_responses else sampling.max_tokens
         return len(request.tokens) + min(expected, sampling.max_tokens)
 

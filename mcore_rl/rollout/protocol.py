@@ -1,11 +1,11 @@
-"""What a rollout engine is asked for and what it gives: prompts and sampling in, samples out, and the verbs around it.
+"""The interface of a rollout engine: prompts and sampling in, samples out, and the methods that control the engine.
 
-Two implementations: ``vllm_engine.VllmEngine``, in a process that belongs to vLLM (a Ray actor), and
-``engine.process.EngineProcess``, which stands for one in a child process.  ``pool.EnginePool`` draws with several.
-How weights travel is not here: ``call_workers`` reaches the methods of vLLM's workers, ``start_update`` and
-``finish_update`` stand around it.
+``engine.vllm_engine.VllmEngine`` implements it in a process that belongs to vLLM.  ``engine.process.EngineProcess`` and
+``runtime.engine_client.EngineClient`` call such an engine in a child process and below a Ray actor.
+``pool.EnginePool`` generates with several engines.  The transfer of weights is not here: it goes through
+``call_workers``, which calls methods of vLLM's workers, between ``start_update`` and ``finish_update``.
 
-Everything here travels by pickle and needs neither torch nor vLLM.
+All records here can be pickled and need neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 
 class Pause(Enum):
-    """What happens to unfinished samples while an engine is paused.
+    """What happens to unfinished samples when an engine is paused.
 
-    keep: they are frozen, and go on at ``resume``.
+    keep: they stop, and continue at ``resume``.
     abort: they end with the tokens that they have.
     wait: the pause begins when they are finished.
     """
@@ -44,14 +44,14 @@ class Sampling:
     """How tokens are drawn, and what ends a response.
 
     Fields:
-        max_tokens: of the response, at least 1.
+        max_tokens: the most tokens of the response, at least 1.
         temperature: divides the logits; 0 takes the likeliest token.
         top_p: keeps the fewest tokens whose probability reaches it; 1 keeps all.
         top_k: keeps the k likeliest tokens; -1 keeps all.
         stop: strings that end a response; they are cut from its text, not from its tokens.
         stop_token_ids: tokens that end a response, besides the model's own; the token is part of the response.
         ignore_eos: the model's own end token does not end a response.
-        seed: of the run.  A sample's draws follow from (seed, prompt id, index) and from nothing else.
+        seed: of the run.  The random draws of a sample depend only on (seed, prompt id, index).
     """
 
     max_tokens: int
@@ -65,17 +65,17 @@ class Sampling:
 
     @property
     def truncated(self) -> bool:
-        """True if top-p or top-k cut tokens off: log-probs are then over the tokens left, not the vocabulary."""
+        """True if top-p or top-k remove tokens: log-probs are then over the remaining tokens, not the vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What a response continues.
+    """The tokens that a response continues.
 
     Fields:
         id: names the prompt in seeds, samples and messages; the same in every run.
-        tokens: at least one.
+        tokens: at least one token.
     """
 
     id: str
@@ -88,17 +88,17 @@ class Sample:
 
     Fields:
         prompt_id, index: of the ``Request``.
-        tokens: [N] int32, with the stop token where there is one.
+        tokens: [N] int32, including the stop token if there is one.
         logprobs: [N] float32, the log-prob of each token under the distribution that it was drawn from:
             log_softmax(logits / temperature), over the tokens that top-p and top-k left (``Sampling.truncated``); at
             temperature 0, log_softmax(logits).
-        versions: which weights drew which tokens; the spans cover [0, N) in order.
+        versions: the version of the weights that drew each token, as spans that cover [0, N) in order.
         finish: why it ended.
-        stop: the stop string or token id that ended it; None where the model's own end token, a limit or an abort did.
+        stop: the stop string or token id that ended it; None if the model's own end token, a limit or an abort did.
         text: the response without special tokens and stop string; "" without a tokenizer.
         cached_tokens: tokens of the prompt that the prefix cache had.
-        experts: [prompt + N - 1, L, K] int16, the experts chosen at each token that was run through the model, which
-            the last response token was not; None unless ``rollout.return_routed_experts``.
+        experts: [prompt + N - 1, L, K] int16, the experts of each token that the model processed, which excludes the
+            last response token; None unless ``rollout.return_routed_experts``.
     """
 
     prompt_id: str
@@ -118,10 +118,10 @@ class Request:
     """Asks for one sample.
 
     Fields:
-        prompt: what it continues.
-        index: which of the prompt's samples it is, from 0.
-        so_far: an aborted sample of the same prompt and index to go on from.  The result begins with its tokens,
-            log-probs and versions, and ``Sampling.max_tokens`` counts them.
+        prompt: the prompt to continue.
+        index: the number of the sample among the prompt's samples, from 0.
+        so_far: an aborted sample of the same prompt and index to continue.  The result begins with its tokens,
+            log-probs and versions, and ``Sampling.max_tokens`` includes them.
     """
 
     prompt: Prompt
@@ -130,12 +130,12 @@ class Request:
 
     @property
     def key(self) -> tuple[str, int]:
-        """(prompt id, index)."""
+        """(prompt id, index), which identifies the sample."""
         return self.prompt.id, self.index
 
     @property
     def num_done(self) -> int:
-        """Tokens of ``so_far``."""
+        """The number of tokens of ``so_far``."""
         return 0 if self.so_far is None else len(self.so_far.tokens)
 
     @property
@@ -150,21 +150,21 @@ def requests_of(prompts: Iterable[Prompt], n: int) -> list[Request]:
 
 
 def seed_of(request: Request, sampling: Sampling) -> int:
-    """The seed of one sample: 63 bits, of the run's seed, the prompt id, the index and the number of tokens so far.
+    """The seed of one sample, 63 bits: a hash of the run's seed, the prompt id, the index and the tokens so far.
 
-    A hash, so that neighbours share nothing: vLLM's own seed + index gives (seed 1, index 2) the draws of (2, 1).
+    A hash, so that no two samples share their draws: vLLM's own seed + index gives (seed 1, index 2) those of (2, 1).
     """
     text = f"{sampling.seed}/{request.index}/{request.num_done}/{request.prompt.id}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def demand_numbers(request: Request, start: int, logprobs: NDArray[np.float32]) -> None:
-    """Raise RolloutError if a log-prob is not finite.
+    """Raises RolloutError if a log-prob is not finite.
 
-    The model's logits were not finite there: the token was drawn from nothing, and vLLM says nothing of it.
+    The model's logits were not finite there, so the token is meaningless, and vLLM does not report it.
 
     Args:
-        request: that was answered.
+        request: the request whose response it is.
         start: position in the response of the first of ``logprobs``.
         logprobs: [tokens] float32.
     """
@@ -183,12 +183,12 @@ class Statistics:
     """Counts of an engine since it started, and its state after its last step.
 
     Fields:
-        running, waiting: samples, now.
-        kv_cache_usage: 0 to 1, now.
+        running, waiting: samples that run and that wait, now.
+        kv_cache_usage: used share of the KV cache, 0 to 1, now.
         prompt_tokens: of all samples.
-        cached_tokens: of the prompt tokens, found in the prefix cache.
+        cached_tokens: prompt tokens that were in the prefix cache.
         generated_tokens: of all samples.
-        preemptions: samples that lost their KV cache to others and were run again.
+        preemptions: how often a sample lost its KV cache to others and was computed again.
         busy_s: seconds in which at least one sample was running.
     """
 
@@ -203,15 +203,15 @@ class Statistics:
 
     @property
     def tokens_per_s(self) -> float:
-        """``generated_tokens`` over ``busy_s``; 0 before the first."""
+        """``generated_tokens`` divided by ``busy_s``; 0 before the first token."""
         return self.generated_tokens / self.busy_s if self.busy_s else 0.0
 
 
 class SampleSource(Protocol):
-    """What samples are drawn from: an engine, a pool of engines, or a pool that survives the death of engines."""
+    """Anything that generates samples: an engine, a pool of engines, or a pool that survives the death of engines."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
-        """Draw the sample of every request; yield each as it finishes, in any order."""
+        """Generates the sample of every request; yields each as it finishes, in any order."""
         ...
 
 
@@ -220,13 +220,13 @@ class Classifier(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The engine's name in messages."""
         ...
 
     async def classify(self, texts: Sequence[Sequence[int]]) -> list[float | str]:
-        """Return the head's number at the last token of each text, finite or not; or vLLM's message where it fails.
+        """Returns the head's number at the last token of each text, finite or not; or vLLM's message if it fails.
 
-        texts: tokens, at least one and at most ``reward_model.max_length`` each.
+        texts: the tokens of each text, at least one and at most ``reward_model.max_length``.
         """
         ...
 
@@ -246,83 +246,82 @@ class Classifier(Protocol):
 class RolloutEngine(SampleSource, Protocol):
     """One engine, of one or more ranks.
 
-    Methods return when their effect is there.  Each raises DeadEngineError once the engine is gone; the message names
+    Methods return when they have taken effect.  Each raises DeadEngineError once the engine is gone; the message names
     the engine, what it was doing and the first cause.
     """
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The engine's name in messages."""
         ...
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
-        """Draw the sample of every request; yield each as it finishes.  Closing the iterator early aborts the rest.
+        """Generates the sample of every request; yields each as it finishes.  Closing the iterator aborts the rest.
 
-        Raises RolloutError, before anything is drawn: an empty prompt, one that is too long, a stop string without a
-        tokenizer; or weights that are only partly updated.
+        Raises RolloutError, before anything is generated: an empty prompt, one that is too long, a stop string without
+        a tokenizer; or weights that are only partly updated.
         """
         ...
 
     async def abort(self, keys: Iterable[tuple[str, int]] | None = None) -> None:
-        """End these samples (None: all) with the tokens that they have; ``generate`` yields them, finish ``abort``.
+        """Ends these samples (None: all) with the tokens that they have; ``generate`` yields them, finish ``abort``.
 
-        keys: (prompt id, index) of each.  A ``Request.so_far`` goes on from such a sample.
+        keys: (prompt id, index) of each.  ``Request.so_far`` continues such a sample.
         """
         ...
 
     async def pause(self, mode: Pause) -> None:
-        """Draw no more tokens until ``resume``; samples asked for meanwhile wait."""
+        """Generates no more tokens until ``resume``; new requests wait meanwhile."""
         ...
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continues after ``pause``."""
         ...
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the accelerator's memory back; on the CPU, do nothing.
+        """Releases the accelerator's memory; on the CPU, does nothing.
 
         level: 1 moves the weights to host memory, 2 drops them.
         """
         ...
 
     async def wake(self) -> None:
-        """Take the memory again; after level 2 weights must be sent before anything is drawn."""
+        """Takes the memory again; after level 2, weights must be sent before the engine can generate."""
         ...
 
     async def version(self) -> int:
-        """The version of the weights that the next token is drawn with."""
+        """The version of the weights that will draw the next token."""
         ...
 
     async def start_update(self, mode: Pause = Pause.keep) -> None:
-        """Pause, and refuse new samples until ``finish_update``: meanwhile weights may be half old, half new."""
+        """Pauses, and refuses new samples until ``finish_update``: meanwhile weights may be half old, half new."""
         ...
 
     async def finish_update(self, version: int) -> None:
-        """Take all weights as ``version``'s: forget what caches hold of the old ones, and go on with frozen samples."""
+        """Ends an update: all weights are ``version`` now.  Drops caches of the old ones and continues kept samples."""
         ...
 
     async def fail_update(self, cause: str) -> None:
-        """Abort what is frozen and refuse to draw, naming ``cause``, until a complete update succeeds."""
+        """Aborts kept samples and refuses to generate, with ``cause`` in the message, until an update succeeds."""
         ...
 
     async def call_workers(
         self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **options: P.kwargs
     ) -> list[T]:
-        """Call a method of every rank's vLLM worker; return the results in rank order.
+        """Calls a method of every rank's vLLM worker; returns the results in rank order.
 
-        Arguments and results are plain values (no tensors, no classes of one's own): vLLM sends them as msgpack, so
-        that tuples arrive as lists.
+        Arguments and results are plain values (no tensors, no custom classes): vLLM sends them as msgpack, so tuples
+        arrive as lists.
 
-        method: any function of the method's name and signature; ``worker_methods`` has those that we add to workers.
-
+        method: any function with the method's name and signature; ``worker_methods`` has those of this package.
         Raises RolloutError with what the method raised.
         """
         ...
 
     async def statistics(self) -> Statistics:
-        """What the engine has done and is doing."""
+        """The engine's counts since its start, and its current state."""
         ...
 
     async def shutdown(self) -> None:
-        """End the engine's processes."""
+        """Ends the engine's processes."""
         ...

@@ -1,7 +1,7 @@
-"""An engine in another process: its verbs with their types, whatever carries them there.
+"""An engine in another process: typed methods over any way to send calls there.
 
-A verb is named by the method that it is of ``RolloutEngine`` or ``Classifier``, so that its arguments and result are
-checked where it is asked for; only ``perform`` makes a method of a name again.
+A call names the method of ``RolloutEngine`` or ``Classifier`` itself, so that its arguments and result are
+type-checked; only ``perform``, on the other side, looks a method up by its name.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Verb = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]  # a method of the 
 
 
 class RemoteEngine(ABC):
-    """A ``RolloutEngine`` and ``Classifier`` over ``_ask``, which carries one verb to the engine and its answer back.
+    """A ``RolloutEngine`` and ``Classifier`` whose methods use ``_ask``, which sends one call and returns its result.
 
-    name: what messages call it.
+    name: the engine's name in messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,14 +28,14 @@ class RemoteEngine(ABC):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The engine's name in messages."""
         return self._name
 
     @abstractmethod
     async def _ask(self, doing: str, verb: Verb[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Return what the engine's method of the name of ``verb`` returns, or raise what it raises.
+        """Calls the engine's method that has the name of ``verb``; returns or raises what it does.
 
-        doing: what the engine died while, in the message, should it.
+        doing: what the engine is doing meanwhile, for the message if it dies.
         """
 
     @abstractmethod
@@ -101,5 +101,5 @@ class RemoteEngine(ABC):
 
 
 async def perform(engine: object, verb: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """What ``engine`` answers to a verb that ``_ask`` carried here by its name."""
+    """Calls the method ``verb`` of ``engine``, for an ``_ask`` in another process."""
     return await getattr(engine, verb)(*args, **options)

@@ -1,4 +1,4 @@
-"""One answer to one prompt, as an episode of two segments."""
+"""Makes an episode of two segments from one prompt and one answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mcore_rl.rollout.protocol import Sample
 
 
 def single_turn(row: PromptRow, prompt: Segment, sample: Sample, group: int) -> Episode:
-    """``sample`` as an answer to ``row``, not graded yet.
+    """The episode of ``sample``, an answer to ``row``, without scores.
 
     prompt: ``prompt_segment(row)``, which all samples of the prompt share.  group: see ``Episode``.
     """

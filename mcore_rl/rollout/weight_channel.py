@@ -1,6 +1,6 @@
-"""What trainers and vLLM's workers say to each other about weights: needs no vLLM, for Megatron's processes import it.
+"""The interface between trainers and vLLM's workers for weight updates; it needs no vLLM, since trainers import it.
 
-``receiver.worker_extension`` is the workers' side, ``mcore_rl.sync`` the trainers' and all transports.
+``receiver.worker_extension`` is the workers' side; ``mcore_rl.sync`` is the trainers' side and has all transports.
 """
 
 from __future__ import annotations
@@ -18,41 +18,48 @@ from mcore_rl.errors import SyncError
 
 
 class Incoming(Protocol):
-    """The receiving end of a transport, of one rollout rank.  What it raises, ``failed`` explains."""
+    """The receiving end of a transport, on one rollout rank.  Give ``failed`` any error of an update."""
 
     def begin(self, version: int) -> None:
-        """Meet all who send and receive."""
+        """Begins update ``version``: waits until all senders and receivers have begun it."""
         ...
 
     def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
-        """For each (training rank, bytes) its message, uint8 [bytes]; good until the next one is asked for.
+        """Yields the message for each (training rank, bytes) in ``wanted``, uint8 [bytes], valid until the next one.
 
-        place: memory for message number n, uint8, of its size; asked once for each, in order, and not for much more
-        than is on its way.  A transport that has messages in memory of its own yields that, and asks for none.
+        place: gives the receive buffer of message number n, uint8, of its size.  The transport calls it at most once
+        for each, in order, and not far ahead of the messages.  A transport with messages in its own memory yields that
+        memory, and does not call ``place``.
         """
         ...
 
     def finish(self) -> None:
-        """Say that all is applied, and wait until all others said so."""
+        """Ends the update: reports that all messages are applied, and waits until all members reported it."""
         ...
 
     def failed(self, error: BaseException, doing: str) -> SyncError:
-        """Tell everybody, and learn from them what came first."""
+        """Reports ``error``, raised while ``doing``, to all members; returns an error with their first cause."""
         ...
 
     def close(self) -> None:
-        """Leave."""
+        """Leaves the channel."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What a worker must know to take part.  Pickled, it is the argument of ``sync_open``.
+    """What a worker must know to join a channel.  Pickled, it is the argument of ``sync_open``.
 
-    family: its name.  parallel, world_size: of training.  rollout: of all engines together; first_rank: the first
-    rollout rank of this engine.  dtype: torch's name of that of the weights as they are sent.  message_bytes: the most
-    in one message.  in_place: of ``messages_to``.  bucket_bytes: half of it may be on its way, half wait to be
-    packed.  plan: ``messages.plan_id`` of the sender.  connect: makes the transport's end of a rollout rank.
+    family, model: the name of the model's family, and the model.
+    parallel, world_size: the layout of training.
+    rollout: the layout of all engines together.
+    first_rank: the first rollout rank of this engine.
+    dtype: torch's name of the dtype in which weights are sent.
+    message_bytes: the most bytes of one message.
+    in_place: see ``messages_to``.
+    bucket_bytes: half of them may be in flight, half may wait to be packed.
+    plan: ``messages.plan_id`` of the sender.
+    connect: makes the transport's receiving end of a rollout rank.
     """
 
     family: str

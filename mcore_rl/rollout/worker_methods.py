@@ -13,61 +13,60 @@ from mcore_rl.proofs.differences import Differences
 
 T = TypeVar("T")
 
-# Names of the classes (``worker_extension_cls``), because to import them is to import vLLM.
+# Names of the classes (``worker_extension_cls``), because importing them would import vLLM.
 WEIGHT_RECEIVER = "mcore_rl.rollout.receiver.worker_extension.WeightReceiver"
 HELD_WEIGHTS = "mcore_rl.rollout.receiver.held_weights.HeldWeights"
 
 
 class Answer(TypedDict, Generic[T], total=False):
-    """``result``, or ``failed`` with the message: methods of ``WeightReceiver`` do not raise, see there."""
+    """``result``, or ``failed`` with the message: methods of ``WeightReceiver`` do not raise, its module says why."""
 
     result: T
     failed: str
 
 
 class WeightReceiverMethods(Protocol):
-    """Of ``receiver.worker_extension.WeightReceiver``."""
+    """The methods of ``receiver.worker_extension.WeightReceiver``."""
 
     def sync_open(self, opening: bytes) -> Answer[int]:
-        """Join the channel that ``opening``, a pickled ``weight_channel.Opening``, tells of; an open one is left.
+        """Joins the channel of ``opening``, a pickled ``weight_channel.Opening``; leaves a channel that was open.
 
-        Blocks until all others join.  Returns this worker's rollout rank.  Fails where the sender's plan is another,
-        nobody comes, or vLLM's model is none of the plan's.
+        Blocks until all others join.  Returns this worker's rollout rank.  Fails if the sender has another plan, if
+        others do not join, or if vLLM's model does not match the plan.
         """
         ...
 
     def sync_receive(self, version: int) -> Answer[None]:
-        """Take part in update ``version``, from its first byte to its last.
+        """Receives the whole update ``version``.
 
-        Fails with the first cause, whoever it was; this worker then refuses to run, and the channel must be opened
-        again, until an update is complete.
+        Fails with the first cause among all members.  This worker then refuses to generate until an update is complete,
+        for which the channel must be opened again.
         """
         ...
 
     def sync_fingerprints(self) -> Answer[Sequence[tuple[str, int, int]]]:
-        """(name, slot or -1, fingerprint) of all that this worker executes with, as it was before any packing."""
+        """(name, slot or -1, fingerprint) of every weight that this worker executes with, unpacked."""
         ...
 
     def sync_copies(self) -> Answer[Mapping[str, str]]:
-        """Names among the fingerprints that are copies of a stored tensor -> that tensor."""
+        """Maps the names of copies among the fingerprints to the stored tensors that they copy."""
         ...
 
 
 class HeldWeightsMethods(Protocol):
-    """Of ``receiver.held_weights.HeldWeights``."""
+    """The methods of ``receiver.held_weights.HeldWeights``."""
 
     def held_differences(self, directory: str, layout: str) -> Differences:
-        """What this worker executes with otherwise than the files of ``directory`` say, before any packing.
+        """The differences between this worker's weights, unpacked, and the files of ``directory``.
 
         directory: a Hugging Face checkpoint.  layout: the engine's, as a user writes it.
-
-        Raises WeightMapError where vLLM's model is not what the family's table says of it.
+        Raises WeightMapError if vLLM's model does not match the family's table.
         """
         ...
 
 
 def answer_of(answer: Answer[T]) -> T:
-    """The result; raises SyncError with what the worker failed of."""
+    """The result of ``answer``.  Raises SyncError with the worker's message if it failed."""
     if "failed" in answer:
         raise SyncError(answer["failed"])
     return answer["result"]

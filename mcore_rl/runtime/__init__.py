@@ -1,4 +1,5 @@
 """Ray: nodes, placement, training workers, engine actors, and the calls to them.  Thin: no mathematics.
 
-Read ``train_group.py`` first: what a controller can ask of training workers; then ``train_worker.py``, which does it.
+Read ``train_group.py`` first, the interface of the training workers to the controller; then ``train_worker.py``, the
+worker itself.
 """

@@ -1,4 +1,4 @@
-"""What a worker answers: a result, or a ``Failure`` that says where and why: no error loses its cause in Ray."""
+"""What a worker returns: a result, or a ``Failure`` that says where and why, so that no cause is lost in Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mcore_rl.tracking.secrets import forget_secrets
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one call: ``value``, unless there is a ``failure``."""
+    """The result of one call: ``value``, unless there is a ``failure``."""
 
     value: Any = None
     failure: Failure | None = None
@@ -33,19 +33,22 @@ class Answer:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Of a worker.  node_id: Ray's."""
+    """Where a worker's process is.  pid: its process id on its machine.  node_id: the machine's id in Ray."""
 
     pid: int
     node_id: str
 
 
 class Answering:
-    """A worker process: output to ``log``, the current phase to a file beside it, calls by name to ``Answer``."""
+    """Base class of worker processes: runs calls by name, and returns an ``Answer`` to each.
+
+    It writes its output to ``log``, and its current phase and its stacks to files beside it.
+    """
 
     def __init__(self, rank: int, log: Path) -> None:
         self.rank = rank
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the controller too, and it decides
-        forget_secrets()  # that a cluster was started with; so the log has none
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller gets Ctrl-C too, and handles it
+        forget_secrets()  # those that a cluster was started with, so that the log has none
         log.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (sys.stdout, sys.stderr):
@@ -54,7 +57,7 @@ class Answering:
             os.dup2(descriptor, number)
         faulthandler.enable(file=2)
         self._stacks = open(stacks_file(log), "w")  # noqa: SIM115  as long as the process lives
-        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)  # the watchdog asks for them
+        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)  # the watchdog sends the signal
         with open(phase_file(log), "w+b") as file:
             file.write(bytes(SLOT_BYTES))
             file.flush()
@@ -66,18 +69,18 @@ class Answering:
         return socket.gethostname()
 
     def whereabouts(self) -> Whereabouts:
-        """Where this process can be sent a signal."""
+        """The process id and node of this worker, to send it a signal."""
         return Whereabouts(os.getpid(), ray.get_runtime_context().get_node_id())
 
     def call(self, message: bytes) -> Answer:
-        """What ``message``, of ``message_of``, asks of this worker."""
+        """Runs the call in ``message``, which ``message_of`` made."""
         return self._answer(message)[0]
 
     @ray.method(num_returns=2)
     def call_on(self, message: bytes, portion: bytes, *shards: Shard) -> tuple[Answer, Shard | None]:
-        """As ``call``, of a method that takes a ``WorkerInput`` and returns a ``WorkerOutput``: its value, its shard.
+        """Like ``call``, for a method that takes a ``WorkerInput`` and returns a ``WorkerOutput``.
 
-        portion: a ``Portion`` of ``shards``, pickled.
+        portion: a pickled ``Portion`` of ``shards``.  Returns (the output's value, the output's shard).
         """
         return self._answer(message, portion, shards)
 
@@ -88,27 +91,27 @@ class Answering:
                 if portion:
                     wanted: Portion[Any] = pickle.loads(portion)
                     args = (WorkerInput(wanted.join(shards), wanted.payload), *args)
-                found = getattr(self, name)(*args, **kwargs)
-            return (Answer(found.value), found.shard) if isinstance(found, WorkerOutput) else (Answer(found), None)
-        except BaseException as error:  # noqa: BLE001  raised by the controller, which knows the others
+                result = getattr(self, name)(*args, **kwargs)
+            return (Answer(result.value), result.shard) if isinstance(result, WorkerOutput) else (Answer(result), None)
+        except BaseException as error:  # noqa: BLE001  the controller raises it, with the state of the other workers
             return Answer(failure=Failure.of_error(self.rank, error)), None
 
 
 def message_of(method: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> bytes:
-    """A call of ``method``: pickled once for all workers, since Ray would pickle the arguments again for each.
+    """A call of ``method``, pickled once for all workers; Ray would pickle the arguments again for each worker.
 
-    It goes by name, so that a subclass of the worker may do it in its own way.
+    It holds the method's name, so that a subclass of the worker may override the method.
     """
     return pickle.dumps((method.__name__, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def phase_file(log: Path) -> Path:
-    """Where the worker that logs to ``log`` mirrors its phase."""
+    """The file to which the worker that logs to ``log`` mirrors its phase."""
     return log.with_suffix(".phase")
 
 
 def phase_since(log: Path) -> float | None:
-    """When the worker that logs to ``log`` entered its phase, seconds since the epoch; None where that is unknown."""
+    """When the worker that logs to ``log`` entered its phase, seconds since the epoch; None if that is unknown."""
     try:
         return read_since(memoryview(phase_file(log).read_bytes()))
     except (OSError, struct.error):
@@ -116,12 +119,12 @@ def phase_since(log: Path) -> float | None:
 
 
 def stacks_file(log: Path) -> Path:
-    """Where the worker that logs to ``log`` writes the Python stacks of its threads, each time that it is asked."""
+    """The file to which the worker that logs to ``log`` appends the Python stacks of its threads, at each SIGUSR2."""
     return log.with_suffix(".stacks")
 
 
 def last_phase(log: Path) -> str:
-    """What the worker that logs to ``log`` was doing when it was last heard of; "" where that cannot be read."""
+    """The last phase of the worker that logs to ``log``, also if it has died; "" if the file cannot be read."""
     try:
         return read_slot(memoryview(bytearray(phase_file(log).read_bytes()[:SLOT_BYTES])))
     except OSError:

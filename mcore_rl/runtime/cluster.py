@@ -1,4 +1,4 @@
-"""Ray itself: started on this machine, or joined where it runs."""
+"""Starts Ray on this machine, or joins a running cluster."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from mcore_rl.parallel.launch import inherited_environment
 from mcore_rl.runtime.ray_watch import children, joined_ray, own_ray
 from mcore_rl.tracking.secrets import secret_names
 
-KNOCK_S = 10.0  # for a head node to answer
+KNOCK_S = 10.0  # the time limit for a head node to accept a connection
 
 
 @contextmanager
 def ray_cluster(config: RayInitConfig, remedy: Callable[[], str] = lambda: "Begin again.") -> Iterator[None]:
-    """Within: Ray is there.  Its timeline is written, and what was started here is stopped, on the way out.
+    """Connects to Ray; on exit, writes its timeline and stops what it started here.
 
-    Should Ray's head or this machine's raylet die within, the program ends at once with ``os.EX_TEMPFAIL`` and one
-    message, of which ``remedy`` is the end.
+    If Ray's head or this machine's raylet dies meanwhile, the program ends at once with ``os.EX_TEMPFAIL`` and one
+    message, which ends with ``remedy``.
 
-    num_cpus: None is what this process may use, not what the machine has: under Slurm the two differ.
-    Raises ConfigError where no cluster answers at ``config.address``.
+    ``config.num_cpus=None`` is the number of cores that this process may use, which may be fewer than the machine has,
+    as under Slurm.
+
+    Raises ConfigError if no cluster answers at ``config.address``.
     """
     with ExitStack() as stack:
         if not ray.is_initialized():
@@ -52,10 +54,10 @@ def _connect(config: RayInitConfig) -> None:
     options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     if config.address is None:
         cpus = num_cores() if config.num_cpus is None else config.num_cpus
-        # Ray's processes, and so all workers, start without secrets, but for those that Ray itself answers to.
+        # Ray's processes, and so all workers, start without secrets, except those that Ray itself reads.
         hidden = {name for name in secret_names() if not name.startswith("RAY_")}
         with inherited_environment(dict.fromkeys(hidden)):
-            ray.init(address="local", num_cpus=cpus, **options)  # and not one that others run here
+            ray.init(address="local", num_cpus=cpus, **options)  # "local": never a cluster that others run here
         return
     try:
         _knock(config.address)
@@ -67,12 +69,12 @@ def _connect(config: RayInitConfig) -> None:
 
 
 def _knock(address: str) -> None:
-    """Raise OSError or ValueError at once where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    """Raises OSError or ValueError at once if nothing listens at HOST:PORT; Ray itself would try for minutes."""
     host, colon, port = address.rpartition(":")
     if colon and "/" not in address:  # neither "auto" nor a URL of Ray's client
         socket.create_connection((host, int(port)), KNOCK_S).close()
 
 
 def this_host() -> str:
-    """The address of this machine that other nodes of the cluster reach it by."""
+    """The address at which other nodes of the cluster reach this machine."""
     return str(ray.util.get_node_ip_address())

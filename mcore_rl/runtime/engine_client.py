@@ -1,4 +1,4 @@
-"""What stands here for an engine on a node of the cluster: its methods, with their types, over a Ray actor."""
+"""The controller's client of an engine on a node of the cluster: typed methods, which call a Ray actor."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class EngineClient(RemoteEngine):
-    """A ``RolloutEngine`` or ``Classifier`` below a Ray actor of ``RolloutWorker``, which alone is called by Ray here.
+    """A ``RolloutEngine`` or ``Classifier`` whose engine runs under a Ray actor of ``RolloutWorker``.
 
-    new_worker: makes that actor, and another one for each restart.
+    new_worker: makes that actor, and a new one for each restart.
     """
 
     def __init__(self, name: str, new_worker: Callable[[], Any]) -> None:
@@ -35,12 +35,12 @@ class EngineClient(RemoteEngine):
         self, directory: Path, config: ServingConfig, *, cores: Sequence[int] | None, device_ids: Sequence[str] | None,
         log: Path,
     ) -> None:  # fmt: skip
-        """Start the engine with the weights of ``directory``; see ``start_engine``."""
+        """Starts the engine with the weights of ``directory``; see ``start_engine``."""
         self._started = (directory, config, cores, device_ids, log)
         await self._answered("starting", self._worker.start.remote(*self._started))
 
     async def restart(self) -> None:
-        """Start anew as ``start`` did, with the weights of the checkpoint; what is left of the old processes ends."""
+        """Ends the old processes and starts the engine again as ``start`` did, with the checkpoint's weights."""
         assert self._started is not None, "start the engine first"
         await self.shutdown()
         self._worker = self._new_worker()
@@ -57,16 +57,16 @@ class EngineClient(RemoteEngine):
                 yield sample
         finally:
             if unfinished:
-                ray.cancel(finishing)  # aborts them
+                ray.cancel(finishing)  # aborts the unfinished samples
 
     async def shutdown(self) -> None:
-        """See ``RolloutEngine.shutdown``; its actor ends too."""
-        with suppress(RayError):  # it is gone already
+        """See ``RolloutEngine.shutdown``; also ends the actor."""
+        with suppress(RayError):  # the actor is gone already
             await self._worker.close.remote()
         self.kill()
 
     def kill(self) -> None:
-        """End the actor at once; the engine's processes end with it."""
+        """Kills the actor; the engine's processes end with it."""
         ray.kill(self._worker)
 
     async def _ask(self, doing: str, verb: Verb[P, T], *args: P.args, **options: P.kwargs) -> T:
@@ -74,7 +74,10 @@ class EngineClient(RemoteEngine):
         return answer
 
     async def _answered(self, doing: str, call: Any) -> Any:
-        """What a method of ``RolloutWorker`` returned, unless that is an error."""
+        """Returns the result of a method of ``RolloutWorker``, or raises the error that it returned.
+
+        doing: what the engine was doing, for the message of the DeadEngineError if the actor is gone.
+        """
         try:
             answer = await call
         except RayError as error:

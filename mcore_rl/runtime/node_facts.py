@@ -1,7 +1,7 @@
-"""What this node of a Slurm job has and sees, as a line of JSON: ``python -m mcore_rl.runtime.node_facts``.
+"""Prints what this node of a Slurm job has and sees, as a line of JSON: ``python -m mcore_rl.runtime.node_facts``.
 
-``launch/slurm/train.sbatch`` runs it on every node, before anything else; ``nodes`` judges what it says.  Nothing is
-wrong by itself here: what is, is a fact too.
+``launch/slurm/train.sbatch`` runs it on every node, before anything else; ``nodes.py`` checks what it prints.  A
+problem of the node is reported as a fact, not as an error.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from mcore_rl.parallel.device import detect, driver_version, num_cores, ray_envi
 from mcore_rl.runtime.nodes import Facts
 
 POLL_S = 0.5
-PATIENCE_S = 10.0  # a shared file system may show a new file late
+PATIENCE_S = 10.0  # how long a shared file system may take to show a new file
 
 
 def facts_here(node: str, device: Device, marker: Path, listen: str | None) -> Facts:
-    """Of this machine.
+    """The facts of this machine.
 
-    marker: a file that the first node wrote into the run directory.  listen: HOST:PORT of Ray's head; None on others.
+    node: its name in Slurm.  device: the kind of accelerators that the job wants.  marker: a file that the first node
+    wrote into the run directory.  listen: HOST:PORT at which Ray's head will listen here; None on the other nodes.
     """
     known: dict[str, Any] = dict(node=node, host=socket.gethostname(), sees_run=_appears(marker))
     try:
@@ -53,7 +54,7 @@ def facts_here(node: str, device: Device, marker: Path, listen: str | None) -> F
 
 
 def _appears(marker: Path) -> bool:
-    """Whether ``marker`` is there, or comes soon."""
+    """Whether ``marker`` exists, or appears within ``PATIENCE_S``."""
     until = time.monotonic() + PATIENCE_S
     while not marker.is_file():
         if time.monotonic() > until:
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the line."""
+    """Prints this node's facts as one line of JSON."""
     chosen = _parser().parse_args(arguments)
     listen = chosen.listen if chosen.node == chosen.head else None
     facts = facts_here(chosen.node, chosen.device, chosen.marker, listen)

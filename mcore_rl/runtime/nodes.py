@@ -1,12 +1,13 @@
-"""The nodes of a Slurm job: what each has, whether they fit together, and whether all have joined Ray.
+"""Checks the nodes of a Slurm job: what each has, whether they can run together, and whether all have joined Ray.
 
-``launch/slurm/train.sbatch`` first runs ``node_facts`` on every node, which writes a line each, and then of this module
+``launch/slurm/train.sbatch`` first runs ``node_facts`` on every node, each of which writes a line, and then the
+commands of this module:
 
 - ``check``, on one: refuses nodes that could not run together
 - ``environment``, on every: shell lines that set what Ray must be started with there
 - ``wait``, on one: until every node has joined Ray
 
-What is wrong is said with the node's name and what to do; the exit code is then 2.  Nothing here starts or ends Ray.
+A problem is reported with the node's name and a remedy; the exit code is then 2.  Nothing here starts or ends Ray.
 """
 
 from __future__ import annotations
@@ -35,11 +36,17 @@ QUIET: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "lo
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What one node says of itself.
+    """What one node reports of itself.
 
-    node: its name to Slurm.  error: why nothing more is known of it.  device_names, num_devices, driver: of its
-    accelerators.  sees_run: whether the run directory that the first node made is there.  port_taken: why Ray's head
-    cannot listen on its port; "" on the other nodes.  environment: that Ray must be started with; None means unset.
+    node: its name in Slurm.
+    host: its host name.
+    error: why nothing more is known of it; "" if there is no error.
+    version, python: versions of mcore_rl and of Python.
+    num_cores: CPU cores that a process may use.
+    num_devices, device_name, driver: number, name and driver version of its accelerators.
+    sees_run: whether it sees the run directory that the first node made.
+    port_taken: why Ray's head cannot listen on its port; "" if it can, and on the other nodes.
+    environment: variables that Ray must be started with; None means unset.
     """
 
     node: str
@@ -61,33 +68,34 @@ class NodesError(McoreRLError):
 
 
 def node_problems(facts: Sequence[Facts], nodes: Sequence[str], gpus_per_node: int, marker: Path) -> list[str]:
-    """What keeps ``nodes`` from running together: one sentence each, with a remedy.
+    """Why ``nodes`` cannot run together: one sentence with a remedy for each problem.
 
-    facts: of those that answered.  gpus_per_node: that every one must have.
+    facts: of the nodes that answered.  gpus_per_node: the accelerators that every node must have.  marker: the file
+    that ``Facts.sees_run`` is about.
     """
-    found = []
+    problems = []
     said = {each.node: each for each in facts}
     for node in nodes:
         if node not in said:
             remedy = f"Look at it with scontrol show node {node}, and {_without(node)}"
-            found.append(f"{node} did not answer. {remedy}")
+            problems.append(f"{node} did not answer. {remedy}")
     for each in facts:
         name = _name(each)
         if not each.sees_run:
             remedy = "Write a trainer.default_local_dir on a file system that all nodes mount at one place"
-            found.append(f"{name} does not see the run directory: there is no {marker}. {remedy}")
+            problems.append(f"{name} does not see the run directory: there is no {marker}. {remedy}")
         if each.port_taken:
             remedy = "See who listens with ss -ltnp, or write another port: cluster.slurm.port=6390"
-            found.append(f"{name} cannot start Ray's head at {each.port_taken}. {remedy}")
+            problems.append(f"{name} cannot start Ray's head at {each.port_taken}. {remedy}")
         if each.error:
-            found.append(f"{name}: {each.error}")
+            problems.append(f"{name}: {each.error}")
         elif each.num_devices != gpus_per_node:
             remedy = f"Mend cluster.gpus_per_node, or {_without(each.node)}"
-            found.append(f"{name} has {each.num_devices} accelerators, and {gpus_per_node} were asked for. {remedy}")
+            problems.append(f"{name} has {each.num_devices} accelerators, and {gpus_per_node} were asked for. {remedy}")
     alike = [each for each in facts if not each.error]
     for what, value in SAME.items():
-        found += _different(what, alike, value)
-    return found
+        problems += _different(what, alike, value)
+    return problems
 
 
 SAME: Mapping[str, Callable[[Facts], str]] = {
@@ -99,7 +107,7 @@ SAME: Mapping[str, Callable[[Facts], str]] = {
 
 
 def _different(what: str, facts: Sequence[Facts], value: Callable[[Facts], str]) -> list[str]:
-    """Nodes that differ from most of the others."""
+    """A problem for each node whose ``value`` differs from that of most nodes.  what: its name in the message."""
     counts = Counter(map(value, facts))
     if len(counts) < 2:
         return []
@@ -121,13 +129,13 @@ def _name(facts: Facts) -> str:
 
 
 def read_facts(path: Path) -> list[Facts]:
-    """What the nodes wrote, a line each; other lines are somebody else's."""
+    """The facts in ``path``, one line per node; lines of other programs are ignored."""
     lines = path.read_text(errors="replace").splitlines()
     return [Facts(**json.loads(line)) for line in lines if line.startswith('{"node"')]
 
 
 def shell_lines(wanted: Mapping[str, str | None]) -> list[str]:
-    """What a shell must do before it starts Ray: set ``wanted``, and forget secrets but those that Ray answers to."""
+    """Shell lines to run before Ray is started: they set ``wanted`` and unset secrets, except those that Ray reads."""
     hidden = {name: None for name in secret_names() if not name.startswith("RAY_")}
     return [
         f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}"
@@ -136,11 +144,12 @@ def shell_lines(wanted: Mapping[str, str | None]) -> list[str]:
 
 
 def wait_for(address: str, nodes: Sequence[str], timeout_s: float, logs: Path) -> None:
-    """Return once all ``nodes`` have joined the cluster whose head is at ``address``, HOST:PORT.
+    """Waits until all ``nodes`` have joined the cluster whose head is at ``address``, HOST:PORT.
 
-    logs: where each node's Ray writes NODE.log.  NodesError: one did not come, or the head does not answer.
+    logs: the directory in which each node's Ray writes NODE.log.
+    NodesError: a node has not joined after ``timeout_s``, or the head does not answer.
     """
-    import ray  # what is above needs it not, and it takes a second
+    import ray  # only needed here, and it takes a second
 
     until, head = time.monotonic() + timeout_s, nodes[0]
     while not _listens(address):
@@ -199,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(chosen: argparse.Namespace) -> list[str]:
-    """What is printed."""
+    """Runs the chosen command; returns the lines to print."""
     if chosen.command == "wait":
         wait_for(chosen.address, chosen.nodes, chosen.timeout, chosen.logs)
         return []
@@ -213,7 +222,7 @@ def _run(chosen: argparse.Namespace) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; 0, or 2 where something is wrong with a node."""
+    """Runs a command.  Returns the exit code: 0, or 2 if a node has a problem."""
     try:
         for line in _run(_parser().parse_args(arguments)):
             Console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,7 +1,7 @@
-"""Where the processes of a run stand: bundles of Ray placement groups, one group for each node's worth of devices.
+"""Places the processes of a run in bundles of Ray placement groups, one group per node of devices.
 
-Training rank r has bundle r; ranks of one node are neighbours, because a placement group of a node is never split.
-Colocated engines take turns with the trainer on its bundles; separate ones have bundles of their own.
+Training rank r has bundle r.  The ranks of a node are consecutive, because a node's placement group is never split.
+Colocated engines share the trainer's bundles by turns; separate engines have bundles of their own.
 """
 
 from __future__ import annotations
@@ -22,31 +22,34 @@ from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform
 
-WAIT_S = 120.0  # for a cluster whose nodes are still coming
-CPUS = 1.0  # of an accelerator's bundle
-TRAINER = ("trainer.nnodes", "trainer.n_gpus_per_node")  # what is too much where a reservation fails
-# Every role with processes, the reward model, and room: Ray counts the shares, nobody enforces them.
+WAIT_S = 120.0  # how long nodes of a cluster may take to join
+CPUS = 1.0  # cores of an accelerator's bundle
+TRAINER = ("trainer.nnodes", "trainer.n_gpus_per_node")  # the keys to lower if a reservation fails
+# Roles with processes, the reward model, and one spare.  Ray only counts shares of a device, it does not enforce them.
 ROLES_PER_DEVICE = sum(role.shares is None for role in ROLES.values()) + 2
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A place for one process, or for an engine with all of its ranks."""
+    """The place of one process, or of an engine with all of its ranks: bundle ``index`` of ``group``."""
 
     group: PlacementGroup
     index: int
 
     def options(self, resources: dict[str, float]) -> dict[str, Any]:
-        """What an actor is created with to stand here."""
+        """The Ray options that create an actor in this bundle."""
         strategy = PlacementGroupSchedulingStrategy(self.group, self.index)
         return {"scheduling_strategy": strategy, **resources}
 
 
 @dataclass(frozen=True)
 class Places:
-    """train: of each training rank.  rollout, reward_model: of each engine.
+    """The bundles of a run.
 
-    share: accelerators that one training process counts.
+    train: one per training rank.
+    rollout, reward_model: one per engine.
+    share: the number of accelerators that Ray counts for one training process.
+    groups: the placement groups of all bundles.
     """
 
     train: tuple[Bundle, ...]
@@ -56,7 +59,7 @@ class Places:
     reward_model: tuple[Bundle, ...] = ()
 
     def close(self) -> None:
-        """Give the resources back."""
+        """Removes the placement groups, which frees their resources."""
         for group in self.groups:
             remove_placement_group(group)
 
@@ -64,18 +67,18 @@ class Places:
 def placement_violations(
     trainer: TrainerConfig, layout: RolloutLayout, platform: Platform, key: str = "rollout"
 ) -> list[Violation]:
-    """What keeps ``layout``'s engines from standing where ``trainer`` says.  key: of the group that has their sizes."""
+    """Why engines of ``layout`` do not fit on the trainer's devices.  key: the configuration group of their sizes."""
     return engine_place_violations(trainer, layout, key) if platform.is_accelerator else []
 
 
 async def place(
     trainer: TrainerConfig, layout: RolloutLayout, platform: Platform, reward_model: RolloutLayout | None = None
 ) -> Places:
-    """Reserve bundles for the training ranks and the engines, and wait until they are there.
+    """Reserves bundles for the training ranks and the engines, and waits until Ray has reserved them.
 
-    layout: of the rollout engines.  reward_model: of its engines, where there is one; they stand where rollout engines
-    would.
-    Raises ConfigError where the cluster has not what is asked for, or not in ``WAIT_S``.
+    layout: of the rollout engines.  reward_model: the layout of its engines, None if there is none; they are placed
+    like rollout engines.
+    Raises ConfigError if the cluster does not have the resources, or not within ``WAIT_S``.
     """
     layouts = {"rollout": layout} | ({} if reward_model is None else {"reward_model": reward_model})
     refuse_if_any([each for key in layouts for each in placement_violations(trainer, layouts[key], platform, key)])
@@ -98,14 +101,14 @@ async def place(
 
 
 async def place_trainers(trainer: TrainerConfig, platform: Platform) -> Places:
-    """As ``place``, for a run without rollout."""
+    """Like ``place``, for a run without rollout engines."""
     return await place(replace(trainer, placement=Placement.colocated), RolloutLayout(), platform)
 
 
 async def place_engines(layout: RolloutLayout, platform: Platform, key: str = "rollout") -> Places:
-    """As ``place``, for a run without trainer: every engine has devices of its own.  key: see ``placement_violations``.
+    """Like ``place``, for a run without trainer: every engine has devices of its own.
 
-    They are ``Places.rollout``, whatever they run.
+    Their bundles are ``Places.rollout``, whatever the engines run.  key: see ``placement_violations``.
     """
     num_engines = _num_engines(layout)
     if not platform.is_accelerator:
@@ -121,16 +124,16 @@ def _num_engines(layout: RolloutLayout) -> int:
 
 
 def _engine_bundles(layout: RolloutLayout) -> list[list[dict[str, float]]]:
-    """Of the group of each engine: one bundle with all of its devices."""
+    """The bundles of each engine's placement group: one bundle with all of its devices."""
     each = layout.tp * layout.engine_dp
     return [[{"CPU": CPUS * each, "GPU": float(each)}]] * _num_engines(layout)
 
 
 async def _on_cpu(trainer: TrainerConfig, num_engines: Mapping[str, int]) -> Places:
-    """All take turns on the cores there are; which core computes what is for threads and affinity, not for Ray.
+    """All processes share the cores; threads and affinity, not Ray, decide which core computes what.
 
-    Bundles share the cores of a node out evenly.  Where there are fewer nodes than ``trainer.nnodes``, as on a laptop,
-    all stand wherever there is room.
+    The bundles of a node divide its cores evenly.  If there are fewer nodes than ``trainer.nnodes``, as on a laptop,
+    Ray places the bundles wherever there is room.
     """
     nodes = sorted((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), reverse=True)
     apart, world_size = len(nodes) >= trainer.nnodes, trainer.world_size

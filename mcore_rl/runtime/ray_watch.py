@@ -1,6 +1,6 @@
-"""Ray's own processes on this machine: no run outlives its head or its raylet, and none of them outlives the run.
+"""Watches Ray's own processes on this machine: a run ends with Ray's head or raylet, and these end with the run.
 
-Left to itself, Ray ends a program whose raylet died within a second, and one whose head (its GCS) died after a minute:
+By itself, Ray ends a program whose raylet died within a second, and one whose head (its GCS) died after a minute:
 from C++, with exit code 1, without a word of what to do.  And a program that is killed leaves two agents for a minute.
 Here both deaths are noticed at once, told in one message with the remedy, and end the program with ``os.EX_TEMPFAIL``,
 at which a launcher begins it again; and a guard ends what the program leaves.
@@ -26,28 +26,29 @@ from mcore_rl.runtime import ray_guard
 from mcore_rl.tracking.secrets import without_secrets
 
 VITAL = {"gcs_server": "Ray's head", "raylet": "Ray's raylet on this machine"}
-GUARD_S = 2 * ray_guard.GRACE_S  # for the guard to have done its work
+GUARD_S = 2 * ray_guard.GRACE_S  # the time limit for the guard to finish
 
 
 @dataclass(frozen=True)
 class Held:
-    """A process of Ray's.  handle: a descriptor (pidfd) that is readable once it has ended."""
+    """A process of Ray's.  handle: its pidfd, which is readable once the process has ended."""
 
     name: str
     pid: int
     handle: int
 
     def kill(self) -> None:
-        """At once; nothing where it has ended."""
+        """Kills the process; does nothing if it has ended."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
 
 
 @contextmanager
 def own_ray(before: set[psutil.Process], remedy: Callable[[], str]) -> Iterator[None]:
-    """Within: Ray's processes, children of this one that were not there ``before``, are watched.  After: none is left.
+    """Watches Ray's processes while active; on exit, ends all of them.
 
-    remedy: says how to go on, at the end of a message.
+    before: the children of this process before Ray was started; all other children are Ray's.
+    remedy: gives the end of the message if one dies, which says how to go on.
     """
     with ExitStack() as stack:
         held = _held(children() - before, stack)
@@ -59,53 +60,53 @@ def own_ray(before: set[psutil.Process], remedy: Callable[[], str]) -> Iterator[
 
 @contextmanager
 def joined_ray(remedy: Callable[[], str]) -> Iterator[None]:
-    """Within: of a cluster that was there before, those processes are watched on which this program hangs directly.
+    """For a cluster that others started: watches the processes that this program needs; on exit, the cluster goes on.
 
-    They are the raylet of this machine, and the head where it is on this machine.  After: the cluster goes on.
+    They are the raylet of this machine, and Ray's head if it is on this machine.
     """
     address, here = ray.get_runtime_context().gcs_address, ray.util.get_node_ip_address()
     host, _, port = address.rpartition(":")
-    found = _running("raylet", {f"--gcs-address={address}", f"--node_ip_address={here}"})
+    vital = _running("raylet", {f"--gcs-address={address}", f"--node_ip_address={here}"})
     if host == here:
-        found |= _running("gcs_server", {f"--gcs_server_port={port}", f"--node-ip-address={here}"})
+        vital |= _running("gcs_server", {f"--gcs_server_port={port}", f"--node-ip-address={here}"})
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
-        stack.enter_context(_watched(_held(found, stack), [], remedy))
+        stack.enter_context(_watched(_held(vital, stack), [], remedy))
         yield
 
 
 def children() -> set[psutil.Process]:
-    """Of this process, and theirs."""
+    """The children of this process, and their descendants."""
     return set(psutil.Process().children(recursive=True))
 
 
 def _running(name: str, words: set[str]) -> set[psutil.Process]:
-    """Processes of this machine with ``words`` on their command line."""
-    found = set()
+    """The processes of this machine called ``name`` that have all ``words`` on their command line."""
+    processes = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.name() == name and words <= set(process.cmdline()):
-                found.add(process)
-    return found
+                processes.add(process)
+    return processes
 
 
 def _held(processes: Iterable[psutil.Process], stack: ExitStack) -> list[Held]:
-    found = []
+    held = []
     for process in processes:
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
             handle = os.pidfd_open(process.pid)
             stack.callback(os.close, handle)
-            found.append(Held(process.name(), process.pid, handle))
-    return found
+            held.append(Held(process.name(), process.pid, handle))
+    return held
 
 
 @contextmanager
 def _guarded(held: Sequence[Held]) -> Iterator[None]:
-    """After, and should this program be killed within: none of ``held`` is alive."""
+    """Ends all of ``held`` on exit, and also if this program is killed meanwhile."""
     reading, writing = os.pipe()
     handles = [reading, *(each.handle for each in held)]
     command = [sys.executable, "-I", "-S", ray_guard.__file__, *map(str, handles)]
-    # In a session of its own: what ends this program's group must not end the guard before.
+    # In a session of its own: a signal to this program's process group must not end the guard.
     guard = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, pass_fds=handles, start_new_session=True, env=without_secrets()
     )
@@ -119,7 +120,7 @@ def _guarded(held: Sequence[Held]) -> Iterator[None]:
 
 @contextmanager
 def _watched(vital: Sequence[Held], all_held: Sequence[Held], remedy: Callable[[], str]) -> Iterator[None]:
-    """Within: should one of ``vital`` end, ``all_held`` are killed, and this program ends with a message."""
+    """While active: if one of ``vital`` ends, kills ``all_held`` and ends this program with a message."""
     reading, writing = os.pipe()
 
     def watch() -> None:
@@ -134,7 +135,7 @@ def _watched(vital: Sequence[Held], all_held: Sequence[Held], remedy: Callable[[
             os.write(sys.stderr.fileno(), message.encode())
             for each in all_held:
                 each.kill()
-            os._exit(os.EX_TEMPFAIL)  # nothing of this program works without; Ray would end it a moment later
+            os._exit(os.EX_TEMPFAIL)  # this program cannot go on without it; Ray would end it a moment later
 
     thread = threading.Thread(target=watch, name="Ray's processes", daemon=True)
     thread.start()

@@ -1,7 +1,7 @@
-"""A rollout engine on a node of the cluster: a Ray actor that holds an engine process.
+"""A Ray actor that runs an engine on a node of the cluster.
 
-The actor is thin: vLLM runs in a process of its own below it (``rollout.engine.process``), with an environment of its
-own, and ends with it.  ``engine_client`` is the other side.
+The actor is thin: vLLM runs in a child process (``rollout.engine.process``) with an environment of its own, which ends
+with the actor.  ``engine_client.py`` is the controller's side.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mcore_rl.rollout.worker_methods import WEIGHT_RECEIVER
 
 
 class RolloutWorker:
-    """The class of a Ray actor whose methods are coroutines: many calls run beside each other.
+    """The class of the Ray actor.  Its methods are coroutines, so that calls run concurrently.
 
-    Errors are returned as values: Ray would wrap what is raised.
+    It returns errors as values, because Ray would wrap what it raises.
     """
 
     def __init__(self, name: str) -> None:
@@ -34,7 +34,7 @@ class RolloutWorker:
         self, directory: Path, config: ServingConfig, cores: Sequence[int] | None, device_ids: Sequence[str] | None,
         log: Path,
     ) -> McoreRLError | None:  # fmt: skip
-        """Start the engine; see ``start_engine``."""
+        """Starts the engine; see ``start_engine``.  Returns the error if it fails."""
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             engine = start_engine(
@@ -43,7 +43,7 @@ class RolloutWorker:
                 config,
                 cores=cores,
                 device_ids=device_ids,
-                extension=WEIGHT_RECEIVER if isinstance(config, RolloutConfig) else None,  # others' never change
+                extension=WEIGHT_RECEIVER if isinstance(config, RolloutConfig) else None,  # other weights never change
                 log=log,
                 wait=False,
             )
@@ -54,7 +54,7 @@ class RolloutWorker:
         return None
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample | McoreRLError]:
-        """Each sample as it finishes."""
+        """Yields each sample as it finishes, or an error."""
         try:
             async with aclosing(self._live.generate(requests, sampling)) as samples:
                 async for sample in samples:
@@ -63,14 +63,14 @@ class RolloutWorker:
             yield error
 
     async def perform(self, verb: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Any other verb of the engine, as ``EngineClient`` carries it."""
+        """Runs another method of the engine, by name, for ``EngineClient``.  Returns its result or its error."""
         try:
             return await perform(self._live, verb, args, options)
         except McoreRLError as error:
             return error
 
     async def close(self) -> None:
-        """End the engine's processes."""
+        """Ends the engine's processes."""
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
 

@@ -1,8 +1,8 @@
-"""Sequences of a batch as they lie in Ray's store, and which of them a rank makes its batches of.
+"""Shards, the parts of a batch in Ray's store, and how a rank makes its batches from them.
 
-A shard holds some fields of some sequences.  Different fields may lie in different shards, of different sequences: what
-the trainer says of a token stays where it was said.  A rank is handed all shards that hold something of its sequences,
-and a ``Portion`` that says which sequences of them its batches are made of.
+A shard holds some fields of some sequences.  Different fields may be in different shards, with different sequences: a
+rank's results stay where it computed them.  A rank receives all shards that hold something of its sequences, and a
+``Portion`` that says which of their sequences make up its batches.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Shard:
-    """fields: of each field of ``TrainBatch`` that is there, every sequence's part."""
+    """Some fields of some sequences.  fields: by name of a field of ``TrainBatch``, one array per sequence."""
 
     fields: dict[str, list[NDArray[Any]]]
 
     @classmethod
     def of(cls, lengths_S: Sequence[int], **tensors_T: Tensor | None) -> Shard:
-        """Sequences laid end to end; nothing is copied.  A field that is None is left out."""
+        """A shard of sequences that are packed end to end, without a copy.  A field that is None is left out."""
         ends = np.cumsum(lengths_S)[:-1]
         there = {name: tensor.numpy() for name, tensor in tensors_T.items() if tensor is not None}
         return cls({name: np.split(array, ends) for name, array in there.items()})
 
     def __reduce__(self) -> tuple[Callable[..., Shard], tuple[object, ...]]:
-        """As plain buffers, which Ray's pickler takes as they are: for an array it calls back into Python.
+        """Pickles plain buffers, which Ray's pickler stores directly; for each array it would call back into Python.
 
-        So the views are written once, into Ray's store.
+        So the views are copied only once, into Ray's store.
         """
         rows = {name: (parts[0].dtype.str, parts[0].shape[1:]) for name, parts in self.fields.items()}
         buffers = [[PickleBuffer(part.data) for part in parts] for parts in self.fields.values()]
@@ -47,7 +47,7 @@ class Shard:
 
 
 def _shard(rows: dict[str, tuple[str, tuple[int, ...]]], buffers: list[list[memoryview]]) -> Shard:
-    """rows: type of an element and shape of a token's row, of each field."""
+    """Unpickles a shard.  rows: for each field, the dtype of an element and the shape of a token's row."""
     return Shard(
         {
             name: [np.frombuffer(part, dtype).reshape(-1, *shape) for part in parts]
@@ -57,27 +57,27 @@ def _shard(rows: dict[str, tuple[str, tuple[int, ...]]], buffers: list[list[memo
 
 
 def shards_of(batch: TrainBatch, members: Sequence[Sequence[int]]) -> list[Shard]:
-    """The sequences of ``batch``, on the CPU, that each of ``members`` lists, in that order; nothing is copied."""
+    """A shard for each list of sequences in ``members``, in its order, without a copy.  batch: on the CPU."""
     starts = batch.offsets_S
     arrays = [(name, tensor.numpy()) for name, tensor in batch.token_fields()]
-    found = []
+    shards = []
     for indices in members:
         parts = [slice(starts[i], starts[i] + batch.lengths_S[i]) for i in indices]
-        found.append(Shard({name: [array[part] for part in parts] for name, array in arrays}))
-    return found
+        shards.append(Shard({name: [array[part] for part in parts] for name, array in arrays}))
+    return shards
 
 
-Pick = tuple[int, int]  # a shard, of those that are handed over, and a sequence in it
+Pick = tuple[int, int]  # (number of a shard among those that a rank receives, number of a sequence in it)
 
 
 @dataclass(frozen=True)
 class Portion(Generic[X]):
-    """The batches that a rank makes of the shards that it is handed.
+    """Describes the batches that a rank makes from the shards that it receives.
 
-    fields: each with the number of its column; the fields of a column lie in the same shards.
-    batches: for each batch, for each column, where each sequence is.
+    fields: each field with the number of its column; the fields of a column are in the same shards.
+    batches: for each batch, for each column, the place of each sequence.
     payload: whatever else the controller sends along with them.
-    pairs: for each batch, its ``pairs_S``; None where no sequence has a pair.
+    pairs: for each batch, its ``pairs_S``; None if no sequence has a pair.
     """
 
     fields: tuple[tuple[str, int], ...]
@@ -86,8 +86,8 @@ class Portion(Generic[X]):
     pairs: tuple[tuple[int | None, ...], ...] | None = None
 
     def join(self, shards: Sequence[Shard]) -> list[TrainBatch]:
-        """The batches, in memory of their own, tokens as int64."""
-        found = []
+        """The batches, copied out of ``shards``, tokens as int64."""
+        joined = []
         for number, columns in enumerate(self.batches):
             parts = {
                 name: [shards[shard].fields[name][place] for shard, place in columns[column]]
@@ -96,13 +96,13 @@ class Portion(Generic[X]):
             tensors = {name: torch.from_numpy(np.concatenate(each)) for name, each in parts.items()}
             tensors["tokens_T"] = tensors["tokens_T"].long()
             pairs_S = None if self.pairs is None else self.pairs[number]
-            found.append(TrainBatch.of_fields(tuple(map(len, parts["tokens_T"])), tensors, pairs_S))
-        return found
+            joined.append(TrainBatch.of_fields(tuple(map(len, parts["tokens_T"])), tensors, pairs_S))
+        return joined
 
 
 @dataclass(frozen=True)
 class WorkerInput(Generic[X]):
-    """What a worker's method is given of a ``Portion``: its batches, and the controller's payload."""
+    """The argument of a worker's method: the batches of a ``Portion``, and the controller's payload."""
 
     batches: list[TrainBatch]
     payload: X
@@ -110,7 +110,7 @@ class WorkerInput(Generic[X]):
 
 @dataclass(frozen=True)
 class WorkerOutput(Generic[R]):
-    """What a worker's method returns.  value: goes to the controller.  shard: stays in Ray's store, if there is one."""
+    """The result of a worker's method.  value: goes to the controller.  shard: stays in Ray's store; None is none."""
 
     value: R
     shard: Shard | None = None

@@ -1,7 +1,7 @@
-"""A step's batch in Ray's store: the controller knows where each sequence lies, and reads no token of it.
+"""A step's batch in Ray's store: the controller knows where each sequence is, but never reads its tokens.
 
-Tokens are put there once.  What workers make of them, log-probs, values, advantages, is added where they made it, and
-handed to whoever needs it next, in whatever layout: it travels between nodes without passing the controller.
+Tokens are put there once.  Workers leave what they compute from them (log-probs, values, advantages) in the store of
+their node.  Other workers read it from there, in whatever layout; it never passes through the controller.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ShardRef = ObjectRef[Shard]
 
 @dataclass(frozen=True)
 class ShardRefs(Generic[X]):
-    """The batches of one data-parallel rank, as it is handed them.
+    """What is sent to one data-parallel rank, from which it makes its batches.
 
-    portion: a pickled ``Portion`` with a payload of type ``X``.  shards: references to the shards that it is of.
+    portion: a pickled ``Portion`` with a payload of type ``X``.  shards: references to the shards that it refers to.
     """
 
     portion: bytes
@@ -35,16 +35,17 @@ class ShardRefs(Generic[X]):
 
 @dataclass(frozen=True, eq=False)
 class _Column:
-    """shards: a reference to each.  where_S: the shard of each sequence, and its number there."""
+    """Where fields are.  shards: a reference to each.  where_S: for each sequence, its shard and its number there."""
 
     shards: list[ShardRef]
     where_S: list[Pick]
 
 
 class SharedBatch:
-    """An empty batch of sequences of lengths_S tokens; ``assignment[r]`` lists the sequences that rank r trains.
+    """The fields of a step's batch, as references; empty at first.
 
-    pairs_S: see ``TrainBatch``.
+    lengths_S: tokens of each sequence.  assignment: ``assignment[r]`` lists the sequences that data-parallel rank r
+    trains.  pairs_S: see ``TrainBatch``.
     """
 
     def __init__(
@@ -58,9 +59,9 @@ class SharedBatch:
         self._columns: dict[str, _Column] = {}  # by field
 
     def add(self, members: Sequence[Sequence[int]], shards: Sequence[ShardRef], fields: Sequence[str]) -> None:
-        """Add ``fields`` of all sequences, in place of what was there.
+        """Adds ``fields`` of all sequences, or replaces them.
 
-        members: the sequences of each shard.  shards: a reference to each.
+        members: the sequences in each shard.  shards: a reference to each.
         """
         where_S = [(0, 0)] * len(self.lengths_S)
         for shard, indices in enumerate(members):
@@ -72,17 +73,17 @@ class SharedBatch:
     def shard_refs(
         self, batches: Sequence[Sequence[Sequence[int]]], fields: Sequence[str], payloads: Sequence[X]
     ) -> list[ShardRefs[X]]:
-        """What each data-parallel rank is handed.
+        """What to send to each data-parallel rank.
 
-        batches: of each rank, the sequences of each of its batches.  fields: that the batches have, of those that are
-        there.  payloads: of each rank.
+        batches: for each rank, the sequences of each of its batches.  fields: those that the batches shall have;
+        missing ones are left out.  payloads: one for each rank.
         """
         names = [name for name in fields if name in self._columns]
         columns = list(dict.fromkeys(self._columns[name] for name in names))
         of_field = tuple((name, columns.index(self._columns[name])) for name in names)
-        found = list[ShardRefs[X]]()
+        refs = list[ShardRefs[X]]()
         for payload, of_rank in zip(payloads, batches, strict=True):
-            handed: dict[tuple[int, int], int] = {}  # column, shard -> its number among those that are handed over
+            handed: dict[tuple[int, int], int] = {}  # (column, shard) -> its number among the shards of this rank
             picks = tuple(
                 tuple(
                     tuple(
@@ -96,14 +97,17 @@ class SharedBatch:
             keys = self.pairs_S
             pairs = None if keys is None else tuple(tuple(keys[sequence] for sequence in batch) for batch in of_rank)
             portion = pickle.dumps(Portion(of_field, picks, payload, pairs), protocol=pickle.HIGHEST_PROTOCOL)
-            found.append(ShardRefs(portion, [columns[number].shards[shard] for number, shard in handed]))
-        return found
+            refs.append(ShardRefs(portion, [columns[number].shards[shard] for number, shard in handed]))
+        return refs
 
-    def in_order(self, members: Sequence[Sequence[int]], found: Sequence[T]) -> T:
-        """Records of tensors [S] (or records of them), one of each of ``members``, as one in the batch's order."""
+    def in_order(self, members: Sequence[Sequence[int]], parts: Sequence[T]) -> T:
+        """Joins records of tensors [S] into one record in the order of the batch.
+
+        members: the sequences of each record.  parts: dataclasses of tensors, None, or such dataclasses.
+        """
         order = torch.empty(len(self.lengths_S), dtype=torch.int64)
         order[[index for indices in members for index in indices]] = torch.arange(len(order))
-        joined: T = _in_order(found, order)
+        joined: T = _in_order(parts, order)
         return joined
 
 

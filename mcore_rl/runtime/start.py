@@ -1,4 +1,4 @@
-"""The processes of a run, started where ``placement`` says, with the environment that each needs."""
+"""Starts the processes of a run in the bundles of ``placement``, with the environment that each needs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from mcore_rl.runtime.worker_group import WorkerGroup
 async def start_trainers(
     spec: RoleSpec, places: Places, platform: Platform, logs: Path, trainer: TrainerConfig
 ) -> TrainGroup:
-    """The training processes of one role, in their process groups; ``build`` is the next that they are asked.
+    """Starts the training processes of one role and joins them in their process groups; call ``build`` next.
 
-    Each computes with its share of the cores that this machine has, one at least.
+    On CPU, each computes with its share of this machine's cores, at least one.
     """
     world_size = len(places.train)
     threads = 1 if platform.is_accelerator else max(1, num_cores() // world_size)
@@ -71,11 +71,11 @@ async def start_engines(
     *,
     name: str = "engine",
 ) -> list[EngineClient]:
-    """All engines, ready, one in each of ``bundles``, until ``stack`` is closed; called ``name`` and their number.
+    """Starts an engine in each of ``bundles`` and waits until all are ready; closing ``stack`` ends them.
 
-    trainers: whose devices they share, where they do; None: each has what its bundle has.
-
-    On CPU the engines share this machine's cores, each its own where there are enough.
+    trainers: the workers whose devices the engines share; None: each engine has the devices of its bundle.
+    name: the engines are called by it and a number.
+    On CPU the engines share this machine's cores, each with cores of its own if there are enough.
     """
     layout = config.layout
     each = layout.tp * layout.engine_dp
@@ -116,5 +116,5 @@ async def start_engines(
 
 
 def pool_of(engines: Sequence[EngineClient], rollout: RolloutConfig) -> EnginePool:
-    """One queue before all engines."""
+    """A pool of the engines, which share one queue of requests."""
     return EnginePool(engines, rollout.max_num_seqs)

@@ -1,7 +1,7 @@
-"""One training process of a role: joins its process group, builds its engine, and does what the controller says.
+"""One training process of a role: it joins its process group, builds its engine, and runs the controller's calls.
 
-Thin: what is computed is ``training/``'s, which weights go where ``weights/``'s and ``sync/``'s.  The controller
-imports this module for the types of its calls, so Megatron is imported in the methods that need it: it takes 3 s.
+It is thin: ``training/`` computes, ``weights/`` and ``sync/`` decide which weights go where.  The controller imports
+this module for the types of its calls, so the methods that need Megatron import it, which takes 3 s.
 """
 
 from __future__ import annotations
@@ -57,17 +57,20 @@ if TYPE_CHECKING:
     from mcore_rl.training.engine import Loss
 
 LOCAL = 0  # Ray shows each worker its own accelerator, and no other
-# Of each minibatch, the advantages of its sequences (float32, [S]), where they are not in the batch, token by token.
+# For each minibatch, the advantages of its sequences (float32, [S]); None if the batch has one per token.
 SequenceAdvantages = Sequence[NDArray[np.float32] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSpec:
-    """What a worker is told of its role.
+    """What a worker must know of its role.
 
-    directory: of the Hugging Face checkpoint that it starts from.  shares_device: with an engine, by turns.
-    trains: it has an optimizer; without, it only scores.
-    publishes: its weights go to the engines, which want them when it rests.
+    role: its name.
+    directory: the Hugging Face checkpoint of its first weights.
+    engine, parallel, head: settings of its engine, its layout, and the output of its model.
+    trains: whether it has an optimizer; without one, it only scores.
+    shares_device: whether rollout engines use the same device by turns.
+    publishes: whether its weights go to the engines, for which they stay on the device when the worker rests.
     """
 
     role: str
@@ -82,7 +85,7 @@ class RoleSpec:
 
 @dataclass(frozen=True)
 class TrainResults:
-    """results: of each optimizer step.  memories: of each rank, after them."""
+    """results: one per optimizer step.  memories: the memory use of each rank after them."""
 
     results: list[StepResult]
     memories: list[Memory]
@@ -90,7 +93,7 @@ class TrainResults:
 
 @dataclass(frozen=True)
 class RankAdvantages:
-    """Of a rank's sequences.  stats: for the controller.  fields: of the batch, that were made of each token."""
+    """A rank's part of the advantages.  stats: per sequence.  fields: names of the batch's fields that it computed."""
 
     stats: SequenceStats
     fields: tuple[str, ...]
@@ -98,7 +101,10 @@ class RankAdvantages:
 
 @dataclass(frozen=True)
 class SequencesInStep:
-    """advantages_S: float32, where a response has one; None where its tokens differ.  index_S: places in the step."""
+    """What a rank must know of its sequences to select tokens.
+
+    advantages_S: float32, one per sequence; None if the batch has one per token.  index_S: their places in the step.
+    """
 
     advantages_S: NDArray[np.float32] | None
     index_S: Sequence[int]
@@ -121,12 +127,12 @@ class TrainWorker(Answering):
         return [str(index) for index in ray.get_gpu_ids()]
 
     def rendezvous(self) -> tuple[str, int]:
-        """(address, port) of a store for all workers of the role; of one worker, before ``join``."""
+        """Opens a store for all workers of the role, on one of them, before ``join``.  Returns (address, port)."""
         self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         return this_host(), self._store.port
 
     def join(self, address: str, port: int, spec: RoleSpec, timeout_s: float) -> None:
-        """Enter the process groups of ``spec``'s layout.  Every worker of the role."""
+        """Joins the process groups of ``spec``'s layout; every worker of the role must call it."""
         from mcore_rl.parallel.groups import init_groups
 
         self.spec, self.platform = spec, detect(spec.engine.device)
@@ -141,7 +147,7 @@ class TrainWorker(Answering):
         self.groups = init_groups(layout, self.platform, device, spec.engine.seed)
 
     def build(self) -> None:
-        """The engine, with the checkpoint's weights."""
+        """Builds the engine, with the checkpoint's weights."""
         from mcore_rl.training.engine import Engine
 
         spec = self.spec
@@ -158,9 +164,9 @@ class TrainWorker(Answering):
     def score(
         self, given: WorkerInput[None], field: str, temperature: float, with_entropy: bool, snapshot: str | None
     ) -> WorkerOutput[SequenceScores | None]:
-        """``Engine.score``: log-probs or values, left in the store as ``field``; sums over trained tokens.
+        """``Engine.score``: the value is sums over trained tokens, the shard holds log-probs or values as ``field``.
 
-        Only the leader of each data-parallel coordinate answers, since its peers would say the same.
+        Only the leader of each data-parallel coordinate returns them; its peers have the same.
         """
         (batch,) = given.batches
         self.onload([OffloadPart.weights])
@@ -169,18 +175,18 @@ class TrainWorker(Answering):
             self.rest()
         if not self._leads:
             return WorkerOutput(None)
-        found_T = scores.values_T if self.spec.head is Head.value else scores.logprobs_T
-        assert found_T is not None
+        scored_T = scores.values_T if self.spec.head is Head.value else scores.logprobs_T
+        assert scored_T is not None
         sums = SequenceScores(
-            sums_S=_sums(batch, found_T),
+            sums_S=_sums(batch, scored_T),
             entropy_S=None if scores.entropy_T is None else _sums(batch, scores.entropy_T),
         )
-        return WorkerOutput(sums, Shard.of(batch.lengths_S, **{field: found_T}))
+        return WorkerOutput(sums, Shard.of(batch.lengths_S, **{field: scored_T}))
 
     def compute_advantages(
         self, given: WorkerInput[Outcomes], algorithm: AlgorithmConfig, kl_coef: float
     ) -> WorkerOutput[RankAdvantages | None]:
-        """See ``algorithms.token_advantages``; what it makes of tokens stays there.  Of leaders alone."""
+        """See ``algorithms.token_advantages``: the shard holds its results per token.  Only leaders compute it."""
         if not self._leads:
             return WorkerOutput(None)
         (batch,) = given.batches
@@ -191,7 +197,7 @@ class TrainWorker(Answering):
     def select_tokens(
         self, given: WorkerInput[SequencesInStep], config: ActorConfig, numbers: StepNumbers, moments: Moments
     ) -> WorkerOutput[NDArray[np.float32] | None]:
-        """The largest keys (``algorithms/selection.py``); those of all tokens stay there.  Of leaders alone."""
+        """``selection.select``: the value is the largest keys, the shard holds all keys.  Only leaders compute it."""
         if not self._leads:
             return WorkerOutput(None)
         (batch,) = given.batches
@@ -210,11 +216,11 @@ class TrainWorker(Answering):
         kl_to: str | None,
         numbers: StepNumbers,
     ) -> WorkerOutput[TrainResults | None]:
-        """``Engine.train_step`` on one minibatch after the other; rank 0 answers, which knows of all ranks."""
+        """``Engine.train_step`` on each minibatch, in order.  Only rank 0 returns results, which are of all ranks."""
         self.onload()
-        found = []
+        results = []
         for batch, given_S, counts in zip(given.batches, given.payload, denominators, strict=True):
-            found.append(
+            results.append(
                 self.engine.train_step(
                     finish(batch, given_S, numbers),
                     loss,
@@ -229,41 +235,41 @@ class TrainWorker(Answering):
         of_ranks = torch.empty(self.world_size, len(own), dtype=torch.int64, device=device)
         dist.all_gather_into_tensor(of_ranks, torch.tensor([list(own.values())], device=device))
         memories = [Memory(**dict(zip(own, row, strict=True))) for row in of_ranks.tolist()]
-        return WorkerOutput(TrainResults(found, memories) if self.rank == 0 else None)
+        return WorkerOutput(TrainResults(results, memories) if self.rank == 0 else None)
 
     def rest(self) -> None:
-        """Nothing is trained before the next step: leave a shared device, but for weights that engines want."""
+        """Training is over until the next step: on a shared device, offloads all but weights that engines need."""
         if self.spec.shares_device:
             self.offload([part for part in OffloadPart if part is not OffloadPart.weights or not self.spec.publishes])
 
     def take_snapshot(self, name: str, moves: Moves) -> None:
-        """Keep the weights as they are under ``name``; ``move_snapshot`` brings them on as ``moves`` says."""
+        """Copies the current weights as ``name``.  moves: how ``move_snapshot`` will change the copy."""
         self.engine.snapshots.take(name, moves)
 
     def move_snapshot(self, name: str) -> None:
-        """Bring the frozen weights ``name`` after the live ones."""
+        """Updates the frozen weights ``name`` from the live ones."""
         self.onload([OffloadPart.weights])
         self.engine.snapshots.move(name)
         self.rest()
 
     def offload(self, parts: Sequence[OffloadPart] = tuple(OffloadPart)) -> Moved:
-        """To host memory, before the devices are another's."""
+        """Moves ``parts`` to host memory, to free the device."""
         return self.engine.memory.offload(parts)
 
     def onload(self, parts: Sequence[OffloadPart] = tuple(OffloadPart)) -> Moved:
-        """Back to the device; what computes does it by itself, once there is something to compute."""
+        """Moves ``parts`` back to the device; methods that compute call it by themselves."""
         return self.engine.memory.onload(parts)
 
     def num_state_bytes(self) -> int:
-        """Bytes of disk that ``save_state`` takes."""
+        """The bytes that this rank's ``save_state`` writes to disk."""
         from mcore_rl.training.run_state import num_state_bytes
 
         return num_state_bytes(self.engine, self.table)
 
     def save_state(self, directory: Path, behind: bool) -> None:
-        """All that this rank needs to go on, into the empty ``directory``; ``saved`` says what became of it.
+        """Writes the state that this rank needs to resume into the empty ``directory``; ``saved`` tells the outcome.
 
-        behind: return once it is copied to host memory, else once it is written.
+        behind: return once the state is copied to host memory, else once it is written.
         """
         from mcore_rl.training.run_state import begin_save
 
@@ -272,17 +278,17 @@ class TrainWorker(Answering):
         )
 
     def saved(self) -> Written | None:
-        """What became of the file that ``save_state`` began; None while it is being written."""
+        """The outcome of the last ``save_state``; None while it is still writing."""
         return self._writer.outcome()
 
     def _beside(self, directory: Path) -> None:
-        """So that the checkpoint can be made a Hugging Face one by itself."""
+        """Adds the sidecar files, so that the checkpoint alone can be converted to a Hugging Face checkpoint."""
         if self.rank == 0:
             (directory / SIDECAR_FILES).mkdir()
             copy_sidecar_files(self.spec.directory, directory / SIDECAR_FILES, self.engine.dtype, head=self.table.head)
 
     def load_state(self, directory: Path) -> bool:
-        """What ``save_state`` of all ranks wrote; whether in this layout, so that all goes on bit for bit."""
+        """Loads what ``save_state`` of all ranks wrote.  True: in this layout, so that training resumes bit for bit."""
         from mcore_rl.training.run_state import load_run_state
 
         self.onload([OffloadPart.weights, OffloadPart.optimizer])
@@ -291,12 +297,12 @@ class TrainWorker(Answering):
         return alike
 
     def save_hf(self, target: Path, source: Path) -> None:
-        """A Hugging Face checkpoint of the live weights, whole and under its name; collective."""
+        """Writes the live weights as a Hugging Face checkpoint to ``target``, complete or not at all; collective."""
         self.onload([OffloadPart.weights])
         save_hf(self.engine.models, self.table, self.rank, target, source, dtype=self.engine.dtype)
 
     def connect(self, transport: Transport, layout: RolloutLayout, bucket_bytes: int) -> None:
-        """Be a member of the channel to the rollout ranks from now on."""
+        """Makes this rank a member of the weight channel to the rollout ranks."""
         family, model = self.table.family, self.table.model
         self._publisher = Publisher(
             self.engine.models,
@@ -309,38 +315,38 @@ class TrainWorker(Answering):
         )
 
     def opening(self, first_rank: int, attempt: int) -> bytes:
-        """``Publisher.opening``."""
+        """Calls ``Publisher.opening`` on this rank."""
         return self.publisher.opening(first_rank, attempt)
 
     def open(self, attempt: int) -> None:
-        """``Publisher.open``."""
+        """Calls ``Publisher.open`` on this rank."""
         self.publisher.open(attempt)
 
     def publish(self, version: int) -> Published:
-        """``Publisher.publish``."""
+        """Calls ``Publisher.publish`` on this rank, with the weights on the device."""
         self.onload([OffloadPart.weights])
         return self.publisher.publish(version)
 
     def expected(self, version: int) -> Expected:
-        """``check.expected_weights``."""
+        """Calls ``check.expected_weights``, with the weights on the device."""
         self.onload([OffloadPart.weights])
         return expected_weights(self.publisher, version)
 
     def start_profile(self) -> None:
-        """Trace what this process computes from now on, by torch's profiler, with its phases."""
+        """Starts to trace what this process computes, by torch's profiler, with its phases."""
         self._profile = torch.profiler.profile()
         self._profile.start()
         mark_phases(torch.profiler.record_function)
 
     def stop_profile(self, directory: Path) -> None:
-        """Write the trace since ``start_profile``, for Perfetto or chrome://tracing."""
+        """Writes the trace since ``start_profile``, for Perfetto or chrome://tracing."""
         mark_phases(None)
         self._profile.stop()
         directory.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(directory / f"{self.spec.role}-rank-{self.rank}.json"))
 
     def checksum(self) -> int:
-        """Of all weights and of what the optimizer holds on this rank: equal bits, equal sums."""
+        """A checksum of this rank's weights and optimizer state; equal bits give equal sums."""
         self.onload([OffloadPart.weights, OffloadPart.optimizer])
         tensors = [*(p for chunk in self.engine.models for p in chunk.parameters())]
         if self.engine.optimizer is not None:
@@ -353,7 +359,7 @@ class TrainWorker(Answering):
 
     @property
     def publisher(self) -> Publisher:
-        """Of this rank, once it is connected."""
+        """This rank's publisher; ``connect`` must have been called."""
         assert self._publisher is not None, "connect first"
         return self._publisher
 

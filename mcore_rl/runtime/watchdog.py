@@ -1,7 +1,7 @@
-"""A call of the workers that takes too long: noticed, and told with what every rank is doing.
+"""Detects a call of the workers that takes too long, and reports what every rank is doing.
 
-Workers that hang in a collective answer nothing, and neither does one that hangs in C with Python's lock; so each is
-sent a signal, on its own machine, and writes its stacks as for a crash.  The rest is read from the run's logs.
+Workers that hang in a collective, or in C with Python's lock held, cannot answer a call.  So each gets a signal, on its
+own machine, at which it writes its stacks as in a crash.  Everything else is read from the run's logs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.runtime.answers import Whereabouts, last_phase, phase_since, stacks_file
 
-STACKS_S = 10.0  # that workers have to write them
-SHOWN = 8  # groups of ranks that do the same, on the screen; all are in the file
-ENOUGH = 2  # answers before the longest tells anything
+STACKS_S = 10.0  # the time limit for workers to write their stacks
+SHOWN = 8  # groups of ranks that do the same, on the screen; the file has all
+ENOUGH = 2  # calls of a method before its longest duration counts
 COLLECTIVE = re.compile(r'File ".*distributed_c10d\.py", line \d+ in (?!wrapper)(\w+)')
 
 
 class Watchdog:
-    """How long each method may take, learned from how long it took."""
+    """How long a call of each method may take, derived from how long its calls took so far."""
 
     def __init__(self, config: WatchdogConfig) -> None:
         self._config = config
@@ -37,7 +37,7 @@ class Watchdog:
         self._count: dict[str, int] = defaultdict(int)
 
     def limit_s(self, method: str) -> float:
-        """After which a call of ``method`` counts as hung."""
+        """The seconds after which a call of ``method`` counts as hung."""
         config = self._config
         if not config.limit_s:
             return float("inf")
@@ -46,14 +46,21 @@ class Watchdog:
         return min(config.limit_s, max(config.least_s, config.factor * self._longest[method]))
 
     def took(self, method: str, seconds: float) -> None:
-        """A call of ``method`` was answered."""
+        """Records that a call of ``method`` was answered after ``seconds``."""
         self._count[method] += 1
         self._longest[method] = max(self._longest[method], seconds)
 
 
 @dataclass(frozen=True)
 class Hung:
-    """What one rank was doing.  phase: "" outside any; since_s: for how long.  collective: "" where it is in none."""
+    """What one rank was doing when a call hung.
+
+    title, host: the rank's name in messages, and its machine.
+    phase: its current phase; "" outside any phase.
+    since_s: seconds since it entered the phase; None if that is unknown.
+    collective: the collective that it waits in; "" if none.
+    stacks: the Python stacks of its threads.
+    """
 
     title: str
     host: str
@@ -63,7 +70,7 @@ class Hung:
     stacks: str
 
     def line(self) -> str:
-        """For the screen, without the rank."""
+        """One line for the screen, without the rank's name."""
         since = "" if self.since_s is None else f" for {self.since_s:.0f} s"
         inside = f", waiting in {self.collective}" if self.collective else ""
         return f"in {self.phase or 'no phase'}{since}{inside}"
@@ -72,7 +79,7 @@ class Hung:
 def look_at(
     titles: Sequence[str], hosts: Sequence[str], logs: Sequence[Path], whereabouts: Sequence[Whereabouts]
 ) -> list[Hung]:
-    """What workers are doing, by their logs and stacks; waits for the latter, ``STACKS_S`` at most."""
+    """What each worker is doing, from its logs and stacks; waits for the stacks, ``STACKS_S`` at most."""
     before = [_size(stacks_file(log)) for log in logs]
     _ask_for_stacks(whereabouts)
     until, sizes = time.monotonic() + STACKS_S, before
@@ -82,11 +89,11 @@ def look_at(
         if new == sizes and all(now > then for now, then in zip(new, before, strict=True)):
             break
         sizes = new
-    found = []
+    hung = []
     for title, host, log, start in zip(titles, hosts, logs, before, strict=True):
         stacks, since = _text(stacks_file(log), start), phase_since(log)
         collective = COLLECTIVE.search(stacks)
-        found.append(
+        hung.append(
             Hung(
                 title=title,
                 host=host,
@@ -96,11 +103,11 @@ def look_at(
                 stacks=stacks or "no stacks: the process is gone, or its machine does not answer\n",
             )
         )
-    return found
+    return hung
 
 
 def write_hung(directory: Path, what: str, hung: Sequence[Hung]) -> Path:
-    """``hang_<time>.txt`` in ``directory``: every rank with its stacks."""
+    """Writes ``hang_<time>.txt`` to ``directory``: ``what`` as a title, then every rank's stacks.  Returns its path."""
     path = directory / time.strftime("hang_%Y%m%d-%H%M%S.txt")
     parts = [f"{each.title} on {each.host}: {each.line()}\n{each.stacks}" for each in hung]
     path.write_text("\n".join([what, "", *parts]))
@@ -108,7 +115,7 @@ def write_hung(directory: Path, what: str, hung: Sequence[Hung]) -> Path:
 
 
 def summary(hung: Sequence[Hung]) -> list[str]:
-    """Lines for the screen: ranks that do the same together, the fewest first, since they keep the others waiting."""
+    """Lines for the screen, one for all ranks that do the same; the fewest first, since the others wait for them."""
     alike: dict[tuple[str, str], list[Hung]] = defaultdict(list)
     for each in hung:
         alike[each.phase, each.collective].append(each)
@@ -133,7 +140,7 @@ def _ask_for_stacks(whereabouts: Sequence[Whereabouts]) -> None:
     try:
         ray.wait(calls, num_returns=len(calls), timeout=STACKS_S)
     except RayError:
-        return  # no machine that would answer; their phases are known all the same
+        return  # the machines do not answer; the ranks' phases are known all the same
 
 
 def _signal(pids: Sequence[int]) -> None:

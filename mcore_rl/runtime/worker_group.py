@@ -1,12 +1,11 @@
-"""The workers of one role, called together: ``all`` calls every one, ``map`` gives each data-parallel rank its batches.
+"""Calls the workers of one role together: ``all`` calls each, ``map`` also sends each data-parallel rank its batches.
 
-What is called is named by the method of the worker's class itself (``group.all(TrainWorker.build)``), so that its
-arguments and results are checked; here alone does it become a call of Ray.  The tensor, pipeline and context peers of
-a data-parallel coordinate are handed the same object references: a shard is in Ray's store once, and read by its peers
-where it lies.
+A call names the method of the worker's class itself (``group.all(TrainWorker.build)``), so that its arguments and
+results are type-checked; only this file turns it into a call of Ray.  The tensor, pipeline and context peers of a
+data-parallel coordinate receive the same object references: a shard is in Ray's store once, and peers read it there.
 
-The invariant: a call returns the results of all, or raises the first cause within seconds, naming rank, coordinates,
-host and phase; after that the group is of no more use and is to be closed.
+The invariant: a call returns the results of all, or raises the first cause within seconds, with rank, coordinates, host
+and phase.  After that the group cannot be used any more and must be closed.
 """
 
 from __future__ import annotations
@@ -34,17 +33,18 @@ W = TypeVar("W", bound=Answering)
 P = ParamSpec("P")
 X = TypeVar("X")
 R = TypeVar("R")
-SHARED_BY = 8  # coordinates that read one object of Ray's store: a call of the store costs what 0.5 MB do
-POLL_S = 0.2  # between looks at the calls that are under way: how soon a failure is noticed
-SETTLE_S = 0.2  # once a worker has failed by itself: for answers that are already on their way
-DEVICE_FAILED = "AcceleratorError"  # torch's, of what a device or its driver reports
-GRACE_S = 3.0  # once one failed because its peers were gone: for the one that caused it
+SHARED_BY = 8  # coordinates that read one object of Ray's store: a call of the store costs as much as 0.5 MB
+POLL_S = 0.2  # between checks of pending calls: how soon a failure is noticed
+SETTLE_S = 0.2  # after a worker failed by itself: wait for answers that are already on their way
+DEVICE_FAILED = "AcceleratorError"  # torch's error for failures that a device or its driver reports
+GRACE_S = 3.0  # after a worker failed because its peers were gone: wait for the failure that caused it
 
 
 class WorkerGroup(Generic[W]):
-    """``workers``: Ray actors of class ``W``, in the order of the ranks of ``layout``.
+    """The workers of one role.
 
-    hosts, logs: of each.  watchdog: says when a call counts as hung.
+    role: its name.  workers: Ray actors of class ``W``, in the order of the ranks of ``layout``.  hosts, logs: machine
+    and log file of each.  watchdog: says when a call counts as hung.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class WorkerGroup(Generic[W]):
         self.role, self.layout = role, layout
         self._workers, self.hosts, self._logs = list(workers), list(hosts), list(logs)
         self._watchdog, self._whereabouts = watchdog, list[Whereabouts]()
-        self._under_way: list[object] = []  # calls, in the order in which workers answer them
+        self._under_way: list[object] = []  # pending calls, in the order in which workers answer them
         self._coordinates = [layout.coords(rank).dp for rank in range(layout.world_size)]
-        # Of each data-parallel coordinate, the rank that answers for all of its peers.
+        # For each data-parallel coordinate, the rank that answers for all of its peers.
         self.leaders = [layout.rank_of(tp=0, cp=0, dp=dp, pp=0) for dp in range(layout.dp)]
 
     @property
     def neighbours(self) -> list[list[int]]:
-        """The data-parallel coordinates, those together whose leaders share a machine, ``SHARED_BY`` at most."""
-        found: list[list[int]] = []
+        """The data-parallel coordinates, in groups of at most ``SHARED_BY`` whose leaders are on the same machine."""
+        groups: list[list[int]] = []
         for _, together in groupby(range(self.layout.dp), key=lambda dp: self.hosts[self.leaders[dp]]):
             ranks = list(together)
-            found += [ranks[start : start + SHARED_BY] for start in range(0, len(ranks), SHARED_BY)]
-        return found
+            groups += [ranks[start : start + SHARED_BY] for start in range(0, len(ranks), SHARED_BY)]
+        return groups
 
     async def all(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Every worker's result of ``method``, in the order of the ranks."""
@@ -80,7 +80,7 @@ class WorkerGroup(Generic[W]):
         return await self._collect(name, [worker.call.remote(message) for worker in self._workers])
 
     def put(self, shards: Sequence[Shard]) -> list[ShardRef]:
-        """References to them in Ray's store."""
+        """Puts ``shards`` into Ray's store; returns references."""
         return [ray.put(shard) for shard in shards]
 
     async def map(
@@ -90,9 +90,10 @@ class WorkerGroup(Generic[W]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> tuple[list[R], list[ShardRef]]:
-        """What the data-parallel coordinates' leaders answer, and references to the shards that they leave behind.
+        """Calls ``method`` on every worker with the input of its data-parallel coordinate and the other arguments.
 
-        inputs: of each coordinate; every peer is called with them and the other arguments.
+        inputs: one for each coordinate.
+        Returns, for each coordinate, (the value that its leader returned; a reference to the leader's output shard).
         """
         assert len(inputs) == self.layout.dp, f"{len(inputs)} inputs for dp={self.layout.dp}"
         name, message, calls = method.__name__, message_of(method, args, kwargs), []
@@ -103,10 +104,10 @@ class WorkerGroup(Generic[W]):
         return [results[rank] for rank in self.leaders], [calls[rank][1] for rank in self.leaders]
 
     async def one(self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """The result of one worker alone: nothing collective."""
+        """The result of ``method`` on one worker alone; the method must not be collective."""
         call = self._workers[rank].call.remote(message_of(method, args, kwargs))
-        found: list[R] = await self._collect(method.__name__, [call], [rank])
-        return found[0]
+        results: list[R] = await self._collect(method.__name__, [call], [rank])
+        return results[0]
 
     async def locate(self) -> None:
         """Record host, process id and node of each worker, to diagnose hangs."""
@@ -114,16 +115,19 @@ class WorkerGroup(Generic[W]):
         self._whereabouts = await self.all(Answering.whereabouts)
 
     def close(self) -> None:
-        """End the processes."""
+        """Kills the processes."""
         for worker in self._workers:
             ray.kill(worker)
 
     def title(self, rank: int) -> str:
-        """What messages call a worker."""
+        """The name of a worker in messages."""
         return f"{self.role} rank {rank} ({self.layout.coords(rank)})"
 
     async def _collect(self, method: str, calls: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
-        """Waits in a thread for all at once: a coroutine for each call would cost more than the call itself."""
+        """The values of ``calls``, or raises the first cause; ``ranks`` made them, None is all ranks.
+
+        One thread waits for all calls together, since a coroutine per call would cost more than the call itself.
+        """
         ranks = range(len(calls)) if ranks is None else ranks
         rank_of = dict(zip(calls, ranks, strict=True))
         waiting, until, begin = list(calls), float("inf"), time.monotonic()
@@ -150,7 +154,7 @@ class WorkerGroup(Generic[W]):
         return [answers[rank].value for rank in ranks]
 
     def _hung(self, method: str, limit_s: float) -> DeadWorkerError:
-        """All ranks are looked at, also those that have answered: they may be what the others wait for."""
+        """The error of a hung call, with what all ranks are doing: those that have answered may cause the hang."""
         what = f"{self.role}: no answer to {method} after {limit_s:.0f} s (trainer.watchdog says how long is too long)"
         titles = [self.title(rank) for rank in range(self.layout.world_size)]
         hung = look_at(titles, self.hosts, self._logs, self._whereabouts)
@@ -159,10 +163,10 @@ class WorkerGroup(Generic[W]):
 
     def _answers(self, done: Sequence[Any], rank_of: Mapping[Any, int]) -> list[Answer]:
         try:
-            found: list[Answer] = ray.get(list(done))
-        except RayError:  # of one of them
+            answers: list[Answer] = ray.get(list(done))
+        except RayError:  # one of the calls failed
             return [self._answer(rank_of[call], call) for call in done]
-        return found
+        return answers
 
     def _answer(self, rank: int, call: Any) -> Answer:
         try:
@@ -195,7 +199,7 @@ class WorkerGroup(Generic[W]):
 
 
 def _reason(error: RayError) -> str:
-    """What Ray says of a death, in one line: its messages are a page long."""
+    """Ray's reason for a worker's death, in one line; Ray's own messages are a page long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if line.lower().startswith(("worker exit", "the actor is dead because"))]
     return " ".join(telling) or lines[0] if lines else type(error).__name__

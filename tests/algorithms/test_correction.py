@@ -27,7 +27,7 @@ def logprobs(case: Case, seed: int) -> tuple[Rows, Rows]:
     return [[a for a, _ in row] for row in rows], [[a + b for a, b in row] for row in rows]
 
 
-def found(case: Case, old: Rows, rollout: Rows, config: RolloutCorrectionConfig) -> Correction:
+def corrected(case: Case, old: Rows, rollout: Rows, config: RolloutCorrectionConfig) -> Correction:
     flat = [torch.tensor([x for row in rows for x in row], dtype=torch.float64) for rows in (old, rollout)]
     return correct(flat[0], flat[1], case.inputs().trained, case.lengths, config)
 
@@ -55,7 +55,7 @@ def test_weights_and_mask(level: CorrectionLevel, mode: CorrectionMode) -> None:
     for name, case in ALL.items():
         old, rollout = logprobs(case, 1)
         weights, inside = weights_by_hand(log_ratios(case, old, rollout), config)
-        result = found(case, old, rollout, config)
+        result = corrected(case, old, rollout, config)
         trained = inside if mode is CorrectionMode.mask else [[True] * len(row) for row in inside]
         kept = case.at_tokens([[float(x) for x in row] for row in trained])
         assert result.mask_T.tolist() == [bool(x) for x in kept], name
@@ -78,7 +78,7 @@ def test_batch_normalized_weights_have_mean_1(level: CorrectionLevel, mode: Corr
         flat = [x for row in weights for x in row]
         count = sum(map(sum, inside)) if mode is CorrectionMode.mask else len(flat)
         expected = sum(flat) / count if sum(flat) else 1.0
-        sums = found(case, old, rollout, config).sums
+        sums = corrected(case, old, rollout, config).sums
         assert mean_weight(sums, config) == pytest.approx(expected, rel=1e-12), name
         assert mean_weight(sums, replace(config, batch_normalize=False)) == 1.0
 
@@ -105,7 +105,7 @@ def test_rejection(reject: Rejection, level: CorrectionLevel) -> None:
             inside = [x <= upper if lower is None else lower <= math.exp(x) <= upper for x in values]
             expected.append([float(x) for x in inside])
             met |= set(inside)
-        result = found(case, old, rollout, config)
+        result = corrected(case, old, rollout, config)
         assert result.mask_T.tolist() == [bool(x) for x in case.at_tokens(expected)], name
         if level is CorrectionLevel.none:
             assert result.weights_T is None
@@ -126,10 +126,10 @@ def test_every_rejection_is_a_row_and_its_lower_bound_is_the_inverse() -> None:
     case = ALL["drawn_3"]
     old, rollout = logprobs(case, 6)
     config = RolloutCorrectionConfig(reject=Rejection.token_k1, reject_upper=1.25)
-    given = found(case, old, rollout, replace(config, reject_lower=0.8))
-    assert torch.equal(found(case, old, rollout, config).mask_T, given.mask_T)
+    given = corrected(case, old, rollout, replace(config, reject_lower=0.8))
+    assert torch.equal(corrected(case, old, rollout, config).mask_T, given.mask_T)
     # Which of the two is called the ratio does not matter then; it does where the bounds are not each other's inverse.
-    assert torch.equal(found(case, rollout, old, config).mask_T, given.mask_T)
+    assert torch.equal(corrected(case, rollout, old, config).mask_T, given.mask_T)
 
 
 @pytest.mark.parametrize("reject", list(Rejection))
@@ -161,14 +161,14 @@ def test_metrics(level: CorrectionLevel, reject: Rejection) -> None:
             expected = {key: value for key, value in expected.items() if "correction" not in key}
         if level is not CorrectionLevel.none or reject is not Rejection.none:
             expected["rollout/correction_masked_share"] = 0.0
-        metrics = correction_metrics(found(case, old, rollout, config).sums, config)
+        metrics = correction_metrics(corrected(case, old, rollout, config).sums, config)
         assert metrics == pytest.approx(expected), name
         assert all(metric_of(key).key == key for key in metrics), "each is a row of the table"
 
 
 def test_level_none_only_measures() -> None:
     case = ALL["drawn_3"]
-    result = found(case, *logprobs(case, 3), RolloutCorrectionConfig())
+    result = corrected(case, *logprobs(case, 3), RolloutCorrectionConfig())
     assert result.weights_T is None and torch.equal(result.mask_T, case.inputs().mask_T)
 
 
@@ -177,7 +177,7 @@ def test_equal_logprobs_weigh_1() -> None:
     old, _ = logprobs(case, 3)
     for level in (CorrectionLevel.token, CorrectionLevel.sequence):
         bounds = RolloutCorrectionConfig(level=level, mode=CorrectionMode.mask, lower=1.0, upper=1.0)  # inclusive
-        result = found(case, old, old, bounds)
+        result = corrected(case, old, old, bounds)
         assert torch.equal(result.weights_T, case.inputs().mask_T.double())
         metrics = correction_metrics(result.sums, bounds)
         assert metrics["rollout/correction_effective_sample_size"] == metrics["rollout/correction_weight_mean"] == 1.0

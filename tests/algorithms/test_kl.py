@@ -63,9 +63,9 @@ def test_verl_s_low_var_kl_lets_go_of_what_is_furthest_away() -> None:
     values = kl_low_var(p, torch.zeros_like(p))
     held = [min(max(each, -20.0), 20.0) for each in x]
     assert values.tolist() == pytest.approx([min(math.exp(each) - each - 1, 10.0) for each in held], rel=1e-12)
-    (found,) = torch.autograd.grad(values.sum(), p)
+    (gradient,) = torch.autograd.grad(values.sum(), p)
     # The gradient of log p: 1 - e^x where neither clamp holds.
-    assert found.tolist() == pytest.approx([0.0, 1 - math.exp(-1.0), 0.0, 1 - math.exp(2.6), 0.0, 0.0], rel=1e-12)
+    assert gradient.tolist() == pytest.approx([0.0, 1 - math.exp(-1.0), 0.0, 1 - math.exp(2.6), 0.0, 0.0], rel=1e-12)
     (ours,) = torch.autograd.grad(kl_k3(p, torch.zeros_like(p)).sum(), p)
     assert (ours[3:] < -12).all()
 

@@ -159,15 +159,15 @@ def test_loss_gradient_and_metrics_are_those_of_the_formula(mode: str, aggregati
         batch = drawn(seed, lengths=(2, 5, 1, 17, 30, 4))
         config = actor(mode, aggregation, **EVERYTHING, kl_loss_type=kind)
         expected, metrics, denominator = by_hand(batch, config)
-        found = policy_loss(config)(whole(batch))
+        sums = policy_loss(config)(whole(batch))
         assert loss_denominator(sequence_counts(batch.mask, batch.lengths), aggregation, CONSTANT) == denominator
-        torch.testing.assert_close(found.total / denominator, expected, atol=1e-12, rtol=1e-12)
-        gradients = batch.gradients(found.total / denominator)
+        torch.testing.assert_close(sums.total / denominator, expected, atol=1e-12, rtol=1e-12)
+        gradients = batch.gradients(sums.total / denominator)
         for mine, theirs in zip(gradients, batch.gradients(expected), strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
         assert all(gradient[~batch.mask].eq(0).all() for gradient in gradients)
-        assert {name: float(value) for name, value in found.metrics.items()} == pytest.approx(metrics)
-        assert not any(value.requires_grad for value in found.metrics.values())
+        assert {name: float(value) for name, value in sums.metrics.items()} == pytest.approx(metrics)
+        assert not any(value.requires_grad for value in sums.metrics.values())
         met = {name: met.get(name, 0) + value for name, value in metrics.items()}
     clips = [value for name, value in met.items() if "clip" in name]
     assert all(clips) or mode == "gspo"  # else the cases prove nothing; its means of many ratios clip elsewhere
@@ -177,11 +177,11 @@ def test_gspo_clips() -> None:
     batch = drawn(0, lengths=(3, 4, 2, 6, 4, 3, 4, 3))
     config = actor("gspo", **EVERYTHING)
     expected, metrics, denominator = by_hand(batch, config)
-    found = policy_loss(config)(whole(batch))
+    sums = policy_loss(config)(whole(batch))
     assert metrics["actor/clip_fraction_low"] > 0 and metrics["actor/clip_fraction_high"] > 0
-    assert float(found.metrics["actor/clip_fraction_low"]) == metrics["actor/clip_fraction_low"]
-    assert float(found.metrics["actor/clip_fraction_high"]) == metrics["actor/clip_fraction_high"]
-    torch.testing.assert_close(found.total / denominator, expected)
+    assert float(sums.metrics["actor/clip_fraction_low"]) == metrics["actor/clip_fraction_low"]
+    assert float(sums.metrics["actor/clip_fraction_high"]) == metrics["actor/clip_fraction_high"]
+    torch.testing.assert_close(sums.total / denominator, expected)
 
 
 def test_gspo_has_the_gradient_of_the_sequence_form() -> None:
@@ -199,9 +199,9 @@ def test_gspo_has_the_gradient_of_the_sequence_form() -> None:
             advantage = fields["advantages"][rows][0]
             loss = loss - torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage)
             sequences += 1
-    found = policy_loss(actor("gspo", LossAggregation.seq_mean_token_mean))(whole(batch))
-    torch.testing.assert_close(found.total / sequences, loss / sequences)
-    for mine, theirs in zip(batch.gradients(found.total), batch.gradients(loss), strict=True):
+    sums = policy_loss(actor("gspo", LossAggregation.seq_mean_token_mean))(whole(batch))
+    torch.testing.assert_close(sums.total / sequences, loss / sequences)
+    for mine, theirs in zip(batch.gradients(sums.total), batch.gradients(loss), strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -220,10 +220,10 @@ def test_no_cut_changes_the_sums(mode: str, aggregation: LossAggregation) -> Non
 @pytest.mark.parametrize("members", [[], [3], [1, 3]])
 def test_nothing_trained_is_a_connected_zero(mode: str, aggregation: LossAggregation, members: list[int]) -> None:
     batch = drawn(7)
-    found = policy_loss(actor(mode, aggregation, **EVERYTHING))(whole(batch, members))
-    assert float(found.total.detach()) == 0 and found.total.requires_grad
-    assert not any(gradient.any() for gradient in batch.gradients(found.total))
-    assert not any(value.any() for value in found.metrics.values())
+    sums = policy_loss(actor(mode, aggregation, **EVERYTHING))(whole(batch, members))
+    assert float(sums.total.detach()) == 0 and sums.total.requires_grad
+    assert not any(gradient.any() for gradient in batch.gradients(sums.total))
+    assert not any(value.any() for value in sums.metrics.values())
 
 
 @pytest.mark.parametrize("mode", list(policy_losses()))
@@ -238,9 +238,9 @@ def test_what_stands_at_untrained_rows_reaches_nothing(mode: str, kind: KlPenalt
             for name, x in clean.fields.items()
         }
         broken = replace(clean, fields=fields)
-        found = policy_loss(config)(whole(broken))
-        torch.testing.assert_close(found.total, reference.total)
-        for mine, theirs in zip(broken.gradients(found.total), clean.gradients(reference.total), strict=True):
+        sums = policy_loss(config)(whole(broken))
+        torch.testing.assert_close(sums.total, reference.total)
+        for mine, theirs in zip(broken.gradients(sums.total), clean.gradients(reference.total), strict=True):
             torch.testing.assert_close(mine, theirs)
 
 
@@ -250,11 +250,11 @@ def test_at_the_old_policy_the_gradient_is_the_plain_policy_gradient(mode: str) 
     fields = batch.fields | {"old_logprobs": batch.fields["logprobs"].detach().clone()}
     fields["selection"] = torch.full_like(fields["selection"], -1.0)  # none: what else such a loss does is by choice
     batch = replace(batch, fields=fields)
-    found = policy_loss(actor(mode))(whole(batch))
+    sums = policy_loss(actor(mode))(whole(batch))
     expected = -(batch.fields["advantages"] * batch.fields["weights"] * batch.mask)
-    torch.testing.assert_close(batch.gradients(found.total)[0], expected)
-    assert float(found.metrics["actor/ratio"]) == float(batch.mask.sum())
-    assert float(found.metrics["actor/approx_kl"]) == float(found.metrics["actor/approx_kl_k1"]) == 0
+    torch.testing.assert_close(batch.gradients(sums.total)[0], expected)
+    assert float(sums.metrics["actor/ratio"]) == float(batch.mask.sum())
+    assert float(sums.metrics["actor/approx_kl"]) == float(sums.metrics["actor/approx_kl_k1"]) == 0
 
 
 @pytest.mark.parametrize("mode", [name for name, row in policy_losses().items() if row.needs_old])
@@ -262,19 +262,19 @@ def test_extreme_ratios_stay_finite_in_float32(mode: str) -> None:
     batch = drawn(10, dtype=torch.float32)
     far = torch.where(torch.arange(len(batch.mask)) % 2 == 0, 300.0, -300.0)
     batch = replace(batch, fields=batch.fields | {"old_logprobs": batch.fields["logprobs"].detach() + far})
-    found = policy_loss(actor(mode, LossAggregation.seq_mean_token_mean))(whole(batch))
-    assert found.total.dtype == torch.float32
-    assert found.total.isfinite() and all(gradient.isfinite().all() for gradient in batch.gradients(found.total))
-    assert all(value.isfinite() for value in found.metrics.values())
+    sums = policy_loss(actor(mode, LossAggregation.seq_mean_token_mean))(whole(batch))
+    assert sums.total.dtype == torch.float32
+    assert sums.total.isfinite() and all(gradient.isfinite().all() for gradient in batch.gradients(sums.total))
+    assert all(value.isfinite() for value in sums.metrics.values())
 
 
 def test_what_is_absent_has_no_metric_and_no_part() -> None:
     batch = drawn(11).without("weights", "entropy", "ref_logprobs", "old_logprobs", "values")
     config = actor("policy_gradient")
-    found = policy_loss(config)(whole(batch))
-    assert found.metrics.keys() == {"actor/policy_loss"}
+    sums = policy_loss(config)(whole(batch))
+    assert sums.metrics.keys() == {"actor/policy_loss"}
     expected = -(batch.fields["advantages"] * batch.fields["logprobs"])[batch.mask].sum()
-    torch.testing.assert_close(found.total, expected)
+    torch.testing.assert_close(sums.total, expected)
     for missing, loss in {
         "ratio needs old": actor("ppo_clip"),
         "bonus needs entropies": actor("gpg", entropy_coeff=0.1),
@@ -313,8 +313,8 @@ def test_a_clip_fraction_does_not_count_rounding(mode: str) -> None:
         fields = batch.fields | {"logprobs": logprobs + change, "old_logprobs": logprobs}
         fields["selection"] = torch.full_like(logprobs, -1.0)
         config = ActorConfig(loss_mode=mode, clip_ratio=low, clip_ratio_c=3.0)
-        found = policy_loss(config)(whole(replace(batch, fields=fields))).metrics
-        clips = {name: float(value) for name, value in found.items() if "clip_fraction" in name}
+        measured = policy_loss(config)(whole(replace(batch, fields=fields))).metrics
+        clips = {name: float(value) for name, value in measured.items() if "clip_fraction" in name}
         assert clips and not any(clips.values()), clips
         further = fields | {"logprobs": logprobs + change + change.sign() * 1e-3}
         clips = policy_loss(config)(whole(replace(batch, fields=further))).metrics
@@ -340,11 +340,11 @@ def test_two_sided_clipping_is_the_dual_clip() -> None:
     ratio = (batch.fields["logprobs"] - batch.fields["old_logprobs"]).exp()
     a = batch.fields["advantages"]
     expected = -torch.minimum(ratio.clamp(max=MOST) * a, ratio.clamp(1 - LOW, 1 + HIGH) * a)
-    found = policy_loss(actor("ppo_clip"))(whole(batch))
-    assert float(found.metrics["actor/clip_fraction_dual"]) > 0
+    sums = policy_loss(actor("ppo_clip"))(whole(batch))
+    assert float(sums.metrics["actor/clip_fraction_dual"]) > 0
     total = (expected * batch.fields["weights"])[batch.mask].sum()
-    torch.testing.assert_close(found.total, total)
-    for mine, theirs in zip(batch.gradients(found.total), batch.gradients(total), strict=True):
+    torch.testing.assert_close(sums.total, total)
+    for mine, theirs in zip(batch.gradients(sums.total), batch.gradients(total), strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -363,8 +363,8 @@ def test_gmpo_has_the_gradient_of_the_sequence_form() -> None:
             power = torch.minimum(r**sign, r.clamp(*bounds) ** sign).prod().abs()
             loss = loss - advantage * (power ** (1 / int(rows.sum()))) ** sign
             sequences += 1
-    found = policy_loss(actor("geo_mean", LossAggregation.seq_mean_token_mean))(whole(batch))
-    assert float(found.metrics["actor/clip_fraction_low"]) > 0 and float(found.metrics["actor/clip_fraction_high"]) > 0
-    torch.testing.assert_close(found.total / sequences, loss / sequences)
-    for mine, theirs in zip(batch.gradients(found.total), batch.gradients(loss), strict=True):
+    sums = policy_loss(actor("geo_mean", LossAggregation.seq_mean_token_mean))(whole(batch))
+    assert float(sums.metrics["actor/clip_fraction_low"]) > 0 and float(sums.metrics["actor/clip_fraction_high"]) > 0
+    torch.testing.assert_close(sums.total / sequences, loss / sequences)
+    for mine, theirs in zip(batch.gradients(sums.total), batch.gradients(loss), strict=True):
         torch.testing.assert_close(mine, theirs)

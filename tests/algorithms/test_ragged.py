@@ -50,16 +50,16 @@ def test_discounted_sums(counts: list[int], factor: float) -> None:
             row[t] += factor * row[t + 1]
         expected += row
         start += count
-    found = discounted_sums(x_M, torch.tensor(counts, dtype=torch.int64), factor)
-    assert found.tolist() == pytest.approx(expected, abs=1e-13)
+    sums_M = discounted_sums(x_M, torch.tensor(counts, dtype=torch.int64), factor)
+    assert sums_M.tolist() == pytest.approx(expected, abs=1e-13)
     assert torch.equal(x_M, before)
 
 
 def test_discounted_sums_of_more_sequences_than_go_side_by_side() -> None:
     counts = [index % 4 for index in range(2 * _SIDE_BY_SIDE + 5)]
-    found = discounted_sums(torch.ones(sum(counts)), torch.tensor(counts), 0.5)
+    sums_M = discounted_sums(torch.ones(sum(counts)), torch.tensor(counts), 0.5)
     expected = {0: [], 1: [1.0], 2: [1.5, 1.0], 3: [1.75, 1.5, 1.0]}
-    assert found.tolist() == [x for count in counts for x in expected[count]]
+    assert sums_M.tolist() == [x for count in counts for x in expected[count]]
 
 
 @pytest.mark.parametrize("mask", [[], [1], [0], [1, 1], [0, 0, 0], [0, 1, 1, 0, 1], [1, 0, 0, 1, 1, 0], [1, 0, 1]])
@@ -75,12 +75,12 @@ def test_trained_tokens_are_taken_out_and_put_back(mask: list[int]) -> None:
 def test_the_spread_of_all_is_put_together_from_the_spreads_of_each() -> None:
     x_M = torch.randn(1003, generator=torch.Generator().manual_seed(1)) + 5
     for counts in ([1003], [0, 400, 1, 0, 602, 0], [1] * 1003):
-        found, x = Spreads.of(x_M, torch.tensor(counts)).total(), [float(each) for each in x_M]
-        assert found is not None and found.count == len(x)
+        spread, x = Spreads.of(x_M, torch.tensor(counts)).total(), [float(each) for each in x_M]
+        assert spread is not None and spread.count == len(x)
         mean = math.fsum(x) / len(x)
-        assert found.mean == pytest.approx(mean, rel=1e-12)
-        assert found.variance == pytest.approx(math.fsum((each - mean) ** 2 for each in x) / len(x), rel=1e-12)
-        assert (found.low, found.high) == (min(x), max(x))
+        assert spread.mean == pytest.approx(mean, rel=1e-12)
+        assert spread.variance == pytest.approx(math.fsum((each - mean) ** 2 for each in x) / len(x), rel=1e-12)
+        assert (spread.low, spread.high) == (min(x), max(x))
     assert Spreads.of(x_M[:0], torch.tensor([0, 0])).total() is None
 
 
@@ -91,5 +91,5 @@ def test_the_spread_of_what_is_equal_within_a_sequence() -> None:
 
 
 def test_equal_values_do_not_vary() -> None:
-    found = Spreads.of(torch.full((21,), 0.1), torch.tensor([7, 0, 13, 1])).total()
-    assert found is not None and found.variance == 0.0
+    spread = Spreads.of(torch.full((21,), 0.1), torch.tensor([7, 0, 13, 1])).total()
+    assert spread is not None and spread.variance == 0.0

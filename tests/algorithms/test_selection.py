@@ -54,8 +54,8 @@ def test_the_draws_of_clip_cov_are_of_the_place_in_the_step_alone() -> None:
     for index, seed in (([7, 8, 6], 1), ([7, 8, 9], 2)):
         other = Moments(advantage=0.0, logprob=0.0, num_selected=99, seed=seed)
         assert not torch.equal(select(batch, index, config, other)[0], keys_T)
-    found = keys_T[batch.mask_T]
-    assert len(set(found.tolist())) == len(found) and bool(((found >= 0) & (found < 1)).all())
+    draws = keys_T[batch.mask_T]
+    assert len(set(draws.tolist())) == len(draws) and bool(((draws >= 0) & (draws < 1)).all())
 
 
 def test_the_bounds_of_clip_cov_leave_candidates_out() -> None:
@@ -71,23 +71,23 @@ def test_the_bounds_of_clip_cov_leave_candidates_out() -> None:
 @pytest.mark.parametrize(("count", "expected"), [(1, 9.0), (3, 7.0), (4, 7.0), (99, 1.0)])
 def test_the_threshold_is_that_of_all_ranks_together(count: int, expected: float) -> None:
     ranks = [np.array([9.0, 1.0], np.float32), np.array([], np.float32), np.array([8.0, 7.0, 7.0], np.float32)]
-    found = threshold(ranks, count)
-    assert found == expected
+    least = threshold(ranks, count)
+    assert least == expected
     keys_T = torch.tensor([9.0, 1.0, 8.0, 7.0, 7.0, -math.inf])
     batch = TrainBatch(
         lengths_S=(6,), tokens_T=torch.arange(6), mask_T=torch.zeros(6, dtype=torch.bool), selection_T=keys_T
     )
-    selection_T = finish(batch, None, StepNumbers(threshold=found)).selection_T
+    selection_T = finish(batch, None, StepNumbers(threshold=least)).selection_T
     assert selection_T is not None
     assert torch.equal(selection_T >= 0, keys_T >= expected)
 
 
 def test_without_a_candidate_nothing_is_selected() -> None:
-    found = threshold([np.array([], np.float32)], 5)
+    least = threshold([np.array([], np.float32)], 5)
     mask_T, keys_T = torch.zeros(2, dtype=torch.bool), torch.full((2,), -math.inf)
     batch = TrainBatch(lengths_S=(2,), tokens_T=torch.arange(2), mask_T=mask_T, selection_T=keys_T)
-    selection_T = finish(batch, None, StepNumbers(threshold=found)).selection_T
-    assert found == math.inf and selection_T is not None and not (selection_T >= 0).any()
+    selection_T = finish(batch, None, StepNumbers(threshold=least)).selection_T
+    assert least == math.inf and selection_T is not None and not (selection_T >= 0).any()
 
 
 def test_at_least_one_token_is_selected_by_a_loss_that_selects() -> None:

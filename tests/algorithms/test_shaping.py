@@ -46,11 +46,11 @@ def test_a_group_has_a_signal_if_any_of_its_trained_advantages_is_not_0(masks: b
         for truncated in itertools.product([False, True], repeat=3):
             trained_S = torch.tensor([not (cut and masks) for cut in truncated]).long()
             members_S = torch.ones_like(trained_S) if in_baseline else trained_S
-            found = estimate(
+            advantages_S = estimate(
                 torch.zeros(3), torch.tensor(scores), trained_S, None, config, members_S=members_S
             ).advantages_S
-            assert found is not None
-            expected = bool((found * trained_S).any())
+            assert advantages_S is not None
+            expected = bool((advantages_S * trained_S).any())
             assert has_signal(scores, truncated, config) is expected, (scores, truncated)
             met.add(expected)
     assert met == {False, True}
@@ -58,7 +58,11 @@ def test_a_group_has_a_signal_if_any_of_its_trained_advantages_is_not_0(masks: b
 
 def test_truncated_responses_are_not_trained() -> None:
     mask_T = torch.tensor([False, True, False, True, True, False, True])
-    found = mask_truncated(mask_T, (2, 3, 2), torch.tensor([False, True, False]))
-    assert found.tolist() == [False, True, False, False, False, False, True]
+    masked_T = mask_truncated(mask_T, (2, 3, 2), torch.tensor([False, True, False]))
+    assert masked_T.tolist() == [False, True, False, False, False, False, True]
     assert mask_T.sum() == 4
-    assert AdvantageInputs(lengths_S=(2, 3, 2), mask_T=found, outcome_S=torch.zeros(3)).counts_S.tolist() == [1, 0, 1]
+    assert AdvantageInputs(lengths_S=(2, 3, 2), mask_T=masked_T, outcome_S=torch.zeros(3)).counts_S.tolist() == [
+        1,
+        0,
+        1,
+    ]

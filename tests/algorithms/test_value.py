@@ -35,17 +35,17 @@ def test_loss_gradient_and_metrics_are_those_of_the_formula(aggregation: LossAgg
                 if (held - target) ** 2 / 2 > loss:
                     loss, slope, clipped = (held - target) ** 2 / 2, 0.0, clipped + 1
             total, gradient[t] = total + share * loss, share * slope
-    found = value_loss(CriticConfig(loss_agg_mode=aggregation, cliprange_value=limit))(whole(batch))
-    assert float(found.total.detach()) == pytest.approx(total, rel=1e-12)
-    assert batch.gradients(found.total)[0].tolist() == pytest.approx(gradient, abs=1e-12)
-    assert float(found.metrics["critic/vf_clip_fraction"]) == clipped
+    sums = value_loss(CriticConfig(loss_agg_mode=aggregation, cliprange_value=limit))(whole(batch))
+    assert float(sums.total.detach()) == pytest.approx(total, rel=1e-12)
+    assert batch.gradients(sums.total)[0].tolist() == pytest.approx(gradient, abs=1e-12)
+    assert float(sums.metrics["critic/vf_clip_fraction"]) == clipped
     assert bool(clipped) == bool(limit)
     denominator = {LossAggregation.token_mean: trained, LossAggregation.sum_over_constant: 7.0 * sequences}
     assert loss_denominator(sequence_counts(batch.mask, batch.lengths), aggregation, 7.0) == denominator.get(
         aggregation, sequences
     )
 
-    metrics = {name: float(value) for name, value in found.metrics.items()}
+    metrics = {name: float(value) for name, value in sums.metrics.items()}
     errors = (batch.fields["returns"] - batch.fields["values"].detach())[batch.mask]
     returns = batch.fields["returns"][batch.mask]
     expected = 1 - errors.var(correction=0) / returns.var(correction=0)
@@ -68,10 +68,10 @@ def test_no_cut_changes_the_sums(aggregation: LossAggregation) -> None:
 @pytest.mark.parametrize("members", [[], [3], [1, 3]])
 def test_nothing_trained_is_a_connected_zero(members: list[int]) -> None:
     batch = drawn(7).without(*ACTORS)
-    found = value_loss(CriticConfig(loss_agg_mode=LossAggregation.seq_mean_token_mean))(whole(batch, members))
-    assert float(found.total.detach()) == 0 and found.total.requires_grad
-    assert not any(gradient.any() for gradient in batch.gradients(found.total))
-    assert not any(value.any() for value in found.metrics.values())
+    sums = value_loss(CriticConfig(loss_agg_mode=LossAggregation.seq_mean_token_mean))(whole(batch, members))
+    assert float(sums.total.detach()) == 0 and sums.total.requires_grad
+    assert not any(gradient.any() for gradient in batch.gradients(sums.total))
+    assert not any(value.any() for value in sums.metrics.values())
 
 
 def test_what_stands_at_untrained_rows_reaches_nothing() -> None:
@@ -82,9 +82,9 @@ def test_what_stands_at_untrained_rows_reaches_nothing() -> None:
         for name, x in clean.fields.items()
     }
     broken = replace(clean, fields=fields)
-    found = value_loss(CriticConfig())(whole(broken))
-    torch.testing.assert_close(found.total, reference.total)
-    torch.testing.assert_close(broken.gradients(found.total), clean.gradients(reference.total))
+    sums = value_loss(CriticConfig())(whole(broken))
+    torch.testing.assert_close(sums.total, reference.total)
+    torch.testing.assert_close(broken.gradients(sums.total), clean.gradients(reference.total))
 
 
 def test_without_a_limit_old_values_are_not_needed() -> None:
@@ -113,5 +113,5 @@ def test_the_clip_fraction_does_not_count_rounding() -> None:
     values, old, target = (batch.fields[name].detach() for name in ("values", "old_values", "returns"))
     held = old + (values - old).clamp(-0.5, 0.5)
     assert ((held - target).square() > (values - target).square())[batch.mask].any(), "else this proves nothing"
-    found = value_loss(CriticConfig(cliprange_value=0.5))(whole(batch))
-    assert float(found.metrics["critic/vf_clip_fraction"]) == 0
+    sums = value_loss(CriticConfig(cliprange_value=0.5))(whole(batch))
+    assert float(sums.metrics["critic/vf_clip_fraction"]) == 0

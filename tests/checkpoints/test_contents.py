@@ -26,14 +26,14 @@ def test_both_kinds_are_described_alike(name: str, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "megatron", tmp_path / "bare")
     shutil.rmtree(tmp_path / "bare" / HF)
     for directory, family in (("hf", name), ("megatron", name), ("bare", "unknown")):
-        found = inspect(tmp_path / directory)
-        assert found.kind == ("hugging face" if directory == "hf" else "megatron")
-        assert (found.family, found.num_layers) == (family, model.num_layers)
-        assert found.num_experts == (model.moe.num_experts if model.moe else 0)
-        assert found.num_parameters == sum(prod(tensor.shape) for tensor in held.values())
-        assert found.dtypes == dtypes
-        assert found.num_bytes == sum(dtypes.values())
-        assert found.num_others == 0
+        contents = inspect(tmp_path / directory)
+        assert contents.kind == ("hugging face" if directory == "hf" else "megatron")
+        assert (contents.family, contents.num_layers) == (family, model.num_layers)
+        assert contents.num_experts == (model.moe.num_experts if model.moe else 0)
+        assert contents.num_parameters == sum(prod(tensor.shape) for tensor in held.values())
+        assert contents.dtypes == dtypes
+        assert contents.num_bytes == sum(dtypes.values())
+        assert contents.num_others == 0
     assert inspect(tmp_path / "bare", tmp_path / "hf").family == name
     assert inspect(tmp_path / "hf").num_tensors == len(held)
 
@@ -53,7 +53,7 @@ def test_stacked_layers_and_experts_are_counted_without_a_config(tmp_path: Path)
         "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight": torch.zeros(3),
     }
     dcp.save(dict(weights) | {"iteration": 1}, checkpoint_id=tmp_path / "saved", no_dist=True)
-    found = inspect(tmp_path / "saved")
-    assert (found.num_layers, found.num_experts, found.num_parameters) == (3, 4, 5 * 2 + 3 * 4 * 6 * 2)
-    assert (found.num_tensors, found.num_others) == (2, 2)
-    assert "homogeneous" in found.notes[0]
+    contents = inspect(tmp_path / "saved")
+    assert (contents.num_layers, contents.num_experts, contents.num_parameters) == (3, 4, 5 * 2 + 3 * 4 * 6 * 2)
+    assert (contents.num_tensors, contents.num_others) == (2, 2)
+    assert "homogeneous" in contents.notes[0]

@@ -78,8 +78,12 @@ def test_there_and_back_is_the_same_to_the_bit(name: str, root: Path, tmp_path: 
     for done in (made, back):
         assert (done.family, done.num_tensors, done.num_bytes) == (name, len(expected), num_bytes)
     assert stages.keys() == {"write", "verify", "check source"}
-    assert [sum(size for size, _ in found) for found in stages.values()] == [2 * num_bytes, 2 * num_bytes, num_bytes]
-    assert {total for found in stages.values() for _, total in found} == {num_bytes}
+    assert [sum(size for size, _ in buckets) for buckets in stages.values()] == [
+        2 * num_bytes,
+        2 * num_bytes,
+        num_bytes,
+    ]
+    assert {total for buckets in stages.values() for _, total in buckets} == {num_bytes}
     assert _content(root / name) == before
     assert (tmp_path / "hf" / "tokenizer.json").exists() and (tmp_path / "hf" / "chat_template.jinja").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "megatron"]

@@ -37,11 +37,11 @@ EXPERTS = (("ep=2", 2), ("etp=2", 2), ("tp=2,ep=2,etp=1", 4), ("pp=2,ep=2", 4))
 
 
 def _cases(world_size: int) -> tuple[Case, ...]:
-    found: list[Case] = [(name, "", 1) for name in checkpoints.MODELS]
-    found += [(name, *case) for name in ("qwen2", "gemma2", "deepseek_v3") for case in DENSE]
-    found += [(name, "tp=2", 2) for name in checkpoints.MODELS if (name, "tp=2", 2) not in found]
-    found += [(name, *case) for name in checkpoints.WITH_EXPERTS for case in EXPERTS]
-    return tuple(case for case in found if case[2] == world_size)
+    cases: list[Case] = [(name, "", 1) for name in checkpoints.MODELS]
+    cases += [(name, *case) for name in ("qwen2", "gemma2", "deepseek_v3") for case in DENSE]
+    cases += [(name, "tp=2", 2) for name in checkpoints.MODELS if (name, "tp=2", 2) not in cases]
+    cases += [(name, *case) for name in checkpoints.WITH_EXPERTS for case in EXPERTS]
+    return tuple(case for case in cases if case[2] == world_size)
 
 
 ALL = [case for world_size in (1, 2, 4) for case in _cases(world_size)]
@@ -74,13 +74,13 @@ def _round_trips(rank: Rank, root: Path, cases: tuple[Case, ...]) -> list[list[t
             with engines.groups_of(layout) as groups:
                 table = checkpoints.table(name, layout, world_size)
                 engine = _loaded(groups, root / name, table, layout)
-                found: list[tuple[str, Tensor]] = []
+                stream: list[tuple[str, Tensor]] = []
                 for bucket in export_stream(
                     engine.models, table, rank.rank, bucket_bytes=BUCKET_BYTES, dst=world_size - 1
                 ):
                     assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= BUCKET_BYTES
-                    found += bucket
-                streams.append(found)
+                    stream += bucket
+                streams.append(stream)
                 written: list[int] = []
                 save_hf(
                     engine.models, table, rank.rank, _target(root, case), root / name,
@@ -160,12 +160,12 @@ def _unfinished(rank: Rank, root: Path, engine: Engine, table: Table) -> None:
 @pytest.fixture(scope="module")
 def streams(root: Path, processes: None) -> dict[Case, list[list[tuple[str, Tensor]]]]:
     """case -> what each rank got."""
-    found = {}
+    by_case = {}
     for world_size in (1, 2, 4):
         cases = _cases(world_size)
         results = run_ranks(_round_trips, world_size, (root, cases))
-        found |= {case: [result[index] for result in results] for index, case in enumerate(cases)}
-    return found
+        by_case |= {case: [result[index] for result in results] for index, case in enumerate(cases)}
+    return by_case
 
 
 def _name(case: Case) -> str:

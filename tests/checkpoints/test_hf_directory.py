@@ -172,10 +172,10 @@ def test_everything_wrong_is_said_at_once(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"] |= {"lost": "model-00003-of-00002.safetensors"}
     (sharded / INDEX).write_text(json.dumps(index))
-    found = "\n".join(problems(sharded))
-    assert found.count("\n") == 3
+    said = "\n".join(problems(sharded))
+    assert said.count("\n") == 3
     for words in ("does not hold layer.1", "holds extra", "truncated", "model-00003-of-00002.safetensors: is missing"):
-        assert words in found
+        assert words in said
 
 
 def test_what_is_no_directory_is_refused_with_the_way_to_download(tmp_path: Path) -> None:

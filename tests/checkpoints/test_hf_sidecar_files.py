@@ -35,8 +35,8 @@ def _copied(tmp_path: Path, config: dict[str, object], **options: bool) -> dict[
     assert {path.name for path in target.iterdir()} == {*KEPT, "config.json"}
     assert all((target / name).read_text() == name for name in KEPT)
     assert json.loads((source / "config.json").read_text()) == config
-    found: dict[str, object] = json.loads((target / "config.json").read_text())
-    return found
+    values: dict[str, object] = json.loads((target / "config.json").read_text())
+    return values
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_the_config_tells_the_truth_of_the_weights(
 
 
 def test_a_critic_is_a_classifier_of_one_label(tmp_path: Path) -> None:
-    found = _copied(tmp_path, {"architectures": ["Qwen2ForCausalLM"], "dtype": "bfloat16"}, head=Head.value)
-    assert found == {"architectures": ["Qwen2ForSequenceClassification"], "dtype": "bfloat16", "num_labels": 1}
+    config = _copied(tmp_path, {"architectures": ["Qwen2ForCausalLM"], "dtype": "bfloat16"}, head=Head.value)
+    assert config == {"architectures": ["Qwen2ForSequenceClassification"], "dtype": "bfloat16", "num_labels": 1}
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def _described(directory: Path) -> tuple[Table, ModelConfig]:
 
 
 def _engine_logprobs(rank: Rank, root: Path) -> dict[str, Tensor]:
-    found = {}
+    logprobs = {}
     with engines.world(rank), engines.groups_of() as groups:
         for name in checkpoints.MODELS:
             table, model = _described(root / name)
@@ -64,10 +64,10 @@ def _engine_logprobs(rank: Rank, root: Path) -> dict[str, Tensor]:
                 engine = engines.build(groups, model, trainable=False, load=load)
             scores = engine.score(batches.ragged(model.vocab_size))
             assert scores.logprobs_T is not None
-            found[name] = scores.logprobs_T
-        found |= _bfloat16(root, groups)
-        found |= _critic(root, groups)
-    return found
+            logprobs[name] = scores.logprobs_T
+        logprobs |= _bfloat16(root, groups)
+        logprobs |= _critic(root, groups)
+    return logprobs
 
 
 def _bfloat16(root: Path, groups: engines.Groups) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def _nonzero(tensors: Iterable[Tensor]) -> Tensor:
 
 def _critic(root: Path, groups: engines.Groups) -> dict[str, Tensor]:
     """A critic from an actor's checkpoint keeps the value head it was built with; from a critic's it takes that."""
-    found = {}
+    logprobs = {}
     for name in ("llama", "qwen2"):
         model = checkpoints.MODELS[name]
         engine = engines.build(groups, model, head=Head.value, trainable=False)
@@ -100,8 +100,8 @@ def _critic(root: Path, groups: engines.Groups) -> dict[str, Tensor]:
                 partial(load_hf, checkpoint=checkpoint, table=checkpoints.table(name, head=Head.value), rank=0)
             )
         assert torch.equal(head, before), "the initial value head is lost"
-        found[f"{name} critic"] = engine.models[0].embedding.word_embeddings.weight.detach().clone()
-    return found
+        logprobs[f"{name} critic"] = engine.models[0].embedding.word_embeddings.weight.detach().clone()
+    return logprobs
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_weights_are_cast_and_critics_take_the_rest(root: Path, single: dict[str
 
 def _misplaced(rank: Rank, root: Path, cases: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], list[str]]:
     """The tensors that are not bit for bit what Megatron's own description makes of the reference's weights."""
-    found = {}
+    misplaced_by_case = {}
     with engines.world(rank):
         references = {name: hf_reference.build(model) for name, model in checkpoints.MODELS.items()}
         for name, layout in cases:
@@ -147,8 +147,8 @@ def _misplaced(rank: Rank, root: Path, cases: tuple[tuple[str, str], ...]) -> di
                 bad = [key for key, now in _state(engine).items() if not torch.equal(now, _unpadded(expected[key]))]
                 if num_bytes < sum(tensor.nbytes for tensor in expected.values()) - _padding(expected):
                     bad.append("progress")
-                found[name, layout] = bad
-    return found
+                misplaced_by_case[name, layout] = bad
+    return misplaced_by_case
 
 
 def _load(engine: Engine, directory: Path, table: Table, rank: int) -> int:
@@ -198,7 +198,7 @@ def misplaced(root: Path, processes: None) -> list[dict[tuple[str, str], list[st
 def test_every_rank_holds_what_megatron_says_it_does(
     case: tuple[str, str], misplaced: list[dict[tuple[str, str], list[str]]]
 ) -> None:
-    assert [found[case] for found in misplaced] == [[], [], [], []]
+    assert [of_rank[case] for of_rank in misplaced] == [[], [], [], []]
 
 
 Edit = Callable[[dict[str, Tensor]], None]

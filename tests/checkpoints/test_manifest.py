@@ -53,9 +53,9 @@ def test_everything_wrong_is_named_at_once(directory: Path) -> None:
     (directory / "state.json").unlink()
     (directory / "extra").touch()
     _edit(directory / "actor" / "hf" / "config.json", lambda content: content.extend(b"  "))
-    found = damage(directory)
-    assert len(found) == 5
-    said = "\n".join(found)
+    problems = damage(directory)
+    assert len(problems) == 5
+    said = "\n".join(problems)
     assert "actor/rank_00000 has other bytes than were written: expected xxh3:" in said
     assert "actor/rank_00001 is 1,024 bytes short" in said
     assert "actor/hf/config.json is 2 bytes too long" in said
@@ -78,8 +78,8 @@ def test_everything_wrong_is_named_at_once(directory: Path) -> None:
 )
 def test_the_manifest_itself_is_protected(directory: Path, edit: Callable[[bytearray], object], said: str) -> None:
     _edit(directory / MANIFEST, edit)
-    (found,) = damage(directory)
-    assert said in found
+    (problem,) = damage(directory)
+    assert said in problem
 
 
 def test_without_a_manifest_it_was_never_finished(directory: Path) -> None:

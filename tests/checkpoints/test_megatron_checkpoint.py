@@ -95,15 +95,15 @@ def _stack_layers(weights: Weights) -> Weights:
 
 
 def _unstack_experts(weights: Weights, new: str) -> Weights:
-    found = {}
+    unstacked = {}
     for key, tensor in weights.items():
         match = re.fullmatch(r"(.*)\.experts\.experts\.(linear_fc\d)\.weight", key)
         if match is None:
-            found[key] = tensor
+            unstacked[key] = tensor
         else:
             for expert, part in enumerate(tensor):
-                found[new.format(mlp=match.group(1), e=expert, fc=match.group(2))] = part.clone()
-    return found
+                unstacked[new.format(mlp=match.group(1), e=expert, fc=match.group(2))] = part.clone()
+    return unstacked
 
 
 def _pad(weights: Weights) -> Weights:

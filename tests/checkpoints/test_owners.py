@@ -19,11 +19,11 @@ EXPERT_LAYOUTS = (("ep=2", 4), ("tp=2,ep=2,etp=1", 4), ("etp=2", 2), ("tp=2,ep=2
 
 
 def _cases() -> list[tuple[str, str, int]]:
-    found = []
+    cases = []
     for name in checkpoints.MODELS:
         layouts = LAYOUTS + (EXPERT_LAYOUTS if name in checkpoints.WITH_EXPERTS else ())
-        found += [(name, layout, world_size) for layout, world_size in layouts]
-    return found
+        cases += [(name, layout, world_size) for layout, world_size in layouts]
+    return cases
 
 
 @pytest.mark.parametrize(("name", "layout", "world_size"), _cases())

@@ -67,12 +67,12 @@ def test_pieces_of_a_range_are_those_of_the_tensor_that_lie_in_it(family: str, l
             end = min(end, tensor.numel())
             expected = torch.zeros_like(tensor)
             expected.view(-1)[begin:end] = tensor.view(-1)[begin:end]
-            found = torch.zeros_like(tensor)
+            rebuilt = torch.zeros_like(tensor)
             for piece in pieces_of_range(table.pieces(local), shape, begin, end):
-                target = view_of(found, TensorSlice(piece.local_start, piece.shape))
+                target = view_of(rebuilt, TensorSlice(piece.local_start, piece.shape))
                 assert not target.any(), "no element twice"
                 target.copy_(view_of(whole[piece.hf], piece.hf_region))
-            assert torch.equal(found, expected), local.name
+            assert torch.equal(rebuilt, expected), local.name
 
 
 def test_files_are_named_in_the_order_of_ranks(tmp_path: Path) -> None:

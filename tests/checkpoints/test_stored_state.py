@@ -23,12 +23,12 @@ CASES = [
 
 def whole_of(family: str) -> dict[str, Tensor]:
     """Every element a number of its own, in float32 exactly."""
-    count, found = 1, {}
+    count, tensors = 1, {}
     for name, info in checkpoints.table(family).hf_tensors.items():
         size = torch.Size(info.shape).numel()
-        found[name] = torch.arange(count, count + size, dtype=torch.float32).view(info.shape)
+        tensors[name] = torch.arange(count, count + size, dtype=torch.float32).view(info.shape)
         count += size
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize(("family", "layout", "world_size"), CASES)

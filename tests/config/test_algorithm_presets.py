@@ -48,8 +48,8 @@ def run_of(*overrides: str) -> RunConfig:
 
 
 def value(run: RunConfig, key: str) -> object:
-    found = reduce(getattr, key.split("."), run)
-    return found.value if isinstance(found, Enum) else found
+    setting = reduce(getattr, key.split("."), run)
+    return setting.value if isinstance(setting, Enum) else setting
 
 
 def test_every_algorithm_is_read_here_again() -> None:

@@ -135,7 +135,7 @@ def test_the_median_of_a_group_is_its_baseline(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(MEDIAN)
     case = ALL["drawn_0"]
-    found = estimate_advantages(case.inputs(), case.group_S, AlgorithmConfig(adv_estimator=f"{path}:median"))
+    advantages = estimate_advantages(case.inputs(), case.group_S, AlgorithmConfig(adv_estimator=f"{path}:median"))
     scores = [sum(row) for row in case.trained(case.rewards)]
     expected = []
     for own, group, row in zip(scores, case.groups, case.trained(case.rewards), strict=True):
@@ -144,4 +144,4 @@ def test_the_median_of_a_group_is_its_baseline(tmp_path: Path) -> None:
         ]
         value = own - float(torch.tensor(members, dtype=torch.float64).quantile(0.5)) if len(members) > 1 else 0.0
         expected.append([value] * len(row))
-    assert found.advantages_T.tolist() == pytest.approx(case.at_tokens(expected))
+    assert advantages.advantages_T.tolist() == pytest.approx(case.at_tokens(expected))

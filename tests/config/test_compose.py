@@ -95,16 +95,16 @@ def test_sft_has_a_schema_of_its_own() -> None:
     ],
 )
 def test_an_override_that_cannot_be_is_named(override: str, said: str) -> None:
-    found = refusal("model.path=m", override)
-    assert found.startswith("1 problem in the configuration:\n"), found
-    assert f"  - {said}" in found, found
-    assert len(found.splitlines()) == 2, found
+    message = refusal("model.path=m", override)
+    assert message.startswith("1 problem in the configuration:\n"), message
+    assert f"  - {said}" in message, message
+    assert len(message.splitlines()) == 2, message
 
 
 def test_all_overrides_that_cannot_be_are_named_at_once() -> None:
-    found = refusal("rollout.n=many", "model.path=m", "actor.speed=1", "algorithm=grop")
-    assert found.startswith("3 problems")
-    assert all(said in found for said in ("rollout.n=many", "actor.speed=1", "algorithm=grop"))
+    message = refusal("rollout.n=many", "model.path=m", "actor.speed=1", "algorithm=grop")
+    assert message.startswith("3 problems")
+    assert all(said in message for said in ("rollout.n=many", "actor.speed=1", "algorithm=grop"))
 
 
 def test_files_of_the_users_may_begin_with_ours(tmp_path: Path) -> None:
@@ -122,11 +122,11 @@ def test_files_of_the_users_may_begin_with_ours(tmp_path: Path) -> None:
 
 def test_a_mistake_in_a_file_of_the_users_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nrollout:\n  m: 6\n")
-    found = refusal("data.seed=9", directory=tmp_path, name="mine")
-    assert "Key 'm' not in 'RolloutConfig'" in found and "mine.yaml" in found and "data.seed" not in found
+    message = refusal("data.seed=9", directory=tmp_path, name="mine")
+    assert "Key 'm' not in 'RolloutConfig'" in message and "mine.yaml" in message and "data.seed" not in message
     (tmp_path / "mine.yaml").write_text("defaults: [train, _self_]\nrollout:\n  n: six\n")
-    found = refusal(directory=tmp_path, name="mine")
-    assert "six" in found and "Integer" in found and "mine.yaml" in found
+    message = refusal(directory=tmp_path, name="mine")
+    assert "six" in message and "Integer" in message and "mine.yaml" in message
     (tmp_path / "mine.yaml").write_text("rollout: [\n")
     assert "mine.yaml" in refusal(directory=tmp_path, name="mine")
 

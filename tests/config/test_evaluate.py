@@ -32,8 +32,8 @@ def test_a_path_is_enough() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(override: str, said: str) -> None:
-    found = refusals("path=r.parquet", *override.split())
-    assert len(found) == 1 and found[0].startswith(said), found
+    messages = refusals("path=r.parquet", *override.split())
+    assert len(messages) == 1 and messages[0].startswith(said), messages
 
 
 def test_all_of_it_is_said_at_once() -> None:

@@ -25,8 +25,8 @@ def test_a_model_files_and_a_name_are_enough() -> None:
 
 
 def test_what_is_missing_is_named_at_once() -> None:
-    found = [violation.key for violation in generate_violations(config_of())]
-    assert found == ["model.path", "data.files", "out"]
+    keys = [violation.key for violation in generate_violations(config_of())]
+    assert keys == ["model.path", "data.files", "out"]
 
 
 def test_lengths_and_memory_follow_from_the_rest() -> None:
@@ -56,8 +56,8 @@ def test_prompts_are_read_as_training_reads_them() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(override: str, said: str) -> None:
-    found = refusals(override)
-    assert any(each.startswith(said) for each in found), found
+    messages = refusals(override)
+    assert any(each.startswith(said) for each in messages), messages
 
 
 def test_greedy_draws_one_response() -> None:

@@ -48,8 +48,8 @@ def test_a_recipe_of_ones_own_may_stand_on_another(tmp_path: Path) -> None:
     first = recipe(tmp_path, "defaults: [sft, _self_]\ndata: {max_length: 77}\n", "first")
     second = recipe(tmp_path, "defaults: [first, _self_]\nmodel: {path: m}\n", "second")
     assert program_of(Path(first)) == program_of(Path(second)) == "sft"
-    found = load_recipe(second)
-    assert isinstance(found, SftConfig) and found.data.max_length == 77 and found.model.path == "m"
+    loaded = load_recipe(second)
+    assert isinstance(loaded, SftConfig) and loaded.data.max_length == 77 and loaded.model.path == "m"
 
 
 def test_everything_wrong_in_a_recipe_is_told_with_its_file(tmp_path: Path) -> None:

@@ -76,9 +76,9 @@ def test_a_sound_model_has_no_violation(model: ModelConfig) -> None:
     ],
 )
 def test_each_mistake_is_named_once_with_its_remedy(model: ModelConfig, key: str, remedy: str) -> None:
-    found = model_violations(model)
-    assert [violation.key for violation in found] == [key]
-    assert remedy in found[0].remedy
+    violations = model_violations(model)
+    assert [violation.key for violation in violations] == [key]
+    assert remedy in violations[0].remedy
 
 
 def test_all_mistakes_come_at_once() -> None:

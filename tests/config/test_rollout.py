@@ -118,5 +118,5 @@ def test_positions_that_yarn_does_not_reach_are_refused() -> None:
     rope = RopeConfig(type=RopeType.yarn, factor=4.0, original_max_position_embeddings=16)
     model = replace(models.dense(max_position_embeddings=128), rope=rope)
     assert context_violations(model, RolloutConfig(max_prompt_length=32, max_response_length=32)) == []
-    (found,) = context_violations(model, RolloutConfig(max_prompt_length=33, max_response_length=32))
-    assert "exceeds the 64 tokens that YaRN reaches: factor 4 times 16" in str(found)
+    (violation,) = context_violations(model, RolloutConfig(max_prompt_length=33, max_response_length=32))
+    assert "exceeds the 64 tokens that YaRN reaches: factor 4 times 16" in str(violation)

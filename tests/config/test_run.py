@@ -239,10 +239,10 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
     ],
 )
 def test_a_mistake_is_named_with_its_key(overrides: str, said: str) -> None:
-    found = refusals(*overrides.split())
-    assert len(found) == 1, found
-    assert found[0].startswith(said), found
-    assert found[0].count(". ") >= 1, "there is a remedy"
+    messages = refusals(*overrides.split())
+    assert len(messages) == 1, messages
+    assert messages[0].startswith(said), messages
+    assert messages[0].count(". ") >= 1, "there is a remedy"
 
 
 def test_the_critic_is_not_asked_where_there_is_none() -> None:
@@ -267,9 +267,9 @@ def test_stale_updates_are_made_where_they_are_asked_for() -> None:
     ],
 )
 def test_parts_that_are_not_there_are_named_beside_all_else(key: str, name: str, said: str) -> None:
-    found = refusals(f"{key}={name}", "trainer.nnodes=0")
-    assert len(found) == 2 and found[1].startswith("trainer.nnodes=0")
-    assert name in found[0] and said in found[0], found[0]
+    messages = refusals(f"{key}={name}", "trainer.nnodes=0")
+    assert len(messages) == 2 and messages[1].startswith("trainer.nnodes=0")
+    assert name in messages[0] and said in messages[0], messages[0]
 
 
 def test_all_mistakes_are_named_at_once() -> None:
@@ -278,5 +278,5 @@ def test_all_mistakes_are_named_at_once() -> None:
         "actor.clip_ratio": "-2", "data.max_prompt_length": "0", "reward.timeout_s": "-1", "trainer.save_freq": "-1",
         "rollout.top_k": "0",
     }  # fmt: skip
-    found = refusals(*(f"{key}={value}" for key, value in written.items()))
-    assert {text.partition("=")[0] for text in found} == {*written, "rollout.max_prompt_length"}
+    messages = refusals(*(f"{key}={value}" for key, value in written.items()))
+    assert {text.partition("=")[0] for text in messages} == {*written, "rollout.max_prompt_length"}

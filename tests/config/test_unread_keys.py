@@ -77,18 +77,20 @@ CASES = {
 def test_a_key_that_is_not_read_is_refused(written: str) -> None:
     *others, last = written.split(" ") if "{" not in written else [written]
     key, (problem, switch) = last.partition("=")[0], CASES[written]
-    (found,) = refused(*others, last)
-    assert found.key == key or found.key.startswith(f"{key}.")
-    assert found.problem.startswith("is not read: ") and problem in found.problem
-    assert found.remedy.startswith("Leave it out, or write ")
+    (violation,) = refused(*others, last)
+    assert violation.key == key or violation.key.startswith(f"{key}.")
+    assert violation.problem.startswith("is not read: ") and problem in violation.problem
+    assert violation.remedy.startswith("Leave it out, or write ")
     assert refused(*others) == [], "it is this key"
     read = refused(*others, last, switch)
     assert key not in [each.key for each in read], "with that it is read"
 
 
 def test_one_violation_for_each() -> None:
-    found = refused("algorithm=dapo", "algorithm.lam=0.9", "actor.kl_loss_coef=1", "critic.path=c", "trainer.nnodes=0")
-    assert sorted(each.key for each in found) == [
+    violations = refused(
+        "algorithm=dapo", "algorithm.lam=0.9", "actor.kl_loss_coef=1", "critic.path=c", "trainer.nnodes=0"
+    )
+    assert sorted(each.key for each in violations) == [
         "actor.kl_loss_coef", "algorithm.lam", "critic.path", "trainer.nnodes",
     ]  # fmt: skip
 

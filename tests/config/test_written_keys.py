@@ -14,12 +14,12 @@ def written(*overrides: str, directory: Path | None = None, name: str | None = N
 
 
 def test_of_the_command_line() -> None:
-    found = written(
+    written_by_user = written(
         "algorithm=rloo", "rollout.n=3", "actor.optim={lr: 1, eps: 2}", "+data.chat_template_kwargs.x=1",
         "data.train_files=[a]",
     )  # fmt: skip
     keys = {"rollout.n", "actor.optim.lr", "actor.optim.eps", "data.chat_template_kwargs.x", "data.train_files"}
-    assert found == {*keys, "algorithm"}
+    assert written_by_user == {*keys, "algorithm"}
     assert written() == set(), "our own files are nobody's words"
 
 

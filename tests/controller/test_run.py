@@ -100,23 +100,23 @@ async def kill_a_worker(run: Run) -> None:
             peer.send_signal(signal.SIGCONT)
 
 
-async def observe(found: Observed, settings: RunConfig, kill: Any) -> None:
+async def observe(observed: Observed, settings: RunConfig, kill: Any) -> None:
     async with open_run(settings) as run:
         await train(run)
         await run.devices.to_trainer(keep_weights=True)
-        found.checksums = await run.policy.checksum()
+        observed.checksums = await run.policy.checksum()
         await kill(run)
 
 
 def run(task: Path, directory: Path, kill: Any) -> Observed:
-    found = Observed(directory)
+    observed = Observed(directory)
     with nothing_left():
         try:
-            asyncio.run(observe(found, config(task, directory), kill))
+            asyncio.run(observe(observed, config(task, directory), kill))
         except (DeadEngineError, WorkerError) as error:
-            found.death = error
-    found.read()
-    return found
+            observed.death = error
+    observed.read()
+    return observed
 
 
 @pytest.fixture(scope="module")
@@ -203,9 +203,9 @@ def test_operations_are_those_of_the_tokens(whole: Observed) -> None:
         matrices = 2 * (2 * a_layer + len(tokenizer) * 64) * num_tokens
         assert len(rows) == 32
         # Attention: 2 layers, 2 heads, 2 x (32 + 32) operations a pair, of which there are half the squares and more.
-        found = metrics["perf/tflop_logprobs"] * 1e12 / 2 - matrices
+        operations = metrics["perf/tflop_logprobs"] * 1e12 / 2 - matrices
         least = 2 * 2 * 2 * 64 * 32 * (num_tokens / 32) * (num_tokens / 32 + 1) / 2
-        assert least <= found < 1.5 * least
+        assert least <= operations < 1.5 * least
 
 
 def test_a_chosen_step_is_traced(whole: Observed) -> None:

@@ -134,7 +134,7 @@ def test_deaths_change_no_bit(name: str, undisturbed: Undisturbed, tmp_path: Pat
         if not begun:
             run = start(undisturbed.task, tmp_path / "run", traces)
         assert run.finish() == 0, run.said()
-    found = bits_of(tmp_path / "run")
-    assert found.metrics == undisturbed.bits.metrics
-    assert found.rollouts == undisturbed.bits.rollouts
-    assert found.states == undisturbed.bits.states and found.states
+    bits = bits_of(tmp_path / "run")
+    assert bits.metrics == undisturbed.bits.metrics
+    assert bits.rollouts == undisturbed.bits.rollouts
+    assert bits.states == undisturbed.bits.states and bits.states

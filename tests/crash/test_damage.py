@@ -85,8 +85,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(undisturbed: Undisturbed
         assert says("The last good one is step_1; it is tried again after the next step")(run)
         names = sorted(path.name for path in (disk / "run" / "checkpoints").iterdir())
         assert names[0] == "step_1" and names[-1] == f"step_{STEPS}" and not any("." in name for name in names), names
-        found = bits_of(disk / "run")
-        assert found == undisturbed.bits
+        bits = bits_of(disk / "run")
+        assert bits == undisturbed.bits
         lines = [json.loads(line) for line in (disk / "run" / "metrics.jsonl").read_text().splitlines()]
         assert sum(line.get("perf/failed_saves", 0) for line in lines) >= 1
 
@@ -110,10 +110,10 @@ def test_a_reward_function_that_ends_its_process_costs_its_samples(undisturbed: 
         run = start(undisturbed.task, tmp_path / "run", traces, f"custom_reward_function.path={path}")
         assert run.finish() == 0, run.said()
     # What is 0 in the undisturbed run costs its process here, and is reward.error_score, 0, too.
-    found = bits_of(tmp_path / "run")
-    assert found.states == undisturbed.bits.states
+    bits = bits_of(tmp_path / "run")
+    assert bits.states == undisturbed.bits.states
     struck = 0
-    for step, rows in found.rollouts.items():
+    for step, rows in bits.rollouts.items():
         for row, calm in zip(rows, undisturbed.bits.rollouts[step], strict=True):
             died = row["error"] is not None
             assert (row["response"], row["score"]) == (calm["response"], calm["score"])
@@ -141,9 +141,9 @@ def test_a_run_goes_on_in_another_layout(more: list[str], note: str, undisturbed
         run = start(undisturbed.task, tmp_path / "run", traces, *more)
         assert run.finish() == 0, run.said()
     assert re.search(note, run.said()), run.said()
-    found = bits_of(tmp_path / "run").metrics
-    assert [line["step"] for line in found] == [line["step"] for line in undisturbed.bits.metrics]
-    assert found[0] == undisturbed.bits.metrics[0], "what was done before stays"
-    for line, calm in zip(found[1:], undisturbed.bits.metrics[1:], strict=True):
+    metrics = bits_of(tmp_path / "run").metrics
+    assert [line["step"] for line in metrics] == [line["step"] for line in undisturbed.bits.metrics]
+    assert metrics[0] == undisturbed.bits.metrics[0], "what was done before stays"
+    for line, calm in zip(metrics[1:], undisturbed.bits.metrics[1:], strict=True):
         for key in ("actor/loss", "actor/grad_norm", "actor/entropy", "reward/mean"):
             assert math.isclose(line[key], calm[key], rel_tol=0.25, abs_tol=0.15), (key, line[key], calm[key])

@@ -137,9 +137,9 @@ def test_a_daemon_survives_its_grader_unless_it_is_confined() -> None:
 
 def running(program: str, config: CodeConfig, look: Callable[[int], bool]) -> Outcome:
     """The outcome of a program that waits, after ``look`` was true of its process."""
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     before = set(descendants())
-    thread = threading.Thread(target=lambda: found.append(run_confined(program, config)))
+    thread = threading.Thread(target=lambda: outcomes.append(run_confined(program, config)))
     thread.start()
 
     def seen() -> bool:
@@ -153,7 +153,7 @@ def running(program: str, config: CodeConfig, look: Callable[[int], bool]) -> Ou
         for pid in set(descendants()) - before:
             os.kill(pid, signal.SIGKILL)
         thread.join()
-    return found[0]
+    return outcomes[0]
 
 
 def test_it_ends_first_where_memory_runs_out() -> None:
@@ -185,7 +185,7 @@ def test_no_process_that_grades_has_a_key(monkeypatch: pytest.MonkeyPatch) -> No
         for pid in set(descendants()) - before:
             with suppress(OSError):
                 environments[pid] = Path(f"/proc/{pid}/environ").read_bytes()
-        return sum(b"PYTHONHASHSEED" in found for found in environments.values()) >= 2  # the programs run
+        return sum(b"PYTHONHASHSEED" in environment for environment in environments.values()) >= 2  # the programs run
 
     async def grade(scorer: Scorer) -> None:
         tasks = [asyncio.create_task(scorer.score(request)) for request in requests]
@@ -196,9 +196,9 @@ def test_no_process_that_grades_has_a_key(monkeypatch: pytest.MonkeyPatch) -> No
     with Scorer(RewardConfig(num_workers=2, code=LONG)) as scorer:
         asyncio.run(grade(scorer))
     assert len(environments) >= 4
-    for found in environments.values():
-        assert b"PATH=" in found or b"PYTHONHASHSEED=" in found
-        assert not [value for value in values.values() if value.encode() in found]
+    for environment in environments.values():
+        assert b"PATH=" in environment or b"PYTHONHASHSEED=" in environment
+        assert not [value for value in values.values() if value.encode() in environment]
 
 
 def test_many_at_once_leave_the_honest_ones_their_grade() -> None:

@@ -49,8 +49,8 @@ def test_two_ranks_come_close_to_the_best_split_there_is() -> None:
     for _ in range(60):
         costs = [rng.randint(1, 1_000) for _ in range(12)]
         best = min(max(mine := sum(half), sum(costs) - mine) for half in combinations(costs, 6))
-        found = max(totals(costs, balance(costs, 2)))
-        assert best <= found <= 1.05 * best
+        highest = max(totals(costs, balance(costs, 2)))
+        assert best <= highest <= 1.05 * best
 
 
 def test_any_count_is_within_graham_s_bound_of_the_mean_and_the_longest() -> None:
@@ -80,8 +80,8 @@ def test_max_over_mean_is_within_the_target_on_lengths_like_gsm8k_s(num_sequence
     lengths = gsm8k_like(num_sequences)
     shards = balance(lengths, num_ranks)
     assert_valid(lengths, shards, num_ranks)
-    found = totals(lengths, shards)
-    assert imbalance(lengths, shards) == pytest.approx(max(found) / (sum(found) / num_ranks), abs=1e-12)
+    per_rank = totals(lengths, shards)
+    assert imbalance(lengths, shards) == pytest.approx(max(per_rank) / (sum(per_rank) / num_ranks), abs=1e-12)
     assert imbalance(lengths, shards) <= 1.02
 
 

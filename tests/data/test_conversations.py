@@ -49,23 +49,23 @@ def trained(conversation: Conversation) -> list[str]:
 @pytest.mark.parametrize("template", [None, prompt_files.CHATML, prompt_files.TAGGED])
 def test_the_assistant_s_turns_and_their_ends_are_trained(tmp_path: Path, template: str | None) -> None:
     path = write(tmp_path / "x.parquet", [{"chat": TURNS}, {"chat": TURNS[:3]}])
-    found = load(path, template=template, messages_key="chat")
-    assert trained(found[0]) == ["1 + 1 = 2\n#### 2<|end|>", "日本 2<|end|>"]
-    assert trained(found[1]) == ["1 + 1 = 2\n#### 2<|end|>"]
-    assert found[0].id == "x.parquet:0"
+    conversations = load(path, template=template, messages_key="chat")
+    assert trained(conversations[0]) == ["1 + 1 = 2\n#### 2<|end|>", "日本 2<|end|>"]
+    assert trained(conversations[1]) == ["1 + 1 = 2\n#### 2<|end|>"]
+    assert conversations[0].id == "x.parquet:0"
     whole = prompt_files.tokenizer(template).apply_chat_template(TURNS, tokenize=False)
-    assert TOKENIZER.decode(found[0].tokens) == whole
-    assert found.lengths == [len(found[0].tokens), len(found[1].tokens)]
-    assert found.describe().startswith(
-        f"{TITLE}: 2 conversations of {min(found.lengths)} to {max(found.lengths)} tokens"
+    assert TOKENIZER.decode(conversations[0].tokens) == whole
+    assert conversations.lengths == [len(conversations[0].tokens), len(conversations[1].tokens)]
+    assert conversations.describe().startswith(
+        f"{TITLE}: 2 conversations of {min(conversations.lengths)} to {max(conversations.lengths)} tokens"
     )
 
 
 def test_the_untrained_beginning_is_the_prompt_of_the_rollout(tmp_path: Path) -> None:
-    found = load(write(tmp_path / "x.parquet", [{"chat": TURNS[:3]}]), messages_key="chat")[0]
+    conversation = load(write(tmp_path / "x.parquet", [{"chat": TURNS[:3]}]), messages_key="chat")[0]
     asked = TOKENIZER.apply_chat_template(TURNS[:2], add_generation_prompt=True, return_dict=False)
-    assert found.mask == (False,) * len(asked) + (True,) * (len(found.tokens) - len(asked))
-    assert list(found.tokens[: len(asked)]) == asked
+    assert conversation.mask == (False,) * len(asked) + (True,) * (len(conversation.tokens) - len(asked))
+    assert list(conversation.tokens[: len(asked)]) == asked
 
 
 def test_a_tokenizer_that_begins_texts_begins_no_conversation_twice(tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_a_tokenizer_that_begins_texts_begins_no_conversation_twice(tmp_path: Pa
         write(tmp_path / "x.parquet", [{"prompt": "1", "response": "2"}]),
         {"max_samples": None, "title": "x"},
     )
-    found = ConversationSet.load([path], SftDataConfig(), prompt_files.beginning_tokenizer(), **options)
-    assert found[0] == load(path)[0]
+    conversations = ConversationSet.load([path], SftDataConfig(), prompt_files.beginning_tokenizer(), **options)
+    assert conversations[0] == load(path)[0]
 
 
 def test_a_turn_that_no_token_ends_is_trained_to_its_last_character(tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_a_turn_that_no_token_ends_is_trained_to_its_last_character(tmp_path: Pa
     assert trained(load(path, template=prompt_files.BARE)[0]) == ["2\n"]
     trimming = prompt_files.tokenizer(prompt_files.BARE)  # its offsets leave out white space, as Llama 3's do
     trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # type: ignore[attr-defined]
-    found = ConversationSet.load([path], SftDataConfig(), trimming, max_samples=None, title=TITLE)
-    assert trained(found[0])[0].startswith("2"), "the space before it is the template's"
+    conversations = ConversationSet.load([path], SftDataConfig(), trimming, max_samples=None, title=TITLE)
+    assert trained(conversations[0])[0].startswith("2"), "the space before it is the template's"
 
 
 def test_prompts_as_messages_or_text_with_responses_also_inside_of_columns(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_parts_that_end_within_a_token_train_nothing_beyond_them(tmp_path: Path)
     """The end of the turn is not in this template's part, and ' ' is no token of its own before a word."""
     template = "<|user|>1{% generation %}2 apples {% endgeneration %}cards<|end|>"
     path = write(tmp_path / "x.parquet", [{"prompt": "1", "response": "2"}])
-    found = load(path, template=template)[0]
-    assert trained(found) == ["2 apples"]
-    assert TOKENIZER.decode(found.tokens) == "<|user|>12 apples cards<|end|>"
+    conversation = load(path, template=template)[0]
+    assert trained(conversation) == ["2 apples"]
+    assert TOKENIZER.decode(conversation.tokens) == "<|user|>12 apples cards<|end|>"
 
 
 def test_tags_decide_alone_and_a_token_across_their_beginning_is_not_trained(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_tags_decide_alone_and_a_token_across_their_beginning_is_not_trained(tmp
 def test_a_conversation_that_begins_with_the_assistant_needs_tags(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", [{"chat": TURNS[2:]}])
     assert "x.parquet:0: begins with the assistant" in str(refusal(path, messages_key="chat"))
-    found = load(path, messages_key="chat", template=prompt_files.TAGGED)[0]
-    assert trained(found) == ["1 + 1 = 2\n#### 2<|end|>", "日本 2<|end|>"]
+    conversation = load(path, messages_key="chat", template=prompt_files.TAGGED)[0]
+    assert trained(conversation) == ["1 + 1 = 2\n#### 2<|end|>", "日本 2<|end|>"]
 
 
 @pytest.mark.parametrize("truncation", [Truncation.right, Truncation.left])
@@ -138,17 +138,17 @@ def test_long_ones_are_cut_and_left_out_where_nothing_trained_is_left(tmp_path: 
         {"prompt": "12345678901", "response": "2"},
         {"prompt": "1", "response": "22"},
     ]
-    found = load(write(tmp_path / "x.parquet", rows), max_length=7, truncation=truncation)
+    conversations = load(write(tmp_path / "x.parquet", rows), max_length=7, truncation=truncation)
     whole = load(tmp_path / "x.parquet", max_length=17)
     assert whole.lengths == [7, 17, 8]
     if truncation is Truncation.right:
-        assert [found[index].id for index in range(len(found))] == ["x.parquet:0", "x.parquet:2"]
-        assert found[1] == Conversation("x.parquet:2", whole[2].tokens[:7], whole[2].mask[:7])
+        assert [conversations[index].id for index in range(len(conversations))] == ["x.parquet:0", "x.parquet:2"]
+        assert conversations[1] == Conversation("x.parquet:2", whole[2].tokens[:7], whole[2].mask[:7])
     else:
-        assert [found[index].tokens for index in range(3)] == [whole[index].tokens[-7:] for index in range(3)]
-        assert [found[index].mask for index in range(3)] == [whole[index].mask[-7:] for index in range(3)]
-    assert (found.num_truncated, found.num_left_out) == (2, 3 - len(found))
-    assert f"2 cut to 7 tokens ({truncation.value})" in found.describe()
+        assert [conversations[index].tokens for index in range(3)] == [whole[index].tokens[-7:] for index in range(3)]
+        assert [conversations[index].mask for index in range(3)] == [whole[index].mask[-7:] for index in range(3)]
+    assert (conversations.num_truncated, conversations.num_left_out) == (2, 3 - len(conversations))
+    assert f"2 cut to 7 tokens ({truncation.value})" in conversations.describe()
 
 
 def test_long_ones_are_refused_and_none_left_too(tmp_path: Path) -> None:
@@ -161,10 +161,12 @@ def test_long_ones_are_refused_and_none_left_too(tmp_path: Path) -> None:
 
 def test_samples_are_chosen_by_the_seed(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", [{"prompt": f"{n}", "response": "2"} for n in range(40)])
-    found = load(path, max_samples=5)
-    assert len(found) == 5
-    assert all(found[i].tokens[2:-4] == tuple(TOKENIZER.encode(found[i].id.split(":")[1])) for i in range(5))
-    assert {found[i].id for i in range(5)} != {load(path, max_samples=5, seed=2)[i].id for i in range(5)}
+    conversations = load(path, max_samples=5)
+    assert len(conversations) == 5
+    assert all(
+        conversations[i].tokens[2:-4] == tuple(TOKENIZER.encode(conversations[i].id.split(":")[1])) for i in range(5)
+    )
+    assert {conversations[i].id for i in range(5)} != {load(path, max_samples=5, seed=2)[i].id for i in range(5)}
 
 
 def test_everything_broken_is_named_at_once(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ def jsonl(path: Path, *records: dict[str, Any]) -> str:
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
 def test_the_real_gsm8k(tmp_path: Path) -> None:
     rows = published_rows("gsm8k", str(GSM8K))
-    assert {split: len(found) for split, found in rows.items()} == {"train": 7_473, "test": 1_319}
-    for split, found in rows.items():
-        write_rows(found, tmp_path / f"{split}.parquet")
+    assert {split: len(of_split) for split, of_split in rows.items()} == {"train": 7_473, "test": 1_319}
+    for split, of_split in rows.items():
+        write_rows(of_split, tmp_path / f"{split}.parquet")
         originals = [json.loads(line) for line in (GSM8K / f"{split}.jsonl").read_text("utf-8").splitlines()]
         table = pq.read_table(tmp_path / f"{split}.parquet")
         assert table.column_names == COLUMNS
@@ -171,8 +171,8 @@ def test_records_of_something_else_are_named(tmp_path: Path) -> None:
 
 def test_arithmetic_serves_both_kinds_of_training(tmp_path: Path) -> None:
     rows = arithmetic_rows(1, 30, 10, seed=2)
-    for split, found in rows.items():
-        write_rows(found, tmp_path / f"{split}.parquet")
+    for split, of_split in rows.items():
+        write_rows(of_split, tmp_path / f"{split}.parquet")
     tokenizer = prompt_files.tokenizer()
     options = {"max_samples": None, "title": "data.train_files"}
     prompts = PromptSet.load([tmp_path / "train.parquet"], DataConfig(), tokenizer, **options)
@@ -185,7 +185,7 @@ def test_arithmetic_serves_both_kinds_of_training(tmp_path: Path) -> None:
         assert tokenizer.decode(response) == f"{row['extra_info']['answer']}<|end|>"
         assert row["extra_info"]["answer"].endswith(f"#### {prompt.ground_truth}")
         assert prompt.data_source == "arithmetic"
-    questions = [{row["extra_info"]["question"] for row in found} for found in rows.values()]
+    questions = [{row["extra_info"]["question"] for row in of_split} for of_split in rows.values()]
     assert not questions[0] & questions[1]
 
 

@@ -42,12 +42,12 @@ def fewest_microbatches(costs: Sequence[int], budget: int) -> int:
     def best(chosen: int) -> tuple[int, int]:
         if chosen == 0:
             return 1, 0
-        found = (len(costs) + 1, 0)
+        fewest = (len(costs) + 1, 0)
         for index, cost in enumerate(costs):
             if chosen >> index & 1:
                 count, load = best(chosen & ~(1 << index))
-                found = min(found, (count, load + cost) if load + cost <= budget else (count + 1, cost))
-        return found
+                fewest = min(fewest, (count, load + cost) if load + cost <= budget else (count + 1, cost))
+        return fewest
 
     return best(everything)[0]
 

@@ -39,9 +39,9 @@ def by_hand(question: str) -> tuple[int, ...]:
 
 def test_a_row_is_what_the_file_says(tmp_path: Path) -> None:
     rows = [row(f"Tom has {n}.", str(n), tools_kwargs={"a": n}, note=None if n else "x") for n in range(5)]
-    found = load(write(tmp_path / "train.parquet", rows))
-    assert len(found) == 5
-    for number, prompt in enumerate(found[index] for index in range(5)):
+    prompts = load(write(tmp_path / "train.parquet", rows))
+    assert len(prompts) == 5
+    for number, prompt in enumerate(prompts[index] for index in range(5)):
         assert prompt.id == f"train.parquet:{number}"
         assert prompt.tokens == by_hand(f"Tom has {number}.")
         assert prompt.messages == user(f"Tom has {number}.")
@@ -52,7 +52,7 @@ def test_a_row_is_what_the_file_says(tmp_path: Path) -> None:
             "tools_kwargs": {"a": number},
             "note": None if number else "x",
         }
-    assert found.describe() == f"{TITLE}: 5 prompts of 9 to 9 tokens, mean 9"
+    assert prompts.describe() == f"{TITLE}: 5 prompts of 9 to 9 tokens, mean 9"
 
 
 def test_other_forms_of_the_schema(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_rows_for_a_reward_model_need_no_ground_truth(tmp_path: Path) -> None:
     rows = [
         row(reward_model={"style": style, "ground_truth": truth}) for style, truth in (("model", None), ("rule", "5"))
     ]
-    found = load(write(tmp_path / "a.parquet", rows))
-    assert [found[index].scored_by_model for index in range(2)] == [True, False]
-    assert [found[index].ground_truth for index in range(2)] == [None, "5"]
+    prompts = load(write(tmp_path / "a.parquet", rows))
+    assert [prompts[index].scored_by_model for index in range(2)] == [True, False]
+    assert [prompts[index].ground_truth for index in range(2)] == [None, "5"]
     alone = load(write(tmp_path / "b.parquet", [row(reward_model={"style": "model"})]))
     assert alone[0].scored_by_model and alone[0].ground_truth is None
     with pytest.raises(DataError, match="reward_model has no ground_truth"):
@@ -93,8 +93,8 @@ def test_rows_for_a_reward_model_need_no_ground_truth(tmp_path: Path) -> None:
 
 def test_without_grading_a_column_of_messages_is_enough(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", [{"prompt": user("2 + 2?"), "level": 3}])
-    found = load(path, graded=False)[0]
-    assert (found.data_source, found.ground_truth, found.columns) == ("unknown", None, {"level": 3})
+    prompt = load(path, graded=False)[0]
+    assert (prompt.data_source, prompt.ground_truth, prompt.columns) == ("unknown", None, {"level": 3})
     odd = write(tmp_path / "odd.parquet", [{"prompt": user("2 + 2?"), "reward_model": "5"}])
     assert load(odd, graded=False)[0].columns == {"reward_model": "5"}
     said = str(refusal(path))
@@ -104,8 +104,8 @@ def test_without_grading_a_column_of_messages_is_enough(tmp_path: Path) -> None:
 def test_the_template_is_given_its_arguments_and_its_refusals_name_the_row(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", [row(), row(prompt=[{"role": "system", "content": "Add."}])])
     thinking = prompt_files.tokenizer("{{ 'think' if enable_thinking else 'answer' }}")
-    found = load(path, tokenizer=thinking, chat_template_kwargs={"enable_thinking": True})
-    assert TOKENIZER.decode(found[0].tokens) == "think"
+    prompts = load(path, tokenizer=thinking, chat_template_kwargs={"enable_thinking": True})
+    assert TOKENIZER.decode(prompts[0].tokens) == "think"
     error = refusal(path, tokenizer=prompt_files.tokenizer(prompt_files.STRICT))
     assert error.problems == (
         "x.parquet:1: the chat template refuses it: roles must alternate. Mend the messages, or use another template",
@@ -123,8 +123,8 @@ def test_files_of_one_name_and_more_rows_than_a_batch(tmp_path: Path) -> None:
         write(tmp_path / f"{name}/t.parquet", [row(f"{name} {n}") for n in range(1_001)], row_group_size=300)
         for name in ("a", "b")
     ]
-    found = load(*paths)
-    every = [found[index] for index in range(len(found))]
+    prompts = load(*paths)
+    every = [prompts[index] for index in range(len(prompts))]
     assert len({prompt.id for prompt in every}) == 2_002
     assert all(prompt.tokens == by_hand(str(prompt.messages[0]["content"])) for prompt in every)
     assert (every[1_000].id, every[1_001].id) == ("a/t.parquet:1000", "b/t.parquet:0")
@@ -133,10 +133,10 @@ def test_files_of_one_name_and_more_rows_than_a_batch(tmp_path: Path) -> None:
 
 def test_samples_keep_their_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "t.parquet", [row(f"{n}") for n in range(50)])
-    found = load(path, max_samples=10)
-    assert len(found) == found.num_rows == 10
-    assert all(found[index].messages == user(found[index].id.rpartition(":")[2]) for index in range(10))
-    assert [found[i].id for i in range(10)] != [load(path, max_samples=10, seed=2)[i].id for i in range(10)]
+    prompts = load(path, max_samples=10)
+    assert len(prompts) == prompts.num_rows == 10
+    assert all(prompts[index].messages == user(prompts[index].id.rpartition(":")[2]) for index in range(10))
+    assert [prompts[i].id for i in range(10)] != [load(path, max_samples=10, seed=2)[i].id for i in range(10)]
 
 
 LONG = [row("1"), row("123456"), row("12345"), row("1234567890")]  # 5, 10, 9 and 14 tokens with the template
@@ -151,22 +151,22 @@ LONG = [row("1"), row("123456"), row("12345"), row("1234567890")]  # 5, 10, 9 an
     ],
 )
 def test_over_long_prompts_are_cut(tmp_path: Path, truncation: Truncation, kept: tuple[slice, slice] | None) -> None:
-    found = load(write(tmp_path / "x.parquet", LONG), max_prompt_length=9, truncation=truncation)
+    prompts = load(write(tmp_path / "x.parquet", LONG), max_prompt_length=9, truncation=truncation)
     ten, fourteen = by_hand("123456"), by_hand("1234567890")
     cut = (ten[:4] + ten[5:], fourteen[:4] + fourteen[9:])  # 9 // 2 of the beginning, 5 of the end
     if kept is not None:
         cut = (ten[kept[0]], fourteen[kept[1]])
-    assert [found[index].tokens for index in range(4)] == [by_hand("1"), cut[0], by_hand("12345"), cut[1]]
-    assert (found.num_truncated, found.num_left_out) == (2, 0)
-    assert found.describe().endswith(f"; 2 cut to 9 tokens ({truncation.value})")
+    assert [prompts[index].tokens for index in range(4)] == [by_hand("1"), cut[0], by_hand("12345"), cut[1]]
+    assert (prompts.num_truncated, prompts.num_left_out) == (2, 0)
+    assert prompts.describe().endswith(f"; 2 cut to 9 tokens ({truncation.value})")
 
 
 def test_over_long_prompts_are_left_out_or_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "x.parquet", LONG)
-    found = load(path, max_prompt_length=9, filter_overlong_prompts=True, truncation=Truncation.left)
-    assert [found[index].id for index in range(len(found))] == ["x.parquet:0", "x.parquet:2"]
-    assert (found.num_truncated, found.num_left_out, found.num_rows) == (0, 2, 4)
-    assert "2 of 4 left out, longer than 9 tokens" in found.describe()
+    prompts = load(path, max_prompt_length=9, filter_overlong_prompts=True, truncation=Truncation.left)
+    assert [prompts[index].id for index in range(len(prompts))] == ["x.parquet:0", "x.parquet:2"]
+    assert (prompts.num_truncated, prompts.num_left_out, prompts.num_rows) == (0, 2, 4)
+    assert "2 of 4 left out, longer than 9 tokens" in prompts.describe()
     (problem,) = refusal(path, max_prompt_length=9).problems
     begin = "2 prompts have more than data.max_prompt_length=9 tokens, the longest 14: x.parquet:1, x.parquet:3. "
     assert problem.startswith(begin) and "data.filter_overlong_prompts=true" in problem
@@ -260,10 +260,10 @@ def test_the_rows_of_the_prompts_with_all_columns(tmp_path: Path) -> None:
     long = row("Tom " * 40, "4")
     first = write(tmp_path / "a.parquet", [row("1?", "1"), long, row("2?", "2")])
     second = write(tmp_path / "b.parquet", [row("3?", "3", note="x")])
-    found = load(first, second, max_prompt_length=20, filter_overlong_prompts=True)
+    prompts = load(first, second, max_prompt_length=20, filter_overlong_prompts=True)
     rows = [row("1?", "1", note=None), row("2?", "2", note=None), row("3?", "3", note="x")]
-    assert found.table().to_pylist() == rows
-    assert [found[index].messages for index in range(3)] == [each["prompt"] for each in rows]
+    assert prompts.table().to_pylist() == rows
+    assert [prompts[index].messages for index in range(3)] == [each["prompt"] for each in rows]
 
 
 def test_columns_of_two_types_do_not_go_together(tmp_path: Path) -> None:

@@ -37,10 +37,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert table.column_names[-3:] == ["responses", "response_num_tokens", "finish_reasons"]
     assert taken_columns(table.column_names) == table.column_names[-3:]
 
-    found = ResponseSet.load(path, "prompt", "responses")
-    assert (len(found), found.counts, found.data_sources, found.has_lengths) == (3, [2, 2, 2], ["sums"] * 3, True)
-    assert found.has_finish
-    for n, each in enumerate(found):
+    responses = ResponseSet.load(path, "prompt", "responses")
+    assert (len(responses), responses.counts, responses.data_sources, responses.has_lengths) == (
+        3,
+        [2, 2, 2],
+        ["sums"] * 3,
+        True,
+    )
+    assert responses.has_finish
+    for n, each in enumerate(responses):
         assert each.id == f"made.parquet:{n}"
         assert (each.data_source, each.ground_truth, each.extra_info) == ("sums", str(n), {"index": 0})
         assert each.columns == {
@@ -58,13 +63,13 @@ def test_conversations_are_kept_beside_what_was_said_last(tmp_path: Path) -> Non
     table = pq.read_table(tmp_path / "r.parquet")
     assert table.column_names[-1] == "response_turns" and table["response_turns"].to_pylist() == [[[], list(said)]]
     assert taken_columns(table.column_names)[-1] == "response_turns"
-    (found,) = ResponseSet.load(tmp_path / "r.parquet", "prompt", "responses")
-    assert (found.responses, found.num_tokens) == (("at once: 5", "It is 5."), (3, 8))
-    assert found.turns == (
+    (first_row,) = ResponseSet.load(tmp_path / "r.parquet", "prompt", "responses")
+    assert (first_row.responses, first_row.num_tokens) == (("at once: 5", "It is 5."), (3, 8))
+    assert first_row.turns == (
         [{"role": "assistant", "content": "at once: 5"}],
         [{"role": role, "content": content} for role, content, _ in turns],
     )
-    assert "response_turns" not in found.columns
+    assert "response_turns" not in first_row.columns
 
 
 def test_files_of_others_need_the_responses_alone(tmp_path: Path) -> None:
@@ -83,9 +88,9 @@ def test_files_of_others_need_the_responses_alone(tmp_path: Path) -> None:
 def test_rows_for_a_reward_model_keep_their_messages_and_need_no_ground_truth(tmp_path: Path) -> None:
     rows = [answered("a", reward_model={"style": style, "ground_truth": truth})
             for style, truth in (("model", None), ("rule", "5"))]  # fmt: skip
-    found = ResponseSet.load(write(tmp_path / "r.parquet", rows), "prompt", "responses")
-    assert found.by_model == [True, False] and found.ids_by_model == ["r.parquet:0"]
-    assert [(each.scored_by_model, each.ground_truth, each.messages) for each in found] == [
+    responses = ResponseSet.load(write(tmp_path / "r.parquet", rows), "prompt", "responses")
+    assert responses.by_model == [True, False] and responses.ids_by_model == ["r.parquet:0"]
+    assert [(each.scored_by_model, each.ground_truth, each.messages) for each in responses] == [
         (True, None, rows[0]["prompt"]), (False, "5", rows[1]["prompt"])
     ]  # fmt: skip
     rows[0]["prompt"] = None
@@ -109,8 +114,8 @@ def test_every_broken_row_is_named(tmp_path: Path) -> None:
     for each in rows:
         each.setdefault("response_num_tokens", [1] * len(each["responses"] or []))
         each.setdefault("response_turns", [[{"role": "assistant", "content": "a"}]] * len(each["responses"] or []))
-    found = refusal(write(tmp_path / "r.parquet", rows))
-    assert [problem.split(" ", 2)[:2] for problem in found] == [
+    problems = refusal(write(tmp_path / "r.parquet", rows))
+    assert [problem.split(" ", 2)[:2] for problem in problems] == [
         ["r.parquet:1:", "responses"],
         ["r.parquet:2:", "responses"],
         ["r.parquet:3:", "responses"],
@@ -119,7 +124,7 @@ def test_every_broken_row_is_named(tmp_path: Path) -> None:
         ["r.parquet:6:", "response_num_tokens"],
         ["r.parquet:7:", "response_turns"],
     ]
-    assert all("2 entries for 1 responses" in problem for problem in found[-2:])
+    assert all("2 entries for 1 responses" in problem for problem in problems[-2:])
 
 
 def test_files_that_are_not_it_are_refused(tmp_path: Path) -> None:

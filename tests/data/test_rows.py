@@ -75,10 +75,10 @@ def test_batches_cover_everything_and_stop_at_no_bad_row(tmp_path: Path) -> None
     pa.parquet.write_table(pa.table({"text": not_utf8(texts)}), path)
     (file,) = read_files([path], problems := [], max_samples=None, seed=0)
     assert problems == []
-    found = {start + place: record for start, records in file.batches() for place, record in enumerate(records)}
-    assert len(found) == count
-    assert [row for row, record in found.items() if record is None] == [BATCH_ROWS + 1]
-    assert found[0] == found[count - 1] == {"text": "ok"}
+    by_place = {start + place: record for start, records in file.batches() for place, record in enumerate(records)}
+    assert len(by_place) == count
+    assert [row for row, record in by_place.items() if record is None] == [BATCH_ROWS + 1]
+    assert by_place[0] == by_place[count - 1] == {"text": "ok"}
 
 
 def test_files_that_cannot_be_read_are_all_named(tmp_path: Path) -> None:

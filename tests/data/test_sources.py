@@ -22,7 +22,9 @@ def lines(path: Path, *numbers: int) -> Path:
 
 
 def numbers(source: Path, splits: tuple[str, ...] = SPLITS, folder: str = "") -> dict[str, list[int]]:
-    return {split: [r.fields["n"] for r in found] for split, found in read_splits(str(source), splits, folder).items()}
+    return {
+        split: [r.fields["n"] for r in of_split] for split, of_split in read_splits(str(source), splits, folder).items()
+    }
 
 
 def refusal(source: Path | str, splits: tuple[str, ...] = SPLITS) -> str:
@@ -37,7 +39,10 @@ def test_a_folder_of_jsonl_json_and_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.table({"n": [5]}), tmp_path / "test-00001-of-00002.parquet")
     lines(tmp_path / "README.txt", 9)
     lines(tmp_path / ".cache/train.jsonl", 9)
-    assert {split: sorted(found) for split, found in numbers(tmp_path).items()} == {"train": [1, 2], "test": [3, 4, 5]}
+    assert {split: sorted(of_split) for split, of_split in numbers(tmp_path).items()} == {
+        "train": [1, 2],
+        "test": [3, 4, 5],
+    }
 
 
 def test_one_file_a_record_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -103,8 +108,8 @@ def test_a_hub_id_is_fetched_once_asked_for(tmp_path: Path, monkeypatch: pytest.
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    found = read_splits("openai/gsm8k", SPLITS, "main")
-    assert {split: len(records) for split, records in found.items()} == {"train": 1, "test": 1}
+    splits = read_splits("openai/gsm8k", SPLITS, "main")
+    assert {split: len(records) for split, records in splits.items()} == {"train": 1, "test": 1}
     patterns = ["main/*.jsonl", "main/*.json", "main/*.parquet"]
     assert asked == [("openai/gsm8k", {"repo_type": "dataset", "allow_patterns": patterns})]
 

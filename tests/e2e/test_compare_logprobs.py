@@ -29,7 +29,7 @@ def run(capsys: pytest.CaptureFixture[str], hf: Path, *arguments: str) -> tuple[
     return code, json.loads(out.read_text()), capsys.readouterr().out
 
 
-def found(report: dict[str, Any]) -> dict[str, bool | None]:
+def causes(report: dict[str, Any]) -> dict[str, bool | None]:
     return {finding["cause"]: finding["found"] for finding in report["findings"]}
 
 
@@ -44,7 +44,7 @@ def test_experts_over_two_ranks_agree(tmp_path: Path, capsys: pytest.CaptureFixt
     assert min(pair["max_abs"] for pair in report["pairs"]) > 0, "three scorers, and not one of them thrice"
     assert report["top1"]["agreement"] == {"transformers": 1.0, "megatron": 1.0}
     nothing = {"weights": False, "sampling parameters": False, "routing": False, "precision": False}
-    assert found(report) == nothing | {"tokenisation": None}
+    assert causes(report) == nothing | {"tokenisation": None}
 
 
 def test_a_damaged_weight_is_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: None) -> None:

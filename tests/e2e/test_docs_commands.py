@@ -37,9 +37,9 @@ def complaints(block: Block) -> list[str]:
 
 
 def test_every_block_of_commands_runs_or_says_why_not() -> None:
-    found = [block for page in PAGES for block in blocks(page)]
-    assert [complaint for block in found for complaint in complaints(block)] == []
-    assert sum(block.language in COMMANDS for block in found) > 20
+    page_blocks = [block for page in PAGES for block in blocks(page)]
+    assert [complaint for block in page_blocks for complaint in complaints(block)] == []
+    assert sum(block.language in COMMANDS for block in page_blocks) > 20
 
 
 def test_the_rule_refuses_what_is_not_accounted_for() -> None:
@@ -100,9 +100,9 @@ def run_page(page: str, tier: str, folder: Path) -> None:
 
 def missing(block: Block, said: str) -> list[str]:
     """What a block shows and the command did not say, but for spaces, and for seconds; between dots, anything."""
-    found = " ".join(SECONDS.sub("", said).split())
+    printed = " ".join(SECONDS.sub("", said).split())
     lines = (SECONDS.sub("", line) for line in block.text.splitlines() if not line.startswith("$ "))
-    return [piece for line in lines for part in line.split("...") if (piece := " ".join(part.split())) not in found]
+    return [piece for line in lines for part in line.split("...") if (piece := " ".join(part.split())) not in printed]
 
 
 @pytest.mark.tier("test")

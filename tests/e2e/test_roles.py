@@ -64,11 +64,11 @@ class Observed:
 
     def tensors(self, step: int, role: str) -> dict[str, torch.Tensor]:
         """All that the ranks of ``role`` saved after ``step``, random states and all."""
-        found = {}
+        tensors = {}
         for path in sorted((self.directory / "checkpoints" / f"step_{step}" / role).glob("*.safetensors")):
             with safe_open(path, "pt") as held:
-                found |= {f"{path.stem}/{name}": held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
-        return found
+                tensors |= {f"{path.stem}/{name}": held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+        return tensors
 
 
 def run(task: Path, directory: Path) -> Observed:

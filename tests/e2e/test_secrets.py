@@ -53,16 +53,16 @@ class Observed:
         with suppress(psutil.Error):
             for process in top.children(recursive=True):
                 with suppress(psutil.Error, OSError):
-                    found = Path(f"/proc/{process.pid}/environ").read_bytes()
-                    self.environments[f"{process.pid} {' '.join(process.cmdline())}"] = found
+                    environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+                    self.environments[f"{process.pid} {' '.join(process.cmdline())}"] = environment
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
     task = write_task(tmp_path_factory.mktemp("task"))
     (task / "reward.py").write_text(REWARD)
-    found = Observed(tmp_path_factory.mktemp("run"))
-    command = [sys.executable, "-m", "mcore_rl.cli", "train", *overrides(task, found.directory)]
+    observed = Observed(tmp_path_factory.mktemp("run"))
+    command = [sys.executable, "-m", "mcore_rl.cli", "train", *overrides(task, observed.directory)]
     command += [
         "trainer.total_training_steps=1",
         "trainer.test_freq=1",
@@ -72,7 +72,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
         "trainer.experiment_name=${oc.env:PGPASSWORD}",
         "custom_reward_function.env=[JUDGE_API_KEY]",
     ]
-    output = found.directory.with_name("output")
+    output = observed.directory.with_name("output")
     with output.open("wb") as file:
         top = subprocess.Popen(
             command,
@@ -82,13 +82,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
         )
         try:
             while top.poll() is None:
-                found.look(psutil.Process(top.pid))
+                observed.look(psutil.Process(top.pid))
                 time.sleep(0.2)
         finally:
             top.kill()
-    found.output = output.read_text(errors="replace")
-    assert top.returncode == 0, found.output[-3000:]
-    return found
+    observed.output = output.read_text(errors="replace")
+    assert top.returncode == 0, observed.output[-3000:]
+    return observed
 
 
 def values_in(content: bytes) -> list[str]:
@@ -100,7 +100,7 @@ def test_no_file_of_the_run_directory_holds_a_value(run: Observed) -> None:
     names = {path.name for path in files}
     assert {"config.yaml", "environment.json", "metrics.jsonl", "report.html", "engine-0.log"} <= names
     assert any(path.suffix == ".wandb" for path in files) and any("tfevents" in path.name for path in files)
-    assert {str(path): found for path in files if (found := values_in(path.read_bytes()))} == {}
+    assert {str(path): secrets for path in files if (secrets := values_in(path.read_bytes()))} == {}
 
 
 def test_what_was_written_shows_that_something_stood_there(run: Observed) -> None:

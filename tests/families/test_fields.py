@@ -28,13 +28,13 @@ IGNORED_BY_FAMILY = {
 
 def refused(config: dict[str, Any]) -> dict[str, Violation]:
     """What ``config`` is refused for, by field; empty where it is read."""
-    found: tuple[Violation, ...] = ()
+    violations: tuple[Violation, ...] = ()
     try:
         model_of(config)
     except ConfigError as error:
-        found = error.violations
-    assert all(violation.key.startswith("config.json: ") for violation in found), found
-    return {violation.key.removeprefix("config.json: "): violation for violation in found}
+        violations = error.violations
+    assert all(violation.key.startswith("config.json: ") for violation in violations), violations
+    return {violation.key.removeprefix("config.json: "): violation for violation in violations}
 
 
 def other(name: str, value: Any) -> Any:
@@ -79,9 +79,9 @@ def test_every_field_of_the_class_matters_is_refused_or_is_listed(name: str) -> 
     ],
 )
 def test_an_unknown_field_is_refused_by_name(name: str, extra: dict[str, Any]) -> None:
-    found = refused({**TINY[name], **extra})
-    assert list(found) == list(extra)
-    violation = found[next(iter(extra))]
+    refusals = refused({**TINY[name], **extra})
+    assert list(refusals) == list(extra)
+    violation = refusals[next(iter(extra))]
     assert "not known" in violation.problem and "copy of config.json" in violation.remedy
 
 
@@ -143,8 +143,8 @@ def test_what_a_family_does_not_have_is_refused_by_name(name: str, field: str, v
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_by_name(field: str, value: object, problem: str) -> None:
-    found = refused({**TINY["llama"], field: value})
-    assert list(found) == [field] and problem in found[field].problem
+    refusals = refused({**TINY["llama"], field: value})
+    assert list(refusals) == [field] and problem in refusals[field].problem
 
 
 def test_everything_wrong_is_said_at_once() -> None:
@@ -199,10 +199,10 @@ def test_dense_layers() -> None:
 @pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "bitsandbytes"])
 def test_quantised_weights_are_refused_but_for_deepseeks_blocks(method: str) -> None:
     quantised = {"quant_method": method, "weight_block_size": [128, 128]}
-    found = refused({**TINY["llama"], "quantization_config": quantised})
-    assert "dequantise" in found["quantization_config"].remedy
-    found = refused({**TINY["deepseek_v3"], "quantization_config": quantised})
-    assert list(found) == ([] if method == "fp8" else ["quantization_config"])
+    refusals = refused({**TINY["llama"], "quantization_config": quantised})
+    assert "dequantise" in refusals["quantization_config"].remedy
+    refusals = refused({**TINY["deepseek_v3"], "quantization_config": quantised})
+    assert list(refusals) == ([] if method == "fp8" else ["quantization_config"])
     wide = {**FACTS["deepseek-ai/DeepSeek-V3"]["quantization_config"], "weight_block_size": [64, 64]}
     assert list(refused({**TINY["deepseek_v3"], "quantization_config": wide})) == ["quantization_config"]
 

@@ -30,7 +30,7 @@ def counted(name: str) -> dict[str, dict[str, int]]:
     config = class_config(MODELS[name])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     tokens = torch.randint(3, config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    found = {}
+    by_pass = {}
     for passes in ("forward", "train"):
         with FlopCounterMode(display=False) as counter:
             loss = model(tokens, labels=tokens, use_cache=False).loss
@@ -38,8 +38,8 @@ def counted(name: str) -> dict[str, dict[str, int]]:
                 loss.backward()
         operations = {str(key).split(".")[-1]: flops for key, flops in counter.get_flop_counts()["Global"].items()}
         attention = sum(flops for key, flops in operations.items() if key in BATCHED)
-        found[passes] = {"matrices": sum(operations.values()) - attention, "attention": attention}
-    return found
+        by_pass[passes] = {"matrices": sum(operations.values()) - attention, "attention": attention}
+    return by_pass
 
 
 def seen(model: ModelConfig, layer: int) -> int:
@@ -51,10 +51,10 @@ def seen(model: ModelConfig, layer: int) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_family_as_torch_counts_it(name: str) -> None:
     _, model = model_of(MODELS[name])
-    lengths, found = [LENGTH] * BATCH, counted(name)
+    lengths, operations = [LENGTH] * BATCH, counted(name)
     for ours, theirs, passes in (
-        (forward_flops(model, lengths), found["forward"], 1),
-        (train_flops(model, lengths), found["train"], 3),
+        (forward_flops(model, lengths), operations["forward"], 1),
+        (train_flops(model, lengths), operations["train"], 3),
     ):
         assert theirs["matrices"] == passes * 2 * matmul_parameters(model) * LENGTH * BATCH
         # Eager attention computes all pairs, and every layer alike; ours are those that are seen.
@@ -64,13 +64,13 @@ def test_every_family_as_torch_counts_it(name: str) -> None:
 
 def test_the_families_differ_in_what_is_counted() -> None:
     """The test above would say nothing of windows, experts and latents if no tiny model had them."""
-    found = {name: model_of(facts)[1] for name, facts in TINY.items()}
-    assert any(0 < len(model.sliding_layers) < model.num_layers for model in found.values())
-    assert all((model.sliding_window or 0) < LENGTH for model in found.values())
-    assert any(model.moe and model.moe.dense_layers for model in found.values())
-    assert any(model.moe and model.moe.shared_gate for model in found.values())
-    assert any(model.mla for model in found.values())
-    assert any(model.num_query_groups < model.num_attention_heads for model in found.values())
+    by_family = {name: model_of(facts)[1] for name, facts in TINY.items()}
+    assert any(0 < len(model.sliding_layers) < model.num_layers for model in by_family.values())
+    assert all((model.sliding_window or 0) < LENGTH for model in by_family.values())
+    assert any(model.moe and model.moe.dense_layers for model in by_family.values())
+    assert any(model.moe and model.moe.shared_gate for model in by_family.values())
+    assert any(model.mla for model in by_family.values())
+    assert any(model.num_query_groups < model.num_attention_heads for model in by_family.values())
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 9, 10, 11])

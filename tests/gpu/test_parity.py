@@ -101,7 +101,7 @@ def engine_side(rank: Rank, kind: Device, setting: Setting, names: Sequence[str]
     torch.set_float32_matmul_precision("highest")
     rank.init_process_group(platform)
     groups = init_groups(Layout.of(ParallelConfig(), 1), platform, device_of(platform, 0), seed=1)
-    found = {}
+    results = {}
     for name in names:
         start = hf_reference.full_weights(rounded(name, setting.precision), MODELS[name])
         batch = batches.ragged(MODELS[name].vocab_size)
@@ -112,9 +112,9 @@ def engine_side(rank: Rank, kind: Device, setting: Setting, names: Sequence[str]
         scores = engine.score(batch)
         step = engine.train_step(batch, batches.policy_loss, batches.denominators(batch), with_entropy=True)
         assert step.skipped is None and scores.logprobs_T is not None and scores.entropy_T is not None
-        found[name] = Found(scores.logprobs_T, scores.entropy_T, step.loss, gradients_of(engine, start))
+        results[name] = Found(scores.logprobs_T, scores.entropy_T, step.loss, gradients_of(engine, start))
     destroy_groups()
-    return found
+    return results
 
 
 def gradients_of(engine: Engine, like: Weights) -> Weights:
@@ -242,9 +242,9 @@ def test_attention_kernels_agree(platform: Platform, cp: int, cp_rank: int, wind
     agree("capped", attend(attend_capped, inputs, packed, device, 1.5, window), expected)
 
 
-def agree(name: str, found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def agree(name: str, tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """Output and gradients of one kernel, within the bounds of ``test_attention_kernels_agree``."""
-    for what, ours, theirs in zip(("out", "query", "key", "value"), found, expected, strict=True):
+    for what, ours, theirs in zip(("out", "query", "key", "value"), tensors, expected, strict=True):
         error = ((ours - theirs).norm() / theirs.norm()).item()
         print(f"{name}, {what}: relative error {error:.1e}")
         assert error < (5e-3 if what == "out" else 1e-2), f"{name}: {what}"
@@ -263,18 +263,18 @@ def test_token_logprobs_agree_with_float64(platform: Platform, dtype: torch.dtyp
     upstream_2T = torch.randn(2, num_tokens, generator=random)
 
     leaf_TV = logits_TV.to(device, copy=True).requires_grad_()  # its values are overwritten
-    found = token_logprobs(
+    outputs = token_logprobs(
         leaf_TV.view_as(leaf_TV), targets_T.to(device), vocab_size=vocab_size, temperature=temperature,
         chunk_bytes=cache_sized_chunk_bytes(platform) // 8,  # several chunks
     )  # fmt: skip
-    (grad_TV,) = torch.autograd.grad(torch.stack(found), leaf_TV, upstream_2T.to(device))  # type: ignore[arg-type]
+    (grad_TV,) = torch.autograd.grad(torch.stack(outputs), leaf_TV, upstream_2T.to(device))  # type: ignore[arg-type]
 
     exact_TV = logits_TV.double().requires_grad_()
     log_p_TV = torch.log_softmax(exact_TV[:, :vocab_size] / temperature, dim=-1)
     expected = (log_p_TV.gather(1, targets_T[:, None])[:, 0], -(log_p_TV.exp() * log_p_TV).sum(-1))
     (exact_grad_TV,) = torch.autograd.grad(torch.stack(expected), exact_TV, upstream_2T.double())
 
-    for ours_T, theirs_T in zip(found, expected, strict=True):
+    for ours_T, theirs_T in zip(outputs, expected, strict=True):
         assert ours_T is not None
         torch.testing.assert_close(ours_T.cpu().double(), theirs_T, rtol=0, atol=1e-5)
     torch.testing.assert_close(

@@ -40,7 +40,7 @@ def look(case: Case, memories: TwoMemories, groups: ProcessGroups, platform: Pla
     engine = Engine(
         "actor", model, ParallelConfig(), config, groups, platform, head=head, trainable=trainable
     )  # fmt: skip
-    found = [
+    misplaced = [
         f"{name} is on the host"
         for name, parameter in engine.models[0].named_parameters()
         if not memories.is_there(parameter)
@@ -48,7 +48,7 @@ def look(case: Case, memories: TwoMemories, groups: ProcessGroups, platform: Pla
     start, batch = starting_weights(case.problem), global_batch(case.problem)
     engine.load_weights(lambda models: full_weights.load_full(models, start))
     scores = engine.score(batch, record_routing=model.moe is not None)
-    found += [
+    misplaced += [
         f"{field.name} of the scores is not on the host"
         for field in fields(scores)
         if getattr(scores, field.name) is not None and getattr(scores, field.name).device != HOST
@@ -58,7 +58,7 @@ def look(case: Case, memories: TwoMemories, groups: ProcessGroups, platform: Pla
         engine.train_step(batch, loss, batches.denominators(batch), with_entropy=head is Head.lm)
     engine.snapshots.take("reference")
     engine.score(batch, snapshot="reference")
-    return found
+    return misplaced
 
 
 def look_at_all(rank: Rank) -> dict[str, list[str]]:
@@ -70,7 +70,7 @@ def look_at_all(rank: Rank) -> dict[str, list[str]]:
     platform = detect(Device.cpu)
     rank.init_process_group(platform)
     pretended = replace(platform, kind=Device.cuda, device_type=THERE.type)
-    found = {}
+    by_case = {}
     for name, case in CASES.items():
         for trainable in (False, True):
             memories = TwoMemories()
@@ -78,15 +78,15 @@ def look_at_all(rank: Rank) -> dict[str, list[str]]:
                 groups = init_groups(Layout.of(ParallelConfig(), 1), pretended, THERE, seed=1)
                 problems = look(case, memories, groups, pretended, trainable=trainable)
                 destroy_groups()
-            found[f"{name}, {'trained' if trainable else 'scored'}"] = [*problems, *memories.mixed]
-    return found
+            by_case[f"{name}, {'trained' if trainable else 'scored'}"] = [*problems, *memories.mixed]
+    return by_case
 
 
 @pytest.mark.skipif(detect(Device.auto).is_accelerator, reason="there is a real one")
 def test_nothing_that_meets_on_the_accelerator_is_left_on_the_host(processes: None) -> None:
-    found = run_ranks(look_at_all, 1, threads_per_rank=1, timeout_s=300)[0]
-    assert len(found) == 2 * len(CASES)
-    problems = [f"{name}: {problem}" for name, all_of_it in found.items() for problem in all_of_it]
+    by_case = run_ranks(look_at_all, 1, threads_per_rank=1, timeout_s=300)[0]
+    assert len(by_case) == 2 * len(CASES)
+    problems = [f"{name}: {problem}" for name, all_of_it in by_case.items() for problem in all_of_it]
     assert not problems, "\n".join(problems)
 
 

@@ -192,15 +192,15 @@ def num_parameters(model: ModelConfig) -> int:
     return matmul_parameters(model) + embedding
 
 
-def describe(platform: Platform, size: Size, found: Trained) -> str:
+def describe(platform: Platform, size: Size, result: Trained) -> str:
     peak = peak_tflops(platform.device_name, Precision.bfloat16)
-    rate = train_flops(size.model, size.lengths) / 1e12 / found.step_s
+    rate = train_flops(size.model, size.lengths) / 1e12 / result.step_s
     mfu = "no peak is known for it" if peak is None else f"MFU {rate / peak:.1%}"
     active = matmul_parameters(size.model) / 1e6
     return (
         f"{num_parameters(size.model) / 1e6:.1f}M parameters ({active:.1f}M a token), {sum(size.lengths)} tokens: "
-        f"{found.step_s:.3f} s a step, {rate:.3f} TFLOP/s on {platform.device_name}, {mfu}, "
-        f"peak {found.peak_bytes / GIB:.1f} GiB; loss {found.losses[0]:.3f} to {found.losses[-1]:.3f}"
+        f"{result.step_s:.3f} s a step, {rate:.3f} TFLOP/s on {platform.device_name}, {mfu}, "
+        f"peak {result.peak_bytes / GIB:.1f} GiB; loss {result.losses[0]:.3f} to {result.losses[-1]:.3f}"
     )
 
 
@@ -215,24 +215,24 @@ def test_training_lowers_the_loss_and_offload_frees_memory(
     if platform.is_accelerator and memory(platform).total_bytes < LEAST_MEMORY[recompute]:
         pytest.skip(f"recompute={recompute.value} needs {LEAST_MEMORY[recompute] / GIB:.0f} GiB of device memory")
     case = (name, layer_spec, recompute)
-    found = trained(platform.kind, together(platform, case))[case]
+    result = trained(platform.kind, together(platform, case))[case]
     size = SIZES[platform.is_accelerator][name]
     with capsys.disabled() if platform.is_accelerator else nullcontext():
-        print(f"\n{name}, {layer_spec.value}, recompute {recompute.value}: {describe(platform, size, found)}")
+        print(f"\n{name}, {layer_spec.value}, recompute {recompute.value}: {describe(platform, size, result)}")
 
     expected = torch.tensor(float(size.model.vocab_size)).log()  # of a model that knows nothing
-    assert found.losses[0] == pytest.approx(float(expected), rel=0.1)
-    assert all(norm > 0 for norm in found.grad_norms)
-    assert max(found.losses[1:]) < found.losses[0], f"the loss rose on the batch that is trained: {found.losses}"
-    assert found.losses[-1] < 0.98 * found.losses[0], (
-        f"the loss hardly fell on the batch that is trained: {found.losses}"
+    assert result.losses[0] == pytest.approx(float(expected), rel=0.1)
+    assert all(norm > 0 for norm in result.grad_norms)
+    assert max(result.losses[1:]) < result.losses[0], f"the loss rose on the batch that is trained: {result.losses}"
+    assert result.losses[-1] < 0.98 * result.losses[0], (
+        f"the loss hardly fell on the batch that is trained: {result.losses}"
     )
 
     num_bytes = 2 + 4 + 12  # a parameter: bfloat16 weight, float32 gradient, main weight and two moments
-    assert found.moved_bytes == pytest.approx(num_bytes * num_parameters(size.model), rel=0.05)
-    before, away, after = found.used_bytes
+    assert result.moved_bytes == pytest.approx(num_bytes * num_parameters(size.model), rel=0.05)
+    before, away, after = result.used_bytes
     if platform.is_accelerator:
-        assert before - away > 0.95 * found.moved_bytes
+        assert before - away > 0.95 * result.moved_bytes
         assert away < 0.1 * before, "what is left on the device is more than a few buffers"
         assert after == pytest.approx(before, rel=0.01)
 
@@ -241,7 +241,7 @@ def counted_matmul_flops(rank: Rank) -> dict[str, int]:
     """What torch counts in the forward and backward passes of a step, without attention."""
     platform = detect(Device.cpu)
     rank.init_process_group(platform)
-    found = {}
+    flops_of = {}
     for name in NAMES:
         size = SIZES[False][name]
         engine = build(size, platform, LayerSpec.local, Recompute.none)
@@ -249,9 +249,9 @@ def counted_matmul_flops(rank: Rank) -> dict[str, int]:
         with FlopCounterMode(display=False) as counter:
             engine.train_step(batch, negative_log_likelihood, counts)
         by_operation = counter.get_flop_counts()["Global"]
-        found[name] = sum(flops for operation, flops in by_operation.items() if "attention" not in str(operation))
+        flops_of[name] = sum(flops for operation, flops in by_operation.items() if "attention" not in str(operation))
         destroy_groups()
-    return found
+    return flops_of
 
 
 def test_flops_of_matrices_are_those_that_torch_counts(processes: None) -> None:

@@ -45,8 +45,8 @@ def complaints(rule: Rule, paths: list[str]) -> list[str]:
 
 def refuse(rule: Rule, paths: list[str]) -> None:
     """Fail with everything that ``rule`` says of the files ``paths``, and with nothing else."""
-    if found := complaints(rule, paths):
-        pytest.fail("\n".join(found), pytrace=False)
+    if complained := complaints(rule, paths):
+        pytest.fail("\n".join(complained), pytrace=False)
 
 
 def is_bare_string(node: ast.AST) -> bool:

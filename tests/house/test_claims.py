@@ -46,10 +46,10 @@ def test_every_test_is_there_and_of_its_tier(test: str, request: pytest.FixtureR
     functions = {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)}
     assert not name or name.partition("[")[0] in functions
     collected = request.config.stash[COLLECTED]
-    found = {collected[each] for each in collected if each == test or each.startswith((f"{test}[", f"{test}::"))}
-    if found or is_whole_tier(request.config):
+    tiers = {collected[each] for each in collected if each == test or each.startswith((f"{test}[", f"{test}::"))}
+    if tiers or is_whole_tier(request.config):
         said = {tier for _, other, tier in table() if other == test}
-        assert said == {min(found, key=TIERS.index)}
+        assert said == {min(tiers, key=TIERS.index)}
 
 
 def test_the_page_says_the_budgets(request: pytest.FixtureRequest) -> None:

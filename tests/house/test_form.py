@@ -29,15 +29,17 @@ def long_file(path: str, text: str) -> list[str]:
 
 
 def long_function(path: str, text: str) -> list[str]:
-    found = []
+    complaints_of_file = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             count = node.end_lineno - node.lineno + 1
             if is_bare_string(node.body[0]):
                 count -= node.body[0].end_lineno - node.body[0].lineno + 1
             if count > MAX_FUNCTION_LINES:
-                found.append(f"{path}:{node.lineno}: {node.name} has {count} lines, {MAX_FUNCTION_LINES} are allowed")
-    return found
+                complaints_of_file.append(
+                    f"{path}:{node.lineno}: {node.name} has {count} lines, {MAX_FUNCTION_LINES} are allowed"
+                )
+    return complaints_of_file
 
 
 def junk_drawer(path: str, _: str) -> list[str]:

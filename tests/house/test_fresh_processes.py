@@ -40,5 +40,5 @@ def test_the_rule_refuses_a_fresh_start() -> None:
 
 def test_every_exception_is_still_in_use() -> None:
     for begin in FRESH:
-        found = complaints(fresh_starts, [path for path in python_files("tests") if path.startswith(begin)])
-        assert found, f"{begin} starts none: remove it"
+        starts = complaints(fresh_starts, [path for path in python_files("tests") if path.startswith(begin)])
+        assert starts, f"{begin} starts none: remove it"

@@ -22,12 +22,12 @@ json.dump({"ignored": ignored, "blocked": len(signal.pthread_sigmask(signal.SIG_
 
 
 def test_a_program_of_a_test_is_started_from_the_ground() -> None:
-    found = json.loads(subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=True).stdout)
-    assert set(found["ignored"]) == {signal.SIGPIPE, signal.SIGXFSZ}, "as Python itself has it"
-    assert found["blocked"] == 0
-    assert found["umask"] == ground.UMASK
-    assert found["encoding"] == "utf-8"
-    assert found["environ"] | ground.OWN == found["environ"]
+    state = json.loads(subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=True).stdout)
+    assert set(state["ignored"]) == {signal.SIGPIPE, signal.SIGXFSZ}, "as Python itself has it"
+    assert state["blocked"] == 0
+    assert state["umask"] == ground.UMASK
+    assert state["encoding"] == "utf-8"
+    assert state["environ"] | ground.OWN == state["environ"]
 
 
 @pytest.mark.parametrize("name", sorted(hostile.VARIABLES))

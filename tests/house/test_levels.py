@@ -38,15 +38,15 @@ def imported_modules(text: str) -> Iterator[tuple[int, str]]:
 
 def misplaced_import(path: str, text: str) -> list[str]:
     inside = path.removeprefix("mcore_rl/").removesuffix(".py")
-    found = []
+    misplaced = []
     for line, module in imported_modules(text):
         third_party = module.partition(".")[0]
         places = ALLOWED.get(third_party)
         if places is not None and not any(inside == place or inside.startswith(f"{place}/") for place in places):
-            found.append(f"{path}:{line}: imports {module}; {third_party} is for {' and '.join(places)} only")
+            misplaced.append(f"{path}:{line}: imports {module}; {third_party} is for {' and '.join(places)} only")
         if third_party in OTHER_FOLDERS:
-            found.append(f"{path}:{line}: the package imports {module}, which is not installed with it")
-    return found
+            misplaced.append(f"{path}:{line}: the package imports {module}, which is not installed with it")
+    return misplaced
 
 
 def test_third_parties_are_imported_where_they_belong() -> None:
@@ -60,8 +60,8 @@ def f():
     import ray as r
 from tests.support import x
 """
-    found = misplaced_import("mcore_rl/data/packing.py", bad)
-    assert [complaint.split(":")[1] for complaint in sorted(found)] == ["1", "3", "4", "5"]
+    misplaced = misplaced_import("mcore_rl/data/packing.py", bad)
+    assert [complaint.split(":")[1] for complaint in sorted(misplaced)] == ["1", "3", "4", "5"]
 
 
 def test_the_rule_allows_each_third_party_its_places() -> None:
@@ -75,8 +75,8 @@ def contract(kind: str) -> dict[str, Any]:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
-    (found,) = [each for each in contracts if each["type"] == kind]
-    return dict(found)
+    (of_kind,) = [each for each in contracts if each["type"] == kind]
+    return dict(of_kind)
 
 
 def packages_by_level() -> list[list[str]]:

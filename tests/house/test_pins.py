@@ -66,6 +66,6 @@ def test_megatron_is_the_version_that_the_cpu_patches_answer_to() -> None:
 def test_no_extra_names_the_wrong_apex_and_none_but_cuda_brings_cuda() -> None:
     names = {extra: {requirement.name for requirement in requirements} for extra, requirements in EXTRAS.items()}
     names["base"] = {requirement.name for requirement in BASE}
-    assert not any("apex" in found for found in names.values())
+    assert not any("apex" in packages for packages in names.values())
     for extra in set(names) - {"cuda"}:
         assert not names[extra] & {"vllm", "transformer-engine", "triton", "torchvision", "torchaudio"}, extra

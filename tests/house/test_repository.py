@@ -15,12 +15,12 @@ REGISTRY_HOSTS = re.compile("|".join(re.escape(f"{name}.{top}") for name, top in
 
 
 def foreign_place(path: str, text: str) -> list[str]:
-    found = []
+    places = []
     for number, line in enumerate(text.splitlines(), 1):
         for pattern, what in ((MACHINE_PATHS, "a path of one machine"), (REGISTRY_HOSTS, "the host of a registry")):
             if match := pattern.search(line):
-                found.append(f"{path}:{number}: {match.group()} is {what}. Take it as an argument or say it in words")
-    return found
+                places.append(f"{path}:{number}: {match.group()} is {what}. Take it as an argument or say it in words")
+    return places
 
 
 def is_text(path: str) -> bool:

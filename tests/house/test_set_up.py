@@ -47,9 +47,9 @@ def test_a_plan_of_the_rung_passes(rung: str, versions: dict[str, str]) -> None:
     ],
 )
 def test_a_plan_of_another_rung_is_refused(rung: str, versions: dict[str, str], built_for: str) -> None:
-    found = planned_problem(rung, versions)
-    assert found is not None
-    assert f"torch {versions['torch']}, built for {built_for}" in found
+    problem = planned_problem(rung, versions)
+    assert problem is not None
+    assert f"torch {versions['torch']}, built for {built_for}" in problem
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_a_plan_of_another_rung_is_refused(rung: str, versions: dict[str, str], 
 def test_what_is_installed_is_judged(
     rung: str, others: dict[str, str], cuda: str | None, hip: str | None, complaint: str | None
 ) -> None:
-    found = installed_problem(rung, {"torch": "2.13.0", "numpy": "2.3.5"} | others, cuda, hip)
-    assert found is None if complaint is None else complaint in (found or "")
+    problem = installed_problem(rung, {"torch": "2.13.0", "numpy": "2.3.5"} | others, cuda, hip)
+    assert problem is None if complaint is None else complaint in (problem or "")
 
 
 def test_a_rollout_engine_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,9 +95,9 @@ def checked(tmp_path_factory: pytest.TempPathFactory, processes: None) -> tuple[
 
 
 def test_a_test_of_check_that_starts_what_is_dear_fails(checked: tuple[dict[str, str], str]) -> None:
-    found, said = checked
-    assert {name for name in found if found[name] in ("FAILED", "ERROR")} == set(REFUSED), said
-    assert found["test_cheap"] == "PASSED"
+    ends, said = checked
+    assert {name for name in ends if ends[name] in ("FAILED", "ERROR")} == set(REFUSED), said
+    assert ends["test_cheap"] == "PASSED"
     assert said.count("a test of the tier check starts it.  Ask for the fixture `processes`") >= len(REFUSED)
 
 
@@ -107,10 +107,10 @@ def test_what_is_dear_by_a_fixture_or_a_mark_is_left_to_its_tier(checked: tuple[
 
 @pytest.mark.parametrize(("tier", "more"), [("test", set()), ("full", {"test_dearest_wins[1]"})])
 def test_each_tier_holds_the_cheaper_ones(tier: str, more: set[str], tmp_path: Path, processes: None) -> None:
-    found, said = outcomes(tmp_path, f"--tier={tier}")
+    ends, said = outcomes(tmp_path, f"--tier={tier}")
     allowed = {"test_allowed", "test_marked", "test_dearest_wins[0]", *more}
-    assert found.keys() == {"test_cheap", *REFUSED, *allowed}, said
-    assert {found[name] for name in allowed} == {"PASSED"}, said
+    assert ends.keys() == {"test_cheap", *REFUSED, *allowed}, said
+    assert {ends[name] for name in allowed} == {"PASSED"}, said
 
 
 def test_a_tier_over_its_budget_says_so_and_does_not_fail_for_it(

@@ -50,8 +50,8 @@ backend = "rccl"
 message = f"moved to {backend} on cuda"
 f(cuda_graph=True)
 """
-    found = [complaint.split(": ")[:2] for complaint in vendor_words("mcore_rl/x.py", bad)]
-    words = [(place.rpartition(":")[2], text.split("'")[1]) for place, text in found]
+    split_complaints = [complaint.split(": ")[:2] for complaint in vendor_words("mcore_rl/x.py", bad)]
+    words = [(place.rpartition(":")[2], text.split("'")[1]) for place, text in split_complaints]
     assert sorted(words) == [
         ("2", "torch.cuda"),
         ("3", "is_nccl_available"),

@@ -7,21 +7,8 @@ import re
 
 import pytest
 
-from tests.house.source import ROOT, python_files, refuse
+from tests.house.source import python_files, refuse
 
-# Rooms of the package that are still to be rewritten; the list only shrinks.
-NOT_YET_PLAIN = (
-    "algorithms",
-    "config",
-    "controller",
-    "planning",
-    "rewards",
-    "rollout/classifier_pool.py",
-    "rollout/engine",
-    "rollout/parameters.py",
-    "rollout/weight_channel.py",
-    "runtime",
-)
 FEWEST_WORDS = 3
 
 
@@ -56,29 +43,15 @@ def empty_docstring(path: str, text: str) -> list[str]:
     ]
 
 
-def is_plain(path: str) -> bool:
-    """Whether ``path`` is not in one of the rooms that are still to be rewritten."""
-    inside = path.removeprefix("mcore_rl/")
-    return not any(inside == room or inside.startswith(f"{room}/") for room in NOT_YET_PLAIN)
+FOLDERS = ("mcore_rl", "tests", "tools", "benchmarks", "launch")
 
 
-def test_no_variable_of_a_plain_room_is_called_found() -> None:
-    refuse(local_called_found, [path for path in python_files("mcore_rl") if is_plain(path)])
+def test_no_variable_is_called_found() -> None:
+    refuse(local_called_found, python_files(*FOLDERS))
 
 
-def test_no_docstring_of_a_plain_room_is_empty() -> None:
-    paths = [path for path in python_files("mcore_rl") if is_plain(path)]
-    refuse(empty_docstring, [*paths, *python_files("tests", "tools", "benchmarks", "launch")])
-
-
-@pytest.mark.parametrize("room", NOT_YET_PLAIN)
-def test_a_room_that_is_plain_leaves_the_list(room: str) -> None:
-    paths = [path for path in python_files("mcore_rl") if path.removeprefix("mcore_rl/").startswith(room)]
-    texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
-    assert texts, f"there is no {room}: remove it from NOT_YET_PLAIN"
-    complaints = [each for path, text in texts.items() for rule in (local_called_found, empty_docstring)
-                  for each in rule(path, text)]  # fmt: skip
-    assert complaints, f"{room} is plain: remove it from NOT_YET_PLAIN"
+def test_no_docstring_is_empty() -> None:
+    refuse(empty_docstring, python_files(*FOLDERS))
 
 
 @pytest.mark.parametrize(

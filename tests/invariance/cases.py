@@ -117,34 +117,34 @@ def _variations(case: Case) -> list[Case]:
 
 def _expert_cases() -> list[Case]:
     """Balance losses, dispatchers, and experts split in other ways than the rest."""
-    found: list[Case] = []
+    cases: list[Case] = []
     for problem in (SEQUENCE_AUX, BATCH_AUX):
         for layout, world_size in (("", 2), ("tp=2,etp=1", 2), ("pp=2", 2), ("cp=2", 2), ("ep=2", 2), ("cp=2,ep=2", 4)):
             case = Case(problem=problem, layout=layout, world_size=world_size)
-            found += [case, replace(case, microbatch_tokens=WHOLE, recompute=Recompute.full)]
+            cases += [case, replace(case, microbatch_tokens=WHOLE, recompute=Recompute.full)]
     for layout in ("ep=2", "tp=2,ep=2,etp=1"):
         case = Case(problem=MOE, layout=layout, world_size=2, dispatcher=Dispatcher.allgather)
-        found += [case, replace(case, microbatch_tokens=None, microbatch_sequences=3)]
+        cases += [case, replace(case, microbatch_tokens=None, microbatch_sequences=3)]
     for dispatcher in Dispatcher:  # experts split where the rest is not
-        found.append(Case(problem=MOE, layout="etp=2", world_size=2, dispatcher=dispatcher))
-    found.append(Case(problem=MOE, layout="cp=2,ep=2", world_size=4, dispatcher=Dispatcher.allgather))
-    return found
+        cases.append(Case(problem=MOE, layout="etp=2", world_size=2, dispatcher=dispatcher))
+    cases.append(Case(problem=MOE, layout="cp=2,ep=2", world_size=4, dispatcher=Dispatcher.allgather))
+    return cases
 
 
 def _attention_cases() -> list[Case]:
     """Windows, soft caps, norms behind the blocks and rotary frequencies, where a layout could lose them."""
-    found: list[Case] = []
+    cases: list[Case] = []
     for layout, world_size in (("", 1), ("tp=2", 2), ("cp=2", 2), ("pp=2,vpp=2", 2)):
         case = Case(problem=GEMMA2, layout=layout, world_size=world_size)
-        found += [case, replace(case, microbatch_tokens=None, microbatch_sequences=4, recompute=Recompute.full)]
-    found.append(Case(problem=GEMMA2, layout="pp=2", world_size=2, pipeline_layers=(3, 1)))
-    found.append(Case(problem=GEMMA2, layout="tp=2,cp=2", world_size=4))
-    found.append(Case(problem=GEMMA2, layout="tp=2,pp=2", world_size=4, recompute=Recompute.selective))
+        cases += [case, replace(case, microbatch_tokens=None, microbatch_sequences=4, recompute=Recompute.full)]
+    cases.append(Case(problem=GEMMA2, layout="pp=2", world_size=2, pipeline_layers=(3, 1)))
+    cases.append(Case(problem=GEMMA2, layout="tp=2,cp=2", world_size=4))
+    cases.append(Case(problem=GEMMA2, layout="tp=2,pp=2", world_size=4, recompute=Recompute.selective))
     windowed = Case(problem=Problem(model="windowed"))
-    found += [replace(windowed, layout="cp=4", world_size=4), replace(windowed, layout="cp=2", world_size=2)]
-    found.append(replace(windowed, microbatch_tokens=None, microbatch_sequences=3))
-    found.append(Case(problem=Problem(model="rope_yarn"), layout="cp=2", world_size=2))
-    return found
+    cases += [replace(windowed, layout="cp=4", world_size=4), replace(windowed, layout="cp=2", world_size=2)]
+    cases.append(replace(windowed, microbatch_tokens=None, microbatch_sequences=3))
+    cases.append(Case(problem=Problem(model="rope_yarn"), layout="cp=2", world_size=2))
+    return cases
 
 
 def _mixed_layer_cases() -> list[Case]:
@@ -152,7 +152,7 @@ def _mixed_layer_cases() -> list[Case]:
 
     Of the four layers of DEEPSEEK the first two are dense: with pp=2 the first stage has no router and no expert.
     """
-    found: list[Case] = []
+    cases: list[Case] = []
     for layout, world_size in (
         ("tp=2,etp=1", 2),
         ("pp=2", 2),
@@ -161,31 +161,31 @@ def _mixed_layer_cases() -> list[Case]:
         ("tp=2,cp=2,ep=2,etp=2", 4),
         ("pp=2,vpp=2,tp=2,ep=2,etp=1", 4),
     ):
-        found.append(Case(problem=DEEPSEEK, layout=layout, world_size=world_size))
+        cases.append(Case(problem=DEEPSEEK, layout=layout, world_size=world_size))
     for layout in ("tp=2,etp=1", "cp=2"):
         case = Case(problem=DEEPSEEK, layout=layout, world_size=2, recompute=Recompute.full)
-        found.append(replace(case, microbatch_tokens=None, microbatch_sequences=3))
+        cases.append(replace(case, microbatch_tokens=None, microbatch_sequences=3))
     for counts in ((3, 1), (1, 3)):
-        found.append(Case(problem=DEEPSEEK, layout="pp=2", world_size=2, pipeline_layers=counts))
+        cases.append(Case(problem=DEEPSEEK, layout="pp=2", world_size=2, pipeline_layers=counts))
     yarn = Problem(model="deepseek_v3_yarn", replay=True)
-    found.append(Case(problem=yarn, layout="tp=2,etp=2", world_size=2, recompute=Recompute.selective))
-    found.append(Case(problem=yarn, layout="pp=2,cp=2", world_size=4, recompute=Recompute.full))
+    cases.append(Case(problem=yarn, layout="tp=2,etp=2", world_size=2, recompute=Recompute.selective))
+    cases.append(Case(problem=yarn, layout="pp=2,cp=2", world_size=4, recompute=Recompute.full))
     for layout, world_size in (("tp=2,etp=1", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2,etp=2", 4), ("ep=4", 4)):
-        found.append(Case(problem=QWEN2_MOE, layout=layout, world_size=world_size))
+        cases.append(Case(problem=QWEN2_MOE, layout=layout, world_size=world_size))
     for problem, layout in ((DEEPSEEK, "ep=2"), (QWEN2_MOE, "tp=2,ep=2,etp=1")):
-        found.append(Case(problem=problem, layout=layout, world_size=2, dispatcher=Dispatcher.allgather))
-    return found
+        cases.append(Case(problem=problem, layout=layout, world_size=2, dispatcher=Dispatcher.allgather))
+    return cases
 
 
 def all_cases() -> list[Case]:
     """Every case of the gate, without duplicates."""
-    found: list[Case] = []
+    cases: list[Case] = []
     for problem in (DENSE, MOE):
-        found += _variations(Case(problem=problem))[1:]
+        cases += _variations(Case(problem=problem))[1:]
         axes = ["", "tp=2", "pp=2", "pp=2,vpp=2", "cp=2"]
         axes += ["ep=2", "ep=2,cp=2", "ep=2,etp=1,tp=2", "etp=2,tp=2"] if problem is MOE else []
         for layout in axes:
-            found += _variations(Case(problem=problem, layout=layout, world_size=2))
+            cases += _variations(Case(problem=problem, layout=layout, world_size=2))
     moe_products = [
         "ep=2,tp=2,etp=1",
         "ep=2,tp=2,etp=2",
@@ -210,33 +210,33 @@ def all_cases() -> list[Case]:
     ]
     for layout in [*moe_products, "tp=2,pp=2,ep=2,etp=1"]:
         case = Case(problem=MOE, layout=layout, world_size=4)
-        found += [case, replace(case, microbatch_tokens=WHOLE, recompute=Recompute.full)]
+        cases += [case, replace(case, microbatch_tokens=WHOLE, recompute=Recompute.full)]
     for layout in dense_products:
         case = Case(problem=DENSE, layout=layout, world_size=4)
-        found += [case, replace(case, microbatch_tokens=None, microbatch_sequences=2, recompute=Recompute.selective)]
+        cases += [case, replace(case, microbatch_tokens=None, microbatch_sequences=2, recompute=Recompute.selective)]
     for layout in ("tp=2,pp=2,cp=2", "tp=2,cp=2", "pp=4,vpp=1,tp=2"):
-        found.append(Case(problem=DENSE, layout=layout, world_size=8))
+        cases.append(Case(problem=DENSE, layout=layout, world_size=8))
     for layout in ("tp=2,pp=2,ep=2,etp=1", "cp=2,pp=2,ep=4", "tp=2,cp=2,ep=4,etp=1"):
-        found.append(Case(problem=MOE, layout=layout, world_size=8))
-    found += _expert_cases()
-    found += _mixed_layer_cases()
-    found += _attention_cases()
+        cases.append(Case(problem=MOE, layout=layout, world_size=8))
+    cases += _expert_cases()
+    cases += _mixed_layer_cases()
+    cases += _attention_cases()
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
-        found.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
-        found.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
+        cases.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
+        cases.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
     for layout in ("tp=2", "cp=2"):
-        found.append(Case(problem=Problem(model="qk_norm"), layout=layout, world_size=2))
-        found.append(Case(problem=Problem(model="qwen_moe"), layout=layout, world_size=2))
-    found.append(Case(problem=DENSE, layout="pp=2", world_size=2, pipeline_layers=(3, 1)))
-    found.append(Case(problem=MOE, layout="pp=2,vpp=2", world_size=2, pipeline_layers=(1, 1, 1, 1)))
+        cases.append(Case(problem=Problem(model="qk_norm"), layout=layout, world_size=2))
+        cases.append(Case(problem=Problem(model="qwen_moe"), layout=layout, world_size=2))
+    cases.append(Case(problem=DENSE, layout="pp=2", world_size=2, pipeline_layers=(3, 1)))
+    cases.append(Case(problem=MOE, layout="pp=2,vpp=2", world_size=2, pipeline_layers=(1, 1, 1, 1)))
     for layout in ("tp=2,etp=1", "pp=2", "cp=2", "ep=2"):
-        found.append(Case(problem=REPLAY, layout=layout, world_size=2))
-        found.append(Case(problem=REPLAY, layout=layout, world_size=2, recompute=Recompute.full))
-    return list(dict.fromkeys(found))
+        cases.append(Case(problem=REPLAY, layout=layout, world_size=2))
+        cases.append(Case(problem=REPLAY, layout=layout, world_size=2, recompute=Recompute.full))
+    return list(dict.fromkeys(cases))
 
 
 def once_packed_once_unpacked(cases: list[Case]) -> list[Case]:
-    """Of each way to compute a problem, the first packed case and the first unpacked one: those of the tier ``test``."""
+    """The cases of the tier ``test``: each layout of a problem once with packed microbatches, once with unpacked."""
     first: dict[tuple[object, ...], Case] = {}
     for case in cases:
         packed = case.microbatch_sequences is None

@@ -31,11 +31,11 @@ UPDATE_RELATIVE = 1e-4
 
 def differences(result: Result, reference: Result, start: dict[str, torch.Tensor]) -> list[str]:
     """Everything in which ``result`` differs by more than the tolerance, largest first."""
-    found = []
+    excesses = []
 
     def compare(what: str, error: float, bound: float) -> None:
         if not error <= bound:
-            found.append((error / bound, f"{what}: {error:.1e} > {bound:.0e}"))
+            excesses.append((error / bound, f"{what}: {error:.1e} > {bound:.0e}"))
 
     for name, expected in reference.scores.items():
         scale = float(expected.abs().max())
@@ -55,7 +55,7 @@ def differences(result: Result, reference: Result, start: dict[str, torch.Tensor
             compare(f"update of {key}", error / update, UPDATE_RELATIVE)
         else:  # a buffer, which training leaves alone
             compare(f"change of {key}", error, 0.0)
-    return [text for _, text in sorted(found, reverse=True)]
+    return [text for _, text in sorted(excesses, reverse=True)]
 
 
 class Gate:
@@ -101,8 +101,8 @@ def gate(request: pytest.FixtureRequest, processes: None) -> Gate:
     ids=str,
 )
 def test_result_is_that_of_a_single_process(case: Case, gate: Gate) -> None:
-    found = differences(gate.result(case), gate.reference(case.problem), gate.starts[case.problem])
-    assert not found, f"{case} differs:\n  " + "\n  ".join(found[:20])
+    excesses = differences(gate.result(case), gate.reference(case.problem), gate.starts[case.problem])
+    assert not excesses, f"{case} differs:\n  " + "\n  ".join(excesses[:20])
 
 
 @pytest.mark.parametrize("case", SABOTAGED, ids=lambda case: case.sabotage)
@@ -111,5 +111,5 @@ def test_gate_sees_a_mistake(case: Case, gate: Gate) -> None:
     if isinstance(result, str):
         assert "than its replica" in result, result
     else:
-        found = differences(result, gate.reference(case.problem), gate.starts[case.problem])
-        assert found, f"{case.sabotage} went unseen"
+        excesses = differences(result, gate.reference(case.problem), gate.starts[case.problem])
+        assert excesses, f"{case.sabotage} went unseen"

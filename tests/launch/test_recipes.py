@@ -102,10 +102,10 @@ def test_composes_and_validates_at_full_size(name: str) -> None:
     run = recipe(name)
     model = recipe_model(run.recipe)
     if isinstance(run, SftConfig):
-        found = sft_violations(run) + model_sft_violations(run, model)
+        violations = sft_violations(run) + model_sft_violations(run, model)
     else:
-        found = run_violations(run) + model_run_violations(run, {role.name: model for role in run.group_rows})
-    assert found == []
+        violations = run_violations(run) + model_run_violations(run, {role.name: model for role in run.group_rows})
+    assert violations == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -73,8 +73,8 @@ def test_devices_are_asked_for_and_ray_is_told_how_many(tmp_path: Path) -> None:
 
 def test_engines_on_nodes_of_their_own_are_counted(tmp_path: Path) -> None:
     apart = ["cluster=nvidia_h100", "trainer.placement=separate", "rollout.dp=17", "nodes=3"]
-    found = read_job(["recipe=arithmetic_grpo", *apart, f"trainer.default_local_dir={tmp_path}/run"], tmp_path)
-    assert found.num_nodes == 3 + 3, "17 engines of one device stand on three nodes of eight"
+    read = read_job(["recipe=arithmetic_grpo", *apart, f"trainer.default_local_dir={tmp_path}/run"], tmp_path)
+    assert read.num_nodes == 3 + 3, "17 engines of one device stand on three nodes of eight"
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_every_script_is_sound_bash(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_may_have_spaces(tmp_path: Path) -> None:
-    found = job(tmp_path, f"trainer.default_local_dir='{tmp_path}/my runs'")
-    again = load_recipe("arithmetic_grpo", found.overrides)
-    assert again.trainer.default_local_dir == f"{tmp_path}/my runs" == str(found.run_directory)
-    assert f"--output='{tmp_path}/my runs/logs/slurm/%j.log'" in options_of(render(found))
+    spaced = job(tmp_path, f"trainer.default_local_dir='{tmp_path}/my runs'")
+    again = load_recipe("arithmetic_grpo", spaced.overrides)
+    assert again.trainer.default_local_dir == f"{tmp_path}/my runs" == str(spaced.run_directory)
+    assert f"--output='{tmp_path}/my runs/logs/slurm/%j.log'" in options_of(render(spaced))
 
 
 def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:

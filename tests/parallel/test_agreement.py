@@ -37,15 +37,15 @@ def _outcomes(rank: Rank) -> list[str]:
     with engines.world(rank):
         pair = dist.new_group([1, 2])
         broken = CheckpointError("here", ["gone"])
-        found = [
+        outcomes = [
             _outcome(rank, (), broken, None),
             _outcome(rank, (1,), broken, None),
             _outcome(rank, (1, 2), ValueError(f"of {rank.rank}"), None),
         ]
         if rank.rank in (1, 2):
-            found.append(_outcome(rank, (2,), broken, pair))
+            outcomes.append(_outcome(rank, (2,), broken, pair))
         dist.barrier()
-        return found
+        return outcomes
 
 
 def test_every_rank_raises_what_one_raised(processes: None) -> None:

@@ -39,8 +39,8 @@ def misplaced(line: Line) -> str | None:
     text = path.read_text().splitlines()
     if line.number <= len(text) and line.code in text[line.number - 1]:
         return None
-    found = [str(number) for number, other in enumerate(text, 1) if line.code in other]
-    where = f"it is on line {', '.join(found)} now" if found else "it is nowhere in the file"
+    numbers = [str(number) for number, other in enumerate(text, 1) if line.code in other]
+    where = f"it is on line {', '.join(numbers)} now" if numbers else "it is nowhere in the file"
     return f"{line.path}:{line.number} is not {line.code!r}: {where}"
 
 

@@ -272,11 +272,11 @@ def test_optional_kernels_are_found_without_importing_them(monkeypatch: pytest.M
     assert under_test.have_transformer_engine()
     assert not under_test.have_apex()
     kernels, optimizers = tmp_path / "amp_C.py", tmp_path / "apex" / "optimizers.py"
-    for present, found in (({kernels}, False), ({optimizers}, False), ({kernels, optimizers}, True)):
+    for present, has_apex in (({kernels}, False), ({optimizers}, False), ({kernels, optimizers}, True)):
         for path in (kernels, optimizers):
             path.touch() if path in present else path.unlink(missing_ok=True)
         importlib.invalidate_caches()
-        assert under_test.have_apex() is found
+        assert under_test.have_apex() is has_apex
 
 
 CUDA, HIP, ROCR, ORDINAL = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"

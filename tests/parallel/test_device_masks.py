@@ -56,13 +56,13 @@ def vllm_s_check() -> None:
     spec = find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations
     source = (Path(spec.submodule_search_locations[0]) / "platforms" / "rocm.py").read_text()
-    (found,) = [
+    (check,) = [
         node
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef) and node.name == "_sync_hip_cuda_env_vars"
     ]
     names: dict[str, Any] = {"os": os}
-    exec(compile(ast.Module([found], []), "rocm.py", "exec"), names)
+    exec(compile(ast.Module([check], []), "rocm.py", "exec"), names)
     names["_sync_hip_cuda_env_vars"]()
 
 

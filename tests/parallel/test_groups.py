@@ -101,7 +101,7 @@ def num_threads() -> int:
 
 def take_on_layouts(rank: Rank) -> tuple[dict[tuple[int, str], Found], dict[int, list[int]]]:
     """What this rank saw of each case, and in each world its threads after each of three rounds of all layouts."""
-    platform, found, threads = detect(Device.cpu), {}, {}
+    platform, seen_by_layout, threads = detect(Device.cpu), {}, {}
     for world_size, layouts in WORLDS.items():
         if rank.rank >= world_size:
             continue
@@ -111,10 +111,10 @@ def take_on_layouts(rank: Rank) -> tuple[dict[tuple[int, str], Found], dict[int,
             for text in layouts:
                 groups = init_groups(layout_of(world_size, text), platform, torch.device("cpu"), seed=3)
                 seen = look(groups)
-                assert found.setdefault((world_size, text), seen) == seen, "another round, other results"
+                assert seen_by_layout.setdefault((world_size, text), seen) == seen, "another round, other results"
             threads[world_size].append(num_threads())
         dist.destroy_process_group()
-    return found, threads
+    return seen_by_layout, threads
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def ranks(processes: None) -> list[tuple[dict[tuple[int, str], Found], dict[int,
 
 
 @pytest.fixture
-def found(ranks: list, case: tuple[int, str]) -> list[Found]:
+def of_ranks(ranks: list, case: tuple[int, str]) -> list[Found]:
     """Of every rank of the case's world."""
     return [seen[case] for seen, _ in ranks[: case[0]]]
 
@@ -140,9 +140,9 @@ def expected(layout: Layout, rank: int, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_groups_are_those_of_the_layout(case: tuple[int, str], found: list[Found]) -> None:
+def test_groups_are_those_of_the_layout(case: tuple[int, str], of_ranks: list[Found]) -> None:
     layout = layout_of(*case)
-    for rank, seen in enumerate(found):
+    for rank, seen in enumerate(of_ranks):
         assert seen.members == {name: expected(layout, rank, name) for name in SHARED}
         for axis in ("tp", "pp", "cp", "dp", "dp_cp"):
             assert tuple(seen.members[axis]) == layout.group(axis, rank)  # type: ignore[arg-type]
@@ -154,24 +154,24 @@ def test_groups_are_those_of_the_layout(case: tuple[int, str], found: list[Found
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_groups_communicate_among_their_members(case: tuple[int, str], found: list[Found]) -> None:
-    for seen in found:
+def test_groups_communicate_among_their_members(case: tuple[int, str], of_ranks: list[Found]) -> None:
+    for seen in of_ranks:
         assert seen.sums == {name: sum(other + 1 for other in members) for name, members in seen.members.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_rank_knows_where_it_stands(case: tuple[int, str], found: list[Found]) -> None:
+def test_the_rank_knows_where_it_stands(case: tuple[int, str], of_ranks: list[Found]) -> None:
     layout = layout_of(*case)
-    assert [seen.coords for seen in found] == [layout.coords(rank) for rank in range(layout.world_size)]
-    assert [seen.is_last_stage for seen in found] == [
+    assert [seen.coords for seen in of_ranks] == [layout.coords(rank) for rank in range(layout.world_size)]
+    assert [seen.is_last_stage for seen in of_ranks] == [
         max(layout.group("pp", rank)) == rank for rank in range(layout.world_size)
     ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_gradient_of_a_sum_counts_every_member_that_uses_it(case: tuple[int, str], found: list[Found]) -> None:
+def test_the_gradient_of_a_sum_counts_every_member_that_uses_it(case: tuple[int, str], of_ranks: list[Found]) -> None:
     """Rank r's loss is (r + 10) * |s|^2, s the sum of (q + 1, -2) over members q: the gradient is 2 s sum(r + 10)."""
-    for seen in found:
+    for seen in of_ranks:
         members = seen.members["dp_cp"]
         weight = sum(rank + 10 for rank in members)
         total = [sum(rank + 1 for rank in members), -2 * len(members)]
@@ -179,12 +179,12 @@ def test_the_gradient_of_a_sum_counts_every_member_that_uses_it(case: tuple[int,
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_random_states_differ_over_tensor_ranks_alone(case: tuple[int, str], found: list[Found]) -> None:
+def test_random_states_differ_over_tensor_ranks_alone(case: tuple[int, str], of_ranks: list[Found]) -> None:
     """The default state is the seed's on every rank; the model-parallel one goes with the tensor coordinate."""
     seeded = torch.rand((), generator=torch.Generator().manual_seed(3)).item()
-    assert {seen.own for seen in found} == {seeded}
+    assert {seen.own for seen in of_ranks} == {seeded}
     by_tensor_rank: dict[int, set[float]] = {}
-    for seen in found:
+    for seen in of_ranks:
         by_tensor_rank.setdefault(seen.coords.tp, set()).add(seen.tensor)
     assert all(len(numbers) == 1 for numbers in by_tensor_rank.values())
     assert len(set.union(*by_tensor_rank.values())) == layout_of(*case).tp

@@ -208,12 +208,12 @@ def listener() -> socket.socket:
 
 
 def pids_of(server: socket.socket, count: int) -> list[int]:
-    found = []
+    pids = []
     for _ in range(count):
         connection, _ = server.accept()
         with connection, connection.makefile() as lines:
-            found.append(int(lines.readline()))
-    return found
+            pids.append(int(lines.readline()))
+    return pids
 
 
 def assert_all_end(pids: list[int]) -> None:
@@ -312,8 +312,8 @@ def test_errors_of_lost_peers_are_told_apart(error: Exception, cause: Cause) -> 
     ],
 )
 def test_deaths_are_named(exit_code: int | None, what: str, cause: Cause) -> None:
-    found = Failure.of_death(0, exit_code, "forward")
-    assert (found.what, found.cause, found.phase) == (what, cause, "forward")
+    death = Failure.of_death(0, exit_code, "forward")
+    assert (death.what, death.cause, death.phase) == (what, cause, "forward")
 
 
 class Stubborn(McoreRLError):
@@ -324,8 +324,8 @@ class Stubborn(McoreRLError):
 
 
 def test_an_error_that_does_not_survive_pickling_is_told_by_its_text() -> None:
-    found = Failure.of_error(0, Stubborn("no ", "room"))
-    assert (found.error, found.what) == (None, "Stubborn: no room")
+    raised = Failure.of_error(0, Stubborn("no ", "room"))
+    assert (raised.error, raised.what) == (None, "Stubborn: no room")
     survived = Failure.of_error(0, McoreRLError("no room")).error
     assert survived is not None and str(pickle.loads(survived)) == "no room"
 

@@ -201,14 +201,14 @@ def test_each_misfit_is_named_with_its_remedy(
     model: ModelConfig, text: str, world_size: int, expected: str, remedy: str
 ) -> None:
     parallel = ParallelConfig(tp=0) if text == "tp=0" else parse_layout(text)
-    found = layout_violations(model, parallel, world_size)
-    assert {violation.key for violation in found} == {expected}
-    assert all(violation.remedy.startswith(remedy) for violation in found)
+    violations = layout_violations(model, parallel, world_size)
+    assert {violation.key for violation in violations} == {expected}
+    assert all(violation.remedy.startswith(remedy) for violation in violations)
 
 
 def test_all_violations_come_at_once_and_the_last_names_layouts_that_fit() -> None:
-    found = layout_violations(MIXTRAL, parse_layout("tp=16,pp=3,cp=2,ep=3,etp=3"), 64)
-    assert [violation.key for violation in found] == [
+    violations = layout_violations(MIXTRAL, parse_layout("tp=16,pp=3,cp=2,ep=3,etp=3"), 64)
+    assert [violation.key for violation in violations] == [
         "world_size",
         "world_size",
         "parallel.tp",  # 48 heads divide by 16; 8 key/value heads do not
@@ -216,14 +216,14 @@ def test_all_violations_come_at_once_and_the_last_names_layouts_that_fit() -> No
         "parallel.etp",
         "parallel.pp",
     ]
-    assert ["Nearest layouts" in violation.remedy for violation in found] == [False] * 5 + [True]
+    assert ["Nearest layouts" in violation.remedy for violation in violations] == [False] * 5 + [True]
     nearest = nearest_layouts(MIXTRAL, parse_layout("tp=16,pp=3,cp=2,ep=3,etp=3"), 64)
-    assert f"fit 64 processes: {layout_text(nearest[0])}; {layout_text(nearest[1])}" in found[-1].remedy
+    assert f"fit 64 processes: {layout_text(nearest[0])}; {layout_text(nearest[1])}" in violations[-1].remedy
 
 
 def brute_force_distances(model: ModelConfig, wanted: ParallelConfig, world_size: int, most: int) -> list[float]:
     """Distances of every layout with axes up to ``most``, by trying them all against ``layout_violations``."""
-    found = []
+    distances = []
     for sizes in itertools.product(range(1, most + 1), repeat=6):
         layout = ParallelConfig(**dict(zip(("tp", "pp", "vpp", "cp", "ep", "etp"), sizes, strict=True)))
         num_chunks = layout.pp * layout.vpp
@@ -231,8 +231,8 @@ def brute_force_distances(model: ModelConfig, wanted: ParallelConfig, world_size
         if num_chunks <= model.num_layers and uneven:
             layout.pipeline_layers = balanced_layers(model.num_layers, num_chunks)
         if not layout_violations(model, layout, world_size):
-            found.append(distance(wanted, layout) + uneven)
-    return sorted(found)
+            distances.append(distance(wanted, layout) + uneven)
+    return sorted(distances)
 
 
 def distance(wanted: ParallelConfig, layout: ParallelConfig) -> float:

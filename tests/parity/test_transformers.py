@@ -30,7 +30,7 @@ def _engine_side(rank: Rank, names: tuple[str, ...]) -> dict[str, tuple[torch.Te
     platform = detect(Device.cpu)
     rank.init_process_group(platform)
     groups = init_groups(Layout.of(ParallelConfig(), 1), platform, device_of(platform, 0), seed=1)
-    found = {}
+    results = {}
     for name in names:
         model, case = MODELS[name], Case(problem=Problem(model=name))
         config = engine_config(case)
@@ -46,9 +46,9 @@ def _engine_side(rank: Rank, names: tuple[str, ...]) -> dict[str, tuple[torch.Te
             parameter.data.copy_(parameter.main_grad)
         gradients = full_weights.gather_full(engine.models, start)
         assert scores.logprobs_T is not None and scores.entropy_T is not None
-        found[name] = (scores.logprobs_T, scores.entropy_T, step.loss, gradients)
+        results[name] = (scores.logprobs_T, scores.entropy_T, step.loss, gradients)
     destroy_groups()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")

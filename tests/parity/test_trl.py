@@ -71,8 +71,8 @@ def trl_loss(trainer: Any, batch: Minibatch, loss_type: str, level: str = "token
         old_per_token_logps=rows_of(batch, "old_logprobs"), importance_sampling_ratio=rows_of(batch, "weights"),
         ref_per_token_logps=rows_of(batch, "ref_logprobs"), num_items_in_batch=mask.sum(),
     )  # fmt: skip
-    found: Tensor = trainer._compute_loss(SimpleNamespace(**known), None, inputs)
-    return found
+    loss: Tensor = trainer._compute_loss(SimpleNamespace(**known), None, inputs)
+    return loss
 
 
 TRL = [

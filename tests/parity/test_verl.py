@@ -137,10 +137,10 @@ def test_advantages_without_groups_are_verl_s(core: Any) -> None:
     for step in steps(least=1):
         config = SimpleNamespace(gamma=0.9)
         theirs, returns = core.compute_gae_advantage_return(step.rewards, step.values, step.mask, 0.9, 0.8)
-        found = ours(step, "gae")
-        torch.testing.assert_close(found.advantages_T, step.flat(theirs * step.mask), **NEAR)
+        advantages = ours(step, "gae")
+        torch.testing.assert_close(advantages.advantages_T, step.flat(theirs * step.mask), **NEAR)
         mask_T = step.flat(step.mask).bool()
-        torch.testing.assert_close(found.returns_T[mask_T], step.flat(returns)[mask_T], **TIGHT)
+        torch.testing.assert_close(advantages.returns_T[mask_T], step.flat(returns)[mask_T], **TIGHT)
         theirs, _ = core.compute_reinforce_plus_plus_outcome_advantage(step.rewards, step.mask, config=config)
         torch.testing.assert_close(ours(step, "reinforce_plus_plus").advantages_T, step.flat(theirs), **NEAR)
         greedy = torch.tensor(step.case.greedy, dtype=torch.float64)

@@ -39,7 +39,7 @@ CASES = [
 
 def saved_bytes(rank: Rank, cases: list[tuple[ModelConfig, str, Precision, Recompute]]) -> list[int]:
     """Bytes that autograd saves of a step of each case, weights aside, each storage once; the logits among them."""
-    found = []
+    sizes = []
     with engines.world(rank):
         for model, layout, precision, recompute in cases:
             with engines.groups_of(layout) as groups:
@@ -69,9 +69,9 @@ def saved_bytes(rank: Rank, cases: list[tuple[ModelConfig, str, Precision, Recom
                 counts = Denominators(loss=float(ROWS), tokens=ROWS, sequences=SEQUENCES)
                 with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                     engine.train_step(batch, batches.policy_loss, counts, with_entropy=True)
-                found.append(sum(storage.nbytes() for storage in seen.values()))
+                sizes.append(sum(storage.nbytes() for storage in seen.values()))
                 del engine, seen
-    return found
+    return sizes
 
 
 def test_what_is_kept_is_what_autograd_saves(processes: None) -> None:
@@ -85,8 +85,8 @@ def test_what_is_kept_is_what_autograd_saves(processes: None) -> None:
         run_ranks(saved_bytes, 1, (alone,), timeout_s=240)[0],
         run_ranks(saved_bytes, 2, (both,), timeout_s=240)[0],
     )
-    for cases, found in zip((alone, both), measured, strict=True):
-        for (model, layout, precision, recompute), num_bytes in zip(cases, found, strict=True):
+    for cases, sizes in zip((alone, both), measured, strict=True):
+        for (model, layout, precision, recompute), num_bytes in zip(cases, sizes, strict=True):
             engine = EngineConfig(precision=precision, microbatch_tokens=ROWS)
             parallel = parse_layout(layout)
             work = Work(sequences=SEQUENCES, longest=LENGTH, mean=LENGTH)
@@ -98,15 +98,15 @@ def test_what_is_kept_is_what_autograd_saves(processes: None) -> None:
 def test_a_layer_by_hand() -> None:
     """Transformer Engine's, in bfloat16: h = 128, q = 128, k = 64, f = 320 of 4 heads, over 2 tensor ranks."""
     parallel = parse_layout("tp=2")
-    found = layer_bytes(WIDE, parallel, Kernels(fused=True, one_by_one=False, size=2), has_experts=False, longest=96)
+    per_row = layer_bytes(WIDE, parallel, Kernels(fused=True, one_by_one=False, size=2), has_experts=False, longest=96)
     norms = 2 * (2 * 2 * 128) / 2
     attention = 2 * (64 + 2 * 32) + 2 * (64 + 32) + 4 * 2 + 2 * 64
-    assert found.kept == norms + attention + 3 * 2 * 160
-    assert found.passed == 2 * 128 / 2
-    assert found.held(Recompute.none) == found.kept
-    assert found.held(Recompute.selective) == found.kept - 4 * 2
-    assert found.held(Recompute.full) == found.passed
-    assert found.working(Recompute.full) == found.working(Recompute.none) + found.kept
+    assert per_row.kept == norms + attention + 3 * 2 * 160
+    assert per_row.passed == 2 * 128 / 2
+    assert per_row.held(Recompute.none) == per_row.kept
+    assert per_row.held(Recompute.selective) == per_row.kept - 4 * 2
+    assert per_row.held(Recompute.full) == per_row.passed
+    assert per_row.working(Recompute.full) == per_row.working(Recompute.none) + per_row.kept
 
 
 def test_experts_by_hand() -> None:
@@ -142,5 +142,5 @@ def test_transformer_engine_is_expected_where_it_serves(
     changes: dict[str, object], engine: dict[str, object], layout: str, accelerator: bool, fused: bool
 ) -> None:
     settings = EngineConfig(**engine)  # type: ignore[arg-type]
-    found = kernels_of(replace(WIDE, **changes), parse_layout(layout), settings, accelerator=accelerator)  # type: ignore[arg-type]
-    assert found.fused is fused
+    kernels = kernels_of(replace(WIDE, **changes), parse_layout(layout), settings, accelerator=accelerator)  # type: ignore[arg-type]
+    assert kernels.fused is fused

@@ -31,24 +31,24 @@ def run_of(**changes: object) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
+def result() -> Found:
     return search(run_of(), QWEN, H100, limit=5)
 
 
-def test_what_is_named_fits_and_is_ranked(found: Found) -> None:
-    assert len(found.best) == 5
-    seconds = [each.plan.step_s for each in found.best]
+def test_what_is_named_fits_and_is_ranked(result: Found) -> None:
+    assert len(result.best) == 5
+    seconds = [each.plan.step_s for each in result.best]
     assert seconds == sorted(seconds)
-    assert len({str(each.run.actor.parallel) for each in found.best}) == 5
-    for each in found.best:
+    assert len({str(each.run.actor.parallel) for each in result.best}) == 5
+    for each in result.best:
         again = plan(each.run, QWEN, H100)
         assert again.fits and again.step_s == pytest.approx(each.plan.step_s)
         assert each.reasons
 
 
-def test_nothing_but_layouts_and_sizes_is_changed(found: Found) -> None:
+def test_nothing_but_layouts_and_sizes_is_changed(result: Found) -> None:
     run = run_of()
-    best = found.best[0].run
+    best = result.best[0].run
     assert best.data == run.data and best.trainer == run.trainer and best.algorithm == run.algorithm
     assert best.rollout.n == run.rollout.n and best.actor.optim == run.actor.optim
 
@@ -70,10 +70,10 @@ def fine_tuning() -> SftConfig:
 
 
 def test_fine_tuning_is_searched_without_engines() -> None:
-    found = search(fine_tuning(), QWEN, H100, limit=3)
-    seconds = [each.plan.step_s for each in found.best]
+    result = search(fine_tuning(), QWEN, H100, limit=3)
+    seconds = [each.plan.step_s for each in result.best]
     assert len(seconds) == 3 and seconds == sorted(seconds)
-    for each in found.best:
+    for each in result.best:
         assert isinstance(each.run, SftConfig)
         assert each.run.data == fine_tuning().data and each.run.actor.optim == fine_tuning().actor.optim
         assert not any(word.startswith(("rollout", "critic")) for word in each.overrides)
@@ -98,9 +98,9 @@ def test_refusals_are_counted_by_why() -> None:
     assert search(run_of(), MIXTRAL, H100).best == ()
 
 
-def test_no_candidate_beats_the_best_by_hand(found: Found) -> None:
+def test_no_candidate_beats_the_best_by_hand(result: Found) -> None:
     """An exhaustive look at a few settings, by ``plan`` alone."""
-    best = found.best[0].plan.step_s
+    best = result.best[0].plan.step_s
     for tp, pp, share in ((1, 1, 0.5), (2, 1, 0.6), (4, 2, 0.4), (4, 1, 0.5), (1, 2, 0.5)):
         for recompute in Recompute:
             run = run_of()

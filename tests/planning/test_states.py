@@ -81,15 +81,15 @@ def test_full_size_is_what_megatron_allocates(
     states = States(ModelSizes(model, head=head), parallel, world_size, Precision.bfloat16)
     for rank in ranks:
         held, padded, shards = allocated_on_meta(model, layout, world_size, rank, layers, head, monkeypatch)
-        found = states.of_rank(rank)
-        assert found.num_parameters == held
-        assert (found.weights, found.gradients, found.optimizer) == (2 * padded, 4 * padded, 12 * shards)
-        assert states.of_stage(states.layout.coords(rank).pp).total >= found.total
+        state = states.of_rank(rank)
+        assert state.num_parameters == held
+        assert (state.weights, state.gradients, state.optimizer) == (2 * padded, 4 * padded, 12 * shards)
+        assert states.of_stage(states.layout.coords(rank).pp).total >= state.total
 
 
 def real_bytes(rank: Rank, cases: list[tuple[str, ModelConfig, Precision, Head]]) -> list[tuple[int, ...]]:
     """(parameters, bytes of weights, gradients and optimizer state) of each case on this rank, after a step of Adam."""
-    found = []
+    sizes = []
     with engines.world(rank):
         for layout, model, precision, head in cases:
             with engines.groups_of(layout) as groups:
@@ -104,7 +104,7 @@ def real_bytes(rank: Rank, cases: list[tuple[str, ModelConfig, Precision, Head]]
                         part.optimizer.step()
                 weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
                 state = engine.optimizer.state_tensors()
-                found.append(
+                sizes.append(
                     (
                         sum(parameter.numel() for chunk in engine.models for parameter in chunk.parameters()),
                         sum(buffer.param_data.nbytes for buffer in buffers),
@@ -113,7 +113,7 @@ def real_bytes(rank: Rank, cases: list[tuple[str, ModelConfig, Precision, Head]]
                     )
                 )
                 del engine
-    return found
+    return sizes
 
 
 def test_tiny_models_hold_what_real_processes_do(processes: None) -> None:
@@ -135,8 +135,8 @@ def test_tiny_models_hold_what_real_processes_do(processes: None) -> None:
     for index, (layout, model, precision, head) in enumerate(cases):
         states = States(ModelSizes(model, head=head), parse_layout(layout), 4, precision)
         for rank in range(4):
-            found = states.of_rank(rank)
-            ours = (found.num_parameters, found.weights, found.gradients, found.optimizer)
+            state = states.of_rank(rank)
+            ours = (state.num_parameters, state.weights, state.gradients, state.optimizer)
             assert ours == real[rank][index], f"{layout} {precision} rank {rank}"
         for stage in range(states.layout.pp):
             ranks = [rank for rank in range(4) if states.layout.coords(rank).pp == stage]
@@ -173,5 +173,5 @@ def test_every_checkpoint_is_given_tables_of_its_own_sizes() -> None:
 
 def test_a_model_that_only_scores_has_weights_alone() -> None:
     states = States(ModelSizes(models.dense()), parse_layout(""), 1, Precision.bfloat16, trainable=False)
-    found = states.of_rank(0)
-    assert (found.weights, found.gradients, found.optimizer) == (2 * found.num_parameters, 0, 0)
+    state = states.of_rank(0)
+    assert (state.weights, state.gradients, state.optimizer) == (2 * state.num_parameters, 0, 0)

@@ -41,9 +41,9 @@ def shown(renderable: object) -> str:
 
 
 def test_the_terminal_shows_every_part_and_the_verdict() -> None:
-    found, _ = planned()
-    text = shown(plan_tables(found))
-    for row in found.rows:
+    run_plan, _ = planned()
+    text = shown(plan_tables(run_plan))
+    for row in run_plan.rows:
         assert row.part.split()[0] in text
     assert "~" in text and "expected time of a step" in text
     assert text.rstrip().endswith("fits") and "does not fit" not in text
@@ -52,15 +52,15 @@ def test_the_terminal_shows_every_part_and_the_verdict() -> None:
 
 
 def test_the_search_shows_what_to_write() -> None:
-    _, found = planned()
-    text = " ".join(shown(search_tables(found)).split())
+    _, looked = planned()
+    text = " ".join(shown(search_tables(looked)).split())
     assert "settings looked at" in text
-    assert found.best[0].overrides[0] in text
+    assert looked.best[0].overrides[0] in text
 
 
 def test_the_page_stands_alone_and_is_well_formed() -> None:
-    found, looked = planned()
-    page = plan_page(found, looked)
+    run_plan, looked = planned()
+    page = plan_page(run_plan, looked)
     ElementTree.fromstring(page.split("\n", 1)[1])
     assert "http" not in page and "It fits." in page and "Layouts that fit" in page
     wrong, _ = planned(gpu_memory_utilization=0.999)
@@ -68,8 +68,8 @@ def test_the_page_stands_alone_and_is_well_formed() -> None:
 
 
 def test_the_values_are_numbers() -> None:
-    found, looked = planned()
-    values = json.loads(json.dumps(plan_values(found) | {"search": search_values(looked)}))
+    run_plan, looked = planned()
+    values = json.loads(json.dumps(plan_values(run_plan) | {"search": search_values(looked)}))
     assert values["fits"] is True and values["num_gpus"] == 1
     update = next(peak for peak in values["peaks"] if peak["phase"] == Phase.update.value)
     assert update["num_bytes"] == sum(each["num_bytes"] for each in update["parts"])
@@ -77,8 +77,8 @@ def test_the_values_are_numbers() -> None:
 
 
 def test_a_line_for_the_start() -> None:
-    found, _ = planned()
-    assert short_line(found).startswith("the plan: ") and "of 79.6 GiB" in short_line(found)
+    run_plan, _ = planned()
+    assert short_line(run_plan).startswith("the plan: ") and "of 79.6 GiB" in short_line(run_plan)
 
 
 def test_numbers_are_short() -> None:

@@ -88,8 +88,8 @@ def test_context_ranks_gather_keys_and_values() -> None:
 
 
 def test_rows_travel_to_experts_and_back() -> None:
-    found = timing.layer_communication_s(role("ep=4", 4, EXPERTS), RATES)
-    assert found == pytest.approx(4 * 2 * (2 * 64 * 2) * 3 / 4 / 1e10)
+    seconds = timing.layer_communication_s(role("ep=4", 4, EXPERTS), RATES)
+    assert seconds == pytest.approx(4 * 2 * (2 * 64 * 2) * 3 / 4 / 1e10)
 
 
 def test_experts_reach_less_of_the_peak_on_accelerators_alone() -> None:
@@ -139,11 +139,11 @@ def test_generation_by_hand() -> None:
 
 def test_a_small_cache_draws_in_turns() -> None:
     held = cache_bytes_per_token(MODEL, rollout()) * 100
-    found = [timing.generate_s(MODEL, rollout(), room(many * held), RATES, 8, 50, 100) for many in (32, 8, 4)]
+    seconds = [timing.generate_s(MODEL, rollout(), room(many * held), RATES, 8, 50, 100) for many in (32, 8, 4)]
     # 3,200 tokens: of 8 at once 400 steps, of 4 at once 800
-    assert found[1] - found[0] == pytest.approx(200 * STEP_LATENCY_S, rel=0.05)
-    assert found[2] - found[1] == pytest.approx(400 * STEP_LATENCY_S, rel=0.05)
-    assert timing.generate_s(MODEL, rollout(max_num_seqs=8), room(32 * held), RATES, 8, 50, 100) == found[1]
+    assert seconds[1] - seconds[0] == pytest.approx(200 * STEP_LATENCY_S, rel=0.05)
+    assert seconds[2] - seconds[1] == pytest.approx(400 * STEP_LATENCY_S, rel=0.05)
+    assert timing.generate_s(MODEL, rollout(max_num_seqs=8), room(32 * held), RATES, 8, 50, 100) == seconds[1]
 
 
 def test_experts_that_nobody_chose_are_not_read() -> None:

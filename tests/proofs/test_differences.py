@@ -68,12 +68,12 @@ def test_every_parameter_is_looked_at(name: str, tmp_path: Path) -> None:
     with HfCheckpoint.open(tmp_path) as files:
         load_hf([model], files, table, 0)
         assert module_differences([model], table, 0, files) == {}
-        found = set()
+        names = set()
         for parameter in model.parameters():
             kept = parameter.detach().clone()
             parameter.data.view(-1)[0] += 1.0
             (changed,) = module_differences([model], table, 0, files).items()
             assert changed[1] == pytest.approx(1.0, rel=1e-6)
-            found.add(changed[0])
+            names.add(changed[0])
             parameter.data.copy_(kept)
-    assert len(found) == len(list(model.parameters()))
+    assert len(names) == len(list(model.parameters()))

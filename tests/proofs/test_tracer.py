@@ -40,9 +40,9 @@ def test_every_family_is_traced(model_type: str, training: str, world_size: int,
 @pytest.mark.parametrize(("training", "world_size", "rollout"), EXPERT_LAYOUTS)
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
 def test_every_family_with_experts_is_traced(model_type: str, training: str, world_size: int, rollout: str) -> None:
-    found, failures = trace(TINY[model_type], parse_layout(training), world_size, parse_rollout_layout(rollout))
+    counts, failures = trace(TINY[model_type], parse_layout(training), world_size, parse_rollout_layout(rollout))
     assert failures == []
-    assert found.endswith(f"{parse_rollout_layout(rollout).world_size} ranks")
+    assert counts.endswith(f"{parse_rollout_layout(rollout).world_size} ranks")
 
 
 @pytest.mark.parametrize("name", [name for name in FACTS if not name.startswith("tiny-")])

@@ -170,5 +170,5 @@ def test_the_checkpoint_is_held_too(tmp_path: Path) -> None:
     ],
 )
 def test_exact_cover(regions: list, problem: str | None) -> None:
-    found = [TensorSlice(*map(tuple, zip(*spans, strict=True))) for spans in regions]
-    assert cover_problem(found, (4, 6)) == problem
+    slices = [TensorSlice(*map(tuple, zip(*spans, strict=True))) for spans in regions]
+    assert cover_problem(slices, (4, 6)) == problem

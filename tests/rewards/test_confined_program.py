@@ -83,8 +83,8 @@ def test_calls_are_allowed_for_these_arguments_only(machine: str) -> None:
         for index, values in conditions.items():
             own = [PID if value == OWN else value for value in values]
             for value in (*own, PID + 1, 5000, 8, 0x5412, 0xFFFFFFFF, 1 << 20):
-                found = verdict(machine, numbers[column], *good[:index], value, *good[index + 1 :])
-                assert found == (ALLOW if value in own else EPERM), (name, value)
+                answer = verdict(machine, numbers[column], *good[:index], value, *good[index + 1 :])
+                assert answer == (ALLOW if value in own else EPERM), (name, value)
 
 
 @both
@@ -125,8 +125,8 @@ def test_other_ways_to_call_the_kernel_are_closed(machine: str) -> None:
 def test_the_numbers_are_those_of_linux(machine: str) -> None:
     if not HEADERS[machine].exists():
         pytest.skip(f"{HEADERS[machine]} is not on this machine")
-    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
-    known = {name: int(number) for name, number in found}
+    definitions = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
+    known = {name: int(number) for name, number in definitions}
     column = ARCHITECTURES[machine][0]
     table = {name: numbers[column] for name, numbers in DENIED.items()}
     table |= {name: numbers[column] for name, (numbers, _) in ALLOWED_FOR.items()}

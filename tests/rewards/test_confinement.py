@@ -339,11 +339,11 @@ def test_the_process_dies_with_the_one_that_grades(tmp_path: Path) -> None:
         run_confined("import time; time.sleep(600)", CodeConfig(timeout_s=600.0))
         os._exit(0)
     try:
-        while not (found := psutil.Process(pid).children()):
+        while not (children := psutil.Process(pid).children()):
             time.sleep(0.01)
-        while "Seccomp:\t2" not in Path(f"/proc/{found[0].pid}/status").read_text():  # the last layer is on
+        while "Seccomp:\t2" not in Path(f"/proc/{children[0].pid}/status").read_text():  # the last layer is on
             time.sleep(0.01)
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
-    assert psutil.wait_procs(found, timeout=60)[1] == []
+    assert psutil.wait_procs(children, timeout=60)[1] == []

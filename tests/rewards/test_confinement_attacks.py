@@ -171,28 +171,28 @@ def ground(place: Path, stack: ExitStack) -> Ground:
         if kind is socket.SOCK_STREAM:
             server.listen()
         servers.append(server)
-    found = {
+    targets = {
         "address": id(servers),
         "repository": __file__,
         "library": str(Path(libraries()[0]) / f"attack_{os.getpid()}.py"),
         "tcp": tcp.getsockname(),
         "abstract": abstract,
     }
-    attacks = {name: _filled(attack, found) for name, attack in ATTACKS.items()}
+    attacks = {name: _filled(attack, targets) for name, attack in ATTACKS.items()}
     return Ground(place, PROGRAM.format(place=str(place), attacks=attacks), servers)
 
 
-def _filled(attack: str, found: dict[str, object]) -> str:
-    for name, value in found.items():
+def _filled(attack: str, targets: dict[str, object]) -> str:
+    for name, value in targets.items():
         attack = attack.replace(f"{{{name}!r}}", repr(value)).replace(f"{{{name}}}", repr(value))
     return attack
 
 
 def read(printed: str) -> dict[str, str]:
     """Attack -> "DONE", or why it did not succeed."""
-    found = dict(line.split(": ", 1) for line in printed.splitlines())
-    assert list(found) == list(ATTACKS), "every attack was tried"
-    return found
+    answers = dict(line.split(": ", 1) for line in printed.splitlines())
+    assert list(answers) == list(ATTACKS), "every attack was tried"
+    return answers
 
 
 @pytest.fixture(scope="module")

@@ -85,9 +85,9 @@ async def judge(**columns):
     ],
 )
 def test_answers(answer: object, score: Score) -> None:
-    found = as_score(answer)
-    assert found == score
-    assert type(found.value) is float
+    read = as_score(answer)
+    assert read == score
+    assert type(read.value) is float
 
 
 @pytest.mark.parametrize(

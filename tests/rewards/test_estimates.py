@@ -86,19 +86,19 @@ def test_maj_at_k_is_the_mean_of_disjoint_votes() -> None:
     ],
 )
 def test_wilson_as_published(right: int, of: int, low: float, high: float) -> None:
-    found = interval([1.0] * right + [0.0] * (of - right))
-    assert found.method == "wilson" and found.value == right / of
-    assert (found.low, found.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+    estimate = interval([1.0] * right + [0.0] * (of - right))
+    assert estimate.method == "wilson" and estimate.value == right / of
+    assert (estimate.low, estimate.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
 
 def test_the_bootstrap_is_the_normal_interval_of_many_prompts() -> None:
     values = np.random.default_rng(3).choice([0.0, 0.25, 1.0], size=2000).tolist()
-    found, spread = interval(values), float(np.std(values)) / math.sqrt(len(values))
-    assert found.method == "bootstrap" and found.value == pytest.approx(np.mean(values))
-    assert found.low is not None and found.high is not None
+    estimate, spread = interval(values), float(np.std(values)) / math.sqrt(len(values))
+    assert estimate.method == "bootstrap" and estimate.value == pytest.approx(np.mean(values))
+    assert estimate.low is not None and estimate.high is not None
     # 2000 resamples know a 2.5 % quantile to 0.06 standard deviations (binomial, at the normal density there).
-    assert found.low == pytest.approx(found.value - Z * spread, abs=0.2 * spread)
-    assert found.high == pytest.approx(found.value + Z * spread, abs=0.2 * spread)
+    assert estimate.low == pytest.approx(estimate.value - Z * spread, abs=0.2 * spread)
+    assert estimate.high == pytest.approx(estimate.value + Z * spread, abs=0.2 * spread)
 
 
 def test_an_interval_is_the_same_every_time_and_needs_two_prompts() -> None:

@@ -62,9 +62,9 @@ def test_a_ground_truth_without_a_formula_is_named() -> None:
 def test_no_signal_is_used() -> None:
     """It works in a thread, where the library's own limits raise, and leaves the handler alone."""
     before = signal.getsignal(signal.SIGALRM)
-    found: list[Score] = []
-    thread = threading.Thread(target=lambda: found.append(grade(r"\boxed{2}", "2")))
+    scores: list[Score] = []
+    thread = threading.Thread(target=lambda: scores.append(grade(r"\boxed{2}", "2")))
     thread.start()
     thread.join()
-    assert [score.value for score in found] == [1.0]
+    assert [score.value for score in scores] == [1.0]
     assert signal.getsignal(signal.SIGALRM) is before

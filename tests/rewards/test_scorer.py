@@ -209,7 +209,7 @@ def test_closing_ends_what_hangs_and_cancels_who_waits(custom: CustomRewardFunct
         scorer.close()
         return list(await asyncio.gather(*tasks, return_exceptions=True))
 
-    assert [type(found) for found in asyncio.run(close_in_between())] == [asyncio.CancelledError] * 3
+    assert [type(outcome) for outcome in asyncio.run(close_in_between())] == [asyncio.CancelledError] * 3
 
 
 PROGRAM = RewardRequest(("p", 0), "code", "print(3)", {"inputs": [""], "outputs": ["3"]})

@@ -81,8 +81,8 @@ def test_every_sample_comes_once_and_a_prompt_stays_on_one_engine() -> None:
     async def run() -> None:
         engines = [Engine("1"), Engine("2"), Engine("3")]
         requests = requests_of([prompt(f"p{i}", 1 + i % 5) for i in range(20)], 3)
-        found = await keys(EnginePool(engines, 4), requests)
-        assert sorted(found) == sorted(request.key for request in requests)
+        drawn = await keys(EnginePool(engines, 4), requests)
+        assert sorted(drawn) == sorted(request.key for request in requests)
         assert sorted(name for engine in engines for name in engine.prompts) == sorted(f"p{i}" for i in range(20))
         assert all(engine.prompts for engine in engines)
 
@@ -111,8 +111,8 @@ def test_an_engine_is_given_little_more_than_it_runs_at_once() -> None:
 
 
 def test_a_group_larger_than_an_engine_is_still_drawn() -> None:
-    found = asyncio.run(keys(EnginePool([Engine("1")], 2), requests_of([prompt("p", 1), prompt("q", 1)], 9)))
-    assert len(found) == 18
+    drawn = asyncio.run(keys(EnginePool([Engine("1")], 2), requests_of([prompt("p", 1), prompt("q", 1)], 9)))
+    assert len(drawn) == 18
 
 
 def test_a_dead_engine_is_raised_and_the_rest_is_aborted() -> None:

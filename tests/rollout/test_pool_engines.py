@@ -56,11 +56,11 @@ def test_two_engines_draw_what_one_draws(engines: list[EngineProcess], expected:
 def test_the_engine_that_is_killed_is_named_and_what_it_left_the_other_draws_alike(
     engines: list[EngineProcess], expected: dict[tuple[str, int], Sample]
 ) -> None:
-    found: dict[tuple[str, int], Sample] = {}
+    samples: dict[tuple[str, int], Sample] = {}
 
     async def draw() -> None:
         async for sample in EnginePool(engines, 8).generate(REQUESTS, LONG):
-            found[sample.prompt_id, sample.index] = sample
+            samples[sample.prompt_id, sample.index] = sample
 
     async def run() -> None:
         task = asyncio.create_task(draw())
@@ -71,9 +71,9 @@ def test_the_engine_that_is_killed_is_named_and_what_it_left_the_other_draws_ali
             await task
 
     asyncio.run(run())
-    left = [request for request in REQUESTS if request.key not in found]
+    left = [request for request in REQUESTS if request.key not in samples]
     assert left, "else nothing is proven"
-    assert_same(found | generate(EnginePool(engines[:1], 8), left, LONG), expected, 1e-5)
+    assert_same(samples | generate(EnginePool(engines[:1], 8), left, LONG), expected, 1e-5)
     with pytest.raises(DeadEngineError, match=r"rollout-1 died while .*: vLLM's EngineCore was killed by SIGKILL"):
         asyncio.run(engines[1].version())
 

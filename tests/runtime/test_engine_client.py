@@ -38,9 +38,9 @@ async def gather(samples: AsyncIterator[Sample]) -> list[Sample]:
 
 
 def test_samples_arrive_whole(engine: EngineClient) -> None:
-    found = asyncio.run(gather(engine.generate([request("a"), request("a", 1)], SAMPLING)))
-    assert [(each.prompt_id, each.index) for each in found] == [("a", 0), ("a", 1)]
-    assert [each.tokens.tolist() for each in found] == [[1, 2], [1, 2]]
+    samples = asyncio.run(gather(engine.generate([request("a"), request("a", 1)], SAMPLING)))
+    assert [(each.prompt_id, each.index) for each in samples] == [("a", 0), ("a", 1)]
+    assert [each.tokens.tolist() for each in samples] == [[1, 2], [1, 2]]
 
 
 def test_verbs_reach_the_engine(engine: EngineClient) -> None:

@@ -56,9 +56,9 @@ def test_every_node_that_is_wrong_is_named_with_its_remedy() -> None:
 
 def test_all_problems_are_told_at_once_and_a_broken_node_only_once() -> None:
     broken = Facts(node="n2", host="elsewhere", error="device=rocm: torch 2.13.0 is built for cpu")
-    found = problems(replace(ALIKE[0], num_devices=4), broken, replace(ALIKE[2], python="3.12.1", version="2"))
-    assert [each.partition(" ")[0] for each in found] == ["n1", "n2", "n3", "n3"]
-    assert found[1] == "n2 (elsewhere): device=rocm: torch 2.13.0 is built for cpu"
+    told = problems(replace(ALIKE[0], num_devices=4), broken, replace(ALIKE[2], python="3.12.1", version="2"))
+    assert [each.partition(" ")[0] for each in told] == ["n1", "n2", "n3", "n3"]
+    assert told[1] == "n2 (elsewhere): device=rocm: torch 2.13.0 is built for cpu"
 
 
 def test_facts_are_read_from_among_other_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

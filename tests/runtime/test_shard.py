@@ -31,10 +31,10 @@ def test_a_batch_is_its_sequences_in_order_wherever_they_lie() -> None:
     (refs,) = shared.shard_refs([[[0, 2], [1, 3, 0]]], names, ["payload"])
     portion: Portion[str] = pickle.loads(refs.portion)
     assert portion.payload == "payload" and len(refs.shards) == 3
-    for indices, found in zip([[0, 2], [1, 3, 0]], portion.join(refs.shards), strict=True):
+    for indices, joined in zip([[0, 2], [1, 3, 0]], portion.join(refs.shards), strict=True):
         expected = batch.select(indices)
-        assert found.lengths_S == expected.lengths_S and found.tokens_T.dtype == torch.int64
-        for (name, ours), (_, theirs) in zip(found.token_fields(), expected.token_fields(), strict=True):
+        assert joined.lengths_S == expected.lengths_S and joined.tokens_T.dtype == torch.int64
+        for (name, ours), (_, theirs) in zip(joined.token_fields(), expected.token_fields(), strict=True):
             assert torch.equal(ours, theirs.long() if name == "tokens_T" else theirs), name
 
 
@@ -48,9 +48,9 @@ def test_fields_that_were_added_take_the_place_of_what_was_there() -> None:
     later = [Shard.of([1, 3], mask_T=torch.cat([masks[2], masks[1]])), Shard.of([2, 2], mask_T=torch.zeros(4).bool())]
     shared.add([[2, 1], [0, 3]], later, ["mask_T"])
     (refs,) = shared.shard_refs([[[1, 3]]], [*names, "weights_T"], [None])
-    (found,) = pickle.loads(refs.portion).join(refs.shards)
-    assert found.mask_T.tolist() == [False, False, True, False, False]
-    assert found.tokens_T.tolist() == [2, 3, 4, 6, 7] and found.weights_T is None
+    (joined,) = pickle.loads(refs.portion).join(refs.shards)
+    assert joined.mask_T.tolist() == [False, False, True, False, False]
+    assert joined.tokens_T.tolist() == [2, 3, 4, 6, 7] and joined.weights_T is None
     assert len(refs.shards) == 3, "the tokens' shard, and both of the masks'"
 
 
@@ -71,9 +71,9 @@ def test_shards_travel_out_of_band() -> None:
     shard, buffers = Shard.of([3, 1], old_logprobs_T=torch.arange(4.0), weights_T=None), list[pickle.PickleBuffer]()
     sent = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
     assert sum(buffer.raw().nbytes for buffer in buffers) == 16
-    found = pickle.loads(sent, buffers=[bytes(buffer.raw()) for buffer in buffers])
-    assert list(found.fields) == ["old_logprobs_T"]
-    assert [part.tolist() for part in found.fields["old_logprobs_T"]] == [[0, 1, 2], [3]]
+    received = pickle.loads(sent, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    assert list(received.fields) == ["old_logprobs_T"]
+    assert [part.tolist() for part in received.fields["old_logprobs_T"]] == [[0, 1, 2], [3]]
 
 
 def test_records_of_each_rank_become_one_in_the_order_of_the_batch() -> None:
@@ -83,6 +83,6 @@ def test_records_of_each_rank_become_one_in_the_order_of_the_batch() -> None:
         SequenceScores(sums_S=torch.tensor([1.0, 0.0]), entropy_S=None),
     ]
     parts = [pickle.loads(pickle.dumps(part)) for part in parts]
-    found = shared.in_order(shared.assignment, parts)
-    assert found.sums_S.tolist() == [0.0, 1.0, 2.0] and found.entropy_S is None
-    assert isinstance(found.sums_S.numpy(), np.ndarray) and found.sums_S.add_(1).tolist() == [1.0, 2.0, 3.0]
+    joined = shared.in_order(shared.assignment, parts)
+    assert joined.sums_S.tolist() == [0.0, 1.0, 2.0] and joined.entropy_S is None
+    assert isinstance(joined.sums_S.numpy(), np.ndarray) and joined.sums_S.add_(1).tolist() == [1.0, 2.0, 3.0]

@@ -104,15 +104,15 @@ def test_each_data_parallel_rank_gets_its_portion_and_its_leader_answers_and_kee
     # tp is the fastest axis: ranks 0 and 1 are dp 0, ranks 2 and 3 are dp 1.
     shared = two_sequences(four)
     inputs = shared.shard_refs([[[0]], [[1]]], ["tokens_T", "mask_T"], ["left", "right"])
-    found, kept = asyncio.run(four.map(Talker.sums, inputs, 5))
-    assert found == [(0, 1 << 18, "left", (5,)), (2, 2 << 18, "right", (5,))]
+    values, kept = asyncio.run(four.map(Talker.sums, inputs, 5))
+    assert values == [(0, 1 << 18, "left", (5,)), (2, 2 << 18, "right", (5,))]
     first, second = ray.get(kept)
     assert first.fields["tokens_T"][0].sum() == 2 << 18 and second is None
     shared.add([[0]], kept[:1], ["tokens_T"])  # what rank 0 keeps is handed to others like any shard
-    found, _ = asyncio.run(
+    values, _ = asyncio.run(
         four.map(Talker.sums, shared.shard_refs([[[0]], [[0]]], ["tokens_T", "mask_T"], ["", ""]), 6)
     )
-    assert found == [(0, 2 << 18, "", (6,)), (2, 2 << 18, "", (6,))]
+    assert values == [(0, 2 << 18, "", (6,)), (2, 2 << 18, "", (6,))]
 
 
 def test_peers_read_one_copy_where_it_lies(four: WorkerGroup) -> None:
@@ -232,6 +232,6 @@ def test_a_phase_that_cannot_be_read_is_none(tmp_path: Path) -> None:
 )
 def test_neighbours_share_a_machine(hosts: list[str], layout: str, expected: list[list[int]]) -> None:
     count = len(hosts)
-    found = Layout.of(parse_layout(layout), count)
-    group = WorkerGroup("actor", [None] * count, found, hosts, [Path(os.devnull)] * count, patient())
+    placed = Layout.of(parse_layout(layout), count)
+    group = WorkerGroup("actor", [None] * count, placed, hosts, [Path(os.devnull)] * count, patient())
     assert group.neighbours == expected

@@ -49,12 +49,12 @@ def table(name: str, layout: str = "", world_size: int | None = None, *, head: H
 
 def tensors(directory: Path) -> dict[str, Tensor]:
     """Everything in the safetensors files of ``directory``, read by the safetensors package."""
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         held = load_file(path)
-        assert not held.keys() & found.keys()
-        found |= held
-    return found
+        assert not held.keys() & by_name.keys()
+        by_name |= held
+    return by_name
 
 
 def edit_config(directory: Path, **changes: object) -> None:

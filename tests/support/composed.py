@@ -27,12 +27,12 @@ def composed(schema: type[T], program: str, overrides: Sequence[str]) -> T:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         choices = tuple(text for each, text in zip(parsed, overrides, strict=True) if "." not in each.key_or_group)
-        found = copy.deepcopy(_read(schema, program, choices))
+        config = copy.deepcopy(_read(schema, program, choices))
         for each in parsed:
             if "." in each.key_or_group:
                 assert not (each.is_add() or each.is_delete())
-                OmegaConf.update(found, each.key_or_group, each.value())
-        made = typed(schema, found)
+                OmegaConf.update(config, each.key_or_group, each.value())
+        made = typed(schema, config)
     except (AssertionError, *ERRORS):
         return compose(schema, program, overrides)
     if isinstance(made, Composed):

@@ -99,8 +99,8 @@ PROBES: list[Probe] = []
 
 def probe(patch: str, path: str, code: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """The probe of the one line that ``patch`` answers in ``path`` and that has ``code`` in it."""
-    (found,) = (patch_ for patch_ in PATCHES if patch_.name == patch)
-    (line,) = (line for line in found.answers if line.path == path and code in line.code)
+    (named,) = (patch_ for patch_ in PATCHES if patch_.name == patch)
+    (line,) = (line for line in named.answers if line.path == path and code in line.code)
 
     def register(run: Callable[[], None]) -> Callable[[], None]:
         PROBES.append(Probe(patch, line, run))
@@ -373,7 +373,7 @@ def _compare(writer: Connection) -> None:
 def run_set(without: str | None) -> list[dict[int, Failure]]:
     """The failures of each rank with all patches but ``without``; all probes run where none is left out."""
     chosen = [index for index, probe in enumerate(PROBES) if without in (None, probe.patch)]
-    found = []
+    received = []
     with tempfile.TemporaryDirectory() as folder:
         pipes = [FORK.Pipe(duplex=False) for _ in range(WORLD_SIZE)]
         processes = [
@@ -385,9 +385,9 @@ def run_set(without: str | None) -> list[dict[int, Failure]]:
         for process, (reader, writer) in zip(processes, pipes, strict=True):
             writer.close()
             assert reader.poll(PROBES_S), f"the probes without {without!r} hang"
-            found.append(reader.recv())
+            received.append(reader.recv())
             process.join()
-    return found
+    return received
 
 
 def _run_rank(rank: int, folder: str, without: str | None, chosen: list[int], writer: Connection) -> None:

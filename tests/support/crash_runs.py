@@ -139,7 +139,7 @@ class Traces:
 
     def alive(self) -> list[str]:
         """Processes, whoever their parent is now; some write their titles where their environment was."""
-        found = []
+        alive = []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 fields = (path / "stat").read_text().rpartition(")")[2].split()
@@ -147,8 +147,8 @@ class Traces:
                     continue
                 if int(fields[3]) in self.sessions or self.mark.encode() in (path / "environ").read_bytes():
                     command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    found.append(f"{path.name}: {command[:160].strip()}")
-        return found
+                    alive.append(f"{path.name}: {command[:160].strip()}")
+        return alive
 
 
 @contextmanager

@@ -39,25 +39,25 @@ def llama_like(
 ) -> dict[str, Array]:
     """Llama's, Qwen2's (``bias``) or Mixtral's tensors of ``rank``; ``read`` gives a Hugging Face tensor."""
     tp, at = layout.tp, rank % layout.tp
-    found = {"model.embed_tokens.weight": _vocab(read("model.embed_tokens.weight"), tp, at)}
-    found["model.norm.weight"] = read("model.norm.weight")
+    tensors = {"model.embed_tokens.weight": _vocab(read("model.embed_tokens.weight"), tp, at)}
+    tensors["model.norm.weight"] = read("model.norm.weight")
     if not model.tie_output:
-        found["lm_head.weight"] = _vocab(read("lm_head.weight"), tp, at)
+        tensors["lm_head.weight"] = _vocab(read("lm_head.weight"), tp, at)
     for layer in range(model.num_layers):
         prefix = f"model.layers.{layer}."
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-            found[prefix + norm] = read(prefix + norm)
+            tensors[prefix + norm] = read(prefix + norm)
         attention = prefix + "self_attn."
         for kind in ("weight", "bias") if bias else ("weight",):
-            found[f"{attention}qkv_proj.{kind}"] = _qkv(read, f"{attention}{{}}_proj.{kind}", model, tp, at)
-        found[attention + "o_proj.weight"] = _part(read(attention + "o_proj.weight"), 1, tp, at)
+            tensors[f"{attention}qkv_proj.{kind}"] = _qkv(read, f"{attention}{{}}_proj.{kind}", model, tp, at)
+        tensors[attention + "o_proj.weight"] = _part(read(attention + "o_proj.weight"), 1, tp, at)
         if mixtral:
-            found |= _mixtral_experts(read, prefix + "block_sparse_moe.", model, layout, rank)
+            tensors |= _mixtral_experts(read, prefix + "block_sparse_moe.", model, layout, rank)
             continue
         gate, up = (_part(read(f"{prefix}mlp.{name}_proj.weight"), 0, tp, at) for name in ("gate", "up"))
-        found[prefix + "mlp.gate_up_proj.weight"] = np.concatenate([gate, up])
-        found[prefix + "mlp.down_proj.weight"] = _part(read(prefix + "mlp.down_proj.weight"), 1, tp, at)
-    return found
+        tensors[prefix + "mlp.gate_up_proj.weight"] = np.concatenate([gate, up])
+        tensors[prefix + "mlp.down_proj.weight"] = _part(read(prefix + "mlp.down_proj.weight"), 1, tp, at)
+    return tensors
 
 
 def _mixtral_experts(read: Read, prefix: str, model: ModelConfig, layout: RolloutLayout, rank: int) -> dict[str, Array]:

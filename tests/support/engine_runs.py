@@ -171,7 +171,7 @@ def run_cases(rank: Rank, cases: list[Case], starts: dict[Problem, Weights]) -> 
     platform = detect(Device.cpu)
     torch.set_num_threads(1)
     rank.init_process_group(platform)
-    found: list[Result | str | None] = []
+    results: list[Result | str | None] = []
     for case in cases:
         with phase(str(case)):
             try:
@@ -180,5 +180,5 @@ def run_cases(rank: Rank, cases: list[Case], starts: dict[Problem, Weights]) -> 
                 if case.sabotage is None:
                     raise
                 result = str(error)
-        found.append(result if rank.rank == 0 else None)
-    return found
+        results.append(result if rank.rank == 0 else None)
+    return results

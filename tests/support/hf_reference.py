@@ -94,17 +94,17 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
 def rope_parameters(model: ModelConfig) -> dict[str, object]:
     """The field of that name in a config of transformers."""
     rope = model.rope
-    found: dict[str, object] = {"rope_type": rope.type.value, "rope_theta": model.rotary_base}
+    values: dict[str, object] = {"rope_type": rope.type.value, "rope_theta": model.rotary_base}
     if rope.type is not RopeType.default:
-        found["factor"] = rope.factor
+        values["factor"] = rope.factor
     if rope.type in (RopeType.llama3, RopeType.yarn):
-        found["original_max_position_embeddings"] = rope.original_max_position_embeddings
+        values["original_max_position_embeddings"] = rope.original_max_position_embeddings
     if rope.type is RopeType.llama3:
-        found |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.type is RopeType.yarn:
-        found |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-        found |= models.DEEPSEEK_MSCALE if model.mla is not None else {"attention_factor": rope.attention_factor}
-    return found
+        values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        values |= models.DEEPSEEK_MSCALE if model.mla is not None else {"attention_factor": rope.attention_factor}
+    return values
 
 
 def _gemma2(model: ModelConfig, shared: dict[str, object]) -> Gemma2Config:

@@ -50,10 +50,10 @@ class InProcessWorkers:
         for rank, refs in enumerate(inputs):
             portion: Portion[Any] = pickle.loads(refs.portion)
             given = WorkerInput(portion.join([pickle.loads(shard) for shard in refs.shards]), portion.payload)  # type: ignore[arg-type]
-            found = self.methods[method.__name__](rank, given, *args)
-            assert isinstance(found, WorkerOutput)
-            values.append(pickle.loads(pickle.dumps(found.value)))
-            shards.append(pickle.dumps(found.shard, protocol=5))
+            output = self.methods[method.__name__](rank, given, *args)
+            assert isinstance(output, WorkerOutput)
+            values.append(pickle.loads(pickle.dumps(output.value)))
+            shards.append(pickle.dumps(output.shard, protocol=5))
         return values, shards
 
 

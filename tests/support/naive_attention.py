@@ -54,9 +54,9 @@ def reference(
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]
 
 
-def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = TOLERANCE) -> None:
+def assert_close(tensors: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = TOLERANCE) -> None:
     """Output and gradients agree, relative to the largest entry of each, or to 1, the size of the inputs."""
-    for name, a, b in zip(("output", "query grad", "key grad", "value grad"), found, expected, strict=True):
+    for name, a, b in zip(("output", "query grad", "key grad", "value grad"), tensors, expected, strict=True):
         assert a.shape == b.shape, name
         error = (a.double() - b.double()).abs().max() / b.abs().max().clamp(min=1.0)
         assert error < tolerance, f"{name} differs by {error:.1e}"

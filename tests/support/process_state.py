@@ -27,7 +27,7 @@ LIMITS = (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
 def state() -> dict[str, str]:
     """By kind; equal where two processes are as good as each other."""
     tasks, maps = Path("/proc/self/task"), Path("/proc/self/maps").read_text().splitlines()
-    found = {
+    values = {
         "environment": sorted(
             f"{name}={VLLM_NAME.sub('', value)}" for name, value in os.environ.items() if name not in OWN
         ),
@@ -54,7 +54,7 @@ def state() -> dict[str, str]:
             dist.is_initialized(),
         ),
     }
-    return {kind: str(value) for kind, value in found.items()}
+    return {kind: str(value) for kind, value in values.items()}
 
 
 def imported() -> set[str]:

@@ -72,7 +72,7 @@ def write_ranks(
 def _copies(table: Table, rank: int, *, per_expert: bool) -> list[int]:
     """The ranks among which the optimizer cuts what ``rank`` holds."""
     here = table.layout.coords(rank)
-    found = []
+    copies = []
     for other in range(table.layout.world_size):
         at = table.layout.coords(other)
         same = (
@@ -81,8 +81,8 @@ def _copies(table: Table, rank: int, *, per_expert: bool) -> list[int]:
             else (at.pp, at.tp) == (here.pp, here.tp)
         )
         if same:
-            found.append(other)
-    return found
+            copies.append(other)
+    return copies
 
 
 def write_run(directory: Path, family: str, hf: Path, layout: str, world_size: int, dtype: str = "float32") -> None:

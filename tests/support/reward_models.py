@@ -82,10 +82,10 @@ class TwoLayerReward:
 
 def load(directory: Path) -> PreTrainedModel:
     """What ``write`` saved."""
-    found = AutoModelForSequenceClassification.from_pretrained(
+    model = AutoModelForSequenceClassification.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
-    return found.eval()
+    return model.eval()
 
 
 def write_judge(directory: Path) -> None:

@@ -83,12 +83,12 @@ async def collect(
     engine: SampleSource, requests: Iterable[Request], sampling: Sampling
 ) -> dict[tuple[str, int], Sample]:
     """All samples by key, whatever order they came in."""
-    found: dict[tuple[str, int], Sample] = {}
+    samples: dict[tuple[str, int], Sample] = {}
     async for sample in engine.generate(list(requests), sampling):
         key = (sample.prompt_id, sample.index)
-        assert key not in found
-        found[key] = sample
-    return found
+        assert key not in samples
+        samples[key] = sample
+    return samples
 
 
 async def until_running(engine: RolloutEngine, count: int = 1) -> None:
@@ -116,11 +116,11 @@ def chosen(logprobs: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.f
     return logprobs[np.arange(len(tokens)), np.asarray(tokens)]
 
 
-def assert_same(found: dict[tuple[str, int], Sample], expected: dict[tuple[str, int], Sample], atol: float) -> float:
+def assert_same(samples: dict[tuple[str, int], Sample], expected: dict[tuple[str, int], Sample], atol: float) -> float:
     """Equal tokens, and log-probs to ``atol``; the largest difference."""
-    assert found.keys() == expected.keys()
+    assert samples.keys() == expected.keys()
     worst = 0.0
-    for key, sample in found.items():
+    for key, sample in samples.items():
         np.testing.assert_array_equal(sample.tokens, expected[key].tokens, err_msg=str(key))
         np.testing.assert_allclose(sample.logprobs, expected[key].logprobs, rtol=0, atol=atol)
         worst = max(worst, float(np.abs(sample.logprobs - expected[key].logprobs).max(initial=0)))

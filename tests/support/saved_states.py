@@ -72,7 +72,7 @@ def whole_state(engine: Engine, like: full_weights.Weights) -> dict[str, full_we
     parts = [part for part in engine.optimizer.megatron.chained_optimizers if not part.is_stub_optimizer]
     mains = [(part, main) for part in parts for group in part.optimizer.param_groups for main in group["params"]]
     kept = [main.clone() for _, main in mains]
-    found = {"weights": full_weights.gather_full(engine.models, like)}
+    state = {"weights": full_weights.gather_full(engine.models, like)}
 
     def as_weights(tensors: list[Tensor]) -> full_weights.Weights:
         for (_, main), tensor in zip(mains, tensors, strict=True):
@@ -84,6 +84,6 @@ def whole_state(engine: Engine, like: full_weights.Weights) -> dict[str, full_we
         return full_weights.gather_full(engine.models, like)
 
     for moment in ("exp_avg", "exp_avg_sq"):
-        found[moment] = as_weights([part.optimizer.state[main][moment] for part, main in mains])
-    found["main"] = as_weights(kept)
-    return found
+        state[moment] = as_weights([part.optimizer.state[main][moment] for part, main in mains])
+    state["main"] = as_weights(kept)
+    return state

@@ -89,7 +89,7 @@ def shadow(run: RunConfig | SftConfig, family: str, task: Path, directory: Path)
         key: "[" + ",".join(f"{task}/{path}" for path in getattr(run.data, key)) + "]"
         for key in ("train_files", "val_files")
     }
-    found = [
+    overrides = [
         f"model.path={task}/models/{family}",
         *(f"data.{key}={value}" for key, value in files.items()),
         f"data.train_batch_size={PROMPTS}",
@@ -107,13 +107,13 @@ def shadow(run: RunConfig | SftConfig, family: str, task: Path, directory: Path)
         f"trainer.default_local_dir={directory}",
     ]
     if isinstance(run, SftConfig):
-        return [*found, f"data.max_length={PROMPT_TOKENS + RESPONSE_TOKENS}"]
-    return [*found, *_of_run(run, world_size), f"custom_reward_function.path={task}/reward.py"]
+        return [*overrides, f"data.max_length={PROMPT_TOKENS + RESPONSE_TOKENS}"]
+    return [*overrides, *_of_run(run, world_size), f"custom_reward_function.path={task}/reward.py"]
 
 
 def _of_run(run: RunConfig, world_size: int) -> list[str]:
     updates = run.data.train_batch_size // run.actor.ppo_mini_batch_size
-    found = [
+    overrides = [
         f"data.max_prompt_length={PROMPT_TOKENS}",
         f"data.max_response_length={RESPONSE_TOKENS}",
         f"actor.ppo_mini_batch_size={PROMPTS // 2 if updates > 1 else PROMPTS}",
@@ -129,12 +129,12 @@ def _of_run(run: RunConfig, world_size: int) -> list[str]:
         "reward.num_workers=1",
     ]
     if run.reward.overlong.enable:
-        found.append(f"reward.overlong.length={RESPONSE_TOKENS // 2}")
+        overrides.append(f"reward.overlong.length={RESPONSE_TOKENS // 2}")
     if "critic" in run.roles:
         parallel, critic_world_size = reduced(run.critic.parallel, run.trainer.world_size)
         assert critic_world_size == world_size
-        found += [*_layout("critic", parallel), "critic.microbatch_tokens=1024"]
-    return found
+        overrides += [*_layout("critic", parallel), "critic.microbatch_tokens=1024"]
+    return overrides
 
 
 def reduced(parallel: ParallelConfig, world_size: int) -> tuple[ParallelConfig, int]:

@@ -87,9 +87,9 @@ class SlurmCluster:
         own = [f"cluster.slurm.port={port}", f"custom_reward_function.path={reward}"]
         done = self.submit(task, run, *own, *texts)
         assert done.returncode == 0, done.stderr
-        found = re.match(r"job (\d+): tiny on 2 nodes of cpu\n", done.stdout)
-        assert found, done.stdout
-        return SlurmJob(self, found[1], run)
+        match = re.match(r"job (\d+): tiny on 2 nodes of cpu\n", done.stdout)
+        assert match, done.stdout
+        return SlurmJob(self, match[1], run)
 
     def lose(self, node: str) -> None:
         """Kill everything of a node, as when its power fails."""
@@ -166,19 +166,19 @@ class SlurmJob:
 
     def hosts(self) -> list[str]:
         """The nodes, as Slurm calls them, that the training ranks run on."""
-        found = []
+        names = []
         for rank in range(2):
             log = str(self.run / "logs" / f"actor-rank-{rank}.log")
             (worker,) = [each for each in processes_with("SLURM_JOB_ID", self.id) if _output(each) == log]
-            found.append(worker.environ()["SLURMD_NODENAME"])
-        return found
+            names.append(worker.environ()["SLURMD_NODENAME"])
+        return names
 
     def left(self) -> list[str]:
         """Processes and folders of it that are still there half a minute after."""
         end = time.monotonic() + 30
-        while (found := self._left()) and time.monotonic() < end:
+        while (remains := self._left()) and time.monotonic() < end:
             time.sleep(0.2)
-        return found
+        return remains
 
     def _left(self) -> list[str]:
         alive = [f"{each.pid} {each.name()}" for each in processes_with("SLURM_JOB_ID", self.id)]
@@ -188,12 +188,12 @@ class SlurmJob:
 def processes_with(name: str, value: str) -> list[psutil.Process]:
     """Those whose environment has it."""
     wanted = f"{name}={value}".encode()
-    found = []
+    processes = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppressed():
             if wanted in path.read_bytes().split(b"\0"):
-                found.append(psutil.Process(int(path.parent.name)))
-    return found
+                processes.append(psutil.Process(int(path.parent.name)))
+    return processes
 
 
 def _output(process: psutil.Process) -> str:

@@ -41,8 +41,8 @@ def state_of_rank(rank: Rank) -> dict[str, str]:
     return process_state.state() | {"patched": str(patched), "megatron": str(megatron)}
 
 
-def differences(found: dict[str, str], expected: dict[str, str]) -> dict[str, tuple[str, str]]:
-    return {what: (found[what], expected[what]) for what in expected if found[what] != expected[what]}
+def differences(ours: dict[str, str], expected: dict[str, str]) -> dict[str, tuple[str, str]]:
+    return {what: (ours[what], expected[what]) for what in expected if ours[what] != expected[what]}
 
 
 def make_a_mess(rank: Rank, elsewhere: Path) -> None:
@@ -74,9 +74,9 @@ def test_a_rank_finds_what_a_fresh_one_finds(tmp_path: Path, monkeypatch: pytest
     run_ranks(make_a_mess, 1, (tmp_path,))
     monkeypatch.setenv("OF_THIS_TEST", "yes")
     monkeypatch.chdir(tmp_path)
-    for found, fresh in zip(run_ranks(state_of_rank, 2), launch.run_ranks(state_of_rank, 2), strict=True):
-        assert differences(found, fresh) == {}
-        assert "OF_THIS_TEST=yes" in found["environment"]
+    for of_rank, fresh in zip(run_ranks(state_of_rank, 2), launch.run_ranks(state_of_rank, 2), strict=True):
+        assert differences(of_rank, fresh) == {}
+        assert "OF_THIS_TEST=yes" in of_rank["environment"]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def draw(rank: Rank) -> tuple[float, float, float]:
 
 def test_nobody_draws_what_another_drew() -> None:
     """Fresh processes do not either: what ranks must agree in is seeded, or wrong."""
-    found = [drawn for _ in range(2) for drawn in run_ranks(draw, 4)]
-    assert all(len(set(column)) == len(found) for column in zip(*found, strict=True))
+    draws = [drawn for _ in range(2) for drawn in run_ranks(draw, 4)]
+    assert all(len(set(column)) == len(draws) for column in zip(*draws, strict=True))
 
 
 def hash_of_a_string(rank: Rank) -> int:
@@ -115,10 +115,10 @@ def test_many_tensors_travel_and_none_is_shared() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_that_differ_in_one_axis_order_their_sets_differently(world_size: int) -> None:
-    found = run_ranks(hash_of_a_string, world_size)
-    for rank, mine in enumerate(found):
+    hashes = run_ranks(hash_of_a_string, world_size)
+    for rank, mine in enumerate(hashes):
         for bit in range(world_size.bit_length() - 1):
-            assert found[rank ^ (1 << bit)] != mine
+            assert hashes[rank ^ (1 << bit)] != mine
 
 
 def end(rank: Rank, how: str) -> int:
@@ -156,8 +156,10 @@ def test_a_forked_engine_computes_in_a_process_like_a_fresh_one_s(
     with process.start_engine("fresh", **how) as fresh, forked.start_engine("forked", **how) as ours:
         for engine in (fresh, ours):
             engine.wait_until_ready()
-        (expected,), (found,) = (asyncio.run(engine.call_workers(process_state.Seen.state)) for engine in (fresh, ours))
+        (expected,), (of_ours,) = (
+            asyncio.run(engine.call_workers(process_state.Seen.state)) for engine in (fresh, ours)
+        )
     of_imports = {"path", "warnings"}  # what they add is there before the path is set, and of more modules
-    different = differences(found, expected)
+    different = differences(of_ours, expected)
     assert different.keys() <= of_imports, different
-    assert "OF_THIS_TEST=yes" in found["environment"]
+    assert "OF_THIS_TEST=yes" in of_ours["environment"]

@@ -112,9 +112,9 @@ def test_training_ranks_add_their_parts_up_as_64_bits_do(monkeypatch: pytest.Mon
     for publisher in publishers:
         expected_weights(publisher, 3)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda halves: halves.copy_(sent[0] + sent[1]))
-    found = expected_weights(publishers[0], 3)
-    assert found.version == 3 and found.experts == experts
+    expectation = expected_weights(publishers[0], 3)
+    assert expectation.version == 3 and expectation.experts == experts
     sums = {plain[0]: -(1 << 63) + 1, plain[1]: -2, plain[2]: (1 << 63) - 1, next(iter(experts)): (1 << 40) - (1 << 33)}
-    assert found.values == {**dict.fromkeys([*plain, *experts], 0), **sums}
-    assert differences(found, HeldFingerprints(values=found.values, copies={})) == []
-    assert replace(found, version=4) != found
+    assert expectation.values == {**dict.fromkeys([*plain, *experts], 0), **sums}
+    assert differences(expectation, HeldFingerprints(values=expectation.values, copies={})) == []
+    assert replace(expectation, version=4) != expectation

@@ -125,7 +125,7 @@ class World:
         """The same, sliced from the checkpoint by a reference that knows no plan."""
         whole = checkpoints.tensors(self.directory)
         name, model = self.rollout.family.name, self.rollout.model
-        found = direct_rollout.llama_like(
+        tensors = direct_rollout.llama_like(
             lambda key: whole[key].numpy(),  # type: ignore[arg-type,return-value]  # floats do as well
             model,
             self.rollout.layout,
@@ -133,7 +133,7 @@ class World:
             bias=name == "qwen2",
             mixtral=name == "mixtral",
         )
-        return {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in found.items()}
+        return {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in tensors.items()}
 
 
 def world(

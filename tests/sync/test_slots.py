@@ -28,10 +28,10 @@ class Counted:
         self._memory, self._alive, self.maps, self.most = _Mapped(), weakref.WeakSet[Tensor](), 0, 0
 
     def map(self, handle: bytes) -> Tensor:
-        found = self._memory.map(handle)
-        self._alive.add(found)
+        mapped = self._memory.map(handle)
+        self._alive.add(mapped)
         self.maps, self.most = self.maps + 1, max(self.most, len(self._alive))
-        return found
+        return mapped
 
     def settle(self) -> None: ...
 

@@ -124,6 +124,6 @@ def test_messages_arrive_whole_and_in_order(store: TCPStore, tmp_path: Path, whi
 
 @pytest.mark.parametrize("which", [0, 1], ids=["process_group", "shared_memory"])
 def test_a_killed_sender_is_named_by_all(store: TCPStore, tmp_path: Path, which: int, processes: None) -> None:
-    found = run(transports(store, "killed")[which], 1, tmp_path)
-    assert found.keys() == {0, 2, 3}
-    assert all(report.startswith("training rank 1 (process ") for report in found.values()), found
+    failures = run(transports(store, "killed")[which], 1, tmp_path)
+    assert failures.keys() == {0, 2, 3}
+    assert all(report.startswith("training rank 1 (process ") for report in failures.values()), failures

@@ -27,8 +27,8 @@ def shown(tmp_path: Path, *validations: tuple[int, list[dict[str, Any]]]) -> Ele
 def test_pairs_are_the_first_of_each_outcome_on_the_same_prompts() -> None:
     first = rows({"gone": True, **{f"l{k}": False for k in range(5)}, "x": True, "w": False, "r": True, "r2": True})
     last = rows({**{f"l{k}": True for k in range(5)}, "x": False, "w": False, "r": True, "r2": True, "new": True})
-    found = pairs(first, list(reversed(last)))
-    assert [(kind, a["prompt_id"], b["prompt_id"]) for kind, a, b in found] == [
+    chosen = pairs(first, list(reversed(last)))
+    assert [(kind, a["prompt_id"], b["prompt_id"]) for kind, a, b in chosen] == [
         ("learned", "l0", "l0"), ("learned", "l1", "l1"), ("learned", "l2", "l2"),
         ("lost", "x", "x"), ("still wrong", "w", "w"), ("right both times", "r", "r"),
     ]  # fmt: skip

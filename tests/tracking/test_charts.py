@@ -27,11 +27,11 @@ def axis(svg: Element, kind: str) -> tuple[float, float]:
 
 def lines(svg: Element) -> list[list[tuple[float, float]]]:
     (x0, dx), (y0, dy) = axis(svg, "x"), axis(svg, "y")
-    found = []
+    polylines = []
     for line in svg.iter("polyline"):
         places = [point.split(",") for point in (line.get("points") or "").split()]
-        found.append([(x0 + dx * float(x), y0 + dy * float(y)) for x, y in places])
-    return found
+        polylines.append([(x0 + dx * float(x), y0 + dy * float(y)) for x, y in places])
+    return polylines
 
 
 def chart(text: str) -> Element:
@@ -43,8 +43,8 @@ def chart(text: str) -> Element:
 def test_a_line_reads_back_as_its_numbers() -> None:
     points = [(float(step), 3 * math.sin(step / 3) - 1) for step in range(1, 31)]
     svg = chart(line_chart("t", "1", [Series("a", points)]))
-    (found,) = lines(svg)
-    for (step, value), (x, y) in zip(points, found, strict=True):
+    (line,) = lines(svg)
+    for (step, value), (x, y) in zip(points, line, strict=True):
         assert x == pytest.approx(step, abs=0.01)  # places have two decimals: 350 units over 30 steps
         assert y == pytest.approx(value, abs=6 / 200 * 0.02)
     assert len(list(svg.iter("circle"))) == 30
@@ -54,8 +54,8 @@ def test_shares_are_in_percent_and_intervals_are_drawn_to_scale() -> None:
     series = Series("a", [(0.0, 0.1), (10.0, 0.6)], {0.0: (0.05, 0.2), 10.0: (0.5, 0.75)})
     svg = chart(line_chart("t", "share", [series]))
     y0, dy = axis(svg, "y")
-    found = [each for each in svg.iter("line") if each.get("class") == "interval"]
-    ends = [(y0 + dy * float(each.get("y1") or ""), y0 + dy * float(each.get("y2") or "")) for each in found]
+    intervals = [each for each in svg.iter("line") if each.get("class") == "interval"]
+    ends = [(y0 + dy * float(each.get("y1") or ""), y0 + dy * float(each.get("y2") or "")) for each in intervals]
     assert [end for pair in ends for end in pair] == pytest.approx([5, 20, 50, 75], abs=0.01)
     hover = json.loads(svg.get("data-hover") or "")
     assert [text for _, text in hover] == ["step 0\na: 10.0% [5.0%, 20.0%]", "step 10\na: 60.0% [50.0%, 75.0%]"]
@@ -74,9 +74,9 @@ def test_a_number_that_is_none_is_a_gap() -> None:
 def test_many_steps_are_means_of_several() -> None:
     points = [(float(step), float(step % 4)) for step in range(4 * MAX_POINTS)]
     text = line_chart("t", "1", [Series("a", points)])
-    (found,) = lines(chart(text))
-    assert len(found) == MAX_POINTS
-    assert all(y == pytest.approx(1.5, abs=0.01) for _, y in found)
+    (line,) = lines(chart(text))
+    assert len(line) == MAX_POINTS
+    assert all(y == pytest.approx(1.5, abs=0.01) for _, y in line)
     assert "(means of 4 steps)" in text
 
 
@@ -121,16 +121,16 @@ def test_ticks_are_round_enclose_and_are_few(most: int) -> None:
     for _ in range(500):
         size = 10 ** noise.uniform(-9, 9)
         low, high = sorted((noise.gauss(0, size), noise.gauss(0, size)))
-        found = ticks(low, high, most)
-        assert 2 <= len(found) <= most
-        apart = found[1] - found[0]
-        assert found[0] <= low + 1e-8 * apart and found[-1] >= high - 1e-8 * apart
+        places = ticks(low, high, most)
+        assert 2 <= len(places) <= most
+        apart = places[1] - places[0]
+        assert places[0] <= low + 1e-8 * apart and places[-1] >= high - 1e-8 * apart
         digit = apart / 10 ** math.floor(math.log10(apart) + 1e-9)
         assert min(abs(digit - round_one) for round_one in (1, 2, 5)) < 1e-6
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (4.0, 4.0), (-1e-9, -1e-9), (0.04, 0.04000000000000001)])
 def test_one_number_has_an_axis_too(low: float, high: float) -> None:
-    found = ticks(low, high, 6)
-    assert found[0] < low <= high < found[-1]
+    places = ticks(low, high, 6)
+    assert places[0] < low <= high < places[-1]
     assert line_chart("t", "share", [Series("a", [(1.0, low), (2.0, high)])])

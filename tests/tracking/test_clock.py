@@ -32,14 +32,14 @@ def test_phases_and_what_is_left_of_the_step() -> None:
     hand.turn(0.5)
     with clock("generate"):  # once more, as for prompts that were replaced
         hand.turn(0.5)
-    found = clock.step()
-    assert found == {
+    seconds = clock.step()
+    assert seconds == {
         "time/generate": 4.5,
         "time/update_actor": 2.0,
         "time/step": 8.0,
         "perf/overhead_share": pytest.approx(1.5 / 8, abs=1e-15),
     }
-    assert all(metric_of(key) for key in found)
+    assert all(metric_of(key) for key in seconds)
 
 
 def test_a_step_starts_where_the_last_one_ended() -> None:
@@ -61,12 +61,12 @@ def test_what_is_inside_a_phase_is_a_part_of_it_and_counted_once() -> None:
             hand.turn(5)
             with clock("score"):
                 hand.turn(2)
-    found = clock.step()
-    assert found["time/validate"] == 8
-    assert found["time/validate/generate"] == 7
-    assert found["time/validate/generate/score"] == 2
-    assert "time/generate" not in found
-    assert found["perf/overhead_share"] == 0
+    seconds = clock.step()
+    assert seconds["time/validate"] == 8
+    assert seconds["time/validate/generate"] == 7
+    assert seconds["time/validate/generate/score"] == 2
+    assert "time/generate" not in seconds
+    assert seconds["perf/overhead_share"] == 0
 
 
 def test_overlapping_tasks_are_counted_once() -> None:
@@ -96,9 +96,9 @@ def test_overlapping_tasks_are_counted_once() -> None:
 
     asyncio.run(both())
     hand.turn(1)
-    found = clock.step()
-    assert (found["time/generate"], found["time/generate/score"], found["time/step"]) == (6, 5, 10)
-    assert found["perf/overhead_share"] == pytest.approx(0.1, abs=1e-15)
+    seconds = clock.step()
+    assert (seconds["time/generate"], seconds["time/generate/score"], seconds["time/step"]) == (6, 5, 10)
+    assert seconds["perf/overhead_share"] == pytest.approx(0.1, abs=1e-15)
 
 
 def test_the_same_phase_of_several_tasks_is_one_phase() -> None:
@@ -106,9 +106,9 @@ def test_the_same_phase_of_several_tasks_is_one_phase() -> None:
     clock = Clock(hand)
     with clock("score"), clock("score"):
         hand.turn(2)
-    found = clock.step()
-    assert found["time/score"] == 2
-    assert "time/score/score" not in found
+    seconds = clock.step()
+    assert seconds["time/score"] == 2
+    assert "time/score/score" not in seconds
 
 
 def test_an_error_ends_the_phase() -> None:

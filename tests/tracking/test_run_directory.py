@@ -21,20 +21,20 @@ def test_config_and_environment_are_written(tmp_path: Path) -> None:
     assert written["trainer"]["logger"] == ["wandb"]
     assert written["trainer"]["resume_mode"] == "auto"
     assert written["data"] == {"files": ["a", "b"], "n": None, "ü": 1.5}
-    found = json.loads((tmp_path / "run/environment.json").read_text())
-    assert found["total_steps"] == 12 and found["resumed_step"] is None
-    assert found["versions"]["pyarrow"] == metadata.version("pyarrow")
-    assert found["hardware"]["device"] == "H100" and found["hardware"]["count"] == "8"
-    assert found["hardware"]["cpus"] >= 1 and found["hardware"]["memory_gib"] > 0
-    assert found["commit"] is None or len(found["commit"].removesuffix("-dirty")) in (40, 64)
+    environment = json.loads((tmp_path / "run/environment.json").read_text())
+    assert environment["total_steps"] == 12 and environment["resumed_step"] is None
+    assert environment["versions"]["pyarrow"] == metadata.version("pyarrow")
+    assert environment["hardware"]["device"] == "H100" and environment["hardware"]["count"] == "8"
+    assert environment["hardware"]["cpus"] >= 1 and environment["hardware"]["memory_gib"] > 0
+    assert environment["commit"] is None or len(environment["commit"].removesuffix("-dirty")) in (40, 64)
     assert (tmp_path / "run/logs").is_dir()
 
 
 def test_plain_leaves_nothing_that_yaml_cannot_say() -> None:
     value = {"enum": Logger.console, "path": Path("a/b"), 3: {"set": {1}}, "nested": [TrainerConfig()], "flag": True}
-    found = plain(value)
-    assert yaml.safe_load(yaml.safe_dump(found)) == found
-    assert (found["enum"], found["path"], found["3"], found["flag"]) == ("console", "a/b", {"set": [1]}, True)
+    plainly = plain(value)
+    assert yaml.safe_load(yaml.safe_dump(plainly)) == plainly
+    assert (plainly["enum"], plainly["path"], plainly["3"], plainly["flag"]) == ("console", "a/b", {"set": [1]}, True)
 
 
 def test_a_fresh_run_moves_the_earlier_one_aside_whole(tmp_path: Path) -> None:

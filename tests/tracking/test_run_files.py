@@ -46,8 +46,8 @@ def test_several_samples_of_a_prompt_are_averaged_and_sources_kept_apart(tmp_pat
     rows = [("a", 1, True), ("a", 1, False), ("a", 2, True), ("b/c", 1, False), ("b/c", 2, None)]
     columns = ("data_source", "prompt_id", "correct")
     write_samples(tmp_path, 0, "validation", [dict(zip(columns, row, strict=True)) for row in rows])
-    found = read_run(tmp_path).accuracies
-    assert {source: each[0].by_prompt for source, each in found.items()} == {
+    accuracies = read_run(tmp_path).accuracies
+    assert {source: each[0].by_prompt for source, each in accuracies.items()} == {
         "a": {"1": 0.5, "2": 1.0},
         "b/c": {"1": 0.0},
     }

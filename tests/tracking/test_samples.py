@@ -25,19 +25,19 @@ def test_what_has_no_common_type_is_text(tmp_path: Path) -> None:
         {"gold": "four", "extra": {"b": object}, "big": 1, "text": "whole", "late": 1.5},
         {"gold": None, "extra": None, "big": None, "text": None},
     ]
-    found = pq.read_table(write_samples(tmp_path, 1, "rollouts", rows)).to_pydict()
-    assert found["gold"] == ["4", "four", None]
-    assert json.loads(found["extra"][0]) == {"a": [1]}
-    assert found["extra"][1:] == ['{"b": "<class \'object\'>"}', None]
-    assert found["big"] == [str(2**70), "1", None]
-    assert found["text"] == ["half ? pair", "whole", None]
-    assert found["late"] == [None, 1.5, None]
+    columns = pq.read_table(write_samples(tmp_path, 1, "rollouts", rows)).to_pydict()
+    assert columns["gold"] == ["4", "four", None]
+    assert json.loads(columns["extra"][0]) == {"a": [1]}
+    assert columns["extra"][1:] == ['{"b": "<class \'object\'>"}', None]
+    assert columns["big"] == [str(2**70), "1", None]
+    assert columns["text"] == ["half ? pair", "whole", None]
+    assert columns["late"] == [None, 1.5, None]
 
 
 def test_messages_are_json(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "2+2?"}]
-    found = pq.read_table(write_samples(tmp_path, 1, "validation", [{"prompt": messages}])).to_pydict()
-    assert json.loads(found["prompt"][0]) == messages
+    columns = pq.read_table(write_samples(tmp_path, 1, "validation", [{"prompt": messages}])).to_pydict()
+    assert json.loads(columns["prompt"][0]) == messages
 
 
 def test_no_rows_are_a_file_too(tmp_path: Path) -> None:

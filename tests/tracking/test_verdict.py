@@ -49,11 +49,11 @@ def test_the_sign_test_is_exact(ups: int, downs: int) -> None:
 def test_a_gain_on_the_same_prompts_counts_who_changed() -> None:
     first = Accuracy(0, {str(k): float(k < 2) for k in range(20)})
     last = Accuracy(9, {str(k): float(1 <= k < 9) for k in range(20)})  # 7 learned, 1 lost
-    found = gain(first, last)
-    assert found.points == pytest.approx(0.3, abs=1e-12)
-    assert found.p == pytest.approx(2 * (1 + 8) / 2**8, rel=1e-12)
-    assert not found.significant
-    assert "7 better, 1 worse" in found.basis
+    gained = gain(first, last)
+    assert gained.points == pytest.approx(0.3, abs=1e-12)
+    assert gained.p == pytest.approx(2 * (1 + 8) / 2**8, rel=1e-12)
+    assert not gained.significant
+    assert "7 better, 1 worse" in gained.basis
 
 
 def test_the_same_accuracy_can_be_no_change_and_a_loss_can_be_significant() -> None:
@@ -68,9 +68,9 @@ def test_different_prompts_are_compared_as_independent() -> None:
     """Newcombe, Stat. Med. 17 (1998) 873, table II, method 10: 56/70 against 48/80 is [0.0524, 0.3339]."""
     first = Accuracy(0, {f"a{k}": float(k < 48) for k in range(80)})
     last = Accuracy(1, {f"b{k}": float(k < 56) for k in range(70)})
-    found = gain(first, last)
-    assert found.p is None and found.significant
-    assert "+5.2 to +33.4 points" in found.basis
+    gained = gain(first, last)
+    assert gained.p is None and gained.significant
+    assert "+5.2 to +33.4 points" in gained.basis
     back = gain(last, first)
     assert back.significant and "-33.4 to -5.2 points" in back.basis
     few = gain(Accuracy(0, {"a": 0.0, "b": 1.0}), Accuracy(1, {"c": 1.0, "d": 1.0}))
@@ -84,5 +84,5 @@ def test_samples_of_one_prompt_are_one_piece_of_evidence() -> None:
 
 
 def test_the_best_is_the_first_of_equals() -> None:
-    found = best([Accuracy(0, {"a": 0.0}), Accuracy(1, {"a": 1.0}), Accuracy(2, {"a": 1.0})])
-    assert found.step == 1
+    accuracy = best([Accuracy(0, {"a": 0.0}), Accuracy(1, {"a": 1.0}), Accuracy(2, {"a": 1.0})])
+    assert accuracy.step == 1

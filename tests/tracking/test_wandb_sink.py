@@ -43,14 +43,14 @@ def records(run: Path) -> Iterator[Any]:
 
 
 def history(run: Path) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     for record in records(run):
         if record.WhichOneof("record_type") == "history":
             items = (
                 (item.key or "/".join(item.nested_key), json.loads(item.value_json)) for item in record.history.item
             )
-            found.append(dict(items))
-    return found
+            rows.append(dict(items))
+    return rows
 
 
 def test_an_offline_run_holds_metrics_config_and_the_first_samples(
@@ -65,14 +65,14 @@ def test_an_offline_run_holds_metrics_config_and_the_first_samples(
             tracker.samples(step, "rollouts", partial(list, rows[2:]))
             tracker.log(step, {"reward/mean": step / 4, "val/a/accuracy": 0.5})
     wandb.teardown()
-    (found,) = (tmp_path / "logs/wandb").glob("offline-run-*")
-    rows = history(found)
+    (directory,) = (tmp_path / "logs/wandb").glob("offline-run-*")
+    rows = history(directory)
     assert [(row["_step"], row["reward/mean"], row["val/a/accuracy"]) for row in rows] == [(0, 0, 0.5), (1, 0.25, 0.5)]
     assert rows[0]["validation/samples/nrows"] == 2
-    table = json.loads((found / "files" / rows[0]["validation/samples/path"]).read_text())
+    table = json.loads((directory / "files" / rows[0]["validation/samples/path"]).read_text())
     assert table["columns"] == ["prompt", "score", "gold"]
     assert table["data"] == [["p0", 0.0, None], ["p1", 1.0, 1]]
-    run = next(record.run for record in records(found) if record.WhichOneof("record_type") == "run")
+    run = next(record.run for record in records(directory) if record.WhichOneof("record_type") == "run")
     assert (run.project, run.display_name) == ("words", "first")
     assert {item.key: json.loads(item.value_json) for item in run.config.update}["lr"] == 1e-6
     assert run.run_id == (tmp_path / "logs/wandb_id").read_text().strip()

@@ -90,8 +90,8 @@ def test_unpacked_equals_packed() -> None:
     assert out.shape == (s, b, 4 * HEAD_DIM)
     assert out.is_contiguous()
     assert torch.equal(out.transpose(0, 1).flatten(0, 1), packed_out)
-    for found, expected in zip(grads, packed_grads, strict=True):
-        assert torch.equal(found.transpose(0, 1).flatten(0, 1), expected)
+    for of_unpacked, expected in zip(grads, packed_grads, strict=True):
+        assert torch.equal(of_unpacked.transpose(0, 1).flatten(0, 1), expected)
 
 
 def test_megatrons_own_record_gives_the_same() -> None:
@@ -111,7 +111,7 @@ def test_another_sequence_changes_nothing_bit_for_bit() -> None:
     packed = PackedSequences.of(LENGTHS, LENGTHS, 1, 0, CPU)
     module = alone(4, 2)
     mine = slice(LENGTHS[0] + LENGTHS[1], sum(LENGTHS[:3]))
-    found = []
+    results = []
     for seed in (1, 2):
         qkv_and_grad = [x.detach().clone() for x in random_qkv(sum(LENGTHS), 4, 2, seed)]
         for mixed, own in zip(qkv_and_grad, random_qkv(sum(LENGTHS), 4, 2), strict=True):
@@ -119,8 +119,8 @@ def test_another_sequence_changes_nothing_bit_for_bit() -> None:
         leaves = [x.requires_grad_() for x in qkv_and_grad[:3]]
         out = module(*leaves, None, packed_seq_params=packed)
         grads = torch.autograd.grad(out, leaves, qkv_and_grad[3])
-        found.append([x[mine] for x in (out, *grads)])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([x[mine] for x in (out, *grads)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_softmax_scale_is_honoured() -> None:

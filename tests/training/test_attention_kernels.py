@@ -38,13 +38,13 @@ def test_blocks_and_masks_show_each_query_just_its_keys(
         assert expected[query].nonzero().flatten().tolist() == list(range(last + 1))
         if window is not None:
             expected[query, : max(0, last - window + 1)] = False
-    found = torch.zeros_like(expected)
+    shown = torch.zeros_like(expected)
     for queries, keys in blocks(num_queries, num_keys, window, rows):
         width = queries.stop - queries.start
         assert width <= rows
         assert keys.stop - keys.start <= (width + window - 1 if window is not None else num_keys), "hidden keys"
-        found[queries, keys] = visible(width, keys.stop - keys.start, window, CPU)
-    assert torch.equal(found, expected)
+        shown[queries, keys] = visible(width, keys.stop - keys.start, window, CPU)
+    assert torch.equal(shown, expected)
 
 
 @pytest.mark.parametrize("window", [1, 5, 100, 129, 200, 300, 1000])

@@ -82,12 +82,12 @@ class _Runs:
             for tensor in _live(engine).values():
                 tensor.fill_(float("nan"))
             engine.load_weights(load)
-            found = []
+            keys = []
             for key, tensor in _live(engine).items():
                 padding = expected[key] == 7.0
                 wanted = torch.where(padding, tensor if any_padding else torch.zeros(()), expected[key])
-                found += [] if torch.equal(tensor, wanted) else [key]
-            return found
+                keys += [] if torch.equal(tensor, wanted) else [key]
+            return keys
 
     def save(self, name: str, layout: str) -> None:
         with engines.groups_of(layout) as groups:
@@ -162,24 +162,24 @@ def _refusal(runs: _Runs, name: str, layout: str, directory: Path) -> str:
 
 
 def _on_four(rank: Rank, root: Path) -> dict[object, object]:
-    found: dict[object, object] = {}
+    results: dict[object, object] = {}
     with engines.world(rank):
         runs = _Runs(rank, root)
         for name, layout in LOADS:
             load = partial(load_megatron, directory=root / f"{name}-megatron")
-            found["load", name, layout] = runs.wrong(name, layout, load)
+            results["load", name, layout] = runs.wrong(name, layout, load)
         for name in ALONE:
-            found["alone", name] = runs.megatron_alone(name, "tp=2,pp=2")
+            results["alone", name] = runs.megatron_alone(name, "tp=2,pp=2")
         for name, layout in SAVES.items():
             runs.save(name, layout)
         for name, layout, prefix in STACKED:
             runs.save_stacked(name, layout, prefix)
             load = partial(load_megatron, directory=root / f"stacked-{name}")
-            found["stacked", name] = runs.wrong(name, "pp=2,tp=2", load, any_padding=True)  # saved as it was
-        found["other layers"] = _refusal(runs, "llama", "tp=2,pp=2", root / "shallow")
-        found["other family"] = _refusal(runs, "qwen2", "tp=2,pp=2", root / "llama-megatron")
-        found["again"] = _refused_save(runs)
-    return found
+            results["stacked", name] = runs.wrong(name, "pp=2,tp=2", load, any_padding=True)  # saved as it was
+        results["other layers"] = _refusal(runs, "llama", "tp=2,pp=2", root / "shallow")
+        results["other family"] = _refusal(runs, "qwen2", "tp=2,pp=2", root / "llama-megatron")
+        results["again"] = _refused_save(runs)
+    return results
 
 
 def _refused_save(runs: _Runs) -> str:
@@ -208,12 +208,12 @@ def _shallow(root: Path) -> None:
 
 @pytest.mark.parametrize(("name", "layout"), LOADS)
 def test_every_layout_loads_what_we_write(name: str, layout: str, on_four: list[dict[object, object]]) -> None:
-    assert [found["load", name, layout] for found in on_four] == [[]] * 4
+    assert [of_rank["load", name, layout] for of_rank in on_four] == [[]] * 4
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_megatron_loads_it_by_itself(name: str, on_four: list[dict[object, object]]) -> None:
-    assert [found["alone", name] for found in on_four] == [[]] * 4
+    assert [of_rank["alone", name] for of_rank in on_four] == [[]] * 4
 
 
 @pytest.mark.parametrize(("name", "layout"), SAVES.items())
@@ -233,17 +233,17 @@ def test_what_megatron_lm_saves_goes_to_hugging_face(
     assert prefix + "decoder.layers.self_attention.linear_proj.weight" in metadata, "it is not stacked"
     to_hf(root / f"stacked-{name}", tmp_path / "hf", config=root / name, report=_quiet)
     assert engines.same_bits(checkpoints.tensors(tmp_path / "hf"), checkpoints.tensors(root / name))
-    assert [found["stacked", name] for found in on_four] == [[]] * 4
+    assert [of_rank["stacked", name] for of_rank in on_four] == [[]] * 4
 
 
 def test_a_model_of_another_depth_or_family_is_refused_on_every_rank(on_four: list[dict[object, object]]) -> None:
-    for found in on_four:
-        assert "expected 4 layers and found 3" in str(found["other layers"])
-        assert "linear_qkv.bias is missing" in str(found["other family"])
+    for of_rank in on_four:
+        assert "expected 4 layers and found 3" in str(of_rank["other layers"])
+        assert "linear_qkv.bias is missing" in str(of_rank["other family"])
 
 
 def test_nothing_is_overwritten(on_four: list[dict[object, object]]) -> None:
-    assert all("exists and holds files" in str(found["again"]) for found in on_four)
+    assert all("exists and holds files" in str(of_rank["again"]) for of_rank in on_four)
 
 
 def _on_one(rank: Rank, root: Path) -> list[str]:

@@ -203,7 +203,7 @@ def _observe_layout(groups: ProcessGroups, layout: str) -> Observed:
         seen[temperature] = rows
     one_by_one = build(microbatch_tokens=None, microbatch_sequences=1)
     frozen = build(trainable=False)
-    found = Observed(
+    result = Observed(
         batch=batch,
         logits_TV=_logits(one_by_one, batch),
         scores={temperature: build().score(batch, temperature=temperature) for temperature in TEMPERATURES},
@@ -217,17 +217,17 @@ def _observe_layout(groups: ProcessGroups, layout: str) -> Observed:
     try:
         frozen.train_step(batch, batches.policy_loss, batches.denominators(whole))
     except AssertionError as error:
-        found.refused = str(error)
-    return found
+        result.refused = str(error)
+    return result
 
 
 def _observe(rank: Rank) -> dict[str, Observed]:
-    found = {}
+    by_layout = {}
     with engines.world(rank):
         for layout in LAYOUTS:
             with engines.groups_of(layout) as groups:
-                found[layout] = _observe_layout(groups, layout)
-    return found
+                by_layout[layout] = _observe_layout(groups, layout)
+    return by_layout
 
 
 @pytest.fixture(scope="module")

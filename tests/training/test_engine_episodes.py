@@ -62,13 +62,13 @@ class Observed:
 
 def prefixes(batch: TrainBatch) -> TrainBatch:
     """For every trained token a sequence of its own that ends there."""
-    found = []
+    sequences = []
     for sequence, mask in zip(
         batch.tokens_T.split(list(batch.lengths_S)), batch.mask_T.split(list(batch.lengths_S)), strict=True
     ):
-        found += [sequence[: place + 1] for place in mask.nonzero().flatten().tolist()]
-    tokens_T = torch.cat(found)
-    lengths = tuple(map(len, found))
+        sequences += [sequence[: place + 1] for place in mask.nonzero().flatten().tolist()]
+    tokens_T = torch.cat(sequences)
+    lengths = tuple(map(len, sequences))
     return TrainBatch(lengths_S=lengths, tokens_T=tokens_T, mask_T=torch.zeros(len(tokens_T), dtype=torch.bool))
 
 
@@ -89,12 +89,12 @@ def _observe_layout(groups: ProcessGroups, layout: str) -> Observed:
 
 
 def _observe(rank: Rank) -> dict[str, Observed]:
-    found = {}
+    by_layout = {}
     with engines.world(rank):
         for layout in LAYOUTS:
             with engines.groups_of(layout) as groups:
-                found[layout] = _observe_layout(groups, layout)
-    return found
+                by_layout[layout] = _observe_layout(groups, layout)
+    return by_layout
 
 
 @pytest.fixture(scope="module")

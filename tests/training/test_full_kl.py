@@ -102,8 +102,8 @@ def test_value_and_gradient(dtype: torch.dtype, temperature: float, soft_cap: fl
 @pytest.mark.parametrize("chunk_tokens", [1, 11, 100])
 def test_chunks_change_nothing(chunk_tokens: int) -> None:
     case = make_case()
-    for found, expected in zip(run(case, chunk_tokens=chunk_tokens), run(case), strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    for chunked, expected in zip(run(case, chunk_tokens=chunk_tokens), run(case), strict=True):
+        torch.testing.assert_close(chunked, expected, atol=1e-6, rtol=0)
 
 
 def test_equal_policies_are_exactly_0_apart() -> None:
@@ -142,15 +142,15 @@ SPLIT = (make_case(), make_case(torch.bfloat16, 0.6, 4.0), replace(make_case(), 
 
 def split(rank: int) -> list[tuple[Tensor, Tensor]]:
     """Each rank its columns of the logits; what it found."""
-    columns, found = slice(rank * 64, rank * 64 + 64), []
+    columns, results = slice(rank * 64, rank * 64 + 64), []
     for case in SPLIT:
         mine = replace(case, logits_TV=case.logits_TV[:, columns], reference_TV=case.reference_TV[:, columns])
-        found.append(run(mine, dist.group.WORLD))
-    return found
+        results.append(run(mine, dist.group.WORLD))
+    return results
 
 
 def test_a_vocabulary_over_two_ranks(ranks: list[Found]) -> None:
-    for case, (kl_T, left_TV), (peers_T, right_TV) in zip(SPLIT, *(found.split for found in ranks), strict=True):
+    for case, (kl_T, left_TV), (peers_T, right_TV) in zip(SPLIT, *(of_rank.split for of_rank in ranks), strict=True):
         assert torch.equal(kl_T, peers_T)
         assert_as_by_autograd(case, kl_T, torch.cat([left_TV, right_TV], dim=1))
 
@@ -196,7 +196,7 @@ class Found:
 
 def on_ranks(rank: Rank) -> Found:
     with engines.world(rank):
-        found = Found(split(rank.rank))
+        results = Found(split(rank.rank))
         for name, model in MODELS.items():
             reference, policy = (hf_reference.full_weights(hf_reference.build(model, seed=s), model) for s in (0, 1))
             for layout in LAYOUTS:
@@ -213,8 +213,8 @@ def on_ranks(rank: Rank) -> Found:
                         mine, policy_loss(ACTOR), counts, temperature=TEMPERATURE, kl_to="reference"
                     )
                     after = engine.score(mine, snapshot="reference")
-                    found.trained[name, layout] = step, torch.equal(*(x.logprobs_T for x in (before, after)))  # type: ignore[arg-type]
-    return found
+                    results.trained[name, layout] = step, torch.equal(*(x.logprobs_T for x in (before, after)))  # type: ignore[arg-type]
+    return results
 
 
 @pytest.fixture(scope="module")

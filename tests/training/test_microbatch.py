@@ -303,8 +303,8 @@ GATHERED = ("ep=2", "ep=2,etp=1", "etp=2", "tp=2,etp=1")
 
 
 def _agree(rank: Rank) -> Agreed:
-    def shapes(found: list[Microbatch]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        return [(microbatch.lengths, tuple(microbatch.tokens.shape)) for microbatch in found]
+    def shapes(microbatches: list[Microbatch]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return [(microbatch.lengths, tuple(microbatch.tokens.shape)) for microbatch in microbatches]
 
     batch = batches.ragged(101, lengths=MINE[rank.rank])
     with engines.world(rank):
@@ -326,13 +326,13 @@ def agreed(processes: None) -> list[Agreed]:
 
 
 def test_data_parallel_ranks_run_equally_many_microbatches(agreed: list[Agreed]) -> None:
-    first, second = (found.unequal_data for found in agreed)
+    first, second = (of_rank.unequal_data for of_rank in agreed)
     assert first == [((30,), (1, 30)), ((20,), (1, 20)), ((10,), (1, 10)), ((), (1, 1)), ((), (1, 1))]
     assert [lengths for lengths, _ in second] == [(9,), (25,), (3,), (2,), (1,)]
 
 
 def test_experts_that_gather_get_equal_shapes(agreed: list[Agreed]) -> None:
-    first, second = (found.equal_over_experts for found in agreed)
+    first, second = (of_rank.equal_over_experts for of_rank in agreed)
     assert [lengths for lengths, _ in first] == [(30,), (20,), (10,), (), ()]
     assert (
         [shape for _, shape in first] == [shape for _, shape in second] == [(1, 30), (1, 25), (1, 10), (1, 2), (1, 1)]
@@ -342,6 +342,6 @@ def test_experts_that_gather_get_equal_shapes(agreed: list[Agreed]) -> None:
 @pytest.mark.parametrize("layout", GATHERED)
 def test_the_gathering_dispatcher_takes_unequal_batches(layout: str, agreed: list[Agreed]) -> None:
     """Every rank's scores are there; that they are right is for the invariance gate."""
-    for found in agreed:
-        logprobs_T = found.scores[layout].logprobs_T
+    for of_rank in agreed:
+        logprobs_T = of_rank.scores[layout].logprobs_T
         assert logprobs_T is not None and logprobs_T.isfinite().all() and (logprobs_T < 0).any()

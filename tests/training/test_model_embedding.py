@@ -16,14 +16,14 @@ TOKENS = torch.tensor([[3, 100, 0, 7, 7]])
 
 def _embed(rank: Rank) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The weights and what they make of ``TOKENS``, [s, b, H], by precision."""
-    found = {}
+    by_precision = {}
     with engines.world(rank), engines.groups_of() as groups:
         for precision in Precision:
             engine = engines.build(groups, models.gemma2(), engines.config(precision=precision), trainable=False)
             embedding = engine.models[0].embedding
             out = embedding(input_ids=TOKENS, position_ids=torch.arange(5)[None])
-            found[precision.value] = (embedding.word_embeddings.weight.detach(), out.detach())
-    return found
+            by_precision[precision.value] = (embedding.word_embeddings.weight.detach(), out.detach())
+    return by_precision
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def embedded(processes: None) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def test_equals_transformers_bit_for_bit(
     precision: str, embedded: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    weight, found = embedded[precision]
+    weight, embeddings = embedded[precision]
     theirs = Gemma2TextScaledWordEmbedding(*weight.shape, padding_idx=None, embed_scale=48**0.5)  # type: ignore[arg-type]
     theirs.weight = torch.nn.Parameter(weight)
-    assert found.dtype == weight.dtype == getattr(torch, precision)
-    assert torch.equal(found.transpose(0, 1), theirs(TOKENS))
+    assert embeddings.dtype == weight.dtype == getattr(torch, precision)
+    assert torch.equal(embeddings.transpose(0, 1), theirs(TOKENS))

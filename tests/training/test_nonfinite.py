@@ -115,27 +115,27 @@ def _poison_a_layer(engine: Engine, at: int) -> Callable[[], None]:
 
 
 def _observe(rank: Rank) -> Observed:
-    found = Observed()
+    seen = Observed()
     with engines.world(rank):
         for layout in ("", "pp=2"):
             with engines.groups_of(layout) as groups:
                 engine = _fresh(groups, layout)
-                found.undisturbed[layout] = _step(engine), _bits(engine)
+                seen.undisturbed[layout] = _step(engine), _bits(engine)
                 for name, poison in POISONS.items():
                     bad = Poisoned(groups, poison, rank=1, at=1)
-                    found.skipped[f"{layout} {name}"] = _skip(_fresh(groups, layout), bad)
+                    seen.skipped[f"{layout} {name}"] = _skip(_fresh(groups, layout), bad)
         with engines.groups_of("pp=2") as groups:
             engine = _fresh(groups, "pp=2")
             undo = _poison_a_layer(engine, at=2) if groups.coords.pp == 0 else lambda: None
             before, bad = _bits(engine), _step(engine)
             undo()
             after, num_steps, good = _bits(engine), engine.optimizer.num_steps, _step(engine)
-            found.skipped["pp=2 layer"] = Skipped(
+            seen.skipped["pp=2 layer"] = Skipped(
                 bad, (before, after), num_steps, engine.num_skipped, good, _bits(engine)
             )
         with engines.groups_of() as groups:
-            found.in_a_row = _in_a_row(_fresh(groups, "", max_nonfinite_steps=3))
-    return found
+            seen.in_a_row = _in_a_row(_fresh(groups, "", max_nonfinite_steps=3))
+    return seen
 
 
 def _in_a_row(engine: Engine) -> list[str | None]:

@@ -30,7 +30,7 @@ def test_equals_transformers_bit_for_bit(dtype: torch.dtype, shape: tuple[int, .
 
     torch.manual_seed(0)
     x, grad = 3 * torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
-    found = []
+    results = []
     theirs = (Gemma2RMSNorm if zero_centered else LlamaRMSNorm)(shape[-1], eps=1e-3).to(dtype)
     settings = config(params_dtype=dtype, layernorm_zero_centered_gamma=zero_centered)
     ours = RMSNorm(config=settings, hidden_size=shape[-1], eps=1e-3)
@@ -40,8 +40,8 @@ def test_equals_transformers_bit_for_bit(dtype: torch.dtype, shape: tuple[int, .
     for norm in (theirs, ours):
         leaf = x.clone().requires_grad_()
         out = norm(leaf)
-        found.append([out, *torch.autograd.grad(out, (leaf, norm.weight), grad)])
-    for name, a, b in zip(("output", "input grad", "weight grad"), *found, strict=True):
+        results.append([out, *torch.autograd.grad(out, (leaf, norm.weight), grad)])
+    for name, a, b in zip(("output", "input grad", "weight grad"), *results, strict=True):
         assert a.dtype == b.dtype == dtype
         assert torch.equal(a, b), name
 

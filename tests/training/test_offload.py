@@ -94,7 +94,7 @@ def _here(engine: Engine) -> dict[OffloadPart, int]:
     """Bytes of all storages that an engine's tensors lie in, each counted once, under the first part that has it."""
     assert engine.optimizer is not None
     seen: set[int] = set()
-    found = {}
+    sizes = {}
     tensors = {
         OffloadPart.weights: list(engine.models[0].parameters()),
         OffloadPart.gradients: [parameter.main_grad for parameter in engine.models[0].parameters()],
@@ -102,40 +102,40 @@ def _here(engine: Engine) -> dict[OffloadPart, int]:
     }
     for part, part_tensors in tensors.items():
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in part_tensors}
-        found[part] = sum(size for storage, size in storages.items() if storage not in seen)
+        sizes[part] = sum(size for storage, size in storages.items() if storage not in seen)
         seen |= storages.keys()
-    return found
+    return sizes
 
 
 def _observe_kind(groups: ProcessGroups, model: ModelConfig, precision: Precision) -> Observed:
-    found = Observed()
+    seen = Observed()
     never, engine = (engines.build(groups, model, engines.config(precision=precision)) for _ in range(2))
-    found.num_parameters = sum(parameter.numel() for parameter in engine.models[0].parameters())
+    seen.num_parameters = sum(parameter.numel() for parameter in engine.models[0].parameters())
     _step(never), _step(engine)  # so that there are moments
-    found.scores = never.score(_batch()), engine.score(_batch())
+    seen.scores = never.score(_batch()), engine.score(_batch())
     memory_of = engine.memory
-    found.here["at first"] = _here(engine)
-    found.moved["out"] = memory_of.offload().num_bytes
+    seen.here["at first"] = _here(engine)
+    seen.moved["out"] = memory_of.offload().num_bytes
     assert engine.optimizer is not None
     tensors = [*engine.models[0].parameters(), *engine.optimizer.state_tensors()]
-    found.in_host = [None if host is None else host.tensor.clone() for host in memory_of.away(tensors)]
-    found.here["away"], found.is_away["away"] = _here(engine), [memory_of.is_away(part) for part in OffloadPart]
-    found.moved["out again"] = memory_of.offload().num_bytes
-    found.refusals = _refusals(engine)
-    found.moved["back"] = memory_of.onload().num_bytes
-    found.on_device = [tensor.detach().clone() for tensor in tensors]
-    found.none_away = memory_of.away(tensors) == [None] * len(tensors)
-    found.here["back"], found.is_away["back"] = _here(engine), [memory_of.is_away(part) for part in OffloadPart]
-    found.moved["back again"] = memory_of.onload().num_bytes
-    found.are_gradients_zero = not any(parameter.main_grad.any() for parameter in engine.models[0].parameters())
+    seen.in_host = [None if host is None else host.tensor.clone() for host in memory_of.away(tensors)]
+    seen.here["away"], seen.is_away["away"] = _here(engine), [memory_of.is_away(part) for part in OffloadPart]
+    seen.moved["out again"] = memory_of.offload().num_bytes
+    seen.refusals = _refusals(engine)
+    seen.moved["back"] = memory_of.onload().num_bytes
+    seen.on_device = [tensor.detach().clone() for tensor in tensors]
+    seen.none_away = memory_of.away(tensors) == [None] * len(tensors)
+    seen.here["back"], seen.is_away["back"] = _here(engine), [memory_of.is_away(part) for part in OffloadPart]
+    seen.moved["back again"] = memory_of.onload().num_bytes
+    seen.are_gradients_zero = not any(parameter.main_grad.any() for parameter in engine.models[0].parameters())
     for out, back in JOURNEYS:
         memory_of.offload(out)
         if OffloadPart.weights not in out:
-            found.scores = never.score(_batch()), engine.score(_batch())
+            seen.scores = never.score(_batch()), engine.score(_batch())
         memory_of.onload(back)
-        found.steps.append((_step(engine), _bits(engine)))
-        found.never_left.append((_step(never), _bits(never)))
-    return found
+        seen.steps.append((_step(engine), _bits(engine)))
+        seen.never_left.append((_step(never), _bits(never)))
+    return seen
 
 
 def _refusals(engine: Engine) -> dict[str, str]:
@@ -159,13 +159,13 @@ def _resident(groups: ProcessGroups) -> Resident:
     engine = engines.build(groups, BIG, settings)
     _step(engine)
     num_parameters = sum(parameter.numel() for parameter in engine.models[0].parameters())
-    found = Resident(num_parameters, memory(engines.CPU).allocated_bytes, {}, 0)
+    resident = Resident(num_parameters, memory(engines.CPU).allocated_bytes, {}, 0)
     for part in OffloadPart:
         engine.memory.offload([part])
-        found.without[part] = memory(engines.CPU).allocated_bytes
+        resident.without[part] = memory(engines.CPU).allocated_bytes
     engine.memory.onload()
-    found.back = memory(engines.CPU).allocated_bytes
-    return found
+    resident.back = memory(engines.CPU).allocated_bytes
+    return resident
 
 
 def _observe(rank: Rank) -> tuple[dict[tuple[str, Precision], Observed], Resident, dict[OffloadPart, int]]:

@@ -104,14 +104,14 @@ def _step(engine: Engine) -> StepResult:
 def _steps(groups: ProcessGroups, clip_grad: float) -> tuple[list[Step], Engine]:
     engine = engines.build(groups, MODEL, engines.config(optim=replace(OPTIM, clip_grad=clip_grad)))
     still = OptimizerConfig(lr=0.0, clip_grad=0.0)
-    found = []
+    steps = []
     for _ in range(4):
         before = engines.weights_of(engine)
         twin = engines.build(groups, MODEL, engines.config(optim=still), load=_load(before))
         _step(twin)
         gradients = {f"0.{name}": parameter.main_grad.clone() for name, parameter in twin.models[0].named_parameters()}
-        found.append(Step(_step(engine), before, gradients, engines.weights_of(engine)))
-    return found, engine
+        steps.append(Step(_step(engine), before, gradients, engines.weights_of(engine)))
+    return steps, engine
 
 
 def _load(weights: Named) -> Callable[[object], None]:
@@ -131,31 +131,31 @@ def _main_weights(engine: Engine) -> Named:
 def _bf16(groups: ProcessGroups) -> Bf16:
     optim = OptimizerConfig(lr=SMALL_RATE, weight_decay=0.0, clip_grad=0.0)
     engine = engines.build(groups, MODEL, engines.config(precision=Precision.bfloat16, optim=optim))
-    found = Bf16([engines.weights_of(engine)], [_main_weights(engine)], set())
+    seen = Bf16([engines.weights_of(engine)], [_main_weights(engine)], set())
     for _ in range(MANY):
         _step(engine)
-        found.weights.append(engines.weights_of(engine))
-        found.main.append(_main_weights(engine))
-    found.dtypes = {tensor.dtype for tensor in engines.state_of(engine)}
-    return found
+        seen.weights.append(engines.weights_of(engine))
+        seen.main.append(_main_weights(engine))
+    seen.dtypes = {tensor.dtype for tensor in engines.state_of(engine)}
+    return seen
 
 
 def _observe(rank: Rank) -> Observed:
-    found = Observed()
+    seen = Observed()
     with engines.world(rank), engines.groups_of() as groups:
         for name, clip_grad in CLIPS.items():
-            found.steps[name], engine = _steps(groups, clip_grad)
+            seen.steps[name], engine = _steps(groups, clip_grad)
         untouched = engines.build(groups, MODEL)
-        found.num_state_tensors = [len(engines.state_of(each)) for each in (untouched, engine)]
+        seen.num_state_tensors = [len(engines.state_of(each)) for each in (untouched, engine)]
         for precision in Precision:
             still = engines.config(precision=precision, optim=replace(OPTIM, lr=0.0))
             engine = engines.build(groups, MODEL, still)
             before = engines.weights_of(engine)
             for _ in range(3):
                 assert _step(engine).lr == 0.0
-            found.at_rest[precision] = (before, engines.weights_of(engine), engine.optimizer.num_steps)
-        found.bf16 = _bf16(groups)
-    return found
+            seen.at_rest[precision] = (before, engines.weights_of(engine), engine.optimizer.num_steps)
+        seen.bf16 = _bf16(groups)
+    return seen
 
 
 @pytest.fixture(scope="module")

@@ -43,31 +43,31 @@ def test_equals_transformers_bit_for_bit(rope: RopeConfig, base: float, dim: int
         expected, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     else:
         expected, factor = ROPE_INIT_FUNCTIONS[rope.type.value](config)
-    found = inverse_frequencies(rope, base, dim)
-    assert found.dtype == torch.float32 and found.shape == (dim // 2,)
-    assert torch.equal(found, expected)
+    frequencies = inverse_frequencies(rope, base, dim)
+    assert frequencies.dtype == torch.float32 and frequencies.shape == (dim // 2,)
+    assert torch.equal(frequencies, expected)
     assert rope.attention_factor == factor
 
 
 def test_llama31_slows_long_waves_and_keeps_short_ones() -> None:
     """By hand: wavelengths below 8192 / 4 tokens are kept, those above 8192 / 1 are 8 times as long."""
-    plain, found = (inverse_frequencies(rope, 500000.0, 128).double() for rope in (DEFAULT, LLAMA31))
+    plain, scaled = (inverse_frequencies(rope, 500000.0, 128).double() for rope in (DEFAULT, LLAMA31))
     wavelengths = 2 * torch.pi / plain
     short, long = wavelengths < 2048, wavelengths > 8192
     assert short.any() and long.any() and (~short & ~long).any()
-    assert torch.equal(found[short], plain[short])
-    torch.testing.assert_close(found[long] * 8, plain[long], rtol=1e-6, atol=0)
-    between = found[~short & ~long] / plain[~short & ~long]
+    assert torch.equal(scaled[short], plain[short])
+    torch.testing.assert_close(scaled[long] * 8, plain[long], rtol=1e-6, atol=0)
+    between = scaled[~short & ~long] / plain[~short & ~long]
     assert ((between > 1 / 8) & (between < 1)).all() and (between.diff() < 0).all()
 
 
 def test_deepseek_v3_ramps_between_its_two_bounds() -> None:
     """By hand: 32 rotations in 4096 tokens are dimension 10.4, 1 rotation is 22.5; kept up to 10, over 40 from 23."""
-    plain, found = (inverse_frequencies(rope, 10000.0, 64).double() for rope in (DEFAULT, DEEPSEEK))
-    torch.testing.assert_close(found[:11], plain[:11], rtol=1e-6, atol=0)
-    torch.testing.assert_close(found[23:] * 40, plain[23:], rtol=1e-6, atol=0)
+    plain, scaled = (inverse_frequencies(rope, 10000.0, 64).double() for rope in (DEFAULT, DEEPSEEK))
+    torch.testing.assert_close(scaled[:11], plain[:11], rtol=1e-6, atol=0)
+    torch.testing.assert_close(scaled[23:] * 40, plain[23:], rtol=1e-6, atol=0)
     ramp = (torch.arange(11, 23).double() - 10) / 13
-    torch.testing.assert_close(found[11:23] / plain[11:23], 1 - ramp + ramp / 40, rtol=1e-5, atol=0)
+    torch.testing.assert_close(scaled[11:23] / plain[11:23], 1 - ramp + ramp / 40, rtol=1e-5, atol=0)
 
 
 def test_megatrons_embedding_rotates_by_them() -> None:

@@ -98,23 +98,23 @@ def dictated(batch: TrainBatch) -> TrainBatch:
 
 
 def _observe(rank: Rank) -> Observed:
-    found, batch = Observed(), batches.ragged(MODEL.vocab_size)
+    seen, batch = Observed(), batches.ragged(MODEL.vocab_size)
     with engines.world(rank), engines.groups_of() as groups:
         engine = engines.build(groups, MODEL, at_rest(microbatch_tokens=None, microbatch_sequences=1))
-        found.inputs_LTH = _router_inputs(engine, batch)
-        found.weights = [router.weight.detach().double() for router in routers_of(engine.models)]
+        seen.inputs_LTH = _router_inputs(engine, batch)
+        seen.weights = [router.weight.detach().double() for router in routers_of(engine.models)]
         for term, terms in TERMS.items():
             for cut, sizes in CUTS.items():
-                found.by_term[term, cut] = _train(groups, batch, at_rest(moe=terms, **sizes))
-        found.unused = _train(groups, batch, at_rest()).metrics
+                seen.by_term[term, cut] = _train(groups, batch, at_rest(moe=terms, **sizes))
+        seen.unused = _train(groups, batch, at_rest()).metrics
         for recompute in Recompute:
             engine = engines.build(groups, MODEL, at_rest(recompute=recompute, microbatch_tokens=32))
             engine.train_step(dictated(batch), batches.policy_loss, batches.denominators(batch), with_entropy=True)
-            found.by_recompute[recompute] = {
+            seen.by_recompute[recompute] = {
                 name: parameter.main_grad.clone() for name, parameter in engine.models[0].named_parameters()
             }
-        found.num_registered = len(RouterReplay.global_router_replay_instances)
-    return found
+        seen.num_registered = len(RouterReplay.global_router_replay_instances)
+    return seen
 
 
 @pytest.fixture(scope="module")

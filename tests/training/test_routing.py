@@ -62,7 +62,7 @@ def _train(engine: Engine, batch: TrainBatch) -> tuple[dict[str, Tensor], dict[s
 
 
 def _observe(rank: Rank, start: Weights) -> dict[str, Observed]:
-    found = {}
+    by_layout = {}
     with engines.world(rank):
         for layout in LAYOUTS:
             with engines.groups_of(layout) as groups:
@@ -87,8 +87,8 @@ def _observe(rank: Rank, start: Weights) -> dict[str, Observed]:
                 seen.gradients["dictated"], seen.dictated_metrics = _train(engine, told)
                 seen.gradients["recomputed"], again = _train(build(recompute=Recompute.full), told)
                 assert again == seen.dictated_metrics, "a recomputed forward was counted"
-                found[layout] = seen
-    return found
+                by_layout[layout] = seen
+    return by_layout
 
 
 @pytest.fixture(scope="module")

@@ -46,10 +46,10 @@ def _bits(engine: Engine) -> list[Tensor]:
     return [*engines.weights_of(engine).values(), *engines.state_of(engine)]
 
 
-def _observe(found: Observed, groups: ProcessGroups, precision: str, layout: str, root: Path) -> None:
+def _observe(observed: Observed, groups: ProcessGroups, precision: str, layout: str, root: Path) -> None:
     key, folder = (precision, layout), root / f"{precision} {layout}"
-    bits, losses, draws = found.bits.setdefault(key, {}), found.losses.setdefault(key, {}), {}
-    found.draws[key] = draws
+    bits, losses, draws = observed.bits.setdefault(key, {}), observed.losses.setdefault(key, {}), {}
+    observed.draws[key] = draws
     table = table_of(groups, FAMILY, MODEL, layout)
     whole = engine_of(groups, table, layout, root / FAMILY, precision)
     train(whole, groups, 0, BEFORE)
@@ -57,7 +57,7 @@ def _observe(found: Observed, groups: ProcessGroups, precision: str, layout: str
     whole.memory.offload(list(OffloadPart))  # as a trainer is while the engines draw
     written = save(whole, table, folder, behind=precision == "float32")
     assert written.problem is None and written.sum is not None
-    found.sizes.append((num_state_bytes(whole, table), written.sum.num_bytes))
+    observed.sizes.append((num_state_bytes(whole, table), written.sum.num_bytes))
     whole.memory.onload(list(OffloadPart))
     assert same_bits(_bits(whole), bits["save"])
     draws["whole"] = torch.rand(4)
@@ -75,7 +75,7 @@ def _observe(found: Observed, groups: ProcessGroups, precision: str, layout: str
     losses["resumed"] = train(fresh, groups, BEFORE, AFTER)
     bits["resumed"] = _bits(fresh)
     assert whole.optimizer is not None and fresh.optimizer is not None
-    found.steps[key] = whole.optimizer.num_steps, fresh.optimizer.num_steps
+    observed.steps[key] = whole.optimizer.num_steps, fresh.optimizer.num_steps
 
 
 def _there_and_back(groups: ProcessGroups, root: Path) -> bool:
@@ -105,12 +105,12 @@ def _refusal(engine: Engine, table: Table, folder: Path) -> str:
     return str(error.value)
 
 
-def _observe_refusals(found: Observed, groups: ProcessGroups, root: Path) -> None:
+def _observe_refusals(observed: Observed, groups: ProcessGroups, root: Path) -> None:
     table, saved = table_of(groups, FAMILY, MODEL, "tp=2"), root / "float32 tp=2"
     engine = engine_of(groups, table, "tp=2", root / FAMILY)
-    found.refusals["nothing"] = _refusal(engine, table, root / "nowhere")
+    observed.refusals["nothing"] = _refusal(engine, table, root / "nowhere")
     critic = engine_of(groups, table, "tp=2", root / FAMILY, role="critic")
-    found.refusals["other role"] = _refusal(critic, table, saved)
+    observed.refusals["other role"] = _refusal(critic, table, saved)
     for name, model in {
         "fewer layers": replace(MODEL, num_layers=3),
         "wider": replace(MODEL, ffn_hidden_size=64),
@@ -119,44 +119,44 @@ def _observe_refusals(found: Observed, groups: ProcessGroups, root: Path) -> Non
             assert MODEL.moe is not None
             model = replace(MODEL, moe=replace(MODEL.moe, ffn_hidden_size=32))
         other = table_of(groups, FAMILY, model, "tp=2")
-        found.refusals[name] = _refusal(engines.build(groups, model, layout="tp=2"), other, saved)
+        observed.refusals[name] = _refusal(engines.build(groups, model, layout="tp=2"), other, saved)
     path = state_file(saved, groups.rank)
     kept = path.read_bytes()
     for name, text in {"cut off": kept[:-7], "empty": b"", "no state": b"hello, world"}.items():
         torch.distributed.barrier()
         path.write_bytes(text)
         torch.distributed.barrier()
-        found.refusals[name] = _refusal(engine, table, saved)
+        observed.refusals[name] = _refusal(engine, table, saved)
         torch.distributed.barrier()
         path.write_bytes(kept)
     torch.distributed.barrier()
     if groups.rank == 0:
         os.rename(path, path.with_suffix(".away"))
     torch.distributed.barrier()
-    found.refusals["missing"] = _refusal(engine, table, saved)
+    observed.refusals["missing"] = _refusal(engine, table, saved)
     written = save(engine, table, root / "never made")
-    found.refusals["no directory"] = str(written.problem)
+    observed.refusals["no directory"] = str(written.problem)
 
 
 def _ranks(rank: Rank, root: Path) -> Observed:
-    found = Observed()
+    observed = Observed()
     with engines.world(rank):
         for layout in ("ep=2", "tp=2"):
             with engines.groups_of(layout) as groups:
                 for precision, of in CASES:
                     if of == layout:
-                        _observe(found, groups, precision, layout, root)
+                        _observe(observed, groups, precision, layout, root)
                 if layout == "tp=2":
-                    found.before_a_step = _before_a_step(groups, root)
+                    observed.before_a_step = _before_a_step(groups, root)
                     assert _there_and_back(groups, root)
-                    _observe_refusals(found, groups, root)
+                    _observe_refusals(observed, groups, root)
         torch.distributed.barrier()
         with engines.groups_of("ep=2") as groups:
             table = table_of(groups, FAMILY, MODEL, "ep=2")
             engine = engine_of(groups, table, "ep=2", root / FAMILY, "bfloat16")
             load_run_state(engine, table, root / "there")
-            found.round_trip = same_bits(_bits(engine), found.bits["bfloat16", "ep=2"]["save"])
-    return found
+            observed.round_trip = same_bits(_bits(engine), observed.bits["bfloat16", "ep=2"]["save"])
+    return observed
 
 
 @pytest.fixture(scope="module")
@@ -170,30 +170,30 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, processes: None) -> list[Obs
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_a_fresh_engine_goes_on_bit_for_bit(ranks: list[Observed], case: tuple[str, str]) -> None:
-    for found in ranks:
-        bits = found.bits[case]
+    for of_rank in ranks:
+        bits = of_rank.bits[case]
         assert same_bits(bits["loaded"], bits["save"])
         assert same_bits(bits["resumed"], bits["end"])
         assert not same_bits(bits["save"], bits["end"]), "the steps after do something"
-        assert found.losses[case]["resumed"] == found.losses[case]["whole"]
-        assert found.steps[case] == (BEFORE + AFTER, BEFORE + AFTER)
-        assert torch.equal(found.draws[case]["resumed"], found.draws[case]["whole"]), "random numbers go on too"
+        assert of_rank.losses[case]["resumed"] == of_rank.losses[case]["whole"]
+        assert of_rank.steps[case] == (BEFORE + AFTER, BEFORE + AFTER)
+        assert torch.equal(of_rank.draws[case]["resumed"], of_rank.draws[case]["whole"]), "random numbers go on too"
 
 
 def test_bfloat16_to_another_layout_and_back_is_bit_for_bit(ranks: list[Observed]) -> None:
-    assert all(found.round_trip for found in ranks)
+    assert all(of_rank.round_trip for of_rank in ranks)
 
 
 def test_before_the_first_step_there_are_no_moments(ranks: list[Observed]) -> None:
-    assert all(found.before_a_step for found in ranks)
+    assert all(of_rank.before_a_step for of_rank in ranks)
 
 
 def test_a_save_is_as_large_as_it_says(ranks: list[Observed]) -> None:
     """But for the header; weights are not kept beside the main weights that they are a cast of."""
-    for found in ranks:
-        for said, written in found.sizes:
+    for of_rank in ranks:
+        for said, written in of_rank.sizes:
             assert said < written < said + 120_000
-        float32, bfloat16, _ = (said for said, _ in found.sizes)
+        float32, bfloat16, _ = (said for said, _ in of_rank.sizes)
         assert float32 == bfloat16
 
 

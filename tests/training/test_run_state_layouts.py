@@ -92,7 +92,7 @@ def _read(rank: Rank, root: Path, saved: str, family: str, layout: str) -> Read:
 
 
 def _ranks(rank: Rank, root: Path) -> list[Read]:
-    found = []
+    states = []
     with engines.world(rank):
         for writers, family, layout in SAVED:
             if writers == rank.world_size:
@@ -101,8 +101,8 @@ def _ranks(rank: Rank, root: Path) -> list[Read]:
         for (writers, family, written), readers in SAVED.items():
             layout = readers[0 if rank.world_size == 4 else 1]
             if layout is not None:
-                found.append(_read(rank, root, _name(writers, family, written), family, layout))
-    return found
+                states.append(_read(rank, root, _name(writers, family, written), family, layout))
+    return states
 
 
 @pytest.fixture(scope="module")

@@ -59,34 +59,34 @@ def _fresh(groups: ProcessGroups, kind: str) -> Engine:
 
 
 def _observe_kind(groups: ProcessGroups, kind: str) -> Observed:
-    found = Observed()
+    seen = Observed()
     never = _fresh(groups, kind)
     _step(never)
-    found.steps["never swapped"], found.bits["never swapped"] = _step(never), _bits(never)
+    seen.steps["never swapped"], seen.bits["never swapped"] = _step(never), _bits(never)
     engine = _fresh(groups, kind)
-    found.num_parameter_bytes = sum(weight.nbytes for weight in engine.models[0].parameters())
+    seen.num_parameter_bytes = sum(weight.nbytes for weight in engine.models[0].parameters())
     snapshots = engine.snapshots
-    found.num_bytes["none"] = snapshots.num_bytes()
-    found.scores["start"] = engine.score(_batch())
+    seen.num_bytes["none"] = snapshots.num_bytes()
+    seen.scores["start"] = engine.score(_batch())
     snapshots.take("reference")
-    found.num_bytes["one"], found.names["one"] = snapshots.num_bytes(), snapshots.names()
+    seen.num_bytes["one"], seen.names["one"] = snapshots.num_bytes(), snapshots.names()
     _step(engine)
-    found.scores["live"], found.bits["live"] = engine.score(_batch()), _bits(engine)
-    found.scores["reference"] = engine.score(_batch(), snapshot="reference")
-    found.bits["after reference"], found.scores["live again"] = _bits(engine), engine.score(_batch())
+    seen.scores["live"], seen.bits["live"] = engine.score(_batch()), _bits(engine)
+    seen.scores["reference"] = engine.score(_batch(), snapshot="reference")
+    seen.bits["after reference"], seen.scores["live again"] = _bits(engine), engine.score(_batch())
     snapshots.take("old")
-    found.num_bytes["two"], found.names["two"] = snapshots.num_bytes(), snapshots.names()
-    found.scores["old"] = engine.score(_batch(), snapshot="old")
-    found.refusals = _refusals(engine)
-    found.bits["after refusals"] = _bits(engine)
-    found.steps["swapped"], found.bits["swapped"] = _step(engine), _bits(engine)
-    found.scores["reference again"] = engine.score(_batch(), snapshot="reference")
+    seen.num_bytes["two"], seen.names["two"] = snapshots.num_bytes(), snapshots.names()
+    seen.scores["old"] = engine.score(_batch(), snapshot="old")
+    seen.refusals = _refusals(engine)
+    seen.bits["after refusals"] = _bits(engine)
+    seen.steps["swapped"], seen.bits["swapped"] = _step(engine), _bits(engine)
+    seen.scores["reference again"] = engine.score(_batch(), snapshot="reference")
     snapshots.take("reference")
-    found.num_bytes["replaced"] = snapshots.num_bytes()
-    found.scores["replaced"], found.scores["end"] = engine.score(_batch(), snapshot="reference"), engine.score(_batch())
+    seen.num_bytes["replaced"] = snapshots.num_bytes()
+    seen.scores["replaced"], seen.scores["end"] = engine.score(_batch(), snapshot="reference"), engine.score(_batch())
     snapshots.drop("old")
-    found.num_bytes["dropped"], found.names["dropped"] = snapshots.num_bytes(), snapshots.names()
-    return found
+    seen.num_bytes["dropped"], seen.names["dropped"] = snapshots.num_bytes(), snapshots.names()
+    return seen
 
 
 def _refusals(engine: Engine) -> dict[str, str]:

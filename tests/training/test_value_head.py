@@ -58,7 +58,7 @@ def _observe_layout(groups: ProcessGroups, layout: str, precision: Precision) ->
     hooks = [
         head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0][:, 0])) for head in _heads(engine)
     ]
-    found = Observed(engine.score(engines.share_of(whole, groups)))
+    result = Observed(engine.score(engines.share_of(whole, groups)))
     for hook in hooks:
         hook.remove()
 
@@ -68,24 +68,24 @@ def _observe_layout(groups: ProcessGroups, layout: str, precision: Precision) ->
         return batches.value_loss(inputs)
 
     engine.train_step(engines.share_of(whole, groups), loss, batches.denominators(whole))
-    found.hidden = [part.double() for part in hidden]
-    found.head = [head.weight.detach().double() for head in _heads(engine)]
-    found.gradient = [head.weight.main_grad.double() for head in _heads(engine)]
-    found.parameters = [name for chunk in engine.models for name, _ in chunk.named_parameters()]
-    found.is_shared = [bool(chunk.share_embeddings_and_output_weights) for chunk in engine.models]
-    found.value_dtypes = {inputs.values_N.dtype for inputs in seen if inputs.values_N is not None}
+    result.hidden = [part.double() for part in hidden]
+    result.head = [head.weight.detach().double() for head in _heads(engine)]
+    result.gradient = [head.weight.main_grad.double() for head in _heads(engine)]
+    result.parameters = [name for chunk in engine.models for name, _ in chunk.named_parameters()]
+    result.is_shared = [bool(chunk.share_embeddings_and_output_weights) for chunk in engine.models]
+    result.value_dtypes = {inputs.values_N.dtype for inputs in seen if inputs.values_N is not None}
     if seen:
-        found.given = [name for name in ("logprobs_N", "entropy_N", "values_N") if vars(seen[0])[name] is not None]
-    return found
+        result.given = [name for name in ("logprobs_N", "entropy_N", "values_N") if vars(seen[0])[name] is not None]
+    return result
 
 
 def _observe(rank: Rank) -> dict[tuple[str, Precision], Observed]:
-    found = {}
+    by_case = {}
     with engines.world(rank):
         for layout, precision in CASES:
             with engines.groups_of(layout) as groups:
-                found[layout, precision] = _observe_layout(groups, layout, precision)
-    return found
+                by_case[layout, precision] = _observe_layout(groups, layout, precision)
+    return by_case
 
 
 @pytest.fixture(scope="module")
@@ -99,15 +99,15 @@ Ranks = list[dict[tuple[str, Precision], Observed]]
 def replicas(observed: Ranks, layout: str, precision: Precision) -> list[tuple[TrainBatch, list[Tensor], Observed]]:
     """(its share of the batch, hidden states [s, H] of each sequence, one of its last ranks) of each model replica."""
     shape, whole = Layout.of(parse_layout(layout), 2), batches.ragged(MODEL.vocab_size)
-    found = []
+    states = []
     for dp in range(shape.dp):
         peers = [
             observed[shape.rank_of(tp=tp, cp=0, dp=dp, pp=shape.pp - 1)][layout, precision] for tp in range(shape.tp)
         ]
         batch = whole.select(range(dp, len(whole.lengths_S), shape.dp))
         hidden = [torch.cat(parts) for parts in zip(*(peer.hidden for peer in peers), strict=True)]
-        found.append((batch, hidden, peers[0]))
-    return found
+        states.append((batch, hidden, peers[0]))
+    return states
 
 
 @pytest.mark.parametrize(("layout", "precision"), CASES)
@@ -149,11 +149,11 @@ def test_the_gradient_of_the_head_is_that_of_the_formula(layout: str, precision:
 def test_the_head_is_in_the_last_stage_only(layout: str, observed: Ranks) -> None:
     shape = Layout.of(parse_layout(layout), 2)
     for rank, seen in enumerate(observed):
-        found = seen[layout, Precision.float32]
+        of_rank = seen[layout, Precision.float32]
         is_last = shape.coords(rank).pp == shape.pp - 1
-        assert len(found.head) == is_last
-        assert [name for name in found.parameters if "output_layer" in name] == ["output_layer.weight"] * is_last
-        assert all(head.shape == (1, MODEL.hidden_size) for head in found.head)
+        assert len(of_rank.head) == is_last
+        assert [name for name in of_rank.parameters if "output_layer" in name] == ["output_layer.weight"] * is_last
+        assert all(head.shape == (1, MODEL.hidden_size) for head in of_rank.head)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -161,19 +161,19 @@ def test_the_head_is_tied_to_nothing(layout: str, observed: Ranks) -> None:
     """Though the model's own output projection would be: the embedding is in the first stage alone."""
     shape = Layout.of(parse_layout(layout), 2)
     for rank, seen in enumerate(observed):
-        found = seen[layout, Precision.float32]
-        assert not any(found.is_shared)
-        embeddings = [name for name in found.parameters if "embedding" in name]
+        of_rank = seen[layout, Precision.float32]
+        assert not any(of_rank.is_shared)
+        embeddings = [name for name in of_rank.parameters if "embedding" in name]
         assert len(embeddings) == (shape.coords(rank).pp == 0)
 
 
 @pytest.mark.parametrize(("layout", "precision"), CASES)
 def test_a_critic_gives_values_and_nothing_else(layout: str, precision: Precision, observed: Ranks) -> None:
     """Float32, also of a bfloat16 model, on every rank of a replica."""
-    for found in (rank[layout, precision] for rank in observed):
-        assert found.scores.logprobs_T is None and found.scores.entropy_T is None
-        assert found.scores.values_T is not None and found.scores.values_T.dtype == torch.float32
-        assert found.given in ([], ["values_N"]) and found.value_dtypes <= {torch.float32}
+    for of_rank in (rank[layout, precision] for rank in observed):
+        assert of_rank.scores.logprobs_T is None and of_rank.scores.entropy_T is None
+        assert of_rank.scores.values_T is not None and of_rank.scores.values_T.dtype == torch.float32
+        assert of_rank.given in ([], ["values_N"]) and of_rank.value_dtypes <= {torch.float32}
     if layout:
         first, second = (rank[layout, precision].scores.values_T for rank in observed)
         assert engines.same_bits(first, second)

@@ -26,9 +26,9 @@ def shapes(layout: str, rank: int) -> dict[str, tuple[int, ...]]:
 )
 def test_experts_by_hand(layout: str, routed: tuple[int, ...], shared: tuple[int, ...]) -> None:
     """12 experts of width 32 and shared ones of 64, hidden size 48; gate and up are one."""
-    found = shapes(layout, 3)
-    assert found["model.layers.3.mlp.experts.routed_experts.w13_weight"] == routed
-    assert found["model.layers.3.mlp.shared_experts.gate_up_proj.weight"] == shared
+    by_name = shapes(layout, 3)
+    assert by_name["model.layers.3.mlp.experts.routed_experts.w13_weight"] == routed
+    assert by_name["model.layers.3.mlp.shared_experts.gate_up_proj.weight"] == shared
 
 
 def test_a_rank_has_the_experts_of_its_place() -> None:

@@ -125,8 +125,8 @@ def test_one_replica_holds_every_element_and_only_whole_tensors_twice(kind: str,
 
 
 def _fits(template: str, name: str) -> bool:
-    parts, found = template.split("."), name.split(".")
-    return len(parts) == len(found) and all(a == b or a in ("{l}", "{e}") for a, b in zip(parts, found, strict=True))
+    parts, words = template.split("."), name.split(".")
+    return len(parts) == len(words) and all(a == b or a in ("{l}", "{e}") for a, b in zip(parts, words, strict=True))
 
 
 def test_local_names_of_a_rank_are_distinct() -> None:

@@ -101,6 +101,6 @@ def test_a_range_of_elements_is_boxes_in_order(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("hole", [*BOXES, TensorSlice((0, 0, 0), (2, 1, 5)), TensorSlice((3, 0, 0), (1, 6, 2))])
 def test_what_is_left_without_a_hole(region: TensorSlice, hole: TensorSlice) -> None:
     left = without(region, hole)
-    found = np.concatenate([np.empty(0, int), *(cut(part).ravel() for part in left)])
-    assert len(set(found)) == len(found), "no element twice"
-    assert set(found) == set(cut(region).ravel()) - set(cut(hole).ravel())
+    elements = np.concatenate([np.empty(0, int), *(cut(part).ravel() for part in left)])
+    assert len(set(elements)) == len(elements), "no element twice"
+    assert set(elements) == set(cut(region).ravel()) - set(cut(hole).ravel())

@@ -1,1 +1,1 @@
-"""How advantages follow from rewards: one file for each estimator, ``estimation.py`` puts a step's together."""
+"""How advantages follow from rewards: one file per estimator; ``estimation.py`` applies one to a whole step."""

@@ -1,9 +1,9 @@
-"""How a step's advantages are put together by the estimator that ``algorithm.adv_estimator`` names.
+"""Computes a step's advantages by the estimator that ``algorithm.adv_estimator`` names.
 
-Tokens lie on many ranks, groups and whitening span all of them.  So an estimator is of one of two scopes, and each does
-its part where what it needs is: ``Scope.sequence`` on the controller, which sees a score of each sequence;
-``Scope.token`` on the ranks, each for its own sequences.  ``estimate`` is what the controller concludes, and tells the
-ranks.
+Tokens are spread over many ranks, while groups and whitening span all of them.  So an estimator has one of two scopes,
+and runs where its inputs are: ``Scope.sequence`` on the controller, which has one score per sequence; ``Scope.token``
+on the ranks, each for its own sequences (``token_advantages``).  ``estimate`` runs on the controller in both cases; the
+controller sends its result to the ranks, which apply it (``final_advantages``).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mcore_rl.config.algorithm_registry import estimator
 
 
 def token_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages | None:
-    """An estimator's of ``Scope.token``, not yet whitened; None of another.
+    """The advantages of an estimator of ``Scope.token``, not yet whitened; None if the estimator has another scope.
 
-    Any sequences: none depends on another.
+    inputs: any subset of a step's sequences, since none depends on another.
     """
     chosen = estimator(config.adv_estimator)
     assert CRITIC not in chosen.roles or inputs.values_T is not None, f"{config.adv_estimator} needs values_T"
@@ -39,11 +39,12 @@ def token_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advant
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAdvantages:
-    """What becomes of all advantages of a step.
+    """What the controller estimates for a whole step; ``final_advantages`` applies it.
 
-    advantages_S: of every trained token of a sequence, as they are to be trained; None with an estimator of
-    ``Scope.token``, whose own are to be whitened by ``whitening``, if any.
-    spread: of all of them, as trained; None where there are none.
+    advantages_S: one advantage per sequence, final, for each of its trained tokens; None with an estimator of
+    ``Scope.token``, whose advantages the ranks have.
+    whitening: how the ranks whiten these; None: not at all.
+    spread: statistics of all final advantages of the step; None if no token is trained.
     """
 
     advantages_S: Tensor | None
@@ -61,16 +62,17 @@ def estimate(
     members_S: Tensor | None = None,
     parts_SK: Tensor | None = None,
 ) -> BatchAdvantages:
-    """Of a whole step, by ``config.adv_estimator``, whitened where it or ``config.whiten_advantages`` says so.
+    """The advantages of a whole step, whitened if the estimator or ``config.whiten_advantages`` says so.
 
-    group_S: which prompt a sequence is a sample of.
-    scores_S: sums of the rewards of its tokens.
-    counts_S: its tokens whose advantages are trained, int64.
-    of_tokens: of ``token_advantages``.
-    members_S: tokens of each member of a group, int64, 0 of those who are none; None is ``counts_S``.
-    parts_SK: of ``gdpo_reward_keys``, where the estimator needs ``parts``.
+    group_S: the number of the prompt that a sequence is a sample of.
+    scores_S: the sum of the rewards of its tokens.
+    counts_S: the number of its tokens whose advantages are trained, int64.
+    of_tokens: statistics of the advantages that ``token_advantages`` gave; required with ``Scope.token``.
+    members_S: tokens of a sequence that is a member of its group, else 0, int64; None is ``counts_S``.
+    parts_SK: the scores that ``gdpo_reward_keys`` names; required if the estimator needs ``parts``.
 
-    The only member of a group gets 0 where groups are compared, and whitening leaves it out (``groups`` says why).
+    The only member of a group gets 0 from estimators that compare groups, and whitening leaves it out (``groups.py``
+    says why).
     """
     chosen = estimator(config.adv_estimator)
     whitens = chosen.whitens or config.whiten_advantages
@@ -96,11 +98,11 @@ def estimate(
 def final_advantages(
     raw_T: Tensor | None, advantages_S: Tensor | None, whitening: Whitening | None, mask_T: Tensor, lengths: list[int]
 ) -> Tensor:
-    """What is trained with, [T], 0 at untrained tokens.
+    """The advantages with which the tokens are trained, [T], 0 at untrained tokens.
 
-    raw_T: of ``token_advantages``.
-    advantages_S, whitening: of ``BatchAdvantages``.
-    mask_T, lengths: of the same sequences as the others.
+    raw_T: from ``token_advantages``; None with an estimator of ``Scope.sequence``.
+    advantages_S, whitening: from ``BatchAdvantages``, for the sequences at hand.
+    mask_T, lengths: trained tokens, and tokens per sequence, of the same sequences.
     """
     if advantages_S is not None:
         return torch.where(mask_T, at_tokens(advantages_S, lengths), 0)
@@ -111,15 +113,15 @@ def final_advantages(
 def estimate_advantages(
     inputs: AdvantageInputs, group_S: Tensor, config: AlgorithmConfig, parts_SK: Tensor | None = None
 ) -> Advantages:
-    """Advantages of a whole step that is in one place: what all of the above comes to.
+    """The advantages of a whole step that is in one process; the same as the functions above on many ranks.
 
     Untrained tokens get 0.  Returns are never whitened.
     """
-    found, of_tokens = token_advantages(inputs, config), None
-    if found is not None:
-        of_tokens = Spreads.of(inputs.trained.gather(found.advantages_T), inputs.counts_S)
+    raw, of_tokens = token_advantages(inputs, config), None
+    if raw is not None:
+        of_tokens = Spreads.of(inputs.trained.gather(raw.advantages_T), inputs.counts_S)
     concluded = estimate(group_S, inputs.scores_S, inputs.counts_S, of_tokens, config, parts_SK=parts_SK)
-    raw_T, returns_T = (None, None) if found is None else (found.advantages_T, found.returns_T)
+    raw_T, returns_T = (None, None) if raw is None else (raw.advantages_T, raw.returns_T)
     advantages_T = final_advantages(
         raw_T, concluded.advantages_S, concluded.whitening, inputs.mask_T, list(inputs.lengths_S)
     )

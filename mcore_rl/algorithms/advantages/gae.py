@@ -12,9 +12,9 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """``A_t = delta_t + gamma lam A_{t+1}``, ``delta_t = r_t + gamma V_{t+1} - V_t``; the returns are ``A + V``.
 
-    t counts trained tokens only: what the environment wrote in between is passed over, as in verl.  After the last
-    trained token the value is 0.  The registry whitens the advantages, as verl and TRL do and the paper does not; the
-    returns, made before that, are never whitened.
+    t counts trained tokens only; tokens that the environment wrote are skipped, as in verl.  After the last trained
+    token the value is 0.  ``estimate`` whitens the advantages later, as verl and TRL do and the paper does not; returns
+    are never whitened.
     """
     assert inputs.values_T is not None
     values_M, rewards_M = inputs.trained.gather(inputs.values_T), inputs.trained.gather(inputs.rewards_T)

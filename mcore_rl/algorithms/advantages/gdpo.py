@@ -15,10 +15,10 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 def gdpo(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     """``A = Z / (std(Z) + 1e-6)``, ``Z = sum over k of w_k (R_k - mean_k) / (std_k + 1e-6)``.
 
-    ``mean_k`` and ``std_k`` are of the group; ``std(Z)`` is over all responses of the step that have siblings, where
-    the mean of Z is 0.  R_k: ``gdpo_reward_keys``; w_k: ``gdpo_reward_weights``.  Over responses, as in the paper and
-    in TRL (``multi_objective_aggregation="normalize_then_sum"``); verl whitens over tokens, where long responses count
-    for more.
+    R_k: the parts of the reward that ``gdpo_reward_keys`` names; w_k: ``gdpo_reward_weights``.  ``mean_k`` and
+    ``std_k`` are over the group.  ``std(Z)`` is over all responses of the step that have siblings; their Z has mean 0.
+    The paper and TRL (``multi_objective_aggregation="normalize_then_sum"``) also take it over responses; verl whitens
+    over tokens, so that long responses weigh more.
     """
     assert groups.parts_SK is not None, "gdpo needs parts_SK"
     weights = config.gdpo_reward_weights or [1.0] * groups.parts_SK.shape[1]

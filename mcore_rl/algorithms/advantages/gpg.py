@@ -11,8 +11,8 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 def gpg(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     """``A = alpha (R - mean)`` over the group, the same for every token of a response.
 
-    ``alpha = B / (B - M)``: B responses with trained tokens, M of them in groups whose scores are all equal.  Those
-    have no gradient, and alpha takes them out of the average.  verl counts responses whose score is 0 in their stead.
+    ``alpha = B / (B - M)``: B responses have trained tokens, and M of these are in groups whose scores are all equal.
+    These M have no gradient, and alpha takes them out of the average.  verl counts responses of score 0 instead.
     """
     silent_S = groups.member_S & (groups.deviations() == 0)
     total, silent = int(groups.member_S.sum()), int(silent_S.sum())

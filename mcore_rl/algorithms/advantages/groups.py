@@ -1,9 +1,9 @@
 """The samples of each prompt, for the estimators that compare a response with its siblings.
 
-A sequence without a token is a member of no group: it neither moves a baseline nor counts.  One that was cut off and is
-not trained for that is a member where ``masked_in_baseline`` says so.  The only member
-of a group has nothing to be compared with: all that is computed here makes its advantage 0, never its raw reward, so
-that a prompt which lost its other samples costs a sample and not the run (``rollout.n=1`` is refused beforehand).
+A sequence without a token is a member of no group: it affects no baseline and no count.  A sequence that is not trained
+because it was cut off is a member only if ``masked_in_baseline``.  The only member of a group has no sibling, and gets
+the advantage 0, never its raw reward.  A prompt that lost its other samples therefore costs one sample, not the run
+(``rollout.n=1`` is refused at the start).
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class PromptGroups:
-    """Members of each prompt's group.
+    """The groups of a step's S sequences, one group per prompt.
 
-    scores_S: less the lowest of the group, which no baseline notices, and which makes equal scores give exactly 0
-    whatever the rounding of their mean; 0 for those who are no members.
-    raw_S: scores as they were given.  parts_SK: of K named rewards, where an estimator reads them apart.
-    counts_S: tokens.  member_S: bool.  index_S: int64, the group, counted from 0.  sizes_S: members of a
-    sequence's group.
+    scores_S: the score minus the lowest score of the group, 0 for sequences that are no members.  Subtracting the
+    lowest changes no advantage, and makes those of equal scores exactly 0, whatever the rounding of their mean.
+    raw_S: the scores as given.
+    counts_S: tokens of each sequence, int64.
+    member_S: bool, whether the sequence is a member of its group.
+    index_S: the number of its group, from 0, int64.
+    sizes_S: the number of members of its group, int64.
+    parts_SK: scores of K named parts of the reward; None if no estimator reads them.
     """
 
     scores_S: Tensor
@@ -35,10 +38,10 @@ class PromptGroups:
 
     @classmethod
     def of(cls, group_S: Tensor, scores_S: Tensor, counts_S: Tensor, parts_SK: Tensor | None = None) -> PromptGroups:
-        """The groups of one step, of all its sequences.
+        """The groups of all sequences of one step.
 
-        group_S: int64, which prompt each sequence is a sample of, in any order and numbering.  scores_S, parts_SK:
-        finite.  counts_S: tokens of each member, int64; 0 of those who are none.
+        group_S: the prompt that each sequence is a sample of, int64, in any order and numbering.  scores_S, parts_SK:
+        finite.  counts_S: tokens of each member, int64; 0 for sequences that are no members.
         """
         raw_S = scores_S
         groups, index_S = torch.unique(group_S, return_inverse=True)
@@ -58,7 +61,7 @@ class PromptGroups:
 
     @property
     def has_siblings_S(self) -> Tensor:
-        """Bool: members of groups of two or more."""
+        """Bool [S]: whether a sequence is a member of a group of two or more."""
         return self.member_S & (self.sizes_S > 1)
 
     def sums(self, x_S: Tensor) -> Tensor:
@@ -67,9 +70,9 @@ class PromptGroups:
         return torch.zeros_like(members_S).index_add(0, self.index_S, members_S)[self.index_S]
 
     def centred(self) -> Tensor:
-        """Scores less the mean of their group, [S]; 0 for only members."""
+        """Scores minus the mean of their group, [S]; 0 for the only member of a group, and for no members."""
         return torch.where(self.member_S, self.scores_S - self.sums(self.scores_S) / self.sizes_S.clamp(min=1), 0)
 
     def deviations(self) -> Tensor:
-        """Standard deviation of the group's scores with Bessel's correction, [S]; 0 for only members."""
+        """Standard deviation of the group's scores with Bessel's correction, [S]; 0 for the only member of a group."""
         return (self.sums(self.centred().square()) / (self.sizes_S - 1).clamp(min=1)).sqrt()

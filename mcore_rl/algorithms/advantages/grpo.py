@@ -13,7 +13,7 @@ EPSILON = 1e-6  # added to the standard deviation, as in verl
 def grpo(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     """``A = (R - mean) / (std + 1e-6)`` over the group, the same for every token of a response.
 
-    std has Bessel's correction, as in verl and TRL; the paper does not say.  The only member of a group, whose raw
-    reward verl passes on, gets 0.
+    std has Bessel's correction, as in verl and TRL; the paper does not say.  The only member of a group gets 0, where
+    verl gives its raw reward.
     """
     return groups.centred() / (groups.deviations() + EPSILON)

@@ -1,4 +1,4 @@
-"""What advantages are made from, and what they are."""
+"""The inputs and the result of advantage estimators of ``Scope.token``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from mcore_rl.algorithms.ragged import Trained, at_tokens, last_trained, sequenc
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """Sequences of one step, all or a rank's.  Floating tensors share one dtype, float32.
+    """Sequences of one step: all of them, or those of a rank.  Floating tensors share one dtype, float32.
 
-    lengths_S: tokens of each sequence.  mask_T: bool, trained tokens.  outcome_S: the response's score, finite, the
-    reward of its last trained token.  process_T: rewards of tokens beside that, as of turns and the KL
-    penalty; read at trained tokens only.  values_T: the critic's.  greedy_S: reward of the greedy response to the same
-    prompt (ReMax).
+    lengths_S: tokens of each sequence.
+    mask_T: bool, trained tokens.
+    outcome_S: the response's score, finite; it is a reward of the last trained token.
+    process_T: further rewards of tokens, such as those of turns and the KL penalty; read at trained tokens only.
+    values_T: the critic's values.
+    greedy_S: the reward of the greedy response to the same prompt (ReMax).
     """
 
     lengths_S: tuple[int, ...]
@@ -47,14 +49,14 @@ class AdvantageInputs:
 
     @cached_property
     def trained(self) -> Trained:
-        """Takes the trained tokens out of [T], and puts them back."""
+        """Gathers trained tokens from [T] to [M] and scatters them back."""
         return Trained(self.mask_T)
 
     @cached_property
     def rewards_T(self) -> Tensor:
         """All rewards of each token, 0 at untrained tokens.
 
-        The score of a sequence without a trained token goes nowhere: there is no action that could have earned it.
+        The score of a sequence without a trained token is dropped: no action can have earned it.
         """
         if self.process_T is None:
             rewards_T = torch.zeros(self.mask_T.numel(), dtype=self.outcome_S.dtype)
@@ -77,7 +79,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """advantages_T: 0 at untrained tokens.  returns_T: what the critic should have said; None where there is none."""
+    """advantages_T: 0 at untrained tokens.  returns_T: the critic's targets; None if the estimator has no critic."""
 
     advantages_T: Tensor
     returns_T: Tensor | None = None

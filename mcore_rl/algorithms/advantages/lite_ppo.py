@@ -13,8 +13,8 @@ EPSILON = 1e-6  # added to the standard deviation; TRL adds 1e-4
 def lite_ppo(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     """``A = (R - mean) / (std + 1e-6)``: the mean over the group, std over all responses of the step.
 
-    A group in which nearly all are right is not blown up, as it is where its own deviation divides it.  std is of the
-    scores themselves, with Bessel's correction, as in TRL.
+    Division by a group's own deviation would inflate the advantages of a group in which nearly all are right; the
+    step's deviation does not.  std is of the scores themselves, with Bessel's correction, as in TRL.
     """
     scores_S = groups.raw_S[groups.member_S].double()
     deviation = float(scores_S.std()) if len(scores_S) > 1 else 0.0

@@ -11,7 +11,7 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 def opo(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
     """``A = R - sum(length R) / sum(length)`` over the group, the same for every token of a response.
 
-    The baseline of least variance, for gradients that grow with the square root of the length.  Lengths count
+    This baseline has the least variance if gradient norms grow with the square root of the length.  Lengths count
     trained tokens.
     """
     lengths_S = groups.counts_S.to(groups.scores_S.dtype)

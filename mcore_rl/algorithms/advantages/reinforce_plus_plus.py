@@ -8,10 +8,10 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """``A_t = r_t + gamma A_{t+1}``; the registry whitens it.
+    """``A_t = r_t + gamma A_{t+1}``; ``estimate`` whitens it later.
 
-    t counts trained tokens only, as in verl (0.9.1): what the environment wrote in between is passed over, and every
-    turn of a dialogue sees the score.
+    t counts trained tokens only, as in verl (0.9.1): tokens that the environment wrote are skipped, so that the final
+    score reaches every turn of a dialogue.
     """
     returns_M = discounted_sums(inputs.trained.gather(inputs.rewards_T), inputs.counts_S, config.gamma)
     return Advantages(advantages_T=inputs.trained.scatter(returns_M))

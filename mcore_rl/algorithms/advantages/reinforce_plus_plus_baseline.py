@@ -9,8 +9,9 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 
 
 def reinforce_plus_plus_baseline(groups: PromptGroups, config: AlgorithmConfig) -> Tensor:
-    """``A = R - mean`` over the group, the same for every token of a response; the registry whitens it.
+    """``A = R - mean`` over the group, the same for every token of a response; ``estimate`` whitens it later.
 
-    Whitening is over the tokens of groups of two or more.  verl passes the raw reward of an only member on.
+    Whitening is over the tokens of groups of two or more.  The only member of a group gets 0, where verl gives its raw
+    reward.
     """
     return groups.centred()

@@ -1,4 +1,4 @@
-"""Whitening over the global batch: its two numbers, which are made once, and what they do to an advantage."""
+"""Whitening over the global batch: mean and deviation, computed once, and their application to advantages."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Whitening:
 
     @classmethod
     def of(cls, spread: Spread | None) -> Whitening:
-        """By the mean and ``sqrt(variance + 1e-8)`` of all advantages; None: there are none.
+        """The whitening by the mean and ``sqrt(variance + 1e-8)`` of all advantages.  spread: None if there are none.
 
-        The variance is the unbiased one (Bessel's correction), as in verl; OpenAI's baselines divide by the count.  One
-        value has no variance and becomes 0, as do equal values.
+        The variance is unbiased (Bessel's correction), as in verl; OpenAI's baselines divide by the count.  A single
+        value becomes 0, and so do equal values.
         """
         if spread is None:
             return cls(0.0, 1.0)
@@ -32,11 +32,11 @@ class Whitening:
         return cls(spread.mean, math.sqrt(unbiased + EPSILON))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x``, whitened, in its dtype."""
+        """``x`` whitened, elementwise, in the dtype of ``x``."""
         return (x - self.mean) / self.deviation
 
     def of_spread(self, spread: Spread) -> Spread:
-        """What whitening makes of ``spread``."""
+        """The statistics after whitening of values whose statistics were ``spread``."""
         return Spread(
             count=spread.count,
             mean=(spread.mean - self.mean) / self.deviation,

@@ -1,1 +1,1 @@
-"""Policy losses of tokens: one file for each; ``aggregation.py`` sums them up."""
+"""Policy losses of tokens, one file per loss; ``aggregation.py`` sums them up."""

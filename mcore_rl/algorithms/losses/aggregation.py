@@ -1,7 +1,7 @@
-"""How the losses of tokens become one number: the sum that a rank adds up, and what the global sum is divided by.
+"""How the losses of tokens become one number: each rank's sum, and the divisor of the global sum.
 
-Sequences without a trained token count in neither.  A token's share of the sum depends on its own sequence alone, the
-whole of it: on no microbatch, packing or context rank.
+Sequences without a trained token count in neither.  A token's part of the sum depends only on its own whole sequence,
+not on microbatch, packing or context rank.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from mcore_rl.types import LossInputs
 
 
 def sum_token_losses(loss_N: Tensor, inputs: LossInputs, mode: LossAggregation) -> Tensor:
-    """This rank's part of the sum, scalar; to be divided by ``loss_denominator`` of the whole minibatch.
+    """This rank's part of the sum, scalar; the engine divides it by ``loss_denominator`` of the whole minibatch.
 
-    Collective over the context ranks where ``mode`` is ``seq_mean_token_mean``: there each token is divided by the
-    trained tokens of its whole sequence.
+    With ``seq_mean_token_mean`` this is a collective over the context ranks, since each token is divided by the trained
+    tokens of its whole sequence.
     """
     if mode is LossAggregation.seq_mean_token_mean:
         counts_S = inputs.sequence_sums(inputs.mask_N.to(loss_N.dtype))
@@ -26,11 +26,11 @@ def sum_token_losses(loss_N: Tensor, inputs: LossInputs, mode: LossAggregation) 
 
 
 def loss_denominator(counts_S: Tensor, mode: LossAggregation, constant: float | None = None) -> float:
-    """``Denominators.loss`` of a global minibatch, all data-parallel ranks together.  counts_S: trained tokens.
+    """``Denominators.loss`` of a global minibatch over all data-parallel ranks.  counts_S: trained tokens per sequence.
 
-    All of them for ``token_mean``, else the sequences that have some; for ``sum_over_constant`` those times
-    ``constant`` (tokens: ``loss_agg_constant``, or the longest response allowed).  0.0 where nothing is trained: such
-    a minibatch takes no step.
+    ``token_mean``: the number of trained tokens.  Otherwise: the number of sequences with trained tokens; for
+    ``sum_over_constant`` times ``constant`` (tokens: ``loss_agg_constant``, or the longest response allowed).
+    0.0 if nothing is trained: such a minibatch takes no optimizer step.
     """
     if mode is LossAggregation.token_mean:
         return float(counts_S.sum())

@@ -1,4 +1,4 @@
-"""CISPO (arXiv:2506.13585, section 3.1): clipped importance weights, and a gradient from every token."""
+"""CISPO (arXiv:2506.13585, section 3.1): clips importance weights, so that every token keeps a gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_rl.types import LossInputs
 def cispo(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
     """``-sg[clip(r, 1 - low, 1 + high)] A log p``, ``r = p / p_old``.
 
-    The paper leaves the lower bound away: ``clip_ratio_low=1`` or more.  Metrics count clipped weights.
+    The paper has no lower bound: ``clip_ratio_low=1`` or more.  Metrics count clipped weights.
     """
     assert inputs.logprobs_N is not None and inputs.advantages_N is not None
     ratio_N = log_ratios(inputs).detach().exp()

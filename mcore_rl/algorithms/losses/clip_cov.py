@@ -12,11 +12,11 @@ from mcore_rl.types import LossInputs
 
 
 def clip_cov(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
-    """PPO's clipped loss without the dual clip; 0, and no gradient, at the tokens that were selected.
+    """PPO's clipped loss without the dual clip; 0, without gradient, at the selected tokens.
 
-    Selected are ``clip_cov_ratio`` of the step's tokens, drawn from those whose covariance lies between ``clip_cov_lb``
-    and ``clip_cov_ub`` (``algorithms/selection.py``).  verl draws anew in each microbatch, of its tokens that are not
-    clipped.
+    The share ``clip_cov_ratio`` of the step's tokens is selected, at random from those whose covariance lies between
+    ``clip_cov_lb`` and ``clip_cov_ub`` (``algorithms/selection.py``).  verl selects in each microbatch, from its tokens
+    that are not clipped.
     """
     loss_N, ratio_N = clipped_surrogate(inputs, config)
     assert inputs.selection_N is not None and inputs.advantages_N is not None, "clip_cov needs its selection"
@@ -27,6 +27,6 @@ def clip_cov(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
 
 
 def clip_cov_keys(covariance_M: Tensor, uniform_M: Tensor, config: ActorConfig) -> Tensor:
-    """The draw of each candidate, -inf of the rest."""
+    """The uniform draw of each candidate for selection, -inf for other tokens; [M]."""
     candidate_M = (config.clip_cov_lb < covariance_M) & (covariance_M < config.clip_cov_ub)
     return torch.where(candidate_M, uniform_M, -torch.inf)

@@ -12,10 +12,10 @@ from mcore_rl.types import LossInputs
 def geo_mean(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
     """``-A s``, ``log s = mean over the response of c``: c is ``log r``, clipped to ``[-low, high]`` as PPO clips.
 
-    That is: at most ``high`` where A > 0, at least ``-low`` where A < 0.  The clip range is of the logarithm: the
-    paper's is ``clip_ratio=0.4``, ratios of e^-0.4 to e^0.4.  The value of a token is the response's, the gradient its
-    own, as in ``gspo``; with ``loss_agg_mode=seq_mean_token_mean`` and one advantage a response, their sum is the
-    paper's objective and verl's ``geo_mean``.
+    As PPO clips: to at most ``high`` if A > 0, to at least ``-low`` if A < 0.  The clip range is of the logarithm: the
+    paper's is ``clip_ratio=0.4``, ratios of e^-0.4 to e^0.4.  Each token has the value of the whole response and its
+    own gradient, as in ``gspo``.  With ``loss_agg_mode=seq_mean_token_mean`` and one advantage per response, their sum
+    is the paper's objective and verl's ``geo_mean``.
     """
     assert inputs.advantages_N is not None
     advantages_N, changes_N = inputs.advantages_N, log_ratios(inputs)

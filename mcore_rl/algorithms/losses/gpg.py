@@ -9,8 +9,8 @@ from mcore_rl.types import LossInputs
 
 
 def gpg(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
-    """``-A log p``, the plain policy gradient: what sets GPG apart is its advantage, ``advantages/gpg``.
+    """``-A log p``, the plain policy gradient; only the advantage of GPG is new, ``advantages/gpg.py``.
 
-    A row of its own, so that a recipe names the paper that it follows.
+    It is a loss of its own so that a recipe names the paper that it follows.
     """
     return policy_gradient(inputs, config)

@@ -1,4 +1,4 @@
-"""Group sequence policy optimization (arXiv:2507.18071): one ratio a response, the geometric mean of its tokens'."""
+"""Group sequence policy optimization (arXiv:2507.18071): one ratio per response, the geometric mean of its tokens'."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mcore_rl.types import LossInputs
 def gspo(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
     """``max(-A s_t, -A clip(s_t, 1 - low, 1 + high))`` with ``s_t = sg[s] p_t / sg[p_t]``, ``log s = mean log r``.
 
-    The paper's token form (section 4.3): the value is the sequence's, the gradient each token's own; with
-    ``loss_agg_mode=seq_mean_token_mean`` and one advantage a response it is the gradient of the sequence form.
+    The paper's token form (section 4.3): each token has the value of the sequence and its own gradient.  With
+    ``loss_agg_mode=seq_mean_token_mean`` and one advantage per response, its gradient is that of the sequence form.
     Clip ranges of this ratio are small: 3e-4 and 4e-4 in the paper.  There is no dual clip.
     """
     assert inputs.logprobs_N is not None and inputs.advantages_N is not None

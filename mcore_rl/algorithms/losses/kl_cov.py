@@ -1,4 +1,4 @@
-"""KL-Cov (arXiv:2505.22617, section 4.2): the tokens of the highest covariance pay for moving, to keep the entropy."""
+"""KL-Cov (arXiv:2505.22617, section 4.2): a penalty keeps the tokens of highest covariance from moving."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mcore_rl.types import LossInputs
 
 
 def kl_cov(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
-    """``-A r``, and at the tokens that were selected ``-A r + ppo_kl_coef |log r|``; there is no clip.
+    """``-A r``, and at the selected tokens ``-A r + ppo_kl_coef |log r|``; there is no clip.
 
-    Selected are the ``kl_cov_ratio`` of the step's tokens with the largest covariance (``algorithms/selection.py``).
-    verl selects in each microbatch, at least one.
+    The share ``kl_cov_ratio`` of the step's tokens is selected, those with the largest covariance
+    (``algorithms/selection.py``).  verl selects at least one in each microbatch.
     """
     assert inputs.selection_N is not None and inputs.advantages_N is not None, "kl_cov needs its selection"
     changes_N, selected_N = log_ratios(inputs), inputs.selection_N >= 0
@@ -24,5 +24,5 @@ def kl_cov(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
 
 
 def kl_cov_keys(covariance_M: Tensor, uniform_M: Tensor, config: ActorConfig) -> Tensor:
-    """The covariances themselves."""
+    """The keys are the covariances themselves; [M]."""
     return covariance_M

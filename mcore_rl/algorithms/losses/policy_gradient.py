@@ -8,6 +8,6 @@ from mcore_rl.types import LossInputs
 
 
 def policy_gradient(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
-    """``-A log p``: no ratio and no clipping, so exact only while the policy is the one that sampled."""
+    """``-A log p``: no ratio and no clipping, so it is exact only while the policy is the one that sampled."""
     assert inputs.logprobs_N is not None and inputs.advantages_N is not None
     return TokenLosses(loss_N=-inputs.advantages_N * inputs.logprobs_N)

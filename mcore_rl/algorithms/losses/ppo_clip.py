@@ -11,12 +11,14 @@ from mcore_rl.types import LossInputs
 
 
 def ppo_clip(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
-    """``max(-A r, -A clip(r, 1 - low, 1 + high))``, where A < 0 at most ``-A c``; ``r = p / p_old``.
+    """``max(-A r, -A clip(r, 1 - low, 1 + high))``, and at most ``-A c`` if A < 0; ``r = p / p_old``.
 
     low, high: ``clip_low``, ``clip_high`` (arXiv:2503.14476, section 3.1).  c: ``clip_ratio_c``, the dual clip
-    (arXiv:1912.09729); it is the delta of two-sided clipping in INTELLECT-2 (arXiv:2505.07291) and TRL, too: with
-    ``delta > 1 + high`` both are one formula.  None leaves it away, as PPO and GRPO have it.
-    Metrics count tokens whose gradient is cut off: below (A < 0), above (A > 0), and beyond c (A < 0, apart).
+    (arXiv:1912.09729).  It is also the delta of two-sided clipping in INTELLECT-2 (arXiv:2505.07291) and TRL: with
+    ``delta > 1 + high`` both are one formula.  None is no dual clip, as in PPO and GRPO.
+
+    Metrics count tokens without gradient: those clipped below (A < 0) and above (A > 0), and apart those beyond c
+    (A < 0).
     """
     loss_N, ratio_N = clipped_surrogate(inputs, config)
     advantages_N, most = inputs.advantages_N, config.clip_ratio_c
@@ -30,7 +32,7 @@ def ppo_clip(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
 
 
 def clipped_surrogate(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, Tensor]:
-    """``max(-A r, -A clip(r, 1 - low, 1 + high))`` and r, each [N] and with gradient."""
+    """(``max(-A r, -A clip(r, 1 - low, 1 + high))``, r), each [N] and with gradient."""
     assert inputs.advantages_N is not None
     ratio_N = log_ratios(inputs).exp()
     clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -39,6 +41,6 @@ def clipped_surrogate(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, 
 
 @torch.no_grad()
 def surrogate_clips(ratio_N: Tensor, advantages_N: Tensor, mask_N: Tensor, config: ActorConfig) -> dict[str, Tensor]:
-    """Tokens whose gradient the clip cuts off: those below where A < 0, those above where A > 0."""
+    """The metrics of tokens that the clip leaves without gradient: below if A < 0, above if A > 0."""
     low_N, high_N = below(ratio_N, 1 - config.clip_low), above(ratio_N, 1 + config.clip_high)
     return clip_metrics((advantages_N < 0) & low_N, (advantages_N > 0) & high_N, mask_N)

@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimization (arXiv:2511.20347): a gate that fades out in the place of a clip."""
+"""Soft adaptive policy optimization (arXiv:2511.20347): a soft gate on the ratio instead of a clip."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mcore_rl.types import LossInputs
 
 
 def sapo(inputs: LossInputs, config: ActorConfig) -> TokenLosses:
-    """``-A f(r)``, ``f(r) = sigmoid(tau (r - 1)) 4 / tau``: at r = 1 its slope is 1, and it flattens both ways.
+    """``-A f(r)``, ``f(r) = sigmoid(tau (r - 1)) 4 / tau``: at r = 1 its slope is 1, and it flattens on both sides.
 
-    tau: ``tau_pos`` where A > 0, else ``tau_neg``, a little more, for the gradients of unwanted tokens spread over the
-    whole vocabulary.  The paper's mean is ``loss_agg_mode=seq_mean_token_mean``.
+    tau: ``tau_pos`` if A > 0, else ``tau_neg``, which is a little larger because the gradient of an unwanted token
+    raises the whole rest of the vocabulary.  The paper's mean is ``loss_agg_mode=seq_mean_token_mean``.
     """
     assert inputs.advantages_N is not None
     advantages_N = inputs.advantages_N

@@ -1,4 +1,4 @@
-"""What a policy loss says of each token, and the ratio that most of them are made of."""
+"""The result of a policy loss for each token, and the ratio that most policy losses use."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLosses:
-    """loss_N: with gradient; rows that are not trained hold numbers without meaning.
+    """What a policy loss returns.
 
+    loss_N: the loss of each row, with gradient; the values of untrained rows have no meaning.
     metrics: sums over this rank's trained rows, without gradient.
     """
 
@@ -25,7 +26,7 @@ class TokenLosses:
 
 
 def trained_rows(inputs: LossInputs) -> LossInputs:
-    """``inputs`` with zeros in every row that is not trained: what stands there cannot reach a loss or a gradient."""
+    """``inputs`` with zeros in every untrained row, whose values thus cannot reach a loss or a gradient."""
     zeroed: dict[str, Tensor] = {}
     for each in fields(inputs):
         value = getattr(inputs, each.name)
@@ -36,31 +37,31 @@ def trained_rows(inputs: LossInputs) -> LossInputs:
 
 
 def log_ratios(inputs: LossInputs) -> Tensor:
-    """``log p - log p_old`` of trained rows, clamped to +-``MAX_LOG_RATIO``, 0 elsewhere; [N], differentiable."""
+    """``log p - log p_old`` of trained rows, clamped to +-``MAX_LOG_RATIO``; 0 in other rows; [N], with gradient."""
     assert inputs.logprobs_N is not None and inputs.old_logprobs_N is not None, "a ratio needs old log-probs"
     change_N = (inputs.logprobs_N - inputs.old_logprobs_N).masked_fill(~inputs.mask_N, 0)
     return change_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def masked_sum(x_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Sum over trained rows, scalar; connected to the graph of ``x_N`` where there are none, too."""
+    """The sum over trained rows, scalar; connected to the graph of ``x_N`` even if no row is trained."""
     return x_N.masked_fill(~mask_N, 0).sum()
 
 
 def below(ratio_N: Tensor, bound: float) -> Tensor:
-    """Whether a ratio is less than ``bound`` by more than rounding: one that equals it is not clipped."""
+    """Bool [N]: ratios less than ``bound`` by more than rounding; a ratio equal to the bound is not clipped."""
     return ratio_N < bound * (1 - ROUNDING)
 
 
 def above(ratio_N: Tensor, bound: float) -> Tensor:
-    """Whether a ratio exceeds ``bound`` by more than rounding."""
+    """Bool [N]: ratios that exceed ``bound`` by more than rounding."""
     return ratio_N > bound * (1 + ROUNDING)
 
 
 def clip_metrics(low_N: Tensor, high_N: Tensor, mask_N: Tensor) -> dict[str, Tensor]:
-    """Tokens cut at the lower bound, at the upper one, and both together; sums over trained rows.
+    """The numbers of trained tokens clipped at the lower bound, at the upper bound, and at either.
 
-    low_N, high_N: by ``below`` and ``above``, which do not count rounding.
+    low_N, high_N: bool, from ``below`` and ``above``, which do not count rounding.
     """
     low, high = ((cut_N & mask_N).sum().float() for cut_N in (low_N, high_N))
     return {"actor/clip_fraction": low + high, "actor/clip_fraction_low": low, "actor/clip_fraction_high": high}

@@ -1,8 +1,8 @@
 """DAPO (arXiv:2503.14476).
 
-Of the paper's two answers to overlong responses the soft punishment is on and the filter (``mask_truncated``) off: its
-authors say that the best run, as most, was without the filter, which overlaps with the punishment (the FAQ of verl's
-DAPO page).
+The paper has two remedies for overlong responses.  The soft punishment is on.  The filter (``mask_truncated``) is off:
+the authors say that most runs, the best one too, did without it, because it overlaps with the punishment (the FAQ of
+verl's DAPO page).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run goes through besides its steps: checks, start, checkpoints, preemption, faults, the end.
+"""The life of a run around its steps: checks, start, checkpoints, preemption, faults, the end.
 
-Read ``start.py`` first: it opens a run and takes it down again.
+Read ``start.py`` first: it opens a run and closes it again.
 """

@@ -1,8 +1,8 @@
-"""Who has the devices of a colocated run: the trainer, or the engines.
+"""Hands the devices of a colocated run from the trainer to the engines and back.
 
-Whoever is not at work leaves the device's memory: the trainer moves to host memory, the engines sleep.  In a separate
-run each has devices of its own, and nothing here moves anything.  Which weights the engines hold is for
-``weight_sync``; engines that die are restarted by ``fault_tolerance``.
+The one that does not work frees the device's memory: the trainer moves to host memory, the engines sleep.  In a
+separate run each has devices of its own, and nothing is moved.  ``weight_sync`` keeps the engines' weights up to date;
+``fault_tolerance`` restarts engines that die.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class DeviceSharing:
     """Moves trainer and engines on and off the devices that they share.
 
     Args:
-        placement: separate, and no method does anything.
+        placement: if separate, no method does anything.
         actor: its weights stay on the device until the engines have received them.
-        engines: the rollout's, which draw while they have the devices.
-        weights: is told when the engines drop the weights that they hold.
+        engines: the rollout engines, which generate while they have the devices.
+        weights: is told when the engines drop their weights.
         restarter: restarts an engine that dies while it wakes up or goes to sleep.
-        reward_model: its engines are awake while the rollout's are, and keep their weights in host memory meanwhile.
+        reward_model: its engines are awake while the rollout's are; asleep, they keep their weights in host memory.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class DeviceSharing:
 
     @asynccontextmanager
     async def to_engines(self) -> AsyncIterator[None]:
-        """Give the devices to the engines.
+        """Gives the devices to the engines.
 
-        Within, the engines are awake beside the actor's weights, to receive them; at the end the actor leaves.  The
-        trainer must have offloaded everything but those weights before (``TrainWorker.rest``).
+        While active, the engines are awake beside the actor's weights, to receive them; on exit, the actor offloads
+        them.  The trainer must already have offloaded everything else (``TrainWorker.rest``).
         """
         if self._is_shared:
             await self._restarter.repeat(self._engines.wake)
@@ -63,10 +63,10 @@ class DeviceSharing:
                 await self._reward_model.wake()
 
     async def to_trainer(self, *, keep_weights: bool = False) -> None:
-        """Give the devices to the trainer, whose workers move onto them what they need when they need it.
+        """Gives the devices to the trainer, whose workers load what they need when they need it.
 
-        keep_weights: the engines keep their weights, in host memory, because the trainer will not change its own;
-        else they drop them.
+        keep_weights: the engines keep their weights in host memory, since the trainer will not change its own; else
+        they drop them.
         """
         if not self._is_shared:
             return

@@ -1,8 +1,8 @@
-"""Who is alive: a dead engine is restarted, and so is the whole run where a training process dies.
+"""Restarts dead engines, and the whole run if a training process dies.
 
-A training process that dies leaves its peers in the middle of a step: all begin anew, from the newest checkpoint.  A
-restarted engine begins with the first weights; ``weight_sync`` gives it the actor's, and ``resending_pool`` asks it for
-what the dead one had not finished.
+A training process that dies leaves its peers in the middle of a step, so all restart from the newest checkpoint.  A
+restarted engine has the checkpoint's first weights; ``weight_sync`` sends it the actor's, and ``resending_pool`` sends
+it the requests that the dead one had not finished.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mcore_rl.runtime.engine_client import EngineClient
 
 C = TypeVar("C", RunConfig, SftConfig)
 T = TypeVar("T")
-ANSWER_S = 30.0  # for an engine that lives to say so
+ANSWER_S = 30.0  # the time limit for an engine to prove that it is alive
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 
 
@@ -35,10 +35,10 @@ class EngineRestarter:
     """Restarts engines that died.
 
     Args:
-        engines: the rollout's.
-        pool: draws with all of them; is told when all are alive again.
+        engines: the rollout engines.
+        pool: generates with all of them; is told when all are alive again.
         limit: restarts in the whole run, of all engines together; 0: every death ends the run.
-        warn: is told of each death and each restart.
+        warn: receives a message about each death and each restart.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class EngineRestarter:
         self.num_restarts = 0
 
     async def restart_dead(self, error: DeadEngineError) -> None:
-        """Restart every engine that does not answer, and return when all are alive.
+        """Restarts every engine that does not answer; returns when all are alive.
 
-        An engine that dies again while it starts is one more death, and is restarted after a pause: what it needs, a
-        node or the memory of a device, may take a moment to be there again.
+        An engine that dies again while it starts counts as another death, and is restarted after a pause: its node or
+        its device's memory may take a moment to be available again.
 
-        Raises ``error``, or the death that followed it, when the restart limit is reached or all engines are alive.
+        Raises ``error``, or a later death, if the restart limit is reached, or if all engines turn out to be alive.
         """
         begun, restarted = time.monotonic(), dict[str, None]()
         for attempt in count():
@@ -78,7 +78,7 @@ class EngineRestarter:
         self._warn(f"{', '.join(restarted)}: ready after {time.monotonic() - begun:.0f} s")
 
     async def repeat(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return what ``work`` gives; it begins anew after each restart of engines that died meanwhile.
+        """Returns the result of ``work``; if engines die meanwhile, restarts them and calls ``work`` again.
 
         Raises as ``restart_dead``.
         """
@@ -91,12 +91,12 @@ class EngineRestarter:
 
 
 class RunRestarts:
-    """Counts how often a run was begun again because a training process died.
+    """Counts how often a run was restarted because a training process died.
 
     Args:
-        limit: how often it may be; 0: the first death ends it.
-        directory: of the run, with its checkpoints.
-        warn: is told of each death and each restart.
+        limit: how often it may be restarted; 0: the first death ends it.
+        directory: the run directory, with its checkpoints.
+        warn: receives a message about each death and each restart.
     """
 
     def __init__(self, limit: int, directory: Path, *, warn: Callable[[str], None]) -> None:
@@ -104,13 +104,13 @@ class RunRestarts:
         self._count, self._last = 0, ""
 
     async def answer(self, error: DeadWorkerError, config: C) -> C:
-        """Return the configuration with which to begin again, after a pause that grows.
+        """Waits for a growing pause, then returns the configuration with which to restart.
 
-        Raises ``error`` when the limit is reached, or when the same death happens twice without a new checkpoint in
-        between.
+        Raises ``error`` again if the restart limit is reached, or if the same death happens twice without a new
+        checkpoint in between.
         """
-        found = complete_checkpoints(self._directory)
-        newest = found[-1].name if found else "the beginning"
+        checkpoints = complete_checkpoints(self._directory)
+        newest = checkpoints[-1].name if checkpoints else "the beginning"
         this = f"{newest}: {str(error).splitlines()[0]}"
         if self._count == self._limit or this == self._last:
             raise error
@@ -119,15 +119,15 @@ class RunRestarts:
         again = f"restart {self._count} of {self._limit} (trainer.max_restarts) from {newest} in {pause_s:.0f} s"
         self._warn(f"{error}\n{again}")
         await asyncio.sleep(pause_s)
-        if not found:
+        if not checkpoints:
             return config
         return replace(config, trainer=replace(config.trainer, resume_mode=ResumeMode.auto, resume_from_path=None))
 
 
 async def run_with_restarts(config: C, attempt: Callable[[C], Awaitable[T]]) -> T:
-    """Return what ``attempt`` gives; it begins anew, from the newest checkpoint, when a training process dies.
+    """Returns the result of ``attempt``; if a training process dies, calls it again from the newest checkpoint.
 
-    Raises Preempted where the run was told to leave and has saved; the message says how to continue it, as at Ctrl-C.
+    Raises Preempted if the run was told to end and has saved; the message says how to continue it, as at Ctrl-C.
     """
     directory = Path(config.trainer.default_local_dir)
     deaths = RunRestarts(config.trainer.max_restarts, directory, warn=warn)
@@ -150,5 +150,5 @@ async def _is_alive(engine: EngineClient) -> bool:
 
 
 def _pause_s(number: int) -> float:
-    """Before an attempt that follows ``number`` others; twice as long each time."""
+    """Seconds to wait before an attempt that follows ``number`` others; twice as long each time."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (number - 1)) if number else 0.0

@@ -1,4 +1,4 @@
-"""What a person at the screen must see, above the live line and whatever the loggers are."""
+"""Messages for the person at the screen, shown above the live line whatever the loggers are."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from mcore_rl.controller.lifecycle.run_checkpoints import how_to_go_on
 
 
 def warn(text: str) -> None:
-    """Something is wrong, and the run goes on."""
+    """Shows a warning: something is wrong, but the run goes on."""
     _say(f"warning: {text}", "bold yellow")
 
 
 def note(text: str) -> None:
-    """Nothing is wrong, but it is better known."""
+    """Shows a note: nothing is wrong, but the user should know it."""
     _say(f"note: {text}", "cyan")
 
 
 def outcome(text: str) -> None:
-    """What came out of the run."""
+    """Shows the result of the run."""
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def stop_explained(run_dir: Path) -> Iterator[None]:
-    """Within: Ctrl-C says how to go on, and goes on itself as what it raised."""
+    """While active: Ctrl-C shows how to continue the run, before its exception goes on."""
     try:
         yield
     except (asyncio.CancelledError, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's model can be trained and sampled as a configuration says: layouts, lengths, batches."""
+"""Checks whether a checkpoint's model can be trained and sampled as configured: layouts, lengths, batches."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from mcore_rl.parallel.layout import Layout, layout_violations
 
 
 def model_run_violations(run: RunConfig, models: Mapping[str, ModelConfig]) -> list[Violation]:
-    """Everything that keeps the policy from being sampled, and each role from computing, as ``run`` says.
+    """Every reason why the policy cannot be sampled, or a role cannot compute, as ``run`` configures.
 
     models: of each role with processes of its own, by name, the policy's first.
     """
     policy, world = next(iter(models.values())), run.trainer.world_size
-    found = [*context_violations(policy, run.rollout), *rollout_violations(policy, run.rollout.layout)]
+    violations = [*context_violations(policy, run.rollout), *rollout_violations(policy, run.rollout.layout)]
     for role in run.group_rows:
         model = models[role.name]
-        found += _layout_violations(model, run.role_config(role), world, role.name)
+        violations += _layout_violations(model, run.role_config(role), world, role.name)
         if not role.publishes:
-            found += _other_model_violations(run, role, model, policy)
-    if not found:
+            violations += _other_model_violations(run, role, model, policy)
+    if not violations:
         for role in run.trained_rows:
-            found += _share_violations(run, role)
-        found += _full_kl_violations(run, policy)
-    return found
+            violations += _share_violations(run, role)
+        violations += _full_kl_violations(run, policy)
+    return violations
 
 
 def _layout_violations(model: ModelConfig, config: RoleConfig, world_size: int, name: str) -> Iterator[Violation]:
@@ -41,7 +41,7 @@ def _layout_violations(model: ModelConfig, config: RoleConfig, world_size: int, 
 
 
 def _other_model_violations(run: RunConfig, role: Role, model: ModelConfig, policy: ModelConfig) -> Iterator[Violation]:
-    """Whether a model beside the policy can read its samples: the same vocabulary, and as many positions."""
+    """Refuses a model that cannot read the policy's samples: another vocabulary size, or too few positions."""
     path, longest = run.weights_of(role), run.rollout.max_model_len
     if role.head is Head.lm and model.vocab_size != policy.vocab_size:
         problem = f"has {model.vocab_size:,} tokens, and the policy {policy.vocab_size:,}: they mean different texts"
@@ -62,9 +62,9 @@ def _share_violations(run: RunConfig, role: Role) -> list[Violation]:
 
 
 def _full_kl_violations(run: RunConfig, model: ModelConfig) -> list[Violation]:
-    """Whether the reference's logits at the trained tokens of a minibatch fit into the host memory that they may take.
+    """Refuses a full KL if the reference's logits at a minibatch's trained tokens exceed the host memory for them.
 
-    At most: ranks train equally many sequences, but for one, and a context rank has so much of each.
+    An upper bound: every rank trains an equal number of sequences, rounded up, each of the greatest length.
     """
     actor = run.actor
     if not (actor.use_kl_loss and actor.kl_loss_type is KlPenalty.full):
@@ -89,14 +89,16 @@ def _full_kl_violations(run: RunConfig, model: ModelConfig) -> list[Violation]:
 
 
 def model_sft_violations(config: SftConfig, model: ModelConfig) -> list[Violation]:
-    """Everything that keeps ``model`` from being trained as ``config`` says."""
+    """Every reason why ``model`` cannot be trained as ``config`` says."""
     parallel, world = config.actor.parallel, config.trainer.world_size
-    found = list(_layout_violations(model, config.actor, world, "actor"))
+    violations = list(_layout_violations(model, config.actor, world, "actor"))
     if config.data.max_length > model.max_position_embeddings:
         problem = f"exceeds the model's {model.max_position_embeddings} tokens"
         remedy = f"Write {model.max_position_embeddings} or less"
-        found.append(Violation("data.max_length", config.data.max_length, problem, remedy))
-    if not found and config.data.train_batch_size < (dp := Layout.of(parallel, world).dp):
+        violations.append(Violation("data.max_length", config.data.max_length, problem, remedy))
+    if not violations and config.data.train_batch_size < (dp := Layout.of(parallel, world).dp):
         problem = f"is fewer than the {dp} data-parallel ranks"
-        found.append(Violation("data.train_batch_size", config.data.train_batch_size, problem, f"Write {dp} or more"))
-    return found
+        violations.append(
+            Violation("data.train_batch_size", config.data.train_batch_size, problem, f"Write {dp} or more")
+        )
+    return violations

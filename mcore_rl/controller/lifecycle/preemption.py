@@ -1,7 +1,8 @@
-"""A run that is told to leave: it saves what is complete, and ends so that a launcher starts it again.
+"""Preemption: a run that is told to end saves the last complete step, and ends so that a launcher restarts it.
 
-Slurm sends SIGTERM before it takes a job's nodes away, and what ``--signal`` names before a time limit.  Neither leaves
-time for a step; so one that has changed nothing yet is given up, and one that is changing weights is finished.
+Slurm sends SIGTERM before it takes a job's nodes away, and the signal of ``--signal`` before the time limit.  Neither
+leaves time for a whole step.  So a step that has changed nothing yet is abandoned, and one that is changing weights is
+finished.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from typing import Protocol, TypeVar
 
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 
-REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, try again
+REQUEUE = 75  # exit code EX_TEMPFAIL of sysexits.h: a temporary failure, try again
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preempted(Exception):
-    """The step is given up; it has changed nothing."""
+    """The run was told to end; the current step is abandoned and has changed nothing."""
 
 
 class Resumable(Protocol):
-    """What trains, and can be gone on with."""
+    """A run that trains and can be resumed."""
 
     @property
     def progress(self) -> Progress:
-        """Of the steps that are complete."""
+        """The progress after the last complete step."""
         ...
 
     async def conclude_saving(self) -> None:
-        """The step that is complete has a checkpoint."""
+        """Makes sure that the last complete step has a checkpoint."""
         ...
 
 
@@ -40,7 +41,7 @@ R = TypeVar("R", bound=Resumable)
 
 
 class Preemption:
-    """asked_by: name of the signal that came; None while the run may stay."""
+    """Listens for the signals that tell a run to end.  asked_by: the name of the received signal; None: none yet."""
 
     def __init__(self) -> None:
         self.asked_by: str | None = None
@@ -48,7 +49,10 @@ class Preemption:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within: ``SIGNALS`` ask; a second one ends the run at once, as Ctrl-C does.  In the main thread alone."""
+        """While active: one of ``SIGNALS`` tells the run to end, a second one ends it at once, as Ctrl-C does.
+
+        Only in the main thread.
+        """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
@@ -67,12 +71,15 @@ class Preemption:
                 loop.remove_signal_handler(number)
 
     def raise_if_asked(self) -> None:
-        """Preempted: it was asked."""
+        """Raises Preempted if the run was told to end."""
         if self._asked.is_set():
             raise Preempted
 
     async def cancel_if_asked(self, work: Awaitable[T]) -> T:
-        """The result of ``work``, which may be given up at any moment.  Preempted: it was, or was not begun."""
+        """The result of ``work``, which may be cancelled at any moment.
+
+        Raises Preempted if the run is told to end before ``work`` is done, or was told so before it began.
+        """
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
         try:
             await asyncio.wait([task, asked], return_when=asyncio.FIRST_COMPLETED)
@@ -87,7 +94,10 @@ class Preemption:
         raise Preempted
 
     async def open_and_train(self, opening: Awaitable[R], train: Callable[[R], Awaitable[None]]) -> R:
-        """What ``opening`` gives, once ``train`` is done with it.  Preempted: it was told to leave, and has saved."""
+        """Opens a run, trains it, and returns it.
+
+        Raises Preempted, with a message, if the run was told to end; it has then saved what was complete.
+        """
         with self.listening():
             try:
                 run = await self.cancel_if_asked(opening)

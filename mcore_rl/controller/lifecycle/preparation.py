@@ -1,4 +1,4 @@
-"""What is read and refused before a process is started: configuration, model, tokenizer, prompts, checkpoint."""
+"""Reads and checks all that a run needs before a process starts: configuration, model, tokenizer, data, checkpoint."""
 
 from __future__ import annotations
 
@@ -37,8 +37,12 @@ from mcore_rl.runtime.placement import placement_violations
 class PreparedRun:
     """What every trainer knows before a process is started.
 
-    sampler: of the training data.  num_steps: of the whole run.  models: of each role with processes of its own, by
-    name, the policy's first.  checkpoint: to go on from; None is a fresh run.
+    sampler: of the training data.
+    num_steps: the steps of the whole run.
+    models: the model of each role with a worker group, by the role's name, the policy's first.
+    progress: the state of the run in ``checkpoint``.
+    checkpoint: the one to resume from; None: a fresh run.
+    identity: decides whether a checkpoint is of this run.
     """
 
     sampler: PromptSampler
@@ -53,7 +57,8 @@ class PreparedRun:
 class Prepared(PreparedRun):
     """What ``train`` knows besides.
 
-    encoder: of the reward model, where there is one.  data_sources: of the prompts that graders grade.
+    encoder: of the reward model; None without one.
+    data_sources: those of the prompts that graders grade.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -67,7 +72,7 @@ class Prepared(PreparedRun):
 def to_resume(
     config: RunConfig | SftConfig, identity: Identity, sampler: PromptSampler
 ) -> tuple[Path | None, Progress]:
-    """The checkpoint to go on from, if any, with ``sampler`` at its place; it is of the run that ``identity`` says."""
+    """The checkpoint to resume from, if any; moves ``sampler`` to its place, and notes where ``identity`` differs."""
     checkpoint = run_checkpoints.to_resume(config.trainer, warn)
     if checkpoint is None:
         return None, Progress()
@@ -78,7 +83,7 @@ def to_resume(
 
 
 def complete(config: RunConfig) -> RunConfig:
-    """``config`` with what follows from other fields written out, and paths that every process finds."""
+    """``config`` with the defaults that follow from other fields, and with absolute paths."""
     path = str(Path(config.model.path).resolve()) if config.model.path else ""
     place = str(Path(config.trainer.default_local_dir).resolve())
     longest = float(config.data.max_response_length)
@@ -97,7 +102,7 @@ def complete(config: RunConfig) -> RunConfig:
 
 
 def _complete_role(config: RoleConfig, longest: float) -> RoleConfig:
-    """longest: tokens of a response."""
+    """longest: the most tokens of a response."""
     if isinstance(config, (FrozenModelConfig, TrainedModelConfig)) and config.path:
         config = replace(config, path=str(Path(config.path).resolve()))
     if isinstance(config, TrainedConfig) and config.loss_agg_constant is None:
@@ -106,7 +111,7 @@ def _complete_role(config: RoleConfig, longest: float) -> RoleConfig:
 
 
 def prepare(config: RunConfig, platform: Platform) -> Prepared:
-    """Read what must be read: configuration, model, tokenizer, prompts, the place to resume from.
+    """Reads configuration, model, tokenizer, prompts and the checkpoint to resume from.
 
     Raises ConfigError and kin with everything that keeps the run from starting.
     """
@@ -117,16 +122,16 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         role.name: policy if role.publishes else model_of(read_config(Path(config.weights_of(role))))[1]
         for role in config.group_rows
     }
-    found = model_run_violations(config, models)
-    found += placement_violations(config.trainer, config.rollout.layout, platform)
+    violations = model_run_violations(config, models)
+    violations += placement_violations(config.trainer, config.rollout.layout, platform)
     encoder = None
     if config.reward_model.enable:
-        found += placement_violations(config.trainer, config.reward_model.layout, platform, "reward_model")
+        violations += placement_violations(config.trainer, config.reward_model.layout, platform, "reward_model")
         try:
             encoder = prepare_encoder(config.reward_model, platform)
         except ConfigError as error:
-            found += error.violations
-    refuse_if_any(found)
+            violations += error.violations
+    refuse_if_any(violations)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
     train, validation = _prompts(config, tokenizer)
     data, data_sources = config.data, _data_sources(config, [train, validation], encoder)
@@ -160,7 +165,7 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
 
 
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSet | None, PromptSet | None]:
-    """Those to train on and those to validate with, where there are any."""
+    """The prompts for training and those for validation; None if there are none."""
     data, train, validation = config.data, None, None
     if not config.trainer.val_only:
         files, title = data.train_files, "data.train_files"
@@ -172,7 +177,7 @@ def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Pro
 
 
 def _data_sources(config: RunConfig, prompts: Sequence[PromptSet | None], encoder: Encoder | None) -> frozenset[str]:
-    """Of the rows that graders grade; ConfigError where a row would have nobody, or the reward model no row."""
+    """The data sources that graders grade.  ConfigError: a row has no grader, or the reward model no row."""
     by_graders: set[str] = set()
     ids: list[str] = []  # of rows for the reward model
     first: PromptRow | None = None
@@ -183,10 +188,10 @@ def _data_sources(config: RunConfig, prompts: Sequence[PromptSet | None], encode
                 ids.append(row.id)
             else:
                 by_graders.add(row.data_source)
-    found = style_violations(config.reward_model, config.custom_reward_function, ids)
+    violations = style_violations(config.reward_model, config.custom_reward_function, ids)
     if encoder is not None and first is not None and (problem := template_problem(encoder, first.messages)):
         remedy = "Name a tokenizer whose template can write it, or mend the row"
         where = config.reward_model.model.tokenizer_path
-        found.append(Violation("reward_model.model.tokenizer_path", where, f"{first.id}: {problem}", remedy))
-    refuse_if_any(found)
+        violations.append(Violation("reward_model.model.tokenizer_path", where, f"{first.id}: {problem}", remedy))
+    refuse_if_any(violations)
     return frozenset(by_graders)

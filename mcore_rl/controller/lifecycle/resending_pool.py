@@ -1,6 +1,6 @@
-"""Samples of engines that may die: what a dead engine had not finished is asked for again, once it was restarted.
+"""Generates with engines that may die: requests that a dead engine had not finished are sent again after its restart.
 
-Every sample has a seed of its own, so that it comes out the same.
+Every sample has a seed of its own, so the result is the same.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from mcore_rl.errors import DeadEngineError
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 
-QUIET_S = 0.05  # between looks whether the other calls have ended
+QUIET_S = 0.05  # between checks whether the other calls have ended
 
 
 class ResendingPool:
     """A ``SampleSource`` over ``pool`` that survives the death of engines, as often as ``restarter`` allows.
 
-    Restarted engines hold the first weights: before anything more is drawn, the devices go to the trainer and back, and
-    all engines are given the weights that they held.
+    Restarted engines have the first weights.  So before any more sampling, the devices go to the trainer and back, and
+    all engines receive the weights that they had.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ResendingPool:
         self._recovering = asyncio.Lock()
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
-        """See ``RolloutEngine.generate``.  Raises DeadEngineError where the restart limit is reached."""
+        """See ``RolloutEngine.generate``.  Raises DeadEngineError if the restart limit is reached."""
         unfinished = {request.key: request for request in requests}
         while unfinished:
             num_recoveries = self._num_recoveries
@@ -52,7 +52,7 @@ class ResendingPool:
             await self._recover(death, num_recoveries)
 
     async def _recover(self, death: DeadEngineError, num_recoveries: int) -> None:
-        """Recover once for all calls that one death ended; engines must not sleep while another call draws."""
+        """Recovers once for all calls that one death ended; waits for them, since engines must not sleep meanwhile."""
         async with self._recovering:
             if self._num_recoveries != num_recoveries:
                 return

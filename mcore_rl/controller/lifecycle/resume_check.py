@@ -1,7 +1,7 @@
-"""What a run is, kept in each of its checkpoints, and whether a checkpoint is of the run that is to go on.
+"""Records in each checkpoint what its run is, and checks on resume whether the run is still the same.
 
-What would make another run of it is refused: another model, other training data, other roles.  Every other difference
-is told, and is the user's to make.
+A resume with another model, other training data or other roles is refused.  Every other difference is allowed, and
+shown to the user.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from mcore_rl.tracking.secrets import redact
 
 RUN = "run.json"
 ANEW = "Write what the checkpoint was made with, or begin another run with trainer.resume_mode=off"
-# What says where a run goes on or how long it is, and nothing of what it is.
+# Keys of places only: the run directory, the checkpoint to resume from, the Ray cluster.
 NOT_COMPARED = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path", "ray_init.")
-# Fields of config.json that no weight and no result depends on.
+# Fields of config.json that affect neither weights nor results.
 UNIMPORTANT = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """config: as it was composed, without secrets.  model: its config.json.
+    """What a run is.
 
-    data: name, bytes and checksum of each training file.  roles: that are trained.
+    config: the composed configuration, without secrets.
+    model: the content of its config.json.
+    data: name, bytes and checksum of each training file.
+    roles: the names of the trained roles.
     """
 
     config: dict[str, Any]
@@ -41,16 +44,16 @@ class Identity:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], roles: Sequence[str]) -> Identity:
-        """Of the run that ``config`` composes.  Reads every training file once."""
+        """The identity of the run of ``config``.  Reads every training file once."""
         values = json.loads(json.dumps(plain(config)))
         model = read_config(Path(values["model"]["path"]))
         sums = [(Path(name).name, sum_of(Path(name))) for name in values["data"]["train_files"]]
-        data = [[name, found.num_bytes, found.checksum] for name, found in sums]
+        data = [[name, file_sum.num_bytes, file_sum.checksum] for name, file_sum in sums]
         return cls(config=redact(values), model=model, data=data, roles=list(roles))
 
     @classmethod
     def read(cls, checkpoint: Path) -> Identity:
-        """Of the run that wrote ``checkpoint``.  CheckpointError: it cannot be read."""
+        """The identity of the run that wrote ``checkpoint``.  CheckpointError: it cannot be read."""
         try:
             return cls(**json.loads((checkpoint / RUN).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
@@ -59,13 +62,13 @@ class Identity:
             ) from error
 
     def keep(self, directory: Path) -> None:
-        """Write it into ``directory``.  OSError: the disk is full, or fails."""
+        """Writes the identity into ``directory``.  OSError: the disk is full, or fails."""
         (directory / RUN).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
     def check(self, checkpoint: Path) -> list[str]:
-        """What is not as in the run that wrote ``checkpoint``, for people.
+        """The differences from the run that wrote ``checkpoint``, one line each.
 
-        ConfigError: it is another run, with everything that makes it so.
+        ConfigError, with every violation: it is another run.
         """
         theirs = Identity.read(checkpoint)
         refuse_if_any(list(self._refused(theirs)))
@@ -95,22 +98,26 @@ class Identity:
             yield Violation("data.train_files", self.config["data"]["train_files"], problem, ANEW)
         if self.roles != theirs.roles:
             key = "algorithm.adv_estimator"
-            found = self.config.get("algorithm", {}).get("adv_estimator")
+            estimator = self.config.get("algorithm", {}).get("adv_estimator")
             problem = f"trains {' and '.join(self.roles)}; the checkpoint has {' and '.join(theirs.roles)}"
-            yield Violation(key, found, problem, ANEW)
+            yield Violation(key, estimator, problem, ANEW)
 
 
 def note_differences(identity: Identity, checkpoint: Path) -> None:
-    """Tell what ``identity`` has that the run of ``checkpoint`` had not.  Raises as ``Identity.check``."""
-    if found := identity.check(checkpoint):
-        note("\n  - ".join([f"Resuming from {checkpoint} with other settings, so that results may differ:", *found]))
+    """Shows how the settings differ from those of the run of ``checkpoint``.  Raises as ``Identity.check``."""
+    if differences := identity.check(checkpoint):
+        note(
+            "\n  - ".join(
+                [f"Resuming from {checkpoint} with other settings, so that results may differ:", *differences]
+            )
+        )
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found = dict[str, Any]()
+    flat = dict[str, Any]()
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,4 +1,4 @@
-"""The engines of a reward model: beside a trainer, or alone, for responses that were generated before."""
+"""Starts the engines of a reward model: beside a trainer, or alone, for responses that were generated before."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ async def start_reward_model(
     trainers: TrainGroup | None,
     stack: AsyncExitStack,
 ) -> RewardModel:
-    """Start the reward model's engines in ``bundles``; they end when ``stack`` is closed.
+    """Starts the reward model's engines in ``bundles``; they end when ``stack`` is closed.
 
-    trainers: whose devices the engines share; they then sleep until they are woken.  None: they share none.
+    trainers: the workers whose devices the engines share; the engines then sleep until they are woken.  None: the
+    engines have devices of their own.
     """
     judge, name = config.reward_model, "reward engine"
     engines = await start_engines(Path(judge.model.path), judge, bundles, platform, logs, stack, trainers, name=name)
@@ -42,9 +43,9 @@ async def start_reward_model(
 
 
 async def open_alone(config: EvaluateConfig, stack: AsyncExitStack) -> RewardModel:
-    """Start Ray and the reward model of ``mcore-rl evaluate``; both end when ``stack`` is closed.
+    """Starts Ray and the reward model of ``mcore-rl evaluate``; both end when ``stack`` is closed.
 
-    The engines' logs go beside the responses.  Raises as ``prepare_encoder``, before a process is started.
+    The engines' logs are written beside the responses.  Raises as ``prepare_encoder``, before a process is started.
     """
     directory = Path(config.reward_model.model.path).expanduser().resolve()
     judge = replace(config.reward_model, model=replace(config.reward_model.model, path=str(directory)))

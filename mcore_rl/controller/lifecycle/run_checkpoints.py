@@ -1,8 +1,8 @@
-"""Checkpoints of a run: ``checkpoints/step_N``, whole under that name or not there.
+"""Checkpoints of a run: ``checkpoints/step_N``, which is complete if it has this name.
 
 A checkpoint is every rank's state of every role (``training/run_state.py``), and ``controller.json``: the step, the
-place in the data, the KL controller, the best validation.  What is being written is ``step_N.incomplete``, and is never
-resumed from.  A manifest says what belongs to a checkpoint, so that one that was damaged since is known, and named.
+place in the data, the KL controller, the best validation.  While it is being written it is ``step_N.incomplete``, from
+which no run resumes.  A manifest lists the files of a checkpoint, so that later damage is noticed and named.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ STATE = "controller.json"
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a run is.  step: of the last that is complete.  best, best_step: of validation; -1 is before step 1."""
+    """How far a run is.
+
+    step: the last complete step.
+    sampler: the place in the data.
+    kl: the state of the KL controller.
+    best, best_step: the best validation and its step; None and -1 before the first validation.
+    """
 
     step: int = 0
     sampler: dict[str, Any] = field(default_factory=dict)
@@ -39,25 +45,25 @@ class Progress:
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Those that were finished, oldest first; whether they are still sound is not looked at."""
+    """The checkpoints that were finished, oldest first; they are not checked for damage."""
     return [path for path in _named(run_dir) if (path / MANIFEST).is_file()]
 
 
 def how_to_go_on(run_dir: Path) -> str:
-    """One sentence for who has stopped the run."""
-    found = complete_checkpoints(run_dir)
-    if not found:
+    """One sentence for the user who stopped the run: how to continue it."""
+    checkpoints = complete_checkpoints(run_dir)
+    if not checkpoints:
         return "There is no checkpoint yet."
-    return f"{found[-1]} is complete: the same command goes on from there (trainer.resume_mode=auto)."
+    return f"{checkpoints[-1]} is complete: the same command goes on from there (trainer.resume_mode=auto)."
 
 
 def to_resume(trainer: TrainerConfig, warn: Callable[[str], None]) -> Path | None:
-    """The checkpoint that ``trainer`` says to go on from, every byte of it checked; None is a fresh run.
+    """The checkpoint from which ``trainer`` says to resume, with every byte checked; None: a fresh run.
 
-    ``auto`` takes the newest that is sound, and tells ``warn`` what it passed over, and why.
+    ``auto`` takes the newest undamaged one; ``warn`` receives a message about those that were skipped, and why.
 
-    ConfigError: ``resume_from_path`` is no sound checkpoint.  CheckpointError: there are checkpoints, and none is
-    sound; with everything that is wrong with each.
+    ConfigError: ``resume_from_path`` is no undamaged checkpoint.  CheckpointError, with the damage of each: there are
+    checkpoints, and all are damaged.
     """
     if trainer.resume_mode is ResumeMode.off:
         return None
@@ -89,7 +95,7 @@ def to_resume(trainer: TrainerConfig, warn: Callable[[str], None]) -> Path | Non
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """What ``begin`` wrote.  CheckpointError: it cannot be read."""
+    """The progress that ``begin`` wrote.  CheckpointError: it cannot be read."""
     try:
         return Progress(**json.loads((checkpoint / STATE).read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -100,12 +106,12 @@ def read_progress(checkpoint: Path) -> Progress:
 def begin(
     run_dir: Path, progress: Progress, roles: Collection[str], keep: Callable[[Path], None] = lambda path: None
 ) -> Path:
-    """A directory for a checkpoint of ``progress``, with an empty one for each role.
+    """Makes the directory of a checkpoint of ``progress``, with an empty directory for each role; returns its path.
 
-    keep: writes what else belongs into it.  OSError: the disk is full, or fails; nothing is left then.
+    keep: writes further files into it.  OSError: the disk is full, or fails; nothing is left then.
     """
     path = run_dir / "checkpoints" / f"step_{progress.step}{INCOMPLETE}"
-    shutil.rmtree(path, ignore_errors=True)  # of a run that was killed while it wrote
+    shutil.rmtree(path, ignore_errors=True)  # left by a run that was killed while it wrote
     try:
         for role in roles:
             (path / role).mkdir(parents=True)
@@ -118,9 +124,9 @@ def begin(
 
 
 def finish(incomplete: Path, sums: Mapping[str, FileSum]) -> Path:
-    """Everything is on the disk: give the checkpoint its name.
+    """Completes a checkpoint whose files are all on the disk: writes its manifest and gives it its name.
 
-    sums: of the files that the ranks wrote.  OSError: the disk is full, or fails.
+    sums: of the files that the ranks wrote.  Returns its path.  OSError: the disk is full, or fails.
     """
     write_manifest(incomplete, sums)
     path = incomplete.with_suffix("")
@@ -130,16 +136,16 @@ def finish(incomplete: Path, sums: Mapping[str, FileSum]) -> Path:
 
 
 def remove_old(run_dir: Path, trainer: TrainerConfig, best_step: int) -> None:
-    """Leave the newest ``max_to_keep``, every one of a step that ``keep_every`` divides, and the best."""
-    found = complete_checkpoints(run_dir)
-    for path in [] if trainer.max_to_keep is None else found[: -trainer.max_to_keep]:
+    """Removes checkpoints, except the newest ``max_to_keep``, those whose step ``keep_every`` divides, and the best."""
+    checkpoints = complete_checkpoints(run_dir)
+    for path in [] if trainer.max_to_keep is None else checkpoints[: -trainer.max_to_keep]:
         step = _step(path)
         if step != best_step and (trainer.keep_every is None or step % trainer.keep_every):
             _remove(path)
 
 
 def lack_of_space(run_dir: Path, num_bytes: int) -> str | None:
-    """What keeps ``num_bytes`` from being written; None where they fit."""
+    """Why ``num_bytes`` cannot be written, in words; None if they fit."""
     free = shutil.disk_usage(next(place for place in (run_dir, *run_dir.parents) if place.exists())).free
     if num_bytes <= free:
         return None
@@ -147,10 +153,10 @@ def lack_of_space(run_dir: Path, num_bytes: int) -> str | None:
 
 
 def set_aside_later(run_dir: Path, step: int) -> None:
-    """Checkpoints of steps after ``step``, where the run goes on, to ``checkpoints/earlier/N``.
+    """Moves checkpoints of steps after ``step``, from which the run resumes, to ``checkpoints/earlier/N``.
 
-    They are of another course of the run: the next resume must not find them newest, nor ``max_to_keep`` keep them.
-    What was never finished is removed.
+    They belong to an abandoned continuation of the run: the next resume must not take them as the newest, and
+    ``max_to_keep`` must not count them.  Incomplete checkpoints are removed.
     """
     set_aside([path for path in _named(run_dir) if _step(path) > step], run_dir / "checkpoints")
     for path in (run_dir / "checkpoints").glob(f"step_*{INCOMPLETE}"):
@@ -158,9 +164,9 @@ def set_aside_later(run_dir: Path, step: int) -> None:
 
 
 def _named(run_dir: Path) -> list[Path]:
-    """Directories with the name of a checkpoint, oldest first."""
-    found = [path for path in (run_dir / "checkpoints").glob("step_*") if STEP.fullmatch(path.name)]
-    return sorted(found, key=_step)
+    """The directories that have the name of a checkpoint, oldest first."""
+    paths = [path for path in (run_dir / "checkpoints").glob("step_*") if STEP.fullmatch(path.name)]
+    return sorted(paths, key=_step)
 
 
 def _step(path: Path) -> int:
@@ -168,14 +174,14 @@ def _step(path: Path) -> int:
 
 
 def _remove(checkpoint: Path) -> None:
-    """What is removed half-way is no complete checkpoint, nor one that was damaged."""
+    """Removes a checkpoint; renames it first, so that a half-removed one counts neither as complete nor as damaged."""
     shutil.rmtree(gone := checkpoint.with_name(checkpoint.name + INCOMPLETE), ignore_errors=True)
     checkpoint.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def replace_directory(fresh: Path, target: Path) -> None:
-    """``target`` becomes ``fresh``; at every moment one of the two is whole."""
+    """Replaces ``target`` by ``fresh``; at every moment one of the two is complete on the disk."""
     aside = target.with_name(target.name + ".old")
     shutil.rmtree(aside, ignore_errors=True)
     if target.exists():
@@ -185,8 +191,8 @@ def replace_directory(fresh: Path, target: Path) -> None:
 
 
 async def export_hf(group: TrainGroup, source: Path, target: Path) -> None:
-    """The weights of ``group`` as a Hugging Face checkpoint in ``target``, with the companions of ``source``."""
+    """Writes the weights of ``group`` to ``target`` as a Hugging Face checkpoint, with ``source``'s sidecar files."""
     fresh = target.with_name(f"{target.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed while it wrote
+    shutil.rmtree(fresh, ignore_errors=True)  # left by a run that was killed while it wrote
     await group.save_hf(fresh, source)
     replace_directory(fresh, target)

@@ -1,8 +1,8 @@
-"""Checkpoints are written while the run goes on: a step waits for a copy to host memory, and for nothing else.
+"""Writes checkpoints while the run goes on: a step only waits for a copy to host memory.
 
-At most one is on its way.  The next save, the end of the run and leaving it wait for that one.  A save that fails (a
-disk that is full, or fails) leaves the run going and the last good checkpoint as it is: it is said, counted, and tried
-again after the next step.
+At most one checkpoint is being written.  The next save and the end of the run wait for it.  If a save fails (the disk
+is full, or fails), the run goes on and keeps its last good checkpoint; the failure is shown, counted, and the save is
+tried again after the next step.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.errors import CheckpointError, McoreRLError
 from mcore_rl.runtime.train_group import TrainGroup
 
-FIRST_LOOK_S, LOOK_S = 0.02, 1.0  # how soon, and then how often, the workers are asked whether they have written
-LEAVE_S = 60.0  # for a checkpoint on its way when the run fails: a worker that hangs never answers
-MARGIN_BYTES = 16 << 20  # for headers, tokenizer and the controller's own, where free space is counted
+FIRST_LOOK_S, LOOK_S = 0.02, 1.0  # the first, and the longest, pause between questions whether workers have written
+LEAVE_S = 60.0  # how long a failed run waits for a checkpoint being written: a worker that hangs never answers
+MARGIN_BYTES = 16 << 20  # free space for headers, tokenizer and the controller's files
 
 
 class Saver:
-    """The checkpoints of a run in ``directory``.
+    """Writes the checkpoints of a run in ``directory``.
 
-    groups: the roles, each under its name.  keep: writes what else belongs into a checkpoint.  warn: is told what went
-    wrong.  saved_step: of the last checkpoint that has its name.
+    groups: the workers of each role.
+    trainer: the settings of saving.
+    keep: writes further files into a checkpoint.
+    warn: receives a message about each failure.
+    saved_step: the step of the last complete checkpoint.
     """
 
     def __init__(
@@ -48,24 +51,25 @@ class Saver:
         self._keep, self._warn = keep, warn
         self.saved_step = saved_step
         self._writing: asyncio.Task[None] | None = None
-        self._problem: str | None = None  # of the last save, where it failed
+        self._problem: str | None = None  # why the last save failed
         self._metrics: dict[str, float] = {}
-        self._num_bytes = 0  # of the last one, all ranks; 0 before it
+        self._num_bytes = 0  # of the last checkpoint, all ranks; 0 before the first
 
     @property
     def failed(self) -> bool:
-        """Whether the last save did, and is to be tried again."""
+        """True if the last save failed and will be retried."""
         return self._problem is not None
 
     def metrics(self) -> dict[str, float]:
-        """Of what ended, well or not, since the last call."""
-        found, self._metrics = self._metrics, {}
-        return found
+        """The metrics of saves that succeeded or failed since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     async def save(self, progress: Progress) -> None:
-        """A checkpoint of ``progress``, which may change once this returns.
+        """Saves a checkpoint of ``progress``, which may change once this returns.
 
-        Returns when it is copied, with ``trainer.async_save``, else when it has its name.  WorkerError: a worker died.
+        Returns when the state is copied to host memory, with ``trainer.async_save``, else when the checkpoint is
+        complete.  WorkerError: a worker died.
         """
         await self.settle()
         started, step, best_step = time.perf_counter(), progress.step, progress.best_step
@@ -81,15 +85,15 @@ class Saver:
             await self.settle()
 
     async def settle(self) -> None:
-        """Return when no checkpoint is on its way."""
+        """Waits until no checkpoint is being written."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await writing
 
     async def conclude(self, progress: Progress) -> None:
-        """See to it that there is a checkpoint of ``progress``, which is the end.
+        """Makes sure, at the end of the run, that there is a checkpoint of ``progress``.
 
-        CheckpointError: it could not be written, also when it was tried once more.
+        CheckpointError: it could not be written, even at the second attempt.
         """
         await self.settle()
         for _ in range(2):
@@ -101,7 +105,7 @@ class Saver:
             raise CheckpointError(str(self._directory / "checkpoints"), [f"{self._problem}. {remedy}"])
 
     async def close(self) -> None:
-        """The run is left, whatever the reason: what is on its way may still arrive."""
+        """Called when the run ends for any reason: waits a while for a checkpoint that is being written."""
         try:
             await asyncio.wait_for(self.settle(), LEAVE_S)
         except (McoreRLError, TimeoutError) as error:
@@ -128,7 +132,7 @@ class Saver:
             except OSError as error:
                 problems.append(f"{incomplete} cannot be finished: {error}")
         if problems:
-            await asyncio.to_thread(shutil.rmtree, incomplete, ignore_errors=True)  # gives its space back
+            await asyncio.to_thread(shutil.rmtree, incomplete, ignore_errors=True)  # frees its space on the disk
             self._fail(step, "; ".join(problems))
             return
         self.saved_step, self._problem = step, None
@@ -146,19 +150,19 @@ class Saver:
 
 
 async def load_state(group: TrainGroup, checkpoint: Path) -> None:
-    """The workers of ``group`` take over what was saved of their role; a note says so where bits may differ then."""
+    """Loads the role's state from ``checkpoint`` into ``group``'s workers; shows a note if bits may differ then."""
     if not await group.load_state(checkpoint / group.role):
         said = f"{group.role}: {checkpoint} was written in another layout. Weights and optimizer are the same"
         note(f"{said}; sums are now taken in another order, with other random numbers, so that bits may differ")
 
 
 async def _written(group: TrainGroup) -> list[Written]:
-    """What became of the ranks' files.  Asked for between other calls: none of them waits for the answer."""
+    """Waits until all ranks have written their files; returns the outcomes.  It polls, so other calls do not wait."""
     wait = FIRST_LOOK_S
     while True:
-        found = await group.saved()
-        done = [written for written in found if written is not None]
-        if len(done) == len(found):
+        outcomes = await group.saved()
+        done = [written for written in outcomes if written is not None]
+        if len(done) == len(outcomes):
             return done
         await asyncio.sleep(wait)
         wait = min(2 * wait, LOOK_S)

@@ -1,4 +1,4 @@
-"""A run is started: Ray, the trainer, the engines, the channel between them; and all of it is taken down again."""
+"""Starts a run (Ray, the trainer, the engines, the channel between them), and takes all of it down again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ B = TypeVar("B")
 
 @asynccontextmanager
 async def open_run(config: RunConfig) -> AsyncIterator[Run]:
-    """Within: all processes of the run are up, with the weights to begin with.  After: none is left."""
+    """While open: all processes of the run are up, with their first weights.  Afterwards none is left."""
     platform = detect(config.trainer.device)
     config = complete(config)
     prepared, planned = _prepared(config, platform)
@@ -95,7 +95,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
 async def _weight_updater(
     config: RunConfig, platform: Platform, actor: TrainGroup, engines: Sequence[EngineClient], stack: AsyncExitStack
 ) -> WeightUpdater:
-    """Updates from ``actor`` to ``engines``, whose members meet at a store that ``stack`` keeps."""
+    """The updater of ``engines`` with the weights of ``actor``; they meet at a store that ``stack`` keeps alive."""
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     stack.callback(lambda kept: None, store)
     transport = _transport(config, platform, this_host(), store.port)
@@ -105,14 +105,14 @@ async def _weight_updater(
 
 
 def _prepared(config: RunConfig, platform: Platform) -> tuple[Prepared, Plan]:
-    """What is read and what is expected; nothing is started where either is refused."""
+    """Prepares and plans the run; raises before anything is started if either finds a violation."""
     prepared = prepare(config, platform)
     return prepared, forecast(config, platform, prepared.models)
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """What the controller computes is in pieces too small for a team of threads, and the cores are the others'."""
+    """While active: torch uses one thread here, since the tensors are small and other processes need the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -120,7 +120,7 @@ def _one_thread() -> Iterator[None]:
 
 
 async def _together(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B]) -> tuple[A, B]:
-    """Both at once; where one fails, it is raised once the other has ended."""
+    """Awaits both at the same time; if one fails, raises its error once the other has ended."""
     both = asyncio.ensure_future(first), asyncio.ensure_future(second)
     try:
         made, also_made = await asyncio.gather(*both)

@@ -1,4 +1,4 @@
-"""What a run will need of the machine that it is started on, told and refused before any process is."""
+"""Plans a run on the machine where it is started: refuses one that does not fit before any process starts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ PLAN = "plan.json"
 
 
 def forecast(config: RunConfig | SftConfig, platform: Platform, models: Mapping[str, ModelConfig]) -> Plan:
-    """The plan of ``config`` where ``platform`` is, all nodes taken to be like this one; a line of it is shown.
+    """The plan of ``config`` on machines like this one, with ``platform``; shows a line of it.
 
     models: of each role with processes of its own, by name, the policy's first.
-    Raises ConfigError where it does not fit, with the numbers and, on accelerators, the nearest settings that do.
+    Raises ConfigError if it does not fit, with the numbers and, on accelerators, the nearest settings that fit.
     """
     model, cluster = next(iter(models.values())), cluster_at_hand(config.trainer, platform)
     planned = plan(config, model, cluster, models)
@@ -40,13 +40,13 @@ def forecast(config: RunConfig | SftConfig, platform: Platform, models: Mapping[
 
 
 def write_plan(planned: Plan, directory: Path) -> None:
-    """Into the run directory."""
+    """Writes the plan to ``plan.json`` in the run directory ``directory``."""
     with replaced(directory / PLAN) as path:
         path.write_text(json.dumps(redact(plan_values(planned)), indent=2) + "\n", encoding="utf-8")
 
 
 def cluster_at_hand(trainer: TrainerConfig, platform: Platform) -> ClusterConfig:
-    """A cluster of machines like this one.  Rates are of the data sheet where the device is known, else a guess."""
+    """A cluster of machines like this one.  Rates are those of the device's data sheet, guessed if it is unknown."""
     host_gib = psutil.virtual_memory().total / GIB
     if not platform.is_accelerator:
         return ClusterConfig(name="this machine", cpus_per_node=num_cores(), host_memory_gib=host_gib)

@@ -1,4 +1,4 @@
-"""The processes of the roles of a run, with the weights to begin with, as the table of roles says."""
+"""Starts the processes of a run's roles, with their first weights, as the table of roles says."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mcore_rl.runtime.train_worker import RoleSpec
 async def start_roles(
     config: RunConfig | SftConfig, checkpoint: Path | None, places: Places, platform: Platform, stack: AsyncExitStack
 ) -> dict[str, TrainGroup]:
-    """The workers of each role with processes of its own, by name, until ``stack`` is closed.
+    """Starts the workers of each role with processes of its own, by name; they end when ``stack`` is closed.
 
-    checkpoint: to go on from, if any.
+    checkpoint: the checkpoint to resume from; None is none.
     """
     return {
         role.name: await _start_role(role, config, checkpoint, places, platform, stack) for role in config.group_rows
@@ -37,7 +37,7 @@ async def _start_role(
     platform: Platform,
     stack: AsyncExitStack,
 ) -> TrainGroup:
-    """The workers of ``role``, and the frozen weights of others that share them."""
+    """Starts the workers of ``role``, and takes the snapshots of roles that share them."""
     engine, logs = config.role_config(role), Path(config.trainer.default_local_dir) / "logs"
     shares_device = isinstance(config, RunConfig) and config.trainer.placement is Placement.colocated
     spec = RoleSpec(
@@ -53,11 +53,11 @@ async def _start_role(
     group = await start_trainers(spec, places, platform, logs, config.trainer)
     stack.callback(group.close)
     await group.build()
-    for frozen in config.snapshots_of(role.name):  # of what the run began with, also after a resume
+    for frozen in config.snapshots_of(role.name):  # before a checkpoint is loaded: of the run's first weights
         assert frozen.snapshot is not None
         await group.take_snapshot(frozen.snapshot, frozen.moves)
     if checkpoint is not None and role.trains:
         await load_state(group, checkpoint)
     if shares_device:
-        await group.offload()  # an engine that starts wants its share of a device to be free
+        await group.offload()  # an engine that starts needs its share of the device to be free
     return group

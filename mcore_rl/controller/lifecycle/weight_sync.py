@@ -1,6 +1,6 @@
-"""Which weights the rollout engines hold: they are brought up to the actor's, and checked.
+"""Keeps the weights of the rollout engines up to date with the actor's, and checks them.
 
-How the weights travel is ``sync.update``'s business.
+``sync.update`` sends the weights.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ class WeightSync:
     """Keeps the engines at the actor's weights.
 
     Args:
-        updater: brings weights into the engines and compares them.
-        restarter: restarts an engine that dies in an update; the update then begins anew.
-        check_freq: the engines' weights are compared with the actor's in every version that it divides.  0: only when
+        updater: sends weights to the engines and compares them.
+        restarter: restarts an engine that dies in an update; the update then begins again.
+        check_freq: compare the engines' weights with the actor's in every version that this divides.  0: only when
             engines have joined, at the start and after each restart.
     """
 
     def __init__(self, updater: WeightUpdater, restarter: EngineRestarter, check_freq: int = 0) -> None:
         self._updater, self._restarter, self._check_freq = updater, restarter, check_freq
-        self._num_restarts = restarter.num_restarts  # as many as the engines that hold ``_version`` have had
+        self._num_restarts = restarter.num_restarts  # at the time when the engines received ``_version``
         self._version: int | None = None
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that the engines were last given, and have not dropped; None: they have none."""
+        """The version of the weights that the engines have; None: they have dropped them, or never received any."""
         return self._version
 
     async def update(self, version: int) -> None:
-        """Make all engines hold the actor's weights as ``version``; nothing is sent where they do already.
+        """Sends the actor's weights to all engines as ``version``, unless they have that version already.
 
-        Raises as ``WeightUpdater.update``, and DeadEngineError where the restart limit is reached.
+        Raises as ``WeightUpdater.update``, and DeadEngineError if the restart limit is reached.
         """
         await self._restarter.repeat(partial(self._update, version))
 
     async def _update(self, version: int) -> None:
-        if self._num_restarts != self._restarter.num_restarts:  # new engines, which hold the first weights
+        if self._num_restarts != self._restarter.num_restarts:  # there are new engines, which have the first weights
             self._num_restarts = self._restarter.num_restarts
             self._updater.rejoin()
             self._version = None
@@ -51,5 +51,5 @@ class WeightSync:
         self._version = version
 
     def engines_dropped_theirs(self) -> None:
-        """Remember that the engines hold no weights."""
+        """Records that the engines have no weights any more."""
         self._version = None

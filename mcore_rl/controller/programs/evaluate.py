@@ -38,7 +38,7 @@ UNKNOWN_ANSWER = "the grader names no answers to vote on; a custom function name
 
 @dataclass(frozen=True, kw_only=True)
 class Graded:
-    """row: of the file, without its texts.  scores: of each of its responses."""
+    """row: a row of the file, without its texts.  scores: one per response."""
 
     row: ResponseRow
     scores: tuple[Score, ...]
@@ -103,19 +103,21 @@ async def grade_all(
     report: Callable[[], None],
     reward_model: RewardModel | None = None,
 ) -> list[Graded]:
-    """The score of every response, in file order.
+    """Grades every response; returns the scores in file order.
 
-    max_tokens: that a response could have had, 0 where nobody says.  report: is called after each response.
+    ``IN_FLIGHT`` responses are graded at the same time, so that no grading process waits.  A text is read when it is
+    its turn, and dropped afterwards.
+
+    max_tokens: the limit of a response when it was generated; 0: unknown.
+    report: called after each response.
     reward_model: scores the rows that ask for it.
-
-    Enough of them are in flight that no grading process waits; texts are read when they are due, and kept no longer.
     """
-    found: list[tuple[ResponseRow, list[Score | None]]] = []
+    graded: list[tuple[ResponseRow, list[Score | None]]] = []
 
     def requests() -> Iterator[tuple[ResponseRow, list[Score | None], int]]:
         for row in rows:
             scores: list[Score | None] = [None] * len(row.responses)
-            found.append((replace(row, responses=(), columns={}, extra_info={}, messages=[], turns=()), scores))
+            graded.append((replace(row, responses=(), columns={}, extra_info={}, messages=[], turns=()), scores))
             for index in range(len(scores)):
                 yield row, scores, index
 
@@ -136,11 +138,11 @@ async def grade_all(
     finally:
         for server in servers:
             server.cancel()
-    return [Graded(row=row, scores=tuple(each for each in scores if each is not None)) for row, scores in found]
+    return [Graded(row=row, scores=tuple(each for each in scores if each is not None)) for row, scores in graded]
 
 
 async def _reward_model(config: EvaluateConfig, stack: AsyncExitStack) -> RewardModel | None:
-    """The reward model, running until ``stack`` is closed; None where it is not enabled."""
+    """Starts the reward model, which runs until ``stack`` is closed; None if it is not enabled."""
     if not config.reward_model.enable:
         return None
     from mcore_rl.controller.lifecycle.reward_engines import (
@@ -151,7 +153,7 @@ async def _reward_model(config: EvaluateConfig, stack: AsyncExitStack) -> Reward
 
 
 def request_of(row: ResponseRow, index: int, max_tokens: int) -> RewardRequest:
-    """What a grader is told of a response, as it is told in training."""
+    """The request that a grader gets for a response, the same as in training."""
     turns = row.turns[index]
     return RewardRequest(
         key=(row.id, index),
@@ -178,7 +180,7 @@ def reports_of(
     sources: dict[str, list[Graded]] = {}
     for each in graded:
         sources.setdefault(each.row.data_source, []).append(each)
-    return {source: _report(found, k, has_lengths, has_finish) for source, found in sources.items()}
+    return {source: _report(graded, k, has_lengths, has_finish) for source, graded in sources.items()}
 
 
 def default_k(fewest: int) -> list[int]:
@@ -276,11 +278,13 @@ def _place_violations(config: EvaluateConfig) -> list[Violation]:
 
 def _row_violations(config: EvaluateConfig, rows: ResponseSet) -> list[Violation]:
     fewest = min(rows.counts)
-    found = style_violations(config.reward_model, config.custom_reward_function, rows.ids_by_model)
+    violations = style_violations(config.reward_model, config.custom_reward_function, rows.ids_by_model)
     if config.k and max(config.k) > fewest:
         problem = f"{max(config.k)} of {fewest} responses cannot be drawn: so many has the prompt with the fewest"
-        found.append(Violation("k", config.k, problem, f"Write up to {fewest}, or generate more (rollout.n)"))
+        violations.append(Violation("k", config.k, problem, f"Write up to {fewest}, or generate more (rollout.n)"))
     if config.reward.overlong.enable and not rows.has_lengths:
         problem = "the file does not say how long its responses are (response_num_tokens)"
-        found.append(Violation("reward.overlong.enable", True, problem, "Generate it again, or write enable=false"))
-    return found
+        violations.append(
+            Violation("reward.overlong.enable", True, problem, "Generate it again, or write enable=false")
+        )
+    return violations

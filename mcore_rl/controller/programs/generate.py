@@ -83,7 +83,7 @@ def prepare(config: GenerateConfig, platform: Platform) -> tuple[GenerateConfig,
 
 
 def place_violations(config: GenerateConfig) -> list[Violation]:
-    """What keeps ``config.out`` from being written."""
+    """The violations that keep ``config.out`` from being written."""
     if not config.out:
         return []  # generate_violations says so
     out = Path(config.out).expanduser().resolve()
@@ -104,23 +104,23 @@ def logs_beside(out: Path) -> Path:
 async def draw(
     engine: SampleSource, prompts: PromptSet, n: int, sampling: Sampling, report: Callable[[int], None]
 ) -> list[list[Generated]]:
-    """``n`` responses to each of ``prompts``, in their order.  report: is called with the number of tokens of each."""
+    """Samples ``n`` responses to each of ``prompts``, in order.  report: called with each response's token count."""
     rows = [prompts[index] for index in range(len(prompts))]
     places = {row.id: place for place, row in enumerate(rows)}
     assert len(places) == len(rows), "ids name rows"
-    found: list[dict[int, Generated]] = [{} for _ in rows]
+    by_row: list[dict[int, Generated]] = [{} for _ in rows]
     segments = [prompt_segment(row) for row in rows]
     requests = requests_of([Prompt(id=row.id, tokens=row.tokens) for row in rows], n)
     async for sample in engine.generate(requests, sampling):
         place = places[sample.prompt_id]
         made = generated(single_turn(rows[place], segments[place], sample, place))
-        found[place][sample.index] = made
+        by_row[place][sample.index] = made
         report(made.num_tokens)
-    return [[group[index] for index in range(n)] for group in found]
+    return [[group[index] for index in range(n)] for group in by_row]
 
 
 def generated(episode: Episode) -> Generated:
-    """What the file keeps of ``episode``: its texts and lengths, and no tokens."""
+    """The row of ``episode`` in the file: its texts and lengths, without tokens."""
     turns = [
         {"role": ROLES[segment.author], "content": segment.text, "num_tokens": len(segment.tokens)}
         for segment in episode.segments[1:]

@@ -37,7 +37,7 @@ SCORED_AT_ONCE = 1024  # validation conversations
 
 @dataclass(kw_only=True)
 class PreparedSft(PreparedRun):
-    """What ``sft`` knows before a process is started; config: with what follows from other fields."""
+    """What ``sft`` knows before it starts a process.  config: with absolute paths."""
 
     config: SftConfig
     train: ConversationSet
@@ -45,7 +45,7 @@ class PreparedSft(PreparedRun):
 
 
 def prepare(config: SftConfig) -> PreparedSft:
-    """Read what must be read.  Raises ConfigError and kin with everything that keeps the run from starting."""
+    """Reads the model's configuration, the tokenizer and the data.  Raises McoreRLError with every violation found."""
     refuse_if_any(sft_violations(config))
     place, path = Path(config.trainer.default_local_dir).resolve(), Path(config.model.path).resolve()
     config = replace(
@@ -115,7 +115,7 @@ class SftRun(TrainingRun[SftConfig, PreparedSft]):
 
 @asynccontextmanager
 async def open_run(config: SftConfig) -> AsyncIterator[SftRun]:
-    """Within: all processes of the run are up, with the weights to begin with.  After: none is left."""
+    """While open: all processes of the run are up, with their first weights.  Afterwards none is left."""
     prepared = prepare(config)
     config = prepared.config
     platform = detect(config.trainer.device)
@@ -132,7 +132,7 @@ async def open_run(config: SftConfig) -> AsyncIterator[SftRun]:
 
 
 async def train_step(run: SftRun, step: int) -> dict[str, float]:
-    """One step: the next conversations, one optimizer step."""
+    """Trains one optimizer step on the next conversations."""
     prepared = run.prepared
     with run.clock(ACTOR.update_phase):
         rows = prepared.sampler.next(run.config.data.train_batch_size)
@@ -154,7 +154,7 @@ async def _step(batch: TrainBatch, group: TrainGroup) -> dict[str, float]:
 
 
 async def _validate(conversations: ConversationSet, group: TrainGroup) -> dict[str, float]:
-    """Mean over the trained tokens of all of ``conversations``."""
+    """``sft/val_loss``: the mean cross-entropy over the trained tokens of ``conversations``, nats."""
     total, count, number = 0.0, 0, len(conversations)
     for start in range(0, number, SCORED_AT_ONCE):
         chosen = [conversations[index] for index in range(start, min(start + SCORED_AT_ONCE, number))]
@@ -168,7 +168,7 @@ async def _validate(conversations: ConversationSet, group: TrainGroup) -> dict[s
 
 
 def batch_of(conversations: Sequence[Conversation]) -> TrainBatch:
-    """Laid end to end; nothing predicts a first token, so it is not trained."""
+    """Packs ``conversations`` end to end.  Their first tokens are not trained, since nothing predicts them."""
     masks = [torch.tensor(each.mask) for each in conversations]
     for mask in masks:
         mask[0] = False

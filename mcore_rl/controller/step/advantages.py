@@ -1,7 +1,7 @@
-"""From scored sequences to what is trained on: KL, rewards, advantages, correction, over all data-parallel ranks.
+"""Estimates a step's advantages from its scored sequences: KL, rewards, advantages, correction, over all ranks.
 
-Ranks do what needs tokens, each for its own sequences (``algorithms/token_advantages.py``).  What spans all of them,
-groups, whitening, the KL's coefficient and all metrics, is computed here from the statistics of each sequence.
+Ranks compute what needs tokens, each for its own sequences (``algorithms/token_advantages.py``).  What spans all of
+them is computed here, from the statistics of each sequence: groups, whitening, the KL's coefficient and all metrics.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepAdvantages:
-    """What the updates of a step need to know of it.
+    """What the updates of a step need of the estimation.
 
-    advantages: of all sequences, or how those of their tokens are whitened.
+    advantages: the advantage of each sequence, or how those of tokens are whitened.
     trained_S: trained tokens of each sequence, int64.
     metrics: of the whole step.
-    mean_weight: what importance weights are divided by.
-    mean_logprob: of the tokens whose advantages are estimated, nats.
+    mean_weight: the divisor of importance weights.
+    mean_logprob: the mean old log-prob of the tokens whose advantages are estimated, nats.
     """
 
     advantages: BatchAdvantages
@@ -51,21 +51,21 @@ class StepAdvantages:
 async def estimate_step(
     policy: TrainGroup, shared: SharedBatch, groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController
 ) -> StepAdvantages:
-    """Advantages of a step, from the log-probs and values that were scored.
+    """Estimates the advantages of a step from its log-probs and values.
 
-    What is made of tokens stays with ``shared``: a new mask, raw advantages, returns, weights.
-    The KL controller is told of this step's KL after its coefficient was used.
+    Adds the results per token to ``shared``: a new mask, raw advantages, returns, weights.  Uses the coefficient of
+    ``kl``, then updates it with this step's KL.
     """
     ranks = shared.assignment
     outcomes = [groups.outcomes.of(sequences) for sequences in ranks]
     inputs = shared.shard_refs([[sequences] for sequences in ranks], FIELDS, outcomes)
-    found, shards = await policy.compute_advantages(inputs, algorithm, kl.coef)
-    shared.add(ranks, shards, found[0].fields)
-    return combine(shared.in_order(ranks, [each.stats for each in found]), groups, algorithm, kl)
+    of_ranks, shards = await policy.compute_advantages(inputs, algorithm, kl.coef)
+    shared.add(ranks, shards, of_ranks[0].fields)
+    return combine(shared.in_order(ranks, [each.stats for each in of_ranks]), groups, algorithm, kl)
 
 
 def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig, kl: KlController) -> StepAdvantages:
-    """Advantages of a step.  stats: of all sequences, in the order of ``groups``."""
+    """The advantages of a step from ``stats`` of all its sequences, in the order of ``groups``; updates ``kl``."""
     metrics: dict[str, float] = {}
     if algorithm.mask_truncated:
         metrics["dropped/masked_sequences"] = float(groups.outcomes.truncated_S.sum())

@@ -1,4 +1,4 @@
-"""Graded episodes, and the batch that they become: ragged, no padding, one sequence each."""
+"""Assembles graded episodes into a batch: ragged, without padding, one sequence per episode."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mcore_rl.types import TrainBatch
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """All episodes of one step as tensors; made by ``assemble``.
+    """All episodes of one step as tensors; ``assemble`` makes it.
 
-    episodes: prompt by prompt; a sequence of ``batch`` each, in this order.
-    batch: their tokens, masks, the sampler's log-probs, and turn rewards where there are any.
+    episodes: prompt by prompt; each is a sequence of ``batch``, in this order.
+    batch: their tokens, masks, the sampler's log-probs, and turn rewards if there are any.
     group_S: int64, the prompt that each sequence is a sample of.
     outcomes: the score of each sequence, and whether it was cut off.
     """
@@ -33,18 +33,18 @@ class StepBatch:
 
     @property
     def num_trained(self) -> int:
-        """Trained tokens of all sequences."""
+        """The number of trained tokens of all sequences."""
         return int(np.count_nonzero(self.batch.mask_T.numpy()))
 
 
 def assemble(
     episodes: Sequence[Episode], greedy: Sequence[float] | None = None, reward_keys: Sequence[str] = ()
 ) -> StepBatch:
-    """The tokens of all segments, laid end to end; those of trained segments are trained.
+    """Packs the tokens of all segments end to end; those of trained segments are trained.
 
-    greedy: reward of the greedy response to each group's prompt, by group number.
-    reward_keys: parts of the score that advantages are made of (``algorithm.gdpo_reward_keys``).
-    Raises ConfigError: a grader does not name one of ``reward_keys``.
+    greedy: the reward of the greedy response to each group's prompt, by group number; None: the algorithm needs none.
+    reward_keys: the parts of the score from which advantages are computed (``algorithm.gdpo_reward_keys``).
+    Raises ConfigError if a grader does not give one of ``reward_keys``.
     """
     segments = [segment for episode in episodes for segment in episode.segments]
     tokens_T = np.concatenate([segment.tokens for segment in segments])
@@ -77,7 +77,7 @@ def assemble(
 
 
 def _parts(episodes: Sequence[Episode], names: Sequence[str]) -> Tensor:
-    """Each named part of each score, [S, K]; of a response that could not be graded, its score."""
+    """Each named part of each score, [S, K]; for a response that could not be graded, its score in all K."""
     graded = [each for each in episodes if each.graded.error is None]
     missing = {name: each for each in graded for name in names if each.graded.named(name) is None}
     refuse_if_any(
@@ -97,7 +97,7 @@ def _parts(episodes: Sequence[Episode], names: Sequence[str]) -> Tensor:
 
 
 def _turn_rewards(segments: Sequence[Segment]) -> Tensor | None:
-    """[T], each segment's reward at its last token; None where no segment has one."""
+    """[T], each segment's reward at its last token; None if no segment has one."""
     rewarded = [place for place, each in enumerate(segments) if each.reward is not None and len(each.tokens)]
     if not rewarded:
         return None
@@ -108,7 +108,7 @@ def _turn_rewards(segments: Sequence[Segment]) -> Tensor | None:
 
 
 def _pairs(episodes: Sequence[Episode]) -> tuple[int | None, ...] | None:
-    """See ``TrainBatch``.  A minibatch holds whole groups, so a pair of one group is in one minibatch."""
+    """``TrainBatch.pairs_S``.  A minibatch has whole groups, so a pair within a group is in one minibatch."""
     keys = tuple(episode.pair for episode in episodes)
     if not any(key is not None for key in keys):
         return None

@@ -1,8 +1,8 @@
-"""Alarms: runs that go wrong say so while there is still something to save.
+"""Alarms about runs that go wrong, raised while there is still something to save.
 
-Each alarm compares the mean of a metric over the last ``window`` steps with what it was before, so that one bad batch
-raises none.  An alarm is told once, and again after it had ceased.  What was seen before a resume is read back from
-metrics.jsonl; nothing here changes a number of the training.
+Each alarm compares the mean of a metric over the last ``window`` steps with its earlier values, so that one bad batch
+raises none.  An alarm is raised once, and again only after it had ceased.  After a resume, the earlier metrics are read
+from metrics.jsonl.  Alarms change no number of the training.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from statistics import fmean, median
 
 from mcore_rl.config.trainer import GuardConfig
 
-SURE = 5.0  # standard errors of two means' difference: the best of hundreds of windows is far out by chance alone
-NORMAL = 0.954  # median of the difference of two normal values, in standard deviations
+SURE = 5.0  # standard errors of two means' difference: the best of hundreds of windows is far from the mean by chance
+NORMAL = 0.954  # median absolute difference of two normal values, in standard deviations
 
 
 class History:
-    """A metric's values, a step each, and its means over windows."""
+    """The values of a metric, one per step, and its means over windows.
+
+    first, last, best: the mean over the first window, the last one, and the highest mean; nan before the first.
+    """
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -27,7 +30,7 @@ class History:
         self.first = self.last = self.best = math.nan
 
     def add(self, value: float) -> None:
-        """The next step's."""
+        """Adds the value of the next step."""
         self._values.append(value)
         if len(self._values) < self._window:
             return
@@ -38,16 +41,16 @@ class History:
 
     @property
     def error(self) -> float:
-        """Standard error of the difference of two windows' means, from how much one step differs from the next.
+        """The standard error of the difference of two windows' means, from the differences between successive steps.
 
-        By the median, which a fall does not move.
+        It uses their median, which a sudden fall of the metric does not change.
         """
         steps = [abs(after - before) for before, after in pairwise(self._values)]
         return median(steps) / NORMAL * math.sqrt(2 / self._window)
 
 
 class Guards:
-    """What is wrong with a run, from the metrics of its steps."""
+    """Raises the alarms of a run, from the metrics of its steps.  earlier: the metrics before a resume."""
 
     def __init__(self, config: GuardConfig, earlier: Iterable[Mapping[str, float | None]] = ()) -> None:
         self._config = config
@@ -57,20 +60,20 @@ class Guards:
             self.see(metrics)
 
     def see(self, metrics: Mapping[str, float | None]) -> list[str]:
-        """Alarms that this step raises, a sentence each with the remedy."""
+        """Adds the metrics of a step; returns the alarms that it raises, one sentence each with the remedy."""
         if not self._config.window:
             return []
         for key in WATCHED:
             if (value := metrics.get(key)) is not None and math.isfinite(value):
                 self._histories.setdefault(key, History(self._config.window)).add(value)
-        found: list[str] = []
+        alarms: list[str] = []
         for key, alarm in WATCHED.items():
             history = self._histories.get(key)
             said = None if history is None or math.isnan(history.last) else alarm(history, self._config)
             if said is not None and key not in self._told:
-                found.append(said)
+                alarms.append(said)
             (self._told.discard if said is None else self._told.add)(key)
-        return found
+        return alarms
 
 
 def _reward(history: History, config: GuardConfig) -> str | None:

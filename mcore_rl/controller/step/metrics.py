@@ -1,4 +1,4 @@
-"""The numbers of one step, under the names of ``tracking.metrics``."""
+"""Computes the metrics of one step, under the names of ``tracking.metrics``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def sample_metrics(rollouts: RolloutBatch) -> dict[str, float]:
-    """Of episodes and their rewards."""
+    """The metrics of episodes and their rewards."""
     episodes = rollouts.episodes
     rewards = [each.reward for each in episodes]
     lengths = [each.num_response_tokens for each in episodes]
@@ -50,14 +50,14 @@ def _reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def score_metrics(role: Role, scores: SequenceScores | None, num_tokens: int) -> dict[str, float]:
-    """Of the pass of ``role`` over the samples: the mean entropy at ``num_tokens`` trained tokens."""
+    """The metrics of the scoring pass of ``role``: the mean entropy over ``num_tokens`` trained tokens."""
     if scores is None or scores.entropy_S is None:
         return {}
     return {f"{role.name}/entropy": float(scores.entropy_S.sum()) / max(1, num_tokens)}
 
 
 def update_metrics(role: Role, loss: RoleLoss, updated: Updated) -> dict[str, float]:
-    """Of the updates of ``role``; of the routers, those of the policy."""
+    """The metrics of the updates of ``role``; only the policy's include those of its routers."""
     if not updated.results:
         return {}
     routers = {name for result in updated.results for name in result.metrics if name.startswith("router/")}
@@ -78,7 +78,7 @@ def _optimizer_metrics(role: str, updated: Updated) -> dict[str, float]:
 
 
 def memory_metrics(memories: Sequence[Memory], accelerator: bool) -> dict[str, float]:
-    """Of the policy's processes: the highest peak of a device, or on CPU what they hold together."""
+    """The memory of the policy's processes: the highest peak of a device, or on CPU their memory together."""
     if not memories:
         return {}
     if accelerator:
@@ -89,11 +89,11 @@ def memory_metrics(memories: Sequence[Memory], accelerator: bool) -> dict[str, f
 def rates(
     metrics: Mapping[str, float], seconds: Mapping[str, float], num_sequences: int, epochs: int
 ) -> dict[str, float]:
-    """Tokens a second.  seconds: ``time/*`` of the step.  epochs: passes of the policy over the sequences."""
-    found, responses = {}, metrics["response/length_mean"] * num_sequences
+    """Tokens per second.  seconds: ``time/*`` of the step.  epochs: the policy's passes over the sequences."""
+    per_second, responses = {}, metrics["response/length_mean"] * num_sequences
     prompts = metrics["prompt/length_mean"] * num_sequences
     if seconds.get("time/generate"):
-        found["perf/generated_tokens_per_s"] = responses / seconds["time/generate"]
+        per_second["perf/generated_tokens_per_s"] = responses / seconds["time/generate"]
     if seconds.get("time/update_actor"):
-        found["perf/trained_tokens_per_s"] = epochs * (prompts + responses) / seconds["time/update_actor"]
-    return found
+        per_second["perf/trained_tokens_per_s"] = epochs * (prompts + responses) / seconds["time/update_actor"]
+    return per_second

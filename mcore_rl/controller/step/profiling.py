@@ -1,4 +1,4 @@
-"""Traces of chosen steps, one file for each training process."""
+"""Traces chosen steps, one file per training process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mcore_rl.runtime.train_group import TrainGroup
 
 @asynccontextmanager
 async def profiled(groups: Sequence[TrainGroup], step: int, trainer: TrainerConfig) -> AsyncIterator[None]:
-    """Within: where ``trainer.profile_steps`` names the step, every process of ``groups`` is traced.
+    """While active: traces every process of ``groups`` if ``trainer.profile_steps`` names the step.
 
-    After: ``profiles/step_N/ROLE-rank-R.json`` in the run directory.  A step that fails leaves none.
+    On exit, writes ``profiles/step_N/ROLE-rank-R.json`` in the run directory; a step that fails writes none.
     """
     if step not in trainer.profile_steps:
         yield

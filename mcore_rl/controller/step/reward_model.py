@@ -1,7 +1,7 @@
-"""The reward model in a run: conversations in its template, and their scores.
+"""The reward model of a run: encodes conversations in its template, and scores them.
 
 The invariant: a response's score is that of transformers' ``AutoModelForSequenceClassification`` for the same messages,
-or the response has a named error; none is scored in part without being told to (``reward_model.truncation``).
+or the response has a named error.  A conversation is only cut if ``reward_model.truncation`` says so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mcore_rl.rollout.classifier_pool import ClassifierPool
 from mcore_rl.rollout.engine.admission import admit
 
 TOKENIZER = "reward_model.model.tokenizer_path"
-PART = "model"  # of a score, for ``reward/part/model``
+PART = "model"  # the name of a score's part, for ``reward/part/model``
 SAMPLE = "a response"
 
 Messages = Sequence[Mapping[str, Any]]
@@ -37,10 +37,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes of a conversation the tokens that the reward model reads.
+    """Encodes a conversation as the tokens that the reward model reads.
 
-    tokenizer: writes the conversation, in its chat template.
-    pad_token_id: of the model's config.json; None where that names none.
+    tokenizer: has the chat template.
+    pad_token_id: of the model's config.json; None if it has none.
     max_length, truncation: ``reward_model.max_length`` and ``reward_model.truncation``.
     """
 
@@ -50,59 +50,59 @@ class Encoder:
     truncation: Truncation
 
     def text(self, conversation: Messages) -> str:
-        """``conversation`` in the template; raises whatever the template does."""
+        """``conversation`` in the chat template.  Raises whatever the template raises."""
         said = [dict(message) for message in conversation]
         return str(self.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=False))
 
     def tokens(self, conversation: Messages) -> list[int]:
-        """The tokens of ``text``, without padding at the end: transformers takes the score at the last token before it.
+        """The tokens of ``text``, without padding at the end, since transformers reads the score before the padding.
 
-        ValueError: there are more than ``max_length``, and truncation is error.
+        ValueError: there is no token, or there are more than ``max_length`` and truncation is error.
         """
-        found = list(self.tokenizer(self.text(conversation), add_special_tokens=False)["input_ids"])
-        while len(found) > 1 and found[-1] == self.pad_token_id:
-            found.pop()
-        if not found:
+        tokens = list(self.tokenizer(self.text(conversation), add_special_tokens=False)["input_ids"])
+        while len(tokens) > 1 and tokens[-1] == self.pad_token_id:
+            tokens.pop()
+        if not tokens:
             raise ValueError("the reward model's chat template makes no token of the conversation")
-        if len(found) > self.max_length and self.truncation is Truncation.error:
-            problem = f"the conversation has {len(found)} tokens, more than reward_model.max_length={self.max_length}"
+        if len(tokens) > self.max_length and self.truncation is Truncation.error:
+            problem = f"the conversation has {len(tokens)} tokens, more than reward_model.max_length={self.max_length}"
             raise ValueError(f"{problem}. Raise it, or write reward_model.truncation=left")
-        return list(truncated(found, self.max_length, self.truncation)) if len(found) > self.max_length else found
+        return list(truncated(tokens, self.max_length, self.truncation)) if len(tokens) > self.max_length else tokens
 
 
 class RewardModel:
-    """Scores as a grader's, from the engines of a reward model; see docs/rewards.md."""
+    """Scores episodes with the engines of a reward model; its scores are like a grader's.  See docs/rewards.md."""
 
     def __init__(self, encoder: Encoder, engines: ClassifierPool, reward: RewardConfig) -> None:
         self._encoder, self._engines, self._reward = encoder, engines, reward
-        # One thread: a tokenizer is nobody else's meanwhile, and the event loop goes on.
+        # One thread, so that no two threads use the tokenizer, and the event loop is not blocked.
         self._thread = ThreadPoolExecutor(1, "reward-model")
 
     async def score(self, request: RewardRequest) -> Score:
         """The model's score of the conversation ``request.messages``.
 
-        A conversation without a score, or with one that is not finite, is an error as a grader's is; the overlong
-        punishment is added as to a grader's.  DeadEngineError: an engine is gone.
+        If there is no score, or it is not finite, the Score has an error, as for a grader; the overlong penalty is
+        added as for a grader.  DeadEngineError: an engine is gone.
         """
         loop = asyncio.get_running_loop()
-        found: float | Exception
+        value: float | Exception
         try:
             tokens = await loop.run_in_executor(self._thread, self._encoder.tokens, request.messages)
         except Exception as error:  # noqa: BLE001  a template is a program of the user's and may raise anything
-            found = error
+            value = error
         else:
             answer = await self._engines.classify(tokens)
-            found = ValueError(f"vLLM gave no score: {answer}") if isinstance(answer, str) else answer
+            value = ValueError(f"vLLM gave no score: {answer}") if isinstance(answer, str) else answer
 
         def verdict(_: RewardRequest, __: RewardConfig) -> Score:
-            if isinstance(found, Exception):
-                raise found
-            return Score(found, {PART: found})
+            if isinstance(value, Exception):
+                raise value
+            return Score(value, {PART: value})
 
         return grade(request, self._reward, verdict)
 
     def close(self) -> None:
-        """End the thread that encodes.  Whoever started the engines ends them."""
+        """Ends the thread that encodes; the caller that started the engines ends them."""
         self._thread.shutdown(cancel_futures=True)
 
     async def sleep(self) -> None:
@@ -115,48 +115,49 @@ class RewardModel:
 
 
 def prepare_encoder(config: RewardModelConfig, platform: Platform) -> Encoder:
-    """The encoder for the reward model of ``config``, once model and tokenizer are known to work.
+    """Checks the reward model of ``config`` and its tokenizer, and returns its encoder.
 
-    Raises ConfigError with everything found: of ``admit``; of the tokenizer, its chat template and its
-    vocabulary.
+    Raises ConfigError with every violation: those of ``admit``, and of the tokenizer, its chat template and vocabulary.
     """
     directory = Path(config.model.path)
     where = Path(config.model.tokenizer_path or directory)
-    found: list[Violation] = []
+    violations: list[Violation] = []
     vocab_size = tokenizer = None
     try:
         vocab_size = admit(directory, config, platform).vocab_size
     except ConfigError as error:
-        found += error.violations
+        violations += error.violations
     try:
         tokenizer = load_tokenizer(where, trained=False) if directory.is_dir() or config.model.tokenizer_path else None
     except DataError as error:
         for problem in error.problems:
             said, _, remedy = problem.rpartition(". ")
-            found.append(Violation(TOKENIZER, str(where), said, remedy))
+            violations.append(Violation(TOKENIZER, str(where), said, remedy))
     if tokenizer is not None:
-        found += _tokenizer_violations(tokenizer, where, vocab_size)
-    refuse_if_any(found)
+        violations += _tokenizer_violations(tokenizer, where, vocab_size)
+    refuse_if_any(violations)
     assert tokenizer is not None
     pad_token_id = read_config(directory).get("pad_token_id")
     return Encoder(tokenizer, pad_token_id, config.max_model_len, config.truncation)
 
 
 def _tokenizer_violations(tokenizer: PreTrainedTokenizerBase, where: Path, vocab_size: int | None) -> list[Violation]:
-    found = []
+    violations = []
     highest = max(tokenizer.get_vocab().values())
     if vocab_size is not None and highest >= vocab_size:
         problem = f"has token {highest}, and the reward model's vocabulary has {vocab_size}"
-        found.append(Violation(TOKENIZER, str(where), problem, "Name the tokenizer of the reward model"))
+        violations.append(Violation(TOKENIZER, str(where), problem, "Name the tokenizer of the reward model"))
     encoder = Encoder(tokenizer, None, 1, Truncation.left)
     problem = template_problem(encoder, [{"role": "user", "content": "a question"}])
     if problem:
-        found.append(Violation(TOKENIZER, str(where), problem, "Use a chat template of conversations with answers"))
-    return found
+        violations.append(
+            Violation(TOKENIZER, str(where), problem, "Use a chat template of conversations with answers")
+        )
+    return violations
 
 
 def template_problem(encoder: Encoder, messages: Messages) -> str:
-    """Why the template cannot write a response after ``messages``; "" where it can."""
+    """Why the template cannot render a response after ``messages``; "" if it can."""
     try:
         text = encoder.text([*messages, {"role": "assistant", "content": SAMPLE}])
     except Exception as error:  # noqa: BLE001  as above

@@ -1,8 +1,8 @@
-"""Rollout collection: episodes are drawn and graded, each while others are still drawn.
+"""Rollout collection: samples episodes and grades each while others are still being sampled.
 
-Dynamic sampling (arXiv:2503.14476, section 3.2) is here too: groups without signal make room for those of fresh
-prompts, up to a bound; what is still missing then is filled with groups without signal, so that a step is always whole.
-A group has a signal where answers differ in being right, as far as training will see them.
+Dynamic sampling (arXiv:2503.14476, section 3.2) is here, too: groups of fresh prompts replace groups without a signal,
+up to a limit; then groups without a signal fill the step, so that it is always complete.  A group has a signal if some
+of its answers that are trained are right and others wrong.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.protocol import Prompt, SampleSource, Sampling, requests_of
 from mcore_rl.rollout.single_turn import single_turn
 
-CollectProgress = Callable[[int, int], None]  # is told of episodes finished, of episodes in all
-STEPS_APART = 1_000_003  # seeds of neighbouring steps and runs do not meet
+CollectProgress = Callable[[int, int], None]  # receives (episodes finished, episodes in all)
+STEPS_APART = 1_000_003  # so that no step has the seed of a step of another run
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBatch:
-    """What one step collected.
+    """The episodes that one step collected.
 
     episodes: graded, prompt by prompt; ``Episode.group`` counts the prompts from 0.
-    greedy: reward of the greedy response to each prompt, by group number; None where nobody asks for it.
-    num_batches: batches of prompts that were drawn.
-    num_dropped: groups that were drawn and are not trained.
+    greedy: the reward of the greedy response to each prompt, by group number; None if the algorithm needs none.
+    num_batches: the batches of prompts that were sampled.
+    num_dropped: the groups that were sampled but are not trained.
     """
 
     episodes: list[Episode]
@@ -43,7 +43,7 @@ class RolloutBatch:
 
 
 class RolloutCollector:
-    """Draws from ``engine`` as ``run`` says; ``scorer`` grades, or ``reward_model`` where the row asks for it."""
+    """Samples from ``engine`` as ``run`` says; ``scorer`` grades, or ``reward_model`` if the row asks for it."""
 
     def __init__(
         self, engine: SampleSource, scorer: Scorer, run: RunConfig, reward_model: RewardModel | None = None
@@ -53,7 +53,7 @@ class RolloutCollector:
     async def collect(
         self, step: int, next_rows: Callable[[int], list[PromptRow]], progress: CollectProgress
     ) -> RolloutBatch:
-        """The groups of training step ``step``, of rows that ``next_rows(count)`` gives, in their order."""
+        """Collects the groups of training step ``step``, in the order of the rows that ``next_rows(count)`` returns."""
         run = self._run
         kept: list[list[Episode]] = []
         spare: list[list[Episode]] = []
@@ -76,7 +76,7 @@ class RolloutCollector:
         )
 
     async def collect_validation(self, rows: Sequence[PromptRow], progress: CollectProgress) -> list[Episode]:
-        """``rollout.val_kwargs.n`` episodes of each of ``rows``, drawn as validation draws; the same every time."""
+        """``rollout.val_kwargs.n`` episodes of each of ``rows``, sampled as in validation; the seed never changes."""
         draw = self._run.rollout.val_kwargs
         sampling = sampling_of(self._run.rollout, draw, self._run.rollout.seed)
         groups = await self._collect([(row.id, row) for row in rows], draw.n, sampling, progress)
@@ -96,13 +96,13 @@ class RolloutCollector:
     async def _collect_groups(
         self, step: int, batch: int, rows: Sequence[PromptRow], progress: CollectProgress
     ) -> list[list[Episode]]:
-        """The samples of each row, and after them its greedy one where the algorithm needs it.
+        """The samples of each row, and as the last its greedy sample if the algorithm needs one.
 
-        batch: number of this batch of prompts within the step.
+        batch: the number of this batch of prompts within the step.
         """
         rollout = self._run.rollout
         sampling = sampling_of(rollout, rollout, rollout.seed * STEPS_APART + step)
-        # A small data set may give a prompt twice in a step: its place in the step tells the two apart.
+        # A small data set may give a prompt twice in a step: its place in the step distinguishes the two.
         named = [(f"{batch}.{place}/{row.id}", row) for place, row in enumerate(rows)]
         if not self._run.needs_greedy:
             return await self._collect(named, rollout.n, sampling, progress)
@@ -116,13 +116,13 @@ class RolloutCollector:
     async def _collect(
         self, named: Sequence[tuple[str, PromptRow]], n: int, sampling: Sampling, progress: CollectProgress
     ) -> list[list[Episode]]:
-        """``n`` graded episodes of each row, in order; each row comes with the name that it is drawn under."""
+        """``n`` graded episodes of each row, in order.  named: (the prompt id for the engine, the row)."""
         places = {name: place for place, (name, _) in enumerate(named)}
         prompts = [prompt_segment(row) for _, row in named]
         requests = requests_of([Prompt(id=name, tokens=row.tokens) for name, row in named], n)
         graded: list[asyncio.Task[Episode]] = []
         try:
-            async with asyncio.TaskGroup() as grading:  # a reward model that dies ends the drawing, and the reverse
+            async with asyncio.TaskGroup() as grading:  # an error of grading ends the sampling, and the reverse
                 async for sample in self.engine.generate(requests, sampling):
                     place = places[sample.prompt_id]
                     episode = single_turn(named[place][1], prompts[place], sample, place)
@@ -144,9 +144,9 @@ class RolloutCollector:
 
 
 def filter_score(episode: Episode, metric: FilterMetric) -> float:
-    """What must differ within a group: whether the answer is right, or where nobody says it what it earned.
+    """The value that must differ within a group: whether the answer is right, else the reward.
 
-    The overlong penalty is left out: it differs within any group of long responses, right or wrong.
+    It excludes the overlong penalty, which differs within any group of long responses, right or wrong.
     """
     score = episode.graded
     if metric is FilterMetric.acc and score.correct is not None:
@@ -155,10 +155,10 @@ def filter_score(episode: Episode, metric: FilterMetric) -> float:
 
 
 def sampling_of(rollout: RolloutConfig, draw: RolloutConfig | ValidationConfig, seed: int) -> Sampling:
-    """How an engine draws.
+    """The sampling parameters for an engine.
 
-    rollout: says what ends a response.  draw: says the distribution; training's is ``rollout`` itself.  seed: of all
-    draws.
+    rollout: what ends a response.  draw: the distribution; for training it is ``rollout`` itself.  seed: of the
+    sampling.
     """
     return Sampling(
         max_tokens=rollout.max_response_length,

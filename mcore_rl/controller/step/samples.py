@@ -1,4 +1,4 @@
-"""What is kept of each episode, to be read by people: rows of ``rollouts/`` and ``validation/``."""
+"""Makes the rows of ``rollouts/`` and ``validation/``, which record each episode for people to read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_rl.episodes import Episode, Segment
 
 
 def sample_rows(step: int, episodes: Sequence[Episode], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """One row an episode; more than a prompt and an answer, or turn rewards, have a column ``segments`` beside it."""
+    """One row per episode; an episode of several turns, or with turn rewards, also has a column ``segments``."""
     prompts = {
         tokens: str(tokenizer.decode(np.asarray(tokens), skip_special_tokens=True))
         for tokens in dict.fromkeys(episode.row.tokens for episode in episodes)

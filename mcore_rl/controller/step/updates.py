@@ -1,7 +1,7 @@
-"""A role of a step: its log-probs or values over all data-parallel ranks, and its updates minibatch by minibatch.
+"""Scores and updates a role in a step: log-probs or values over all data-parallel ranks, and minibatch updates.
 
-The batch lies in Ray's store (``runtime/shared_batch.py``), balanced by tokens over data-parallel ranks.  What a sum is
-divided by is counted here, over the whole minibatch, before anything is sent.
+The batch is in Ray's store (``runtime/shared_batch.py``), balanced by tokens over data-parallel ranks.  The divisors of
+the losses' sums are counted here, over the whole minibatch, before anything is sent.
 """
 
 from __future__ import annotations
@@ -32,12 +32,18 @@ from mcore_rl.runtime.train_worker import SequenceAdvantages, SequencesInStep
 from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
 
 TOKENS = ("tokens_T", "mask_T")
-SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T")  # what the keys of selected tokens are made of
+SELECTION = (*TOKENS, "old_logprobs_T", "advantages_T")  # the fields from which the keys of selection are computed
 
 
 @dataclass
 class Updated:
-    """Of one role in one step.  results: of each minibatch.  trained: its trained tokens.  memories: of the ranks."""
+    """The updates of one role in one step.
+
+    results: one per minibatch.
+    memories: the memory use of each rank.
+    trained: the trained tokens of each minibatch.
+    imbalance: tokens of the busiest rank divided by the mean of the ranks, of the worst minibatch.
+    """
 
     results: list[StepResult] = field(default_factory=list)
     memories: list[Memory] = field(default_factory=list)
@@ -46,14 +52,14 @@ class Updated:
 
     @property
     def sums(self) -> UpdateSums:
-        """What the loss said in them."""
+        """The metrics that the loss reported."""
         return UpdateSums([result.metrics for result in self.results], self.trained)
 
 
 def send(group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[int]]) -> SharedBatch:
-    """``batch`` to where workers read it, each sequence to the rank that trains it in ``minibatches``.
+    """Puts ``batch`` into Ray's store, and assigns each sequence to the rank that trains it first in ``minibatches``.
 
-    minibatches: ``group``'s.  Every sequence appears once in the first pass; repeats are of later passes.
+    minibatches: those of ``group``.  Every sequence appears once in the first epoch; repeats are later epochs.
     """
     assignment: list[list[int]] = [[] for _ in range(group.layout.dp)]
     seen: set[int] = set()
@@ -69,7 +75,7 @@ def send(group: TrainGroup, batch: TrainBatch, minibatches: Sequence[Sequence[in
 
 
 def _together(assignment: Sequence[Sequence[int]], neighbours: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The sequences of the ranks that share a machine: their shard travels there once, and all of them read it."""
+    """The sequences of each group of ``neighbours``, ranks that share a machine: one shard for all of them."""
     return [[sequence for rank in ranks for sequence in assignment[rank]] for ranks in neighbours]
 
 
@@ -82,26 +88,30 @@ async def score(
     with_entropy: bool = False,
     snapshot: str | None = None,
 ) -> SequenceScores:
-    """What the role's model says of every token, which stays with the batch as ``field``; sums of each sequence."""
+    """Computes the log-probs or values of every token, and adds them to the batch as ``field``.
+
+    snapshot: the name of the weights to score with; None is the live weights.  Returns sums per sequence.
+    """
     ranks, dp = shared.assignment, group.layout.dp
     if len(ranks) != dp:
         ranks = balance(shared.lengths_S, dp)
     inputs = shared.shard_refs([[members] for members in ranks], TOKENS, [None] * dp)
-    found, shards = await group.score(
+    sums, shards = await group.score(
         inputs, field, temperature=temperature, with_entropy=with_entropy, snapshot=snapshot
     )
     shared.add(ranks, shards, [field])
-    return shared.in_order(ranks, found)
+    return shared.in_order(ranks, sums)
 
 
 async def score_role(role: Role, group: TrainGroup, shared: SharedBatch, temperature: float) -> SequenceScores | None:
-    """The passes of ``role`` over the samples: the fields that it makes, and those that its frozen copy makes.
+    """Runs the scoring passes of ``role``, which fill the fields that it and its frozen copy make.
 
-    group: whose processes it uses.  temperature: of the distribution that was sampled from.  None: it makes none.
+    group: the workers that it runs on.  temperature: of the sampling.  Returns sums per sequence; None if ``role``
+    makes no fields.
     """
-    found = None
+    scores = None
     if role.makes:
-        found = await score(
+        scores = await score(
             group,
             shared,
             role.makes[0],
@@ -111,11 +121,11 @@ async def score_role(role: Role, group: TrainGroup, shared: SharedBatch, tempera
         )
     if role.copy_makes is not None:
         await score(group, shared, role.copy_makes, temperature=temperature, snapshot=role.snapshot)
-    return found
+    return scores
 
 
 def fields_read(role: Role, rows: Sequence[Role]) -> tuple[str, ...]:
-    """What the loss of ``role`` is given, of what is there.  rows: of the run."""
+    """The fields that the loss of ``role`` may receive.  rows: the roles of the run."""
     of_others = [name for other in rows if role.name in other.read_by for name in other.makes]
     return tuple(dict.fromkeys((*TOKENS, *role.reads, *of_others)))
 
@@ -133,12 +143,13 @@ async def update(
     reference: str | None = None,
     seed: int = 0,
 ) -> Updated:
-    """One optimizer step for each of ``minibatches``, lists of sequences; all in one call of the workers.
+    """Takes one optimizer step for each of ``minibatches``, lists of sequences, in one call of the workers.
 
-    One in which nothing is trained is left out.
-    reads: the fields that the loss is given, of what is there.
-    reference: the snapshot to which a full KL is taken.
-    seed: of what the loss draws.
+    A minibatch without trained tokens is skipped.
+
+    reads: the fields that the loss receives, if the batch has them.
+    reference: the snapshot to which a full KL is computed.
+    seed: of the loss's random draws.
     """
     minibatches = [members for members in minibatches if int(step.trained_S[list(members)].sum())]
     if not minibatches:
@@ -152,7 +163,7 @@ async def update(
         numbers = await _select_tokens(group, shared, loss.config, step, numbers, seed)
     payloads: list[SequenceAdvantages] = [[None] * len(minibatches)] * len(batches)
     if "advantages_T" in reads and step.advantages.advantages_S is not None:
-        advantages_S = step.advantages.advantages_S.numpy()  # pickled sooner than tensors
+        advantages_S = step.advantages.advantages_S.numpy()  # pickled faster than tensors
         payloads = [[advantages_S[sequences] for sequences in of_rank] for of_rank in batches]
     done = await group.train(
         shared.shard_refs(batches, reads, payloads),
@@ -174,7 +185,7 @@ async def update(
 async def _select_tokens(
     group: TrainGroup, shared: SharedBatch, config: ActorConfig, step: StepAdvantages, numbers: StepNumbers, seed: int
 ) -> StepNumbers:
-    """``numbers``, with the threshold of a loss that selects tokens; their keys stay with ``shared``."""
+    """``numbers`` with the threshold, if the loss selects tokens; adds the tokens' keys to ``shared``."""
     count, spread = num_selected(config, int(step.trained_S.sum())), step.advantages.spread
     if not count:
         return numbers
@@ -192,7 +203,7 @@ async def _select_tokens(
 
 
 async def update_alone(group: TrainGroup, batch: TrainBatch, loss: CrossEntropy) -> StepResult:
-    """One optimizer step on all of ``batch``, which needs nothing besides; a mean over trained tokens."""
+    """Takes one optimizer step on all of ``batch``, with the mean loss over trained tokens; no scoring is needed."""
     members = list(range(len(batch.lengths_S)))
     shared = send(group, batch, [members])
     counts = Denominators(
@@ -205,7 +216,7 @@ async def update_alone(group: TrainGroup, batch: TrainBatch, loss: CrossEntropy)
 
 
 def _shards(batch: TrainBatch | SharedBatch, members: Sequence[int], dp: int) -> list[list[int]]:
-    """Of ``members``, those of each data-parallel rank; a pair is one rank's."""
+    """Divides ``members`` over the data-parallel ranks, balanced by tokens; a pair stays on one rank."""
     lengths = [batch.lengths_S[index] for index in members]
     if batch.pairs_S is None:
         shards = balance(lengths, dp)
@@ -226,18 +237,18 @@ def _counts(lengths_S: Sequence[int], trained_S: Tensor, members: Sequence[int],
 def minibatches(group_S: Tensor, config: TrainedConfig, num_prompts: int, seed: int) -> list[list[int]]:
     """The sequences of each optimizer step: ``ppo_mini_batch_size`` prompts with all of their samples.
 
-    group_S: the prompt of each sequence, 0 to ``num_prompts - 1``.  The first pass goes in the order of the prompts,
-    later ones in orders drawn from ``seed``.
+    group_S: the prompt of each sequence, 0 to ``num_prompts - 1``.  The first epoch takes the prompts in order; later
+    ones, with ``config.shuffle``, in orders drawn from ``seed``.
     """
     members: list[list[int]] = [[] for _ in range(num_prompts)]
     for sequence, group in enumerate(group_S.tolist()):
         members[group].append(sequence)
-    generator, found = torch.Generator().manual_seed(seed), []
+    generator, batches = torch.Generator().manual_seed(seed), []
     for epoch in range(config.ppo_epochs):
         order = list(range(num_prompts))
         if epoch and config.shuffle:
             order = torch.randperm(num_prompts, generator=generator).tolist()
         for start in range(0, num_prompts, config.ppo_mini_batch_size):
             chosen = order[start : start + config.ppo_mini_batch_size]
-            found.append([sequence for group in chosen for sequence in members[group]])
-    return found
+            batches.append([sequence for group in chosen for sequence in members[group]])
+    return batches

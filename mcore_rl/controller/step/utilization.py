@@ -1,4 +1,4 @@
-"""How much of what the devices could do a step's models needed: TFLOP, TFLOP/s of a device, MFU."""
+"""How well a step used the devices: TFLOP of its models, TFLOP/s per device, and MFU, the share of the peak."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PHASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """What one model does with the sequences of a step.  trained: a half where half of them were."""
+    """How often one model scores and trains the sequences of a step; 0.5 if it does so with half of them."""
 
     model: ModelConfig
     scored: float
@@ -32,36 +32,36 @@ class Passes:
 
 
 def tflop(lengths_S: Sequence[int], passes: Sequence[Passes]) -> dict[str, float]:
-    """``perf/tflop_*`` of a step over sequences of ``lengths_S`` tokens; without what was not done at all."""
+    """``perf/tflop_*`` of a step over sequences of ``lengths_S`` tokens, without the kinds of pass that did not run."""
     scored = sum(each.scored * forward_flops(each.model, lengths_S, head=each.head) for each in passes)
     trained = sum(each.trained * train_flops(each.model, lengths_S, head=each.head) for each in passes)
-    found = {"perf/tflop_updates": trained / TERA, "perf/tflop_logprobs": scored / TERA}
-    return {key: value for key, value in found.items() if value}
+    tflops = {"perf/tflop_updates": trained / TERA, "perf/tflop_logprobs": scored / TERA}
+    return {key: value for key, value in tflops.items() if value}
 
 
 def utilization(
     metrics: Mapping[str, float], seconds: Mapping[str, float], num_devices: int, peak: float | None
 ) -> dict[str, float]:
-    """``perf/tflops_per_device*``, and ``perf/mfu*`` where the ``peak`` of a device is known, TFLOP/s.
+    """``perf/tflops_per_device*``, and ``perf/mfu*`` if the ``peak`` of a device, TFLOP/s, is known.
 
-    metrics: with what ``tflop`` found.  seconds: ``time/*`` of the step: phases as the controller sees them, with the
-    moving of data and the waiting in them.  num_devices: of the trainer; on CPU, processes.
+    metrics: includes the result of ``tflop``.  seconds: ``time/*`` of the step, as the controller measures phases,
+    including data transfer and waiting.  num_devices: of the trainer; on CPU, processes.
     """
-    found = {}
+    rates = {}
     for name, phases in PHASES.items():
         needed, spent = metrics.get(f"perf/tflop_{name}"), sum(seconds.get(f"time/{phase}", 0.0) for phase in phases)
         if not needed or not spent:
             continue
         ending = "" if name == "updates" else f"_{name}"
         rate = needed / spent / num_devices
-        found[f"perf/tflops_per_device{ending}"] = rate
+        rates[f"perf/tflops_per_device{ending}"] = rate
         if peak is not None:
-            found[f"perf/mfu{ending}"] = rate / peak
-    return found
+            rates[f"perf/mfu{ending}"] = rate / peak
+    return rates
 
 
 def device_peak(trainer: TrainerConfig, precision: Precision, platform: Platform) -> float | None:
-    """TFLOP/s: what ``trainer.device_peak_tflops`` states, else the data sheet's; None where neither says."""
+    """The peak of a device, TFLOP/s: ``trainer.device_peak_tflops``, else its data sheet's; None if it is unknown."""
     if trainer.device_peak_tflops is not None:
         return trainer.device_peak_tflops
     return peak_tflops(platform.device_name, precision)

@@ -1,4 +1,4 @@
-"""Validation: every prompt of the validation files, drawn as validation draws, graded, and counted by data source."""
+"""Validation: samples every prompt of the validation files, grades the answers, and averages by data source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore_rl.episodes import Episode
 async def validate(
     collector: RolloutCollector, prompts: PromptSet, batch_size: int | None, progress: CollectProgress
 ) -> tuple[dict[str, float], list[Episode]]:
-    """``val/*`` metrics, and the episodes that they are of.  batch_size: prompts drawn at a time; None is all."""
+    """(``val/*`` metrics, their episodes).  batch_size: prompts sampled at a time; None is all."""
     count = len(prompts)
     episodes: list[Episode] = []
     size = count if batch_size is None else batch_size
@@ -28,7 +28,7 @@ async def validate(
 
 
 def validation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means over the episodes of each data source; accuracy where its grader knows it."""
+    """Means over the episodes of each data source; accuracy only if its grader judges answers."""
     by_source: dict[str, list[Episode]] = defaultdict(list)
     for episode in episodes:
         by_source[episode.row.data_source].append(episode)
@@ -47,9 +47,9 @@ def validation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def overall(metrics: dict[str, float]) -> float | None:
-    """One number to compare validations by: the mean accuracy over data sources, or reward where there is none."""
+    """The number by which validations are compared: the mean accuracy over data sources, else the mean reward."""
     for name in ("accuracy", "reward"):
-        found = [value for key, value in metrics.items() if key.startswith("val/") and key.endswith(f"/{name}")]
-        if found:
-            return fmean(found)
+        values = [value for key, value in metrics.items() if key.startswith("val/") and key.endswith(f"/{name}")]
+        if values:
+            return fmean(values)
     return None

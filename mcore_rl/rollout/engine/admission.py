@@ -1,8 +1,8 @@
-"""May an engine start?  All that is wrong, from the configuration, ``config.json`` and the headers of the weights.
+"""Checks whether an engine may start, from the configuration, ``config.json`` and the headers of the weights.
 
-An engine takes seconds to minutes to start and then fails in a process of its own; almost everything a user can get
-wrong is known before.  ``admit`` is asked where a run is prepared, before any process is started, and by
-``start_engine`` on the machine that the engine runs on, which may lack the files.
+An engine takes seconds to minutes to start, and then fails in a process of its own; almost every mistake of a user can
+be seen before.  The preparation of a run calls ``admit`` before any process is started; ``start_engine`` calls it again
+on the engine's machine, which may lack the files.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mcore_rl.rollout.engine.serving_checks import demand_tested_vllm, engine_vi
 
 
 def admit(directory: Path, config: ServingConfig, platform: Platform) -> ModelConfig:
-    """Return the model in ``directory``, if an engine of ``config`` can run it on ``platform``.
+    """Returns the model in ``directory`` if an engine of ``config`` can run it on ``platform``.
 
-    config: a RolloutConfig's engine draws, a RewardModelConfig's classifies.
+    config: a RolloutConfig's engine generates, a RewardModelConfig's engine classifies.
 
-    Raises RolloutError: a vLLM that was not tested.  CheckpointError: no config.json that can be read.  ConfigError
-    with everything found: a family or a field that is not supported; values, lengths or a layout that cannot be;
-    weights and KV cache that do not fit the memory share.
+    Raises RolloutError: an untested version of vLLM.  CheckpointError: no readable config.json.  ConfigError with every
+    violation: a family or a field that is not supported; impossible values, lengths or layouts; weights and KV cache
+    that do not fit the memory share.
     """
     demand_tested_vllm()
     if isinstance(config, RolloutConfig):
@@ -41,13 +41,13 @@ def _language_model(directory: Path, rollout: RolloutConfig, platform: Platform)
     config = read_config(directory)
     refuse_if_any(rollout_config_violations(rollout))
     _, model = model_of(config)
-    found = engine_violations(model, rollout, platform) + context_violations(model, rollout)
+    violations = engine_violations(model, rollout, platform) + context_violations(model, rollout)
     if rollout.stop and not has_tokenizer(directory):
         problem = f"{directory} has no tokenizer, so that responses have no text"
-        found.append(Violation("rollout.stop", rollout.stop, problem, "Write rollout.stop_token_ids"))
+        violations.append(Violation("rollout.stop", rollout.stop, problem, "Write rollout.stop_token_ids"))
     if rollout.return_routed_experts and (model.moe is None or not platform.is_accelerator):
         problem = "the model has no experts" if model.moe is None else "vLLM records routing on accelerators only"
         remedy = "Write rollout.return_routed_experts=false"
-        found.append(Violation("rollout.return_routed_experts", True, problem, remedy))
-    refuse_if_any(found + memory_violations(directory, rollout, platform))
+        violations.append(Violation("rollout.return_routed_experts", True, problem, remedy))
+    refuse_if_any(violations + memory_violations(directory, rollout, platform))
     return model

@@ -1,7 +1,7 @@
-"""Reward models that an engine runs: which checkpoints are one, and what is refused before its processes start.
+"""Recognises the checkpoint of a reward model, and refuses what an engine cannot run before its processes start.
 
-A reward model is a decoder of one of the families with a head that gives one number in place of logits.  Its number for
-a text is that of the last token, as in transformers' ``AutoModelForSequenceClassification``.
+A reward model is a decoder of one of the families whose head gives one number instead of logits.  The score of a text
+is the number at its last token, as in transformers' ``AutoModelForSequenceClassification``.
 """
 
 from __future__ import annotations
@@ -24,44 +24,43 @@ from mcore_rl.rollout.engine.serving_checks import engine_violations, memory_vio
 PATH = "reward_model.model.path"
 LANGUAGE, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 REWARD = "Qwen2ForRewardModel"  # Qwen2.5-Math-RM's: its head has two layers (qwen2_rm.py in vLLM 0.32)
-DEFAULT_LABELS = 2  # transformers', where config.json says nothing
+DEFAULT_LABELS = 2  # transformers' default, if config.json does not say
 
 
 def classifier_model(directory: Path, config: RewardModelConfig, platform: Platform) -> ModelConfig:
-    """Return the decoder of the reward model in ``directory``, if an engine of ``config`` can run it on ``platform``.
+    """Returns the decoder of the reward model in ``directory`` if an engine of ``config`` can run it on ``platform``.
 
-    Raises ConfigError with everything found: no checkpoint, no architecture that is known, no head of one label, a
-    field that is not supported, lengths or a layout that cannot be, weights and KV cache that do not fit the memory
-    share.
+    Raises ConfigError with every violation: no checkpoint, an unknown architecture, no head with one label, a field
+    that is not supported, impossible lengths or layouts, weights and KV cache that do not fit the memory share.
     """
-    found = reward_model_violations(config)
+    violations = reward_model_violations(config)
     try:
         values = read_config(directory)
     except CheckpointError as error:
-        raise ConfigError([*found, *_unreadable(directory, error)]) from error
+        raise ConfigError([*violations, *_unreadable(directory, error)]) from error
     architecture = _architecture(values)
-    found += _architecture_violations(values, architecture)
+    violations += _architecture_violations(values, architecture)
     model = None
     if architecture is not None:
         try:
             _, model = model_of(values | {"architectures": [_decoder(architecture)]})
         except ConfigError as error:
-            found += [replace(each, key=f"{PATH}: {each.key}") for each in error.violations]
+            violations += [replace(each, key=f"{PATH}: {each.key}") for each in error.violations]
     try:
         if model is not None and architecture is not None:
-            found += _head_violations(directory, architecture, model.hidden_size)
-            found += [_of_reward_model(each) for each in engine_violations(model, config, platform)]
-            found += _context_violations(model, config)
-            found += [_of_reward_model(each) for each in memory_violations(directory, config, platform)]
+            violations += _head_violations(directory, architecture, model.hidden_size)
+            violations += [_of_reward_model(each) for each in engine_violations(model, config, platform)]
+            violations += _context_violations(model, config)
+            violations += [_of_reward_model(each) for each in memory_violations(directory, config, platform)]
     except CheckpointError as error:
-        found += _unreadable(directory, error)
-    refuse_if_any(found)
+        violations += _unreadable(directory, error)
+    refuse_if_any(violations)
     assert model is not None
     return model
 
 
 def _architecture(values: Mapping[str, Any]) -> str | None:
-    """Of a reward model that vLLM has; None where it is something else."""
+    """The architecture in config.json's ``values`` if it is of a reward model that vLLM can run; else None."""
     names = values.get("architectures")
     known = [_scoring(name) for family in FAMILIES.values() for name in family.architectures]
     return next((name for name in [*known, REWARD] if names == [name]), None)
@@ -77,7 +76,7 @@ def _decoder(architecture: str) -> str:
 
 
 def _architecture_violations(values: Mapping[str, Any], architecture: str | None) -> list[Violation]:
-    """Not a reward model, or one of more than one label."""
+    """Refuses a checkpoint that is not of a reward model, or that has more than one label."""
     if architecture is None:
         known = ", ".join([*(_scoring(name) for each in FAMILIES.values() for name in each.architectures), REWARD])
         names = values.get("architectures")
@@ -86,7 +85,7 @@ def _architecture_violations(values: Mapping[str, Any], architecture: str | None
         remedy = f"Name a checkpoint of one of {known}"
         return [Violation(f"{PATH}: config.json: architectures", names, problem, remedy)]
     if architecture == REWARD:
-        return []  # vLLM knows how many it has
+        return []  # vLLM fixes the number of its labels
     named = values.get("id2label")
     labels = len(named) if isinstance(named, dict) else values.get("num_labels", DEFAULT_LABELS)
     if labels == 1:
@@ -97,7 +96,7 @@ def _architecture_violations(values: Mapping[str, Any], architecture: str | None
 
 
 def _head_violations(directory: Path, architecture: str, hidden_size: int) -> list[Violation]:
-    """vLLM's loader says nothing of a head that is missing, and takes a bias that transformers ignores."""
+    """Refuses a wrong head: vLLM's loader does not notice a missing one, and loads a bias that transformers ignores."""
     wanted: dict[str, tuple[int, ...]] = {"score.weight": (1, hidden_size)}
     if architecture == REWARD:
         inner = {"score.0.weight": (hidden_size, hidden_size), "score.0.bias": (hidden_size,)}
@@ -114,28 +113,30 @@ def _head_violations(directory: Path, architecture: str, hidden_size: int) -> li
 
 def _context_violations(model: ModelConfig, config: RewardModelConfig) -> list[Violation]:
     limit = min(model.max_position_embeddings, yarn_reach(model) or model.max_position_embeddings)
-    length, found = config.max_model_len, []
+    length, violations = config.max_model_len, []
     if length > limit:
         problem = f"exceeds the {limit} tokens that the reward model reads"
         remedy = f"Write up to {limit}, with reward_model.truncation=left where conversations are longer"
-        found.append(Violation("reward_model.max_length", length, problem, remedy))
+        violations.append(Violation("reward_model.max_length", length, problem, remedy))
     least = kv_bytes_per_token(model, config) * length
     if config.kv_cache_memory_bytes is not None and config.kv_cache_memory_bytes < least:
         problem = f"does not hold one conversation of {length} tokens, which takes {least}"
         remedy = f"Write {least} times the conversations that shall be scored at once, or lower reward_model.max_length"
-        found.append(Violation("reward_model.kv_cache_memory_bytes", config.kv_cache_memory_bytes, problem, remedy))
-    return found
+        violations.append(
+            Violation("reward_model.kv_cache_memory_bytes", config.kv_cache_memory_bytes, problem, remedy)
+        )
+    return violations
 
 
 def _of_reward_model(violation: Violation) -> Violation:
-    """Rewrite a violation of a ``rollout.*`` key as one of ``reward_model.*``."""
+    """Rewrites a violation of a ``rollout.*`` key as one of ``reward_model.*``."""
     said = (text.replace("rollout.", "reward_model.") for text in (violation.problem, violation.remedy))
     return Violation(violation.key.replace("rollout.", "reward_model."), violation.value, *said)
 
 
 def _unreadable(directory: Path, error: CheckpointError) -> list[Violation]:
-    found = []
+    violations = []
     for problem in error.problems:
         said, _, remedy = problem.rpartition(". ")
-        found.append(Violation(PATH, str(directory), said, remedy))
-    return found
+        violations.append(Violation(PATH, str(directory), said, remedy))
+    return violations

@@ -1,7 +1,7 @@
-"""How vLLM is started on each platform: environment variables and engine arguments, in one place.
+"""The environment variables and engine arguments with which vLLM is started on each platform.
 
-Everything that differs between CPU, CUDA and ROCm, or that answers to a peculiarity of vLLM 0.32, is here.  Nothing
-here starts a process or imports vLLM.
+Every difference between CPU, CUDA and ROCm, and every workaround for vLLM 0.32, is here.  Nothing here starts a process
+or imports vLLM.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ def engine_environment(
     device_ids: Sequence[str] | None = None,
     scratch: Path | None = None,
 ) -> dict[str, str | None]:
-    """Environment variables that the process of one engine must be started with; None: the variable is unset.
+    """The environment variables with which the process of one engine must be started; None: unset the variable.
 
     Args:
-        cores: that the engine computes on, CPU only; each rank's OpenMP threads are bound to its share of them, and
-            ranks share where there are fewer cores than ranks.
+        platform, config: the engine's.
+        cores: the cores that the engine computes on, CPU only; each rank's OpenMP threads are bound to its share of
+            them, and ranks share cores if there are fewer cores than ranks.
         device_ids: the accelerators that it sees; None leaves the masks alone.
-        scratch: the folder of the sockets that vLLM's processes meet at, which vLLM does not remove where it is
-            killed; None: the folder for temporary files.
+        scratch: the folder for the sockets of vLLM's processes, which a killed vLLM does not remove; None: the folder
+            for temporary files.
     """
-    environment: dict[str, str | None] = dict.fromkeys(secret_names())  # so its log has none
+    environment: dict[str, str | None] = dict.fromkeys(secret_names())  # unset, so that the engine's log has none
     environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     if scratch is not None:
         environment["VLLM_RPC_BASE_PATH"] = str(scratch)
@@ -53,19 +54,19 @@ def engine_environment(
         return environment
     shares = core_shares(cores, config.tp)
     return environment | consistent_environment(platform.kind, ()) | UNCOMPILED | {
-        # One rank runs in the process of vLLM's EngineCore itself: the platform would give it one more, and an import
-        # of vLLM (platforms/cpu.py, check_and_update_config).
+        # With one rank, it runs in the process of vLLM's EngineCore; the platform would start another process for it,
+        # which imports vLLM once more (platforms/cpu.py, check_and_update_config).
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if config.tp > 1 else "0",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
         "OMP_NUM_THREADS": str(len(shares[0])),
         "VLLM_CPU_KVCACHE_SPACE": None,  # it would overrule kv_cache_memory_bytes
-        # The CPU kernels of latent attention want dimensions that small models do not have.
+        # The CPU kernels of latent attention require dimensions that small models do not have.
         "VLLM_MLA_DISABLE": "1",
     }  # fmt: skip
 
 
 def core_shares(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-    """Split ``cores`` evenly over ``ranks``, in order; each rank gets one at least, shared where there are too few."""
+    """Splits ``cores`` evenly over ``ranks``, in order; each rank gets at least one, shared if there are too few."""
     assert cores, "an engine computes somewhere"
     if len(cores) < ranks:
         return [(cores[rank % len(cores)],) for rank in range(ranks)]
@@ -76,9 +77,10 @@ def core_shares(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
 def engine_arguments(
     directory: Path, config: ServingConfig, model: ModelConfig, platform: Platform, extension: str | None
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's ``AsyncEngineArgs`` for ``directory``, a Hugging Face checkpoint.
+    """The keyword arguments of vLLM's ``AsyncEngineArgs`` for ``directory``, a Hugging Face checkpoint.
 
-    extension: dotted name of the class whose methods vLLM's workers get (``worker_extension_cls``).
+    model: the model in ``directory``.  extension: dotted name of the class whose methods are added to vLLM's workers
+    (``worker_extension_cls``); None is none.
     """
     layout = config.layout
     arguments: dict[str, Any] = dict(
@@ -96,17 +98,17 @@ def engine_arguments(
         enable_prefix_caching=config.enable_prefix_caching,
         enforce_eager=config.enforce_eager,
         enable_sleep_mode=config.enable_sleep_mode and platform.is_accelerator,
-        generation_config="vllm",  # sampling is what we say; what the checkpoint recommends is for chat
+        generation_config="vllm",  # take sampling from the request only; the checkpoint's defaults are for chat
         disable_log_stats=True,
         worker_extension_cls=extension or "",
     )
     if isinstance(config, RolloutConfig):
         arguments["enable_return_routed_experts"] = config.return_routed_experts
-        # Of the distribution that tokens are drawn from, not of the raw logits, which is vLLM's default.
+        # Log-probs of the distribution that tokens are drawn from, not of the raw logits as by vLLM's default.
         arguments["logprobs_mode"] = "processed_logprobs"
     if isinstance(config, RewardModelConfig):
-        # Said, because files of other tools in the directory (modules.json) may say otherwise.  The last token's score
-        # as the head gives it: vLLM's default is its sigmoid (ClassifierPoolerHead, 0.32).
+        # Explicit, because files of other tools in the directory (modules.json) may change it.  The raw score of the
+        # last token: vLLM's default is its sigmoid (ClassifierPoolerHead, 0.32).
         pooler = {"seq_pooling_type": "LAST", "use_activation": False}
         arguments |= dict(runner="pooling", convert="classify", pooler_config=pooler)
     if layout.tp > 1:
@@ -114,26 +116,26 @@ def engine_arguments(
     if not platform.is_accelerator:
         arguments |= _on_cpu(config, model)
     if model.moe is not None and model.moe.expert_bias:
-        # vLLM's DeepSeek builds and loads the bias only where config.json has this field, which transformers 5 leaves
-        # out (deepseek_v2.py, 0.32: topk_method).
+        # vLLM's DeepSeek builds and loads the bias only if config.json has this field, which transformers 5 leaves out
+        # (deepseek_v2.py, 0.32: topk_method).
         arguments["hf_overrides"] = {"topk_method": "noaux_tc", "scoring_func": model.moe.score.value}
     return arguments
 
 
 def _on_cpu(config: ServingConfig, model: ModelConfig) -> dict[str, Any]:
     wanted = config.max_num_batched_tokens or CPU_BATCHED_TOKENS
-    found: dict[str, Any] = dict(
+    arguments: dict[str, Any] = dict(
         kv_cache_memory_bytes=config.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES,
-        enforce_eager=True,  # and with it no warm-up; see UNCOMPILED
-        # A prompt cut over two steps has vLLM turn the generator of its seed back, which ends the engine: "CPU
-        # Generator does not use offset" (gpu_model_runner.py, 0.32, _bookkeeping_sync).  So every prompt fits one step.
+        enforce_eager=True,  # and therefore no warm-up; see UNCOMPILED
+        # For a prompt that is split over two steps, vLLM rewinds the seed's generator, which kills the engine on CPU:
+        # "CPU Generator does not use offset" (gpu_model_runner.py, 0.32, _bookkeeping_sync).  So each fits one step.
         enable_chunked_prefill=False,
         max_num_batched_tokens=max(wanted, config.max_model_len, config.max_num_seqs),
     )
     if model.mla is not None and model.mla.interleaved:
-        # The CPU's kernel of the rotary embedding is silently wrong where pairs are interleaved.
-        found["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    return found
+        # The CPU's kernel of the rotary embedding is silently wrong for interleaved pairs.
+        arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    return arguments
 
 
 def has_tokenizer(directory: Path) -> bool:

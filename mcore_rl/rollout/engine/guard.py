@@ -1,11 +1,11 @@
 """A small process beside an engine's, which kills what is left of the engine's process group once the engine is gone.
 
-vLLM's own processes wait for ever where the one that started them is killed.  This file is run by its path, not as a
-module of the package, so that it starts in milliseconds.  It spares resource trackers: they remove shared memory and
-semaphores of killed processes, and then end themselves.
+vLLM's own processes wait for ever if the process that started them is killed.  This file is run by its path, not as a
+module of the package, so that it starts in milliseconds.  It does not kill resource trackers: these remove shared
+memory and semaphores of killed processes, and then end by themselves.
 
-Arguments: a pipe's descriptor that ends when the engine's process does, the engine's process group, and a folder that
-is removed then.
+Arguments: the read end of a pipe that closes when the engine's process ends, the engine's process group, and a folder
+to remove then.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import sys
 import time
 from pathlib import Path
 
-GRACE_S = 3.0  # for an engine that was shut down in order
+GRACE_S = 3.0  # how long a regular shutdown of an engine may take
 
 
 def main(descriptor: int, group: int, scratch: str) -> None:
-    """Wait for the engine's end, then clean up."""
+    """Waits for the engine's end, then kills what is left of ``group`` and removes ``scratch``."""
     os.read(descriptor, 1)
     until = time.monotonic() + GRACE_S
     while left(group) and time.monotonic() < until:
@@ -35,17 +35,17 @@ def main(descriptor: int, group: int, scratch: str) -> None:
 
 
 def left(group: int) -> list[int]:
-    """Processes of ``group``, without resource trackers and zombies."""
-    found = []
+    """The process ids of ``group``, without resource trackers and zombies."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             state, _, its_group = (path / "stat").read_text().rpartition(")")[2].split()[:3]
             command = (path / "cmdline").read_bytes()
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         if int(its_group) == group and state not in "ZX" and b"resource_tracker" not in command:
-            found.append(int(path.name))
-    return found
+            pids.append(int(path.name))
+    return pids
 
 
 if __name__ == "__main__":

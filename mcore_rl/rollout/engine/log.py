@@ -1,6 +1,6 @@
-"""The first cause of a vLLM that died or did not start, from what its processes wrote.
+"""Finds the first cause of a vLLM that died or did not start, in the output of its processes.
 
-vLLM's own exceptions say "see stack trace (above)": the cause stands in the output of another of its processes.
+vLLM's own exceptions say "see stack trace (above)": the cause is in the output of another of its processes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 import signal
 from pathlib import Path
 
-# What ``vllm/v1/executor/multiproc_executor.py``, 0.32, says of a worker that is gone.
+# The message of ``vllm/v1/executor/multiproc_executor.py``, 0.32, about a worker that is gone.
 WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-?\d+|None)\)")
 PREFIX = re.compile(r"^(\(\S+ pid=\d+\) *)?((ERROR|CRITICAL|WARNING|INFO) +\S+ \S+ +\[[^]]+\] ?)?")
 RAISED = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Killed))\b(: .*)?$")
@@ -21,7 +21,7 @@ AFTERMATH = (
     "BrokenPipeError",
     "RayTaskError",
 )
-# vLLM's last words where another process failed.
+# Messages of a vLLM process when another of its processes failed.
 POINTS_ELSEWHERE = (
     "Engine core initialization failed",
     "WorkerProc initialization failed",
@@ -32,18 +32,18 @@ MAX_CHARS = 600
 
 
 def first_cause(log: Path | None, exit_codes: dict[str, int | None]) -> str:
-    """Say what a vLLM died of; "" where nothing tells.
+    """Returns what a vLLM died of; "" if nothing tells.
 
-    In this order: a worker that a signal ended; another process that a signal ended; the first exception in the log;
-    an exit code.
+    It looks in this order for a worker that a signal ended; another process that a signal ended; the first exception in
+    the log; an exit code.
 
     Args:
         log: the output of vLLM's processes.
-        exit_codes: of vLLM's processes, by name; None while one runs.
+        exit_codes: of vLLM's processes, by name; None for one that is running.
     """
     text = log.read_text(errors="replace") if log is not None and log.exists() else ""
     died = WORKER_DIED.search(text)
-    if died and died[2] == "None":  # vLLM asked too soon
+    if died and died[2] == "None":  # vLLM read the exit code before there was one
         return f"vLLM's {died[1]} died"
     if died and int(died[2]) < 0:
         return f"vLLM's {died[1]} was {death(int(died[2]))}"
@@ -54,11 +54,11 @@ def first_cause(log: Path | None, exit_codes: dict[str, int | None]) -> str:
 
 
 def first_exception(text: str) -> str:
-    """The first line of a log that names an exception which is a cause and not its aftermath; "" without one."""
+    """The first line of a log that names an exception that is a cause, not an aftermath; "" if there is none."""
     for line in text.splitlines():
         words = PREFIX.sub("", line)
-        found = RAISED.match(words)
-        if found and found[1].rpartition(".")[2] not in AFTERMATH and not any(e in words for e in POINTS_ELSEWHERE):
+        match = RAISED.match(words)
+        if match and match[1].rpartition(".")[2] not in AFTERMATH and not any(e in words for e in POINTS_ELSEWHERE):
             return words[:MAX_CHARS]
     return ""
 

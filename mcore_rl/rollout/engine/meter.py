@@ -1,4 +1,4 @@
-"""Counts what vLLM's scheduler reports at every step: the source of ``Statistics``."""
+"""Counts what vLLM's scheduler reports at every step, for ``Statistics``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mcore_rl.rollout.protocol import Statistics
 class Meter(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not followed
     """One of vLLM's stat loggers, for all ranks of an engine.
 
-    It is a PrometheusStatLogger by name alone: vLLM adds one, which costs more than the counting, unless there is one
-    (StatLoggerManager in vllm/v1/metrics/loggers.py, 0.32).
+    It is a subclass of PrometheusStatLogger in name only: vLLM would add a real one, which costs more than this
+    counting, unless the list has one (StatLoggerManager in vllm/v1/metrics/loggers.py, 0.32).
     """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:  # not super's: no Prometheus
@@ -32,7 +32,7 @@ class Meter(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not followed
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Count what the scheduler reports of one step."""
+        """Adds the scheduler's report of one step."""
         now = time.monotonic()
         if any(self._running.values()):
             self._busy_s += now - self._seen_s
@@ -49,7 +49,7 @@ class Meter(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not followed
             self._preemptions += iteration_stats.num_preempted_reqs
 
     def statistics(self) -> Statistics:
-        """The counts, and the state after the last step."""
+        """The counts so far, and the state after the last step."""
         return Statistics(
             running=sum(self._running.values()),
             waiting=sum(self._waiting.values()),
@@ -62,13 +62,13 @@ class Meter(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is not followed
         )
 
     def log(self) -> None:
-        """Do nothing: ``statistics`` is asked instead."""
+        """Does nothing: callers use ``statistics`` instead."""
 
     def log_engine_initialized(self) -> None:
-        """Do nothing."""
+        """Does nothing: the start is not counted."""
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Do nothing."""
+        """Does nothing: sleep is not counted."""
 
     def record_admission_rejection(self, reason: str) -> None:
-        """Do nothing: no such limit is set."""
+        """Does nothing: no such limit is set."""

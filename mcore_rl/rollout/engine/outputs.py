@@ -1,4 +1,4 @@
-"""Between our records and vLLM's: sampling parameters going in, finished responses coming out."""
+"""Converts between this package's records and vLLM's: sampling parameters, and finished responses."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ def sampling_params(request: Request, sampling: Sampling, *, detokenize: bool) -
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
-        logprobs=0,  # of the token that was drawn, and no other
-        flat_logprobs=True,  # four lists instead of one dictionary a token
+        logprobs=0,  # of the drawn token only
+        flat_logprobs=True,  # four lists instead of one dictionary per token
         detokenize=detokenize,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def sample_of(request: Request, output: RequestOutput) -> Sample:
-    """The whole response to ``request``, of vLLM's last and only ``output``.
+    """The whole response to ``request``, from vLLM's last and only ``output``.
 
-    It begins with what ``request.so_far`` has.  RolloutError: a log-prob is no number, or vLLM ended it with an error.
+    It begins with the tokens of ``request.so_far``.  RolloutError: a log-prob is not finite, or vLLM ended the sample
+    with an error.
     """
     (completion,) = output.outputs
     if completion.finish_reason not in FinishReason.__members__:
@@ -46,7 +47,7 @@ def sample_of(request: Request, output: RequestOutput) -> Sample:
     logprobs = np.asarray(flat, dtype=np.float32)
     done, so_far = request.num_done, request.so_far
     demand_numbers(request, done, logprobs)
-    # vLLM's spans count from the first token that it made.
+    # vLLM's spans count from the first token that it generated for this request.
     spans = [
         VersionSpan(version=int(span.version), start=done + span.start, end=done + span.end)
         for span in completion.weight_versions or []

@@ -1,10 +1,10 @@
-"""A rollout engine in a child process, for a program that must not import vLLM: one that holds Megatron, or a script.
+"""A rollout engine in a child process, for a program that must not import vLLM, such as one with Megatron.
 
-``start_engine`` starts it; what it returns is a ``RolloutEngine``, and can be used from any event loop.  Requests and
-samples travel by pickle over a pipe, samples as soon as they are finished.  On a cluster Ray starts the processes.
+``start_engine`` starts it and returns a ``RolloutEngine``, which can be used from any event loop.  Requests and samples
+are sent pickled over a pipe, each sample as soon as it is finished.  On a cluster, Ray starts the processes.
 
-The invariant: whatever becomes of vLLM's processes, whoever waits for the engine hears of it within seconds, and when
-the engine is shut down or dead, or this program ends, none of its processes is alive and its sockets are gone.
+The invariant: if any process of vLLM dies, every caller that waits for the engine gets an error within seconds.  When
+the engine is shut down or dead, or this program ends, none of its processes is alive and its sockets are removed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from mcore_rl.rollout.remote_engine import RemoteEngine, Verb
 P = ParamSpec("P")
 T = TypeVar("T")
 
-STOP_S = 10.0  # for an engine that was asked to shut down
-SETTLE_S = 1.0  # between the end of the pipe and the end of the process
+STOP_S = 10.0  # how long a regular shutdown of an engine may take
+SETTLE_S = 1.0  # how long the process may take to end after its pipe
 
 
 def start_engine(
@@ -57,21 +57,21 @@ def start_engine(
     wait: bool = True,
     context: ProcessContext = FRESH,
 ) -> EngineProcess:
-    """Start an engine with the weights of ``directory``; it is ready after 10 s and more.
+    """Starts an engine with the weights of ``directory``; it is ready after 10 s or more.
 
     Args:
-        name: what messages call it.
+        name: its name in messages.
         directory: a Hugging Face checkpoint.
-        config: a RolloutConfig's engine draws, a RewardModelConfig's classifies; it has tp ranks.
-        cores: that it computes on, on the CPU; None: all that this process may use.
+        config: a RolloutConfig's engine generates, a RewardModelConfig's engine classifies; it has tp ranks.
+        cores: the cores that it computes on, on CPU; None: all that this process may use.
         device_ids: the accelerators that it sees; None: those that this process sees.
-        extension: dotted name of the class whose methods vLLM's workers get (``worker_methods``).
+        extension: dotted name of the class whose methods are added to vLLM's workers (``worker_methods``).
         version: of the weights in ``directory``.
-        log: where the output of its processes goes; None: to a file that is removed unless the engine fails.
-        wait: False returns at once, to start several; ``wait_until_ready`` then raises what this would.
-        context: makes the process, which must be as good as fresh.
+        log: the file for the output of its processes; None: a temporary file, removed unless the engine fails.
+        wait: False returns at once, to start several engines; ``wait_until_ready`` then raises what this would.
+        context: makes the process, which must be equivalent to a fresh one.
 
-    Raises what ``admit`` raises, before a process is started; RolloutError or DeadEngineError where the start fails.
+    Raises what ``admit`` raises, before a process is started; RolloutError or DeadEngineError if the start fails.
     """
     platform = detect(config.device)
     model = admit(directory, config, platform)
@@ -98,7 +98,7 @@ def start_engine(
     process = context.Process(target=serve, args=(settings, theirs), name=name)
     with inherited_environment(engine_environment(platform, config, chosen, device_ids, scratch)):
         process.start()
-    theirs.close()  # so that the pipe ends when the child does
+    theirs.close()  # so that the pipe closes when the child ends
     engine = EngineProcess(name, process, ours, settings, temporary=temporary)
     if wait:
         engine.wait_until_ready()
@@ -107,10 +107,10 @@ def start_engine(
 
 @dataclass(frozen=True)
 class _Caller:
-    """Who waits for the answers to one call.
+    """A caller that waits for the answers to one call.
 
-    doing: what the engine died while, in the message, should it.
-    loop, queue: where the answers are handed over.
+    doing: what the engine does for it, for the message if the engine dies meanwhile.
+    loop, queue: where the answers are delivered.
     """
 
     doing: str
@@ -118,14 +118,14 @@ class _Caller:
     queue: asyncio.Queue[tuple[str, Any]]
 
     def hand(self, kind: str, value: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: the caller no longer waits
             self.loop.call_soon_threadsafe(self.queue.put_nowait, (kind, value))
 
 
 class EngineProcess(RemoteEngine):
-    """A ``RolloutEngine`` or ``Classifier`` in a process of its own; see there.
+    """A ``RolloutEngine`` or ``Classifier`` in a process of its own; see the docs of these protocols.
 
-    Made by ``start_engine``; a context manager.
+    ``start_engine`` makes it; it is a context manager.
     """
 
     def __init__(
@@ -139,19 +139,19 @@ class EngineProcess(RemoteEngine):
         self._dead: DeadEngineError | None = None
         self._callers: dict[int, _Caller] = {}
         self._count = itertools.count(START + 1)
-        self._lock = threading.Lock()  # of the pipe, and of who waits
-        # When this program ends, before multiprocessing waits for its children: the last that is registered runs first.
+        self._lock = threading.Lock()  # of the pipe and of ``_callers``
+        # Runs at the program's end before multiprocessing waits for its children: what is registered last runs first.
         atexit.register(self._end)
         threading.Thread(target=self._listen, name=f"{name} listener", daemon=True).start()
 
     @property
     def pid(self) -> int:
-        """The child process, which leads a process group of all that belongs to the engine."""
+        """The id of the child process, which leads a process group of all the engine's processes."""
         assert self._process.pid is not None
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Return when the engine can draw; raise why it cannot."""
+        """Waits until the engine can generate; raises the error if it fails to start."""
         try:
             self._started.result()
         except BaseException:
@@ -165,7 +165,7 @@ class EngineProcess(RemoteEngine):
         self.close()
 
     def close(self) -> None:
-        """End the engine's processes; ``shutdown`` for programs without an event loop.  Idempotent."""
+        """Ends the engine's processes: ``shutdown`` for programs without an event loop.  Idempotent."""
         with suppress(OSError, ValueError), self._lock:
             self._connection.send_bytes(pickle.dumps((START, "close", ())))
         self._process.join(STOP_S)
@@ -176,7 +176,7 @@ class EngineProcess(RemoteEngine):
             self._log.unlink(missing_ok=True)
 
     def _end(self) -> None:
-        self._process.kill()  # by itself, too: it leads no group before it runs
+        self._process.kill()  # also by its own id: it leads no group before it runs
         self._clear()
 
     def _clear(self) -> None:
@@ -197,14 +197,14 @@ class EngineProcess(RemoteEngine):
 
     async def _ask(self, doing: str, verb: Verb[P, T], *args: P.args, **options: P.kwargs) -> T:
         async with aclosing(self._parts(doing, verb.__name__, args, options)) as parts:
-            found: list[T] = [part async for part in parts]
-        (answer,) = found
+            answers: list[T] = [part async for part in parts]
+        (answer,) = answers
         return answer
 
     async def _parts(
         self, doing: str, verb: str, args: tuple[object, ...], options: dict[str, Any]
     ) -> AsyncGenerator[Any]:
-        """Ask the child for ``verb``; yield what it answers, part by part, until it says that this was all."""
+        """Calls ``verb`` in the child; yields its answer part by part, until the child says that it is complete."""
         call, caller = next(self._count), _Caller(doing, asyncio.get_running_loop(), asyncio.Queue())
         with self._lock:
             self._callers[call] = caller
@@ -230,11 +230,11 @@ class EngineProcess(RemoteEngine):
         if self._dead is not None:
             raise DeadEngineError(str(self._dead))
         message = pickle.dumps((call, verb, (args, options)))
-        with suppress(OSError), self._lock:  # gone: the listener finds out why, and tells whoever waits
+        with suppress(OSError), self._lock:  # if the child is gone, the listener finds the reason and tells the callers
             self._connection.send_bytes(message)
 
     def _listen(self) -> None:
-        """Run the listener's thread: hand every answer to who waits for it, until the pipe ends."""
+        """The listener's thread: delivers every answer to its caller until the pipe ends."""
         with suppress(EOFError, OSError):
             while True:
                 call, kind, value = pickle.loads(self._connection.recv_bytes())
@@ -247,13 +247,13 @@ class EngineProcess(RemoteEngine):
                         caller = self._callers.get(call)
                     if caller is not None:
                         caller.hand(kind, value)
-                    if isinstance(value, DeadEngineError):  # vLLM is gone; what answered for it has nothing left to do
+                    if isinstance(value, DeadEngineError):  # vLLM is gone, so the child has nothing left to do
                         self._dead = value
                         break
         self._bury()
 
     def _bury(self) -> None:
-        """End what the dead child left behind, and tell everyone who waits why it died."""
+        """Ends what the dead child left behind, and tells every caller why it died."""
         if self._dead is None:
             self._process.join(SETTLE_S)
         code = self._process.exitcode

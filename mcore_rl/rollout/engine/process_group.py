@@ -1,4 +1,4 @@
-"""The processes of an engine, which are one process group: who is alive, and how all of them are ended."""
+"""The process group of an engine: which of its processes are alive, and how to end all of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 
-SHARED_MEMORY = "/dev/shm/vllm_"  # what vLLM's CPU kernels map to talk to each other, and remove at an orderly end only
+SHARED_MEMORY = "/dev/shm/vllm_"  # files of vLLM's CPU kernels to communicate, removed at a regular end only
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """True for Python's resource trackers, which remove what other processes leave behind and end by themselves."""
+    """True for Python's resource trackers, which clean up after other processes and then end by themselves."""
     with suppress(psutil.Error):
         return any("resource_tracker" in word for word in process.cmdline())
     return False
@@ -28,26 +28,26 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def group_of(leader: int) -> list[psutil.Process]:
-    """Every process of the group that ``leader`` leads, or led, but for resource trackers."""
-    found = []
+    """Every process of the group that ``leader`` leads, or led before it ended, except resource trackers."""
+    processes = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError):
             if os.getpgid(process.pid) == leader and not is_tracker(process):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[Path]:
     """The files of shared memory that vLLM's workers among ``processes`` have mapped."""
-    found = set()
+    files = set()
     for process in processes:
         with suppress(psutil.Error):
-            found |= {Path(part.path) for part in process.memory_maps() if part.path.startswith(SHARED_MEMORY)}
-    return found
+            files |= {Path(part.path) for part in process.memory_maps() if part.path.startswith(SHARED_MEMORY)}
+    return files
 
 
 def end_group(leader: int) -> None:
-    """Kill ``group_of(leader)``, and remove the shared memory that vLLM mapped there."""
+    """Kills ``group_of(leader)``, and removes the shared memory that vLLM mapped there."""
     processes = group_of(leader)
     mapped = shared_memory_of(processes)
     for process in processes:
@@ -57,6 +57,6 @@ def end_group(leader: int) -> None:
 
 
 def remove(files: Iterable[Path]) -> None:
-    """Remove ``files``, of which some may be gone already."""
+    """Removes ``files``; some may be gone already."""
     for file in files:
         file.unlink(missing_ok=True)

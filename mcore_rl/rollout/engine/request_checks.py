@@ -1,4 +1,4 @@
-"""What keeps an engine from drawing what it is asked for: prompts and sampling, before anything is sent."""
+"""Refuses prompts and sampling parameters that an engine cannot run, before anything is sent to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ MAX_SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What prompts of an engine are held against.  name: of the engine.  vocab_size: of its model."""
+    """The limits of an engine's requests.
+
+    name: the engine's.  max_prompt_length, max_response_length: tokens.  vocab_size: of its model.  has_tokenizer:
+    whether it can find stop strings.
+    """
 
     name: str
     max_prompt_length: int
@@ -27,12 +31,12 @@ class Limits:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a whole episode: of what the model is given and what it may add."""
+        """The most tokens of an episode: prompt and response together."""
         return self.max_prompt_length + self.max_response_length
 
 
 def limits_of(name: str, directory: Path, config: ServingConfig, model: ModelConfig) -> Limits:
-    """The limits of engine ``name``; one that draws nothing has room for prompts alone."""
+    """The limits of engine ``name``; a classifier's limits leave no room for responses."""
     lengths = (config.max_model_len, 0)
     if isinstance(config, RolloutConfig):
         lengths = (config.max_prompt_length, config.max_response_length)
@@ -46,7 +50,7 @@ def limits_of(name: str, directory: Path, config: ServingConfig, model: ModelCon
 
 
 def demand_requests(requests: Sequence[Request], sampling: Sampling, limits: Limits) -> None:
-    """Raise RolloutError naming every prompt and parameter that the engine cannot run."""
+    """Raises RolloutError with every prompt and parameter that the engine cannot run."""
     problems = _sampling_problems(sampling, limits)
     seen: set[tuple[str, int]] = set()
     for request in requests:
@@ -56,7 +60,7 @@ def demand_requests(requests: Sequence[Request], sampling: Sampling, limits: Lim
         problem = _prompt_problem(request, sampling, limits)
         if problem:
             problems.append(f"prompt {request.prompt.id} {problem}")
-    problems = list(dict.fromkeys(problems))  # the samples of a prompt have its problems in common
+    problems = list(dict.fromkeys(problems))  # all samples of a prompt have the same problems
     if problems:
         more = [f"and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []
         raise RolloutError("\n  - ".join([f"{limits.name} cannot generate:", *problems[:MAX_SHOWN], *more]))
@@ -76,14 +80,16 @@ def _prompt_problem(request: Request, sampling: Sampling, limits: Limits) -> str
     tokens = request.prompt.tokens
     if not tokens:
         return "is empty. Drop it from the data, or let the chat template begin with a token"
-    if len(tokens) + sampling.max_tokens > limits.max_model_len:  # a later turn's prompt is all that was said before
+    if len(tokens) + sampling.max_tokens > limits.max_model_len:  # the prompt of a later turn is the dialogue so far
         room = f"rollout.max_prompt_length={limits.max_prompt_length} and max_response_length have room for"
-        found = f"has {len(tokens)} tokens, with max_tokens={sampling.max_tokens} more than the {limits.max_model_len}"
-        return f"{found} that {room}. Filter or cut long prompts, or raise them"
+        problem = (
+            f"has {len(tokens)} tokens, with max_tokens={sampling.max_tokens} more than the {limits.max_model_len}"
+        )
+        return f"{problem} that {room}. Filter or cut long prompts, or raise them"
     if not (0 <= min(tokens) and max(tokens) < limits.vocab_size):
         wrong = next(token for token in tokens if not 0 <= token < limits.vocab_size)
-        found = f"has token {wrong}, and the model's vocabulary has {limits.vocab_size}"
-        return f"{found}. Encode it with the tokenizer of this model"
+        problem = f"has token {wrong}, and the model's vocabulary has {limits.vocab_size}"
+        return f"{problem}. Encode it with the tokenizer of this model"
     if request.num_done >= sampling.max_tokens:
         return f"goes on from {request.num_done} tokens, and max_tokens={sampling.max_tokens} leaves none. Raise it"
     return None

@@ -1,4 +1,4 @@
-"""The child's side of ``process``: a vLLM engine that answers over a pipe, in a process group of its own."""
+"""The child's side of ``process.py``: a vLLM engine that answers calls over a pipe, in a process group of its own."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from mcore_rl.rollout.remote_engine import perform
 if TYPE_CHECKING:
     from mcore_rl.rollout.engine.vllm_engine import VllmEngine
 
-START = 0  # the call that every child answers without being asked
+START = 0  # the number of the call that every child answers unasked: its start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the child needs to start its engine; see ``start_engine``.
 
-    model: of ``directory``, as ``admit`` returned it.
+    model: the model in ``directory``, as ``admit`` returned it.
     scratch: the folder of its sockets, which is removed when it ends.
     """
 
@@ -52,8 +52,8 @@ class Settings:
 
 
 def serve(settings: Settings, connection: Connection) -> None:
-    """The whole life of the child: start the engine, answer until ``close`` or the end of the pipe."""
-    os.setsid()  # one group to end; and Ctrl-C reaches the parent alone, which decides
+    """The child's main function: starts the engine and answers calls until ``close`` or the end of the pipe."""
+    os.setsid()  # one process group to kill; and Ctrl-C reaches only the parent, which handles it
     log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -62,13 +62,13 @@ def serve(settings: Settings, connection: Connection) -> None:
     if sys.platform == "linux" and not settings.platform.is_accelerator:
         os.sched_setaffinity(0, settings.cores)
     alive = _have_guard(settings.scratch)
-    # vLLM forks its processes on accelerators.  They must not keep open what tells others that this one is alive.
+    # vLLM forks its processes on accelerators.  They must close the pipes by which others see that this one is alive.
     os.register_at_fork(after_in_child=lambda: [end.close() for end in (connection, alive)])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     asyncio.run(_Server(connection).run(settings))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(0)  # an interpreter with vLLM in it takes a second to take itself apart
+    os._exit(0)  # a regular exit takes the interpreter a second with vLLM loaded
 
 
 class _Server:
@@ -139,7 +139,7 @@ class _Server:
         self._connection.send_bytes(pickle.dumps((call, kind, value)))
 
     def _receive(self, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[tuple[int, str, Any]]) -> None:
-        """The receiving thread."""
+        """The receiving thread: puts every call into ``inbox``, and ``close`` at the end of the pipe."""
         try:
             while True:
                 loop.call_soon_threadsafe(inbox.put_nowait, pickle.loads(self._connection.recv_bytes()))
@@ -148,7 +148,7 @@ class _Server:
 
 
 def _portable(name: str, error: Exception) -> McoreRLError:
-    """An error that the parent can raise: ours as it is, any other as its text."""
+    """An error that the parent can unpickle: this package's errors as they are, any other as its text."""
     if isinstance(error, McoreRLError):
         error.__cause__ = None
         return error
@@ -156,10 +156,11 @@ def _portable(name: str, error: Exception) -> McoreRLError:
 
 
 def _have_own_tracker() -> None:
-    """Leave the caller's resource tracker for one of this process group.
+    """Replaces the caller's resource tracker by one of this process group.
 
-    It removes what vLLM's processes leave behind when they are ended, and says so in the log; the caller's would do so
-    at the end of the caller's program, and warn of a leak.  Another is started where the one there was is dead.
+    The new one removes what killed processes of vLLM leave behind, and says so in the log; the caller's would remove it
+    only at the end of the caller's program, and warn of a leak.  To make Python start a new one, the descriptor of the
+    caller's is replaced by a broken pipe.
     """
     tracker = resource_tracker.getfd()
     assert tracker is not None
@@ -172,7 +173,7 @@ def _have_own_tracker() -> None:
 
 
 def _have_guard(scratch: Path) -> IO[bytes]:
-    """Start what ends this process group when what is returned is closed: when this process ends, or is killed."""
+    """Starts the guard, which ends this process group when the returned file is closed, as by the process's death."""
     reading, writing = os.pipe()
     command = [sys.executable, "-I", "-S", guard.__file__, str(reading), str(os.getpgrp()), str(scratch)]
     subprocess.Popen(command, pass_fds=[reading], stdin=subprocess.DEVNULL, start_new_session=True)

@@ -1,4 +1,4 @@
-"""What keeps vLLM from running a model as an engine's configuration says, whatever the engine is for."""
+"""Checks whether vLLM can run a model in an engine's layout and memory, for generation or classification."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ GIB = 2**30
 
 
 def demand_tested_vllm() -> None:
-    """Raise RolloutError where vLLM is missing, or of a version that was not tested."""
-    found = {}
+    """Raises RolloutError if vLLM is missing or of an untested version."""
+    versions = {}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if not found:
+    if not versions:
         raise RolloutError("vLLM is not installed. Install this project with one of its extras: make test RUNG=cpu")
-    name, version = next(iter(found.items()))
+    name, version = next(iter(versions.items()))
     if not version.startswith(f"{TESTED_VLLM}."):
         remedy = f"Install it: pip install '{name}=={TESTED_VLLM}.*'"
         raise RolloutError(f"{name} {version} is installed, and only {TESTED_VLLM} is tested. {remedy}")
 
 
 def engine_violations(model: ModelConfig, config: ServingConfig, platform: Platform) -> list[Violation]:
-    """What keeps vLLM from running ``model`` in ``config``'s layout on ``platform``."""
-    found = rollout_violations(model, config.layout)
+    """Why vLLM cannot run ``model`` in ``config``'s layout on ``platform``."""
+    violations = rollout_violations(model, config.layout)
     if config.ep > 1 and not platform.is_accelerator:
         # cpu_fused_moe gets the experts' global ids and no expert map (experts/cpu_moe.py, 0.32): it reads elsewhere.
         problem = "vLLM's CPU kernel of the experts cannot spread them"
-        found.append(Violation("rollout.ep", config.ep, problem, "Write rollout.ep=1: each is cut over the tp ranks"))
-    return found
+        violations.append(
+            Violation("rollout.ep", config.ep, problem, "Write rollout.ep=1: each is cut over the tp ranks")
+        )
+    return violations
 
 
 def memory_violations(directory: Path, rollout: ServingConfig, platform: Platform) -> list[Violation]:
-    """What does not fit for certain: a rank holds at least its even share of the weights, in the engine's dtype."""
+    """Refuses what certainly does not fit: a rank has at least its even share of the weights, in the engine's dtype."""
     with HfCheckpoint.open(directory) as checkpoint:
         numbers = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     layout = rollout.layout

@@ -1,10 +1,10 @@
-"""The rollout engine on vLLM's AsyncLLM, in a process that belongs to vLLM: a Ray actor or ``process``'s child.
+"""The rollout engine on vLLM's AsyncLLM, in a process that belongs to vLLM: the child of ``process.py``.
 
-vLLM resets the seed of torch, its threads and its process groups, so this is never imported beside Megatron.  Samples
-of a prompt are requests of their own, each with its seed: vLLM shares the prompt's full KV blocks all the same.
+vLLM resets the seed of torch, its threads and its process groups, so this is never imported beside Megatron.  Each
+sample of a prompt is a request with its own seed; vLLM still shares the prompt's full KV blocks among them.
 
-The invariant: a sample depends on the weights, its prompt, its index, the sampling and the run's seed, and on nothing
-that runs beside it, as far as the kernels of the platform round alike in every batch.
+The invariant: a sample depends only on the weights, its prompt, its index, the sampling and the run's seed, not on the
+requests that run beside it, as far as the platform's kernels round alike in every batch.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from mcore_rl.rollout.protocol import Pause, Request, Sample, Sampling, Statisti
 P = ParamSpec("P")
 T = TypeVar("T")
 
-POLL_S = 0.2  # between two looks whether vLLM's processes are alive
-SETTLE_S = 0.5  # once they are not: for what they still write
-# Between the signal that asks vLLM's processes to end and the one that cannot be refused.  They have a device's memory
-# to give back; on the CPU they would only take their interpreters apart, for longer than that.
+POLL_S = 0.2  # between checks whether vLLM's processes are alive
+SETTLE_S = 0.5  # after a death, for what the processes still write
+# Between SIGTERM and SIGKILL to vLLM's processes.  On accelerators they release the device's memory meanwhile; on the
+# CPU they would only shut their interpreters down, which takes longer.
 STOP_S, STOP_ON_CPU_S = 5.0, 0.0
 
 
 class VllmEngine:
-    """A ``RolloutEngine`` or a ``Classifier``, as it was started; see there.  Made by ``start``."""
+    """A ``RolloutEngine`` or a ``Classifier``, depending on its configuration; ``start`` makes it."""
 
     def __init__(self, llm: AsyncLLM, meter: Meter, limits: Limits, log: Path | None, stop_s: float) -> None:
         self._llm, self._meter, self._limits, self._log, self._stop_s = llm, meter, limits, log, stop_s
         self._cores = list(llm.engine_core.resources.engine_manager.processes)
-        # vLLM notices a dead worker only after it has waited for the others to end, 10 s.
+        # Watched here, because vLLM reports a dead worker only after it waited for the others to end, 10 s.
         self._below = [child for child in psutil.Process().children(recursive=True) if not is_tracker(child)]
         self._mapped = shared_memory_of(self._below)
-        self._ids: dict[str, tuple[str, int]] = {}  # vLLM's id of a request -> whose it is
+        self._ids: dict[str, tuple[str, int]] = {}  # vLLM's id of a request -> the request's key
         self._count = itertools.count()
         self._refusal = ""
         self._death = asyncio.create_task(self._watch())
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The engine's name in messages."""
         return self._limits.name
 
     @classmethod
@@ -78,16 +78,16 @@ class VllmEngine:
         version: int = 0,
         log: Path | None = None,
     ) -> VllmEngine:
-        """Load ``directory`` into vLLM, in processes of vLLM's own; takes 10 s and more.
+        """Loads ``directory`` into vLLM, in processes of vLLM's own; takes 10 s or more.
 
         This process must have been started with ``engine_environment``.
 
         Args:
-            model: of ``directory``, as ``admit`` returned it.
-            log: the file that this process's output goes to, where it does; searched for the cause of a death.
+            model: the model in ``directory``, as ``admit`` returned it.
+            log: the file that has this process's output, to find the cause of a death there; None if there is none.
             name, directory, config, extension, version: see ``start_engine``.
 
-        Raises RolloutError with the first cause where vLLM does not start.
+        Raises RolloutError with the first cause if vLLM does not start.
         """
         arguments = engine_arguments(directory, config, model, platform, extension)
         try:
@@ -95,7 +95,7 @@ class VllmEngine:
             executor = Executor.get_class(settings)
             llm = AsyncLLM(settings, executor, log_stats=False, log_requests=False, stat_loggers=[Meter])
             await llm.update_weight_version(str(version))
-        except Exception as error:  # vLLM raises whatever its models, its checks and its processes do
+        except Exception as error:  # vLLM passes on any exception of its models, checks and processes
             cause = first_cause(log, {}) or _words(error)
             where = f". Its output is in {log}" if log is not None else ""
             raise RolloutError(f"{name}: vLLM does not start with {directory}: {cause}{where}") from error
@@ -171,8 +171,10 @@ class VllmEngine:
     ) -> list[T]:
         """See ``RolloutEngine.call_workers``."""
         name = method.__name__
-        found: list[T] = await self._alive(self._llm.collective_rpc(name, args=args, kwargs=options), f"running {name}")
-        return found
+        results: list[T] = await self._alive(
+            self._llm.collective_rpc(name, args=args, kwargs=options), f"running {name}"
+        )
+        return results
 
     async def statistics(self) -> Statistics:
         """See ``RolloutEngine.statistics``."""
@@ -185,7 +187,7 @@ class VllmEngine:
         remove(self._mapped)
 
     async def _reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; samples under way are run again from their tokens."""
+        """Drops every cached prefix; vLLM computes running samples again from their tokens."""
         reset = self._llm.reset_prefix_cache(reset_running_requests=True)
         if not await self._alive(reset, "resetting its prefix cache"):
             raise RolloutError(f"{self.name}: vLLM did not reset its prefix cache: some of it is in use")
@@ -216,7 +218,7 @@ class VllmEngine:
 
     async def _classify_one(self, tokens: Sequence[int]) -> float | str:
         tasks = await self._llm.get_supported_tasks()
-        # A head of its own (Qwen2ForRewardModel) is asked at every token.
+        # A head of the model's own (Qwen2ForRewardModel) gives a number at every token.
         params = PoolingParams(task="classify" if "classify" in tasks else "token_classify")
         outputs = self._llm.encode(tokens_input(list(tokens)), params, str(next(self._count)))
         async with aclosing(outputs):
@@ -231,9 +233,9 @@ class VllmEngine:
             await asyncio.sleep(POLL_S)
 
     async def _alive(self, work: Coroutine[Any, Any, T], doing: str) -> T:
-        """Return what ``work`` gives; raise why where it fails, or where vLLM dies first.
+        """Returns the result of ``work``; raises if it fails, or as soon as vLLM dies.
 
-        doing: for the message: "waking up".
+        doing: what the engine is doing, for the message: "waking up".
         """
         task = asyncio.create_task(work)
         try:
@@ -247,7 +249,7 @@ class VllmEngine:
             task.cancel()
 
     async def _explained(self, error: Exception, doing: str) -> McoreRLError:
-        """Turn what vLLM raised into an error that says what the engine was doing and why it failed."""
+        """Turns what vLLM raised into an error that says what the engine was doing and why it failed."""
         if isinstance(error, McoreRLError):
             return error
         if self._llm.errored or self._death.done():
@@ -263,7 +265,7 @@ class VllmEngine:
 
 
 def _words(error: Exception) -> str:
-    """One line of an exception of vLLM's: of many lines, the one that says what was raised."""
+    """One line for an exception of vLLM's; if it has many lines, the one that names the first exception."""
     text = f"{type(error).__name__}: {error}"
     return first_exception(str(error)) or (text if "\n" not in text else " ".join(text.split())[:600])
 

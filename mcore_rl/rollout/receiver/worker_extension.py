@@ -9,7 +9,7 @@ One call receives a whole update.  It could be split into vLLM's three phases (`
 ``WeightTransferEngineFactory``.  That engine would make the same calls as ``LiveWeights``, tie vLLM's configuration to
 the transport, and keep the engine core answering calls between buckets although it can only wait.
 
-No method raises: vLLM's executor stops reading at the first worker that raises, and takes the other workers' answers
+No method raises: vLLM's executor stops reading at the first worker that raises, and mistakes the other workers' answers
 for answers to its next call (``collective_rpc`` in v1/executor/multiproc_executor.py, 0.32).  Each method returns an
 ``Answer``; ``answer_of`` returns its result or raises.
 

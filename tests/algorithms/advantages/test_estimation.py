@@ -196,11 +196,11 @@ def test_advantages_are_those_of_the_formula(estimator: str, whiten: bool) -> No
         adv_estimator=estimator, gamma=GAMMA, lam=LAM, whiten_advantages=whiten, gdpo_reward_weights=WEIGHTS
     )
     for name, case in ALL.items():
-        found = estimate_advantages(case.inputs(), case.group_S, config, case.parts_SK()).advantages_T
-        assert found.dtype == torch.float64
+        advantages_T = estimate_advantages(case.inputs(), case.group_S, config, case.parts_SK()).advantages_T
+        assert advantages_T.dtype == torch.float64
         # Float64 rounding, which whitening of all but equal values enlarges by up to 1 / sqrt(1e-8).
         torch.testing.assert_close(
-            found, torch.tensor(expected(case, config), dtype=torch.float64), atol=1e-10, rtol=1e-10, msg=name
+            advantages_T, torch.tensor(expected(case, config), dtype=torch.float64), atol=1e-10, rtol=1e-10, msg=name
         )
 
 
@@ -209,9 +209,9 @@ def test_float32_is_near(estimator: str) -> None:
     config = AlgorithmConfig(adv_estimator=estimator, gamma=GAMMA, lam=LAM, gdpo_reward_weights=WEIGHTS)
     for name, case in ALL.items():
         inputs, parts_SK = case.inputs(torch.float32), case.parts_SK(torch.float32)
-        found = estimate_advantages(inputs, case.group_S, config, parts_SK).advantages_T
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, torch.tensor(expected(case, config)), atol=2e-5, rtol=2e-5, msg=name)
+        advantages_T = estimate_advantages(inputs, case.group_S, config, parts_SK).advantages_T
+        assert advantages_T.dtype == torch.float32
+        torch.testing.assert_close(advantages_T, torch.tensor(expected(case, config)), atol=2e-5, rtol=2e-5, msg=name)
 
 
 def test_gae_returns_are_not_whitened() -> None:
@@ -235,8 +235,8 @@ def test_equal_scores_and_only_members_give_exactly_nothing(estimator: str, dtyp
     config = AlgorithmConfig(adv_estimator=estimator)
     for name in ("equal_rewards", "only_one_member_groups", "empty_response_leaves_one_member", "all_masked"):
         case = EDGES[name]
-        found = estimate_advantages(case.inputs(dtype), case.group_S, config, case.parts_SK(dtype)).advantages_T
-        assert not found.any(), name
+        advantages_T = estimate_advantages(case.inputs(dtype), case.group_S, config, case.parts_SK(dtype)).advantages_T
+        assert not advantages_T.any(), name
 
 
 @pytest.mark.parametrize("whiten", [False, True])

@@ -130,9 +130,9 @@ def test_work_begins_anew_after_each_restart() -> None:
 
 
 def config() -> RunConfig:
-    found = RunConfig()
-    found.trainer.resume_mode = ResumeMode.off
-    return found
+    settings = RunConfig()
+    settings.trainer.resume_mode = ResumeMode.off
+    return settings
 
 
 def test_a_run_begins_again_where_its_newest_checkpoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

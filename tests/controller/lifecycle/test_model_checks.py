@@ -35,8 +35,8 @@ def parallel(axes: str) -> ParallelConfig:
     return ParallelConfig(**{axis: int(size) for axis, size in (each.split("=") for each in axes.split())})
 
 
-def keys(found: list[Violation]) -> list[str]:
-    return [violation.key for violation in found]
+def keys(violations: list[Violation]) -> list[str]:
+    return [violation.key for violation in violations]
 
 
 def test_what_fits_is_not_refused() -> None:
@@ -50,14 +50,14 @@ def test_what_fits_is_not_refused() -> None:
 
 def test_a_model_beside_the_policy_reads_its_samples() -> None:
     short = replace(models.dense(), max_position_embeddings=100)
-    (found,) = model_run_violations(run(2, critic=""), {"actor": models.dense(), "critic": short})
-    assert found.key == "critic.path" and "has 100 positions, and a sequence up to 128 tokens" in found.problem
+    (violation,) = model_run_violations(run(2, critic=""), {"actor": models.dense(), "critic": short})
+    assert violation.key == "critic.path" and "has 100 positions, and a sequence up to 128 tokens" in violation.problem
 
 
 def test_each_role_is_refused_under_its_own_name() -> None:
     assert "actor.parallel.ep" in keys(model_run_violations(run(2, actor="ep=2"), {"actor": models.dense()}))
-    found = model_run_violations(run(2, critic="ep=2"), {"actor": models.dense(), "critic": models.dense()})
-    assert keys(found) == ["critic.parallel.ep"]
+    violations = model_run_violations(run(2, critic="ep=2"), {"actor": models.dense(), "critic": models.dense()})
+    assert keys(violations) == ["critic.parallel.ep"]
     absent = replace(run(2, critic="ep=2"), algorithm=AlgorithmConfig())
     assert model_run_violations(absent, {"actor": models.dense()}) == [], "a critic that is not there"
 
@@ -65,22 +65,22 @@ def test_each_role_is_refused_under_its_own_name() -> None:
 def test_a_context_that_is_too_long_is_refused_with_the_rest() -> None:
     settings = run(2, actor="ep=2")
     settings.rollout.max_response_length = 65
-    found = keys(model_run_violations(settings, {"actor": models.dense()}))
-    assert {"rollout.max_prompt_length", "actor.parallel.ep"} <= set(found)
+    refused_keys = keys(model_run_violations(settings, {"actor": models.dense()}))
+    assert {"rollout.max_prompt_length", "actor.parallel.ep"} <= set(refused_keys)
 
 
 def test_every_data_parallel_rank_must_get_a_sequence_of_each_update() -> None:
     assert model_run_violations(run(8, mini=4), {"actor": models.dense()}) == [], "8 sequences for 8 ranks"
-    (found,) = model_run_violations(run(8, mini=3), {"actor": models.dense()})
-    assert str(found) == (
+    (violation,) = model_run_violations(run(8, mini=3), {"actor": models.dense()})
+    assert str(violation) == (
         "actor.ppo_mini_batch_size=3: makes 6 sequences a step, fewer than the 8 data-parallel ranks of the actor. "
         "Write 4 or more"
     )
     assert model_run_violations(run(8, mini=3, actor="tp=2"), {"actor": models.dense()}) == []
-    found = model_run_violations(
+    violation = model_run_violations(
         run(8, mini=4, critic="", critic_mini=1), {"actor": models.dense(), "critic": models.dense()}
     )
-    assert keys(found) == ["critic.ppo_mini_batch_size"]
+    assert keys(violation) == ["critic.ppo_mini_batch_size"]
 
 
 def test_fine_tuning_is_held_against_the_model_too() -> None:
@@ -95,8 +95,8 @@ def test_fine_tuning_is_held_against_the_model_too() -> None:
     assert keys(model_sft_violations(settings(length=129, axes="ep=2"), models.dense())) == [
         "actor.parallel.ep", "data.max_length"
     ]  # fmt: skip
-    (found,) = model_sft_violations(settings(size=3), models.dense())
-    assert str(found) == "data.train_batch_size=3: is fewer than the 4 data-parallel ranks. Write 4 or more"
+    (violation,) = model_sft_violations(settings(size=3), models.dense())
+    assert str(violation) == "data.train_batch_size=3: is fewer than the 4 data-parallel ranks. Write 4 or more"
     assert model_sft_violations(settings(size=3, axes="tp=2"), models.dense()) == []
 
 
@@ -111,9 +111,9 @@ def test_a_full_kl_must_fit_into_the_memory_that_it_may_take() -> None:
     settings.actor.full_kl_gib = needed
     assert model_run_violations(settings, {"actor": model}) == []
     settings.actor.full_kl_gib = 0.99 * needed
-    (found,) = model_run_violations(settings, {"actor": model})
-    assert found.key == "actor.kl_loss_type" and "832 tokens x 48 columns x 2 bytes" in found.problem
-    assert "actor.kl_loss_type=k3" in found.remedy
+    (violation,) = model_run_violations(settings, {"actor": model})
+    assert violation.key == "actor.kl_loss_type" and "832 tokens x 48 columns x 2 bytes" in violation.problem
+    assert "actor.kl_loss_type=k3" in violation.remedy
     settings.actor.kl_loss_type = KlPenalty.k3
     assert model_run_violations(settings, {"actor": model}) == []
 
@@ -123,5 +123,5 @@ def test_a_context_rank_keeps_its_part_of_a_full_kl() -> None:
     settings.data.max_prompt_length, settings.data.max_response_length = 28, 100
     settings.actor.use_kl_loss, settings.actor.kl_loss_type = True, KlPenalty.full
     settings.actor.precision, settings.actor.full_kl_gib = Precision.float32, 0.0
-    (found,) = model_run_violations(settings, {"actor": models.dense()})
-    assert f"512 tokens x {models.dense().vocab_size} columns x 4 bytes" in found.problem
+    (violation,) = model_run_violations(settings, {"actor": models.dense()})
+    assert f"512 tokens x {models.dense().vocab_size} columns x 4 bytes" in violation.problem

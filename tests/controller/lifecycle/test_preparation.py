@@ -42,11 +42,11 @@ def refusal(task: Path, run_dir: Path, *more: str) -> str:
 
 
 def test_steps_are_counted_in_epochs_or_as_written(task: Path, tmp_path: Path) -> None:
-    found = prepared(task, tmp_path)
-    assert found.train is not None and found.validation is not None
-    assert (len(found.train), len(found.validation), found.num_steps) == (40, 6, 5)
-    assert found.data_sources == {"arithmetic"}
-    assert found.checkpoint is None and found.progress == Progress()
+    preparation = prepared(task, tmp_path)
+    assert preparation.train is not None and preparation.validation is not None
+    assert (len(preparation.train), len(preparation.validation), preparation.num_steps) == (40, 6, 5)
+    assert preparation.data_sources == {"arithmetic"}
+    assert preparation.checkpoint is None and preparation.progress == Progress()
     assert prepared(task, tmp_path, "trainer.total_epochs=3").num_steps == 15
     assert prepared(task, tmp_path, "trainer.total_training_steps=7", "trainer.total_epochs=3").num_steps == 7
     assert prepared(task, tmp_path, "trainer.val_only=true", "data.train_files=[]").num_steps == 0
@@ -67,10 +67,10 @@ def test_a_run_goes_on_from_its_newest_checkpoint(task: Path, tmp_path: Path) ->
 
 def test_what_follows_from_other_fields_is_filled_in(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(task)
-    found = config(Path(), Path("run"), "critic.path=model")
-    assert found.model.path == found.critic.path == str(task / "model")
-    assert found.trainer.default_local_dir == str(task / "run")
-    assert found.actor.loss_agg_constant == found.critic.loss_agg_constant == 12.0
+    filled = config(Path(), Path("run"), "critic.path=model")
+    assert filled.model.path == filled.critic.path == str(task / "model")
+    assert filled.trainer.default_local_dir == str(task / "run")
+    assert filled.actor.loss_agg_constant == filled.critic.loss_agg_constant == 12.0
     written = config(task, task, "actor.loss_agg_constant=3", "critic.loss_agg_constant=0")
     assert (written.actor.loss_agg_constant, written.critic.loss_agg_constant) == (3.0, 0.0)
 
@@ -136,9 +136,9 @@ def judged(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_reward_model_is_prepared_for_rows_that_ask_for_it(judged: Path, tmp_path: Path) -> None:
     enabled = ["reward_model.enable=true", f"reward_model.model.path={judged}/judge"]
-    found = prepared(judged, tmp_path, *enabled)
-    assert found.encoder is not None and found.encoder.max_length == 64 + 12
-    assert found.data_sources == {"arithmetic"}, "nobody need know how to grade chat"
+    preparation = prepared(judged, tmp_path, *enabled)
+    assert preparation.encoder is not None and preparation.encoder.max_length == 64 + 12
+    assert preparation.data_sources == {"arithmetic"}, "nobody need know how to grade chat"
     longer = prepared(judged, tmp_path, *enabled, "reward_model.max_length=99")
     assert longer.encoder is not None and longer.encoder.max_length == 99
     assert prepared(judged, tmp_path).encoder is None, "the task's own function grades every row"

@@ -80,8 +80,8 @@ def test_one_death_that_ends_two_calls_is_answered_once() -> None:
     async def run() -> list[list[tuple[str, int]]]:
         return await asyncio.gather(keys(samples, requests("a", 6)), keys(samples, requests("b", 6)))
 
-    found = asyncio.run(run())
-    assert [len(set(each)) for each in found] == [6, 6] == [len(each) for each in found]
+    by_call = asyncio.run(run())
+    assert [len(set(each)) for each in by_call] == [6, 6] == [len(each) for each in by_call]
     assert both.restarter.num_restarts == 1 and len(pool.asked) == 4
 
 

@@ -64,8 +64,8 @@ def test_a_model_and_data_that_moved_are_the_same(config: dict[str, Any], checkp
     (tmp_path / "elsewhere" / "other.parquet").write_text("two")
     config["model"]["path"] = str(tmp_path / "elsewhere")
     config["data"]["train_files"][1] = str(tmp_path / "elsewhere" / "other.parquet")
-    found = Identity.of(config, ["actor"]).check(checkpoint)
-    assert [line.partition(":")[0] for line in found] == ["data.train_files", "model.path"]
+    differences = Identity.of(config, ["actor"]).check(checkpoint)
+    assert [line.partition(":")[0] for line in differences] == ["data.train_files", "model.path"]
 
 
 def _other_model(config: dict[str, Any], place: Path) -> None:

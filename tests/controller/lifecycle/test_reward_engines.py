@@ -82,7 +82,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Ran:
     task = write_task(tmp_path_factory.mktemp("task"))
     reward_models.write_judge(task / "judge")
     score_rows(task)
-    found = Ran(task, tmp_path_factory.mktemp("run"))
+    finished = Ran(task, tmp_path_factory.mktemp("run"))
     asked = [
         "reward_model.enable=true",
         f"reward_model.model.path={task}/judge",
@@ -93,7 +93,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Ran:
         f"trainer.total_training_steps={STEPS}",
         f"trainer.test_freq={STEPS}",
     ]
-    settings = compose(RunConfig, "train", overrides(task, found.directory, *asked))
+    settings = compose(RunConfig, "train", overrides(task, finished.directory, *asked))
 
     async def observe() -> None:
         async with open_run(settings) as run:
@@ -102,12 +102,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Ran:
 
     with pytest.MonkeyPatch.context() as patched, nothing_left():
         for verb in ("sleep", "wake", "classify"):
-            patched.setattr(ClassifierPool, verb, noting(found.phases, verb))
+            patched.setattr(ClassifierPool, verb, noting(finished.phases, verb))
         try:
             asyncio.run(observe())
         except DeadEngineError as error:
-            found.death = error
-    return found
+            finished.death = error
+    return finished
 
 
 def noting(phases: list[str], verb: str) -> Any:

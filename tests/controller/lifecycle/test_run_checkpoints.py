@@ -48,9 +48,9 @@ def write(run_dir: Path, step: int, text: str = "weights") -> Path:
 
 def steps(run_dir: Path) -> list[int]:
     """Of the complete checkpoints, each of which is sound."""
-    found = complete_checkpoints(run_dir)
-    assert [damage(path) for path in found] == [[] for _ in found]
-    return [read_progress(path).step for path in found]
+    checkpoints = complete_checkpoints(run_dir)
+    assert [damage(path) for path in checkpoints] == [[] for _ in checkpoints]
+    return [read_progress(path).step for path in checkpoints]
 
 
 class Told(list[str]):
@@ -270,8 +270,8 @@ def test_another_course_of_the_run_is_set_aside(tmp_path: Path) -> None:
     set_aside_later(tmp_path, 3)
     set_aside_later(tmp_path, 0)
     earlier = tmp_path / "checkpoints" / "earlier"
-    found = sorted(str(path.relative_to(earlier)) for path in earlier.glob("*/*"))
-    assert found == ["1/step_4", "1/step_6", "2/step_3"]
+    moved = sorted(str(path.relative_to(earlier)) for path in earlier.glob("*/*"))
+    assert moved == ["1/step_4", "1/step_6", "2/step_3"]
     assert (earlier / "1" / "step_6" / "actor" / RANK).read_text() == "first 6"
     assert run_checkpoints.read_progress(earlier / "1" / "step_4").step == 4
 

@@ -66,14 +66,14 @@ class Group:
         await self._call("saved")
         if not self.hold.is_set():
             return [None] * self.num_ranks
-        found: list[Written | None] = [
+        outcomes: list[Written | None] = [
             Written(path.name, None, problem, 0.1)
             if (problem := self._failed.get(path) or (self.problem if rank == self.num_ranks - 1 else None))
             else Written(path.name, sum_of(path), None, 0.1)
             for rank, path in enumerate(self._names)
         ]
         self._failed.clear()
-        return found
+        return outcomes
 
 
 def saver_of(run_dir: Path, *groups: Group, **settings: Any) -> tuple[Saver, list[str]]:
@@ -87,9 +87,9 @@ def saver_of(run_dir: Path, *groups: Group, **settings: Any) -> tuple[Saver, lis
 
 
 def names(run_dir: Path) -> list[str]:
-    found = complete_checkpoints(run_dir)
-    assert [damage(path) for path in found] == [[] for _ in found]
-    return [path.name for path in found]
+    checkpoints = complete_checkpoints(run_dir)
+    assert [damage(path) for path in checkpoints] == [[] for _ in checkpoints]
+    return [path.name for path in checkpoints]
 
 
 def test_a_save_returns_before_it_is_written_and_the_next_one_waits(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_a_save_at_once_has_its_name_when_it_returns(tmp_path: Path) -> None:
         saver, _ = saver_of(tmp_path, actor, critic, async_save=False)
         await saver.save(Progress(step=2))
         assert names(tmp_path) == ["step_2"]
-        found = complete_checkpoints(tmp_path)[0]
-        assert sorted(str(path.relative_to(found)) for path in found.rglob("*") if path.is_file()) == [
+        checkpoint = complete_checkpoints(tmp_path)[0]
+        assert sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()) == [
             "actor/rank_00000.safetensors", "actor/rank_00001.safetensors", "controller.json",
             "critic/rank_00000.safetensors", "manifest.json", "run.json",
         ]  # fmt: skip

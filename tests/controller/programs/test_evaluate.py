@@ -30,9 +30,9 @@ def evaluate(path: Path, *overrides: str) -> dict[str, Any]:
     out = path.with_suffix(".json")
     written = [f"path={path}", f"out={out}", "overwrite=true", "reward.num_workers=1", *overrides]
     assert asyncio.run(run_evaluate(composed(EvaluateConfig, "evaluate", written))) == 0
-    found = json.loads(out.read_text())
-    assert found["confidence"] == 0.95 and found["path"] == str(path)
-    sources: dict[str, Any] = found["data_sources"]
+    numbers = json.loads(out.read_text())
+    assert numbers["confidence"] == 0.95 and numbers["path"] == str(path)
+    sources: dict[str, Any] = numbers["data_sources"]
     return sources
 
 
@@ -46,9 +46,9 @@ def test_every_number_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         sums(4, 5, 5, 5, 4, response_num_tokens=[4] * 4, finish_reasons=["stop"] * 4),
         sums(7, 1, 2, "?", 7, source="arithmetic", response_num_tokens=[4] * 4, finish_reasons=["stop"] * 4),
     ]
-    found = evaluate(write(tmp_path / "r.parquet", rows), "reward.gsm8k.format_score=0.2")
-    assert list(found) == ["gsm8k", "arithmetic"]
-    report = found["gsm8k"]
+    numbers = evaluate(write(tmp_path / "r.parquet", rows), "reward.gsm8k.format_score=0.2")
+    assert list(numbers) == ["gsm8k", "arithmetic"]
+    report = numbers["gsm8k"]
     assert values(report) == {
         "score": pytest.approx((3.2 + 1.6) / 8),
         "accuracy": 0.5,
@@ -64,7 +64,7 @@ def test_every_number_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert all(metric["low"] < metric["value"] <= metric["high"] for metric in report["metrics"].values())
     counts = ("num_prompts", "num_responses", "num_samples", "num_tokens", "truncated")
     assert [report[name] for name in counts] == [2, 8, [4, 4], pytest.approx(36 / 8), pytest.approx(1 / 8)]
-    other = found["arithmetic"]  # 1, 2 and 7 have a vote each, "?" has none
+    other = numbers["arithmetic"]  # 1, 2 and 7 have a vote each, "?" has none
     assert values(other) == {
         "score": pytest.approx(0.35),
         "accuracy": 0.25,
@@ -179,8 +179,8 @@ def test_the_score_counts_what_turns_earned(tmp_path: Path) -> None:
         "    return {'score': len(messages), 'turn_rewards': [0.5]}\n"
     )
     path = write(tmp_path / "r.parquet", [sums(5, 5)])
-    found = evaluate(path, f"custom_reward_function.path={tmp_path / 'reward.py'}")
-    assert found["gsm8k"]["metrics"]["score"]["value"] == 2.5
+    numbers = evaluate(path, f"custom_reward_function.path={tmp_path / 'reward.py'}")
+    assert numbers["gsm8k"]["metrics"]["score"]["value"] == 2.5
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ def evaluate(path: Path, *more: str) -> dict[str, Any]:
     out = path.with_suffix(".json")
     written = [f"path={path}", f"out={out}", "reward.num_workers=1", *more]
     assert asyncio.run(run_evaluate(compose(EvaluateConfig, "evaluate", written))) == 0
-    found: dict[str, Any] = json.loads(out.read_text())["data_sources"]
-    return found
+    numbers: dict[str, Any] = json.loads(out.read_text())["data_sources"]
+    return numbers
 
 
 def test_rows_are_scored_by_who_they_ask_for(tmp_path: Path, processes: None) -> None:
@@ -57,7 +57,7 @@ def test_rows_are_scored_by_who_they_ask_for(tmp_path: Path, processes: None) ->
         "reward_model.kv_cache_memory_bytes=16777216",
     ]
     with nothing_left():
-        found = evaluate(path, *asked)
+        numbers = evaluate(path, *asked)
     tokenizer, model = AutoTokenizer.from_pretrained(judge), reward_models.load(judge)
     texts = []
     for row in rows("model")[:-1]:
@@ -68,9 +68,9 @@ def test_rows_are_scored_by_who_they_ask_for(tmp_path: Path, processes: None) ->
             )
     expected = reward_models.reference(model, texts)
     assert max(expected) - min(expected) > 1
-    assert found["chat"]["metrics"]["score"]["value"] == pytest.approx(fmean(expected), abs=1e-4)
-    assert found["chat"]["num_responses"] == 9 and not any(found["chat"]["errors"].values())
-    assert found["gsm8k"]["metrics"]["accuracy"]["value"] == pytest.approx(2 / 3)
+    assert numbers["chat"]["metrics"]["score"]["value"] == pytest.approx(fmean(expected), abs=1e-4)
+    assert numbers["chat"]["num_responses"] == 9 and not any(numbers["chat"]["errors"].values())
+    assert numbers["gsm8k"]["metrics"]["accuracy"]["value"] == pytest.approx(2 / 3)
     assert (tmp_path / "r-logs" / "reward-engine-0.log").is_file()
 
 

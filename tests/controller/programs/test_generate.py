@@ -65,10 +65,10 @@ def config_of(model: Path, out: Path, *overrides: str) -> GenerateConfig:
 def greedy(model: Path, tokens: Sequence[int]) -> list[int]:
     """What transformers answers."""
     llama = LlamaForCausalLM.from_pretrained(model)
-    found = llama.generate(
+    continued = llama.generate(
         torch.tensor([tokens]), do_sample=False, max_new_tokens=LENGTH, pad_token_id=TOKENIZER.pad_token_id
     )
-    return [int(token) for token in found[0, len(tokens) :]]
+    return [int(token) for token in continued[0, len(tokens) :]]
 
 
 def test_greedy_responses_are_those_of_transformers(
@@ -88,11 +88,11 @@ def test_greedy_responses_are_those_of_transformers(
     kept = [*pq.read_table(first).to_pylist()[:2], *pq.read_table(second).to_pylist()]
     made = ("responses", "response_num_tokens", "finish_reasons")
     assert [name for name in table.column_names if name not in made] == [*kept[0], "note"]
-    found = table.to_pylist()
-    assert [{name: each[name] for name in each if name not in made} for each in found] == [
+    written = table.to_pylist()
+    assert [{name: each[name] for name in each if name not in made} for each in written] == [
         {"note": None} | each for each in kept
     ]
-    for question, each in zip(QUESTIONS, found, strict=True):
+    for question, each in zip(QUESTIONS, written, strict=True):
         text = TOKENIZER.apply_chat_template(prompt_files.user(question), tokenize=False, add_generation_prompt=True)
         tokens = greedy(model, TOKENIZER.encode(text, add_special_tokens=False))
         ended = tokens[-1] == TOKENIZER.eos_token_id
@@ -127,8 +127,8 @@ def test_samples_come_in_any_order_and_stand_in_theirs(tmp_path: Path) -> None:
     config = DataConfig(max_prompt_length=64)
     prompts = PromptSet.load([path], config, TOKENIZER, max_samples=None, title="data.files")
     told: list[int] = []
-    found = asyncio.run(draw(Backwards(), prompts, 3, Sampling(max_tokens=4), told.append))  # type: ignore[arg-type]
-    assert found == [
+    drawn = asyncio.run(draw(Backwards(), prompts, 3, Sampling(max_tokens=4), told.append))  # type: ignore[arg-type]
+    assert drawn == [
         [Generated(f"p.parquet:{n}/{i}", i + 1, "length" if i % 2 else "stop") for i in range(3)] for n in range(3)
     ]
     assert told == [3, 2, 1] * 3
@@ -160,8 +160,8 @@ def test_a_place_that_cannot_be_written_is_refused_with_all_else(model: Path, tm
     old = write(tmp_path / "old.parquet", rows_of(["b"]))
     said = refusal(config_of(model, old, files, "rollout.n=0"))
     assert "2 problems" in said and f"out={old}: exists. Write another name, or overwrite=true" in said
-    prepared, found = prepare(config_of(model, old, files, "overwrite=true"), detect(Device.cpu))
-    assert len(found) == 1 and prepared.out == str(old)
+    prepared, violations = prepare(config_of(model, old, files, "overwrite=true"), detect(Device.cpu))
+    assert len(violations) == 1 and prepared.out == str(old)
 
 
 def test_files_with_responses_and_models_without_text_are_refused(model: Path, tmp_path: Path) -> None:

@@ -220,8 +220,8 @@ def test_what_cannot_run_is_refused_before_anything_starts(
 def test_all_mistakes_are_named_at_once(task: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         sft.prepare(settings(task, tmp_path, "data.train_files=[]", "actor.optim.lr=-1", "trainer.save_freq=-1"))
-    found = {violation.key for violation in caught.value.violations}
-    assert found == {"data.train_files", "actor.optim.lr", "trainer.save_freq"}
+    keys = {violation.key for violation in caught.value.violations}
+    assert keys == {"data.train_files", "actor.optim.lr", "trainer.save_freq"}
 
 
 @pytest.mark.tier("full")

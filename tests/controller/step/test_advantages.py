@@ -85,13 +85,13 @@ def step_of(algorithm: AlgorithmConfig, kl: KlController | None = None, dp: int 
     return over_ranks(groups, algorithm, kl or KlController(algorithm.kl_ctrl), dp)
 
 
-def advantages(found: Found) -> list[float]:
-    assert found.batch.advantages_T is not None
-    return found.batch.advantages_T[MASK].tolist()
+def advantages(step: Found) -> list[float]:
+    assert step.batch.advantages_T is not None
+    return step.batch.advantages_T[MASK].tolist()
 
 
-def as_bits(found: Found) -> dict[str, object]:
-    return {name: tensor.numpy().tobytes() for name, tensor in found.batch.token_fields()} | found.metrics
+def as_bits(step: Found) -> dict[str, object]:
+    return {name: tensor.numpy().tobytes() for name, tensor in step.batch.token_fields()} | step.metrics
 
 
 @pytest.mark.parametrize("estimator", list(estimators()))
@@ -129,13 +129,13 @@ def test_no_bit_depends_on_how_many_ranks_there_are(estimator: str, level: Corre
 
 
 def test_leave_one_out_of_the_scores() -> None:
-    found = step_of(AlgorithmConfig(adv_estimator="rloo"))
-    assert advantages(found) == [1.0, 1.0, -1.0]
-    assert torch.equal(found.batch.mask_T, MASK) and found.batch.weights_T is None
-    assert found.metrics["advantage/mean"] == pytest.approx(1 / 3)
-    assert found.metrics["advantage/std"] == pytest.approx(math.sqrt(8 / 9))
-    assert (found.metrics["advantage/min"], found.metrics["advantage/max"]) == (-1.0, 1.0)
-    assert "kl/reward" not in found.metrics and "return/mean" not in found.metrics
+    step = step_of(AlgorithmConfig(adv_estimator="rloo"))
+    assert advantages(step) == [1.0, 1.0, -1.0]
+    assert torch.equal(step.batch.mask_T, MASK) and step.batch.weights_T is None
+    assert step.metrics["advantage/mean"] == pytest.approx(1 / 3)
+    assert step.metrics["advantage/std"] == pytest.approx(math.sqrt(8 / 9))
+    assert (step.metrics["advantage/min"], step.metrics["advantage/max"]) == (-1.0, 1.0)
+    assert "kl/reward" not in step.metrics and "return/mean" not in step.metrics
 
 
 def test_the_kl_is_taken_from_the_reward_with_the_coefficient_of_before() -> None:
@@ -143,27 +143,27 @@ def test_the_kl_is_taken_from_the_reward_with_the_coefficient_of_before() -> Non
     control.target_kl_per = KlUnit.response
     algorithm = AlgorithmConfig(adv_estimator="rloo", use_kl_in_reward=True, kl_ctrl=control)
     kl = KlController(control)
-    found = step_of(algorithm, kl)
+    step = step_of(algorithm, kl)
     # k1: 0.5 and 0 in the first response, -0.2 in the second: returns 1 - 0.05 and 0.02.
-    assert advantages(found) == pytest.approx([0.93, 0.93, -0.93])
-    assert found.metrics["kl/reward"] == pytest.approx(0.15)
-    assert found.metrics["kl/reward_per_token"] == pytest.approx((0.25 - 0.2) / 2)
-    assert found.metrics["kl/coef"] == 0.1
+    assert advantages(step) == pytest.approx([0.93, 0.93, -0.93])
+    assert step.metrics["kl/reward"] == pytest.approx(0.15)
+    assert step.metrics["kl/reward_per_token"] == pytest.approx((0.25 - 0.2) / 2)
+    assert step.metrics["kl/coef"] == 0.1
     # arXiv:1909.08593, section 2.2: the error, 14, is clipped to 0.2; two samples of a horizon of ten.
     assert kl.coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
     assert step_of(algorithm, kl).metrics["kl/coef"] == kl.coef / (1 + 0.2 * 2 / 10)
 
 
 def test_the_critic_s_values_are_the_baseline_of_gae() -> None:
-    found = step_of(AlgorithmConfig(adv_estimator="gae"))
+    step = step_of(AlgorithmConfig(adv_estimator="gae"))
     # Returns less values are 0.8, 0.6 and -0.1, whose mean is 1.3 / 3; whitened, with the unbiased variance.
     centred = [0.8 - 1.3 / 3, 0.6 - 1.3 / 3, -0.1 - 1.3 / 3]
     deviation = math.sqrt(sum(x * x for x in centred) / 2)
-    assert advantages(found) == pytest.approx([x / deviation for x in centred], rel=1e-5)
-    assert found.batch.returns_T is not None
-    assert found.batch.returns_T[MASK].tolist() == pytest.approx([1.0, 1.0, 0.0])
-    assert found.metrics["return/mean"] == pytest.approx(2 / 3)
-    assert found.metrics["value/mean"] == pytest.approx(0.7 / 3)
+    assert advantages(step) == pytest.approx([x / deviation for x in centred], rel=1e-5)
+    assert step.batch.returns_T is not None
+    assert step.batch.returns_T[MASK].tolist() == pytest.approx([1.0, 1.0, 0.0])
+    assert step.metrics["return/mean"] == pytest.approx(2 / 3)
+    assert step.metrics["value/mean"] == pytest.approx(0.7 / 3)
 
 
 def test_the_greedy_score_is_the_baseline_of_remax() -> None:
@@ -172,10 +172,10 @@ def test_the_greedy_score_is_the_baseline_of_remax() -> None:
 
 def test_responses_that_were_cut_off_are_not_trained_where_that_is_said() -> None:
     algorithm = AlgorithmConfig(adv_estimator="remax", mask_truncated=True)
-    found = step_of(algorithm)
-    assert found.batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 0, 0]
-    assert found.metrics["dropped/masked_sequences"] == 1.0
-    assert found.metrics["advantage/min"] == found.metrics["advantage/max"] == 0.75
+    step = step_of(algorithm)
+    assert step.batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 0, 0]
+    assert step.metrics["dropped/masked_sequences"] == 1.0
+    assert step.metrics["advantage/min"] == step.metrics["advantage/max"] == 0.75
     assert "dropped/masked_sequences" not in step_of(replace(algorithm, mask_truncated=False)).metrics
 
 
@@ -183,12 +183,12 @@ def test_the_difference_to_the_sampler_weighs_the_loss() -> None:
     sampler = torch.tensor([0.0, 0.0, -1.0 - math.log(3), -2.0, 0.0, 0.0, -1.0 + math.log(2)])
     config = RolloutCorrectionConfig(level=CorrectionLevel.token, upper=2.0)
     algorithm = AlgorithmConfig(adv_estimator="remax", rollout_correction=config)
-    found = step_of(algorithm, rollout_logprobs_T=sampler)
-    assert found.batch.weights_T is not None
-    assert found.batch.weights_T[MASK].tolist() == pytest.approx([2.0, 1.0, 0.5])
-    assert found.metrics["rollout/logprob_diff_max"] == pytest.approx(math.log(3))
-    assert found.metrics["rollout/correction_weight_mean"] == pytest.approx((3 + 1 + 0.5) / 3)
-    assert found.metrics["rollout/correction_clip_share"] == pytest.approx(1 / 3)
+    step = step_of(algorithm, rollout_logprobs_T=sampler)
+    assert step.batch.weights_T is not None
+    assert step.batch.weights_T[MASK].tolist() == pytest.approx([2.0, 1.0, 0.5])
+    assert step.metrics["rollout/logprob_diff_max"] == pytest.approx(math.log(3))
+    assert step.metrics["rollout/correction_weight_mean"] == pytest.approx((3 + 1 + 0.5) / 3)
+    assert step.metrics["rollout/correction_clip_share"] == pytest.approx(1 / 3)
     off = step_of(replace(algorithm, rollout_correction=RolloutCorrectionConfig()), rollout_logprobs_T=sampler)
     assert off.batch.weights_T is None
     assert off.metrics["rollout/logprob_diff_max"] == pytest.approx(math.log(3))
@@ -196,8 +196,8 @@ def test_the_difference_to_the_sampler_weighs_the_loss() -> None:
 
 
 def test_a_batch_of_which_nothing_is_trained_has_no_advantages_to_tell_of() -> None:
-    found = step_of(AlgorithmConfig(adv_estimator="gae"), mask_T=torch.zeros(7, dtype=torch.bool))
-    assert not [key for key in found.metrics if key.startswith(("advantage", "return", "value"))]
+    step = step_of(AlgorithmConfig(adv_estimator="gae"), mask_T=torch.zeros(7, dtype=torch.bool))
+    assert not [key for key in step.metrics if key.startswith(("advantage", "return", "value"))]
 
 
 def test_the_kl_of_a_token_is_what_verl_s_target_is_held_against() -> None:
@@ -219,20 +219,20 @@ def test_a_response_that_was_cut_off_is_compared_with_or_not(in_baseline: bool) 
         adv_estimator="rloo", mask_truncated=True, masked_in_baseline=in_baseline, use_kl_in_reward=True,
         kl_ctrl=KL,
     )  # fmt: skip
-    found = step_of(algorithm)
-    assert found.batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 0, 0]
+    step = step_of(algorithm)
+    assert step.batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 0, 0]
     # The KL in its reward comes along: returns are 1 - 0.05 and 0 + 0.02.
     expected = [0.93, 0.93, 0.0] if in_baseline else [0.0, 0.0, 0.0]
-    assert advantages(found) == pytest.approx(expected)
-    assert found.metrics["advantage/min"] == found.metrics["advantage/max"] == pytest.approx(expected[0])
-    assert found.metrics["kl/reward"] == pytest.approx(0.15), "of all responses, trained or not"
+    assert advantages(step) == pytest.approx(expected)
+    assert step.metrics["advantage/min"] == step.metrics["advantage/max"] == pytest.approx(expected[0])
+    assert step.metrics["kl/reward"] == pytest.approx(0.15), "of all responses, trained or not"
 
 
 def test_masked_responses_are_not_whitened_with() -> None:
     algorithm = AlgorithmConfig(adv_estimator="gae", mask_truncated=True)
-    found = step_of(algorithm)  # returns less values of the first response: 0.8 and 0.6
-    assert advantages(found) == pytest.approx([0.5**0.5, -(0.5**0.5), 0.0], rel=1e-5)
-    assert found.metrics["return/mean"] == pytest.approx(1.0)
+    step = step_of(algorithm)  # returns less values of the first response: 0.8 and 0.6
+    assert advantages(step) == pytest.approx([0.5**0.5, -(0.5**0.5), 0.0], rel=1e-5)
+    assert step.metrics["return/mean"] == pytest.approx(1.0)
 
 
 SAMPLER = torch.tensor([0.0, 0.0, -1.0 - math.log(3), -2.0, 0.0, 0.0, -1.0 + math.log(2)])  # ratios 3, 1 and 1/2
@@ -242,16 +242,16 @@ def test_normalized_weights_have_mean_1() -> None:
     config = RolloutCorrectionConfig(level=CorrectionLevel.token, upper=2.0, batch_normalize=True)
     algorithm = AlgorithmConfig(adv_estimator="remax", rollout_correction=config)
     for dp in (1, 2):
-        found = step_of(algorithm, dp=dp, rollout_logprobs_T=SAMPLER)
-        assert found.batch.weights_T is not None
-        assert found.batch.weights_T[MASK].tolist() == pytest.approx([2 * 6 / 7, 6 / 7, 3 / 7])
+        step = step_of(algorithm, dp=dp, rollout_logprobs_T=SAMPLER)
+        assert step.batch.weights_T is not None
+        assert step.batch.weights_T[MASK].tolist() == pytest.approx([2 * 6 / 7, 6 / 7, 3 / 7])
 
 
 def test_bypassed_the_loss_s_ratio_is_that_to_the_sampler() -> None:
     algorithm = AlgorithmConfig(adv_estimator="remax")
     bypassing = replace(algorithm, rollout_correction=RolloutCorrectionConfig(bypass_mode=True))
-    found, before = step_of(bypassing, rollout_logprobs_T=SAMPLER), step_of(algorithm, rollout_logprobs_T=SAMPLER)
-    assert found.batch.old_logprobs_T is not None and before.batch.old_logprobs_T is not None
-    assert torch.equal(found.batch.old_logprobs_T, SAMPLER) and torch.equal(before.batch.old_logprobs_T, OLD)
-    assert found.metrics == before.metrics, "what sampler and trainer differ in is measured all the same"
-    assert advantages(found) == advantages(before)
+    bypassed, before = step_of(bypassing, rollout_logprobs_T=SAMPLER), step_of(algorithm, rollout_logprobs_T=SAMPLER)
+    assert bypassed.batch.old_logprobs_T is not None and before.batch.old_logprobs_T is not None
+    assert torch.equal(bypassed.batch.old_logprobs_T, SAMPLER) and torch.equal(before.batch.old_logprobs_T, OLD)
+    assert bypassed.metrics == before.metrics, "what sampler and trainer differ in is measured all the same"
+    assert advantages(bypassed) == advantages(before)

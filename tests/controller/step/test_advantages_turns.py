@@ -36,16 +36,16 @@ VALUES = [0.2, 0.4, 0.1, 0.3, 0.2]  # of the trained tokens
 
 def groups(far_from_reference: float) -> StepBatch:
     """As a step has them once they are scored.  far_from_reference: log-ratio at the last token of sequence 0."""
-    found = assemble(EPISODES, greedy=[0.25])
-    rollout_T = found.batch.rollout_logprobs_T
+    assembled = assemble(EPISODES, greedy=[0.25])
+    rollout_T = assembled.batch.rollout_logprobs_T
     assert rollout_T is not None
     old_T, ref_T = rollout_T.clone(), rollout_T.clone()
     ref_T[7] -= far_from_reference
-    ref_T[~found.batch.mask_T] = -50.0  # of nobody's choice
+    ref_T[~assembled.batch.mask_T] = -50.0  # of nobody's choice
     values_T = torch.full_like(old_T, 9.0)
     values_T[TRAINED] = torch.tensor(VALUES)
-    scored = replace(found.batch, old_logprobs_T=old_T, ref_logprobs_T=ref_T, old_values_T=values_T)
-    return replace(found, batch=scored)
+    scored = replace(assembled.batch, old_logprobs_T=old_T, ref_logprobs_T=ref_T, old_values_T=values_T)
+    return replace(assembled, batch=scored)
 
 
 def learnt(algorithm: AlgorithmConfig, far_from_reference: float = 0.0) -> Found:
@@ -86,11 +86,11 @@ def test_gae_over_turns() -> None:
     deltas = [0.5 * 0.4 - 0.2, 0.25 + 0.5 * 0.1 - 0.4, 1.0 - 0.1, 0.5 * 0.2 - 0.3, 0.5 - 0.2]
     raw = [deltas[0] + 0.25 * deltas[1] + 0.0625 * deltas[2], deltas[1] + 0.25 * deltas[2], deltas[2],
            deltas[3] + 0.25 * deltas[4], deltas[4]]  # fmt: skip
-    found = learnt(algorithm).batch
-    assert found.advantages_T is not None and found.returns_T is not None
-    assert found.advantages_T[TRAINED].tolist() == pytest.approx(whitened(raw), rel=1e-5)
+    batch = learnt(algorithm).batch
+    assert batch.advantages_T is not None and batch.returns_T is not None
+    assert batch.advantages_T[TRAINED].tolist() == pytest.approx(whitened(raw), rel=1e-5)
     returns = [advantage + value for advantage, value in zip(raw, VALUES, strict=True)]
-    assert found.returns_T[TRAINED].tolist() == pytest.approx(returns, rel=1e-5)
+    assert batch.returns_T[TRAINED].tolist() == pytest.approx(returns, rel=1e-5)
 
 
 def test_groups_are_compared_by_all_that_an_episode_earned() -> None:

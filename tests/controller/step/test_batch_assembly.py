@@ -33,8 +33,8 @@ TURNS = [
 
 
 def test_tokens_masks_and_logprobs_stand_side_by_side() -> None:
-    found = assemble(GROUPS)
-    batch = found.batch
+    assembled = assemble(GROUPS)
+    batch = assembled.batch
     assert batch.lengths_S == (5, 4, 4)
     assert batch.tokens_T.tolist() == [1, 2, 3, 10, 11, 1, 2, 3, 12, 4, 13, 14, 15]
     assert batch.mask_T.int().tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 1, 0, 1, 1, 1]
@@ -42,20 +42,20 @@ def test_tokens_masks_and_logprobs_stand_side_by_side() -> None:
     expected = torch.tensor([0, 0, 0, -1.0, -1.1, 0, 0, 0, -1.2, 0, -1.3, -1.4, -1.5])
     assert torch.equal(batch.rollout_logprobs_T, expected)
     assert batch.turn_rewards_T is None
-    assert found.group_S.tolist() == [0, 0, 1]
-    assert found.outcomes.scores_S.tolist() == [1.0, 0.0, 0.5]
-    assert found.outcomes.truncated_S.tolist() == [False, True, False]
-    assert found.outcomes.greedy_S is None and found.num_trained == 6
+    assert assembled.group_S.tolist() == [0, 0, 1]
+    assert assembled.outcomes.scores_S.tolist() == [1.0, 0.0, 0.5]
+    assert assembled.outcomes.truncated_S.tolist() == [False, True, False]
+    assert assembled.outcomes.greedy_S is None and assembled.num_trained == 6
 
 
 def test_a_greedy_score_goes_to_all_of_its_group() -> None:
-    found = assemble(GROUPS, greedy=[0.25, 0.75])
-    assert found.outcomes.greedy_S is not None and found.outcomes.greedy_S.tolist() == [0.25, 0.25, 0.75]
+    assembled = assemble(GROUPS, greedy=[0.25, 0.75])
+    assert assembled.outcomes.greedy_S is not None and assembled.outcomes.greedy_S.tolist() == [0.25, 0.25, 0.75]
 
 
 def test_of_a_conversation_the_model_s_turns_are_trained() -> None:
-    found = assemble([conversation(0, TURNS, Score(3.0)), answered(1, Score(0.5), (4,), (15,), group=1)])
-    batch = found.batch
+    assembled = assemble([conversation(0, TURNS, Score(3.0)), answered(1, Score(0.5), (4,), (15,), group=1)])
+    batch = assembled.batch
     assert batch.lengths_S == (11, 2)
     assert batch.tokens_T.tolist() == [5, 6, 10, 11, 20, 21, 22, 12, 13, 23, 14, 4, 15]
     assert batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 1, 0, 1]
@@ -63,7 +63,7 @@ def test_of_a_conversation_the_model_s_turns_are_trained() -> None:
     assert batch.rollout_logprobs_T is not None and torch.equal(batch.rollout_logprobs_T, torch.tensor(expected))
     assert batch.turn_rewards_T is not None
     assert batch.turn_rewards_T.tolist() == [0, 0, 0, 0.25, 0, 0, 0, 0, 0, 0, -1.0, 0, 0]
-    assert found.outcomes.scores_S.tolist() == [3.0, 0.5] and found.num_trained == 6
+    assert assembled.outcomes.scores_S.tolist() == [3.0, 0.5] and assembled.num_trained == 6
 
 
 def test_a_model_s_turn_may_be_left_untrained() -> None:
@@ -130,11 +130,11 @@ def test_single_turns_are_the_same_arrays_as_before_episodes() -> None:
         of = row(number, prompt)
         answer = Segment(author=Author.model, tokens=tokens, trained=True, logprobs=logprobs)
         episodes.append(episode_of([prompt_segment(of), answer], number))
-    expected, found = old_assemble(old), assemble(episodes).batch
-    assert found.lengths_S == expected.lengths_S
-    assert dict(found.token_fields()).keys() == dict(expected.token_fields()).keys()
+    expected, batch = old_assemble(old), assemble(episodes).batch
+    assert batch.lengths_S == expected.lengths_S
+    assert dict(batch.token_fields()).keys() == dict(expected.token_fields()).keys()
     for name, tensor in expected.token_fields():
-        same = dict(found.token_fields())[name]
+        same = dict(batch.token_fields())[name]
         assert same.dtype == tensor.dtype and same.numpy().tobytes() == tensor.numpy().tobytes(), name
 
 
@@ -164,7 +164,7 @@ def drawn_episode(draw: np.random.Generator, number: int) -> Episode:
 def test_any_segments_are_found_again_token_by_token(seed: int) -> None:
     draw = np.random.default_rng(seed)
     episodes = [drawn_episode(draw, number) for number in range(int(draw.integers(1, 12)))]
-    found = assemble(episodes)
+    assembled = assemble(episodes)
     expected: list[tuple[int, bool, float, float]] = []
     for episode in episodes:
         for segment in episode.segments:
@@ -172,14 +172,14 @@ def test_any_segments_are_found_again_token_by_token(seed: int) -> None:
                 logprob = float(segment.logprobs[place]) if segment.trained else 0.0  # type: ignore[index]
                 last = place == len(segment.tokens) - 1
                 expected.append((token, segment.trained, logprob, (segment.reward or 0.0) if last else 0.0))
-    assert rows_of(found) == expected
-    ends = np.cumsum(found.batch.lengths_S)
-    assert ends[-1] == len(expected) and found.batch.lengths_S == tuple(each.num_tokens for each in episodes)
-    assert found.group_S.tolist() == [each.group for each in episodes] and found.episodes == tuple(episodes)
+    assert rows_of(assembled) == expected
+    ends = np.cumsum(assembled.batch.lengths_S)
+    assert ends[-1] == len(expected) and assembled.batch.lengths_S == tuple(each.num_tokens for each in episodes)
+    assert assembled.group_S.tolist() == [each.group for each in episodes] and assembled.episodes == tuple(episodes)
 
 
-def rows_of(found: StepBatch) -> list[tuple[int, bool, float, float]]:
-    batch = found.batch
+def rows_of(assembled: StepBatch) -> list[tuple[int, bool, float, float]]:
+    batch = assembled.batch
     rewards_T: Tensor = torch.zeros(len(batch.tokens_T)) if batch.turn_rewards_T is None else batch.turn_rewards_T
     assert batch.rollout_logprobs_T is not None
     columns = (batch.tokens_T, batch.mask_T, batch.rollout_logprobs_T, rewards_T)
@@ -191,7 +191,7 @@ def graded(value: float, parts: dict[str, float], correct: float | None = None, 
 
 
 def test_named_parts_of_the_reward_come_in_the_order_of_the_keys() -> None:
-    found = assemble(
+    assembled = assemble(
         [
             graded(1.5, {"format": 1.0, "overlong": -0.5}, correct=1.0),
             graded(0.25, {"format": 0.5, "acc": 0.75}, correct=0.0),  # a part of its own goes before the general name
@@ -199,10 +199,10 @@ def test_named_parts_of_the_reward_come_in_the_order_of_the_keys() -> None:
         ],
         reward_keys=["score", "format", "acc"],
     )
-    parts_SK = found.outcomes.parts_SK
+    parts_SK = assembled.outcomes.parts_SK
     assert parts_SK is not None and parts_SK.dtype == torch.float32
     assert parts_SK.tolist() == [[2.0, 1.0, 1.0], [0.25, 0.5, 0.75], [-1.0, -1.0, -1.0]]
-    of_two = found.outcomes.of([2, 0]).parts_SK
+    of_two = assembled.outcomes.of([2, 0]).parts_SK
     assert of_two is not None and of_two.tolist() == [[-1.0, -1.0, -1.0], [2.0, 1.0, 1.0]]
     assert assemble(GROUPS).outcomes.parts_SK is None
 

@@ -59,8 +59,8 @@ def test_an_alarm_is_told_again_after_it_ceased() -> None:
 )
 def test_each_alarm(key: str, before: float, after: float, words: str, config: dict[str, float]) -> None:
     assert not alarms(key, [before] * 20, **config)
-    found = alarms(key, [before] * 4 + [after] * 20, **config)
-    assert len(found) == 1 and 4 < min(found) <= 8
+    raised = alarms(key, [before] * 4 + [after] * 20, **config)
+    assert len(raised) == 1 and 4 < min(raised) <= 8
     guards = Guards(GuardConfig(window=4, **config), [{key: before}] * 4)  # type: ignore[arg-type]
     for _ in range(3):
         guards.see({key: after})

@@ -30,12 +30,12 @@ def test_samples_are_counted() -> None:
     def episode(length: int, score: Score, cut: bool = False) -> Episode:
         return answered(1, score, (1,) * length, (7,) * length, cut=cut)
 
-    found = [
+    episodes = [
         episode(2, Score(1.0, {"format": 1.0, "rare": 3.0}, correct=1.0)),
         episode(4, Score(0.0, {"format": 0.0}, correct=0.0), cut=True),
         episode(6, Score(-1.0, error="timeout: x")),
     ]
-    collected = RolloutBatch(episodes=found, greedy=None, num_batches=2, num_dropped=5)
+    collected = RolloutBatch(episodes=episodes, greedy=None, num_batches=2, num_dropped=5)
     assert known(sample_metrics(collected)) == pytest.approx(
         {
             "reward/mean": 0.0, "reward/std": (2 / 3) ** 0.5, "reward/min": -1.0, "reward/max": 1.0,

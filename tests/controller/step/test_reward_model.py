@@ -75,8 +75,8 @@ def test_the_answer_stands_where_the_template_puts_it() -> None:
 def test_padding_at_the_end_is_no_part_as_in_transformers(tmp_path: Path) -> None:
     """A template that ends in the token that config.json pads with: transformers asks at the last one before it."""
     ends = prompt_files.tokenizer().eos_token_id
-    found = encoder("{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}", pad_token_id=ends)
-    stripped, plain = found.tokens(said("5")), encoder(found.tokenizer.chat_template).tokens(said("5"))
+    padding = encoder("{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}", pad_token_id=ends)
+    stripped, plain = padding.tokens(said("5")), encoder(padding.tokenizer.chat_template).tokens(said("5"))
     assert plain == [*stripped, ends] and ends in stripped, "those inside stay"
     reward_models.write_judge(tmp_path)
     edit_config(tmp_path, pad_token_id=ends)
@@ -105,20 +105,20 @@ def test_long_conversations_are_cut_as_configured(truncation: Truncation, kept: 
 
 def test_long_conversations_are_refused_by_name() -> None:
     length = len(encoder().tokens(said("it is 5")))
-    found = score(1.0, max_length=length - 1)
-    assert found.value == -7.0 and found.error is not None
-    assert found.error.startswith("raised: ValueError: the conversation has ")
-    assert f"{length} tokens, more than reward_model.max_length={length - 1}. Raise it, or write" in found.error
+    verdict = score(1.0, max_length=length - 1)
+    assert verdict.value == -7.0 and verdict.error is not None
+    assert verdict.error.startswith("raised: ValueError: the conversation has ")
+    assert f"{length} tokens, more than reward_model.max_length={length - 1}. Raise it, or write" in verdict.error
 
 
 def test_a_score_is_the_reward_and_a_part_for_metrics() -> None:
-    found = score(2.25)
-    assert found == Score(2.25, {"model": 2.25})
+    verdict = score(2.25)
+    assert verdict == Score(2.25, {"model": 2.25})
 
 
 def test_overlong_is_added_as_to_a_grader_s() -> None:
-    found = score(2.25, RewardConfig(overlong=OverlongConfig(enable=True, length=4, penalty_factor=1.0)))
-    assert found.value == 2.25 - 0.75 and found.parts == {"model": 2.25, "overlong": -0.75}
+    verdict = score(2.25, RewardConfig(overlong=OverlongConfig(enable=True, length=4, penalty_factor=1.0)))
+    assert verdict.value == 2.25 - 0.75 and verdict.parts == {"model": 2.25, "overlong": -0.75}
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_a_dead_engine_is_no_sample_s_error() -> None:
 
 
 def test_a_template_that_refuses_is_a_named_error() -> None:
-    found = score(1.0, template=prompt_files.STRICT)
-    assert found.error is not None and "roles must alternate" in found.error and found.value == -7.0
+    verdict = score(1.0, template=prompt_files.STRICT)
+    assert verdict.error is not None and "roles must alternate" in verdict.error and verdict.value == -7.0
     assert "roles must alternate" in template_problem(encoder(prompt_files.STRICT), ASKED)
     assert template_problem(encoder(NO_ANSWERS), ASKED) == "the chat template leaves the response out"
     assert template_problem(encoder(), ASKED) == ""

@@ -239,8 +239,8 @@ def test_rows_that_ask_for_the_reward_model_are_scored_by_it_and_others_are_not(
     assert {messages[0]["content"] for messages, _ in judge.told} == {"1", "3"}  # type: ignore[index]
     assert sorted(response for _, response in judge.told) == [f"0.{i}/file:{i}#{n}" for i in (1, 3) for n in (0, 1)]
     assert {request.ground_truth for request in scorer.requests} == {"0", "2"}
-    found = asyncio.run(collector.collect_validation([judged(1)], lambda done, of: None))
-    assert [each.reward for each in found] == [100.0, 100.0]
+    episodes = asyncio.run(collector.collect_validation([judged(1)], lambda done, of: None))
+    assert [each.reward for each in episodes] == [100.0, 100.0]
 
 
 def test_without_a_reward_model_the_scorer_has_them_all() -> None:

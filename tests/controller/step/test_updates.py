@@ -100,9 +100,9 @@ def _plain(batch: TrainBatch) -> TrainBatch:
 def test_sums_come_back_in_the_order_of_the_batch(dp: int) -> None:
     batch, group = ragged(101), Ranks(dp)
     shared = send(group, batch, [ALL])
-    found = asyncio.run(score(group, shared, "old_logprobs_T", temperature=0.7, with_entropy=True, snapshot="s"))
-    assert torch.equal(found.sums_S, _sums(batch))
-    assert found.entropy_S is not None and torch.equal(found.entropy_S, -_sums(batch))
+    scores = asyncio.run(score(group, shared, "old_logprobs_T", temperature=0.7, with_entropy=True, snapshot="s"))
+    assert torch.equal(scores.sums_S, _sums(batch))
+    assert scores.entropy_S is not None and torch.equal(scores.entropy_S, -_sums(batch))
     assert group.arguments == (0.7, True, "s")
     assert sorted(n for each in group.scored for n in each.lengths_S) == sorted(LENGTHS)
     read = {name for each in group.scored for name, _ in each.token_fields()}
@@ -188,15 +188,15 @@ def test_minibatches_hold_whole_groups_in_order() -> None:
 def test_later_passes_are_shuffled_by_the_seed() -> None:
     group_S = torch.arange(12).repeat_interleave(2)
     config = ActorConfig(ppo_mini_batch_size=4, ppo_epochs=3)
-    found = minibatches(group_S, config, 12, seed=1)
-    passes = [[each for part in found[start : start + 3] for each in part] for start in (0, 3, 6)]
+    parts = minibatches(group_S, config, 12, seed=1)
+    passes = [[each for part in parts[start : start + 3] for each in part] for start in (0, 3, 6)]
     assert passes[0] == list(range(24))
     assert all(sorted(each) == list(range(24)) for each in passes)
     assert passes[1] != passes[0] and passes[2] != passes[1]
-    assert all(part[2 * i] + 1 == part[2 * i + 1] for part in found for i in range(4)), "groups stay together"
-    assert minibatches(group_S, config, 12, seed=1) == found != minibatches(group_S, config, 12, seed=2)
+    assert all(part[2 * i] + 1 == part[2 * i + 1] for part in parts for i in range(4)), "groups stay together"
+    assert minibatches(group_S, config, 12, seed=1) == parts != minibatches(group_S, config, 12, seed=2)
     straight = ActorConfig(ppo_mini_batch_size=4, ppo_epochs=2, shuffle=False)
-    assert minibatches(group_S, straight, 12, seed=1) == found[:3] * 2
+    assert minibatches(group_S, straight, 12, seed=1) == parts[:3] * 2
 
 
 def test_metrics_are_means_over_trained_tokens() -> None:

@@ -29,17 +29,17 @@ def test_a_step_needs_what_its_passes_do() -> None:
         Passes(model=critic, scored=1, trained=1, head=Head.value),
     ]
     a, c = forward_flops(actor, LENGTHS) / 1e12, forward_flops(critic, LENGTHS, head=Head.value) / 1e12
-    found = tflop(LENGTHS, passes)
-    assert found == pytest.approx({"perf/tflop_updates": 4.5 * a + 3 * c, "perf/tflop_logprobs": 2 * a + c})
+    needed = tflop(LENGTHS, passes)
+    assert needed == pytest.approx({"perf/tflop_updates": 4.5 * a + 3 * c, "perf/tflop_logprobs": 2 * a + c})
 
 
 def test_rates_are_of_a_device_and_its_phases() -> None:
     metrics = {"perf/tflop_updates": 80.0, "perf/tflop_logprobs": 20.0}
     rates = {"perf/tflops_per_device": 10.0, "perf/tflops_per_device_logprobs": 5.0}
     assert utilization(metrics, SECONDS, 2, None) == rates, "no peak, no MFU"
-    found = utilization(metrics, SECONDS, 2, 40.0)
-    assert found == rates | {"perf/mfu": 0.25, "perf/mfu_logprobs": 0.125}
-    assert all(metric_of(key) for key in found | metrics)
+    measured = utilization(metrics, SECONDS, 2, 40.0)
+    assert measured == rates | {"perf/mfu": 0.25, "perf/mfu_logprobs": 0.125}
+    assert all(metric_of(key) for key in measured | metrics)
 
 
 def test_a_step_that_trained_nothing_has_no_rate() -> None:

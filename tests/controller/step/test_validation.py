@@ -62,8 +62,8 @@ def test_prompts_are_drawn_so_many_at_a_time(size: int | None, batches: list[int
 
     told: list[tuple[int, int]] = []
     prompts = [row(number) for number in range(5)]
-    found = asyncio.run(validate(RolloutCollector(), prompts, size, lambda done, of: told.append((done, of))))  # type: ignore[arg-type]
+    result = asyncio.run(validate(RolloutCollector(), prompts, size, lambda done, of: told.append((done, of))))  # type: ignore[arg-type]
     assert [len(each) for each in drawn] == batches
     assert [name for each in drawn for name in each] == [each.id for each in prompts]
-    assert len(found[1]) == 5
+    assert len(result[1]) == 5
     assert told == [(1 + sum(batches[:number]), 5) for number in range(len(batches))]

@@ -220,15 +220,15 @@ def test_precision_is_the_cause_where_float32_agrees() -> None:
 def test_tokenisation_is_found_and_explains_nothing() -> None:
     given = scored()
     evidence = Evidence(num_responses=3, retokenised=2)
-    found = findings(given, evidence, "float32")
-    assert found[-1].found and "2 of 3 responses" in found[-1].evidence
-    assert verdict([statistics(*pair, given) for pair in PAIRS], found).startswith("They agree")
+    listed = findings(given, evidence, "float32")
+    assert listed[-1].found and "2 of 3 responses" in listed[-1].evidence
+    assert verdict([statistics(*pair, given) for pair in PAIRS], listed).startswith("They agree")
 
 
 def test_what_nothing_explains_is_said() -> None:
     given = scored(**{MEGATRON: moved(0.2)})
-    found = findings(given, Evidence(differing_weights={VLLM: {}, MEGATRON: {}}), "float32")
-    assert "nothing that was examined explains it" in verdict([statistics(*pair, given) for pair in PAIRS], found)
+    listed = findings(given, Evidence(differing_weights={VLLM: {}, MEGATRON: {}}), "float32")
+    assert "nothing that was examined explains it" in verdict([statistics(*pair, given) for pair in PAIRS], listed)
 
 
 def test_the_report_is_json() -> None:

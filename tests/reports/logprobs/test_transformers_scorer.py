@@ -31,10 +31,10 @@ P_V = (0.4, 0.1, 0.3, 0.2)
 )
 def test_what_top_p_and_top_k_leave(top_p: float, top_k: int, left: set[int]) -> None:
     sampling = Sampling(max_tokens=1, top_p=top_p, top_k=top_k)
-    found = _truncated(torch.tensor([P_V]).double().log(), sampling).softmax(-1)[0]
+    kept_V = _truncated(torch.tensor([P_V]).double().log(), sampling).softmax(-1)[0]
     total = sum(P_V[index] for index in left)
     expected = [p / total if index in left else 0.0 for index, p in enumerate(P_V)]
-    assert found.tolist() == pytest.approx(expected)
+    assert kept_V.tolist() == pytest.approx(expected)
 
 
 def sample(tokens: list[int], prompt_id: str) -> Sample:
@@ -60,24 +60,24 @@ def test_a_pass(name: str) -> None:
     drawn = VllmSamples(prompts=prompts, samples=samples, greedy=(likeliest,), differing={})
     sampling = Sampling(max_tokens=4, temperature=0.5, top_k=5)
     with torch.no_grad():
-        found = _transformers_pass(model, sampling, drawn)
+        scored = _transformers_pass(model, sampling, drawn)
 
     rows = [outputs[0].logits[0, 2:6], outputs[1].logits[0, 0:2]]  # what predicted the responses
-    for temperature, values in ((0.5, found.logprobs), (1.0, found.sampled_from[EVERYTHING])):
+    for temperature, values in ((0.5, scored.logprobs), (1.0, scored.sampled_from[EVERYTHING])):
         expected = [
             torch.log_softmax(logits / temperature, -1)[torch.arange(len(s.tokens)), torch.from_numpy(s.tokens).long()]
             for logits, s in zip(rows, samples, strict=True)
         ]
         np.testing.assert_allclose(values, torch.cat(expected), atol=1e-6)
-    kept = found.sampled_from[TRUNCATED]
-    assert all(math.isinf(x) or x > y for x, y in zip(kept, found.logprobs, strict=True)), "over fewer tokens"
-    assert found.is_top1.tolist() == [True, False]
+    kept = scored.sampled_from[TRUNCATED]
+    assert all(math.isinf(x) or x > y for x, y in zip(kept, scored.logprobs, strict=True)), "over fewer tokens"
+    assert scored.is_top1.tolist() == [True, False]
 
     # transformers' own output of the routers, of the layers that have one.
     top_k = model.config.num_experts_per_tok
     layers = [i for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")]
-    assert found.routing_TLK is not None and found.routing_TLK.shape == (10, len(model.model.layers), top_k)
+    assert scored.routing_TLK is not None and scored.routing_TLK.shape == (10, len(model.model.layers), top_k)
     for place, layer in enumerate(layers):
         logits = torch.cat([output.router_logits[place] for output in outputs])
         expected = logits.topk(top_k).indices.sort(-1).values
-        assert found.routing_TLK[:, layer].long().sort(-1).values.equal(expected)
+        assert scored.routing_TLK[:, layer].long().sort(-1).values.equal(expected)

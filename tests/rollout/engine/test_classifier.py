@@ -116,8 +116,8 @@ def test_no_directory_no_configuration_no_weights(edited: Path) -> None:
     ],
 )
 def test_sizes_that_cannot_be(sound: Path, changes: dict[str, Any], said: str) -> None:
-    found = refusal(sound, **changes)
-    assert said in found and "rollout." not in found
+    message = refusal(sound, **changes)
+    assert said in message and "rollout." not in message
 
 
 def test_experts_are_not_spread_on_a_cpu(tmp_path: Path) -> None:

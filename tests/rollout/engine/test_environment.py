@@ -40,17 +40,17 @@ def test_threads_are_bound_on_the_cpu_and_no_device_is_seen() -> None:
 
 
 def test_an_accelerator_gets_its_masks_and_nothing_of_the_cpu() -> None:
-    found = engine_environment(ROCM, RolloutConfig(), (0,), device_ids=("4", "5"))
-    assert found["HIP_VISIBLE_DEVICES"] == found["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert not {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_MLA_DISABLE"} & found.keys()
+    variables = engine_environment(ROCM, RolloutConfig(), (0,), device_ids=("4", "5"))
+    assert variables["HIP_VISIBLE_DEVICES"] == variables["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert not {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_MLA_DISABLE"} & variables.keys()
     assert "CUDA_VISIBLE_DEVICES" not in engine_environment(ROCM, RolloutConfig(), (0,))
 
 
 def test_engines_have_no_secrets_and_a_place_for_sockets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "sk-123456")
     for platform in (CPU, ROCM):
-        found = engine_environment(platform, RolloutConfig(), (0,), scratch=Path("/scratch"))
-        assert found["SOME_API_KEY"] is None and found["VLLM_RPC_BASE_PATH"] == "/scratch"
+        variables = engine_environment(platform, RolloutConfig(), (0,), scratch=Path("/scratch"))
+        assert variables["SOME_API_KEY"] is None and variables["VLLM_RPC_BASE_PATH"] == "/scratch"
         assert "VLLM_RPC_BASE_PATH" not in engine_environment(platform, RolloutConfig(), (0,))
 
 
@@ -77,15 +77,15 @@ def test_arguments_on_the_cpu_and_on_an_accelerator(tmp_path: Path) -> None:
     ],
 )
 def test_layouts_are_vllm_s_arguments(tmp_path: Path, layout: dict[str, int], expected: tuple[int, int, bool]) -> None:
-    found = engine_arguments(tmp_path, RolloutConfig(**layout), models.moe(), ROCM, None)
+    arguments = engine_arguments(tmp_path, RolloutConfig(**layout), models.moe(), ROCM, None)
     names = ("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel")
-    assert tuple(found[name] for name in names) == expected
+    assert tuple(arguments[name] for name in names) == expected
 
 
 def test_deepseek_gets_what_its_config_and_the_cpu_lack(tmp_path: Path) -> None:
-    found = engine_arguments(tmp_path, RolloutConfig(), models.deepseek_v3(), CPU, None)
-    assert found["hf_overrides"] == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    assert found["compilation_config"] == {"custom_ops": ["all", "-rotary_embedding"]}
+    arguments = engine_arguments(tmp_path, RolloutConfig(), models.deepseek_v3(), CPU, None)
+    assert arguments["hf_overrides"] == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    assert arguments["compilation_config"] == {"custom_ops": ["all", "-rotary_embedding"]}
     assert "compilation_config" not in engine_arguments(tmp_path, RolloutConfig(), models.deepseek_v3(), ROCM, None)
     assert "hf_overrides" not in engine_arguments(tmp_path, RolloutConfig(), models.moe(), CPU, None)
 
@@ -97,7 +97,10 @@ def test_a_tokenizer_is_found_by_its_files(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_s_engine_gives_the_last_token_s_score_as_it_is(tmp_path: Path) -> None:
-    found = engine_arguments(tmp_path, reward_models.config(tmp_path, tp=2), models.dense(), CPU, None)
-    assert (found["runner"], found["convert"], found["max_model_len"]) == ("pooling", "classify", 200)
-    assert found["pooler_config"] == {"seq_pooling_type": "LAST", "use_activation": False}
-    assert (found["tensor_parallel_size"], found["dtype"]) == (2, "float32") and "logprobs_mode" not in found
+    arguments = engine_arguments(tmp_path, reward_models.config(tmp_path, tp=2), models.dense(), CPU, None)
+    assert (arguments["runner"], arguments["convert"], arguments["max_model_len"]) == ("pooling", "classify", 200)
+    assert arguments["pooler_config"] == {"seq_pooling_type": "LAST", "use_activation": False}
+    assert (arguments["tensor_parallel_size"], arguments["dtype"]) == (
+        2,
+        "float32",
+    ) and "logprobs_mode" not in arguments

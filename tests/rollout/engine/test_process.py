@@ -84,11 +84,11 @@ def test_what_the_engine_s_process_started_ends_with_it(tmp_path: Path, processe
 
 
 def running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    found = []
+    alive = []
     for each in processes:
         with suppress(psutil.NoSuchProcess):
-            found += [each] if each.is_running() and each.status() != psutil.STATUS_ZOMBIE else []
-    return found
+            alive += [each] if each.is_running() and each.status() != psutil.STATUS_ZOMBIE else []
+    return alive
 
 
 def test_an_engine_that_does_not_start_says_why_and_leaves_its_output(tmp_path: Path, processes: None) -> None:

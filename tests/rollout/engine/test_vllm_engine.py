@@ -63,9 +63,9 @@ def engine(checkpoint: tuple[Path, PreTrainedModel], processes: None) -> Iterato
 
 def test_greedy_tokens_are_those_of_transformers(engine: EngineProcess, model: PreTrainedModel) -> None:
     given = prompts(6)
-    found = generate(engine, requests_of(given, 1), Sampling(max_tokens=24, temperature=0))
+    samples = generate(engine, requests_of(given, 1), Sampling(max_tokens=24, temperature=0))
     for prompt in given:
-        sample = found[prompt.id, 0]
+        sample = samples[prompt.id, 0]
 
         ids = model.generate(torch.tensor([prompt.tokens]), max_new_tokens=24, do_sample=False)[0, len(prompt.tokens) :]
         np.testing.assert_array_equal(sample.tokens, ids.numpy())
@@ -78,10 +78,10 @@ def test_logprobs_are_of_the_distribution_that_was_drawn_from(
     engine: EngineProcess, model: PreTrainedModel, temperature: float
 ) -> None:
     given = prompts(5)
-    found = generate(engine, requests_of(given, 2), Sampling(max_tokens=24, temperature=temperature, ignore_eos=True))
+    samples = generate(engine, requests_of(given, 2), Sampling(max_tokens=24, temperature=temperature, ignore_eos=True))
     for prompt in given:
         for index in range(2):
-            sample = found[prompt.id, index]
+            sample = samples[prompt.id, index]
             assert sample.logprobs.dtype == np.float32 and len(sample.logprobs) == len(sample.tokens) == 24
             expected = chosen(reference_logprobs(model, prompt.tokens, sample.tokens, temperature), sample.tokens)
             np.testing.assert_allclose(sample.logprobs, expected, rtol=0, atol=ATOL)
@@ -92,22 +92,22 @@ def test_logprobs_under_top_p_and_top_k_are_of_what_is_left(engine: EngineProces
     assert sampling.truncated and not FREE.truncated
     prompt = prompts(3)[2]
     for sample in generate(engine, requests_of([prompt], 4), sampling).values():
-        for row, token, found in zip(
+        for row, token, logprob in zip(
             reference_logprobs(model, prompt.tokens, sample.tokens, 0.9), sample.tokens, sample.logprobs, strict=True
         ):
             order = np.argsort(-row)[:20]
             kept = np.exp(row[order]) / np.exp(row[order]).sum()
             order = order[: int(np.searchsorted(np.cumsum(kept), 0.8)) + 1]
             assert token in order
-            assert found == pytest.approx(row[token] - np.log(np.exp(row[order]).sum()), abs=ATOL)
+            assert logprob == pytest.approx(row[token] - np.log(np.exp(row[order]).sum()), abs=ATOL)
 
 
 def test_draws_follow_the_distribution(engine: EngineProcess, model: PreTrainedModel) -> None:
     """2,000 first tokens against their probabilities: chi-squared, over the tokens expected at least ten times."""
     prompt = prompts(1)[0]
     count = 2000
-    found = generate(engine, requests_of([prompt], count), Sampling(max_tokens=1, ignore_eos=True))
-    seen = np.bincount([sample.tokens[0] for sample in found.values()], minlength=rollouts.VOCAB)
+    samples = generate(engine, requests_of([prompt], count), Sampling(max_tokens=1, ignore_eos=True))
+    seen = np.bincount([sample.tokens[0] for sample in samples.values()], minlength=rollouts.VOCAB)
     expected = count * np.exp(reference_logprobs(model, prompt.tokens, [0])[0])
     often = expected >= 10
     statistic = float((((seen - expected) ** 2) / expected)[often].sum())
@@ -124,8 +124,8 @@ def test_a_sample_depends_on_nothing_that_runs_beside_it(engine: EngineProcess) 
     again = generate(engine, requests, FREE)
     backwards = generate(engine, requests[::-1], FREE)
     alone = {key: sample for request in requests for key, sample in generate(engine, [request], FREE).items()}
-    for found in (again, backwards, alone):
-        assert_same(found, expected, ATOL)
+    for samples in (again, backwards, alone):
+        assert_same(samples, expected, ATOL)
     other_seed = generate(engine, requests, Sampling(max_tokens=24, ignore_eos=True, seed=4))
     assert all((other_seed[key].tokens != sample.tokens).any() for key, sample in expected.items())
 
@@ -143,9 +143,9 @@ def test_samples_of_a_prompt_share_its_cache(engine: EngineProcess) -> None:
 def test_prompts_of_more_tokens_than_one_step_takes(engine: EngineProcess, model: PreTrainedModel) -> None:
     """vLLM would cut the prompt on the border of a step in two, and end the engine over its seed."""
     given = [Prompt(id=f"n{i}", tokens=tuple((7 * i + 3 * j) % 98 + 3 for j in range(190))) for i in range(50)]
-    found = generate(engine, requests_of(given, 1), Sampling(max_tokens=2, ignore_eos=True))
+    samples = generate(engine, requests_of(given, 1), Sampling(max_tokens=2, ignore_eos=True))
     for prompt in given[::7]:
-        sample = found[prompt.id, 0]
+        sample = samples[prompt.id, 0]
         expected = chosen(reference_logprobs(model, prompt.tokens, sample.tokens), sample.tokens)
         np.testing.assert_allclose(sample.logprobs, expected, rtol=0, atol=ATOL)
 
@@ -177,11 +177,11 @@ def test_a_stop_string_is_cut_from_the_text_and_not_from_the_tokens(engine: Engi
     words = whole.text.split()
     assert words == [f"w{token}" for token in whole.tokens if token != EOS]
     stop = f"{words[5]} {words[6]} "
-    found = generate(engine, [request], Sampling(max_tokens=24, ignore_eos=True, seed=3, stop=(stop,)))[request.key]
-    assert found.finish is FinishReason.stop and found.stop == stop
-    assert found.text.split() == words[:5]
-    np.testing.assert_array_equal(found.tokens, whole.tokens[: len(found.tokens)])
-    assert len(words[:7]) <= len(found.tokens) < len(whole.tokens)
+    stopped = generate(engine, [request], Sampling(max_tokens=24, ignore_eos=True, seed=3, stop=(stop,)))[request.key]
+    assert stopped.finish is FinishReason.stop and stopped.stop == stop
+    assert stopped.text.split() == words[:5]
+    np.testing.assert_array_equal(stopped.tokens, whole.tokens[: len(stopped.tokens)])
+    assert len(words[:7]) <= len(stopped.tokens) < len(whole.tokens)
 
 
 def test_an_aborted_sample_is_given_as_far_as_it_came_and_can_go_on(
@@ -196,9 +196,9 @@ def test_an_aborted_sample_is_given_as_far_as_it_came_and_can_go_on(
         await engine.abort([ended.key])
         return await task
 
-    found = asyncio.run(run())
-    partial = found[ended.key]
-    assert found[kept.key].finish is FinishReason.length
+    samples = asyncio.run(run())
+    partial = samples[ended.key]
+    assert samples[kept.key].finish is FinishReason.length
     assert partial.finish is FinishReason.abort and 0 < len(partial.tokens) < LONG
     going_on = Request(prompt=ended.prompt, so_far=partial)
     whole = generate(engine, [going_on], long)[ended.key]
@@ -239,18 +239,18 @@ def test_every_token_knows_the_version_that_drew_it(engine: EngineProcess) -> No
         with pytest.raises(RolloutError, match="rollout-0 does not generate: its weights are being updated"):
             await collect(engine, requests[:1], FREE)
         await engine.finish_update(5)
-        found = await task
+        samples = await task
         assert await engine.version() == 5
-        return found
+        return samples
 
-    found = asyncio.run(run())
-    for sample in found.values():
+    samples = asyncio.run(run())
+    for sample in samples.values():
         assert [span.version for span in sample.versions] == [4, 5]
         old, new = sample.versions
         assert old == VersionSpan(version=4, start=0, end=new.start) and 0 < new.start < new.end == LONG
     asyncio.run(engine.start_update())
     asyncio.run(engine.finish_update(4))
-    assert_same(generate(engine, requests, long), found, ATOL)  # the weights are the same, after all
+    assert_same(generate(engine, requests, long), samples, ATOL)  # the weights are the same, after all
 
 
 def test_a_failed_update_leaves_the_engine_refusing_until_one_succeeds(engine: EngineProcess) -> None:
@@ -308,9 +308,9 @@ def test_leaving_early_aborts_the_rest_and_the_books_are_kept(engine: EngineProc
         await samples.aclose()  # type: ignore[attr-defined]
         while (await engine.statistics()).running:  # as of the last step: until they are aborted
             await collect(engine, requests_of(prompts(1), 1), FREE)
-        found = await collect(engine, requests_of(prompts(1), 1), FREE)
+        collected = await collect(engine, requests_of(prompts(1), 1), FREE)
         after = await engine.statistics()
-        assert len(found) == 1 and after.running == after.waiting == 0
+        assert len(collected) == 1 and after.running == after.waiting == 0
         assert 24 < after.generated_tokens - before.generated_tokens < 60 * 64
         assert after.tokens_per_s > 0 and after.kv_cache_usage < 0.01
 

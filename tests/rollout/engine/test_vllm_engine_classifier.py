@@ -59,9 +59,9 @@ def started(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterat
 
 
 def scores(engine: EngineProcess, texts: list[list[int]]) -> list[float]:
-    found = asyncio.run(engine.classify(texts))
-    assert all(isinstance(each, float) for each in found), found
-    return [float(each) for each in found]
+    numbers = asyncio.run(engine.classify(texts))
+    assert all(isinstance(each, float) for each in numbers), numbers
+    return [float(each) for each in numbers]
 
 
 def test_scores_are_those_of_transformers(started: Started) -> None:

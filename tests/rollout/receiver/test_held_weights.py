@@ -62,5 +62,5 @@ def test_other_files(started: tuple[EngineProcess, Path], tmp_path: Path) -> Non
     for name, by in CHANGED.items():
         tensors[name].view(-1)[-1] += by
     save_file(tensors, other / FILE, {"format": "pt"})
-    (found,) = held(engine, other)
-    assert found == pytest.approx(CHANGED, rel=1e-5)
+    (difference,) = held(engine, other)
+    assert difference == pytest.approx(CHANGED, rel=1e-5)

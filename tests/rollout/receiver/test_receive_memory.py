@@ -50,11 +50,11 @@ def test_items_are_made_beside_and_no_further_than_allowed() -> None:
                 enough.set()
             yield size
 
-    found = beside(items(), int, most=4)
-    first = next(found)
+    yielded = beside(items(), int, most=4)
+    first = next(yielded)
     assert enough.wait(10)
     assert made == [1, 2, 3], "2 fits, and 3 is the one that no longer does"
-    assert [first, *found] == [1, 2, 3, 4, 5]
+    assert [first, *yielded] == [1, 2, 3, 4, 5]
     assert len(threads) == 1
     assert threads.isdisjoint({threading.get_ident()})
 
@@ -63,8 +63,8 @@ def test_this_thread_computes_alone_while_items_are_made() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        found = beside(iter([1, 2, 3]), int, most=1)
-        used = [torch.get_num_threads() for item in found if item == 1]
+        made = beside(iter([1, 2, 3]), int, most=1)
+        used = [torch.get_num_threads() for item in made if item == 1]
         assert used == [1]
         assert torch.get_num_threads() == 2
     finally:
@@ -98,14 +98,14 @@ def _faults_and_growth(keep: bool, num_blocks: int = NUM_BLOCKS, num_bytes: int 
     As in an update: all of a round's blocks are freed before those of the next are allocated.
     """
     resident = psutil.Process().memory_info().rss
-    found = []
+    measured = []
     with freed_memory_kept() if keep else nullcontext():
         for _ in range(NUM_ROUNDS):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             blocks = [torch.empty(num_bytes, dtype=torch.uint8).fill_(1) for _ in range(num_blocks)]
             del blocks
-            found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return found, psutil.Process().memory_info().rss - resident
+            measured.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return measured, psutil.Process().memory_info().rss - resident
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="by glibc's mallopt")

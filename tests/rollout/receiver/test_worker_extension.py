@@ -25,7 +25,7 @@ def _in_a_worker() -> dict[str, object]:
     from mcore_rl.rollout.receiver.worker_extension import WeightReceiver
 
     worker = WeightReceiver()
-    found: dict[str, object] = {"no channel": worker.sync_fingerprints()}
+    observed: dict[str, object] = {"no channel": worker.sync_fingerprints()}
 
     class Incoming:
         def begin(self, version: int) -> None:
@@ -35,7 +35,7 @@ def _in_a_worker() -> dict[str, object]:
             return SyncError(f"{doing}: {error}")
 
         def close(self) -> None:
-            found["closed"] = True
+            observed["closed"] = True
 
     class Updates:
         incoming = Incoming()
@@ -43,17 +43,17 @@ def _in_a_worker() -> dict[str, object]:
         class live:
             @staticmethod
             def put_back() -> None:
-                found["put back"] = True
+                observed["put back"] = True
 
     worker.__dict__["sync_updates"] = Updates()
-    found["failed"] = worker.sync_receive(3)
+    observed["failed"] = worker.sync_receive(3)
     try:
         worker.__dict__["execute_model"]()
     except RolloutError as error:
-        found["refusal"] = str(error)
-    found["left"] = _threads_after_a_failure()
-    found["unpacked"] = [_round_trip(torch.Generator().manual_seed(1), *shape) for shape in SHAPES]
-    return pickle.loads(pickle.dumps(found))  # plain values only
+        observed["refusal"] = str(error)
+    observed["left"] = _threads_after_a_failure()
+    observed["unpacked"] = [_round_trip(torch.Generator().manual_seed(1), *shape) for shape in SHAPES]
+    return pickle.loads(pickle.dumps(observed))  # plain values only
 
 
 def _threads_after_a_failure() -> tuple[str, int]:
@@ -121,27 +121,27 @@ def _round_trip(random: object, intermediate: int, hidden: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def found(processes: None) -> dict[str, object]:
+def outcomes(processes: None) -> dict[str, object]:
     with ProcessPoolExecutor(1, ENGINES) as pool:
         return pool.submit(_in_a_worker).result()
 
 
-def test_methods_answer_and_never_raise(found: dict[str, object]) -> None:
+def test_methods_answer_and_never_raise(outcomes: dict[str, object]) -> None:
     with pytest.raises(SyncError, match="No channel is open: make a Publisher"):
-        answer_of(found["no channel"])  # type: ignore[arg-type]
+        answer_of(outcomes["no channel"])  # type: ignore[arg-type]
     with pytest.raises(SyncError, match="receiving version 3: no route"):
-        answer_of(found["failed"])  # type: ignore[arg-type]
+        answer_of(outcomes["failed"])  # type: ignore[arg-type]
 
 
-def test_after_a_failed_update_nothing_runs(found: dict[str, object]) -> None:
-    assert found["put back"] and found["closed"]
+def test_after_a_failed_update_nothing_runs(outcomes: dict[str, object]) -> None:
+    assert outcomes["put back"] and outcomes["closed"]
     refusal = "The weights are only partly updated: receiving version 3: no route. Complete an update before generating"
-    assert found["refusal"] == refusal
+    assert outcomes["refusal"] == refusal
 
 
-def test_what_fails_while_others_arrive_ends_their_arrival(found: dict[str, object]) -> None:
-    assert found["left"] == ("no primitive", 0)
+def test_what_fails_while_others_arrive_ends_their_arrival(outcomes: dict[str, object]) -> None:
+    assert outcomes["left"] == ("no primitive", 0)
 
 
-def test_experts_are_unpacked_bit_for_bit(found: dict[str, object]) -> None:
-    assert found["unpacked"] == [True] * len(SHAPES)
+def test_experts_are_unpacked_bit_for_bit(outcomes: dict[str, object]) -> None:
+    assert outcomes["unpacked"] == [True] * len(SHAPES)
