@@ -19,8 +19,7 @@ LINT = $(BIN)/ruff check --quiet $(CHECKED)
 FORMAT = $(BIN)/ruff format --quiet --check $(CHECKED)
 TYPES = $(BIN)/mypy
 LEVELS = $(BIN)/lint-imports --no-logo
-# Two at once: one runs what starts processes, the other all else (tests/support/tiers.py).
-TESTS = $(BIN)/python -m pytest --tier=$(@:test-%=%) -n 2 $(PYTEST_ARGS)
+TESTS = $(BIN)/python -m pytest --tier=$(@:test-%=%) -n 2 --dist=loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # All of it, also where some fails.  --began: so that the budget of the tier (pyproject.toml) counts what comes before tests.
 GATE = began=$$(date +%s); failed=; try() { name=$$1; shift; echo "== $$name"; "$$@" || failed="$$failed $$name"; }; \

@@ -10,8 +10,8 @@ dearest wins:
 
 pyproject.toml has the minutes that a tier may take (``tier_minutes``).  They are told at the end, and never a failure.
 
-Two processes run a tier (``-n 2``, pytest-xdist).  Whatever asks for ``processes`` runs in one of them, one test after
-the other; the other runs the rest, file by file, and is nice: it takes what the first leaves of the cores.
+Two processes of pytest run a tier (``-n 2``, pytest-xdist), each whole files.  Files that start processes come first,
+so that the cheap ones fill both cores at the end.
 """
 
 from __future__ import annotations
@@ -90,8 +90,6 @@ def starts_processes(item: pytest.Item) -> bool:
     return "processes" in getattr(item, "fixturenames", ())
 
 
-NICE = 10
-GROUP = "processes"  # the tests that one of the two processes of xdist runs
 WHOLE_TIER = "whole_tier"
 COLLECTED = pytest.StashKey[dict[str, str]]()
 
@@ -118,15 +116,14 @@ def pytest_configure(config: pytest.Config) -> None:
     assert tuple(minutes(config)) == TIERS, "tier_minutes in pyproject.toml"
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     most, tiers = TIERS.index(config.getoption("tier")), {item: tier_of(item) for item in items}
     config.stash[COLLECTED] = {item.nodeid: tier for item, tier in tiers.items()}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(GROUP if starts_processes(item) else item.nodeid.partition("::")[0]))
     if dearer := [item for item in items if TIERS.index(tiers[item]) > most]:
         config.hook.pytest_deselected(items=dearer)
         items[:] = [item for item in items if TIERS.index(tiers[item]) <= most]
+    dear_files = {item.path for item in items if starts_processes(item)}
+    items.sort(key=lambda item: item.path not in dear_files)
 
 
 def is_whole_tier(config: pytest.Config) -> bool:
@@ -143,18 +140,8 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput[WHOLE_TIER] = is_whole_tier(node.config)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Names in reports are those that pytest takes: without the group that xdist adds."""
-    name, at, group = report.nodeid.rpartition("@")
-    if at and (group == GROUP or name.startswith(group)):
-        report.nodeid = name
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    if hasattr(item.config, "workerinput") and not starts_processes(item) and not os.nice(0):
-        os.nice(NICE)
     with GUARD.over(item):
         return (yield)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -92,6 +93,11 @@ class VllmEngine:
         arguments = engine_arguments(directory, config, model, platform, extension)
         try:
             settings = AsyncEngineArgs(**arguments).create_engine_config()
+            if not platform.is_accelerator and config.tp == 1:
+                # On CPU vLLM has just asked for fresh processes, since those of several ranks bind their threads by
+                # variables that OpenMP reads when it is loaded.  One rank has none to bind, and this process has only
+                # imported: a fork of it spares a second import of vLLM, 5 s.
+                os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
             executor = Executor.get_class(settings)
             llm = AsyncLLM(settings, executor, log_stats=False, log_requests=False, stat_loggers=[Meter])
             await llm.update_weight_version(str(version))
