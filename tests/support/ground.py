@@ -19,7 +19,8 @@ FOREIGN = (
     "TTY_", "VLLM_", "WANDB_", "WORLD_SIZE",
 )  # fmt: skip
 # OMP_NUM_THREADS: tests compute on a few numbers each, which several threads take three times as long for.
-OWN = {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+# OMP_WAIT_POLICY: two processes of pytest share the cores, and threads that wait must not spin on them.
+OWN = {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 UMASK = 0o022
 
 
