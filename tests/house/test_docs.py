@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from mcore_rl.config.launch import load_recipe
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 from tests.house.source import ROOT, python_files, repository_files
+from tests.support import doc_blocks
 
 PAGES = [path for path in repository_files() if path.endswith(".md")]
 KEY = re.compile(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)`")
@@ -87,6 +89,37 @@ def test_the_example_of_own_data_and_reward_is_a_run(tmp_path: Path) -> None:
     answer = row["reward_model"]["ground_truth"] + "bc"
     score = function[run.custom_reward_function.name](row["data_source"], answer, answer[0], {})
     assert score == {"score": 1.0, "acc": 1.0, "words": 1}
+
+
+def missing_imports(text: str) -> list[str]:
+    """The names that Python code imports from the package and that no module of it has."""
+    return [
+        f"{module}.{name.strip()}"
+        for module, names in re.findall(r"^from (mcore_rl[\w.]*) import (.+)$", text, re.MULTILINE)
+        for name in names.split(",")
+        if name.strip() not in names_of(module)
+    ]
+
+
+def names_of(module: str) -> set[str]:
+    """The names at the top of ``module``, which is read and not imported; none if there is no such module."""
+    path = ROOT / f"{module.replace('.', '/')}.py"
+    if not path.is_file():
+        return set()
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    assigned = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    assigned += [node.target for node in body if isinstance(node, ast.AnnAssign)]
+    defined = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {each.id for each in assigned if isinstance(each, ast.Name)} | {each.name for each in defined}
+
+
+def test_what_python_code_imports_is_there() -> None:
+    code = [block for page in doc_blocks.PAGES for block in doc_blocks.blocks(page) if block.language == "python"]
+    assert sum("import" in block.text for block in code) > 2
+    assert {str(block): missing_imports(block.text) for block in code if missing_imports(block.text)} == {}
+    assert missing_imports("from mcore_rl.checkpoints.hf_directory import HfCheckpoint, Gone") == [
+        "mcore_rl.checkpoints.hf_directory.Gone"
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)
