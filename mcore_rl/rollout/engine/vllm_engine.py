@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -29,6 +28,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import DeadEngineError, McoreRLError, RolloutError
 from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.launch import inherited_environment
 from mcore_rl.rollout.engine.environment import engine_arguments
 from mcore_rl.rollout.engine.log import first_cause, first_exception
 from mcore_rl.rollout.engine.meter import Meter
@@ -93,13 +93,13 @@ class VllmEngine:
         arguments = engine_arguments(directory, config, model, platform, extension)
         try:
             settings = AsyncEngineArgs(**arguments).create_engine_config()
-            if not platform.is_accelerator and config.tp == 1:
-                # On CPU vLLM has just asked for fresh processes, since those of several ranks bind their threads by
-                # variables that OpenMP reads when it is loaded.  One rank has none to bind, and this process has only
-                # imported: a fork of it spares a second import of vLLM, 5 s.
-                os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            # On CPU vLLM has just asked for fresh processes, since those of several ranks bind their threads by
+            # variables that OpenMP reads when it is loaded.  One rank has none to bind, and this process has only
+            # imported: a fork of it spares a second import of vLLM, 5 s.
+            forks = not platform.is_accelerator and config.tp == 1
             executor = Executor.get_class(settings)
-            llm = AsyncLLM(settings, executor, log_stats=False, log_requests=False, stat_loggers=[Meter])
+            with inherited_environment({"VLLM_WORKER_MULTIPROC_METHOD": "fork"} if forks else {}):
+                llm = AsyncLLM(settings, executor, log_stats=False, log_requests=False, stat_loggers=[Meter])
             await llm.update_weight_version(str(version))
         except Exception as error:  # vLLM passes on any exception of its models, checks and processes
             cause = first_cause(log, {}) or _words(error)
