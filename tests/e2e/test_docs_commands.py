@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.tracking.run_files import read_run
+from mcore_rl.tracking.verdict import gain
 from tests.house.source import ROOT
 from tests.support.doc_blocks import COMMANDS, PAGES, SHORTCUTS, Block, blocks, write_stage
 
@@ -22,6 +24,7 @@ REASONS = ("a cluster", "a container", "a GPU", "the network", "an installation"
 COMMAND = re.compile(r"^(?:\$ )?(?:python3?|mcore-rl|make|pip|docker|ray|hf|sbatch|nsys) ", re.MULTILINE)
 QUICK, FULL = ([page for page in PAGES if any(tier in block.tiers for block in blocks(page) if block.note == "run")]
                for tier in ("quick", "full"))  # fmt: skip
+LEARN = {"docs/first_run.md": "runs/arithmetic/grpo", "docs/own_data_and_reward.md": "runs/words"}
 SECONDS = re.compile(r"[\d.]+ s$", re.MULTILINE)
 
 
@@ -117,3 +120,7 @@ def test_quick_commands_run(page: str, stage: Path) -> None:
 @pytest.mark.parametrize("page", FULL)
 def test_commands_run(page: str, stage: Path) -> None:
     run_page(page, "full", stage)
+    if page in LEARN:
+        for accuracies in read_run(stage / LEARN[page]).accuracies.values():
+            change = gain(accuracies[0], accuracies[-1])
+            assert change.significant and change.points > 0.1, change
