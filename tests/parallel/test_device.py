@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -236,8 +237,13 @@ def test_the_cpu_measures_its_resident_memory_and_can_forget_the_peak() -> None:
     assert during.allocated_bytes - before.allocated_bytes > size - slack
     assert after.allocated_bytes < before.allocated_bytes + slack
     assert after.peak_bytes > before.allocated_bytes + size - slack
-    reset_peak_memory(platform)
-    assert memory(platform).peak_bytes < before.allocated_bytes + slack
+    for _ in range(20):  # on a busy machine the kernel was once seen to count what is freed a moment later
+        reset_peak_memory(platform)
+        if memory(platform).peak_bytes < before.allocated_bytes + slack:
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the peak is never forgotten")
     assert 0 < before.free_bytes <= before.total_bytes == platform.memory_total_bytes
     tensor = torch.ones(3, dtype=torch.bfloat16)
     empty = pinned_empty_like(platform, tensor)

@@ -106,12 +106,12 @@ async def _in_the_middle(trainers: LiveTrainers, engine: EngineProcess, a: Path,
     await trainers.build("mixtral", MODELS["mixtral"], "pp=2", a, "tp=1")
     sync = WeightUpdater([engine], parse_rollout_layout("tp=1"), trainers)
     await sync.update(50)
+    await trainers.order("load", b)  # before the samples, so that they are still running when the update comes
     long = Sampling(max_tokens=90, temperature=0, ignore_eos=True)
     drawn = (await engine.statistics()).generated_tokens
     sampling = asyncio.create_task(collect(engine, [Request(prompt=PROMPTS[0])], long))
     while (await engine.statistics()).generated_tokens < drawn + 3:
         await asyncio.sleep(0.001)
-    await trainers.order("load", b)
     await sync.update(51, pause=Pause.keep)
     (sample,) = (await sampling).values()
     assert [span.version for span in sample.versions] == [50, 51]
