@@ -211,8 +211,8 @@ def _seconds(
         updates = epochs * max(1, prompts // config.ppo_mini_batch_size)
         by_part[row.update_phase] = update_s(by_name[row.name], rates, sequences * epochs, updates)
     if run.trainer.save_freq:
-        copied = sum(checkpoint_bytes(role) / run.trainer.world_size for role in roles)
-        written = sum(checkpoint_bytes(role) / run.trainer.nnodes for role in roles) / (cluster.disk_gb_s * 1e9)
+        saved = sum(checkpoint_bytes(role) for role in roles if role.trains)
+        copied, written = saved / run.trainer.world_size, saved / run.trainer.nnodes / (cluster.disk_gb_s * 1e9)
         by_part["save"] = (move_s(copied, rates) if run.trainer.async_save else written) / run.trainer.save_freq
     tokens = {"drawn": drawn * n * response, "trained": sequences * (prompt + response) * epochs}
     return by_part, tokens
@@ -237,7 +237,7 @@ def _disk(roles: Sequence[RolePlan], trainer: TrainerConfig, model: ModelConfig,
         if kept is None:
             steps = trainer.total_training_steps
             kept = max(1, steps // trainer.save_freq) if steps else 1
-        for role in roles:
+        for role in (each for each in roles if each.trains):
             num_bytes = checkpoint_bytes(role) * (kept + (trainer.max_to_keep is not None))
             rows.append((f"{role.name} checkpoints", num_bytes))
     size = roles[0].kernels.size * roles[0].sizes.num_parameters

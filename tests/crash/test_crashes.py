@@ -122,8 +122,7 @@ def test_deaths_change_no_bit(name: str, undisturbed: Undisturbed, tmp_path: Pat
             if not begun or blow.point:
                 run = start(undisturbed.task, tmp_path / "run", traces, point=blow.point)
             if blow.moment is not None:
-                run.until(blow.moment)
-                assert run.strike(blow.victim, blow.signal), f"there is no {blow.victim}"
+                run.strike_at(blow.moment, blow.victim, blow.signal)
             begun = blow.exit_code is GOES_ON
             if begun:
                 run.until(says(blow.words))

@@ -96,6 +96,14 @@ class Started:
             return [each for each in holders if not is_tracker(each)]
         return [each for each in own.children(recursive=True) if _name(each) == name]
 
+    def strike_at(self, moment: Callable[[Started], bool], name: str, number: int = signal.SIGKILL) -> None:
+        """Send the signal ``number`` to ``victims(name)`` at ``moment``, or where it has none, at its next that has.
+
+        A busy machine can be late with a blow.  What the run was then doing stays on the disk until it begins again,
+        and looks like the next moment.
+        """
+        self.until(lambda run: moment(run) and run.strike(name, number))
+
     def strike(self, name: str, number: int = signal.SIGKILL) -> bool:
         """Send the signal ``number`` to ``victims(name)``; whether there were any."""
         self.heard = self.output.stat().st_size
