@@ -11,6 +11,7 @@ The first token of a sequence was chosen by nobody: its log-prob, entropy and va
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -91,7 +92,12 @@ class TrainBatch:
     def to(self, device: torch.device) -> TrainBatch:
         """The same batch with its tensors on ``device``."""
         moved = {name: tensor.to(device) for name, tensor in self.token_fields()}
-        return TrainBatch.of_fields(self.lengths_S, moved, self.pairs_S)
+        batch = copy(self)  # not checked again: the host would wait for the device
+        for name, tensor in moved.items():
+            if name in _TOKEN_FIELDS:
+                object.__setattr__(batch, name, tensor)
+        object.__setattr__(batch, "extra_T", {name: moved[name] for name in self.extra_T})
+        return batch
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """The sequences ``indices``, in that order, as a batch of their own."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -371,8 +371,8 @@ PATCHES = (
 _applied = False
 
 
-def make_megatron_run_on_cpu(without: str | None = None) -> None:
-    """Apply every patch, once; only runs on the CPU call this.  without: skip one, for the test that it is needed.
+def make_megatron_run_on_cpu(without: Collection[str] = ()) -> None:
+    """Apply every patch, once; only runs on the CPU and rehearsals call this.  without: names of patches to skip.
 
     Raises DeviceError if another megatron-core is installed: the patches fit one version.
     """
@@ -386,6 +386,6 @@ def make_megatron_run_on_cpu(without: str | None = None) -> None:
             f"Install megatron-core=={MEGATRON_VERSION}, or use an accelerator."
         )
     for patch in PATCHES:
-        if patch.name != without:
+        if patch.name not in without:
             patch.apply()
     _applied = True

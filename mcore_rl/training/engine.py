@@ -159,7 +159,7 @@ class Engine:
         self.memory.require(OffloadPart.weights)
         batch = batch.to(self.groups.device)
         names = ["values_T"] if self.head is Head.value else ["logprobs_T", "entropy_T"][: 1 + with_entropy]
-        out = torch.zeros(len(names), batch.tokens_T.numel(), device=self.groups.device)
+        out = torch.zeros(len(names), batch.tokens_T.numel() + 1, device=self.groups.device)
 
         def keep(microbatch: Microbatch, output: Tensor) -> None:
             if self.head is Head.value:
@@ -178,7 +178,7 @@ class Engine:
             routing_TLK = None
             if record_routing and self.routing is not None:
                 routing_TLK = self.routing.choices(microbatches, batch.tokens_T.numel())
-        return TokenScores(**dict(zip(names, out.cpu(), strict=True)), routing_TLK=routing_TLK)
+        return TokenScores(**dict(zip(names, out[:, :-1].cpu(), strict=True)), routing_TLK=routing_TLK)
 
     def train_step(
         self,
@@ -312,6 +312,7 @@ class Engine:
                 sequences=self.config.microbatch_sequences,
                 equal_over_experts=self.config.moe.dispatcher is Dispatcher.allgather
                 and self.groups.experts.size() > 1,
+                boundaries_on=torch.device("cpu") if self.layer_spec is LayerSpec.local else None,
             )
 
     def _announce(self, microbatch: Microbatch) -> None:
@@ -328,6 +329,7 @@ class Engine:
             microbatch.labels_N,
             temperature=temperature,
             with_entropy=with_entropy,
+            skips_untrained=not self.platform.is_accelerator,
             **self._vocabulary,
         )
 

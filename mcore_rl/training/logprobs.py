@@ -51,6 +51,7 @@ def token_logprobs(
     soft_cap: float | None = None,
     with_entropy: bool = True,
     group: dist.ProcessGroup | None = None,
+    skips_untrained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """``log softmax(logits / temperature)[target]`` and the entropy of that softmax, per token, in nats.
 
@@ -65,12 +66,15 @@ def token_logprobs(
     place of the logits before that, as in transformers and vLLM.
     with_entropy: False saves work and returns None for the entropy.
     group: the tensor-parallel group, None for whole logits.  Its ranks must pass the same T.
+    skips_untrained: backward leaves out chunks without an upstream gradient (prompts).  The host reads which they are,
+    so on an accelerator, where it would wait, all chunks are computed; the gradient is the same.
 
     Returns float32 [T] log-probabilities and float32 [T] entropies or None, the same on every rank, differentiable in
-    ``logits_TV`` once.  Backward skips chunks without an upstream gradient (prompts), and an entropy that the loss does
-    not use.  T = 0 gives empty tensors that are connected to the graph.
+    ``logits_TV`` once.  Backward leaves out an entropy that the loss does not use.  T = 0 gives empty tensors that are
+    connected to the graph.
 
-    Wrong shapes, targets or a second backward through the same graph are bugs of the caller: AssertionError.
+    Wrong shapes or a second backward through the same graph are bugs of the caller: AssertionError.  So are wrong
+    targets: RuntimeError, on an accelerator when the device comes to it.
     """
     assert logits_TV.dim() == 2, f"logits are [T, V_local], not {tuple(logits_TV.shape)}"
     assert logits_TV.is_contiguous(), "logits are contiguous: a copy would cost what this module saves"
@@ -79,13 +83,13 @@ def token_logprobs(
     assert temperature > 0, f"temperature={temperature} must be positive"
     assert soft_cap is None or soft_cap > 0, f"soft_cap={soft_cap} must be positive"
     assert chunk_bytes > 0, f"chunk_bytes={chunk_bytes} must be positive"
-    in_vocabulary = bool(((targets_T >= 0) & (targets_T < vocab_size)).all())
-    assert in_vocabulary, f"targets must lie in [0, {vocab_size})"
+    in_vocabulary = ((targets_T >= 0) & (targets_T < vocab_size)).all()
+    torch._assert_async(in_vocabulary, f"targets must lie in [0, {vocab_size})")
     if torch.is_grad_enabled() and logits_TV.requires_grad:
         assert not logits_TV.is_leaf, "backward would overwrite the values of a leaf; pass the output of an operation"
     rows = max(1, round(chunk_bytes / (4 * logits_TV.shape[1])))
     outputs: tuple[Tensor, Tensor | None] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]  # torch's own
-        logits_TV, targets_T, vocab_size, 1.0 / temperature, soft_cap, with_entropy, group, rows
+        logits_TV, targets_T, vocab_size, 1.0 / temperature, soft_cap, with_entropy, group, rows, skips_untrained
     )
     return outputs
 
@@ -113,6 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
         with_entropy: bool,
         group: dist.ProcessGroup | None,
         rows: int,
+        skips_untrained: bool,
     ) -> tuple[Tensor, Tensor | None]:
         num_columns = logits_TV.shape[1]
         first_column = 0 if group is None else dist.get_rank(group) * num_columns
@@ -144,7 +149,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an output that the loss left out must arrive as None, not as zeros
         ctx.save_for_backward(logits_TV, local_T1, owned_T1, global_max_T1, sum_T1, mean_T1, target_z_T1)
         ctx.num_valid, ctx.inverse_temperature, ctx.soft_cap, ctx.rows = num_valid, inverse_temperature, soft_cap, rows
-        ctx.overwritten = False
+        ctx.skips_untrained, ctx.overwritten = skips_untrained, False
         entropy_T = None if mean_T1 is None else (log_sum_T1 - mean_T1).squeeze(1)
         return (target_z_T1 - log_sum_T1).squeeze(1), entropy_T
 
@@ -173,14 +178,25 @@ class _TokenLogprobs(torch.autograd.Function):
         target_grad_T1 = chosen_T1 + finite_z_T1.exp() * target_grad_T1
         if ctx.soft_cap is not None:
             target_grad_T1 *= _cap_slope(saved_TV.gather(1, local_T1).float(), ctx.soft_cap)
+        is_trained_T = None
+        if ctx.skips_untrained:  # one small transfer tells the host which tokens have a gradient at all
+            is_trained_T1 = offset_T1 != 0 if slope_T1 is None else (offset_T1 != 0) | (slope_T1 != 0)
+            is_trained_T = is_trained_T1.squeeze(1).tolist()
         _overwrite_with_gradient(
-            grad_TV[:, : ctx.num_valid], max_T1, offset_T1, slope_T1, ctx.inverse_temperature, ctx.soft_cap, ctx.rows
+            grad_TV[:, : ctx.num_valid],
+            max_T1,
+            offset_T1,
+            slope_T1,
+            is_trained_T,
+            ctx.inverse_temperature,
+            ctx.soft_cap,
+            ctx.rows,
         )
         grad_TV[:, ctx.num_valid :].zero_()
         # not scatter_: for bfloat16 on a CPU it works on a float32 copy of the whole tensor (torch 2.13)
         places = (torch.arange(grad_TV.shape[0], device=grad_TV.device).unsqueeze(1), local_T1)
         grad_TV[places] = torch.where(owned_T1, target_grad_T1.to(grad_TV.dtype), grad_TV[places])
-        return grad_TV, None, None, None, None, None, None, None
+        return grad_TV, None, None, None, None, None, None, None, None
 
 
 def _local_sums(
@@ -217,13 +233,15 @@ def _overwrite_with_gradient(
     max_T1: Tensor,
     offset_T1: Tensor,
     slope_T1: Tensor | None,
+    is_trained_T: list[bool] | None,
     inverse_temperature: float,
     soft_cap: float | None,
     rows: int,
 ) -> None:
     """Replace logits by ``exp(z) (offset + slope z)``, z = logits / temperature - max; ``slope_T1`` None means zero.
 
-    With a soft cap z is of capped logits, and the result is multiplied by the cap's slope.
+    With a soft cap z is of capped logits, and the result is multiplied by the cap's slope.  is_trained_T: tokens whose
+    offset or slope is not zero, None for all.
     """
     num_tokens, num_columns = logits_TV.shape
     if num_columns == 0:
@@ -231,11 +249,9 @@ def _overwrite_with_gradient(
     num_buffers = 2 if soft_cap is None else 3
     scratch_CV = logits_TV.new_empty((num_buffers, min(rows, num_tokens), num_columns), dtype=torch.float32)
     shift_T1 = -max_T1
-    # Prompts and padding are not trained: one small transfer tells the host which tokens have a gradient at all.
-    live_T = (offset_T1 != 0 if slope_T1 is None else (offset_T1 != 0) | (slope_T1 != 0)).squeeze(1).tolist()
     for span in _spans(num_tokens, rows):
         chunk_CV = logits_TV[span]
-        if not any(live_T[span]):
+        if is_trained_T is not None and not any(is_trained_T[span]):
             chunk_CV.zero_()
             continue
         z_CV, exp_CV, *cap_CV = scratch_CV[:, : chunk_CV.shape[0]]

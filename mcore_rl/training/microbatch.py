@@ -66,9 +66,13 @@ class Microbatch:
         return {f"{name.removesuffix('_T')}_N": x_N for name, x_N in picked.items() if x_N is not None}
 
     def scatter_to_targets(self, values_N: Tensor, out_T: Tensor) -> None:
-        """Write per-row results to the predicted tokens' places in the batch."""
-        has_target = self.targets_N != NOWHERE
-        out_T[self.targets_N[has_target]] = values_N[has_target].to(out_T.dtype)
+        """Write per-row results to the predicted tokens' places in the batch.
+
+        out_T has one place more than the batch has tokens: the last one takes what rows without a target say.  (To
+        leave these out, the host would have to wait until it knows how many there are.)
+        """
+        assert NOWHERE == -1, "an index from the end"
+        out_T[self.targets_N] = values_N.to(out_T.dtype)
 
 
 def split_multiple(groups: ProcessGroups) -> int:
@@ -78,13 +82,20 @@ def split_multiple(groups: ProcessGroups) -> int:
 
 
 def build_microbatches(
-    batch: TrainBatch, groups: ProcessGroups, *, tokens: int | None, sequences: int | None, equal_over_experts: bool
+    batch: TrainBatch,
+    groups: ProcessGroups,
+    *,
+    tokens: int | None,
+    sequences: int | None,
+    equal_over_experts: bool,
+    boundaries_on: torch.device | None = None,
 ) -> list[Microbatch]:
     """Cut this data-parallel rank's batch into microbatches; both sequences of a pair go into one.
 
     Give either ``tokens``: pack up to so many tokens into each; or ``sequences``: put so many unpacked sequences into
     each, fewer into the last one and before a pair that does not fit.
     equal_over_experts: give all ranks that share experts equally many rows (the all-gather dispatcher needs that).
+    boundaries_on: see ``PackedSequences.of``.
     Raises ConfigError when a sequence or a pair has more than ``tokens`` or ``sequences``.  Collective over the
     data-parallel ranks.
     """
@@ -105,7 +116,7 @@ def build_microbatches(
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=groups.experts)
         shapes = [(rows, width) for rows, width in agreed.tolist()]
     return [
-        _build(index, batch, members, groups, shape, packed=tokens is not None)
+        _build(index, batch, members, groups, shape, packed=tokens is not None, boundaries_on=boundaries_on)
         for index, (members, shape) in enumerate(zip(plan, shapes, strict=True))
     ]
 
@@ -169,6 +180,7 @@ def _build(
     shape: tuple[int, int],
     *,
     packed: bool,
+    boundaries_on: torch.device | None,
 ) -> Microbatch:
     """This rank's microbatch of sequences ``members``.  Without members it is padding, which trains nothing."""
     rows, width = shape
@@ -198,7 +210,9 @@ def _build(
     packing = None
     if packed:
         real = lengths or (1,)
-        packing = PackedSequences.of(real, tuple(padded), cp=layout.cp, cp_rank=coords.cp, device=device)
+        packing = PackedSequences.of(
+            real, tuple(padded), cp=layout.cp, cp_rank=coords.cp, device=device, boundaries_on=boundaries_on
+        )
     return Microbatch(
         index=index,
         width=width,

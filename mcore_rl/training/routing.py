@@ -111,13 +111,14 @@ class Routing:
         share_LE = counts_LE / (denominators.tokens * self.top_k)
         num_experts = counts_LE.shape[1]
         entropy_L = torch.special.entr(share_LE).sum(1) / torch.tensor(float(num_experts)).log()
-        return {
-            "router/load_max": float(share_LE.max() * num_experts),
-            "router/load_min": float(share_LE.min() * num_experts),
-            "router/load_entropy": float(entropy_L.mean()),
-            "router/aux_loss": float(losses_L2[:, 0].sum()),
-            "router/z_loss": float(losses_L2[:, 1].sum()),
+        numbers = {
+            "router/load_max": share_LE.max() * num_experts,
+            "router/load_min": share_LE.min() * num_experts,
+            "router/load_entropy": entropy_L.mean(),
+            "router/aux_loss": losses_L2[:, 0].sum(),
+            "router/z_loss": losses_L2[:, 1].sum(),
         }
+        return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))  # read once
 
     def _over_world(self, local: Tensor) -> Tensor:
         whole = torch.zeros(self.num_layers, *local.shape[1:], device=local.device)

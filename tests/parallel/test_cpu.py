@@ -147,7 +147,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_all_are_applied_but_the_one_left_out(untouched: list[str]) -> None:
-    make_megatron_run_on_cpu(without="to cuda")
+    make_megatron_run_on_cpu(without=("to cuda",))
     assert untouched == [name for name in NAMES if name != "to cuda"]
 
 

@@ -391,7 +391,7 @@ def run_set(without: str | None) -> list[dict[int, Failure]]:
 
 
 def _run_rank(rank: int, folder: str, without: str | None, chosen: list[int], writer: Connection) -> None:
-    make_megatron_run_on_cpu(without)
+    make_megatron_run_on_cpu(() if without is None else (without,))
     store = dist.FileStore(str(Path(folder) / "store"), WORLD_SIZE)
     limit = timedelta(seconds=COLLECTIVE_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=limit)

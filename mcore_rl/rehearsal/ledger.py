@@ -1,0 +1,202 @@
+"""What a rehearsal counted: blocks of device memory with their lives, collectives, operations, reads by the host.
+
+The ledger keeps events and computes every table from them afterwards, so that a block may learn late what it was for.
+Integers only; nothing here knows torch.
+
+The invariant: a block counts from the event that made its storage to the event that freed it, whatever else happens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Kind(Enum):
+    """What a block of device memory is for.
+
+    activations: kept for backward, or for the next pipeline stage.  temporary: all else that is not state.
+    """
+
+    parameters = "parameters"
+    gradients = "gradients"
+    optimizer = "optimizer"
+    activations = "activations"
+    temporary = "temporary"
+
+
+@dataclass(slots=True)
+class Block:
+    """A storage on the device.  birth, death: numbers of events; a block that still lives has no death.
+
+    operation: what made it.  place: the line of this project or of Megatron that asked for it.
+    """
+
+    num_bytes: int
+    birth: int
+    operation: str
+    place: str
+    kind: Kind = Kind.temporary
+    death: int | None = None
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a rehearsal.  begin, end: numbers of its first event and of the first event after it."""
+
+    name: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A kind of communication.  group: its axis.  per_step: True if it runs once a pass, however many microbatches."""
+
+    phase: str
+    group: str
+    size: int
+    operation: str
+    per_step: bool
+
+
+@dataclass
+class Traffic:
+    """The total of one kind of communication.
+
+    payload: bytes of the whole tensor.  wire: bytes that this rank sends, by a ring's count.
+    """
+
+    calls: int = 0
+    payload: int = 0
+    wire: int = 0
+
+
+@dataclass(frozen=True)
+class Read:
+    """A place where the host waits for the device.  path: below the package's parent; function: that has the line."""
+
+    phase: str
+    path: str
+    line: int
+    function: str
+    operation: str
+    per_step: bool
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The greatest memory of a phase.  at: the event.  by_kind: bytes; their sum is ``num_bytes``."""
+
+    phase: str
+    at: int
+    by_kind: dict[Kind, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """All bytes."""
+        return sum(self.by_kind.values())
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Memory at one event, by kind."""
+
+    at: int
+    phase: str
+    by_kind: dict[Kind, int]
+
+
+@dataclass
+class Ledger:
+    """Everything that was counted, in the order of events.
+
+    operations: floating-point operations by (phase, whether once a pass, name of the operation).
+    """
+
+    blocks: list[Block] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    traffic: dict[Collective, Traffic] = field(default_factory=dict)
+    reads: Counter[Read] = field(default_factory=Counter)
+    operations: Counter[tuple[str, bool, str]] = field(default_factory=Counter)
+    now: int = 0
+
+    def send(self, key: Collective, payload: int, wire: int) -> None:
+        """Count one call."""
+        total = self.traffic.setdefault(key, Traffic())
+        total.calls += 1
+        total.payload += payload
+        total.wire += wire
+
+    def peak(self, phase: Phase) -> Peak:
+        """The first of the greatest moments of ``phase``."""
+        level, best, at = 0, -1, phase.begin
+        for event, change in self._changes():
+            if event >= phase.end:
+                break
+            if event >= phase.begin and best < 0:  # what lived when the phase began
+                best, at = level, phase.begin
+            level += change
+            if event >= phase.begin and level > best:
+                best, at = level, event
+        return Peak(phase.name, at, self.by_kind(at))
+
+    def by_kind(self, at: int) -> dict[Kind, int]:
+        """The bytes that live right after event ``at``, by kind."""
+        totals = dict.fromkeys(Kind, 0)
+        for block in self.living(at):
+            totals[block.kind] += block.num_bytes
+        return totals
+
+    def living(self, at: int) -> list[Block]:
+        """The blocks that live right after event ``at``."""
+        return [block for block in self.blocks if block.birth <= at and (block.death is None or block.death > at)]
+
+    def largest(self, at: int, most: int) -> list[tuple[Kind, str, str, int, int]]:
+        """(kind, operation, place, blocks, bytes) of what lives right after event ``at``, the most bytes first."""
+        counts: Counter[tuple[Kind, str, str]] = Counter()
+        sizes: Counter[tuple[Kind, str, str]] = Counter()
+        for block in self.living(at):
+            key = (block.kind, block.operation, block.place)
+            counts[key] += 1
+            sizes[key] += block.num_bytes
+        return [(*key, counts[key], num_bytes) for key, num_bytes in sizes.most_common(most)]
+
+    def timeline(self, phases: Sequence[Phase], most: int) -> list[Sample]:
+        """At most ``most`` samples over ``phases``, each the greatest moment of its stretch of events."""
+        if not phases:
+            return []
+        begin, end = phases[0].begin, phases[-1].end
+        width = max(1, -(-(end - begin) // most))
+        current = dict.fromkeys(Kind, 0)
+        stretches: dict[int, tuple[int, int, dict[Kind, int]]] = {}
+        for event, kind, change in self._changes_by_kind():
+            current[kind] += change
+            if not begin <= event < end:
+                continue
+            total, stretch = sum(current.values()), (event - begin) // width
+            if stretch not in stretches or total > stretches[stretch][0]:
+                stretches[stretch] = (total, event, dict(current))
+        named = [(phase.name, phase.begin, phase.end) for phase in phases]
+        return [
+            Sample(at, next((name for name, first, last in named if first <= at < last), ""), by_kind)
+            for _, (_, at, by_kind) in sorted(stretches.items())
+        ]
+
+    def flops(self, phase: str, microbatches: float = 1.0) -> float:
+        """Operations of ``phase``; those of the microbatches times ``microbatches``."""
+        return sum(
+            count * (1.0 if per_step else microbatches)
+            for (name, per_step, _), count in self.operations.items()
+            if name == phase
+        )
+
+    def _changes(self) -> Iterable[tuple[int, int]]:
+        return ((event, change) for event, _, change in self._changes_by_kind())
+
+    def _changes_by_kind(self) -> list[tuple[int, Kind, int]]:
+        changes = [(block.birth, block.kind, block.num_bytes) for block in self.blocks]
+        changes += [(block.death, block.kind, -block.num_bytes) for block in self.blocks if block.death is not None]
+        return sorted(changes, key=lambda each: each[0])

@@ -1,0 +1,298 @@
+"""Runs every operation of a rehearsal, on fake tensors or on real ones, and writes the ledger.
+
+Two memories, told apart by the device of a tensor, as on an accelerator:
+
+- ``DEVICE`` is torch's CPU with an index.  Its tensors are fake: a shape, a dtype, no data.  torch refuses to mix them
+  with the host's, as it does for an accelerator.
+- The host is torch's CPU without an index.  Its tensors are real, so code that plans on the host runs as it is.
+
+A copy from the device to the host gives a fake tensor on the host.  A read of one number of the device is answered
+(True, 1.0, or 0) and counted: the host would wait there.  Nothing here knows Megatron or this project's engine.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+import mcore_rl
+from mcore_rl.rehearsal.ledger import Block, Collective, Kind, Ledger, Phase, Read
+from mcore_rl.rehearsal.wire import Collect, collective, wire_bytes
+
+DEVICE = torch.device("cpu", 0)
+HOST = torch.device("cpu")
+
+HERE = str(Path(__file__).parent)
+ROOT = str(Path(mcore_rl.__file__).parent)
+PROJECT, MEGATRON = f"{ROOT}/", "/megatron/core/"
+
+aten = torch.ops.aten
+_DEVICE_OF = torch.ops.prim.device.default
+_READS_ONE = aten._local_scalar_dense.default
+# Their results have as many elements as the data say: the host waits to know how many.
+_SIZED_BY_DATA = (aten.nonzero.default, aten.masked_select.default)
+_INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+_COPIES = (aten._to_copy.default, aten.copy_.default)
+
+
+class Meter(TorchDispatchMode):
+    """Writes ``ledger``.  Enter it under ``fake``.
+
+    num_selected: elements that the next ``masked_select`` gives; None: all.
+    on_phase: called with a phase's name when it begins.
+    """
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()
+        self.fake = fake
+        self.ledger = Ledger()
+        self.num_selected: int | None = None
+        self.per_step = True
+        self._phase = ""
+        self._blocks: dict[int, Block] = {}
+        self._in_kernel = 0
+
+    # ---- what the ledger is told of the course of things ----
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Within: ``name`` is the current phase."""
+        begin, self._phase = self.ledger.now, name
+        try:
+            yield
+        finally:
+            self.ledger.phases.append(Phase(name, begin, self.ledger.now + 1))
+            self.ledger.now += 1
+            self._phase = ""
+
+    @contextmanager
+    def kernel(self) -> Iterator[None]:
+        """Within: one kernel of the device, whose inside takes no memory; its caller passes the result to ``track``."""
+        self._in_kernel += 1
+        try:
+            yield
+        finally:
+            self._in_kernel -= 1
+
+    def mark(self, tensors: Iterable[Tensor], kind: Kind, *, over: Sequence[Kind] = tuple(Kind)) -> None:
+        """Note that the memory of ``tensors`` is ``kind``.  over: the kinds that this replaces."""
+        for tensor in tensors:
+            if isinstance(tensor, FakeTensor):
+                block = self._blocks.get(tensor.untyped_storage()._cdata)
+                if block is not None and block.kind in over:
+                    block.kind = kind
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """As a hook of autograd: ``tensor`` is kept for backward."""
+        self.mark((tensor,), Kind.activations, over=(Kind.temporary,))
+        return tensor
+
+    def read(self, operation: str) -> None:
+        """Count a read of the device by the host, at the caller's place."""
+        path, line, function = _place()
+        self.ledger.reads[Read(self._phase, path, line, function, operation, self.per_step)] += 1
+
+    def compute(self, operations: float, name: str) -> None:
+        """Count floating-point operations."""
+        self.ledger.operations[self._phase, self.per_step, name] += int(operations)
+
+    def track(self, result: Any, operation: str) -> None:
+        """Count the memory of the tensors in ``result`` that is new."""
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, FakeTensor) and tensor.fake_device == DEVICE:
+                self._track(tensor, operation)
+            elif isinstance(tensor, (tuple, list)):
+                self.track(tensor, operation)
+
+    # ---- operations ----
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation; see the module."""
+        if func is _DEVICE_OF:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else HOST
+        kwargs = kwargs or {}
+        if not _touches_device(args, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        self.ledger.now += 1
+        if func.namespace == "c10d":
+            return self._communicate(func, args, kwargs)
+        if func is _READS_ONE:
+            return self._answer(args[0])
+        if func in _SIZED_BY_DATA and func is not aten.nonzero.default:
+            return self._masked_select(args)
+        if func is aten.nonzero.default:
+            self._waits(args[0], "nonzero")
+            result = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+            self.track(result, "nonzero")
+            return result
+        if func in _INDEXED and not (len(args) > 2 and args[2].numel() == 1):  # one number: a masked fill, no wait
+            args = self._without_masks(func, args)
+        if func in _COPIES:
+            copied = self._copy_to_host(func, args, kwargs)
+            if copied is not None:
+                return copied
+        result = func(*args, **kwargs)
+        if not self._in_kernel:
+            self.track(result, func.__name__)
+        if func._overloadpacket in flop_registry:
+            self.compute(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result), func.__name__)
+        return result
+
+    def _track(self, tensor: FakeTensor, operation: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._blocks:
+            return
+        block = Block(storage.nbytes(), self.ledger.now, operation, "{}:{} {}".format(*_place()))
+        self._blocks[key] = block
+        self.ledger.blocks.append(block)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        block = self._blocks.pop(key, None)
+        if block is not None:
+            self.ledger.now += 1
+            block.death = self.ledger.now
+
+    def _waits(self, tensor: Tensor, operation: str) -> None:
+        if isinstance(tensor, FakeTensor) and tensor.fake_device == DEVICE:
+            self.read(operation)
+
+    def _answer(self, tensor: Tensor) -> bool | float | int:
+        self._waits(tensor, "a number")
+        if isinstance(tensor, FakeTensor) and tensor.constant is not None:
+            with unset_fake_temporarily():
+                return tensor.constant.item()  # type: ignore[return-value]
+        if tensor.dtype is torch.bool:
+            return True
+        return 1.0 if tensor.dtype.is_floating_point else 0
+
+    def _masked_select(self, args: tuple[Any, ...]) -> Tensor:
+        values, mask = args
+        self._waits(mask, "masked_select")
+        result = values.new_empty((mask.numel() if self.num_selected is None else self.num_selected,))
+        if not self._in_kernel:
+            self.track(result, "masked_select")
+        return result
+
+    def _without_masks(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """An index by a mask is one by the places where it is true: here all of them."""
+        indices = list(args[1])
+        for place, index in enumerate(indices):
+            if isinstance(index, FakeTensor) and index.dtype is torch.bool:
+                self._waits(index, func.__name__)
+                assert index.dim() == 1, "masks of more dimensions are not rehearsed"
+                indices[place] = index.new_empty(index.shape, dtype=torch.int64)
+        return (args[0], indices, *args[2:])
+
+    def _copy_to_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A copy from the device to the host; None if it is another one."""
+        if func is aten.copy_.default:
+            target, source = args[0], args[1]
+            if _is_on_device(target) or not _is_on_device(source):
+                return None
+            self._waits(source, "copy to the host")
+            return target
+        if kwargs.get("device") is None or kwargs["device"] == DEVICE or not _is_on_device(args[0]):
+            return None
+        self._waits(args[0], "copy to the host")
+        return func(*args, **kwargs)
+
+    # ---- collectives ----
+
+    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func.__name__
+        kind = collective(name)
+        group = next((_group(arg) for arg in args if isinstance(arg, torch.ScriptObject) and _group(arg)), None)
+        if kind is not None and group is not None:
+            payload = _payload(kind, args)
+            wire = wire_bytes(kind, payload, group.size())
+            key = Collective(self._phase, group_name(group), group.size(), kind.value, self.per_step)
+            self.ledger.send(key, payload, wire)
+        if "coalesced" in name:  # torch's fake backend has none of these
+            work = FakeWork().boxed()  # type: ignore[attr-defined]
+            return work if len(func._schema.returns) == 1 else (args[0], work)
+        return func(*args, **kwargs)
+
+
+# By Megatron's descriptions (megatron/core/parallel_state.py, 0.16.1); the first whose name begins so.
+GROUPS = (
+    ("DATA_PARALLEL_GROUP_WITH_CP", "dp"),
+    ("INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp"),
+    ("DATA_PARALLEL_GROUP", "dp"),
+    ("CONTEXT_PARALLEL_GROUP", "cp"),
+    ("TENSOR_AND_CONTEXT_PARALLEL_GROUP", "tp and cp"),
+    ("TENSOR_MODEL_PARALLEL_GROUP", "tp"),
+    ("PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
+    ("EMBEDDING_GROUP", "embedding"),
+    ("EXPERT_MODEL_PARALLEL_GROUP", "ep"),
+    ("EXPERT_TENSOR_PARALLEL_GROUP", "etp"),
+    ("EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "ep and etp"),
+    ("EXPERT_DATA_PARALLEL_GROUP", "edp"),
+)
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The axis of ``group``; "world" if it has none of its own."""
+    return next((name for begin, name in GROUPS if group.group_desc.startswith(begin)), "world")
+
+
+def _group(boxed: Any) -> dist.ProcessGroup | None:
+    try:
+        return dist.ProcessGroup.unbox(boxed)
+    except RuntimeError:  # another object, such as a reduction
+        return None
+
+
+def _payload(kind: Collect, args: tuple[Any, ...]) -> int:
+    """Bytes of the whole tensor: the larger of what goes in and what comes out; of an all-to-all, what goes in."""
+    sizes = [sum(each.nbytes for each in tree_leaves(arg) if isinstance(each, Tensor)) for arg in args[:2]]
+    return sizes[1] if kind is Collect.all_to_all else max(sizes)
+
+
+def _is_on_device(tensor: Any) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device == DEVICE
+
+
+def _touches_device(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation has fake tensors, or makes one on the device."""
+    for arg in args:
+        if isinstance(arg, FakeTensor):
+            return True
+        if isinstance(arg, (list, tuple)) and any(isinstance(each, FakeTensor) for each in arg):
+            return True
+    for arg in kwargs.values():
+        if isinstance(arg, FakeTensor) or (isinstance(arg, torch.device) and arg == DEVICE):
+            return True
+    return False
+
+
+def _place() -> tuple[str, int, str]:
+    """(path, line, function) of the innermost line of this project or of Megatron, outside of the rehearsal."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(PROJECT):
+            if not name.startswith(HERE):
+                return f"mcore_rl/{name[len(PROJECT) :]}", frame.f_lineno, frame.f_code.co_name
+        elif MEGATRON in name:
+            return f"megatron/core/{name.partition(MEGATRON)[2]}", frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+    return "", 0, ""
+

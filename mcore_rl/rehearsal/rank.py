@@ -1,0 +1,236 @@
+"""Rehearses one rank: the engine of a role builds, scores and trains two steps at full size, without its machine.
+
+The engine, DDP, the distributed optimizer and the pipeline's schedule are those of a run, in the full layout, over
+torch's fake process group.  Tensors of the device are fake (``meter.py``); what is asked of data, of other ranks or of
+the accelerator's kernels is answered (``bends.py``).
+
+The process is spoilt for training: Megatron is patched to run without an accelerator.  One rehearsal at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # registers what collectives give on fake tensors
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mcore_rl.config.engine import Device, EngineConfig, LayerSpec
+from mcore_rl.config.model import ModelConfig, model_violations
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.role import Head
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.parallel.cpu import make_megatron_run_on_cpu
+from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
+from mcore_rl.parallel.layout import Layout, layout_violations
+from mcore_rl.rehearsal.bends import bends_of, bent
+from mcore_rl.rehearsal.ledger import Kind, Ledger
+from mcore_rl.rehearsal.meter import DEVICE, Meter
+from mcore_rl.training.engine import Engine
+from mcore_rl.training.microbatch import split_multiple
+from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
+
+BUILD, SCORE, TRAIN, TRAIN_AGAIN = "build", "score", "train step 1", "train step 2"
+# They answer gloo and the CPU's tensors; an accelerator's libraries need none of them.
+ONLY_ON_CPU = ("uneven gather", "split sizes", "create group")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What is rehearsed: one rank of one role.
+
+    tokens: of a full microbatch, over its context ranks.  longest: tokens of the longest sequence.
+    num_microbatches: of an optimizer step of the run; fewer are rehearsed where the rest would be alike.
+    imbalance: rows that this rank's experts get, in multiples of an even share; at most all of them.
+    """
+
+    role: str
+    model: ModelConfig
+    engine: EngineConfig
+    parallel: ParallelConfig
+    world_size: int
+    rank: int
+    head: Head
+    accelerator: bool
+    device_bytes: int
+    tokens: int
+    longest: int
+    num_microbatches: int
+    imbalance: float
+    loss: Callable[[LossInputs], LossSums]
+    with_entropy: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What a rehearsal of ``part`` found.
+
+    num_microbatches: rehearsed in each step.  num_parameters: that this rank holds.  seconds, resident: what the
+    rehearsal itself took of this machine.
+    """
+
+    part: Part
+    ledger: Ledger
+    num_microbatches: int
+    num_parameters: int
+    seconds: float
+    resident: int
+
+
+def rehearse(part: Part, progress: Callable[[str], None] = lambda text: None) -> Rehearsal:
+    """Rehearse ``part``.  progress: called with what begins.
+
+    Raises ConfigError with every violation of the model and the layout.
+    """
+    violations = [*model_violations(part.model), *layout_violations(part.model, part.parallel, part.world_size)]
+    if not 0 <= part.rank < part.world_size:
+        remedy = f"Write 0 to {part.world_size - 1}"
+        violations.append(Violation("rank", part.rank, f"the run has {part.world_size} ranks", remedy))
+    refuse_if_any(violations)
+    assert not dist.is_initialized(), "this process is a rank of a world already"
+    begin = time.perf_counter()
+    make_megatron_run_on_cpu(without=ONLY_ON_CPU if part.accelerator else ())
+    layout = Layout.of(part.parallel, part.world_size)
+    count = rehearsed_microbatches(layout, layout.coords(part.rank).pp, part.num_microbatches)
+    dist.init_process_group("fake", store=FakeStore(), rank=part.rank, world_size=part.world_size)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    meter = Meter(fake)
+    try:
+        platform = _platform(part)
+        with bent(bends_of(meter, accelerator=part.accelerator, imbalance=part.imbalance)):
+            groups = init_groups(layout, platform, DEVICE, seed=part.engine.seed)
+            with fake, meter:
+                engine = _passes(part, meter, groups, platform, count, progress)
+                parameters = sum(each.numel() for chunk in engine.models for each in chunk.parameters())
+                del engine
+    finally:
+        destroy_groups()
+        dist.destroy_process_group()
+    return Rehearsal(
+        part=part,
+        ledger=meter.ledger,
+        num_microbatches=count,
+        num_parameters=parameters,
+        seconds=time.perf_counter() - begin,
+        resident=psutil.Process().memory_info().rss,
+    )
+
+
+def rehearsed_microbatches(layout: Layout, stage: int, there_are: int) -> int:
+    """Enough microbatches for the most that a stage keeps at once; more of them would only repeat.
+
+    1F1B keeps ``pp - stage``; the interleaved schedule ``2 (pp - stage - 1) + (vpp - 1) pp + 1`` chunks, in rounds of pp.
+    """
+    if layout.vpp == 1:
+        return max(1, min(there_are, layout.pp - stage))
+    chunks = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+    rounds = -(-chunks // (layout.vpp * layout.pp))
+    return max(1, min(-(-there_are // layout.pp), rounds)) * layout.pp
+
+
+def microbatch_lengths(tokens: int, longest: int, multiple: int) -> list[int]:
+    """Sequences of at most ``longest`` tokens that fill a microbatch of ``tokens``."""
+    tokens = max(multiple, tokens // multiple * multiple)
+    whole, rest = divmod(tokens, longest)
+    return [longest] * whole + ([rest] if rest > 1 else [])
+
+
+def _passes(
+    part: Part, meter: Meter, groups: ProcessGroups, platform: Platform, count: int, progress: Callable[[str], None]
+) -> Engine:
+    """Build, score, and train twice, each in its phase of the ledger."""
+    config = replace(part.engine, layer_spec=LayerSpec.local)
+    batch = _batch(part, groups, count)
+    scored = _batch(part, groups, groups.layout.pp if groups.layout.vpp > 1 else 1)
+    with _named(meter, BUILD, progress):
+        engine = Engine(part.role, part.model, part.parallel, config, groups, platform, head=part.head)
+    _mark_state(meter, engine)
+    for chunk in engine.models:  # what a stage sends on stays in memory until its backward
+        chunk.register_forward_hook(lambda module, inputs, output: meter.keep(output))
+    with _named(meter, SCORE, progress):
+        engine.score(scored)
+    dp = groups.layout.dp
+    counts = Denominators(
+        loss=float(batch.tokens_T.numel() * dp),
+        tokens=batch.tokens_T.numel() * dp,
+        sequences=len(batch.lengths_S) * dp,
+    )
+    for name in (TRAIN, TRAIN_AGAIN):
+        with _named(meter, name, progress), torch.autograd.graph.saved_tensors_hooks(meter.keep, _same):
+            engine.train_step(batch, part.loss, counts, with_entropy=part.with_entropy)
+        _mark_state(meter, engine)
+    return engine
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextmanager
+def _named(meter: Meter, name: str, progress: Callable[[str], None]) -> Iterator[None]:
+    progress(name)
+    with meter.phase(name):
+        yield
+
+
+def _mark_state(meter: Meter, engine: Engine) -> None:
+    """Tell the meter which memory is state; moments are there after the first step."""
+    assert engine.optimizer is not None
+    meter.mark(engine.optimizer.state_tensors(), Kind.optimizer)
+    buffers = [each for chunk in engine.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    meter.mark((buffer.grad_data for buffer in buffers), Kind.gradients)
+    meter.mark((each for model in engine.models for each in (*model.parameters(), *model.buffers())), Kind.parameters)
+
+
+def _batch(part: Part, groups: ProcessGroups, count: int) -> TrainBatch:
+    """``count`` microbatches, each as full as it can be."""
+    if part.engine.microbatch_tokens is None:
+        lengths = [part.longest] * (part.engine.microbatch_sequences or 1) * count
+    else:
+        lengths = microbatch_lengths(part.tokens, part.longest, split_multiple(groups)) * count
+    size = sum(lengths)
+    mask = torch.ones(size, dtype=torch.bool)
+    batch = TrainBatch(lengths_S=tuple(lengths), tokens_T=torch.zeros(size, dtype=torch.int64), mask_T=mask & False)
+    mask[list(batch.offsets_S)] = False
+    zeros = torch.zeros(size)
+    return replace(
+        batch,
+        mask_T=mask,
+        old_logprobs_T=zeros,
+        ref_logprobs_T=zeros,
+        rollout_logprobs_T=zeros,
+        advantages_T=zeros,
+        returns_T=zeros,
+        old_values_T=zeros,
+        weights_T=zeros,
+        selection_T=zeros,
+    )
+
+
+def _platform(part: Part) -> Platform:
+    """The platform that the engine is told of."""
+    return Platform(
+        kind=Device.cuda if part.accelerator else Device.cpu,
+        device_type="cpu",
+        backend="fake",
+        backend_name="fake",
+        supports_bf16=True,
+        supports_fp8=False,
+        num_devices=1,
+        device_name="rehearsed",
+        memory_total_bytes=part.device_bytes,
+        visible_devices_vars=(),
+    )
+
+
+def no_such_role(name: str, there: list[str]) -> ConfigError:
+    """The error for a role that the run does not train."""
+    return ConfigError([Violation("role", name, "is not trained in this run", f"Write {' or '.join(there)}")])
