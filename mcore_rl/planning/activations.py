@@ -172,7 +172,7 @@ def _gated(model: ModelConfig, kernels: Kernels, width: float) -> tuple[float, f
 
 
 def _gate_temporaries(kernels: Kernels) -> int:
-    return GATE_TEMPORARIES if kernels.fused else GATE_TEMPORARIES_LOCAL
+    return GATE_TEMPORARIES_LOCAL if kernels.one_by_one else GATE_TEMPORARIES
 
 
 def _experts(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> tuple[float, float]:

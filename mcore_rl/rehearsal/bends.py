@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mcore_rl.families.flops import visible_pairs
 from mcore_rl.rehearsal.meter import DEVICE, Meter
@@ -41,15 +42,17 @@ def bent(bends: list[Bend]) -> Iterator[None]:
     """Within: the names are replaced."""
     with ExitStack() as stack:
         for bend in bends:
-            real = bend.owner.__dict__[bend.name]
-            stack.callback(setattr, bend.owner, bend.name, real)
+            real = getattr(bend.owner, bend.name)
+            if bend.name in vars(bend.owner):
+                stack.callback(setattr, bend.owner, bend.name, real)
+            else:  # inherited
+                stack.callback(delattr, bend.owner, bend.name)
             setattr(bend.owner, bend.name, bend.replace(real))
         yield
 
 
 def bends_of(meter: Meter, *, accelerator: bool, imbalance: float) -> list[Bend]:
     """The bends of a rehearsal.  accelerator: with an accelerator's kernels.  imbalance: see ``rank.rehearse``."""
-    from megatron.core import parallel_state
     from megatron.core.transformer.moe import token_dispatcher
 
     from mcore_rl.parallel import cpu
@@ -62,6 +65,8 @@ def bends_of(meter: Meter, *, accelerator: bool, imbalance: float) -> list[Bend]
         ),
         Bend(dist, "all_gather_object", "other ranks have no objects", lambda real: _gather_own(meter)),
         Bend(dist, "broadcast_object_list", "other ranks have no objects", lambda real: _broadcast_own(meter)),
+        Bend(torch, "tensor", "a tensor made on the device would be real", lambda real: _made_on_host(real)),
+        Bend(FakeTensor, "tolist", "reads number by number", lambda real: lambda self: meter.values(self)),
         Bend(engine, "run_schedule", "marks what runs once for each microbatch", lambda real: _marked(real, meter)),
         Bend(
             token_dispatcher.MoEAlltoAllTokenDispatcher,
@@ -76,7 +81,6 @@ def bends_of(meter: Meter, *, accelerator: bool, imbalance: float) -> list[Bend]
             lambda real: _selecting(real, meter),
         ),
     ]
-    assert parallel_state is not None
     return bends + (_kernels(meter) if accelerator else [])
 
 
@@ -93,6 +97,15 @@ def _move_parameters(self: torch.nn.Module, device: torch.device) -> torch.nn.Mo
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
     return self
+
+
+def _made_on_host(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(real)
+    def make(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        made = real(data, *args, device=None if device == DEVICE else device, **kwargs)
+        return made.to(DEVICE) if device == DEVICE else made
+
+    return make
 
 
 def _gather_own(meter: Meter) -> Callable[..., None]:
@@ -181,11 +194,13 @@ def _kernels(meter: Meter) -> list[Bend]:
 
     from mcore_rl.training import attention, attention_kernels
 
-    compiled = ("swiglu", "bias_swiglu", "weighted_swiglu", "swiglu_back", "bias_swiglu_back", "weighted_swiglu_back")
     fusions = [
-        Bend(fused_bias_swiglu, name, "torch.compile makes one kernel of it", lambda real: _in_one(real, meter))
-        for name in compiled
-    ]
+        Bend(fused_bias_swiglu, name, "torch.compile makes one kernel of it", _shaped_as(shape))
+        for name, shape in (
+            ("swiglu", _half), ("bias_swiglu", _half), ("weighted_swiglu", _half),
+            ("swiglu_back", _of_second), ("bias_swiglu_back", _of_second), ("weighted_swiglu_back", _of_both),
+        )
+    ]  # fmt: skip
     norm, attend = _norm_kernel(), _Attention(meter)
     return [
         *fusions,
@@ -197,15 +212,23 @@ def _kernels(meter: Meter) -> list[Bend]:
     ]
 
 
-def _in_one(real: Callable[..., Any], meter: Meter) -> Callable[..., Any]:
-    @functools.wraps(real)
-    def run(*args: Any) -> Any:
-        with meter.kernel():
-            result = real(*args)
-        meter.track(result, real.__name__)
-        return result
+def _shaped_as(shape: Callable[..., Any]) -> Replace:
+    return lambda real: shape
 
-    return run
+
+def _half(projected: Tensor, *_: Tensor) -> Tensor:
+    """The product of a gated projection: half as wide."""
+    return projected.new_empty((*projected.shape[:-1], projected.shape[-1] // 2))
+
+
+def _of_second(grad: Tensor, projected: Tensor, *_: Tensor) -> Tensor:
+    """The gradient of the projection."""
+    return torch.empty_like(projected)
+
+
+def _of_both(grad: Tensor, projected: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the projection and of the weights of its rows."""
+    return torch.empty_like(projected), torch.empty_like(weights)
 
 
 def _norm_kernel() -> Callable[..., Tensor]:

@@ -172,6 +172,7 @@ def build_chunks(
         if chunk_index == 0 and model.embedding_scale != 1.0:
             _scale_embeddings(chunk, model.embedding_scale, config.params_dtype)
         _reduce_experts_over_their_own_group(chunk)
+        _forget_routing(chunk)
         if is_last and head is Head.value:
             chunk.output_layer = ValueHead(config, groups.tp, groups.device)
         # Megatron makes weights on the current device, except those of torch's norms and of routers
@@ -185,6 +186,19 @@ def _scale_embeddings(chunk: GPTModel, scale: float, dtype: torch.dtype) -> None
     # transformers rounds the factor to the weights' dtype (Gemma2TextScaledWordEmbedding), and Gemma was trained so.
     factor = torch.tensor(scale, dtype=dtype, device="cpu").item()
     chunk.embedding.register_forward_hook(lambda module, arguments, embeddings: embeddings * factor)
+
+
+def _forget_routing(chunk: GPTModel) -> None:
+    # A dispatcher keeps the probabilities of its last forward pass, and by their graph the layer's input and its
+    # gradient: of every layer with experts, until its next forward pass.  Backward reads neither.
+    def forget(module: MoELayer, *_: object) -> None:
+        dispatcher = module.token_dispatcher
+        for name in {"probs", "local_probs"} & vars(dispatcher).keys():
+            setattr(dispatcher, name, None)
+
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            module.register_forward_hook(forget)
 
 
 def _reduce_experts_over_their_own_group(chunk: GPTModel) -> None:
