@@ -23,15 +23,12 @@ from pathlib import Path
 from rich.console import Console
 
 from mcore_rl.config.cluster import ClusterConfig
-from mcore_rl.config.launch import load_cluster, load_recipe, read_words
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.launch import load_words
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
-from mcore_rl.families.config_json import CONFIG, read_config
-from mcore_rl.families.registry import model_of
+from mcore_rl.errors import ConfigError, McoreRLError, Violation
 from mcore_rl.planning.plan import Plan, plan
-from mcore_rl.planning.recipes import recipe_model
+from mcore_rl.planning.recipes import run_model
 from mcore_rl.planning.search import Found, refusal, search
 from mcore_rl.planning.tables import plan_page, plan_tables, plan_values, search_tables, search_values
 
@@ -51,31 +48,11 @@ def parser() -> argparse.ArgumentParser:
 
 def composed(options: argparse.Namespace) -> tuple[RunConfig | SftConfig, ClusterConfig]:
     """The run and its cluster.  Raises ConfigError where either cannot be told."""
-    named, of_cluster, of_run, wrong = read_words(options.words, "recipe", "cluster")
-    recipe = named.get("recipe", "")
+    recipe = ""
     if options.config_name:
         recipe = str((options.config_dir or Path()) / f"{options.config_name}.yaml")
-    if not recipe:
-        remedy = "Write recipe=NAME, of launch/recipes, or --config-dir DIR --config-name NAME"
-        wrong.append(Violation("recipe", "", "is not given", remedy))
-    refuse_if_any(wrong)
-    run = load_recipe(recipe, of_run)
-    cluster = named.get("cluster") or run.recipe.cluster
-    if not cluster:
-        raise ConfigError([Violation("cluster", "", "is not given", "Write cluster=NAME, of launch/clusters")])
-    return run, load_cluster(cluster, of_cluster)
-
-
-def model_for(run: RunConfig | SftConfig) -> ModelConfig:
-    """From the checkpoint's own config.json, or the published one."""
-    directory = Path(run.model.path)
-    if run.model.path and (directory / CONFIG).is_file():
-        return model_of(read_config(directory))[1]
-    if run.recipe.checkpoint:
-        return recipe_model(run.recipe)
-    problem = "has no config.json, and recipe.checkpoint names no checkpoint of model_configs/"
-    remedy = "Write model.path=DIR, a Hugging Face checkpoint, or recipe.checkpoint=NAME"
-    raise ConfigError([Violation("model.path", run.model.path, problem, remedy)])
+    run, cluster, _ = load_words(options.words, recipe=recipe)
+    return run, cluster
 
 
 def write(options: argparse.Namespace, planned: Plan, result: Found | None) -> None:
@@ -92,7 +69,7 @@ def searched(options: argparse.Namespace, run: RunConfig | SftConfig, cluster: C
     if not cluster.gpus_per_node:
         problem = "searches layouts of accelerators"
         raise ConfigError([Violation("--search", "", problem, "Leave it out, or name a cluster with GPUs")])
-    result = search(run, model_for(run), cluster, limit=options.limit)
+    result = search(run, run_model(run), cluster, limit=options.limit)
     console = Console()
     console.print(search_tables(result))
     if not result.best:
@@ -109,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run, cluster = composed(options)
         if options.search:
             return searched(options, run, cluster)
-        model = model_for(run)
+        model = run_model(run)
         planned = plan(run, model, cluster)
         Console().print(plan_tables(planned))
         write(options, planned, None)

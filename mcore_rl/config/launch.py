@@ -48,6 +48,28 @@ def read_words(texts: Sequence[str], *names: str) -> tuple[dict[str, str], list[
     return named, of_cluster, of_run, wrong
 
 
+def load_words(
+    texts: Sequence[str], *names: str, recipe: str = ""
+) -> tuple[RunConfig | SftConfig, ClusterConfig, dict[str, str]]:
+    """The run and its cluster from the ``key=value`` texts after a command, and the values of ``names`` among them.
+
+    recipe, cluster: by name or path; a cluster that is left out is the recipe's.  ``cluster.KEY=VALUE`` changes the
+    cluster, any other ``key=value`` the run.  recipe: that of a command that names it in another way.
+    Raises ConfigError where either cannot be told.
+    """
+    named, of_cluster, of_run, wrong = read_words(texts, "recipe", "cluster", *names)
+    recipe = recipe or named.pop("recipe", "")
+    if not recipe:
+        remedy = "Write recipe=NAME, of launch/recipes, or --config-dir DIR --config-name NAME"
+        wrong.append(Violation("recipe", "", "is not given", remedy))
+    refuse_if_any(wrong)
+    run = load_recipe(recipe, of_run)
+    cluster = named.pop("cluster", "") or run.recipe.cluster
+    if not cluster:
+        raise ConfigError([Violation("cluster", "", "is not given", "Write cluster=NAME, of launch/clusters")])
+    return run, load_cluster(cluster, of_cluster), named
+
+
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
     """The recipe ``name`` with ``overrides`` in the syntax of ``mcore-rl``: the configuration of a train or sft run.
 

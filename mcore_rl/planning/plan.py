@@ -95,14 +95,12 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
 
 
 def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> Plan:
-    trainer, work = config.trainer, sft_work(config)
+    trainer = config.trainer
     violations = [*model_violations(model), *_cluster_misfits(trainer, cluster)]
     violations += _layout_misfits(model, config.actor.parallel, trainer.world_size, "actor")
     refuse_if_any(violations)
     accelerator = cluster.gpus_per_node > 0
-    role = RolePlan(
-        "actor", model, config.actor, config.actor.parallel, trainer.world_size, work, accelerator=accelerator
-    )
+    role = sft_role_plan(model, config, cluster)
     per_node = trainer.n_gpus_per_node
     site = Site(
         device_bytes=int(cluster.gpu_memory_gib * GIB) if accelerator else None,
@@ -115,7 +113,7 @@ def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> 
     )
     all_peaks = [*peaks([role], None, site), _disk([role], trainer, model, exports=1)]
     rates = Rates.of(cluster, per_node, config.actor.precision, trainer.device_peak_tflops)
-    seconds = {"update_actor": update_s(role, rates, work.sequences, 1)}
+    seconds = {"update_actor": update_s(role, rates, role.work.sequences, 1)}
     return Plan(
         title=config.recipe.title or trainer.experiment_name,
         layout=str(config.actor.parallel),
@@ -125,8 +123,8 @@ def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> 
         peaks=_in_order(all_peaks),
         seconds=seconds,
         violations=_too_large(all_peaks),
-        tokens={"trained": work.sequences * work.mean},
-        notes=_notes(config.actor, work.longest, "actor"),
+        tokens={"trained": role.work.sequences * role.work.mean},
+        notes=_notes(config.actor, role.work.longest, "actor"),
     )
 
 
@@ -147,6 +145,19 @@ def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterCo
         trains=role.trains,
         publishes=role.publishes,
         frozen=run.snapshots_of(role.name),
+    )
+
+
+def sft_role_plan(model: ModelConfig, config: SftConfig, cluster: ClusterConfig) -> RolePlan:
+    """The plan of the model that fine-tuning trains."""
+    return RolePlan(
+        "actor",
+        model,
+        config.actor,
+        config.actor.parallel,
+        config.trainer.world_size,
+        sft_work(config),
+        accelerator=cluster.gpus_per_node > 0,
     )
 
 

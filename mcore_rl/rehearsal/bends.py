@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mcore_rl.families.flops import visible_pairs
-from mcore_rl.rehearsal.meter import DEVICE, Meter
+from mcore_rl.rehearsal.meter import DEVICE, DeviceMeter
 
 Replace = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -51,7 +51,7 @@ def bent(bends: list[Bend]) -> Iterator[None]:
         yield
 
 
-def bends_of(meter: Meter, *, accelerator: bool, imbalance: float) -> list[Bend]:
+def bends_of(meter: DeviceMeter, *, accelerator: bool, imbalance: float) -> list[Bend]:
     """The bends of a rehearsal.  accelerator: with an accelerator's kernels.  imbalance: see ``rank.rehearse``."""
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -60,9 +60,7 @@ def bends_of(meter: Meter, *, accelerator: bool, imbalance: float) -> list[Bend]
 
     bends = [
         Bend(cpu, "CPU", "Megatron's current device is the rehearsal's", lambda _: DEVICE),  # type: ignore[arg-type, return-value]
-        Bend(
-            torch.nn.Module, "to", "torch swaps fake parameters, which others hold", lambda real: _move_parameters
-        ),
+        Bend(torch.nn.Module, "to", "torch swaps fake parameters, which others hold", lambda real: _move_parameters),
         Bend(dist, "all_gather_object", "other ranks have no objects", lambda real: _gather_own(meter)),
         Bend(dist, "broadcast_object_list", "other ranks have no objects", lambda real: _broadcast_own(meter)),
         Bend(torch, "tensor", "a tensor made on the device would be real", lambda real: _made_on_host(real)),
@@ -108,7 +106,7 @@ def _made_on_host(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return make
 
 
-def _gather_own(meter: Meter) -> Callable[..., None]:
+def _gather_own(meter: DeviceMeter) -> Callable[..., None]:
     def gather(objects: list[Any], own: Any, group: Any = None) -> None:
         meter.read("all_gather_object")
         objects[:] = [own] * len(objects)
@@ -116,7 +114,7 @@ def _gather_own(meter: Meter) -> Callable[..., None]:
     return gather
 
 
-def _broadcast_own(meter: Meter) -> Callable[..., None]:
+def _broadcast_own(meter: DeviceMeter) -> Callable[..., None]:
     def broadcast(objects: list[Any], src: int | None = None, group: Any = None, **kwargs: Any) -> None:
         meter.read("broadcast_object_list")
         objects[0] = {"": 1.0, **objects[0]}  # the engine's sums: the last stage says at least the loss
@@ -124,7 +122,7 @@ def _broadcast_own(meter: Meter) -> Callable[..., None]:
     return broadcast
 
 
-def _marked(real: Callable[..., Any], meter: Meter) -> Callable[..., Any]:
+def _marked(real: Callable[..., Any], meter: DeviceMeter) -> Callable[..., Any]:
     @functools.wraps(real)
     def run(chunks: Any, *args: Any, **kwargs: Any) -> Any:
         settings = chunks[0].config
@@ -145,7 +143,7 @@ def _marked(real: Callable[..., Any], meter: Meter) -> Callable[..., Any]:
     return run
 
 
-def _forced(real: Callable[..., Any], meter: Meter, imbalance: float) -> Callable[..., Any]:
+def _forced(real: Callable[..., Any], meter: DeviceMeter, imbalance: float) -> Callable[..., Any]:
     @functools.wraps(real)
     def preprocess(self: Any, routing_map: Tensor) -> Tensor:
         real(self, routing_map)
@@ -172,7 +170,7 @@ def _evenly(number: int, parts: int) -> list[int]:
     return [each + (part < more) for part in range(parts)]
 
 
-def _selecting(real: Callable[..., Any], meter: Meter) -> Callable[..., Any]:
+def _selecting(real: Callable[..., Any], meter: DeviceMeter) -> Callable[..., Any]:
     @functools.wraps(real)
     def permute(tokens: Tensor, routing_map: Tensor, *args: Any, num_out_tokens: int, **kwargs: Any) -> Any:
         meter.num_selected = num_out_tokens
@@ -187,7 +185,7 @@ def _selecting(real: Callable[..., Any], meter: Meter) -> Callable[..., Any]:
 # ---- kernels that an accelerator has in one piece ----
 
 
-def _kernels(meter: Meter) -> list[Bend]:
+def _kernels(meter: DeviceMeter) -> list[Bend]:
     """What runs as one kernel on an accelerator: torch.compile's fusions, RMS norm, attention."""
     import torch.nn.functional as F
     from megatron.core.fusions import fused_bias_swiglu
@@ -266,7 +264,7 @@ class _Attention:
     forward's two (arXiv:2205.14135, appendix B).
     """
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: DeviceMeter) -> None:
         self._pairs = 0
         attention = self
 

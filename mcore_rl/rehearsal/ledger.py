@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class Kind(Enum):
+class MemoryKind(Enum):
     """What a block of device memory is for.
 
     activations: kept for backward, or for the next pipeline stage.  temporary: all else that is not state.
@@ -38,12 +38,12 @@ class Block:
     birth: int
     operation: str
     place: str
-    kind: Kind = Kind.temporary
+    kind: MemoryKind = MemoryKind.temporary
     death: int | None = None
 
 
 @dataclass(frozen=True)
-class Phase:
+class RehearsalPhase:
     """A part of a rehearsal.  begin, end: numbers of its first event and of the first event after it."""
 
     name: str
@@ -63,7 +63,7 @@ class Collective:
 
 
 @dataclass
-class Traffic:
+class TrafficTotal:
     """The total of one kind of communication.
 
     payload: bytes of the whole tensor.  wire: bytes that this rank sends, by a ring's count.
@@ -87,26 +87,26 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Peak:
+class MemoryPeak:
     """The greatest memory of a phase.  at: the event.  by_kind: bytes; their sum is ``num_bytes``."""
 
     phase: str
     at: int
-    by_kind: dict[Kind, int]
+    by_kind: dict[MemoryKind, int]
 
     @property
     def num_bytes(self) -> int:
-        """All bytes."""
+        """The bytes of all kinds."""
         return sum(self.by_kind.values())
 
 
 @dataclass(frozen=True)
-class Sample:
+class MemorySample:
     """Memory at one event, by kind."""
 
     at: int
     phase: str
-    by_kind: dict[Kind, int]
+    by_kind: dict[MemoryKind, int]
 
 
 @dataclass
@@ -117,20 +117,20 @@ class Ledger:
     """
 
     blocks: list[Block] = field(default_factory=list)
-    phases: list[Phase] = field(default_factory=list)
-    traffic: dict[Collective, Traffic] = field(default_factory=dict)
+    phases: list[RehearsalPhase] = field(default_factory=list)
+    traffic: dict[Collective, TrafficTotal] = field(default_factory=dict)
     reads: Counter[Read] = field(default_factory=Counter)
     operations: Counter[tuple[str, bool, str]] = field(default_factory=Counter)
     now: int = 0
 
     def send(self, key: Collective, payload: int, wire: int) -> None:
         """Count one call."""
-        total = self.traffic.setdefault(key, Traffic())
+        total = self.traffic.setdefault(key, TrafficTotal())
         total.calls += 1
         total.payload += payload
         total.wire += wire
 
-    def peak(self, phase: Phase) -> Peak:
+    def peak(self, phase: RehearsalPhase) -> MemoryPeak:
         """The first of the greatest moments of ``phase``."""
         level, best, at = 0, -1, phase.begin
         for event, change in self._changes():
@@ -141,11 +141,11 @@ class Ledger:
             level += change
             if event >= phase.begin and level > best:
                 best, at = level, event
-        return Peak(phase.name, at, self.by_kind(at))
+        return MemoryPeak(phase.name, at, self.by_kind(at))
 
-    def by_kind(self, at: int) -> dict[Kind, int]:
+    def by_kind(self, at: int) -> dict[MemoryKind, int]:
         """The bytes that live right after event ``at``, by kind."""
-        totals = dict.fromkeys(Kind, 0)
+        totals = dict.fromkeys(MemoryKind, 0)
         for block in self.living(at):
             totals[block.kind] += block.num_bytes
         return totals
@@ -154,24 +154,24 @@ class Ledger:
         """The blocks that live right after event ``at``."""
         return [block for block in self.blocks if block.birth <= at and (block.death is None or block.death > at)]
 
-    def largest(self, at: int, most: int) -> list[tuple[Kind, str, str, int, int]]:
+    def largest(self, at: int, most: int) -> list[tuple[MemoryKind, str, str, int, int]]:
         """(kind, operation, place, blocks, bytes) of what lives right after event ``at``, the most bytes first."""
-        counts: Counter[tuple[Kind, str, str]] = Counter()
-        sizes: Counter[tuple[Kind, str, str]] = Counter()
+        counts: Counter[tuple[MemoryKind, str, str]] = Counter()
+        sizes: Counter[tuple[MemoryKind, str, str]] = Counter()
         for block in self.living(at):
             key = (block.kind, block.operation, block.place)
             counts[key] += 1
             sizes[key] += block.num_bytes
         return [(*key, counts[key], num_bytes) for key, num_bytes in sizes.most_common(most)]
 
-    def timeline(self, phases: Sequence[Phase], most: int) -> list[Sample]:
+    def timeline(self, phases: Sequence[RehearsalPhase], most: int) -> list[MemorySample]:
         """At most ``most`` samples over ``phases``, each the greatest moment of its stretch of events."""
         if not phases:
             return []
         begin, end = phases[0].begin, phases[-1].end
         width = max(1, -(-(end - begin) // most))
-        current = dict.fromkeys(Kind, 0)
-        stretches: dict[int, tuple[int, int, dict[Kind, int]]] = {}
+        current = dict.fromkeys(MemoryKind, 0)
+        stretches: dict[int, tuple[int, int, dict[MemoryKind, int]]] = {}
         for event, kind, change in self._changes_by_kind():
             current[kind] += change
             if not begin <= event < end:
@@ -181,7 +181,7 @@ class Ledger:
                 stretches[stretch] = (total, event, dict(current))
         named = [(phase.name, phase.begin, phase.end) for phase in phases]
         return [
-            Sample(at, next((name for name, first, last in named if first <= at < last), ""), by_kind)
+            MemorySample(at, next((name for name, first, last in named if first <= at < last), ""), by_kind)
             for _, (_, at, by_kind) in sorted(stretches.items())
         ]
 
@@ -196,7 +196,7 @@ class Ledger:
     def _changes(self) -> Iterable[tuple[int, int]]:
         return ((event, change) for event, _, change in self._changes_by_kind())
 
-    def _changes_by_kind(self) -> list[tuple[int, Kind, int]]:
+    def _changes_by_kind(self) -> list[tuple[int, MemoryKind, int]]:
         changes = [(block.birth, block.kind, block.num_bytes) for block in self.blocks]
         changes += [(block.death, block.kind, -block.num_bytes) for block in self.blocks if block.death is not None]
         return sorted(changes, key=lambda each: each[0])

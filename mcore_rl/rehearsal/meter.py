@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import mcore_rl
-from mcore_rl.rehearsal.ledger import Block, Collective, Kind, Ledger, Phase, Read
+from mcore_rl.rehearsal.ledger import Block, Collective, Ledger, MemoryKind, Read, RehearsalPhase
 from mcore_rl.rehearsal.wire import Collect, collective, wire_bytes
 
 DEVICE = torch.device("cpu", 0)
@@ -60,7 +61,7 @@ KNOWN = 64  # numbers of the host that go to the device: so many of a tensor are
 _COPIES = (aten._to_copy.default, aten.copy_.default)
 
 
-class Meter(TorchDispatchMode):
+class DeviceMeter(TorchDispatchMode):
     """Writes ``ledger``.  Enter it under ``fake``.
 
     num_selected: elements that the next ``masked_select`` gives; None: all.
@@ -76,6 +77,7 @@ class Meter(TorchDispatchMode):
         self._phase = ""
         self._blocks: dict[int, Block] = {}
         self._kernels = 0
+        self._remembered: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     # ---- what the ledger is told of the course of things ----
 
@@ -86,7 +88,7 @@ class Meter(TorchDispatchMode):
         try:
             yield
         finally:
-            self.ledger.phases.append(Phase(name, begin, self.ledger.now + 1))
+            self.ledger.phases.append(RehearsalPhase(name, begin, self.ledger.now + 1))
             self.ledger.now += 1
             self._phase = ""
 
@@ -104,7 +106,9 @@ class Meter(TorchDispatchMode):
         """Whether a kernel of the device is running."""
         return self._kernels > 0
 
-    def mark(self, tensors: Iterable[Tensor], kind: Kind, *, over: Sequence[Kind] = tuple(Kind)) -> None:
+    def mark(
+        self, tensors: Iterable[Tensor], kind: MemoryKind, *, over: Sequence[MemoryKind] = tuple(MemoryKind)
+    ) -> None:
         """Note that the memory of ``tensors`` is ``kind``.  over: the kinds that this replaces."""
         for tensor in tensors:
             if isinstance(tensor, FakeTensor):
@@ -114,7 +118,7 @@ class Meter(TorchDispatchMode):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """As a hook of autograd: ``tensor`` is kept for backward."""
-        self.mark((tensor,), Kind.activations, over=(Kind.temporary,))
+        self.mark((tensor,), MemoryKind.activations, over=(MemoryKind.temporary,))
         return tensor
 
     def read(self, operation: str) -> None:
@@ -175,18 +179,28 @@ class Meter(TorchDispatchMode):
         """``func`` on fake tensors, as torch's mode does it, but several times faster where all are on the device.
 
         An operation in place changes nothing that a fake tensor has.  For all others torch's mode asks a cache with a
-        key that costs more than the operation: here the kernel for shapes runs at once.
+        key that costs more than most operations.  Here the kernel for shapes runs at once, and what has new memory is
+        remembered by the shapes that went in.
         """
         if func.namespace != "aten" or "device" in kwargs or not _all_on_device(args, kwargs):
             return func(*args, **kwargs)
         if func.__name__.partition(".")[0].endswith("_") and func not in _CHANGE_SHAPES:
             return args[0]
-        try:
-            with in_kernel_invocation_manager(self.fake):
+        key = (func, _shapes(args), _shapes(tuple(kwargs.items())))
+        shaped = self._remembered.get(key)
+        with in_kernel_invocation_manager(self.fake):
+            if shaped is not None:
+                return FakeTensor(self.fake, torch.empty_strided(*shaped[:2], dtype=shaped[2], device="meta"), DEVICE)
+            try:
                 result = func(*args, **kwargs)
-        except NotImplementedError:  # there is no kernel for shapes alone
+            except NotImplementedError:  # there is no kernel for shapes alone
+                result = None
+        if result is None:
             return func(*args, **kwargs)
-        return self._wrapped(result)
+        wrapped = self._wrapped(result)
+        if isinstance(result, Tensor) and wrapped is not result and _is_new(func, wrapped, args):
+            self._remembered[key] = (wrapped.shape, wrapped.stride(), wrapped.dtype)
+        return wrapped
 
     def _wrapped(self, result: Any) -> Any:
         if isinstance(result, (tuple, list)):
@@ -232,7 +246,7 @@ class Meter(TorchDispatchMode):
     def _masked_select(self, args: tuple[Any, ...]) -> Tensor:
         values, mask = args
         self._waits(mask, "masked_select")
-        result = values.new_empty((mask.numel() if self.num_selected is None else self.num_selected,))
+        result: Tensor = values.new_empty((mask.numel() if self.num_selected is None else self.num_selected,))
         if not self._kernels:
             self.track(result, "masked_select")
         return result
@@ -288,6 +302,26 @@ class Meter(TorchDispatchMode):
         for tensor, constant in known:  # other ranks know what this one knows
             tensor.constant = constant
         return result
+
+
+def _shapes(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the shape of a result depends on: of tensors shape, strides and dtype; all else as it is."""
+    return tuple(
+        (each.shape, each.stride(), each.dtype)
+        if isinstance(each, Tensor)
+        else _shapes(tuple(each))
+        if isinstance(each, (list, tuple))
+        else (type(each), each)  # 1, 1.0 and True are equal, and give other dtypes
+        for each in args
+    )
+
+
+def _is_new(func: Any, result: Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether ``result`` has memory of its own."""
+    if any(each.alias_info is not None for each in func._schema.returns):
+        return False
+    own = result.untyped_storage()._cdata
+    return all(each.untyped_storage()._cdata != own for each in tree_leaves(args) if isinstance(each, Tensor))
 
 
 def _all_on_device(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
@@ -363,7 +397,7 @@ def _touches_device(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
 
 def _place() -> tuple[str, int, str]:
     """(path, line, function) of the innermost line of this project or of Megatron, outside of the rehearsal."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(PROJECT):
@@ -371,6 +405,5 @@ def _place() -> tuple[str, int, str]:
                 return f"mcore_rl/{name[len(PROJECT) :]}", frame.f_lineno, frame.f_code.co_name
         elif MEGATRON in name:
             return f"megatron/core/{name.partition(MEGATRON)[2]}", frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "", 0, ""
-

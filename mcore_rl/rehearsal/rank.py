@@ -26,14 +26,14 @@ from mcore_rl.config.engine import Device, EngineConfig, LayerSpec
 from mcore_rl.config.model import ModelConfig, model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
-from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.cpu import make_megatron_run_on_cpu
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.layout import Layout, layout_violations
 from mcore_rl.rehearsal.bends import bends_of, bent
-from mcore_rl.rehearsal.ledger import Kind, Ledger
-from mcore_rl.rehearsal.meter import DEVICE, Meter
+from mcore_rl.rehearsal.ledger import Ledger, MemoryKind
+from mcore_rl.rehearsal.meter import DEVICE, DeviceMeter
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.microbatch import split_multiple
 from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
@@ -44,7 +44,7 @@ ONLY_ON_CPU = ("uneven gather", "split sizes", "create group")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RehearsedRank:
     """What is rehearsed: one rank of one role.
 
     tokens: of a full microbatch, over its context ranks.  longest: tokens of the longest sequence.
@@ -73,19 +73,20 @@ class Part:
 class Rehearsal:
     """What a rehearsal of ``part`` found.
 
-    num_microbatches: rehearsed in each step.  num_parameters: that this rank holds.  seconds, resident: what the
-    rehearsal itself took of this machine.
+    num_microbatches: rehearsed in each step.  num_parameters: that this rank holds.
+    seconds, core_seconds, resident: what the rehearsal itself took: time, time of a core, bytes of memory.
     """
 
-    part: Part
+    part: RehearsedRank
     ledger: Ledger
     num_microbatches: int
     num_parameters: int
     seconds: float
+    core_seconds: float
     resident: int
 
 
-def rehearse(part: Part, progress: Callable[[str], None] = lambda text: None) -> Rehearsal:
+def rehearse(part: RehearsedRank, progress: Callable[[str], None] = lambda text: None) -> Rehearsal:
     """Rehearse ``part``.  progress: called with what begins.
 
     Raises ConfigError with every violation of the model and the layout.
@@ -96,13 +97,13 @@ def rehearse(part: Part, progress: Callable[[str], None] = lambda text: None) ->
         violations.append(Violation("rank", part.rank, f"the run has {part.world_size} ranks", remedy))
     refuse_if_any(violations)
     assert not dist.is_initialized(), "this process is a rank of a world already"
-    begin = time.perf_counter()
+    begin, began = time.perf_counter(), time.process_time()
     make_megatron_run_on_cpu(without=ONLY_ON_CPU if part.accelerator else ())
     layout = Layout.of(part.parallel, part.world_size)
     count = rehearsed_microbatches(layout, layout.coords(part.rank).pp, part.num_microbatches)
     dist.init_process_group("fake", store=FakeStore(), rank=part.rank, world_size=part.world_size)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    meter = Meter(fake)
+    meter = DeviceMeter(fake)
     try:
         platform = _platform(part)
         with bent(bends_of(meter, accelerator=part.accelerator, imbalance=part.imbalance)):
@@ -120,6 +121,7 @@ def rehearse(part: Part, progress: Callable[[str], None] = lambda text: None) ->
         num_microbatches=count,
         num_parameters=parameters,
         seconds=time.perf_counter() - begin,
+        core_seconds=time.process_time() - began,
         resident=psutil.Process().memory_info().rss,
     )
 
@@ -127,7 +129,8 @@ def rehearse(part: Part, progress: Callable[[str], None] = lambda text: None) ->
 def rehearsed_microbatches(layout: Layout, stage: int, there_are: int) -> int:
     """Enough microbatches for the most that a stage keeps at once; more of them would only repeat.
 
-    1F1B keeps ``pp - stage``; the interleaved schedule ``2 (pp - stage - 1) + (vpp - 1) pp + 1`` chunks, in rounds of pp.
+    1F1B keeps ``pp - stage``; the interleaved schedule, which takes pp at a time,
+    ``2 (pp - stage - 1) + (vpp - 1) pp + 1`` chunks.
     """
     if layout.vpp == 1:
         return max(1, min(there_are, layout.pp - stage))
@@ -144,7 +147,12 @@ def microbatch_lengths(tokens: int, longest: int, multiple: int) -> list[int]:
 
 
 def _passes(
-    part: Part, meter: Meter, groups: ProcessGroups, platform: Platform, count: int, progress: Callable[[str], None]
+    part: RehearsedRank,
+    meter: DeviceMeter,
+    groups: ProcessGroups,
+    platform: Platform,
+    count: int,
+    progress: Callable[[str], None],
 ) -> Engine:
     """Build, score, and train twice, each in its phase of the ledger."""
     config = replace(part.engine, layer_spec=LayerSpec.local)
@@ -153,10 +161,10 @@ def _passes(
     with _named(meter, BUILD, progress):
         engine = Engine(part.role, part.model, part.parallel, config, groups, platform, head=part.head)
     _mark_state(meter, engine)
-    for chunk in engine.models:  # what a stage sends on stays in memory until its backward
-        chunk.register_forward_hook(lambda module, inputs, output: meter.keep(output))
     with _named(meter, SCORE, progress):
         engine.score(scored)
+    for chunk in engine.models:  # what a stage sends on stays in memory until its backward
+        chunk.register_forward_hook(lambda module, inputs, output: meter.keep(output))
     dp = groups.layout.dp
     counts = Denominators(
         loss=float(batch.tokens_T.numel() * dp),
@@ -175,22 +183,24 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _named(meter: Meter, name: str, progress: Callable[[str], None]) -> Iterator[None]:
+def _named(meter: DeviceMeter, name: str, progress: Callable[[str], None]) -> Iterator[None]:
     progress(name)
     with meter.phase(name):
         yield
 
 
-def _mark_state(meter: Meter, engine: Engine) -> None:
+def _mark_state(meter: DeviceMeter, engine: Engine) -> None:
     """Tell the meter which memory is state; moments are there after the first step."""
     assert engine.optimizer is not None
-    meter.mark(engine.optimizer.state_tensors(), Kind.optimizer)
+    meter.mark(engine.optimizer.state_tensors(), MemoryKind.optimizer)
     buffers = [each for chunk in engine.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    meter.mark((buffer.grad_data for buffer in buffers), Kind.gradients)
-    meter.mark((each for model in engine.models for each in (*model.parameters(), *model.buffers())), Kind.parameters)
+    meter.mark((buffer.grad_data for buffer in buffers), MemoryKind.gradients)
+    meter.mark(
+        (each for model in engine.models for each in (*model.parameters(), *model.buffers())), MemoryKind.parameters
+    )
 
 
-def _batch(part: Part, groups: ProcessGroups, count: int) -> TrainBatch:
+def _batch(part: RehearsedRank, groups: ProcessGroups, count: int) -> TrainBatch:
     """``count`` microbatches, each as full as it can be."""
     if part.engine.microbatch_tokens is None:
         lengths = [part.longest] * (part.engine.microbatch_sequences or 1) * count
@@ -215,7 +225,7 @@ def _batch(part: Part, groups: ProcessGroups, count: int) -> TrainBatch:
     )
 
 
-def _platform(part: Part) -> Platform:
+def _platform(part: RehearsedRank) -> Platform:
     """The platform that the engine is told of."""
     return Platform(
         kind=Device.cuda if part.accelerator else Device.cpu,
@@ -229,8 +239,3 @@ def _platform(part: Part) -> Platform:
         memory_total_bytes=part.device_bytes,
         visible_devices_vars=(),
     )
-
-
-def no_such_role(name: str, there: list[str]) -> ConfigError:
-    """The error for a role that the run does not train."""
-    return ConfigError([Violation("role", name, "is not trained in this run", f"Write {' or '.join(there)}")])

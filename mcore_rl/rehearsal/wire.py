@@ -47,7 +47,7 @@ def collective(name: str) -> Collect | None:
 
 
 def wire_bytes(kind: Collect, payload: int, size: int) -> int:
-    """Bytes that one of ``size`` ranks sends.  payload: bytes of the whole tensor (all-to-all: of what a rank gives)."""
+    """Bytes that one of ``size`` ranks sends.  payload: of the whole tensor; of an all-to-all, what a rank gives."""
     if size <= 1 or kind in (Collect.receive, Collect.barrier):
         return 0
     if kind in (Collect.send, Collect.broadcast):

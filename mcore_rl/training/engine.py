@@ -102,8 +102,7 @@ class Engine:
             violations.append(Violation("precision", config.precision.value, problem, "Write precision=float32"))
         refuse_if_any([*violations, *layout_violations(model, parallel, groups.layout.world_size)])
         self.role, self.model, self.config, self.groups, self.platform = role, model, config, groups, platform
-        self.head, self.layer_spec = head, layer_spec
-        self.dtype = DTYPES[config.precision]
+        self.head, self.layer_spec, self.dtype = head, layer_spec, DTYPES[config.precision]
         with phase("build", role=role):
             settings = transformer_config(model, parallel, config, layer_spec)
             self.models = build_chunks(model, settings, parallel, layer_spec, groups, head=head)
@@ -231,8 +230,7 @@ class Engine:
             self._watch.end()
             loss_value, metrics = sums.over_ranks()
             with phase("optimizer"):
-                lr = self.optimizer.lr
-                stepped = self.optimizer.step(loss_is_finite=math.isfinite(loss_value))
+                lr, stepped = self.optimizer.lr, self.optimizer.step(loss_is_finite=math.isfinite(loss_value))
             if self.routing is not None:
                 metrics |= self.routing.metrics(denominators)
             skipped = self._note_outcome(stepped.grad_norm, stepped.finite)

@@ -17,7 +17,7 @@ from tests.house.source import ROOT, python_files, refuse
 
 # Third party -> the packages and modules of mcore_rl that may import it.
 ALLOWED = {
-    "megatron": ("training", "parallel"),
+    "megatron": ("training", "parallel", "rehearsal"),
     "transformer_engine": ("training",),
     "vllm": ("rollout",),
     "ray": ("runtime", "controller"),

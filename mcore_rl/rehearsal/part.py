@@ -1,0 +1,106 @@
+"""From a run and its cluster to what is rehearsed of it, and to the planner's figures for the same.
+
+The planner is asked for the layers that are rehearsed: the local ones, also where the run itself takes Transformer
+Engine's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.engine import LayerSpec
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.role import Role
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.planning.activations import EXPERT_IMBALANCE, kernels_of
+from mcore_rl.planning.overheads import GIB
+from mcore_rl.planning.plan import role_plan, sft_role_plan
+from mcore_rl.planning.states import StateBytes
+from mcore_rl.planning.training import RolePlan, StepBytes
+from mcore_rl.rehearsal.rank import RehearsedRank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """The planner's figures for one rank.  fused: whether the run itself is to take Transformer Engine's layers."""
+
+    state: StateBytes
+    train: StepBytes
+    score: StepBytes
+    fused: bool
+
+    @property
+    def peak(self) -> int:
+        """The bytes of state and of a training step's tensors."""
+        return self.state.total + self.train.total
+
+
+def trained_roles(run: RunConfig | SftConfig, name: str = "") -> list[Role]:
+    """The trained roles of ``run``, the policy first; or the one called ``name``.  Raises ConfigError without it."""
+    there = list(reversed(run.trained_rows))
+    if not name:
+        return there
+    chosen = [role for role in there if role.name == name]
+    if not chosen:
+        names = " or ".join(role.name for role in there)
+        raise ConfigError([Violation("role", name, "is not trained in this run", f"Write role={names}")])
+    return chosen
+
+
+def part_of(
+    run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfig, role: Role, rank: int
+) -> tuple[RehearsedRank, Planned]:
+    """What is rehearsed of ``role`` on ``rank``, and what the planner says of it.
+
+    Raises ConfigError for a layout that does not divide the model or the world, for a rank that the run does not have,
+    and for a loss that needs what is not rehearsed.
+    """
+    of_run = sft_role_plan(model, run, cluster) if isinstance(run, SftConfig) else role_plan(role, model, run, cluster)
+    layout, config = of_run.layout, of_run.engine
+    if not 0 <= rank < layout.world_size:
+        problem, remedy = f"the run has {layout.world_size} ranks", f"Write rank=0 to rank={layout.world_size - 1}"
+        raise ConfigError([Violation("rank", rank, problem, remedy)])
+    loss = role.make_loss(run.role_config(role))
+    if loss.with_full_kl:
+        problem = "needs logits of frozen weights, which are not rehearsed"
+        raise ConfigError([Violation(f"{role.name}.kl_loss_type", "full", problem, "Write k3 for the rehearsal")])
+    local = replace(config, layer_spec=LayerSpec.local)
+    planner = RolePlan(
+        role.name,
+        model,
+        local,
+        of_run.parallel,
+        layout.world_size,
+        of_run.work,
+        accelerator=of_run.accelerator,
+        head=role.head,
+        states=of_run.states,
+    )
+    stage = layout.coords(rank).pp
+    part = RehearsedRank(
+        role=role.name,
+        model=model,
+        engine=config,
+        parallel=of_run.parallel,
+        world_size=layout.world_size,
+        rank=rank,
+        head=role.head,
+        accelerator=of_run.accelerator,
+        device_bytes=int(cluster.gpu_memory_gib * GIB),
+        tokens=planner.tokens,
+        longest=planner.work.longest,
+        num_microbatches=planner.num_microbatches,
+        imbalance=EXPERT_IMBALANCE,
+        loss=loss,
+        with_entropy=loss.with_entropy,
+    )
+    planned = Planned(
+        state=planner.states.of_rank(rank),
+        train=planner.training(stage),
+        score=planner.scoring(stage),
+        fused=kernels_of(model, of_run.parallel, config, accelerator=of_run.accelerator).fused,
+    )
+    return part, planned
