@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.rehearsal.ledger import Read
+from mcore_rl.rehearsal.ledger import Ledger, Read
 
 
 @dataclass(frozen=True)
@@ -57,3 +57,12 @@ def reason_of(read: Read) -> str | None:
         ),
         None,
     )
+
+
+def refused(ledger: Ledger) -> list[str]:
+    """A line for each read that is not allowed: phase, place, operation."""
+    return [
+        f"{read.phase}: {read.path}:{read.line}, {read.function}: {read.operation}"
+        for read in ledger.reads
+        if reason_of(read) is None
+    ]
