@@ -1,8 +1,9 @@
 """Activation memory: what forward keeps for backward, layer by layer, and what backward of a layer needs besides.
 
 Every term is a tensor that autograd saves.  For the local layers, the terms are what they were observed to save
-(megatron-core 0.16.1, torch 2.13; benchmarks/plan.py measures the sum); for Transformer Engine's, what its modules
-document (its fused norms keep no float32 copy).  A term is bytes per row that the context rank holds; tensor ranks
+(megatron-core 0.16.1, torch 2.13; benchmarks/plan.py measures the sum on the CPU, tests/rehearsal holds every recipe's
+sum to a rehearsal with an accelerator's kernels); for Transformer Engine's, what its modules document (its fused norms
+keep no float32 copy).  A term is bytes per row that the context rank holds; tensor ranks
 split rows between the linears (sequence parallelism) and widths inside them.
 
 Symbols, all for one rank: e bytes per element; widths h hidden, q and k of the query and key heads, f of the MLP:
@@ -32,9 +33,11 @@ from mcore_rl.config.rollout import BYTES
 EXPERT_IMBALANCE = 1.5
 ROUTER_BYTES_PER_EXPERT, ROUTER_BYTES_PER_CHOICE = 12, 32  # per row: scores, probabilities, maps; places and weights
 LOSS_BYTES = 100  # per row: labels, masks, log-probs and what the losses compute from them
-# Temporaries of a gated MLP's backward, in tensors of e f per row.  Fused: gradients of product and projection.  Local:
-# also the derivative of silu in PyTorch's operations.
-GATE_TEMPORARIES, GATE_TEMPORARIES_LOCAL = 3, 7
+# Temporaries of a gated MLP's backward, in tensors of e f per row: the gradient of the product (1) and of the projection
+# (2).  That is all where one kernel makes the second from the first, which Transformer Engine has and torch.compile
+# makes of Megatron's silu and gate on accelerators (fusions/fused_bias_swiglu.py, 0.16.1).  The CPU, where nothing is
+# compiled, also has the sigmoid, two products and the halves before they are joined (4).
+GATE_TEMPORARIES, GATE_TEMPORARIES_UNCOMPILED = 3, 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +175,7 @@ def _gated(model: ModelConfig, kernels: Kernels, width: float) -> tuple[float, f
 
 
 def _gate_temporaries(kernels: Kernels) -> int:
-    return GATE_TEMPORARIES_LOCAL if kernels.one_by_one else GATE_TEMPORARIES
+    return GATE_TEMPORARIES_UNCOMPILED if kernels.one_by_one else GATE_TEMPORARIES
 
 
 def _experts(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> tuple[float, float]:

@@ -109,6 +109,14 @@ def test_a_layer_by_hand() -> None:
     assert per_row.working(Recompute.full) == per_row.working(Recompute.none) + per_row.kept
 
 
+def test_temporaries_of_backward_by_hand() -> None:
+    """Three widths of the MLP where silu and gate are one kernel, which is so on accelerators in either spec."""
+    compiled = Kernels(fused=False, one_by_one=False, size=2)
+    for kernels, widths in ((replace(compiled, fused=True), 3), (compiled, 3), (replace(compiled, one_by_one=True), 7)):
+        per_row = layer_bytes(WIDE, ParallelConfig(), kernels, has_experts=False, longest=96)
+        assert per_row.backward == 2 * 128 + max(widths * 2 * 320, 2 * 2 * (128 + 2 * 64))
+
+
 def test_experts_by_hand() -> None:
     """Two of four experts a row, over two ranks: at most twice, and here 1.5 times, what a rank's share is."""
     kernels = Kernels(fused=True, one_by_one=False, size=2)

@@ -1,4 +1,4 @@
-"""Rehearsals of small models: memory beside what torch's allocator gave in a real step, operations and bytes by hand."""
+"""Rehearsals of small models: memory beside what torch's allocator gave in a real step, bytes by hand."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ WIDE = models.dense(
     num_layers=4, hidden_size=256, ffn_hidden_size=640, num_attention_heads=8, num_query_groups=4, head_dim=32,
     vocab_size=2048, max_position_embeddings=512,
 )  # fmt: skip
-EXPERTS = replace(WIDE, moe=MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=320))
+MOE = MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=320)
+EXPERTS = replace(WIDE, moe=MOE)
 LONGEST, TOKENS = 256, 512
+MANY_TOKENS = 2048
 
 
 def part(model: ModelConfig, layout: str = "", world_size: int = 1, rank: int = 0, **changes: Any) -> RehearsedRank:
@@ -79,7 +81,7 @@ def allocated(rank: Rank, cases: list[tuple[ModelConfig, EngineConfig]]) -> list
     with engines.world(rank):
         for model, settings in cases:
             with engines.groups_of() as groups:
-                lengths = microbatch_lengths(TOKENS, LONGEST, 1)
+                lengths = microbatch_lengths(MANY_TOKENS, LONGEST, 1)
                 size = sum(lengths)
                 mask = torch.ones(size, dtype=torch.bool)
                 mask[::LONGEST] = False
@@ -113,19 +115,140 @@ def highest(changes: list[int]) -> int:
 
 
 CASES = [
-    (model, EngineConfig(precision=Precision.float32, microbatch_tokens=TOKENS, recompute=recompute))
-    for model in (WIDE, EXPERTS)
+    (model, EngineConfig(precision=Precision.float32, microbatch_tokens=MANY_TOKENS, recompute=recompute))
+    for model in (WIDE, replace(WIDE, moe=replace(MOE, top_k=4)))  # all experts: as many rows for each
     for recompute in (Recompute.none, Recompute.full)
 ]
 
 
 def test_memory_is_what_torchs_allocator_gives_in_a_real_step(processes: None) -> None:
-    """Beyond the state: what a step takes at its highest, in the first and in a later one (moments are there)."""
+    """What a step takes at its highest beyond what was there, in the first and in a later one (moments are there).
+
+    So many tokens that the highest is in backward: in the optimizer's step, gloo copies what it sends, unseen by torch.
+    """
     measured = run_ranks(allocated, 1, (CASES,), timeout_s=240)[0]
-    parts = [part(model, engine=settings, accelerator=False, num_microbatches=1) for model, settings in CASES]
+    parts = [
+        part(model, engine=settings, accelerator=False, num_microbatches=1, tokens=MANY_TOKENS)
+        for model, settings in CASES
+    ]
     ledgers = run_ranks(rehearsals, 1, (parts,), timeout_s=240)[0]
     for case, steps, ledger in zip(CASES, measured, ledgers, strict=True):
         for phase, taken in zip(ledger.phases[-2:], steps, strict=True):
             begin = sum(ledger.by_kind(phase.begin).values())
             counted = ledger.peak(phase).num_bytes - begin
-            assert counted == pytest.approx(taken, rel=0.03), (case, phase.name)
+            assert counted == pytest.approx(taken, rel=0.01), (case, phase.name)
+
+
+def test_a_rehearsal_marks_state_by_kind(processes: None) -> None:
+    """Of bfloat16 weights: 2 bytes an element, 4 of gradient, 12 of main weight and moments over the data ranks."""
+    ledger = ledger_of(part(WIDE, "tp=2,pp=2", world_size=8))
+    by_kind = ledger.peak(ledger.phases[-1]).by_kind
+    assert by_kind[MemoryKind.gradients] == 4 * ELEMENTS
+    assert by_kind[MemoryKind.optimizer] == 12 * ELEMENTS / 2
+    assert by_kind[MemoryKind.parameters] - 2 * ELEMENTS < 1024, "and the frequencies of the rotary embedding"
+
+
+# ---- operations and communication ----
+
+# By hand, for rank 0 of tp=2, pp=2, dp=2: the embedding and two of four layers.
+QKV, PROJECTION, FC1, FC2 = 256 * 256, 128 * 256, 640 * 256, 320 * 256
+LAYER = QKV + PROJECTION + FC1 + FC2 + 2 * 256
+ELEMENTS = 1024 * 256 + 2 * LAYER
+HIDDEN_BYTES = 2 * TOKENS * 256
+
+
+def test_operations_and_bytes_are_those_by_hand(processes: None) -> None:
+    ledger = ledger_of(part(WIDE, "tp=2,pp=2", world_size=8))
+    matrices = 2 * TOKENS * 2 * (LAYER - 2 * 256)
+    attention = 2 * (8 // 2) * (32 + 32) * 2 * visible_pairs(LONGEST) * 2
+    microbatches = 2  # stage 0 of two keeps two
+    assert ledger.flops(TRAIN) == ledger.flops(TRAIN_AGAIN) == microbatches * (3 * matrices + 3.5 * attention)
+
+    sent = {
+        (key.group, key.operation, key.per_step): total for key, total in ledger.traffic.items() if key.phase == TRAIN
+    }
+    # Sequence parallelism, a layer: forward gathers before two linears and scatters after two; backward gathers their
+    # inputs and the gradients of the other two, and scatters gradients of two inputs.  The embedding: once each.
+    gathers, scatters = microbatches * (2 * 6 + 1), microbatches * (2 * 4 + 1)
+    assert (sent["tp", "all-gather", False].calls, sent["tp", "reduce-scatter", False].calls) == (gathers, scatters)
+    assert sent["tp", "all-gather", False].payload == gathers * HIDDEN_BYTES
+    assert sent["tp", "reduce-scatter", False].wire == scatters * HIDDEN_BYTES // 2
+    assert sent["pp", "send", False].wire == microbatches * HIDDEN_BYTES // 2
+    assert sent["pp", "receive", False].payload == microbatches * HIDDEN_BYTES // 2
+    assert sent["dp", "reduce-scatter", True].payload == 4 * ELEMENTS
+    assert sent["dp", "all-gather", True].wire == 2 * ELEMENTS // 2
+    assert sent["tp", "all-reduce", True].payload == 4 * (2 * 2 * 256), "gradients of norms, of two layers"
+
+
+def test_rows_of_experts_are_as_many_as_were_asked_for(processes: None) -> None:
+    """Of T * K rows over 2 expert ranks, this one gets 1.5 halves: its two experts multiply 1.5 times as many."""
+    even, busy = (
+        ledger_of(part(EXPERTS, "ep=2", world_size=2, imbalance=imbalance)).operations for imbalance in (1.0, 1.5)
+    )
+    key = (TRAIN, False, "mm.default")
+    experts = 3 * 2 * (TOKENS * 2) * 3 * 256 * 320 * 4  # forward and backward of three matrices, four layers
+    assert busy[key] - even[key] == experts / 2
+
+
+# ---- reads of the device ----
+
+
+def reading(rank: Rank, parts: list[RehearsedRank]) -> list[list[str]]:
+    """What is refused of each, as it is and with a read in the hot path."""
+    from mcore_rl.training.microbatch import Microbatch
+
+    as_it_is = [refused(rehearse(each).ledger) for each in parts]
+    real = Microbatch.at_targets
+
+    def at_targets(self: Microbatch, field_T: torch.Tensor | None) -> torch.Tensor | None:
+        picked = real(self, field_T)
+        return picked if picked is None or bool((picked == picked).all()) else None
+
+    at_targets.__code__ = at_targets.__code__.replace(co_filename=real.__code__.co_filename)  # a line of the project
+    Microbatch.at_targets = at_targets  # type: ignore[method-assign]
+    return [*as_it_is, *(refused(rehearse(each).ledger) for each in parts)]
+
+
+def test_a_new_read_of_the_device_is_refused(processes: None) -> None:
+    dense, experts, spoilt, _ = run_ranks(reading, 1, ([part(WIDE), part(EXPERTS)],), timeout_s=240)[0]
+    assert dense == experts == []
+    assert len(spoilt) == 2, "of both training steps"
+    assert all("mcore_rl/training/microbatch.py" in line and "at_targets: item" in line for line in spoilt)
+
+
+# ---- how much is rehearsed ----
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "there_are", "count"),
+    [
+        ("", 0, 6, 1),
+        ("pp=4", 0, 6, 4),
+        ("pp=4", 1, 6, 3),
+        ("pp=4", 3, 6, 1),
+        ("pp=4", 0, 2, 2),
+        ("pp=2,vpp=2", 0, 40, 4),  # 2 + 2 + 1 chunks in rounds of 4
+        ("pp=2,vpp=2", 1, 40, 2),
+        ("pp=2,vpp=2", 0, 2, 2),
+    ],
+)
+def test_enough_microbatches_for_what_a_stage_keeps(layout: str, stage: int, there_are: int, count: int) -> None:
+    shape = Layout.of(parse_layout(layout), 8)
+    assert rehearsed_microbatches(shape, stage, there_are) == count
+
+
+def test_a_microbatch_is_full() -> None:
+    assert microbatch_lengths(8192, 4608, 2) == [4608, 3584]
+    assert microbatch_lengths(8193, 1024, 2) == [1024] * 8
+    assert microbatch_lengths(1, 1024, 8) == [8]
+
+
+def test_ranks_of_the_first_middle_and_last_stage() -> None:
+    assert ranks_of_stages(ParallelConfig(), 4) == [0]
+    assert ranks_of_stages(parse_layout("tp=2,pp=2"), 8) == [0, 4]
+    assert ranks_of_stages(parse_layout("tp=2,pp=8"), 32) == [0, 16, 28]
+
+
+def test_a_rank_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the run has 1 ranks"):
+        rehearse(part(WIDE, rank=3))

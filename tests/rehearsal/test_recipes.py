@@ -1,0 +1,91 @@
+"""Recipes rehearsed at full size by tools/rehearse.py: the planner's figures, waits, and this machine's memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.launch import load_recipe, recipe_names
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.rehearsal.stages import ranks_of_stages
+from tests.house.source import ROOT
+from tools.rehearse import main
+
+NEAR = 0.05  # the planner's device peak beside the rehearsal's
+MOST_RESIDENT = 2 << 30
+QUICK = [("qwen25_05b_ppo", 0), ("mixtral_8x22b_rloo", 48)]  # dense, with a critic; experts, the last stage
+ALL = [
+    (name, rank)
+    for name in recipe_names()
+    if load_recipe(name).recipe.checkpoint
+    for rank in ranks_of_stages(load_recipe(name).actor.parallel, load_recipe(name).trainer.world_size)
+]
+
+
+def ran(words: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "rehearse.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280, check=False)
+
+
+def held(recipe: str, rank: int, folder: Path) -> list[dict[str, Any]]:
+    """The values of each role, after what holds for every recipe."""
+    out, page = folder / "rehearsal.json", folder / "rehearsal.html"
+    done = ran([f"recipe={recipe}", f"rank={rank}", f"out={out}", f"page={page}"])
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "train step 2 ..." in done.stderr, "a line of progress"
+    drawn = ET.fromstring(page.read_text(encoding="utf-8").removeprefix("<!DOCTYPE html>"))
+    assert drawn.find(".//svg") is not None
+    roles: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))["roles"]
+    for role in roles:
+        assert abs(role["planned"]["difference"]) < NEAR, (role["role"], role["planned"], role["peaks"][-1])
+        assert not [read for read in role["host_reads"] if read["reason"] is None]
+        assert role["resident_bytes"] < MOST_RESIDENT
+        assert [peak["phase"] for peak in role["peaks"]] == ["build", "score", "train step 1", "train step 2"]
+        state = {name: role["peaks"][-1]["parts"][name] for name in ("gradients", "optimizer")}
+        # The tables' buckets end at other places than Megatron's only by padding.
+        for name, num_bytes in state.items():
+            assert num_bytes == pytest.approx(role["planned"][name], rel=1e-3), name
+    return roles
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize(("recipe", "rank"), QUICK)
+def test_a_recipe(recipe: str, rank: int, tmp_path: Path) -> None:
+    roles = held(recipe, rank, tmp_path)
+    assert [role["role"] for role in roles] == (["actor", "critic"] if "ppo" in recipe else ["actor"])
+
+
+@pytest.mark.tier("full")
+@pytest.mark.parametrize(("recipe", "rank"), [each for each in ALL if each not in QUICK])
+def test_every_recipe_at_its_first_middle_and_last_stage(recipe: str, rank: int, tmp_path: Path) -> None:
+    held(recipe, rank, tmp_path)
+
+
+def test_all_stages_of_interest_are_there() -> None:
+    layout = Layout.of(load_recipe("mixtral_8x22b_rloo").actor.parallel, 64)
+    assert {layout.coords(rank).pp for name, rank in ALL if name == "mixtral_8x22b_rloo"} == {0, 2, 3}
+    assert set(QUICK) <= set(ALL)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "recipe=: is not given"),
+        (["recipe=no_such"], "there is no no_such.yaml"),
+        (["recipe=qwen25_05b_ppo", "rank=1"], "rank=1: the run has 1 ranks. Write rank=0"),
+        (["recipe=qwen25_05b_ppo", "rank=x"], "rank=x: is no number"),
+        (["recipe=qwen25_05b_ppo", "role=reference"], "is not trained in this run. Write role=actor or critic"),
+        (["recipe=qwen25_05b_ppo", "actor.parallel.tp=3"], "is not divisible by tp=3"),
+    ],
+)
+def test_mistakes_are_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    message = capsys.readouterr().err
+    assert said in message
+    assert message.count("error: ") == 1
