@@ -33,10 +33,10 @@ from mcore_rl.config.rollout import BYTES
 EXPERT_IMBALANCE = 1.5
 ROUTER_BYTES_PER_EXPERT, ROUTER_BYTES_PER_CHOICE = 12, 32  # per row: scores, probabilities, maps; places and weights
 LOSS_BYTES = 100  # per row: labels, masks, log-probs and what the losses compute from them
-# Temporaries of a gated MLP's backward, in tensors of e f per row: the gradient of the product (1) and of the projection
-# (2).  That is all where one kernel makes the second from the first, which Transformer Engine has and torch.compile
-# makes of Megatron's silu and gate on accelerators (fusions/fused_bias_swiglu.py, 0.16.1).  The CPU, where nothing is
-# compiled, also has the sigmoid, two products and the halves before they are joined (4).
+# Temporaries of a gated MLP's backward, in tensors of e f per row: the gradient of the product (1) and that of the
+# projection (2).  That is all where one kernel makes the second from the first, as Transformer Engine does, and
+# torch.compile with Megatron's silu and gate on accelerators (fusions/fused_bias_swiglu.py, 0.16.1).  The CPU, where
+# nothing is compiled, also has the sigmoid, two products and the halves before they are joined (4).
 GATE_TEMPORARIES, GATE_TEMPORARIES_UNCOMPILED = 3, 7
 
 

@@ -28,7 +28,7 @@ class MemoryKind(Enum):
 
 
 @dataclass(slots=True)
-class Block:
+class MemoryBlock:
     """A storage on the device.  birth, death: numbers of events; a block that still lives has no death.
 
     operation: what made it.  place: the line of this project or of Megatron that asked for it.
@@ -116,7 +116,7 @@ class Ledger:
     operations: floating-point operations by (phase, whether once a pass, name of the operation).
     """
 
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[MemoryBlock] = field(default_factory=list)
     phases: list[RehearsalPhase] = field(default_factory=list)
     traffic: dict[Collective, TrafficTotal] = field(default_factory=dict)
     reads: Counter[Read] = field(default_factory=Counter)
@@ -150,7 +150,7 @@ class Ledger:
             totals[block.kind] += block.num_bytes
         return totals
 
-    def living(self, at: int) -> list[Block]:
+    def living(self, at: int) -> list[MemoryBlock]:
         """The blocks that live right after event ``at``."""
         return [block for block in self.blocks if block.birth <= at and (block.death is None or block.death > at)]
 

@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import mcore_rl
-from mcore_rl.rehearsal.ledger import Block, Collective, Ledger, MemoryKind, Read, RehearsalPhase
-from mcore_rl.rehearsal.wire import Collect, collective, wire_bytes
+from mcore_rl.rehearsal.ledger import Collective, Ledger, MemoryBlock, MemoryKind, Read, RehearsalPhase
+from mcore_rl.rehearsal.wire import Collect, collective, group_name, wire_bytes
 
 DEVICE = torch.device("cpu", 0)
 HOST = torch.device("cpu")
@@ -75,7 +75,7 @@ class DeviceMeter(TorchDispatchMode):
         self.num_selected: int | None = None
         self.per_step = True
         self._phase = ""
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, MemoryBlock] = {}
         self._kernels = 0
         self._remembered: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
@@ -214,7 +214,7 @@ class DeviceMeter(TorchDispatchMode):
         key = storage._cdata
         if key in self._blocks:
             return
-        block = Block(storage.nbytes(), self.ledger.now, operation, "{}:{} {}".format(*_place()))
+        block = MemoryBlock(storage.nbytes(), self.ledger.now, operation, "{}:{} {}".format(*_place()))
         self._blocks[key] = block
         self.ledger.blocks.append(block)
         weakref.finalize(storage, self._free, key)
@@ -292,7 +292,7 @@ class DeviceMeter(TorchDispatchMode):
         if kind is not None and group is not None:
             payload = _payload(kind, args)
             wire = wire_bytes(kind, payload, group.size())
-            key = Collective(self._phase, group_name(group), group.size(), kind.value, self.per_step)
+            key = Collective(self._phase, group_name(group.group_desc), group.size(), kind.value, self.per_step)
             self.ledger.send(key, payload, wire)
         if "coalesced" in name:  # torch's fake backend has none of these
             work = FakeWork().boxed()  # type: ignore[attr-defined]
@@ -341,28 +341,6 @@ def _answer(dtype: torch.dtype) -> bool | float | int:
     if dtype is torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 0
-
-
-# By Megatron's descriptions (megatron/core/parallel_state.py, 0.16.1); the first whose name begins so.
-GROUPS = (
-    ("DATA_PARALLEL_GROUP_WITH_CP", "dp"),
-    ("INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp"),
-    ("DATA_PARALLEL_GROUP", "dp"),
-    ("CONTEXT_PARALLEL_GROUP", "cp"),
-    ("TENSOR_AND_CONTEXT_PARALLEL_GROUP", "tp and cp"),
-    ("TENSOR_MODEL_PARALLEL_GROUP", "tp"),
-    ("PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
-    ("EMBEDDING_GROUP", "embedding"),
-    ("EXPERT_MODEL_PARALLEL_GROUP", "ep"),
-    ("EXPERT_TENSOR_PARALLEL_GROUP", "etp"),
-    ("EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "ep and etp"),
-    ("EXPERT_DATA_PARALLEL_GROUP", "edp"),
-)
-
-
-def group_name(group: dist.ProcessGroup) -> str:
-    """The axis of ``group``; "world" if it has none of its own."""
-    return next((name for begin, name in GROUPS if group.group_desc.startswith(begin)), "world")
 
 
 def _group(boxed: Any) -> dist.ProcessGroup | None:

@@ -41,6 +41,27 @@ NAMES = (
 )
 
 
+# By Megatron's descriptions (megatron/core/parallel_state.py, 0.16.1); the first that a description begins with.
+GROUPS = (
+    ("DATA_PARALLEL_GROUP", "dp"),
+    ("INTRA_PARTIAL_DATA_PARALLEL_GROUP", "dp"),
+    ("CONTEXT_PARALLEL_GROUP", "cp"),
+    ("TENSOR_AND_CONTEXT_PARALLEL_GROUP", "tp and cp"),
+    ("TENSOR_MODEL_PARALLEL_GROUP", "tp"),
+    ("PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
+    ("EMBEDDING_GROUP", "embedding"),
+    ("EXPERT_MODEL_PARALLEL_GROUP", "ep"),
+    ("EXPERT_TENSOR_PARALLEL_GROUP", "etp"),
+    ("EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "ep and etp"),
+    ("EXPERT_DATA_PARALLEL_GROUP", "edp"),
+)
+
+
+def group_name(description: str) -> str:
+    """The axis of a process group, from its description; "world" if it has none of its own."""
+    return next((name for begin, name in GROUPS if description.startswith(begin)), "world")
+
+
 def collective(name: str) -> Collect | None:
     """The collective that torch's operation ``name`` is; None if it is none that is counted."""
     return next((each for begin, each in NAMES if name.startswith(begin)), None)

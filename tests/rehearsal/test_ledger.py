@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.rehearsal.ledger import Block, Collective, Ledger, MemoryKind, RehearsalPhase
+from mcore_rl.rehearsal.ledger import Collective, Ledger, MemoryBlock, MemoryKind, RehearsalPhase
 
 FIRST, SECOND = RehearsalPhase("first", 0, 5), RehearsalPhase("second", 5, 10)
 
@@ -11,10 +11,10 @@ def ledger() -> Ledger:
     """Parameters live throughout; three temporaries come and go: 10 at [2, 4), 30 at [3, 6), 20 at [7, 9)."""
     return Ledger(
         blocks=[
-            Block(100, 1, "empty", "x.py:1 f", MemoryKind.parameters),
-            Block(10, 2, "mm", "x.py:2 f", death=4),
-            Block(30, 3, "mm", "x.py:3 f", MemoryKind.activations, death=6),
-            Block(20, 7, "mm", "x.py:2 f", death=9),
+            MemoryBlock(100, 1, "empty", "x.py:1 f", MemoryKind.parameters),
+            MemoryBlock(10, 2, "mm", "x.py:2 f", death=4),
+            MemoryBlock(30, 3, "mm", "x.py:3 f", MemoryKind.activations, death=6),
+            MemoryBlock(20, 7, "mm", "x.py:2 f", death=9),
         ],
         phases=[FIRST, SECOND],
         now=10,
