@@ -36,7 +36,7 @@ class Arena:
         self._depth, self._lock = 0, RLock()
 
     def empty(self, num_bytes: int) -> Tensor:
-        """Uint8 [num_bytes]."""
+        """New memory: uint8 [num_bytes]."""
         return self._mapped(num_bytes, PRIVATE_ANONYMOUS, -1)
 
     def create(self, num_bytes: int) -> tuple[Tensor, bytes]:
