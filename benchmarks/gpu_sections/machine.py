@@ -1,4 +1,4 @@
-"""The machine itself: what is installed, what its memory and matrix units reach, what a process takes before any tensor."""
+"""The machine: what is installed, what its memory and matrix units reach, what a process takes before any tensor."""
 
 from __future__ import annotations
 

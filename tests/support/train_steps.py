@@ -91,8 +91,8 @@ class Trained:
     """What the steps and an offload in the middle of them did.
 
     first_s, step_s: the first step, which compiles, and the median of those after ``WARM_UP``.  peak_bytes,
-    reserved_bytes: the highest in use, and what the allocator held in the end.  used_bytes: before, while away and after
-    the offload.  out_s, back_s: its seconds each way; host memory was new.
+    reserved_bytes: the highest in use, and what the allocator held in the end.  used_bytes: before, while away and
+    after the offload.  out_s, back_s: its seconds each way; host memory was new.
     """
 
     losses: tuple[float, ...]
@@ -121,9 +121,8 @@ def batch_of(size: Size) -> tuple[TrainBatch, Denominators]:
     return TrainBatch(lengths_S=size.lengths, tokens_T=tokens_T, mask_T=mask_T), counts
 
 
-def build(size: Size, platform: Platform, layer_spec: LayerSpec, recompute: Recompute) -> Engine:
-    groups = init_groups(Layout.of(ParallelConfig(), 1), platform, device_of(platform, 0), seed=1)
-    config = EngineConfig(
+def config_of(size: Size, platform: Platform, layer_spec: LayerSpec, recompute: Recompute) -> EngineConfig:
+    return EngineConfig(
         device=platform.kind,
         precision=Precision.bfloat16,
         layer_spec=layer_spec,
@@ -131,7 +130,13 @@ def build(size: Size, platform: Platform, layer_spec: LayerSpec, recompute: Reco
         microbatch_tokens=size.microbatch_tokens,
         optim=OptimizerConfig(lr=size.lr),
     )
-    return Engine("actor", size.model, ParallelConfig(), config, groups, platform)
+
+
+def build(size: Size, platform: Platform, layer_spec: LayerSpec, recompute: Recompute) -> Engine:
+    groups = init_groups(Layout.of(ParallelConfig(), 1), platform, device_of(platform, 0), seed=1)
+    return Engine(
+        "actor", size.model, ParallelConfig(), config_of(size, platform, layer_spec, recompute), groups, platform
+    )
 
 
 def train_all(rank: Rank, kind: Device, cases: Sequence[Case]) -> dict[Case, Trained]:

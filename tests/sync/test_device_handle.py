@@ -1,7 +1,7 @@
 """Handles of device memory: the ordinal is the receiver's own, by UUID, and nothing else of a handle changes.
 
-No device here: the tuples are those that torch's function for device memory takes, and what rebuilds them is a stand-in.
-``benchmarks/gpu.py`` maps real memory.
+No device here: the tuples are those that torch's function for device memory takes, and what rebuilds them is a
+stand-in.  ``benchmarks/gpu.py`` maps real memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_the_ordinal_is_the_one_of_this_side(theirs: tuple[str, ...], ours: tupl
 
 
 def test_a_device_that_this_side_does_not_see_is_refused() -> None:
-    with pytest.raises(SyncError, match="device 9c1d0001 .* sees 9c1d0002, 9c1d0003. Put both"):
+    with pytest.raises(SyncError, match=r"device 9c1d0001 .* sees 9c1d0002, 9c1d0003\. Put both"):
         with_own_ordinal((7,), 0, UUIDS[0], UUIDS[1:])
     with pytest.raises(SyncError, match="sees no device"):
         with_own_ordinal((7,), 0, UUIDS[0], ())
