@@ -1,0 +1,68 @@
+"""An environment in which Python sees no more packages than a borrowed GPU machine has: all others cannot be imported.
+
+``sitecustomize`` is loaded by every interpreter that is started with it, so processes of processes are bare too.  A
+package is hidden from the finder itself: ``import`` fails and ``find_spec`` is None, as where it is not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from importlib.metadata import distribution, packages_distributions
+from pathlib import Path
+
+# What docs/gpu_facts.md names; what these declare, without their extras, comes with them.
+KEPT = (
+    "torch", "numpy", "megatron-core", "hydra-core", "omegaconf", "antlr4-python3-runtime", "psutil", "PyYAML",
+    "transformers", "pytest", "pytest-timeout", "pytest-xdist",
+)  # fmt: skip
+# Ours, and what Python itself brings.  Apex and Transformer Engine are hidden wherever they are installed from.
+NEVER_HIDDEN = {"mcore_rl", "benchmarks", "tests", "tools", "launch"}
+ALWAYS_HIDDEN = {"transformer_engine", "transformer_engine_torch", "apex", "amp_C", "flash_attn", "vllm", "ray"}
+
+SITECUSTOMIZE = """
+from importlib.machinery import PathFinder
+HIDDEN = {hidden!r}
+find = PathFinder.find_spec.__func__
+def find_spec(cls, name, path=None, target=None):
+    return None if name.partition(".")[0] in HIDDEN else find(cls, name, path, target)
+PathFinder.find_spec = classmethod(find_spec)
+"""
+
+
+def canonical(name: str) -> str:
+    return re.sub("[-_.]+", "-", name).lower()
+
+
+@cache
+def hidden() -> frozenset[str]:
+    """The top-level modules of every installed package that neither is kept nor comes with one that is."""
+    kept = set[str]()
+    waiting = list(map(canonical, KEPT))
+    while waiting:
+        name = waiting.pop()
+        if name in kept:
+            continue
+        kept.add(name)
+        for requirement in distribution(name).requires or ():
+            needed, _, marker = requirement.partition(";")
+            if "extra" not in marker and (word := re.match(r"[\w.-]+", needed)) and installed(word[0]):
+                waiting.append(canonical(word[0]))
+    modules = {
+        module
+        for module, owners in packages_distributions().items()
+        if not any(canonical(owner) in kept for owner in owners)
+    }
+    return frozenset((modules | ALWAYS_HIDDEN) - NEVER_HIDDEN)
+
+
+def installed(name: str) -> bool:
+    return any(canonical(name) == canonical(owner) for owners in packages_distributions().values() for owner in owners)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """This process's environment for a bare one, whose ``sitecustomize`` is written to ``folder``."""
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE.format(hidden=set(hidden())), encoding="utf-8")
+    root = Path(__file__).parents[2]
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(root)])}
