@@ -8,7 +8,8 @@ import psutil
 import torch
 
 from benchmarks.gpu_sections.section import GB, GIB, MIB, Bench, Fact, Facts
-from mcore_rl.parallel.device import pinned_bytes, pinned_empty_like, synchronize
+from mcore_rl.parallel.device import pinned_empty_like, synchronize
+from mcore_rl.parallel.device_details import pinned_bytes
 from mcore_rl.planning.overheads import HOST_LINK_GB_S
 
 BLOCKS_MIB = (100, 260, 520, 1_100, 2_100)  # torch rounds to powers of two: each falls into another one

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from benchmarks.gpu_sections.section import FAILED, GB, GIB, Bench, Fact, Facts, guarded
 from mcore_rl.config.engine import Device
-from mcore_rl.parallel.device import consistent_environment, detect, device_uuids, set_device, synchronize
+from mcore_rl.parallel.device import consistent_environment, detect, set_device, synchronize
+from mcore_rl.parallel.device_details import device_uuids
 from mcore_rl.parallel.launch import Rank, inherited_environment, run_ranks
 from mcore_rl.sync.device_handle import handle_of, map_handle, ordinal_place, with_own_ordinal
 

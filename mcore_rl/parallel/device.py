@@ -254,20 +254,6 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
-def pinned_bytes(platform: Platform) -> int:
-    """Host memory that torch's page-locked allocator holds: rounded up as it does, what it keeps for later included."""
-    if not platform.is_accelerator:
-        return 0
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
-
-
-def device_uuids(platform: Platform) -> tuple[str, ...]:
-    """The UUIDs of the visible devices, by ordinal: the same in every process, while masks give other ordinals."""
-    if not platform.is_accelerator:
-        return ()
-    return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(platform.num_devices))
-
-
 def pinned_empty_like(platform: Platform, tensor: Tensor) -> Tensor:
     """An empty host tensor of ``tensor``'s shape and dtype: page-locked on an accelerator, for faster copies."""
     return torch.empty_like(tensor, device="cpu", pin_memory=platform.is_accelerator)

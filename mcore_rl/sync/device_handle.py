@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from mcore_rl.errors import SyncError
-from mcore_rl.parallel.device import Platform, device_uuids
+from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.device_details import device_uuids
 
 ORDINAL = "storage_device"  # torch's name for it among the arguments of the function that rebuilds the tensor
 

@@ -156,7 +156,7 @@ def _varlen(
     products, but autograd keeps ``heads / groups`` times their bytes.
     """
     heads, groups = query.shape[1], key.shape[1]
-    grouped = {}
+    grouped: dict[str, Any] = {}
     if takes_groups(varlen_attn):
         grouped["enable_gqa"] = heads != groups
     elif heads != groups:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ import torch, yaml, psutil, antlr4, omegaconf, hydra, mcore_rl.config.run
 
 def test_a_bare_machine_lacks_what_is_not_named(processes: None, tmp_path: Path) -> None:
     names = ["ray", "vllm", "pyarrow", "wandb", "math_verify", "transformer_engine", "apex", "einops", "xxhash"]
-    assert set(names) <= bare_machine.hidden()
+    assert set(names) & packages_distributions().keys() <= bare_machine.hidden()
     looked = run_bare(tmp_path, "-c", LOOK, *names)
     assert looked.returncode == 0, looked.stderr
 

@@ -64,5 +64,5 @@ def installed(name: str) -> bool:
 def environment(folder: Path) -> dict[str, str]:
     """This process's environment for a bare one, whose ``sitecustomize`` is written to ``folder``."""
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE.format(hidden=set(hidden())), encoding="utf-8")
-    root = Path(__file__).parents[2]
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(root)])}
+    paths = [str(folder), str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
