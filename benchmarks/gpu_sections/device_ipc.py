@@ -1,14 +1,13 @@
 """Device memory mapped by a second process: checksums both ways, under masks by which the device has other ordinals.
 
 The sender's process holds a gigabyte; the receiver's maps it, sums it, copies it and writes into it, and the sender
-sums again.  On one device both ordinals are 0, so one handle pretends that the sender's mask has seven devices before.
+sums again.  One device has ordinal 0 on both sides, whatever the masks; with several, the last one has another.
 On the CPU a file takes the place of the device's memory: that is a run of this program, and no fact.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,11 +20,10 @@ from mcore_rl.config.engine import Device
 from mcore_rl.parallel.device import consistent_environment, detect, set_device, synchronize
 from mcore_rl.parallel.device_details import device_uuids
 from mcore_rl.parallel.launch import Rank, inherited_environment, run_ranks
-from mcore_rl.sync.device_handle import handle_of, map_handle, ordinal_place, with_own_ordinal
+from mcore_rl.sync.device_handle import DeviceMemory
 
 NUM_BYTES, TINY_BYTES = GIB, 64 * 1_024
 RECEIVER_LIMIT_S = 90.0
-PRETENDED = 7
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,8 @@ def checksum(block: Tensor) -> int:
 def shared_block(bench: Bench, device: torch.device) -> tuple[Tensor, bytes]:
     """Random bytes, and what the other process maps them by."""
     if bench.platform.is_accelerator:
-        block = torch.randint(256, (NUM_BYTES,), dtype=torch.uint8, device=device)
-        return block, handle_of(block, bench.platform)
+        block, handle = DeviceMemory(bench.platform, device).create(NUM_BYTES)
+        return block.random_(), handle
     descriptor = os.memfd_create("block")
     os.truncate(descriptor, TINY_BYTES)
     handle = f"/proc/{os.getpid()}/fd/{descriptor}".encode()
@@ -68,7 +66,7 @@ def receive(rank: Rank, kind: Device, handle: bytes) -> Received:
     torch.ones(1, device=device)
     synchronize(platform)
     start = time.perf_counter()
-    block = map_handle(handle, platform) if platform.is_accelerator else from_file(handle)
+    block = DeviceMemory(platform, device).map(handle) if platform.is_accelerator else from_file(handle)
     map_s = time.perf_counter() - start
     seen = checksum(block)
     copy = torch.empty_like(block)
@@ -86,37 +84,28 @@ def receive(rank: Rank, kind: Device, handle: bytes) -> Received:
 
 def facts(bench: Bench) -> Facts:
     """Every mask that one machine can give."""
-    for name, device, pretended, environment in masks(bench):
-        yield from guarded(name, through(bench, name, device, pretended, environment))
+    for name, device, environment in masks(bench):
+        yield from guarded(name, through(bench, name, device, environment))
 
 
-def masks(bench: Bench) -> Iterator[tuple[str, torch.device, bool, Mapping[str, str | None]]]:
-    """(in words, the sender's device, whether its ordinal is pretended, the receiver's environment)."""
+def masks(bench: Bench) -> Iterator[tuple[str, torch.device, Mapping[str, str | None]]]:
+    """(in words, the sender's device, the receiver's environment)."""
     platform, first = bench.platform, bench.device
     uuids = device_uuids(platform)
-    yield "the same mask on both sides", first, False, {}
-    if not platform.is_accelerator:
-        return
-    yield f"sender's ordinal pretended to be {PRETENDED}", first, True, {}
-    yield "receiver masked by UUID", first, False, consistent_environment(platform.kind, [f"GPU-{uuids[0]}"])
+    yield "the same mask on both sides", first, {}
+    if uuids:
+        yield "receiver masked by UUID", first, consistent_environment(platform.kind, [f"GPU-{uuids[0]}"])
     if len(uuids) > 1:
         last = torch.device(first.type, len(uuids) - 1)
         alone = consistent_environment(platform.kind, [f"GPU-{uuids[-1]}"])
-        yield f"ordinal {len(uuids) - 1} there is 0 here", last, False, alone
+        yield f"ordinal {len(uuids) - 1} of the sender is the receiver's 0", last, alone
 
 
-def through(
-    bench: Bench, name: str, device: torch.device, pretended: bool, environment: Mapping[str, str | None]
-) -> Facts:
+def through(bench: Bench, name: str, device: torch.device, environment: Mapping[str, str | None]) -> Facts:
     """One block through one mask."""
     block, handle = shared_block(bench, device)
     sent = checksum(block)
     synchronize(bench.platform)
-    if pretended:
-        uuid, rebuild, arguments = pickle.loads(handle)
-        others = [f"another {number}" for number in range(PRETENDED)]
-        arguments = with_own_ordinal(arguments, ordinal_place(rebuild), uuid, [*others, uuid])
-        handle = pickle.dumps((uuid, rebuild, arguments))
     with inherited_environment(environment):
         arguments = (bench.platform.kind, handle)
         (received,) = run_ranks(receive, 1, arguments, timeout_s=RECEIVER_LIMIT_S, context=bench.context)

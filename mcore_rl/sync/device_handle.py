@@ -1,4 +1,4 @@
-"""Handles of device memory for another process, whose mask may give the same device another ordinal (CUDA and HIP IPC).
+"""Device memory that another process maps, whose mask may give the same device another ordinal (CUDA and HIP IPC).
 
 torch's own description of a shared tensor (torch/multiprocessing/reductions.py) names the device by the sender's
 ordinal.  A trainer and an engine on one device hardly ever agree on it: each has a mask of its own.  So a handle also
@@ -10,30 +10,48 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from mcore_rl.errors import SyncError
-from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.device import Platform, synchronize
 from mcore_rl.parallel.device_details import device_uuids
 
 ORDINAL = "storage_device"  # torch's name for it among the arguments of the function that rebuilds the tensor
 
 
-def handle_of(tensor: Tensor, platform: Platform) -> bytes:
-    """A handle by which another process maps the memory of ``tensor``, which must outlive that process's use of it."""
-    rebuild, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-    return pickle.dumps((device_uuids(platform)[arguments[ordinal_place(rebuild)]], rebuild, arguments))
+@dataclass(frozen=True)
+class DeviceMemory:
+    """``SlotMemory`` on a device.  A handle is torch's description of a shared tensor, and the UUID of its device."""
 
+    platform: Platform
+    device: torch.device
+    scarce: ClassVar[bool] = True
 
-def map_handle(handle: bytes, platform: Platform) -> Tensor:
-    """The tensor of ``handle`` in this process, on the same memory.  Raises SyncError if its device is not visible."""
-    uuid, rebuild, arguments = pickle.loads(handle)
-    own = with_own_ordinal(arguments, ordinal_place(rebuild), uuid, device_uuids(platform))
-    tensor: Tensor = rebuild(*own)
-    return tensor
+    def create(self, num_bytes: int) -> tuple[Tensor, bytes]:
+        """See ``SlotMemory.create``."""
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        rebuild, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+        uuid = device_uuids(self.platform)[arguments[ordinal_place(rebuild)]]
+        return tensor, pickle.dumps((uuid, rebuild, arguments))
+
+    def map(self, handle: bytes) -> Tensor:
+        """See ``SlotMemory.map``.  Raises SyncError if this process does not see the device."""
+        uuid, rebuild, arguments = pickle.loads(handle)
+        own = with_own_ordinal(arguments, ordinal_place(rebuild), uuid, device_uuids(self.platform))
+        tensor: Tensor = rebuild(*own)
+        return tensor
+
+    def settle(self) -> None:
+        """See ``SlotMemory.settle``."""
+        synchronize(self.platform)
+
+    def forget(self, handle: bytes) -> None:
+        """See ``SlotMemory.forget``; torch frees the memory once no process maps it."""
 
 
 def ordinal_place(rebuild: Callable[..., Any]) -> int:

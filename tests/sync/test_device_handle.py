@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import SyncError
-from mcore_rl.parallel.device import Platform, detect
+from mcore_rl.parallel.device import detect
 from mcore_rl.sync import device_handle
-from mcore_rl.sync.device_handle import handle_of, map_handle, ordinal_place, with_own_ordinal
+from mcore_rl.sync.device_handle import DeviceMemory, ordinal_place, with_own_ordinal
 
 NAMES = tuple(inspect.signature(rebuild_cuda_tensor).parameters)
 PLATFORM = replace(detect(Device.cpu), kind=Device.cuda, device_type="cuda", num_devices=2)
@@ -64,17 +64,18 @@ def test_a_handle_crosses_two_masks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(device_handle, "device_uuids", lambda platform: uuids)
 
     monkeypatch.setattr(device_handle, "reduce_tensor", lambda tensor: (rebuild_named, (int, (3,), 2, b"memory")))
+    memory = DeviceMemory(PLATFORM, torch.device("cpu"))
     on_side(UUIDS)
-    handle = handle_of(torch.zeros(3), PLATFORM)
+    tensor, handle = memory.create(3)
+    assert (tensor.dtype, tensor.shape) == (torch.uint8, (3,))
     on_side(UUIDS[2:])
-    assert map_handle(handle, PLATFORM) == (int, (3,), 0, b"memory")
+    assert memory.map(handle) == (int, (3,), 0, b"memory")
     on_side(UUIDS[:2])
     with pytest.raises(SyncError, match=UUIDS[2]):
-        map_handle(handle, PLATFORM)
+        memory.map(handle)
 
 
 def test_host_memory_has_no_such_handle() -> None:
-    platform: Platform = detect(Device.cpu)
     assert reduce_tensor(torch.zeros(3))[0] is not rebuild_cuda_tensor
     with pytest.raises(AssertionError, match="no memory of a device"):
-        handle_of(torch.zeros(3), platform)
+        DeviceMemory(detect(Device.cpu), torch.device("cpu")).create(3)
