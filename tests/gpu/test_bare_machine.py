@@ -50,7 +50,9 @@ def test_a_bare_machine_lacks_what_is_not_named(processes: None, tmp_path: Path)
 
 
 def test_every_test_of_this_folder_is_collected_on_a_bare_machine(processes: None, tmp_path: Path) -> None:
-    ran = run_bare(tmp_path, "-m", "pytest", "tests/gpu", "--collect-only", "-qq", "-p", "no:cacheprovider")
+    ran = run_bare(
+        tmp_path, "-m", "pytest", "tests/gpu", "--tier=full", "--collect-only", "-qq", "-p", "no:cacheprovider"
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     counts = {
         line.partition(":")[0]: line.rpartition(" ")[2] for line in ran.stdout.splitlines() if line[:5] == "tests"
