@@ -33,7 +33,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from mcore_rl.sync.process_group import ProcessGroupTransport
 from rich.console import Console
 from rich.table import Table as Lines
 from torch.distributed import TCPStore
@@ -52,6 +51,7 @@ from mcore_rl.rollout.receiver.receive_memory import freed_memory_kept, one_thre
 from mcore_rl.rollout.receiver.worker_extension import WeightReceiver
 from mcore_rl.rollout.worker_methods import Answer, answer_of
 from mcore_rl.sync.members import Address
+from mcore_rl.sync.process_group import ProcessGroupTransport
 from mcore_rl.sync.publish import Publisher, opening_of
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Outgoing, Transport, at_attempt

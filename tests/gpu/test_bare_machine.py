@@ -30,7 +30,7 @@ def run_bare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 LOOK = """
-import importlib.util, sys
+import importlib.metadata, importlib.util, sys
 assert [importlib.util.find_spec(name) for name in sys.argv[1:]] == [None] * len(sys.argv[1:])
 try:
     import ray.util
@@ -38,6 +38,8 @@ except ModuleNotFoundError as error:
     assert str(error) == "No module named 'ray'"
 else:
     raise AssertionError("ray was imported")
+assert {each.name for each in importlib.metadata.distributions()} & {"ray", "vllm", "pyarrow"} == set()
+assert importlib.metadata.version("megatron-core")
 import torch, yaml, psutil, antlr4, omegaconf, hydra, mcore_rl.config.run
 """
 

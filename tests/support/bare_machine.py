@@ -1,7 +1,8 @@
 """An environment in which Python sees no more packages than a borrowed GPU machine has: all others cannot be imported.
 
 ``sitecustomize`` is loaded by every interpreter that is started with it, so processes of processes are bare too.  A
-package is hidden from the finder itself: ``import`` fails and ``find_spec`` is None, as where it is not installed.
+package is hidden from the finder itself: ``import`` fails, ``find_spec`` is None, and its metadata is not there either,
+as where it is not installed.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ ALWAYS_HIDDEN = {"transformer_engine", "transformer_engine_torch", "apex", "amp_
 
 SITECUSTOMIZE = """
 from importlib.machinery import PathFinder
-HIDDEN = {hidden!r}
-find = PathFinder.find_spec.__func__
+HIDDEN, KEPT = {hidden!r}, {kept!r}
+find, find_distributions = PathFinder.find_spec.__func__, PathFinder.find_distributions
 def find_spec(cls, name, path=None, target=None):
     return None if name.partition(".")[0] in HIDDEN else find(cls, name, path, target)
+def kept_distributions(*arguments, **named):
+    return [each for each in find_distributions(*arguments, **named) if each._normalized_name.replace("_", "-") in KEPT]
 PathFinder.find_spec = classmethod(find_spec)
+PathFinder.find_distributions = staticmethod(kept_distributions)
 """
 
 
@@ -36,23 +40,29 @@ def canonical(name: str) -> str:
 
 
 @cache
-def hidden() -> frozenset[str]:
-    """The top-level modules of every installed package that neither is kept nor comes with one that is."""
-    kept = set[str]()
+def kept() -> frozenset[str]:
+    """Every package that is kept, or comes with one that is."""
+    all_kept = set[str]()
     waiting = list(map(canonical, KEPT))
     while waiting:
         name = waiting.pop()
-        if name in kept:
+        if name in all_kept:
             continue
-        kept.add(name)
+        all_kept.add(name)
         for requirement in distribution(name).requires or ():
             needed, _, marker = requirement.partition(";")
             if "extra" not in marker and (word := re.match(r"[\w.-]+", needed)) and installed(word[0]):
                 waiting.append(canonical(word[0]))
+    return frozenset(all_kept)
+
+
+@cache
+def hidden() -> frozenset[str]:
+    """The top-level modules of every other installed package."""
     modules = {
         module
         for module, owners in packages_distributions().items()
-        if not any(canonical(owner) in kept for owner in owners)
+        if not any(canonical(owner) in kept() for owner in owners)
     }
     return frozenset((modules | ALWAYS_HIDDEN) - NEVER_HIDDEN)
 
@@ -63,6 +73,7 @@ def installed(name: str) -> bool:
 
 def environment(folder: Path) -> dict[str, str]:
     """This process's environment for a bare one, whose ``sitecustomize`` is written to ``folder``."""
-    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE.format(hidden=set(hidden())), encoding="utf-8")
+    text = SITECUSTOMIZE.format(hidden=set(hidden()), kept=set(kept()))
+    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
     paths = [str(folder), str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import torch
-from mcore_rl.sync.process_group import ProcessGroupTransport
 from torch.distributed import PrefixStore, TCPStore
 
 from mcore_rl.config.model import ModelConfig
@@ -25,6 +24,7 @@ from mcore_rl.families.registry import FAMILIES
 from mcore_rl.parallel.launch import HOST, Rank
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.members import Address
+from mcore_rl.sync.process_group import ProcessGroupTransport
 from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.weights.rollout_table import RolloutTable

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from mcore_rl.sync.process_group import ProcessGroupTransport
 from torch.distributed import TCPStore
 
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.launch import HOST
 from mcore_rl.sync.members import Address
+from mcore_rl.sync.process_group import ProcessGroupTransport
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Transport
 from tests.support.forked import RANKS
