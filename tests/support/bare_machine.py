@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
+import sysconfig
 from functools import cache
-from importlib.metadata import distribution, packages_distributions
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 
 # What docs/gpu_facts.md names; what these declare, without their extras, comes with them.
@@ -58,17 +59,20 @@ def kept() -> frozenset[str]:
 
 @cache
 def hidden() -> frozenset[str]:
-    """The top-level modules of every other installed package."""
-    modules = {
-        module
-        for module, owners in packages_distributions().items()
-        if not any(canonical(owner) in kept() for owner in owners)
-    }
+    """The top-level modules of every other installed package.
+
+    Packages that another one carries inside itself, as setuptools does, are none: only one folder is looked into.
+    """
+    modules = set[str]()
+    for package in distributions(path=[sysconfig.get_path("purelib")]):
+        if canonical(package.name) not in kept():
+            files = [file for file in package.files or () if file.suffix in (".py", ".so")]
+            modules |= {file.parts[0].partition(".")[0] for file in files if file.parts[0] != ".."}
     return frozenset((modules | ALWAYS_HIDDEN) - NEVER_HIDDEN)
 
 
 def installed(name: str) -> bool:
-    return any(canonical(name) == canonical(owner) for owners in packages_distributions().values() for owner in owners)
+    return next(iter(distributions(name=name)), None) is not None
 
 
 def environment(folder: Path) -> dict[str, str]:
