@@ -159,13 +159,15 @@ class Report:
         os._exit(1)
 
 
-def context_for(options: argparse.Namespace) -> ProcessContext:
+def context_for(options: argparse.Namespace, plan: Sequence[Section]) -> ProcessContext:
     """How processes start: fresh; or, in a test on the CPU, forked from one that has imported everything once."""
     if not options.tiny:
         return FRESH
     context = multiprocessing.get_context("forkserver")
-    modules = [f"{SECTIONS}.{section.function.partition(':')[0]}" for section in PLAN]
-    context.set_forkserver_preload([*modules, "tests.support.engine_parity"])
+    modules = {f"{SECTIONS}.{section.function.partition(':')[0]}" for section in plan}
+    if f"{SECTIONS}.parity" in modules:  # which imports this only where it finds transformers
+        modules.add("tests.support.engine_parity")
+    context.set_forkserver_preload(sorted(modules))
     return context
 
 
@@ -186,7 +188,7 @@ def main(arguments: Sequence[str] | None = None, plan: Sequence[Section] = PLAN)
     clock = threading.Timer(options.limit_s, report.out_of_time)
     clock.daemon = True
     clock.start()
-    context = context_for(options)
+    context = context_for(options, chosen)
     for section in chosen:
         limit_s = min(section.limit_s, deadline - time.monotonic() - WRITE_S)
         if limit_s <= 0:
