@@ -7,7 +7,7 @@ It needs torch 2.11 or newer, megatron-core and what docs/gpu_facts.md names; a 
 and says why.  A section that fails, dies or takes too long is reported with what it had measured by then, and the
 others go on.  The files are written after every section, so that a run that is cut off leaves what it has.
 
-Exits with 1 where a section failed or a fact shows that something does not work.
+Exits with 1 where a section failed or a fact shows that something does not work, with 2 where there is no accelerator.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mcore_rl.config.engine import Device
 from mcore_rl.parallel.cpu import UNCOMPILED
@@ -181,8 +183,11 @@ def environment_of(options: argparse.Namespace, outcomes: Sequence[Outcome]) -> 
 
 
 def main(arguments: Sequence[str] | None = None, plan: Sequence[Section] = PLAN) -> int:
-    """Exit status: 1 where something failed or is wrong."""
+    """Exit status: 1 where something failed or is wrong, 2 where there is nothing to measure."""
     options = parse_options(arguments, [section.name for section in plan])
+    if options.device != Device.cpu.value and not torch.accelerator.is_available():
+        print(f"torch {torch.__version__} sees no accelerator; --device cpu --tiny runs the same code on the CPU")
+        return 2
     chosen = [section for section in plan if not options.only or section.name in options.only]
     report, deadline = Report(options, [section.name for section in chosen]), time.monotonic() + options.limit_s
     clock = threading.Timer(options.limit_s, report.out_of_time)

@@ -12,6 +12,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu
 from benchmarks.gpu import Outcome, Section
@@ -149,6 +150,14 @@ def test_what_no_time_is_left_for_is_said(tmp_path: Path) -> None:
     assert gpu.main(["--device", "cpu", "--limit-s", "10", *files], [Section("late", "machine:facts", 60)]) == 1
     (section,) = json.loads((tmp_path / "facts.json").read_text())["sections"]
     assert (section["status"], section["why"]) == ("failed", "no time was left for it")
+
+
+def test_without_an_accelerator_nothing_large_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert gpu.main([]) == 2
+    assert "sees no accelerator; --device cpu --tiny" in capsys.readouterr().out
 
 
 def test_after_a_compiler_that_fails_the_rest_runs_without_one() -> None:
