@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig
-from mcore_rl.config.rollout import CPU_BATCHED_TOKENS, CPU_KV_CACHE_BYTES, RolloutConfig, ServingConfig
+from mcore_rl.config.rollout import CPU_BATCHED_TOKENS, CPU_KV_CACHE_BYTES, MoeBackend, RolloutConfig, ServingConfig
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, consistent_environment, num_cores
 from mcore_rl.tracking.secrets import secret_names
@@ -113,6 +113,8 @@ def engine_arguments(
         arguments |= dict(runner="pooling", convert="classify", pooler_config=pooler)
     if layout.tp > 1:
         arguments["distributed_executor_backend"] = "mp"
+    if model.moe is not None:
+        arguments["moe_backend"] = _moe_backend(config, platform, updated=extension is not None)
     if not platform.is_accelerator:
         arguments |= _on_cpu(config, model)
     if model.moe is not None and model.moe.expert_bias:
@@ -120,6 +122,16 @@ def engine_arguments(
         # (deepseek_v2.py, 0.32: topk_method).
         arguments["hf_overrides"] = {"topk_method": "noaux_tc", "scoring_func": model.moe.score.value}
     return arguments
+
+
+def _moe_backend(config: ServingConfig, platform: Platform, *, updated: bool) -> str:
+    """vLLM's ``moe_backend``: an update writes experts as they were loaded, so their kernel must read them like that.
+
+    The CPU's kernel packs them, and is unpacked for an update (receiver/live_weights.py); it has no other.
+    """
+    if config.moe_backend is MoeBackend.auto and updated and platform.is_accelerator:
+        return MoeBackend.triton.value
+    return config.moe_backend.value
 
 
 def _on_cpu(config: ServingConfig, model: ModelConfig) -> dict[str, Any]:
