@@ -11,6 +11,7 @@ DEVICE_LAYER = ("mcore_rl/parallel/device.py", "mcore_rl/parallel/cpu.py")
 
 # Names that others chose.  Each must still be in use, or it goes.
 ALLOWED = {
+    "mcore_rl/rollout/engine/environment.py": {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"},  # torch's
     "mcore_rl/config/engine.py": {"cuda"},  # what a user writes: device=cuda
     "mcore_rl/parallel/groups.py": {
         "model_parallel_cuda_manual_seed",
