@@ -29,7 +29,7 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import BYTES
 
-Settings = TypeVar("Settings", bound=EngineConfig)
+AnyEngine = TypeVar("AnyEngine", bound=EngineConfig)
 
 # A rank may receive more rows than its share.  Random routers of 8 experts, measured over 2 to 8 ranks: 1.1 to 1.3
 # times; trained routers are further from balance.
@@ -67,7 +67,7 @@ def kernels_of(model: ModelConfig, parallel: ParallelConfig, engine: EngineConfi
     return Kernels(fused=fused, one_by_one=not accelerator, size=BYTES[engine.precision])
 
 
-def engine_on(cluster: ClusterConfig, engine: Settings) -> Settings:
+def engine_on(cluster: ClusterConfig, engine: AnyEngine) -> AnyEngine:
     """``engine`` with the layers that ``layer_spec=auto`` comes to where ``cluster`` has no Transformer Engine."""
     if engine.layer_spec is LayerSpec.auto and not cluster.transformer_engine:
         return replace(engine, layer_spec=LayerSpec.local)

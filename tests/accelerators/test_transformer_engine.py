@@ -1,7 +1,7 @@
 """Every family constructs over Transformer Engine's own modules and binds to our tables; and who plans with its layers.
 
 Its Python is that of the wheel, with a stub of its compiled half (tests/support/transformer_engine_stub.py).  Held is
-that modules take the arguments that Megatron and we give them, and have the parameters that we look for.  None computes.
+that modules take the arguments that Megatron and we give them, and have the parameters that we look for.
 """
 
 from __future__ import annotations
