@@ -1,7 +1,7 @@
 """Who sees which accelerator: a real Ray over nodes that say they have eight, our placement, our starts.
 
 Ray counts devices without looking for them, and sets the masks of its workers as on a GPU node.  The processes are
-small: each says what it was given.  What torch or vLLM would make of the masks is in tests/parallel/test_device_masks.py.
+small: each says what it was given.  What torch and vLLM make of masks is in tests/parallel/test_device_masks.py.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ def small_worker() -> type:
         def start(self, directory: Any, config: Any, cores: Any, device_ids: Sequence[str] | None, log: Any) -> None:
             self.told = device_ids
 
+        def close(self) -> None:
+            pass
+
         def given(self) -> tuple[str, dict[str, str], Sequence[str] | None]:
             masks = {name: os.environ[name] for name in names if name in os.environ}
             return ray.get_runtime_context().get_node_id(), masks, self.told
@@ -116,8 +119,6 @@ async def started(
         ids = await Trainers().device_ids()
         seen = [Given(*await each.given.remote()) for each in trainers]
         theirs = [Given(*await engine._worker.given.remote()) for engine in engines]
-        for engine in engines:
-            engine.kill()
     ranks = [seen_by_trainer(replace(given, ids=dealt)) for given, dealt in zip(seen, ids, strict=True)]
     return ranks, [seen_by_engine(given, config) for given in theirs]
 
