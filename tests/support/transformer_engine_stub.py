@@ -20,8 +20,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-import torch._dynamo.testing
-import torch._inductor.compile_fx
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -78,6 +76,9 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def import_transformer_engine(folder: str) -> None:
     """Make ``import transformer_engine.pytorch`` succeed, on what it asks a Hopper and cuDNN 9.20."""
+    import torch._dynamo.testing
+    import torch._inductor.compile_fx
+
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its own switch: the shared libraries are not loaded
     sys.path.insert(0, folder)
     sys.meta_path.append(Absent())
