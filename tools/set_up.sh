@@ -58,7 +58,8 @@ if [[ $rung == cuda ]]; then
     # Transformer Engine 2.11 compiles its PyTorch half without isolation: its setup.py imports wheel and packaging,
     # and includes cudnn.h, which it looks for in CUDA's folder alone.  torch's own cuDNN has it, and is to be the only one.
     pip install -qq --constraint constraints.txt wheel packaging ninja
-    export CPATH="$("$python" tools/check_environment.py cudnn)${CPATH:+:$CPATH}"
+    cudnn=$("$python" tools/check_environment.py cudnn)
+    export CPATH="$cudnn${CPATH:+:$CPATH}"
 fi
 
 say "3/5 mcore_rl[$rung,dev] and what it needs"
