@@ -13,6 +13,8 @@ from mcore_rl.parallel.pinned_size import aligned, with_setting
 
 def keep_large_blocks_exact() -> None:
     """From now on torch rounds no large page-locked block of this process; without effect on a torch before 2.13."""
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # 2.11
+        return
     before = torch._C._accelerator_getAllocatorSettings()
     try:
         torch._C._accelerator_setAllocatorSettings(with_setting(before))

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,24 @@ def test_the_setting_is_added_to_those_of_the_process() -> None:
         assert torch._C._accelerator_getAllocatorSettings() == f"max_split_size_mb:512,{KEY}:256"
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
+
+
+def test_an_older_torch_keeps_its_own_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch._C._accelerator_getAllocatorSettings()
+    refusing = SimpleNamespace(
+        _accelerator_getAllocatorSettings=lambda: "a:1", _accelerator_setAllocatorSettings=refuse
+    )
+    for module in (SimpleNamespace(), refusing):  # 2.11; and one that does not know the key
+        monkeypatch.setattr(torch, "_C", module)
+        keep_large_blocks_exact()
+        monkeypatch.undo()
+    assert torch._C._accelerator_getAllocatorSettings() == before
+
+
+def refuse(settings: str) -> None:
+    if KEY in settings:
+        raise ValueError(f"Unrecognized key '{KEY}'")
+    assert settings == "a:1"
 
 
 def test_tensors_lie_side_by_side_in_one_block() -> None:
