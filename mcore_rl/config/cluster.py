@@ -73,6 +73,7 @@ class ClusterConfig:
     memory_gb_s: rate at which a device reads its own memory.
     intra_node_gb_s, inter_node_gb_s: rate at which a device sends to devices of its node, and of other nodes.
     disk_gb_s: rate at which a node writes to the shared file system.
+    transformer_engine: whether its environment has Transformer Engine, which ``layer_spec=auto`` then takes.
     presets: the layout presets of ``model_configs/`` that were made for it; "" is none.
     environment: variables of every process of a job.
     """
@@ -88,6 +89,7 @@ class ClusterConfig:
     intra_node_gb_s: float = 1.0
     inter_node_gb_s: float = 1.0
     disk_gb_s: float = 0.5
+    transformer_engine: bool = True
     presets: str = ""
     container: ContainerConfig = field(default_factory=ContainerConfig)
     environment: dict[str, str] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
+from mcore_rl.planning.activations import engine_on
 from mcore_rl.planning.memory import Site, checkpoint_bytes, cpu_engine_bytes, peaks
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row
@@ -95,6 +96,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
 
 
 def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> Plan:
+    config = replace(config, actor=engine_on(cluster, config.actor))
     trainer, work = config.trainer, sft_work(config)
     violations = [*model_violations(model), *_cluster_misfits(trainer, cluster)]
     violations += _layout_misfits(model, config.actor.parallel, trainer.world_size, "actor")
@@ -132,7 +134,7 @@ def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> 
 
 def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterConfig) -> RolePlan:
     """The plan of ``role``, whose first weights are ``model``'s, in the layout that ``run`` gives it."""
-    config = run.role_config(role)
+    config = engine_on(cluster, run.role_config(role))
     # A role that only scores processes all sequences of a step at once.
     mini = run.trained_config(role).ppo_mini_batch_size if role.trains else run.data.train_batch_size
     return RolePlan(

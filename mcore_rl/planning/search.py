@@ -25,6 +25,7 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.layout import divisors
+from mcore_rl.planning.activations import engine_on
 from mcore_rl.planning.layouts import LEAST_MICROBATCH, Training, trainings
 from mcore_rl.planning.memory import Site, process_bytes
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
@@ -165,7 +166,7 @@ def _sft_options(
     work, trainer = sft_work(config), config.trainer
     rates = Rates.of(cluster, trainer.n_gpus_per_node, config.actor.precision, trainer.device_peak_tflops)
     options = []
-    engines, site = {"actor": config.actor}, _site(config, cluster)
+    engines, site = {"actor": engine_on(cluster, config.actor)}, _site(config, cluster)
     rows, snapshots = config.role_rows, {"actor": ()}
     for each in trainings(engines, rows, (), snapshots, model, trainer.world_size, work, site, None, refused):
         chosen = replace(config, actor=each.of(config.actor))
@@ -180,7 +181,7 @@ def _run_options(
     work, site = rl_work(run, run.actor.ppo_mini_batch_size), _site(run, cluster)
     rates = Rates.of(cluster, site.per_node, run.actor.precision, run.trainer.device_peak_tflops)
     rows = [role for role in run.group_rows if role.trains]
-    engines: dict[str, EngineConfig] = {role.name: run.role_config(role) for role in rows}
+    engines: dict[str, EngineConfig] = {role.name: engine_on(cluster, run.role_config(role)) for role in rows}
     snapshots = {role.name: run.snapshots_of(role.name) for role in rows}
     frozen = [role_plan(role, model, run, cluster) for role in run.group_rows if not role.trains]
     room = serving(model, run.rollout, device_bytes=site.device_bytes)

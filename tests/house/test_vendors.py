@@ -11,14 +11,15 @@ DEVICE_LAYER = tuple(f"mcore_rl/parallel/{name}.py" for name in ("device", "devi
 
 # Names that others chose.  Each must still be in use, or it goes.
 ALLOWED = {
+    "mcore_rl/rollout/engine/environment.py": {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"},  # torch's
     "mcore_rl/config/engine.py": {"cuda"},  # what a user writes: device=cuda
     "mcore_rl/parallel/groups.py": {
         "model_parallel_cuda_manual_seed",
         "get_cuda_rng_tracker",
     },  # Megatron's names; the CPU's as well
 }
-# Judges environments before the package is there.
-ALLOWED_FILES = (*DEVICE_LAYER, "tools/check_environment.py")
+# They judge environments, before the package is there, and name the rungs of the set-up.
+ALLOWED_FILES = (*DEVICE_LAYER, "tools/check_environment.py", "tools/record_requirements.py")
 
 
 def vendor_words(path: str, text: str) -> list[str]:
