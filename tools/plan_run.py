@@ -7,7 +7,8 @@
 
 recipe, cluster: of launch/recipes and launch/clusters, or paths of yaml files; a cluster that is left out is the
 recipe's.  cluster.KEY=VALUE changes the cluster, any other key=value the run.  The model is that of model.path where
-its config.json is there, else recipe.checkpoint of model_configs/: nothing is downloaded.
+its config.json is there, else recipe.checkpoint of model_configs/: nothing is downloaded.  cluster.measured=doctor.json plans with the rates that
+mcore-rl doctor measured, and prints each.
 
 Exit status: 0 it fits, 2 it does not, or something is wrong with what was written.
 """
@@ -33,7 +34,7 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.recipes import recipe_model
 from mcore_rl.planning.search import Found, refusal, search
-from mcore_rl.planning.tables import plan_page, plan_tables, plan_values, search_tables, search_values
+from mcore_rl.planning.tables import plan_page, plan_tables, plan_values, rate_lines, search_tables, search_values
 
 
 def parser() -> argparse.ArgumentParser:
@@ -107,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     try:
         run, cluster = composed(options)
+        for line in rate_lines(cluster):
+            Console().print(line, markup=False, highlight=False, soft_wrap=True)
         if options.search:
             return searched(options, run, cluster)
         model = model_for(run)

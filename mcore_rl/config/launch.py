@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.compose import ERRORS, all_keys, compose, words
+from mcore_rl.config.measured import take_measured
 from mcore_rl.config.names import meant
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
@@ -68,7 +69,8 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig | SftConf
 def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
     """The cluster ``name`` with ``overrides`` such as ``slurm.partition=gpu``.
 
-    name: a file of ``launch/clusters`` without ``.yaml``, or a path.
+    name: a file of ``launch/clusters`` without ``.yaml``, or a path.  The rates of ``measured``, if it names a
+    doctor.json, are taken over.
     Raises ConfigError with every violation.
     """
     path = cluster_path(name)
@@ -82,6 +84,8 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
     cluster = OmegaConf.to_object(composed)
     assert isinstance(cluster, ClusterConfig)
     cluster.name = cluster.name or path.stem
+    if cluster.measured:
+        take_measured(cluster)
     refuse_if_any(cluster_violations(cluster))
     return cluster
 
