@@ -107,9 +107,8 @@ def engine_diagnosis(life: EngineLife, platform: Platform) -> Diagnosis:
         numbers |= {"engine_awake_bytes": float(life.awake_bytes), "engine_asleep_bytes": float(life.asleep_bytes)}
     keeps = platform.is_accelerator and life.asleep_bytes > RELEASED * life.awake_bytes
     times = f"start {life.start_s:.1f} s, sleep {life.sleep_s:.2f} s, wake {life.wake_s:.2f} s"
-    released = (
-        f", {life.awake_bytes / 2**30:.2f} -> {life.asleep_bytes / 2**30:.2f} GiB" if platform.is_accelerator else ""
-    )
+    if platform.is_accelerator:
+        times += f", {life.awake_bytes / 2**30:.2f} -> {life.asleep_bytes / 2**30:.2f} GiB"
     remedy = "vLLM and the driver disagree: take the versions of constraints.txt, and report it" if problems else ""
     if keeps and not problems:
         remedy = "Sleep frees little: colocated runs need enable_sleep_mode of a vLLM built for this device"

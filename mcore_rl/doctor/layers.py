@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_rl.checkpoints.convert import open_hf
-from mcore_rl.checkpoints.load import load_hf
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.doctor.checks import (
@@ -24,13 +22,10 @@ from mcore_rl.doctor.checks import (
 )
 from mcore_rl.doctor.tiny_task import write_model
 from mcore_rl.parallel.device import Platform, device_of
-from mcore_rl.parallel.groups import destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import phase
-from mcore_rl.training.engine import Engine
 from mcore_rl.types import TrainBatch
-from mcore_rl.weights.table import Table
 
 LAYOUTS = ("tp=2", "cp=2", "ep=2")  # of two processes; tp is with sequence parallelism
 # Mean and largest difference of log-probs in nats, as tests/gpu/test_parity.py has them: rounding of activations to
@@ -52,6 +47,13 @@ def score_under(
     rank: Rank, platform: Platform, directory: Path, layouts: tuple[str, ...], precision: Precision, spec: LayerSpec
 ) -> list[Tensor]:
     """Log-probs of ``sample_batch`` under each of ``layouts``, in the order of the batch; the same on every rank."""
+    # Megatron, in the ranks alone: whoever starts them need not wait for it.
+    from mcore_rl.checkpoints.convert import open_hf
+    from mcore_rl.checkpoints.load import load_hf
+    from mcore_rl.parallel.groups import destroy_groups, init_groups
+    from mcore_rl.training.engine import Engine
+    from mcore_rl.weights.table import Table
+
     rank.init_process_group(platform, timeout_s=120.0)
     checkpoint, plain = open_hf(directory)
     scores = []
