@@ -8,6 +8,7 @@ path, ``my_recipes/x.yaml``.  A violation names the file, the key, and the neare
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,11 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
         take_measured(cluster)
     refuse_if_any(cluster_violations(cluster))
     return cluster
+
+
+def cluster_yaml(cluster: ClusterConfig) -> str:
+    """A yaml file that ``load_cluster`` reads as ``cluster``; it has measured rates, and not the name of their file."""
+    return OmegaConf.to_yaml(OmegaConf.structured(replace(cluster, measured="")))
 
 
 def recipe_path(name: str) -> Path:

@@ -111,20 +111,25 @@ def parse_nvidia_smi(text: str) -> DriverReport:
     """The table that ``nvidia-smi`` prints, of drivers 331 to 610."""
     driver = re.search(r"(?:Driver|KMD) Version:\s*([\d.]+)", text)
     runtime = re.search(r"CUDA (?:UMD )?Version:\s*([\d.]+)", text)
-    gpus, head = [], None
+    gpus: list[GpuState] = []
+    head: tuple[re.Match[str], str] | None = None
     for line in text.splitlines():
-        if match := re.match(r"\|\s+(\d+)\s{1,2}(\S.*?)\s+(?:On|Off|N/A)\s*\|.*\|\s*([\w/]+)\s*\|$", line):
-            head = match
-        elif head is not None and (memory := re.search(r"(\d+)MiB\s*/\s*(\d+)MiB", line)):
-            mode = re.search(r"(?:\d+%|N/A)\s+(\S.*?)\s*\|$", line)
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) != 3:
+            continue
+        name = re.fullmatch(r"(\d+)\s{1,2}(\S.*?)\s+(?:On|Off|N/A)", cells[0])
+        memory = re.fullmatch(r"(\d+)MiB\s*/\s*(\d+)MiB", cells[1])
+        if name is not None:
+            head = name, cells[2]
+        elif head is not None and memory is not None:
             gpus.append(
                 GpuState(
-                    index=int(head[1]),
-                    name=head[2],
+                    index=int(head[0][1]),
+                    name=head[0][2],
                     used_mib=int(memory[1]),
                     total_mib=int(memory[2]),
-                    uncorrected=int(head[3]) if head[3].isdecimal() else None,
-                    compute_mode=mode[1] if mode else "",
+                    uncorrected=int(head[1]) if head[1].isdecimal() else None,
+                    compute_mode=cells[2].partition(" ")[2].strip(),
                 )
             )
             head = None
