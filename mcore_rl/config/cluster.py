@@ -35,10 +35,10 @@ class ContainerConfig:
 class DoctorStep(Enum):
     """What a job does before its run (docs/doctor.md).
 
-    off: nothing.  quick, full: ``mcore-rl doctor`` over all nodes; a FAIL ends the job.  only: full, and no run.
+    none: nothing.  quick, full: ``mcore-rl doctor`` over all nodes; a FAIL ends the job.  only: full, and no run.
     """
 
-    off = "off"
+    none = "none"
     quick = "quick"
     full = "full"
     only = "only"
@@ -84,7 +84,7 @@ class SlurmConfig:
     extra: list[str] = field(default_factory=list)
     port: int = 6379
     join_timeout_s: int = 300
-    doctor: DoctorStep = DoctorStep.off
+    doctor: DoctorStep = DoctorStep.none
 
 
 @dataclass(kw_only=True)

@@ -28,7 +28,7 @@ def take_measured(cluster: ClusterConfig) -> None:
         problem += f"{cluster.device_name or 'other devices'} ({cluster.device.value})"
         raise _error(cluster.measured, problem, "Run mcore-rl doctor there, or name the cluster that it is of")
     rates = {field.name: values["rates"].get(field.name) for field in fields(ReachedRates)}
-    if not any(rates.values()):
+    if all(rate is None for rate in rates.values()):
         raise _error(cluster.measured, "has no rate to plan with", "Run mcore-rl doctor where there are two devices")
     for name, rate in rates.items():
         if rate is not None and getattr(cluster.reached, name) is None:

@@ -108,9 +108,7 @@ def _unless(condition: Callable[[Subject], bool], why: str) -> Callable[[Subject
 
 
 ACCELERATOR = Need("accelerator", _unless(lambda subject: subject.platform.is_accelerator, "needs an accelerator"))
-CLUSTER = Need(
-    "cluster", _unless(lambda subject: subject.cluster is not None, "needs a cluster's yaml: --cluster NAME")
-)
+CLUSTER = Need("cluster", _unless(lambda subject: subject.cluster is not None, "needs a cluster: --cluster NAME"))
 RECIPE = Need("recipe", _unless(lambda subject: subject.recipe is not None, "needs a run to plan: --recipe NAME"))
 THOROUGH = Need("time", _unless(lambda subject: not subject.quick, "left out by --quick"))
 TWO_RANKS = Need("two devices", _unless(lambda subject: subject.num_ranks > 1, "needs two devices"))
@@ -121,7 +119,7 @@ TRANSFORMER_ENGINE = Need(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class ExpectedRate:
     """What a rate is compared with.
 
     value: in the unit of the rate; None: nothing is known to compare with, and any rate passes.
@@ -135,7 +133,7 @@ class Expected:
 
 
 def judged(
-    check: str, value: float, unit: str, expected: Expected, remedy: str, *, key: str, where: str = ""
+    check: str, value: float, unit: str, expected: ExpectedRate, remedy: str, *, key: str, where: str = ""
 ) -> Diagnosis:
     """The diagnosis of a measured rate, the more the better.  key: its name among ``Diagnosis.numbers``."""
     measured, numbers = f"{value:,.4g} {unit}{where}", {key: value}

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # public
 
-from mcore_rl.doctor.checks import NODES, TWO_RANKS, Diagnosis, Expected, HealthCheck, Subject, Verdict, judged
+from mcore_rl.doctor.checks import NODES, TWO_RANKS, Diagnosis, ExpectedRate, HealthCheck, Subject, Verdict, judged
+from mcore_rl.doctor.vendor_tools import SLOW_LINKS_REMEDY
 from mcore_rl.parallel.device import Platform, device_of, set_device, synchronize
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.phase import phase
@@ -161,15 +162,11 @@ def _seconds_of(
 
 
 def rate_diagnoses(
-    rates: Sequence[dict[str, BusRate]], platform: Platform, where: str, expected: Expected, key: str
+    rates: Sequence[dict[str, BusRate]], platform: Platform, where: str, expected: ExpectedRate, key: str
 ) -> Iterator[Diagnosis]:
     """rates: of every rank.  The slowest is judged; FAIL where a result is wrong."""
-    remedy = (
-        f"Run with NCCL_DEBUG=INFO: it says which links {platform.backend_name} takes. Links that are down, a missing "
-        "RDMA plug-in, or ACS on PCIe switches are the usual causes"
-        if platform.is_accelerator
-        else "Look for other programs; host collectives are slow, and for the CPU alone"
-    )
+    host_remedy = "Look for other programs; host collectives are slow, and for the CPU alone"
+    remedy = SLOW_LINKS_REMEDY if platform.is_accelerator else host_remedy
     for kind in KINDS:
         slowest, wrong = min(each[kind].gb_s for each in rates), sum(each[kind].wrong for each in rates)
         name = f"{kind} {where}"
@@ -181,7 +178,7 @@ def rate_diagnoses(
             yield judged(name, slowest, "GB/s", expected, remedy, key=number)
 
 
-def expected_link(subject: Subject, between_nodes: bool) -> Expected:
+def expected_link(subject: Subject, between_nodes: bool) -> ExpectedRate:
     """What the cluster's yaml says of a link; inside a node without one, the data sheet of a known device."""
     value, source = None, "no --cluster"
     if subject.cluster is not None:
@@ -190,7 +187,7 @@ def expected_link(subject: Subject, between_nodes: bool) -> Expected:
     elif subject.platform.is_accelerator and not between_nodes:
         value, source = device_rates(subject.platform.device_name)[1], "the data sheet"
     fails = 0.5 * LINK_EFFICIENCY if subject.platform.is_accelerator else 0.0
-    return Expected(value=value, source=source, passes=0.9 * LINK_EFFICIENCY, fails=fails)
+    return ExpectedRate(value=value, source=source, passes=0.9 * LINK_EFFICIENCY, fails=fails)
 
 
 def measure_in_node(rank: Rank, platform: Platform) -> dict[str, BusRate]:

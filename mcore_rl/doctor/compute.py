@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mcore_rl.config.engine import Precision
-from mcore_rl.doctor.checks import Diagnosis, Expected, HealthCheck, Subject, Verdict, judged
+from mcore_rl.doctor.checks import Diagnosis, ExpectedRate, HealthCheck, Subject, Verdict, judged
 from mcore_rl.parallel.device import Platform, num_cores, set_device, synchronize
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.peak_flops import peak_tflops
@@ -63,7 +63,7 @@ def measure_matmul(rank: Rank, platform: Platform) -> MatmulResult:
         return MatmulResult(2 * size**3 * rate / 1e12, torch.equal(first, out))
 
 
-def matmul_diagnosis(results: list[MatmulResult], platform: Platform, expected: Expected) -> Diagnosis:
+def matmul_diagnosis(results: list[MatmulResult], platform: Platform, expected: ExpectedRate) -> Diagnosis:
     """The slowest device against ``expected``; FAIL where a device computes the same product in two ways."""
     rates = [each.tflops for each in results]
     slowest = rates.index(min(rates))
@@ -87,10 +87,12 @@ def _matmul(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     if platform.is_accelerator:
         peak = peak_tflops(platform.device_name, Precision.bfloat16)
         source = "the data sheet" if peak else f"no peak is known of {platform.device_name}"
-        expected = Expected(value=peak, source=source, passes=0.9 * MATMUL_EFFICIENCY, fails=0.5 * MATMUL_EFFICIENCY)
+        expected = ExpectedRate(
+            value=peak, source=source, passes=0.9 * MATMUL_EFFICIENCY, fails=0.5 * MATMUL_EFFICIENCY
+        )
     else:  # a laptop does other things beside: slow is a word, never a failure
         cores = CPU_CORE_GFLOPS["float32"] * num_cores() / 1e3
-        expected = Expected(value=cores, source=f"{num_cores()} cores in float32", passes=0.5, fails=0.0)
+        expected = ExpectedRate(value=cores, source=f"{num_cores()} cores in float32", passes=0.5, fails=0.0)
     yield matmul_diagnosis(results, platform, expected)
 
 

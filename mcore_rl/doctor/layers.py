@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ def score_under(
     from mcore_rl.training.engine import Engine
     from mcore_rl.weights.table import Table
 
+    warnings.simplefilter("ignore")  # Megatron's advice about layouts that are meant so
     rank.init_process_group(platform, timeout_s=120.0)
     checkpoint, plain = open_hf(directory)
     scores = []

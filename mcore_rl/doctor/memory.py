@@ -13,7 +13,7 @@ import psutil
 import torch
 import torch.multiprocessing  # registers how tensors are shared
 
-from mcore_rl.doctor.checks import ACCELERATOR, Diagnosis, Expected, HealthCheck, Subject, Verdict, judged
+from mcore_rl.doctor.checks import ACCELERATOR, Diagnosis, ExpectedRate, HealthCheck, Subject, Verdict, judged
 from mcore_rl.doctor.compute import rate_of
 from mcore_rl.doctor.vendor_tools import pinned_bytes
 from mcore_rl.parallel.device import Platform, num_cores, set_device, synchronize
@@ -49,7 +49,7 @@ def _memory(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     if cluster is None and platform.is_accelerator:
         value, source = device_rates(platform.device_name)[0], "the data sheet"
     fails = 0.5 * MEMORY_EFFICIENCY if platform.is_accelerator else 0.0
-    expected = Expected(value=value, source=source, passes=MEMORY_EFFICIENCY, fails=fails)
+    expected = ExpectedRate(value=value, source=source, passes=MEMORY_EFFICIENCY, fails=fails)
     remedy = "Look for another program, or a device with bad memory; mend memory_gb_s of the yaml if it is never more"
     yield judged("memory", slowest, "GB/s", expected, remedy, key="memory_gb_s")
 
@@ -70,7 +70,7 @@ def measure_host_copies(rank: Rank, platform: Platform) -> tuple[float, float]:
 def host_copy_diagnoses(rates: list[tuple[float, float]]) -> Iterator[Diagnosis]:
     """rates: of every device, to it and from it.  The slowest is judged."""
     source = "what the planner assumes of a device while all of them copy"
-    expected = Expected(value=HOST_LINK_GB_S, source=source, passes=0.8, fails=0.2)
+    expected = ExpectedRate(value=HOST_LINK_GB_S, source=source, passes=0.8, fails=0.2)
     remedy = "See the PCIe width and generation of the device, and whether processes run on the socket that it is on"
     for index, (name, key) in enumerate((("to the device", "host_to_device"), ("to the host", "device_to_host"))):
         slowest = min(rate[index] for rate in rates)

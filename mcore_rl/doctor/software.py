@@ -20,6 +20,7 @@ from mcore_rl.config.engine import Device
 from mcore_rl.doctor.checks import ACCELERATOR, CLUSTER, Diagnosis, HealthCheck, Subject, Verdict
 from mcore_rl.doctor.vendor_tools import (
     EXCLUSIVE,
+    TOOLS,
     DriverReport,
     doubled_packages,
     driver_report,
@@ -100,7 +101,7 @@ def _versions(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
             verdict=Verdict.WARN if "Transformer Engine" in lacking else Verdict.PASS,
             measured=f"no {' and no '.join(lacking)}" if lacking else "Transformer Engine and Apex",
             expected="Transformer Engine",
-            remedy="Install the extra cuda (docs/install.md); local layers are slower" if lacking else "",
+            remedy="Install it (docs/install.md); local layers are slower" if lacking else "",
         )
 
 
@@ -125,7 +126,11 @@ def driver_diagnosis(report: DriverReport | None, driver: str, runtime: str, too
         verdict, remedy = Verdict.WARN, "The driver was updated without a restart: restart the node"
         measured += f", and the kernel has {driver}"
     return Diagnosis(
-        check="driver", verdict=verdict, measured=measured, expected=f"torch is built for {runtime}", remedy=remedy
+        check="driver",
+        verdict=verdict,
+        measured=measured,
+        expected=f"torch is built for {runtime}" if runtime else "",
+        remedy=remedy,
     )
 
 
@@ -158,8 +163,7 @@ def device_diagnosis(report: DriverReport) -> Diagnosis:
 def _driver(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     kind = subject.platform.kind
     report = driver_report(kind, limit_s / 3)
-    tool = "nvidia-smi" if kind is Device.cuda else "rocm-smi"
-    yield driver_diagnosis(report, driver_version(kind), torch_runtime() if kind is Device.cuda else "", tool)
+    yield driver_diagnosis(report, driver_version(kind), torch_runtime(), TOOLS[kind])
     if report is not None and report.gpus:
         yield device_diagnosis(report)
 

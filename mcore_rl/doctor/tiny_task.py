@@ -26,7 +26,9 @@ def write_model(directory: Path) -> Path:
     """Writes a tiny mixture of experts and its tokenizer as a Hugging Face checkpoint; equal each time."""
     import torch
     from transformers import AutoModelForCausalLM, MixtralConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     rows = arithmetic_rows(1, 200, VALIDATED, 0)["train"]
     texts = [message["content"] for row in rows for message in row["prompt"]]
     tokenizer = build_tokenizer(texts, directory, VOCAB_SIZE)

@@ -36,6 +36,11 @@ LIBRARIES = {
 }
 # Several of these in one environment overwrite each other's files, or bring two versions of a library.
 LIBRARY_PACKAGES = ("nvidia-cudnn", "nvidia-cuda-runtime", "nvidia-nccl", "nvidia-cublas")
+TOOLS = {Device.cuda: "nvidia-smi", Device.rocm: "rocm-smi"}
+SLOW_LINKS_REMEDY = (
+    "Run with NCCL_DEBUG=INFO: it says which links are taken. Links that are down, a missing RDMA plug-in, or ACS on "
+    "PCIe switches are the usual causes"
+)
 EXCLUSIVE = ("E. Process", "E. Thread", "Prohibited")  # compute modes in which a device takes no second process
 
 
@@ -218,8 +223,8 @@ def doubled_packages(names: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def torch_runtime() -> str:
-    """The version of the vendor's runtime that torch was built for; "" of a CPU build."""
-    return str(torch.version.cuda or torch.version.hip or "")
+    """The CUDA that torch was built for; "" of another build: no other driver says what it supports."""
+    return str(torch.version.cuda or "")
 
 
 def pinned_bytes() -> int | None:

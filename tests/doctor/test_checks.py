@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.engine import Device
-from mcore_rl.doctor.checks import ACCELERATOR, NODES, THOROUGH, Expected, HealthCheck, Subject, Verdict, judged, worst
+from mcore_rl.doctor.checks import (
+    ACCELERATOR,
+    NODES,
+    THOROUGH,
+    ExpectedRate,
+    HealthCheck,
+    Subject,
+    Verdict,
+    judged,
+    worst,
+)
 from mcore_rl.parallel.device import detect
 
 
@@ -16,7 +26,7 @@ from mcore_rl.parallel.device import detect
     [(400.0, Verdict.PASS), (280.0, Verdict.PASS), (279.9, Verdict.WARN), (120.0, Verdict.WARN), (119.9, Verdict.FAIL)],
 )
 def test_a_rate_beside_what_is_expected(value: float, verdict: Verdict) -> None:
-    expected = Expected(value=400.0, source="the yaml", passes=0.7, fails=0.3)
+    expected = ExpectedRate(value=400.0, source="the yaml", passes=0.7, fails=0.3)
     diagnosis = judged("links", value, "GB/s", expected, "Mend them", key="links_gb_s")
     assert diagnosis.verdict is verdict
     assert diagnosis.numbers == {"links_gb_s": value}
@@ -25,7 +35,7 @@ def test_a_rate_beside_what_is_expected(value: float, verdict: Verdict) -> None:
 
 
 def test_a_rate_with_nothing_to_compare_is_told_and_passes() -> None:
-    expected = Expected(value=None, source="no --cluster", passes=1.0, fails=1.0)
+    expected = ExpectedRate(value=None, source="no --cluster", passes=1.0, fails=1.0)
     diagnosis = judged("links", 0.001, "GB/s", expected, "Mend them", key="links_gb_s")
     assert (diagnosis.verdict, diagnosis.expected) == (Verdict.PASS, "not judged: no --cluster")
 

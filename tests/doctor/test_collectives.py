@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from mcore_rl.config.engine import Device
 from mcore_rl.config.launch import load_cluster
 from mcore_rl.doctor import collectives
-from mcore_rl.doctor.checks import Expected, Subject, Verdict
+from mcore_rl.doctor.checks import ExpectedRate, Subject, Verdict
 from mcore_rl.doctor.collectives import (
     BusRate,
     HostAddresses,
@@ -32,7 +32,7 @@ from tests.doctor.test_software import H100
 from tests.support.forked import run_ranks
 
 CPU = detect(Device.cpu)
-LINK = Expected(value=450.0, source="the cluster's yaml", passes=0.63, fails=0.35)
+LINK = ExpectedRate(value=450.0, source="the cluster's yaml", passes=0.63, fails=0.35)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from mcore_rl.config.engine import Device
-from mcore_rl.doctor.checks import Expected, Verdict
+from mcore_rl.doctor.checks import ExpectedRate, Verdict
 from mcore_rl.doctor.compute import MatmulResult, matmul_diagnosis, rate_of
 from mcore_rl.parallel.device import detect
 
-EXPECTED = Expected(value=1000.0, source="the data sheet", passes=0.45, fails=0.25)
+EXPECTED = ExpectedRate(value=1000.0, source="the data sheet", passes=0.45, fails=0.25)
 CPU = detect(Device.cpu)
 
 
