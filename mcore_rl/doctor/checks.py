@@ -6,7 +6,7 @@ it prints nothing and raises nothing that a user must read, because ``examinatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -94,7 +94,7 @@ class HealthCheck:
     name: str
     about: str
     limit_s: float
-    run: Callable[[Subject, float], Sequence[Diagnosis]]
+    run: Callable[[Subject, float], Iterable[Diagnosis]]
     needs: tuple[Need, ...] = ()
     on_each_node: bool = True
 

@@ -15,7 +15,7 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.doctor import collectives, compute, engine, layers, memory, recipe, runs, software
 from mcore_rl.doctor.checks import Diagnosis, HealthCheck, Subject, Verdict
 from mcore_rl.doctor.examination import examine, examine_nodes, platform_diagnosis
-from mcore_rl.doctor.report import report_tables, write_report
+from mcore_rl.doctor.report import lowest_rates, report_tables, write_report
 from mcore_rl.errors import Violation, refuse_if_any
 
 LOG_WIDTH = 140  # of the table in a file; a terminal has its own
@@ -86,7 +86,8 @@ def run_doctor(options: argparse.Namespace) -> int:
     diagnoses = [first, *([] if first.verdict is Verdict.FAIL else _examined(options, subject))]
     path = write_report(diagnoses, subject)
     console.print(report_tables(diagnoses))
-    console.print(f"{path}: plan with it by cluster.measured={path}", markup=False, highlight=False, soft_wrap=True)
+    more = f": plan with its rates by cluster.measured={path}" if lowest_rates(diagnoses) else ""
+    console.print(f"{path}{more}", markup=False, highlight=False, soft_wrap=True)
     return 1 if any(each.verdict is Verdict.FAIL for each in diagnoses) else 0
 
 

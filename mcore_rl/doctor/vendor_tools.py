@@ -148,7 +148,7 @@ def parse_rocm_smi(products: str, driver: str) -> DriverReport:
         if number := re.fullmatch(r"card(\d+)", card):
             lower = {key.lower(): value for key, value in row.items()}  # "Card series" until ROCm 5, then "Card Series"
             total, used = (
-                int(lower[key]) // 2**20 if str(lower.get(key, "")).isdecimal() else None
+                int(str(lower[key])) // 2**20 if str(lower.get(key, "")).isdecimal() else None
                 for key in ("vram total memory (b)", "vram total used memory (b)")
             )
             gpus.append(

@@ -19,6 +19,8 @@ from mcore_rl.runtime.cluster import ray_cluster, this_host
 
 T = TypeVar("T")
 
+ANSWER_S = 30.0  # beyond the limit of the function itself
+
 
 @contextmanager
 def store_at(host: str) -> Iterator[int]:
@@ -76,10 +78,10 @@ def on_each_node(
 
 
 def _answers(calls: dict[Any, str], limit_s: float) -> dict[str, Any]:
-    done, missing = ray.wait(list(calls), num_returns=len(calls), timeout=limit_s + 30.0)
+    done, missing = ray.wait(list(calls), num_returns=len(calls), timeout=limit_s + ANSWER_S)
     for call in missing:
         ray.cancel(call, force=True)
-    answers, problems = {}, [f"{calls[call]} gave no answer within {limit_s + 30:g} s" for call in missing]
+    answers, problems = {}, [f"{calls[call]} gave no answer within {limit_s + ANSWER_S:g} s" for call in missing]
     for call in done:
         try:
             answers[calls[call]] = ray.get(call)

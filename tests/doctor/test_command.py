@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.cluster_utils import Cluster
 
 from mcore_rl.cli import main
 from mcore_rl.doctor.command import ALL_CHECKS
@@ -90,16 +92,6 @@ def test_a_machine_that_is_not_what_the_yaml_says_is_a_failure(tmp_path: Path, p
     assert done.returncode == 1 and verdicts(values)["the cluster's yaml"] == "FAIL"
     assert "cpus_per_node=4000, and " in " ".join(done.stdout.split())
     assert "FAIL: 1 FAIL, 1 PASS, 1 SKIP: mend the cluster's yaml before you start a run" in done.stdout
-    done, values = doctor(tmp_path, "--cluster", "nvidia_h100", *only)
-    assert done.returncode == 1 and verdicts(values) == {"platform": "FAIL"}, "no device is looked for twice"
-
-
-def test_the_tiny_colocated_steps_run_for_real(tmp_path: Path, processes: None) -> None:
-    done, values = doctor(tmp_path, "--only", "colocated run")
-    assert done.returncode == 0, done.stdout
-    (run,) = [each for each in values["diagnoses"] if each["check"] == "colocated run"]
-    assert run["verdict"] == "PASS" and run["numbers"]["logprob_difference"] < 1e-3, run
-    assert (tmp_path / "colocated_run" / "run" / "metrics.jsonl").is_file()
 
 
 @pytest.mark.tier("full")
@@ -115,3 +107,30 @@ def test_everything_that_a_machine_without_accelerators_can_show(tmp_path: Path,
         "needs a cluster: --cluster NAME", "needs a run to plan: --recipe NAME",
     }  # fmt: skip
     assert done.returncode == 0
+    (run,) = [each for each in values["diagnoses"] if each["check"] == "colocated run"]
+    assert run["numbers"]["logprob_difference"] < 1e-3 and run["numbers"]["step_s"] > 0
+    assert (tmp_path / "colocated_run" / "run" / "metrics.jsonl").is_file()
+
+
+@pytest.fixture
+def two_nodes(processes: None) -> Iterator[str]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "node_name": "n1"})
+    cluster.add_node(num_cpus=1, node_name="n2")
+    yield cluster.address
+    cluster.shutdown()
+
+
+@pytest.mark.tier("full")
+@pytest.mark.timeout(1200)
+def test_two_nodes_of_a_ray_that_is_there(two_nodes: str, tmp_path: Path) -> None:
+    """Both are this machine, whose name is 127.*: the doctor must say that other nodes would not reach it."""
+    only = ["matmul", "interface", "collectives between nodes", "run over nodes"]
+    chosen = [word for name in only for word in ("--only", name)]
+    done, values = doctor(tmp_path, "--nodes", "2", "--address", two_nodes, *chosen)
+    rows = {(each["check"], each["node"]): each for each in values["diagnoses"]}
+    assert {node for check, node in rows if check == "matmul"} == {"n1", "n2"}, "each by itself"
+    assert done.returncode == 1 and {rows["interface", node]["verdict"] for node in ("n1", "n2")} == {"FAIL"}
+    between = [rows[f"{kind} between nodes", ""] for kind in ("all-reduce", "all-to-all")]
+    assert all(each["verdict"] == "PASS" for each in between), between
+    assert values["rates"]["inter_node_gb_s"] == min(next(iter(each["numbers"].values())) for each in between)
+    assert rows["run over nodes", ""]["verdict"] == "PASS", done.stdout
