@@ -58,9 +58,9 @@ def test_a_node_that_fails_is_named(address: str) -> None:
 
 
 def test_a_node_that_gives_no_answer_is_named(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(each_node, "ANSWER_S", 0.5)
-    with pytest.raises(WorkerError, match=r"^n2 gave no answer within 2 s$"):
-        on_each_node(hangs, address, 2, CPU, (), 1.5)
+    monkeypatch.setattr(each_node, "ANSWER_S", 2.0)
+    with pytest.raises(WorkerError, match=r"n2 gave no answer within 5 s$"):
+        on_each_node(hangs, address, 2, CPU, (), 3.0)
 
 
 def test_more_nodes_than_there_are(address: str) -> None:
