@@ -21,6 +21,7 @@ from torch.distributed import HashStore, ProcessGroupGloo, TCPStore  # type: ign
 
 from mcore_rl.doctor.checks import NODES, TWO_RANKS, Diagnosis, ExpectedRate, HealthCheck, Subject, Verdict, judged
 from mcore_rl.doctor.vendor_tools import SLOW_LINKS_REMEDY
+from mcore_rl.errors import WorkerError
 from mcore_rl.parallel.device import Platform, device_of, set_device, synchronize
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.phase import phase
@@ -239,7 +240,11 @@ def _between_nodes(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     by_node = on_each_node(
         measure_node, subject.address, subject.num_nodes, platform, (platform,), limit_s, with_store=True
     )
-    rates = [rate for of_node in by_node.values() for rate in of_node]
+    rates = list[dict[str, BusRate]]()
+    for of_node in by_node.values():
+        if isinstance(of_node, WorkerError):
+            raise of_node
+        rates += of_node
     yield from rate_diagnoses(rates, platform, "between nodes", expected_link(subject, True), "inter_node")
 
 

@@ -18,6 +18,7 @@ from mcore_rl.doctor.examination import examine, examine_nodes, platform_diagnos
 from mcore_rl.doctor.report import lowest_rates, report_tables, write_report
 from mcore_rl.errors import Violation, refuse_if_any
 
+NODES_SHARE = 2 / 3  # of the minutes: for what nodes do by themselves, all at once
 LOG_WIDTH = 140  # of the table in a file; a terminal has its own
 
 ALL_CHECKS: tuple[HealthCheck, ...] = (
@@ -106,6 +107,6 @@ def _examined(options: argparse.Namespace, subject: Subject) -> list[Diagnosis]:
         if subject.num_nodes == 1:
             return examine(checks, subject, seconds, watch)
         watch(f"{subject.num_nodes} nodes, each by itself")
-        diagnoses = examine_nodes(checks, subject, seconds / 2)
+        diagnoses = examine_nodes(checks, subject, NODES_SHARE * seconds)
         over = [check for check in checks if not check.on_each_node]
-        return diagnoses + examine(over, subject, seconds / 2, watch)
+        return diagnoses + examine(over, subject, (1 - NODES_SHARE) * seconds, watch)

@@ -9,10 +9,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.doctor.checks import THOROUGH, Diagnosis, HealthCheck, Subject, Verdict
 from mcore_rl.doctor.tiny_task import write_model
+from mcore_rl.doctor.vendor_tools import libraries_in
 from mcore_rl.parallel.device import Platform, memory, set_device
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.phase import phase
@@ -29,7 +32,10 @@ RELEASED = 0.9  # of the memory that an engine took, in sleep: context and libra
 
 @dataclass(frozen=True)
 class EngineLife:
-    """What one engine did.  Times in seconds; bytes of the device; tokens by prompt."""
+    """What one engine did.  Times in seconds; bytes of the device.
+
+    differing: tensors that are not those of the files.  doubled: libraries of which a process of it has two copies.
+    """
 
     start_s: float
     sleep_s: float
@@ -38,6 +44,7 @@ class EngineLife:
     asleep_bytes: int
     same_tokens: bool
     differing: tuple[str, ...]
+    doubled: tuple[str, ...] = ()
 
 
 def live(rank: Rank, platform: Platform, directory: Path) -> EngineLife:
@@ -78,7 +85,17 @@ async def _live(engine: EngineProcess, platform: Platform, directory: Path, star
         held = await engine.call_workers(HeldWeightsMethods.held_differences, str(directory), "tp=1")
     with phase("drawing again"):
         again = await _draw(engine)
-    return EngineLife(start_s, sleep_s, wake_s, awake, asleep, first == again, tuple(worst(held)))
+    doubled = _doubled(psutil.Process(engine.pid), platform)
+    return EngineLife(start_s, sleep_s, wake_s, awake, asleep, first == again, tuple(worst(held)), doubled)
+
+
+def _doubled(engine: psutil.Process, platform: Platform) -> tuple[str, ...]:
+    """Families of a vendor's libraries that any process of the engine has loaded from two folders."""
+    families = set[str]()
+    for process in (engine, *engine.children(recursive=True)):
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        families |= {name for name, places in libraries_in(maps, platform.kind).items() if len(places) > 1}
+    return tuple(sorted(families))
 
 
 async def _draw(engine: EngineProcess) -> dict[str, list[int]]:
@@ -102,6 +119,7 @@ def engine_diagnosis(life: EngineLife, platform: Platform) -> Diagnosis:
         problems.append(f"{len(life.differing)} tensors are not those of the files, {life.differing[0]} first")
     if not life.same_tokens:
         problems.append("greedy draws differ before and after sleep")
+    problems += [f"it has loaded two copies of {family}" for family in life.doubled]
     numbers = {"engine_start_s": life.start_s, "engine_sleep_s": life.sleep_s, "engine_wake_s": life.wake_s}
     if platform.is_accelerator:
         numbers |= {"engine_awake_bytes": float(life.awake_bytes), "engine_asleep_bytes": float(life.asleep_bytes)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from dataclasses import replace
 
 from mcore_rl.config.engine import Device
 from mcore_rl.doctor.checks import Diagnosis, HealthCheck, Subject, Verdict
-from mcore_rl.errors import DeviceError, McoreRLError
+from mcore_rl.errors import DeviceError, McoreRLError, WorkerError
 from mcore_rl.parallel.device import Platform, banner, detect
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.phase import phase
@@ -99,13 +98,12 @@ def examine_node(
     """What the checks ``names`` say of this node; runs in a Ray worker that has all accelerators of the node."""
     from mcore_rl.doctor.command import ALL_CHECKS
 
-    host = socket.gethostname()
     platform, first = platform_diagnosis(subject.platform.kind)
     own = replace(subject, platform=platform, directory=subject.directory / f"node_{node}")
     own.directory.mkdir(parents=True, exist_ok=True)
     checks = [check for check in ALL_CHECKS if check.name in names]
     said = [] if first.verdict is Verdict.FAIL else examine(checks, own, seconds)
-    return [replace(each, node=host) for each in [first, *said]]
+    return [first, *said]
 
 
 def examine_nodes(checks: Sequence[HealthCheck], subject: Subject, seconds: float) -> list[Diagnosis]:
@@ -117,4 +115,11 @@ def examine_nodes(checks: Sequence[HealthCheck], subject: Subject, seconds: floa
     by_node = on_each_node(
         examine_node, subject.address, subject.num_nodes, subject.platform, (names, subject, seconds), limit_s
     )
-    return [replace(each, node=node) for node, said in by_node.items() for each in said]
+    diagnoses = list[Diagnosis]()
+    for node, said in by_node.items():
+        if isinstance(said, WorkerError):
+            remedy = "Look at the node and at Ray's log of it, or leave it out"
+            failed = Diagnosis(check="platform", verdict=Verdict.FAIL, measured=str(said), remedy=remedy)
+            said = [replace(failed, measured=failed.measured.splitlines()[0], details=str(said))]
+        diagnoses += [replace(each, node=node) for each in said]
+    return diagnoses

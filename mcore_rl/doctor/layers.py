@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,9 +47,18 @@ def sample_batch(vocab_size: int) -> TrainBatch:
 
 
 def score_under(
-    rank: Rank, platform: Platform, directory: Path, layouts: tuple[str, ...], precision: Precision, spec: LayerSpec
-) -> list[Tensor]:
-    """Log-probs of ``sample_batch`` under each of ``layouts``, in the order of the batch; the same on every rank."""
+    rank: Rank,
+    platform: Platform,
+    directory: Path,
+    layouts: tuple[str, ...],
+    precision: Precision,
+    spec: LayerSpec,
+    routing_TLK: Tensor | None,
+) -> list[tuple[Tensor, Tensor]]:
+    """(log-probs, chosen experts) of ``sample_batch`` under each of ``layouts``; the same on every rank.
+
+    routing_TLK: the experts to take; None: the router's choice.  Rounding alone would send some tokens elsewhere.
+    """
     # Megatron, in the ranks alone: whoever starts them need not wait for it.
     from mcore_rl.checkpoints.convert import open_hf
     from mcore_rl.checkpoints.load import load_hf
@@ -69,9 +80,10 @@ def score_under(
                 engine = Engine("actor", plain.model, parallel, config, groups, platform, trainable=False)
                 table = Table(plain.family, plain.model, parallel, rank.world_size)
                 engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank.rank))
-                logprobs_T = engine.score(sample_batch(plain.model.vocab_size), with_entropy=False).logprobs_T
-                assert logprobs_T is not None
-                scores.append(logprobs_T.cpu())
+                batch = replace(sample_batch(plain.model.vocab_size), routing_TLK=routing_TLK)
+                result = engine.score(batch, with_entropy=False, record_routing=True)
+                assert result.logprobs_T is not None and result.routing_TLK is not None
+                scores.append((result.logprobs_T.cpu(), result.routing_TLK.cpu()))
                 del engine
                 destroy_groups()
     return scores
@@ -103,15 +115,18 @@ def layer_diagnosis(name: str, reference_T: Tensor, scores: dict[str, Tensor], p
 
 def _layers(subject: Subject, limit_s: float, name: str, spec: LayerSpec, precision: Precision) -> Iterator[Diagnosis]:
     directory = write_model(subject.directory / "layers")
-    score = partial(run_ranks, score_under, timeout_s=limit_s / 2)
-    (reference_T,) = score(1, (subject.platform, directory, ("",), precision, LayerSpec.local))[0]
-    layouts = LAYOUTS if subject.num_ranks > 1 else ()
+
+    def score(world: int, layouts: tuple[str, ...], spec: LayerSpec, routing_TLK: Tensor | None) -> Any:
+        args = (subject.platform, directory, layouts, precision, spec, routing_TLK)
+        return run_ranks(score_under, world, args, timeout_s=limit_s / 3)[0]
+
+    ((reference_T, routing_TLK),) = score(1, ("",), LayerSpec.local, None)
     scores: dict[str, Tensor] = {}
     if spec is not LayerSpec.local:
-        (scores["one process"],) = score(1, (subject.platform, directory, ("",), precision, spec))[0]
-    if layouts:
-        by_rank = score(2, (subject.platform, directory, layouts, precision, spec))
-        scores |= dict(zip(layouts, by_rank[0], strict=True))
+        ((scores["one process"], _),) = score(1, ("",), spec, routing_TLK)
+    if subject.num_ranks > 1:
+        of_layouts = score(2, LAYOUTS, spec, routing_TLK)
+        scores |= {layout: logprobs_T for layout, (logprobs_T, _) in zip(LAYOUTS, of_layouts, strict=True)}
     yield layer_diagnosis(name, reference_T, scores, precision)
 
 

@@ -46,12 +46,13 @@ def on_each_node(
     limit_s: float,
     *,
     with_store: bool = False,
-) -> dict[str, T]:
+) -> dict[str, T | WorkerError]:
     """Name of the node -> ``function(node, num_nodes, *args[, host, port], limit_s)`` on it, all at the same time.
 
     address: of the cluster's head, or ``auto``.  platform: of every node; its accelerators are asked for as a whole.
     with_store: pass host and port of a store that all of them reach.
-    Raises ConfigError if the cluster has fewer nodes, WorkerError naming a node that gives no answer in ``limit_s``.
+    A node that fails, or gives no answer in ``limit_s``, has a WorkerError with its name in place of the result.
+    Raises ConfigError if the cluster has fewer nodes.
     """
     with ray_cluster(RayInitConfig(address=address)):
         alive = sorted((each for each in ray.nodes() if each["Alive"]), key=lambda each: str(each["NodeName"]))
@@ -81,13 +82,13 @@ def _answers(calls: dict[Any, str], limit_s: float) -> dict[str, Any]:
     done, missing = ray.wait(list(calls), num_returns=len(calls), timeout=limit_s + ANSWER_S)
     for call in missing:
         ray.cancel(call, force=True)
-    answers, problems = {}, [f"{calls[call]} gave no answer within {limit_s + ANSWER_S:g} s" for call in missing]
+    answers: dict[str, Any] = {
+        calls[call]: WorkerError(f"{calls[call]} gave no answer within {limit_s + ANSWER_S:g} s") for call in missing
+    }
     for call in done:
         try:
             answers[calls[call]] = ray.get(call)
         except ray.exceptions.RayError as error:
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-            problems.append(f"{calls[call]}: {cause}")
-    if problems:
-        raise WorkerError("\n".join(problems))
+            answers[calls[call]] = WorkerError(f"{calls[call]}: {cause}")
     return answers

@@ -123,7 +123,7 @@ def two_nodes(processes: None) -> Iterator[str]:
 @pytest.mark.timeout(1200)
 def test_two_nodes_of_a_ray_that_is_there(two_nodes: str, tmp_path: Path) -> None:
     """Both are this machine, whose name is 127.*: the doctor must say that other nodes would not reach it."""
-    only = ["matmul", "interface", "collectives between nodes", "run over nodes"]
+    only = ["matmul", "interface", "collectives between nodes", "run over nodes", "colocated run"]
     chosen = [word for name in only for word in ("--only", name)]
     done, values = doctor(tmp_path, "--nodes", "2", "--address", two_nodes, *chosen)
     rows = {(each["check"], each["node"]): each for each in values["diagnoses"]}
@@ -134,3 +134,4 @@ def test_two_nodes_of_a_ray_that_is_there(two_nodes: str, tmp_path: Path) -> Non
     slowest = min(next(iter(each["numbers"].values())) for each in between)
     assert values["rates"]["inter_node_gb_s"] == pytest.approx(slowest, rel=1e-3)
     assert rows["run over nodes", ""]["verdict"] == "PASS", done.stdout
+    assert all(rows["colocated run", node]["verdict"] == "PASS" for node in ("n1", "n2")), "a Ray inside of Ray"

@@ -32,6 +32,11 @@ def test_weights_or_tokens_that_changed_in_sleep() -> None:
     assert (diagnosis.verdict, diagnosis.measured) == (Verdict.FAIL, "greedy draws differ before and after sleep")
 
 
+def test_an_engine_with_two_copies_of_a_library() -> None:
+    diagnosis = engine_diagnosis(replace(GOOD, doubled=("libcudnn",)), H100)
+    assert (diagnosis.verdict, diagnosis.measured) == (Verdict.FAIL, "it has loaded two copies of libcudnn")
+
+
 def test_sleep_that_keeps_the_memory() -> None:
     keeps = replace(GOOD, asleep_bytes=19 * GIB)
     assert engine_diagnosis(keeps, H100).verdict is Verdict.WARN

@@ -44,23 +44,26 @@ def hangs(node: int, num_nodes: int, limit_s: float) -> None:
 
 def test_every_node_answers_once_from_its_own_process(address: str) -> None:
     answers = on_each_node(where, address, 2, CPU, ("word",), 60.0, with_store=True)
-    assert {name: answer[:4] for name, answer in answers.items()} == {
+    whole = {name: answer for name, answer in answers.items() if not isinstance(answer, WorkerError)}
+    assert {name: answer[:4] for name, answer in whole.items()} == {
         "n1": (0, 2, "word", 60.0),
         "n2": (1, 2, "word", 60.0),
     }
-    assert len({answer[4] for answer in answers.values()}) == len({answer[5] for answer in answers.values()}) == 2
+    assert len({answer[4] for answer in whole.values()}) == len({answer[5] for answer in whole.values()}) == 2
     assert not ray.is_initialized(), "the cluster is left as it was"
 
 
 def test_a_node_that_fails_is_named(address: str) -> None:
-    with pytest.raises(WorkerError, match=r"^n2: .*rank 3 failed in all-reduce"):
-        on_each_node(fails, address, 2, CPU, (), 60.0)
+    answers = on_each_node(fails, address, 2, CPU, (), 60.0)
+    assert answers["n1"] is None, "the others have answered"
+    assert isinstance(answers["n2"], WorkerError)
+    assert str(answers["n2"]).startswith("n2: ") and "rank 3 failed in all-reduce" in str(answers["n2"])
 
 
 def test_a_node_that_gives_no_answer_is_named(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(each_node, "ANSWER_S", 2.0)
-    with pytest.raises(WorkerError, match=r"n2 gave no answer within 5 s$"):
-        on_each_node(hangs, address, 2, CPU, (), 3.0)
+    answers = on_each_node(hangs, address, 2, CPU, (), 3.0)
+    assert str(answers["n2"]) == "n2 gave no answer within 5 s"
 
 
 def test_more_nodes_than_there_are(address: str) -> None:
