@@ -20,19 +20,17 @@ def take_measured(cluster: ClusterConfig) -> None:
     Raises ConfigError if the file is missing, is no doctor.json, is of other devices, or has no rate.
     """
     values = _read(cluster.measured)
-    if (values["device"], values["device_name"]) != (
-        cluster.device.value,
-        cluster.device_name or values["device_name"],
-    ):
-        problem = f"was measured on {values['device_name']} ({values['device']}), and the cluster {cluster.name} has "
+    device, name = values.get("device"), values.get("device_name")
+    if device != cluster.device.value or (cluster.device_name and name != cluster.device_name):
+        problem = f"was measured on {name} ({device}), and the cluster {cluster.name} has "
         problem += f"{cluster.device_name or 'other devices'} ({cluster.device.value})"
         raise _error(cluster.measured, problem, "Run mcore-rl doctor there, or name the cluster that it is of")
-    rates = {field.name: values["rates"].get(field.name) for field in fields(ReachedRates)}
+    rates = {field.name: values.get("rates", {}).get(field.name) for field in fields(ReachedRates)}
     if all(rate is None for rate in rates.values()):
         raise _error(cluster.measured, "has no rate to plan with", "Run mcore-rl doctor where there are two devices")
-    for name, rate in rates.items():
-        if rate is not None and getattr(cluster.reached, name) is None:
-            setattr(cluster.reached, name, float(rate))
+    for key, rate in rates.items():
+        if rate is not None and getattr(cluster.reached, key) is None:
+            setattr(cluster.reached, key, float(rate))
 
 
 def _read(path: str) -> dict[str, Any]:
