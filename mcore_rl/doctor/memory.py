@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import pickle
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 
 import psutil
 import torch
-import torch.multiprocessing  # registers how tensors are shared
 
 from mcore_rl.doctor.checks import ACCELERATOR, Diagnosis, ExpectedRate, HealthCheck, Subject, Verdict, judged
 from mcore_rl.doctor.compute import rate_of
@@ -20,6 +17,8 @@ from mcore_rl.parallel.device import Platform, num_cores, set_device, synchroniz
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.phase import phase
 from mcore_rl.planning.overheads import HOST_LINK_GB_S, MEMORY_EFFICIENCY, device_rates
+from mcore_rl.sync.device_handle import DeviceMemory
+from mcore_rl.sync.shared_memory import MappedMemory
 from mcore_rl.weights.fingerprint import fingerprint
 
 DEVICE_BYTES, CPU_BYTES = 1 << 30, 1 << 26  # of a copy: far above caches
@@ -125,31 +124,32 @@ def _pinning(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
 def share(
     rank: Rank, platform: Platform, to_peer: tuple[Connection, Connection], to_owner: tuple[Connection, Connection]
 ) -> tuple[int, int]:
-    """(fingerprint that this process expects, fingerprint that it sees) of one tensor that two processes map.
+    """(fingerprint that this process expects, fingerprint that it sees) of memory that two processes map.
 
-    Rank 0 owns the tensor.  Rank 1 maps it, and adds 1 to it in place.  Both look afterwards.
+    It is the memory through which weights go from a trainer to an engine (``sync/``).  Rank 0 owns and fills it, rank 1
+    maps it, and adds 1 in place.  Both look afterwards.
     """
-    if not platform.is_accelerator:
-        torch.multiprocessing.set_sharing_strategy("file_system")
     device = set_device(platform, 0)  # both on one device, as trainer and engine are
-    mine = torch.arange(SHARED_ELEMENTS, dtype=torch.int32, device=device)
-    changed = fingerprint(mine + 1, (0,))
+    memory = DeviceMemory(platform, device) if platform.is_accelerator else MappedMemory()
+    expected = torch.arange(SHARED_ELEMENTS, dtype=torch.int32, device=device)
     if rank.rank == 0:
-        with phase("sharing a tensor"):
-            to_peer[1].send_bytes(ForkingPickler.dumps(mine.share_memory_()))
+        with phase("sharing memory"):
+            whole, handle = memory.create(4 * SHARED_ELEMENTS)
+            mine = whole.view(torch.int32).copy_(expected)
+            memory.settle()
+            to_peer[1].send_bytes(handle)
             to_owner[0].recv_bytes()
-        synchronize(platform)
         seen = fingerprint(mine, (0,))
         to_peer[1].send_bytes(b"seen")
-        return changed, seen
-    with phase("mapping the tensor of another process"):
-        theirs: torch.Tensor = pickle.loads(to_peer[0].recv_bytes())
-        seen_before = fingerprint(theirs, (0,))
+        return fingerprint(expected + 1, (0,)), seen
+    with phase("mapping the memory of another process"):
+        theirs = memory.map(to_peer[0].recv_bytes()).view(torch.int32)
+        seen = fingerprint(theirs, (0,))
         theirs += 1
-        synchronize(platform)
+        memory.settle()
         to_owner[1].send_bytes(b"changed")
         to_peer[0].recv_bytes()  # the owner must not end before
-    return fingerprint(mine, (0,)), seen_before
+    return fingerprint(expected, (0,)), seen
 
 
 def sharing_diagnosis(results: list[tuple[int, int]]) -> Diagnosis:
