@@ -18,8 +18,13 @@ ALLOWED = {
         "get_cuda_rng_tracker",
     },  # Megatron's names; the CPU's as well
 }
-# They judge environments, before the package is there, and name the rungs of the set-up.
-ALLOWED_FILES = (*DEVICE_LAYER, "tools/check_environment.py", "tools/record_requirements.py")
+ALLOWED_FILES = (
+    *DEVICE_LAYER,
+    # They judge environments, before the package is there, and name the rungs of the set-up.
+    "tools/check_environment.py",
+    "tools/record_requirements.py",
+    "mcore_rl/doctor/vendor_tools.py",  # reads what the vendors' tools print, and what their libraries are called
+)
 
 
 def vendor_words(path: str, text: str) -> list[str]:
