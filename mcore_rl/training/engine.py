@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
@@ -42,6 +41,7 @@ from mcore_rl.training.router import Purpose
 from mcore_rl.training.routing import Routing
 from mcore_rl.training.schedule import run_schedule
 from mcore_rl.training.snapshots import Snapshots
+from mcore_rl.training.step_outputs import RunningSums, TokenOutputs
 from mcore_rl.types import Denominators, LossInputs, LossSums, StepResult, TokenScores, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -158,8 +158,7 @@ class Engine:
         """
         self.memory.require(OffloadPart.weights)
         batch = batch.to(self.groups.device)
-        names = ["values_T"] if self.head is Head.value else ["logprobs_T", "entropy_T"][: 1 + with_entropy]
-        out = torch.zeros(len(names), batch.tokens_T.numel(), device=self.groups.device)
+        out = TokenOutputs(self.head, with_entropy, batch.tokens_T.numel(), self.groups)
 
         def keep(microbatch: Microbatch, output: Tensor) -> None:
             if self.head is Head.value:
@@ -167,18 +166,15 @@ class Engine:
             else:
                 scores = self._logprobs(microbatch, output, temperature, with_entropy)
                 values = [score_N for score_N in scores if score_N is not None]
-            for row, value_N in zip(out, values, strict=True):
-                microbatch.scatter_to_targets(value_N, row)
+            out.add(microbatch, values)
 
         with phase("score", role=self.role), torch.no_grad():
             microbatches = self._microbatches(batch)
             self._forward(batch, microbatches, keep, snapshot, record_routing=record_routing)
-            dist.all_reduce(out, group=self.groups.cp)
-            dist.all_reduce(out, group=self.groups.pp)
-            routing_TLK = None
+            scored, routing_TLK = out.over_ranks(), None
             if record_routing and self.routing is not None:
                 routing_TLK = self.routing.choices(microbatches, batch.tokens_T.numel())
-        return TokenScores(**dict(zip(names, out.cpu(), strict=True)), routing_TLK=routing_TLK)
+        return replace(scored, routing_TLK=routing_TLK)
 
     def train_step(
         self,
@@ -189,11 +185,14 @@ class Engine:
         temperature: float = 1.0,
         with_entropy: bool = False,
         kl_to: str | None = None,
+        with_scores: bool = False,
     ) -> StepResult:
         """One optimizer step on one minibatch.  ``loss`` returns sums; ``denominators`` count the global minibatch.
 
         with_entropy: give the loss entropies (they cost time).  kl_to: give it the exact KL to the policy of this
         snapshot, which costs a forward pass and host memory for the snapshot's logits at the trained tokens.
+        with_scores: also return what ``score`` says of ``batch`` before the step, entropies included, from the step's
+        own forward pass; if ``batch`` has no old log-probs, the loss gets these.
         A non-finite loss or gradient skips a step; ``max_nonfinite_steps`` in a row raise NonFiniteError on all ranks.
         """
         assert self.optimizer is not None, f"the {self.role} was built to score only"
@@ -201,10 +200,14 @@ class Engine:
         assert denominators.loss > 0, "nothing is trained: the loss would be divided by 0"
         self.memory.require(*OffloadPart)
         batch = batch.to(self.groups.device)
-        sums = _RunningSums(self.groups)
+        sums, out = RunningSums(self.groups), None
+        if with_scores:
+            out = TokenOutputs(self.head, True, batch.tokens_T.numel(), self.groups)
 
         def differentiate(microbatch: Microbatch, output: Tensor) -> Tensor:
-            inputs = self._loss_inputs(batch, microbatch, output, temperature, with_entropy)
+            inputs = self._loss_inputs(batch, microbatch, output, temperature, with_entropy or with_scores)
+            if out is not None:
+                inputs = _keep_scores(out, microbatch, inputs, with_entropy)
             if kl_to is not None:
                 reference_MV, logits_NV = kept[microbatch.index], output.view(-1, output.shape[-1])
                 kl_N = full_kl(logits_NV, reference_MV, inputs.mask_N, temperature=temperature, **self._vocabulary)
@@ -230,13 +233,16 @@ class Engine:
             run_schedule(self.chunks, microbatches, self._announce, differentiate, forward_only=False)
             self._watch.end()
             loss_value, metrics = sums.over_ranks()
+            scores = None if out is None else out.over_ranks()
             with phase("optimizer"):
                 lr = self.optimizer.lr
                 stepped = self.optimizer.step(loss_is_finite=math.isfinite(loss_value))
             if self.routing is not None:
                 metrics |= self.routing.metrics(denominators)
             skipped = self._note_outcome(stepped.grad_norm, stepped.finite)
-        return StepResult(loss=loss_value, grad_norm=stepped.grad_norm, lr=lr, skipped=skipped, metrics=metrics)
+        return StepResult(
+            loss=loss_value, grad_norm=stepped.grad_norm, lr=lr, skipped=skipped, metrics=metrics, scores=scores
+        )
 
     def _count_choices(self, batch: TrainBatch, microbatches: list[Microbatch]) -> None:
         """Run a forward-only pass in which the routers count the choices of the whole global batch."""
@@ -374,27 +380,12 @@ class Engine:
         )
 
 
-class _RunningSums:
-    """Adds up the loss and the metrics of a step's microbatches, then over the ranks."""
+def _keep_scores(out: TokenOutputs, microbatch: Microbatch, inputs: LossInputs, with_entropy: bool) -> LossInputs:
+    """Keeps log-probs and entropies of ``inputs``; returns what the loss gets.  with_entropy: it gets entropies.
 
-    def __init__(self, groups: ProcessGroups) -> None:
-        self.groups = groups
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, total: Tensor, metrics: dict[str, Tensor]) -> None:
-        for name, value in {"": total, **metrics}.items():
-            value = value.detach().float()
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    def over_ranks(self) -> tuple[float, dict[str, float]]:
-        """Loss and metrics of the global minibatch, on every rank.  Collective over the world."""
-        sums: list[dict[str, float]] = [{}]
-        if self.groups.is_last_stage:
-            names = sorted(self._sums)
-            stacked = torch.stack([self._sums[name] for name in names])
-            dist.all_reduce(stacked, group=self.groups.dp_cp)
-            sums = [dict(zip(names, stacked.tolist(), strict=True))]
-        if self.groups.layout.pp > 1:
-            last = dist.get_global_rank(self.groups.pp, self.groups.layout.pp - 1)
-            dist.broadcast_object_list(sums, src=last, group=self.groups.pp)
-        return sums[0].pop(""), sums[0]
+    These are the weights before the step, so log-probs are their own old ones.
+    """
+    assert inputs.logprobs_N is not None and inputs.entropy_N is not None, "values have no log-probs"
+    out.add(microbatch, [inputs.logprobs_N, inputs.entropy_N])
+    old_N = inputs.logprobs_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
+    return replace(inputs, old_logprobs_N=old_N, entropy_N=inputs.entropy_N if with_entropy else None)

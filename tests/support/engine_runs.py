@@ -147,14 +147,19 @@ def _run_in_groups(
     scores = engine.score(mine, temperature=problem.temperature)
     result = Result(scores=gather_scores(scores, batch, groups))
     loss = batches.value_loss if problem.head is Head.value else batches.policy_loss
-    for _ in range(STEPS):
+    for number in range(STEPS):
         step = engine.train_step(
             mine,
             loss,
             batches.denominators(batch),
             temperature=problem.temperature,
             with_entropy=problem.head is Head.lm,
+            with_scores=number == 0 and problem.head is Head.lm,
         )
+        if step.scores is not None:  # the same weights, microbatches and operations: the same bits
+            for name in ("logprobs_T", "entropy_T"):
+                own_T, scored_T = getattr(step.scores, name), getattr(scores, name)
+                assert torch.equal(own_T, scored_T), f"an update's own {name} are others than its replica of score's"
         assert step.skipped is None
         result.loss.append(step.loss)
         result.grad_norm.append(step.grad_norm)
