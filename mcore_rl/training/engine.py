@@ -21,6 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.config.engine import AuxLoss, Dispatcher, EngineConfig, LayerSpec, Precision, engine_violations
+from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.model import ModelConfig, model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
@@ -30,6 +31,7 @@ from mcore_rl.parallel.groups import ProcessGroups, sum_over
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
 from mcore_rl.training.full_kl import full_kl
+from mcore_rl.training.fusions import resolve_fusions
 from mcore_rl.training.layers import transformer_engine_lacks
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches
@@ -41,12 +43,13 @@ from mcore_rl.training.router import Purpose
 from mcore_rl.training.routing import Routing
 from mcore_rl.training.schedule import run_schedule
 from mcore_rl.training.snapshots import Snapshots
-from mcore_rl.training.step_outputs import RunningSums, TokenOutputs
+from mcore_rl.training.step_outputs import RunningSums, TokenOutputs, keep_scores
 from mcore_rl.types import Denominators, LossInputs, LossSums, StepResult, TokenScores, TrainBatch
 
 logger = logging.getLogger(__name__)
 
 Loss = Callable[[LossInputs], LossSums]
+BUCKET_ELEMENTS: int | None = None  # of ``overlap_grad_reduce``; None is Megatron's, planning/states.py has its rule
 
 
 def transformer_engine_problem(
@@ -100,17 +103,19 @@ class Engine:
         if config.precision is Precision.bfloat16 and not platform.supports_bf16:
             problem = f"{platform.device_name} cannot compute in it"
             violations.append(Violation("precision", config.precision.value, problem, "Write precision=float32"))
+        fusions, unfit = resolve_fusions(config, model, groups.layout, platform, layer_spec)
+        violations += [*unfit, *megatron_violations(config.megatron)]
         refuse_if_any([*violations, *layout_violations(model, parallel, groups.layout.world_size)])
         self.role, self.model, self.config, self.groups, self.platform = role, model, config, groups, platform
         self.head, self.layer_spec = head, layer_spec
         self.dtype = DTYPES[config.precision]
         with phase("build", role=role):
-            settings = transformer_config(model, parallel, config, layer_spec)
+            settings = transformer_config(model, parallel, config, layer_spec, fusions)
             self.models = build_chunks(model, settings, parallel, layer_spec, groups, head=head)
             self.chunks: list[DistributedDataParallel] = []
             self.optimizer: Optimizer | None = None
             if trainable:
-                self.chunks = self._wrap(settings)
+                self.chunks = self._wrap(settings, overlap=fusions.overlap_grad_reduce)
                 self.optimizer = Optimizer(config.optim, self.chunks, self.dtype)
         self.snapshots = Snapshots(self.models, platform)
         self.memory = Offload(self.models, self.chunks, self.optimizer, platform)
@@ -125,10 +130,23 @@ class Engine:
         if groups.rank == 0 and parallel.pp > 1:
             logger.info("%s\n%s", role, describe_placement(model.num_layers, parallel))
 
-    def _wrap(self, settings: TransformerConfig) -> list[DistributedDataParallel]:
-        # Gradients are summed in float32 and scattered to the optimizer's shards once, after the last microbatch.
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        wrapped = [DistributedDataParallel(settings, ddp, chunk) for chunk in self.models]
+    def _wrap(self, settings: TransformerConfig, *, overlap: bool) -> list[DistributedDataParallel]:
+        # Gradients are summed in float32 and scattered to the optimizer's shards once: after the last microbatch, or
+        # with ``overlap`` a bucket at a time in its backward pass.
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=overlap,
+            bucket_size=BUCKET_ELEMENTS,
+        )
+        # As Megatron's own training does: of several chunks the first alone is cut, since it is the last to be reduced.
+        wrapped = [
+            DistributedDataParallel(settings, ddp, chunk, disable_bucketing=overlap and index > 0)
+            for index, chunk in enumerate(self.models)
+        ]
+        if overlap:
+            quiet = [chunk.no_sync for chunk in wrapped]  # during all microbatches but the last
+            settings.no_sync_func = quiet if len(quiet) > 1 else quiet[0]
         # Megatron passes a token count to divide by; our losses are divided already.
         settings.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(chunks, **kwargs)
         return wrapped
@@ -207,7 +225,7 @@ class Engine:
         def differentiate(microbatch: Microbatch, output: Tensor) -> Tensor:
             inputs = self._loss_inputs(batch, microbatch, output, temperature, with_entropy or with_scores)
             if out is not None:
-                inputs = _keep_scores(out, microbatch, inputs, with_entropy)
+                inputs = keep_scores(out, microbatch, inputs, with_entropy=with_entropy)
             if kl_to is not None:
                 reference_MV, logits_NV = kept[microbatch.index], output.view(-1, output.shape[-1])
                 kl_N = full_kl(logits_NV, reference_MV, inputs.mask_N, temperature=temperature, **self._vocabulary)
@@ -378,14 +396,3 @@ class Engine:
             selection_N=microbatch.at_targets(batch.selection_T),
             extra_N=microbatch.extra_at_targets(batch.extra_T),
         )
-
-
-def _keep_scores(out: TokenOutputs, microbatch: Microbatch, inputs: LossInputs, with_entropy: bool) -> LossInputs:
-    """Keeps log-probs and entropies of ``inputs``; returns what the loss gets.  with_entropy: it gets entropies.
-
-    These are the weights before the step, so log-probs are their own old ones.
-    """
-    assert inputs.logprobs_N is not None and inputs.entropy_N is not None, "values have no log-probs"
-    out.add(microbatch, [inputs.logprobs_N, inputs.entropy_N])
-    old_N = inputs.logprobs_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
-    return replace(inputs, old_logprobs_N=old_N, entropy_N=inputs.entropy_N if with_entropy else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor
 from mcore_rl.config.role import Head
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.training.microbatch import Microbatch
-from mcore_rl.types import TokenScores
+from mcore_rl.types import LossInputs, TokenScores
 
 
 class TokenOutputs:
@@ -32,6 +33,17 @@ class TokenOutputs:
         dist.all_reduce(self._out, group=self.groups.cp)
         dist.all_reduce(self._out, group=self.groups.pp)
         return TokenScores(**dict(zip(self._names, self._out.cpu(), strict=True)))
+
+
+def keep_scores(out: TokenOutputs, microbatch: Microbatch, inputs: LossInputs, *, with_entropy: bool) -> LossInputs:
+    """Keeps log-probs and entropies of ``inputs``; returns what the loss gets.  with_entropy: it gets entropies.
+
+    The weights are those before the step, so log-probs are their own old ones.
+    """
+    assert inputs.logprobs_N is not None and inputs.entropy_N is not None, "values have no log-probs"
+    out.add(microbatch, [inputs.logprobs_N, inputs.entropy_N])
+    old_N = inputs.logprobs_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
+    return replace(inputs, old_logprobs_N=old_N, entropy_N=inputs.entropy_N if with_entropy else None)
 
 
 class RunningSums:

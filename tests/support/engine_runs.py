@@ -15,6 +15,7 @@ from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import phase
+from mcore_rl.training import engine as engine_module
 from mcore_rl.training.engine import Engine
 from mcore_rl.types import TokenScores, TrainBatch
 from tests.invariance.cases import MODELS, Case, Problem
@@ -23,6 +24,7 @@ from tests.support.full_weights import Weights
 from tests.support.sabotage import SABOTAGE
 
 STEPS = 2
+SMALL_BUCKET = 2000  # elements: several buckets of a tiny model
 
 
 @dataclass
@@ -57,6 +59,8 @@ def engine_config(case: Case, device: Device = Device.cpu) -> EngineConfig:
         recompute=case.recompute,
         microbatch_tokens=case.microbatch_tokens,
         microbatch_sequences=case.microbatch_sequences,
+        overlap_grad_reduce=case.overlap,
+        megatron=dict(case.megatron),
         moe=MoeTrainConfig(
             dispatcher=case.dispatcher,
             aux_loss=problem.aux,
@@ -134,6 +138,7 @@ def _run_in_groups(
     case: Case, parallel: ParallelConfig, groups: ProcessGroups, platform: Platform, start: Weights
 ) -> Result:
     model, problem = MODELS[case.problem.model], case.problem
+    engine_module.BUCKET_ELEMENTS = SMALL_BUCKET if case.overlap else None
     engine = Engine(
         "critic" if problem.head is Head.value else "actor",
         model, parallel, engine_config(case, platform.kind), groups, platform, head=problem.head,

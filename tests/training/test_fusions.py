@@ -1,0 +1,125 @@
+"""What an engine asks Megatron for on a platform that says cuda: no kernel runs here, settings reach their places."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from megatron.core.tensor_parallel import layers as parallel_linears
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe import fused_a2a, moe_utils
+
+from mcore_rl.config.engine import Device, Dispatcher, FlexBackend, LayerSpec, MoeTrainConfig
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import parse_layout
+from mcore_rl.parallel.launch import Rank
+from mcore_rl.parallel.layout import Layout
+from mcore_rl.training.fusions import PERMUTE_KERNELS, UNFUSED, Fusions, resolve_fusions
+from mcore_rl.training.model import transformer_config
+from tests.support import engines, models
+from tests.support.forked import run_ranks
+
+CUDA = replace(engines.CPU, kind=Device.cuda)
+DENSE, MOE = models.dense(), models.moe()
+TE, LOCAL = LayerSpec.transformer_engine, LayerSpec.local
+
+
+@pytest.fixture
+def everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apex, Transformer Engine's permutation, DeepEP and HybridEP, as Megatron sees them where they are installed."""
+    monkeypatch.setattr(parallel_linears, "_grad_accum_fusion_available", True)
+    monkeypatch.setattr(fused_a2a, "HAVE_DEEP_EP", True)
+    monkeypatch.setattr(fused_a2a, "HAVE_HYBRIDEP", True)
+    for name in PERMUTE_KERNELS:
+        monkeypatch.setattr(moe_utils, name, object(), raising=False)
+
+
+def resolved(
+    model: ModelConfig = MOE, platform: Any = CUDA, spec: LayerSpec = TE, layout: str = "ep=2", **settings: Any
+) -> tuple[Fusions, dict[str, str]]:
+    """What is used, and what is refused: key -> problem."""
+    config = engines.config(**settings)
+    fusions, violations = resolve_fusions(config, model, Layout.of(parse_layout(layout), 2), platform, spec)
+    return fusions, {each.key: f"{each.problem}. {each.remedy}" for each in violations}
+
+
+@pytest.mark.usefixtures("everything")
+def test_an_accelerator_with_everything_uses_everything() -> None:
+    every = Fusions(overlap_grad_reduce=True, gradient_accumulation_fusion=True, permute_fusion=True)
+    assert resolved() == (every, {})
+    assert resolved(DENSE) == (replace(every, permute_fusion=False), {})
+    assert resolved(spec=LOCAL) == (replace(every, permute_fusion=False), {})
+    assert resolved(spec=LOCAL, moe=MoeTrainConfig(permute_fusion=True)) == (every, {})
+    off: dict[str, Any] = dict(overlap_grad_reduce=False, gradient_accumulation_fusion=False)
+    assert resolved(moe=MoeTrainConfig(permute_fusion=False), **off) == (UNFUSED, {})
+
+
+def test_without_them_none_is_used_and_asking_is_refused() -> None:
+    bare = Fusions(overlap_grad_reduce=True)
+    assert resolved() == (bare, {})
+    _, said = resolved(
+        gradient_accumulation_fusion=True, moe=MoeTrainConfig(permute_fusion=True, dispatcher=Dispatcher.flex)
+    )
+    assert said.keys() == {"gradient_accumulation_fusion", "moe.permute_fusion", "moe.flex_backend"}
+    assert "fused_weight_gradient_mlp_cuda" in said["gradient_accumulation_fusion"]
+    assert "Transformer Engine 2.1" in said["moe.permute_fusion"] and "deep_ep" in said["moe.flex_backend"]
+
+
+@pytest.mark.usefixtures("everything")
+def test_what_is_for_accelerators_is_refused_on_the_cpu() -> None:
+    _, said = resolved(
+        platform=engines.CPU, spec=LOCAL, gradient_accumulation_fusion=True,
+        moe=MoeTrainConfig(permute_fusion=True, dispatcher=Dispatcher.flex),
+    )  # fmt: skip
+    assert said.keys() == {"gradient_accumulation_fusion", "moe.permute_fusion", "moe.dispatcher"}
+    assert resolved(platform=engines.CPU, spec=LOCAL) == (UNFUSED, {})
+
+
+@pytest.mark.usefixtures("everything")
+def test_the_flex_dispatcher_needs_ranks_to_send_to() -> None:
+    for backend in FlexBackend:
+        flex = MoeTrainConfig(dispatcher=Dispatcher.flex, flex_backend=backend)
+        assert not resolved(moe=flex)[1] and not resolved(layout="tp=2,etp=2", moe=flex)[1]
+        assert "parallel.ep and parallel.etp are 1" in resolved(layout="", moe=flex)[1]["moe.dispatcher"]
+        assert not resolved(DENSE, layout="", moe=flex)[1], "a model without experts sends no tokens"
+
+
+@pytest.mark.usefixtures("everything")
+def test_megatron_s_configuration_has_them() -> None:
+    flex = MoeTrainConfig(dispatcher=Dispatcher.flex, flex_backend=FlexBackend.hybridep)
+    fields = {"moe_hybridep_num_sms": 24, "attention_backend": "flash", "deallocate_pipeline_outputs": True}
+    settings, parallel = engines.config(moe=flex, megatron=fields), parse_layout("ep=2")
+    made = transformer_config(MOE, parallel, settings, LOCAL, resolved()[0])
+    assert made.gradient_accumulation_fusion and made.moe_permute_fusion
+    assert (made.moe_token_dispatcher_type, made.moe_flex_dispatcher_backend) == ("flex", "hybridep")
+    assert made.moe_hybridep_num_sms == 24 and made.deallocate_pipeline_outputs
+    assert made.attention_backend is AttnBackend.flash
+    plain = transformer_config(MOE, parallel, engines.config(), LOCAL)
+    assert not plain.gradient_accumulation_fusion and not plain.moe_permute_fusion
+    assert plain.moe_token_dispatcher_type == "alltoall" and not plain.deallocate_pipeline_outputs
+
+
+def overlapping(rank: Rank) -> list[tuple[bool, int | None, bool, str]]:
+    """Of engines: whether gradients are reduced meanwhile, the size of buckets, cut or not, and the pause's kind."""
+    seen = []
+    with engines.world(rank):
+        for layout, wanted in (("", None), ("", False), ("pp=2,vpp=2", True)):
+            with engines.groups_of(layout) as groups:
+                settings = engines.config(overlap_grad_reduce=wanted)
+                engine = engines.build(groups, DENSE, settings, layout=layout, platform=CUDA)
+                ddp, quiet = engine.chunks[0].ddp_config, engine.models[0].config.no_sync_func
+                sizes = [chunk.bucket_size is not None for chunk in engine.chunks]
+                seen.append((ddp.overlap_grad_reduce, ddp.bucket_size, sizes, type(quiet).__name__))
+                del engine
+    return seen
+
+
+def test_gradients_are_reduced_meanwhile_on_an_accelerator(processes: None) -> None:
+    first, last = run_ranks(overlapping, 2, ())
+    assert first == [
+        (True, 40_000_000, [True], "method"),
+        (False, None, [False], "NoneType"),
+        (True, 40_000_000, [True, False], "list"),
+    ]
+    assert last[2][2] == [False, False], "a later stage's gradients are ready before the first one's"
