@@ -13,12 +13,16 @@ from megatron.core.transformer.moe import fused_a2a, moe_utils
 from mcore_rl.config.engine import Device, Dispatcher, FlexBackend, LayerSpec, MoeTrainConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
+from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.training import engine as engine_module
 from mcore_rl.training.fusions import PERMUTE_KERNELS, UNFUSED, Fusions, resolve_fusions
 from mcore_rl.training.model import transformer_config
-from tests.support import engines, models
+from mcore_rl.types import LossInputs, LossSums
+from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
+from tests.support.full_weights import Weights
 
 CUDA = replace(engines.CPU, kind=Device.cuda)
 DENSE, MOE = models.dense(), models.moe()
@@ -113,6 +117,53 @@ def overlapping(rank: Rank) -> list[tuple[bool, int | None, bool, str]]:
                 seen.append((ddp.overlap_grad_reduce, ddp.bucket_size, sizes, type(quiet).__name__))
                 del engine
     return seen
+
+
+def trained(groups: ProcessGroups, model: ModelConfig, layout: str, *, overlap: bool) -> tuple[Weights, int]:
+    """The weights after steps of one, several and fewer microbatches, and how many reductions began in a backward pass.
+
+    Megatron counts the gradients of the first step, and reduces during the backward passes of later ones.
+    """
+    engine_module.BUCKET_ELEMENTS = 2000  # several of a tiny model
+    settings = engines.config(overlap_grad_reduce=overlap, microbatch_tokens=32)
+    engine, begun = engines.build(groups, model, settings, layout=layout), 0
+    bucket_groups = [each for chunk in engine.chunks for each in chunk.bucket_groups]
+    for lengths in ((5, 4), (29, 30, 18, 23, 28, 31), (3, 2), (30, 28, 9, 31)):
+        whole = batches.ragged(model.vocab_size, lengths)
+        share = engines.share_of(whole, groups)
+
+        def loss(inputs: LossInputs) -> LossSums:
+            nonlocal begun
+            begun += sum(each.grad_reduce_handle is not None for each in bucket_groups)
+            return batches.policy_loss(inputs)
+
+        def finished(*_: object) -> None:
+            nonlocal begun
+            begun += sum(each.grad_reduce_handle is not None for each in bucket_groups)
+
+        handle = engine.models[0].embedding.register_full_backward_hook(finished)
+        engine.train_step(share, loss, batches.denominators(whole), with_entropy=True)
+        handle.remove()
+    return engines.weights_of(engine), begun
+
+
+def both_ways(rank: Rank) -> dict[str, tuple[bool, int, int]]:
+    """For each layout: whether weights are equal bit for bit, and the reductions that began early, with and without."""
+    seen = {}
+    with engines.world(rank):
+        for model, layout in ((DENSE, ""), (MOE, "ep=2"), (models.dense(tie_output=True), "tp=2")):
+            with engines.groups_of(layout) as groups:
+                ours, early = trained(groups, model, layout, overlap=True)
+                theirs, never = trained(groups, model, layout, overlap=False)
+            seen[layout] = engines.same_bits(ours, theirs), early, never
+    return seen
+
+
+def test_steps_of_any_number_of_microbatches_sum_the_same_gradients(processes: None) -> None:
+    for seen in run_ranks(both_ways, 2, (), timeout_s=120):
+        for layout, (same, early, never) in seen.items():
+            assert same, layout
+            assert early > 0 == never, layout
 
 
 def test_gradients_are_reduced_meanwhile_on_an_accelerator(processes: None) -> None:
