@@ -74,7 +74,7 @@ def _no_accumulation(platform: Platform) -> str | None:
     if not platform.is_accelerator:
         return "it is a kernel for accelerators"
     if not parallel_linears._grad_accum_fusion_available:
-        return "NVIDIA Apex's extension fused_weight_gradient_mlp_cuda cannot be imported"
+        return "NVIDIA Apex's extension for it (fused_weight_gradient_mlp) cannot be imported"
     return None
 
 

@@ -12,6 +12,15 @@ DEVICE_LAYER = ("mcore_rl/parallel/device.py", "mcore_rl/parallel/cpu.py")
 # Names that others chose.  Each must still be in use, or it goes.
 ALLOWED = {
     "mcore_rl/config/engine.py": {"cuda"},  # what a user writes: device=cuda
+    "mcore_rl/config/megatron_fields.py": {  # fields of Megatron's, which has them all
+        "enable_cuda_graph",
+        "cuda_graph_use_single_mempool",
+        "cuda_graph_retain_backward_graph",
+        "cuda_graph_warmup_steps",
+        "external_cuda_graph",
+        "cuda_graph_impl",
+        "cuda_graph_scope",
+    },
     "mcore_rl/parallel/groups.py": {
         "model_parallel_cuda_manual_seed",
         "get_cuda_rng_tracker",
