@@ -132,6 +132,8 @@ class EngineConfig:
     last microbatch computes others; None: on accelerators.
     gradient_accumulation_fusion: the product that makes a weight's gradient adds it to the float32 one, by a kernel of
     NVIDIA Apex; None: where that is installed.
+    tp_comm_overlap: matrix products overlap with the communication of tensor ranks, in buffers of Transformer Engine's,
+    which have one shape: every microbatch is padded to ``microbatch_tokens``.
     megatron: fields of Megatron's TransformerConfig by name, as far as ``megatron_fields.py`` allows them.
     """
 
@@ -145,6 +147,7 @@ class EngineConfig:
     seed: int = 1234
     overlap_grad_reduce: bool | None = None
     gradient_accumulation_fusion: bool | None = None
+    tp_comm_overlap: bool = False
     megatron: dict[str, Any] = field(default_factory=dict)
     moe: MoeTrainConfig = field(default_factory=MoeTrainConfig)
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -48,6 +48,7 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "moe.aux_loss_coeff": ("moe_aux_loss_coeff",),
     "moe.z_loss_coeff": ("moe_z_loss_coeff",),
     "gradient_accumulation_fusion": ("gradient_accumulation_fusion",),
+    "tp_comm_overlap": ("tp_comm_overlap", "tp_comm_bootstrap_backend"),
     "overlap_grad_reduce": ("no_sync_func", "grad_sync_func"),
     "microbatch_tokens": ("variable_seq_lengths", "max_seqlen_per_dp_cp_rank"),
 }  # fmt: skip
@@ -103,10 +104,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "needs microbatches of one shape, and packed ones differ": (
         "enable_cuda_graph", "cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph",
         "cuda_graph_warmup_steps", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope", "use_te_rng_tracker",
-        "tp_comm_overlap", "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs",
-        "tp_comm_overlap_rs_dgrad", "tp_comm_split_ag", "tp_comm_atomic_ag", "tp_comm_split_rs",
-        "tp_comm_atomic_rs", "tp_comm_overlap_disable_qkv", "tp_comm_overlap_disable_fc1",
-        "tp_comm_bootstrap_backend", "symmetric_ar_type",
+        "symmetric_ar_type",
     ),
     "needs another pipeline schedule or step than the engine's": (
         "param_sync_func", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
@@ -122,6 +120,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "is for Megatron's own tests or tools": ("test_mode", "config_logger_dir"),
     "is deprecated, and ignored or gone": (
+        "tp_comm_split_ag", "tp_comm_atomic_ag", "tp_comm_split_rs", "tp_comm_atomic_rs",
         "async_tensor_model_parallel_allreduce", "moe_use_legacy_grouped_gemm", "use_ring_exchange_p2p",
     ),
 }  # fmt: skip
@@ -146,6 +145,13 @@ ALLOWED: dict[str, type | tuple[type, ...] | tuple[str, ...]] = {
     "moe_shared_expert_overlap": bool,
     "offload_modules": list,
     "overlap_p2p_comm_warmup_flush": bool,
+    "tp_comm_bulk_dgrad": bool,
+    "tp_comm_bulk_wgrad": bool,
+    "tp_comm_overlap_ag": bool,
+    "tp_comm_overlap_disable_fc1": bool,
+    "tp_comm_overlap_disable_qkv": bool,
+    "tp_comm_overlap_rs": bool,
+    "tp_comm_overlap_rs_dgrad": bool,
     "use_te_activation_func": bool,
 }
 

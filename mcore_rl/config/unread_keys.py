@@ -160,7 +160,8 @@ def _of_role(role: Role) -> Iterator[Switch]:
         f"{name}.moe.dispatcher=flex",
     )
     if not role.trains:
-        trains = ("optim.", "recompute", "max_nonfinite_steps", "overlap_grad_reduce", "gradient_accumulation_fusion")
+        trains = ("optim.", "recompute", "max_nonfinite_steps", "overlap_grad_reduce", "gradient_accumulation_fusion",
+                  "tp_comm_overlap")  # fmt: skip
         keys = tuple(f"{name}.{key}" for key in trains)
         yield Switch(keys, lambda run: False, f"the {name} is not trained", "it for a role that is")
         return

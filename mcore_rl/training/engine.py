@@ -31,10 +31,10 @@ from mcore_rl.parallel.groups import ProcessGroups, sum_over
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
 from mcore_rl.training.full_kl import full_kl
-from mcore_rl.training.fusions import resolve_fusions
+from mcore_rl.training.fusions import resolve_fusions, share_buffers
 from mcore_rl.training.layers import transformer_engine_lacks
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
-from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches
+from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches, rows_per_context_rank
 from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
 from mcore_rl.training.nonfinite import FiniteWatch
 from mcore_rl.training.offload import Offload, OffloadPart
@@ -108,9 +108,11 @@ class Engine:
         refuse_if_any([*violations, *layout_violations(model, parallel, groups.layout.world_size)])
         self.role, self.model, self.config, self.groups, self.platform = role, model, config, groups, platform
         self.head, self.layer_spec = head, layer_spec
-        self.dtype = DTYPES[config.precision]
+        self.dtype, self.fills_microbatches = DTYPES[config.precision], fusions.tp_comm_overlap
         with phase("build", role=role):
             settings = transformer_config(model, parallel, config, layer_spec, fusions)
+            if fusions.tp_comm_overlap:
+                share_buffers(rows_per_context_rank(config.microbatch_tokens, groups), model, groups.layout, platform)
             self.models = build_chunks(model, settings, parallel, layer_spec, groups, head=head)
             self.chunks: list[DistributedDataParallel] = []
             self.optimizer: Optimizer | None = None
@@ -139,11 +141,9 @@ class Engine:
             overlap_grad_reduce=overlap,
             bucket_size=BUCKET_ELEMENTS,
         )
-        # As Megatron's own training does: of several chunks the first alone is cut, since it is the last to be reduced.
-        wrapped = [
-            DistributedDataParallel(settings, ddp, chunk, disable_bucketing=overlap and index > 0)
-            for index, chunk in enumerate(self.models)
-        ]
+        # Of several chunks the first alone is cut, as in Megatron's own training: it is the last to be reduced.
+        whole = [overlap and index > 0 for index in range(len(self.models))]
+        wrapped = [DistributedDataParallel(settings, ddp, *each) for each in zip(self.models, whole, strict=True)]
         if overlap:
             quiet = [chunk.no_sync for chunk in wrapped]  # during all microbatches but the last
             settings.no_sync_func = quiet if len(quiet) > 1 else quiet[0]
@@ -336,6 +336,7 @@ class Engine:
                 sequences=self.config.microbatch_sequences,
                 equal_over_experts=self.config.moe.dispatcher is Dispatcher.allgather
                 and self.groups.experts.size() > 1,
+                fill=self.fills_microbatches,
             )
 
     def _announce(self, microbatch: Microbatch) -> None:

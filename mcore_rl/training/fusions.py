@@ -7,6 +7,7 @@ compute without it in silence.  What is there is what Megatron itself found when
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.tensor_parallel import layers as parallel_linears
 from megatron.core.transformer.moe import fused_a2a, moe_utils
@@ -34,6 +35,7 @@ class Fusions:
     overlap_grad_reduce: bool = False
     gradient_accumulation_fusion: bool = False
     permute_fusion: bool = False
+    tp_comm_overlap: bool = False
 
 
 UNFUSED = Fusions()
@@ -57,17 +59,57 @@ def resolve_fusions(
             violations.append(Violation(key, True, problem, f"Write {key}=null, which uses it where it is there"))
     if config.moe.dispatcher is Dispatcher.flex and model.moe is not None:
         violations += _flex_violations(config.moe.flex_backend, layout, platform)
+    if config.tp_comm_overlap:
+        violations += _overlap_violations(config, model, layout, layer_spec)
     permutes = wanted["moe.permute_fusion"]
     if permutes is None:
         permutes = layer_spec is LayerSpec.transformer_engine and why_not["moe.permute_fusion"] is None
     accumulates = wanted["gradient_accumulation_fusion"]
     if accumulates is None:
         accumulates = why_not["gradient_accumulation_fusion"] is None
-    overlaps = config.overlaps_reduction(accelerator=platform.is_accelerator)
-    return (
-        Fusions(overlap_grad_reduce=overlaps, gradient_accumulation_fusion=accumulates, permute_fusion=permutes),
-        violations,
+    fusions = Fusions(
+        overlap_grad_reduce=config.overlaps_reduction(accelerator=platform.is_accelerator),
+        gradient_accumulation_fusion=accumulates,
+        permute_fusion=permutes,
+        tp_comm_overlap=config.tp_comm_overlap,
     )
+    return fusions, violations
+
+
+def share_buffers(rows: int, model: ModelConfig, layout: Layout, platform: Platform) -> None:
+    """Makes the buffers of ``tp_comm_overlap``, once per process, as Megatron's training does.  Collective.
+
+    rows: of a microbatch on one context rank, over its tensor ranks.
+    """
+    from transformer_engine.pytorch.module import base  # type: ignore[import-not-found]  # where it is installed
+
+    unquantised: dict[str, Any] = {"use_fp8": False}
+    if "UserBufferQuantizationMode" in vars(base):  # 2.7 and newer
+        unquantised = {"quantization_modes": [base.UserBufferQuantizationMode.NONE]}
+    base.initialize_ub(
+        shape=[rows, model.hidden_size],
+        tp_size=layout.tp,
+        ub_cfgs={},
+        bootstrap_backend=platform.backend,
+        **unquantised,
+    )
+
+
+def _overlap_violations(
+    config: EngineConfig, model: ModelConfig, layout: Layout, layer_spec: LayerSpec
+) -> list[Violation]:
+    """Refuses ``tp_comm_overlap`` where Transformer Engine would do without it in silence, or fail in a step."""
+    problems = {
+        "Transformer Engine's layers do it, and they are not used here": layer_spec is LayerSpec.local,
+        "parallel.tp=1: there is nothing to communicate": layout.tp == 1,
+        "it has no buffers for latent attention's projections": model.mla is not None,
+        "its buffers have one shape, which microbatch_tokens gives": config.microbatch_tokens is None,
+    }
+    return [
+        Violation("tp_comm_overlap", True, problem, "Write tp_comm_overlap=false")
+        for problem, holds in problems.items()
+        if holds
+    ]
 
 
 def _no_accumulation(platform: Platform) -> str | None:

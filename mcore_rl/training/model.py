@@ -79,6 +79,7 @@ def transformer_config(
         layernorm_zero_centered_gamma=model.zero_centered_norm,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=fusions.gradient_accumulation_fusion,
+        tp_comm_overlap=fusions.tp_comm_overlap,
         # The unfused one reads the boundaries of packed sequences back in every layer; only Transformer Engine fuses.
         apply_rope_fusion=layer_spec is LayerSpec.transformer_engine and model.mla is None,
         params_dtype=dtype,

@@ -31,6 +31,7 @@ class Problem:
 class Case:
     """How it is computed.  microbatch_tokens: packed up to so many tokens; microbatch_sequences: or unpacked, so many.
 
+    filled: microbatches are padded to their budget.
     overlap: gradients are reduced during the backward pass, in small buckets.  megatron: fields that are passed on.
     sabotage: a deliberate mistake (tests/support/sabotage.py), to see that the gate sees it.
     """
@@ -44,6 +45,7 @@ class Case:
     dispatcher: Dispatcher = Dispatcher.alltoall
     pipeline_layers: tuple[int, ...] | None = None
     overlap: bool = False
+    filled: bool = False
     megatron: tuple[tuple[str, Any], ...] = ()
     sabotage: str | None = None
 
@@ -56,6 +58,7 @@ class Case:
         parts += [self.recompute.value] if self.recompute is not Recompute.none else []
         parts += ["allgather"] if self.dispatcher is Dispatcher.allgather else []
         parts += ["overlap"] if self.overlap else []
+        parts += ["filled"] if self.filled else []
         parts += [name for name, _ in self.megatron]
         parts += [f"aux-{problem.aux.value}"] if problem.aux is not AuxLoss.none else []
         parts += ["z"] if problem.z else []
@@ -192,6 +195,9 @@ def _overlap_cases() -> list[Case]:
             (DENSE, "pp=2,vpp=2", 4), (MOE, "tp=2,ep=2,etp=1", 4), (DEEPSEEK, "pp=2", 4), (CRITIC, "", 2),
         )
     ]  # fmt: skip
+    filled = [("tp=2", 2), ("cp=2", 2), ("tp=2,pp=2", 4)]
+    cases += [Case(problem=DENSE, layout=layout, world_size=size, filled=True) for layout, size in filled]
+    cases.append(Case(problem=MOE, layout="ep=2", world_size=2, filled=True))
     cases.append(replace(cases[0], microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.full))
     released = (("deallocate_pipeline_outputs", True),)
     cases.append(Case(problem=DENSE, layout="pp=2", world_size=2, megatron=released))
@@ -261,12 +267,17 @@ def all_cases() -> list[Case]:
 
 
 def once_packed_once_unpacked(cases: list[Case]) -> list[Case]:
-    """The cases of the tier ``test``: each layout of a problem once with packed microbatches, once with unpacked."""
+    """The cases of the tier ``test``: each layout of a problem once with packed microbatches, once with unpacked.
+
+    Of overlaps, filled microbatches and what is passed on, two processes say enough there.
+    """
     first: dict[tuple[object, ...], Case] = {}
     for case in cases:
+        if (case.overlap or case.filled or case.megatron) and case.world_size > 2:
+            continue
         packed = case.microbatch_sequences is None
         same = (case.problem, case.layout, case.world_size, case.dispatcher, case.pipeline_layers)
-        way = (*same, case.overlap, case.megatron, packed)
+        way = (*same, case.overlap, case.filled, case.megatron, packed)
         first.setdefault(way, case)
     return list(first.values())
 

@@ -143,6 +143,7 @@ def _run_in_groups(
         "critic" if problem.head is Head.value else "actor",
         model, parallel, engine_config(case, platform.kind), groups, platform, head=problem.head,
     )  # fmt: skip
+    engine.fills_microbatches = case.filled
     full_weights.gather_full(engine.models, start)  # fails where ranks start from different weights
     engine.load_weights(lambda models: full_weights.load_full(models, start))
     if case.sabotage is not None:

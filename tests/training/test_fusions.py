@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +12,14 @@ from megatron.core.tensor_parallel import layers as parallel_linears
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import fused_a2a, moe_utils
 
-from mcore_rl.config.engine import Device, Dispatcher, FlexBackend, LayerSpec, MoeTrainConfig
+from mcore_rl.config.engine import Device, Dispatcher, FlexBackend, LayerSpec, MoeTrainConfig, OptimizerConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.training import engine as engine_module
-from mcore_rl.training.fusions import PERMUTE_KERNELS, UNFUSED, Fusions, resolve_fusions
+from mcore_rl.training.fusions import PERMUTE_KERNELS, UNFUSED, Fusions, resolve_fusions, share_buffers
 from mcore_rl.training.model import transformer_config
 from mcore_rl.types import LossInputs, LossSums
 from tests.support import batches, engines, models
@@ -89,13 +91,52 @@ def test_the_flex_dispatcher_needs_ranks_to_send_to() -> None:
         assert not resolved(DENSE, layout="", moe=flex)[1], "a model without experts sends no tokens"
 
 
+def test_overlapped_tensor_communication_is_refused_where_it_would_do_nothing() -> None:
+    asked: dict[str, Any] = dict(layout="tp=2", tp_comm_overlap=True)
+    used, said = resolved(DENSE, **asked)
+    assert used.tp_comm_overlap and not said
+    assert not resolved(DENSE, layout="tp=2")[0].tp_comm_overlap
+    for changes, problem in (
+        (dict(spec=LOCAL), "Transformer Engine's layers do it"),
+        (dict(layout=""), "nothing to communicate"),
+        (dict(model=models.deepseek_v3()), "latent attention"),
+        (dict(microbatch_tokens=None, microbatch_sequences=1), "one shape"),
+    ):
+        given: dict[str, Any] = {"model": DENSE} | asked | changes
+        assert problem in resolved(**given)[1]["tp_comm_overlap"]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_buffers_are_made_for_a_full_microbatch(is_new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Megatron's own initialize.py calls ``initialize_ub`` of Transformer Engine, since 2.7 and before."""
+    called: list[dict[str, Any]] = []
+    base = ModuleType("transformer_engine.pytorch.module.base")
+    base.initialize_ub = lambda **given: called.append(given)  # type: ignore[attr-defined]
+    if is_new:
+        base.UserBufferQuantizationMode = SimpleNamespace(NONE="none")  # type: ignore[attr-defined]
+    module = ModuleType("transformer_engine.pytorch.module")
+    module.base = base  # type: ignore[attr-defined]
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    share_buffers(4096, DENSE, Layout.of(parse_layout("tp=2"), 2), replace(CUDA, backend="its own"))
+    precision = {"quantization_modes": ["none"]} if is_new else {"use_fp8": False}
+    (given,) = called
+    shape = [4096, DENSE.hidden_size]
+    assert given == {"shape": shape, "tp_size": 2, "ub_cfgs": {}, "bootstrap_backend": "its own"} | precision
+
+
 @pytest.mark.usefixtures("everything")
 def test_megatron_s_configuration_has_them() -> None:
     flex = MoeTrainConfig(dispatcher=Dispatcher.flex, flex_backend=FlexBackend.hybridep)
     fields = {"moe_hybridep_num_sms": 24, "attention_backend": "flash", "deallocate_pipeline_outputs": True}
     settings, parallel = engines.config(moe=flex, megatron=fields), parse_layout("ep=2")
     made = transformer_config(MOE, parallel, settings, LOCAL, resolved()[0])
-    assert made.gradient_accumulation_fusion and made.moe_permute_fusion
+    assert made.gradient_accumulation_fusion and made.moe_permute_fusion and not made.tp_comm_overlap
+    assert transformer_config(
+        DENSE, parse_layout("tp=2"), settings, LOCAL, Fusions(tp_comm_overlap=True)
+    ).tp_comm_overlap
     assert (made.moe_token_dispatcher_type, made.moe_flex_dispatcher_backend) == ("flex", "hybridep")
     assert made.moe_hybridep_num_sms == 24 and made.deallocate_pipeline_outputs
     assert made.attention_backend is AttnBackend.flash
@@ -125,7 +166,8 @@ def trained(groups: ProcessGroups, model: ModelConfig, layout: str, *, overlap: 
     Megatron counts the gradients of the first step, and reduces during the backward passes of later ones.
     """
     engine_module.BUCKET_ELEMENTS = 2000  # several of a tiny model
-    settings = engines.config(overlap_grad_reduce=overlap, microbatch_tokens=32)
+    optim = OptimizerConfig(lr=1e-2, eps=1e-5, clip_grad=0.0)  # a norm over other shards is rounded in another way
+    settings = engines.config(overlap_grad_reduce=overlap, microbatch_tokens=32, optim=optim)
     engine, begun = engines.build(groups, model, settings, layout=layout), 0
     bucket_groups = [each for chunk in engine.chunks for each in chunk.bucket_groups]
     for lengths in ((5, 4), (29, 30, 18, 23, 28, 31), (3, 2), (30, 28, 9, 31)):
