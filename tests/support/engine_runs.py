@@ -17,6 +17,7 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import phase
 from mcore_rl.training import engine as engine_module
 from mcore_rl.training.engine import Engine
+from mcore_rl.training.microbatch import rows_per_context_rank
 from mcore_rl.types import TokenScores, TrainBatch
 from tests.invariance.cases import MODELS, Case, Problem
 from tests.support import batches, full_weights, hf_reference
@@ -150,6 +151,9 @@ def _run_in_groups(
         SABOTAGE[case.sabotage](engine)
     batch = global_batch(problem)
     mine = batch.select(members_of(batch, groups))
+    if case.filled:
+        full = rows_per_context_rank(case.microbatch_tokens, groups) * groups.layout.cp
+        assert {each.width for each in engine._microbatches(mine)} == {full}
     scores = engine.score(mine, temperature=problem.temperature)
     result = Result(scores=gather_scores(scores, batch, groups))
     loss = batches.value_loss if problem.head is Head.value else batches.policy_loss
