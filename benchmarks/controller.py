@@ -26,9 +26,9 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,15 +309,8 @@ async def large(algorithm: str, options: argparse.Namespace, folder: Path, model
             **wrapped, minibatches=module.minibatches, Updated=module.Updated
         )
         run = simulated_run(config, rollouts, options.ranks, stand_in, ledger, folder, model)
-        to_engines, to_trainer = run.devices.to_engines, run.devices.to_trainer
-
-        @asynccontextmanager
-        async def timed_to_engines(to_engines: Any = to_engines, ledger: Ledger = ledger) -> AsyncIterator[None]:
-            with ledger(SHARING):
-                async with to_engines():
-                    yield
-
-        run.devices.to_engines, run.devices.to_trainer = timed_to_engines, ledger.timed_async(SHARING, to_trainer)
+        for name in ("to_engines", "to_trainer"):
+            setattr(run.devices, name, ledger.timed_async(SHARING, getattr(run.devices, name)))
         begin = ledger.now()
         try:
             await loop.train_step(run, step)

@@ -19,8 +19,7 @@ from mcore_rl.controller.training_run import every_step
 async def train(run: Run) -> None:
     """All steps, from engines that hold the weights to begin with.  Raises as ``every_step``."""
     gc.freeze()  # what is there now stays: Python's collector would walk a million objects in every step, for 0.25 s
-    async with run.devices.to_engines():
-        await run.weights.update(run.progress.step)
+    await run.devices.to_engines(run.progress.step)
     await every_step(run, train_step)
 
 
@@ -71,6 +70,5 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
 
     run.tracker.now("weights to the engines")
     with clock("sync"):
-        async with run.devices.to_engines():
-            await run.weights.update(step)
+        await run.devices.to_engines(step)
     return metrics

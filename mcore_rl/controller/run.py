@@ -200,6 +200,5 @@ class Run(TrainingRun[RunConfig, Prepared]):
         with self.clock("save"):
             await self.devices.to_trainer(keep_weights=True)
             target = await super().export(name)
-            async with self.devices.to_engines():
-                await self.weights.update(self.progress.step)
+            await self.devices.to_engines(self.progress.step)
         return target

@@ -217,7 +217,8 @@ def _serving(roles: Sequence[RolePlan], room: Serving, site: Site) -> Iterator[P
     if site.colocated:
         weights: Part = ("actor weights", actor.state(stage).weights, True)
         where = f"actor, {_where(actor, stage)}"
-        yield _peak(Phase.sync, Place.device, where, [*parts, weights, buckets, *trainers], site.device_bytes)
+        awake = [part for part in parts if part[0] in ("engine weights", "engine graphs and overhead")]
+        yield _peak(Phase.sync, Place.device, where, [*awake, weights, buckets, *trainers], site.device_bytes)
     else:
         yield _peak(Phase.sync, Place.device, "a rollout rank", [*parts, buckets], site.device_bytes)
 

@@ -53,7 +53,11 @@ LINK_EFFICIENCY = 0.7
 LAYER_LATENCY_S = 8e-6  # of a small all-reduce inside a node; decode has two per layer and token
 STEP_LATENCY_S = 4e-3  # scheduler and sampler of vLLM, between two decode steps
 HOST_LINK_GB_S = 25.0  # PCIe 5 x16 with pinned memory: 50 by the data sheet, half of it in practice
-HOST_COLLECTIVE_GB_S = 1.5  # gloo through host memory, by which colocated processes exchange weights
+# Weight updates go in rounds, and the slowest rank decides how long one takes: by how much it exceeds the mean, as
+# benchmarks/reshard.py counts for the recipes (1.05 to 1.4; 3.9 for eight experts on 16 ranks).  And what a round costs
+# besides its bytes: one batch of the vendor's library or two, and the hand-over on the device; assumed.
+ROUND_IMBALANCE = 1.3
+ROUND_S = 1.5e-3
 # About the rate of a CPU core's float32 matrix products (AVX2, oneDNN); bfloat16 without AMX reaches a quarter of it.
 CPU_CORE_GFLOPS = {"float32": 40.0, "bfloat16": 10.0}
 

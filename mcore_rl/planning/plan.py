@@ -190,8 +190,7 @@ def _seconds(
     sequences = prompts * n
     asked = replace(run.rollout, n=n + 1) if run.needs_greedy else run.rollout
     by_part = {"generate": generate_s(actor.model, asked, room, rates, drawn, prompt, response)}
-    single = run.trainer.world_size == run.rollout.layout.world_size == 1
-    by_part["sync"] = weights_s(actor, room.weights, rates, separate=separate, single=single)
+    by_part["sync"] = weights_s(actor, room.weights, run.rollout.layout, rates, separate=separate)
     if not separate:
         away = 2 * sum(
             max(role.state(stage).weights + role.state(stage).optimizer for stage in range(role.layout.pp))

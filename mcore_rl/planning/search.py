@@ -256,17 +256,20 @@ def _pairs(
     for seconds, ours in training:
         actor = ours.roles[0]
         weights = max(actor.state(stage).weights for stage in range(actor.layout.pp))
-        beside = weights + 2 * UPDATE_BUCKET_BYTES + process_bytes(actor.layout.world_size, len(ours.roles))
+        processes = process_bytes(actor.layout.world_size, len(ours.roles))
         met: set[str] = set()
         for theirs in rollouts:
             layout = str(theirs.config.layout)
             if layout in met:
                 continue
-            if not separate and theirs.room.total + beside > capacity:
-                refused["engine and the actor's weights exceed a device while weights are sent"] += 1
+            if not separate and theirs.room.total + processes > capacity:
+                refused["engine and the trainer's processes exceed a device"] += 1
+                continue
+            if not separate and theirs.room.awake + weights + 2 * UPDATE_BUCKET_BYTES + processes > capacity:
+                refused["the weights of engine and actor exceed a device while they are sent"] += 1
                 continue
             met.add(layout)
-            sync = weights_s(actor, theirs.room.weights, rates, separate=separate, single=False)
+            sync = weights_s(actor, theirs.room.weights, theirs.config.layout, rates, separate=separate)
             yield _Option(seconds + theirs.seconds + sync, ours, _with(run, ours, theirs.config))
 
 

@@ -55,6 +55,11 @@ class Serving:
         return max(0, self.cache) / self.per_sequence
 
     @property
+    def awake(self) -> int:
+        """What it uses while weights are sent: its cache still sleeps."""
+        return self.weights + self.overhead
+
+    @property
     def total(self) -> int:
         """What vLLM uses: its budget, or more if that is not enough."""
         return max(self.budget, self.weights + self.working + self.overhead + max(0, self.cache))

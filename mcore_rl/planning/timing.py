@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.rollout import BYTES, RolloutConfig
+from mcore_rl.config.rollout import BYTES, UPDATE_BUCKET_BYTES, RolloutConfig, RolloutLayout
 from mcore_rl.families.flops import forward_flops, matmul_parameters
 from mcore_rl.parallel.peak_flops import peak_tflops
 from mcore_rl.planning.overheads import (
     CPU_CORE_GFLOPS,
     EXPERT_EFFICIENCY,
-    HOST_COLLECTIVE_GB_S,
     HOST_LINK_GB_S,
     LAYER_LATENCY_S,
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
+    ROUND_IMBALANCE,
+    ROUND_S,
     STEP_LATENCY_S,
 )
 from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes
@@ -184,18 +185,28 @@ def _streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active
     return total - experts * untouched
 
 
-def weights_s(role: RolePlan, rollout_bytes: int, rates: Rates, *, separate: bool, single: bool) -> float:
-    """Seconds of a weight update: the larger of what a rollout rank receives and a training rank sends, over its link.
+def weights_s(
+    role: RolePlan, rollout_bytes: int, layout: RolloutLayout, rates: Rates, *, separate: bool
+) -> float:  # fmt: skip
+    """Seconds of a weight update along ``weights/rounds.py``; what it moves is an estimate, and no plan is made.
 
-    separate: trainer and engines have their own devices.  single: one process on each side, sharing a device's memory.
+    Between nodes goes what a node's training ranks do not hold, once for all replicas on it; all of it goes inside the
+    node, and is handed over on its device.  On the CPU, memory is written and read.
+
+    separate: trainer and engines have their own devices.
     """
-    sent = max(role.state(stage).weights for stage in range(role.layout.pp))
-    most = max(float(rollout_bytes), float(sent))
-    if single or not rates.accelerator:
-        return 2 * most / rates.memory
-    if separate:
-        return most / rates.inter
-    return most / (HOST_COLLECTIVE_GB_S * 1e9)
+    held = [role.state(stage).weights for stage in range(role.layout.pp)]
+    if not rates.accelerator:
+        return 2 * max(float(rollout_bytes), float(max(held))) / rates.memory
+    num_trainers, num_rollout = role.layout.world_size, layout.world_size
+    all_weights = role.sizes.num_parameters * role.kernels.size
+    here = 0.0 if separate else min(1.0, min(rates.per_node, num_trainers) * sum(held) / len(held) / all_weights)
+    replicas = max(1, min(rates.per_node, num_rollout) // (layout.tp * layout.engine_dp))
+    coming = rollout_bytes * (1 - here) / replicas
+    going = coming * num_rollout / num_trainers
+    between = ROUND_IMBALANCE * max(coming, going) / rates.inter
+    inside = rollout_bytes / rates.intra + (0.0 if separate else 2 * rollout_bytes / rates.memory)
+    return between + inside + ROUND_S * ROUND_IMBALANCE * rollout_bytes / (UPDATE_BUCKET_BYTES / 2)
 
 
 def move_s(num_bytes: float, rates: Rates) -> float:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from mcore_rl.arrays import Int32Array, Int64Array
 from mcore_rl.families.rules import Rule
-from mcore_rl.weights.reshard import Geometry, ReshardPlan, grouped
+from mcore_rl.weights.reshard import Geometry, ReshardPlan
+from mcore_rl.weights.senders import grouped
 from mcore_rl.weights.tensor_slice import TensorSlice
 
 MAX_NAMED = 5  # failures of one kind that are named

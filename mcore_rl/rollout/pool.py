@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.errors import DeadEngineError
-from mcore_rl.rollout.protocol import Request, RolloutEngine, Sample, Sampling
+from mcore_rl.rollout.protocol import EngineMemory, Request, RolloutEngine, Sample, Sampling
 
 AHEAD = 1.25  # above 1, so that an engine never waits for its next prompt
 
@@ -83,9 +83,9 @@ class EnginePool:
         """See ``RolloutEngine.sleep``; all engines."""
         await self._all(lambda engine: engine.sleep(level))
 
-    async def wake(self) -> None:
+    async def wake(self, memory: EngineMemory | None = None) -> None:
         """See ``RolloutEngine.wake``; all engines."""
-        await self._all(lambda engine: engine.wake())
+        await self._all(lambda engine: engine.wake(memory))
 
     def mark_alive(self) -> None:
         """Uses every engine again, after those that died were restarted."""

@@ -215,6 +215,13 @@ class SampleSource(Protocol):
         ...
 
 
+class EngineMemory(Enum):
+    """The memory that an engine releases when it sleeps; the values are vLLM's tags."""
+
+    weights = "weights"
+    kv_cache = "kv_cache"
+
+
 class Classifier(Protocol):
     """One engine of a reward model, of one or more ranks.  Raises DeadEngineError as a ``RolloutEngine`` does."""
 
@@ -285,8 +292,11 @@ class RolloutEngine(SampleSource, Protocol):
         """
         ...
 
-    async def wake(self) -> None:
-        """Takes the memory again; after level 2, weights must be sent before the engine can generate."""
+    async def wake(self, memory: EngineMemory | None = None) -> None:
+        """Takes the memory again; after level 2, weights must be sent before the engine can generate.
+
+        memory: only that; the engine generates when it has both.  None: all of it.
+        """
         ...
 
     async def version(self) -> int:

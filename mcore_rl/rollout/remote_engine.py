@@ -10,7 +10,16 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from mcore_rl.rollout.protocol import Classifier, Pause, Request, RolloutEngine, Sample, Sampling, Statistics
+from mcore_rl.rollout.protocol import (
+    Classifier,
+    EngineMemory,
+    Pause,
+    Request,
+    RolloutEngine,
+    Sample,
+    Sampling,
+    Statistics,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,9 +75,9 @@ class RemoteEngine(ABC):
         """See ``RolloutEngine.sleep``."""
         await self._ask("going to sleep", RolloutEngine.sleep, level)
 
-    async def wake(self) -> None:
+    async def wake(self, memory: EngineMemory | None = None) -> None:
         """See ``RolloutEngine.wake``."""
-        await self._ask("waking up", RolloutEngine.wake)
+        await self._ask("waking up", RolloutEngine.wake, memory)
 
     async def version(self) -> int:
         """See ``RolloutEngine.version``."""

@@ -15,6 +15,8 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import SyncError
+from mcore_rl.weights.rounds import Rounds
+from mcore_rl.weights.sites import Sites
 
 
 class Incoming(Protocol):
@@ -24,13 +26,8 @@ class Incoming(Protocol):
         """Begins update ``version``: waits until all senders and receivers have begun it."""
         ...
 
-    def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
-        """Yields the message for each (training rank, bytes) in ``wanted``, uint8 [bytes], valid until the next one.
-
-        place: gives the receive buffer of message number n, uint8, of its size.  The transport calls it at most once
-        for each, in order, and not far ahead of the messages.  A transport with messages in its own memory yields that
-        memory, and does not call ``place``.
-        """
+    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        """Yields the message for each (member that sends it, bytes) in ``wanted``, uint8, valid until the next one."""
         ...
 
     def finish(self) -> None:
@@ -56,10 +53,10 @@ class Opening:
     first_rank: the first rollout rank of this engine.
     dtype: torch's name of the dtype in which weights are sent.
     message_bytes: the most bytes of one message.
-    in_place: see ``messages_to``.
+    sites: where all ranks are; None: the plan does not depend on it, and there are no rounds.
     bucket_bytes: half of them may be in flight, half may wait to be packed.
-    plan: ``messages.plan_id`` of the sender.
-    connect: makes the transport's receiving end of a rollout rank.
+    plan: ``messages.plan_id`` of the sender, or ``rounds.rounds_id``.
+    connect: makes the transport's receiving end of a rollout rank, which may need the rounds.
     """
 
     family: str
@@ -70,7 +67,7 @@ class Opening:
     first_rank: int
     dtype: str
     message_bytes: int
-    in_place: bool
+    sites: Sites | None
     bucket_bytes: int
     plan: str
-    connect: Callable[[int], Incoming]
+    connect: Callable[[int, Rounds | None], Incoming]

@@ -156,7 +156,10 @@ def wait_for(address: str, nodes: Sequence[str], timeout_s: float, logs: Path) -
         if time.monotonic() > until:
             raise NodesError(_not_joined([head], address, timeout_s, logs))
         time.sleep(POLL_S)
-    ray.init(address=address, **QUIET)
+    try:
+        ray.init(address=address, **QUIET)
+    except ConnectionError as error:  # it ended after it had begun to listen
+        raise NodesError(_not_joined([head], address, timeout_s, logs)) from error
     try:
         while missing := sorted(set(nodes) - {each["NodeName"] for each in ray.nodes() if each["Alive"]}):
             if time.monotonic() > until:

@@ -9,10 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.placement import engine_place_violations
@@ -21,6 +27,7 @@ from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.parallel.device import Platform
+from mcore_rl.weights.sites import Sites
 
 WAIT_S = 120.0  # how long nodes of a cluster may take to join
 CPUS = 1.0  # cores of an accelerator's bundle
@@ -58,10 +65,35 @@ class Places:
     groups: tuple[PlacementGroup, ...]
     reward_model: tuple[Bundle, ...] = ()
 
+    def sites(self, layout: RolloutLayout, placement: Placement) -> Sites:
+        """Where the training ranks and the rollout ranks of ``layout`` are, by the nodes that Ray chose.
+
+        A colocated engine's ranks are on the devices from its first bundle on.  On a CPU an engine is on the node of
+        its bundle, and the training processes of that node receive for its ranks in turn.
+        """
+        numbers: dict[str, int] = {}
+        train = [numbers.setdefault(each, len(numbers)) for each in map(_node_of, self.train)]
+        ranks = layout.world_size // len(self.rollout)
+        if placement is Placement.colocated and self.share:
+            return Sites.colocated(train, layout.world_size)
+        engines = [numbers.setdefault(each, len(numbers)) for each in map(_node_of, self.rollout)]
+        rollout = tuple(node for node in engines for _ in range(ranks))
+        if placement is Placement.separate:
+            return Sites(tuple(train), rollout)
+        turns = {node: cycle([rank for rank, at in enumerate(train) if at == node]) for node in set(rollout)}
+        return Sites(tuple(train), rollout, tuple(next(turns[node]) for node in rollout))
+
     def close(self) -> None:
         """Removes the placement groups, which frees their resources."""
         for group in self.groups:
             remove_placement_group(group)
+
+
+def _node_of(bundle: Bundle) -> str:
+    """The id of the node on which Ray placed ``bundle``."""
+    table = placement_group_table(bundle.group)
+    node: str = table["bundles_to_node_id"][bundle.index]
+    return node
 
 
 def placement_violations(

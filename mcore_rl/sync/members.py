@@ -12,7 +12,7 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.failure import Cause, Failure, first_cause
 
-POLL_S = 0.002  # between two looks at the store
+POLL_S, LONGEST_POLL_S = 0.002, 0.05  # between two looks at the store: a tenth of what was waited already
 LOOK_S = 0.5  # between two checks whether others failed or died
 GRACE_S = 3.0  # wait for reports of members nearer to the cause
 
@@ -107,29 +107,46 @@ class Members:
 
         Raises PeerLostError if ``peer`` is gone or silent, or any member failed.
         """
-        limit = self.address.timeout_s if timeout_s is None else timeout_s
-        until = time.monotonic() + limit
-        while not self.store.check([key]):
-            self.look_around([peer])
-            if time.monotonic() > until:
-                raise PeerLostError(peer, f"{self.address.title(peer)} timed out: nothing came for {limit:g} s")
-            time.sleep(POLL_S)
+        self._wait(key, lambda: [peer], timeout_s)
         value: bytes = self.store.get(key)
         return value
+
+    def _wait(self, key: str, waited_for: Callable[[], Sequence[int]], timeout_s: float | None) -> None:
+        """Wait for ``key``, and ask for it ever less often: the store serves hundreds of members."""
+        limit, begun = self.address.timeout_s if timeout_s is None else timeout_s, time.monotonic()
+        while not self.store.check([key]):
+            waited = time.monotonic() - begun
+            if waited > limit or self._looks_again():
+                peers = waited_for()
+                self.look_around(peers)
+                if waited > limit and peers:
+                    message = f"{self.address.title(peers[0])} timed out: nothing came for {limit:g} s"
+                    raise PeerLostError(peers[0], message)
+            time.sleep(min(max(POLL_S, waited / 10), LONGEST_POLL_S))
+
+    def _looks_again(self) -> bool:
+        return time.monotonic() >= self._looked + LOOK_S
 
     def meet(self, why: str, timeout_s: float | None = None) -> None:
         """Wait until all members have called this, in the same order of calls.  Raises as ``get`` does."""
         self._num_meetings += 1
-        keys = [f"met/{self._num_meetings}/{member}" for member in range(self.address.num_members)]
-        self.set(keys[self.member], why.encode())
-        for member, key in enumerate(keys):
-            self.get(key, member, timeout_s)
+        place, size = f"met/{self._num_meetings}", self.address.num_members
+
+        def missing() -> list[int]:
+            return [member for member in range(size) if not self.store.check([f"{place}/{member}"])]
+
+        self.set(f"{place}/{self.member}", why.encode())
+        if self.store.add(f"{place}/count", 1) == size:
+            self.set(f"{place}/all", b"")
+        self._wait(f"{place}/all", missing, timeout_s)
         if self._num_meetings > 1:  # all members have left the earlier meeting
-            self.delete(f"met/{self._num_meetings - 1}/{self.member}")
+            earlier = f"met/{self._num_meetings - 1}"
+            for name in (str(self.member), *(("count", "all") if self.member == 0 else ())):
+                self.delete(f"{earlier}/{name}")
 
     def look_around(self, waited_for: Sequence[int]) -> None:
         """Raise PeerLostError if any member failed, or one of ``waited_for`` is dead; checks once per ``LOOK_S``."""
-        if time.monotonic() < self._looked + LOOK_S:
+        if not self._looks_again():
             return
         self._looked = time.monotonic()
         if self.store.check(["failed"]):

@@ -1,8 +1,8 @@
 """The trainer's end of a weight update: one ``Publisher`` on every training rank.
 
-The plan is made once.  ``publish`` sends this rank's live parameters along it: large parts from their own memory, if
-the transport can, and the rest packed into messages, two at a time.  ``update`` pauses the engines and calls their
-workers; ``check`` verifies their weights afterwards.
+The plan is made once.  ``publish`` sends this rank's live parameters along it: in messages that are packed into shared
+memory, or in rounds with all other members.  ``update`` pauses the engines and calls their workers; ``check`` verifies
+their weights afterwards.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,12 +21,14 @@ from mcore_rl.checkpoints.export import BUCKET_BYTES
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.weight_channel import Opening
-from mcore_rl.sync.transport import Outgoing, Transport, at_attempt, connector
+from mcore_rl.sync.transport import Outgoing, RoundOutgoing, Transport, at_attempt, connector
 from mcore_rl.weights.binding import bind
 from mcore_rl.weights.fingerprint import fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_from, plan_id
 from mcore_rl.weights.reshard import ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.rounds import Round, Rounds, rounds_id
+from mcore_rl.weights.sites import Sites
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.views import view_of
 
@@ -71,20 +74,27 @@ class Publisher:
     ) -> None:
         self.table, self.rollout, self.rank = table, rollout, rank
         self.transport, self.dtype, self.bucket_bytes = transport, dtype, bucket_bytes
-        self.plan = plan_reshard(table, rollout, dtype.itemsize)
-        self.sent: list[Message] = messages_from(self.plan, rank, self.message_bytes, transport.in_place)
+        self.plan = plan_reshard(table, rollout, dtype.itemsize, transport.sites)
+        self.sent, self.rounds = list[Message](), list[Round]()
+        if transport.sites is None:
+            self.sent = messages_from(self.plan, rank, self.message_bytes)
+            self._id = plan_id(self.plan, self.message_bytes)
+        else:
+            rounds = Rounds(self.plan, self.message_bytes)
+            self.rounds, self._id = rounds.of(rank), rounds_id(rounds)
         self.tensors = {(each.local.chunk, each.local.name): each.tensor for each in bind(chunks, table, rank)}
-        self._outgoing: Outgoing | None = None
+        self._outgoing: Outgoing | RoundOutgoing | None = None
 
     @property
     def message_bytes(self) -> int:
-        """The largest size of a message."""
-        return message_bytes(self.table, self.bucket_bytes, self.transport.in_place)
+        """The largest size of a message, or of what a rank sends or receives in a round."""
+        return message_bytes(self.table, self.bucket_bytes, self.transport.sites)
 
     def opening(self, first_rank: int = 0, attempt: int = 1) -> bytes:
         """The argument of ``sync_open`` for an engine whose first rank is rollout rank ``first_rank``."""
         transport = at_attempt(self.transport, attempt)
-        return pickle.dumps(opening_of(self.plan, transport, self.dtype, self.bucket_bytes, first_rank))
+        opening = opening_of(self.plan, transport, self.dtype, self.bucket_bytes, self._id, first_rank)
+        return pickle.dumps(opening)
 
     def open(self, attempt: int = 1) -> None:
         """Join the channel.  Call it on every training rank, while every engine gets ``sync_open``.
@@ -115,9 +125,7 @@ class Publisher:
             outgoing = self._outgoing
             try:
                 outgoing.members.meet(f"update {version}")
-                num_bytes = self._send(outgoing, clock)
-                with clock.waiting():
-                    outgoing.flush()
+                self._send(outgoing, clock)
                 outgoing.members.meet("applied")
                 outgoing.release()
             except BaseException as error:  # report any error to the other members
@@ -126,7 +134,7 @@ class Publisher:
         stored = int(self.rollout.bytes_stored(self.dtype.itemsize).sum())
         return Published(
             version=version,
-            num_bytes=num_bytes,
+            num_bytes=int(self.plan.bytes_sent[self.rank]),
             seconds=time.perf_counter() - begun,
             pack_s=clock.pack_s,
             wait_s=clock.wait_s,
@@ -134,43 +142,42 @@ class Publisher:
         )
 
     @torch.no_grad()
-    def _send(self, outgoing: Outgoing, clock: _Clock) -> int:
+    def _send(self, outgoing: Outgoing | RoundOutgoing, clock: _Clock) -> None:
+        if self.transport.sites is not None:
+            with clock.waiting():
+                cast(RoundOutgoing, outgoing).send(self.rounds, self)
+            return
+        slots = cast(Outgoing, outgoing)
         for message in self.sent:
-            outgoing.send(self._filled(message, outgoing, clock), message.target_rank)
-        return sum(message.num_bytes for message in self.sent)
-
-    def _filled(self, message: Message, outgoing: Outgoing, clock: _Clock) -> Tensor:
-        """The bytes of a message: the parameter's own memory, or packed into a buffer."""
-        first, *others = message.parts
-        if self.transport.in_place and not others:
-            live = self.live(first)
-            if live.is_contiguous() and live.dtype == self._dtype_of(first):
-                return live.view(-1).view(torch.uint8)
+            with clock.waiting():
+                buffer = slots.buffer(message.num_bytes)
+            with clock.packing():
+                for part in message.parts:
+                    space = buffer[part.begin : part.begin + part.num_bytes].view(self.dtype_of(part))
+                    space.view(part.target_slice.shape).copy_(self.live(part))
+            slots.send(buffer, message.target_rank)
         with clock.waiting():
-            buffer = outgoing.buffer(message.num_bytes)
-        with clock.packing():
-            for part in message.parts:
-                space = buffer[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
-                space.view(part.target_slice.shape).copy_(self.live(part))
-        return buffer
+            slots.flush()
 
     def live(self, part: MessagePart) -> Tensor:
         """The current elements of ``part``, as a view."""
         return view_of(self.tensors[part.chunk, part.source].detach(), part.source_slice)
 
-    def _dtype_of(self, part: MessagePart) -> torch.dtype:
-        dtype: torch.dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)
-        return dtype
+    def dtype_of(self, part: MessagePart) -> torch.dtype:
+        """The dtype in which ``part`` is sent."""
+        return self.dtype if part.dtype is None else getattr(torch, part.dtype)
 
     @torch.no_grad()
     def fingerprints(self) -> dict[tuple[int, str, int], int]:
         """(rollout rank, tensor, slot or -1) -> this rank's summand of the tensor's fingerprint."""
         sums: dict[tuple[int, str, int], int] = {}
-        for message in self.sent:
-            for part in message.parts:
-                key = (message.target_rank, part.target, -1 if part.slot is None else part.slot)
-                value = fingerprint(self.live(part).to(self._dtype_of(part)), part.target_slice.start)
-                sums[key] = sums.get(key, 0) + value
+        dtypes = {tensor.name: tensor.rule.dtype for tensor in self.rollout.tensors(0)}
+        for copy in (copy for _, copies in self.plan.copies_from(self.rank) for copy in copies):
+            live = view_of(self.tensors[copy.chunk, copy.source].detach(), copy.source_slice)
+            name = dtypes[copy.target]
+            sent = live.to(self.dtype if name is None else getattr(torch, name))
+            key = (copy.target_rank, copy.target, -1 if copy.slot is None else copy.slot)
+            sums[key] = sums.get(key, 0) + fingerprint(sent, copy.target_slice.start)
         return sums
 
 
@@ -193,29 +200,32 @@ class _Clock:
         self.wait_s += time.perf_counter() - begun
 
 
-def message_bytes(table: Table, bucket_bytes: int, in_place: bool) -> int:
+def message_bytes(table: Table, bucket_bytes: int, sites: Sites | None) -> int:
     """The largest size of a message such that no process needs more than two buckets.
 
-    Half a bucket: two messages at a sender, or the messages under way to a receiver.  Half a bucket: modules that wait
-    to be packed (``rollout/receiver/worker_extension.py``).  Half a bucket: tensors under construction; their parts
-    come from up to tp ranks in turn, so a worker writes to as many messages' worth at once.  The rest: vLLM's packing
-    of one module.  Without ``in_place`` a worker also maps two messages of each of these ranks (``sync/slots.py``), so
-    messages are half as large.
+    Of messages in shared memory, half a bucket: two messages at a sender, or the messages under way to a receiver.
+    Half a bucket: modules that wait to be packed (``rollout/receiver/worker_extension.py``).  Half a bucket: tensors
+    under construction; their parts come from up to tp ranks in turn, so a worker writes to as many messages' worth at
+    once, and maps two messages of each of these ranks (``sync/slots.py``).  The rest: vLLM's packing of one module.
+
+    Of rounds half a bucket each: one that is packed, and two that are received or handed over.
     """
-    return bucket_bytes // ((2 if in_place else 4) * max(2, table.layout.tp))
+    return bucket_bytes // (2 if sites is not None else 4 * max(2, table.layout.tp))
 
 
 def opening_of(
-    plan: ReshardPlan, transport: Transport, dtype: torch.dtype, bucket_bytes: int, first_rank: int = 0
+    plan: ReshardPlan, transport: Transport, dtype: torch.dtype, bucket_bytes: int, made: str, first_rank: int = 0
 ) -> Opening:
-    """The opening for the workers of an engine.  first_rank: the first rollout rank of that engine."""
+    """The opening for the workers of an engine.
+
+    made: the hash of the plan's messages or rounds.  first_rank: the first rollout rank of that engine.
+    """
     address, table, rollout = transport.address, plan.table, plan.rollout
     if (address.num_trainers, address.num_rollout) != (table.layout.world_size, rollout.layout.world_size):
         raise SyncError(
             f"The channel is for {address.num_trainers} training and {address.num_rollout} rollout ranks, the plan for "
             f"{table.layout.world_size} and {rollout.layout.world_size}. Make the Address from the layouts"
         )
-    most = message_bytes(table, bucket_bytes, transport.in_place)
     return Opening(
         family=table.family.name,
         model=table.model,
@@ -224,9 +234,9 @@ def opening_of(
         rollout=rollout.layout,
         first_rank=first_rank,
         dtype=str(dtype).removeprefix("torch."),
-        message_bytes=most,
-        in_place=transport.in_place,
+        message_bytes=message_bytes(table, bucket_bytes, transport.sites),
+        sites=transport.sites,
         bucket_bytes=bucket_bytes,
-        plan=plan_id(plan, most, transport.in_place),
+        plan=made,
         connect=connector(transport, bucket_bytes),
     )

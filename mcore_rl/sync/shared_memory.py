@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_rl.sync.members import Address, Members
 from mcore_rl.sync.slots import SlotReceiving, SlotSender
+from mcore_rl.weights.rounds import Rounds
 
 NAME = "mcore_rl_weights"  # in the memory map of a process
 
@@ -24,26 +25,27 @@ class SharedMemoryTransport:
     """``Transport`` between processes of one user that see one another in /proc."""
 
     address: Address
-    in_place: ClassVar[bool] = False
+    sites: ClassVar[None] = None
 
     def outgoing(self, rank: int, device: torch.device) -> SlotSender:
         """The sending end; see ``Transport``."""
-        assert device.type == "cpu", "an accelerator's memory is for device_ipc"
+        assert device.type == "cpu", "an accelerator's memory is for routed"
         members = Members.joined(self.address, rank)
-        return SlotSender(members, _Mapped())
+        return SlotSender(members, MappedMemory())
 
-    def incoming(self, bucket_bytes: int, rollout_rank: int) -> SlotReceiving:
+    def incoming(self, bucket_bytes: int, rollout_rank: int, rounds: Rounds | None = None) -> SlotReceiving:
         """The receiving end; see ``Transport``."""
         members = Members.joined(self.address, self.address.num_trainers + rollout_rank)
-        return SlotReceiving(members, _Mapped(), bucket_bytes)
+        return SlotReceiving(members, MappedMemory(), bucket_bytes)
 
 
-class _Mapped:
+class MappedMemory:
     """``SlotMemory`` on the host; a handle is size, owner, descriptor and inode, because descriptors are reused."""
 
     scarce: ClassVar[bool] = False
 
     def create(self, num_bytes: int) -> tuple[Tensor, bytes]:
+        """See ``SlotMemory.create``."""
         descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
         # Allocate now: too little memory is an error here, and would be a bus error at the first write.
         os.posix_fallocate(descriptor, 0, num_bytes)
@@ -51,14 +53,16 @@ class _Mapped:
         return self.map(handle), handle
 
     def map(self, handle: bytes) -> Tensor:
+        """See ``SlotMemory.map``."""
         num_bytes, owner, descriptor, _ = map(int, handle.split())
         path = f"/proc/{owner}/fd/{descriptor}"
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
 
     def settle(self) -> None:
-        pass
+        """See ``SlotMemory.settle``: nothing is queued."""
 
     def forget(self, handle: bytes) -> None:
+        """See ``SlotMemory.forget``."""
         _, owner, descriptor, _ = map(int, handle.split())
         assert owner == os.getpid(), "who made it forgets it"
         os.close(descriptor)

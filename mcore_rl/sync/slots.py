@@ -1,21 +1,25 @@
 """Messages in shared memory: each sender has two slots, which the receivers map.
 
-The common part of ``shared_memory`` and ``device_ipc``.  A sender announces a slot through the store, and reuses it
-when the receiver has confirmed there, so no slot is read before it is written or overwritten before it is read.
+The common part of ``shared_memory`` and of the second stage of ``routed``.  A sender says on its link to a receiver
+which slot has a message, and reuses it when the receiver has confirmed, so no slot is read before it is written or
+overwritten before it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from mcore_rl.sync.links import Link, Listener
 from mcore_rl.sync.members import Members, PeerLostError
 from mcore_rl.sync.transport import Receiving
 
 NUM_SLOTS = 2
+LENGTH, READ = struct.Struct("<I"), b"r"  # before a handle, in bytes; what a receiver answers
 
 
 class SlotMemory(Protocol):
@@ -50,8 +54,10 @@ class SlotSender:
         self.members, self._memory = members, memory
         self._slots = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
         self._handles: list[bytes | None] = [None] * NUM_SLOTS
-        self._readers: list[list[tuple[int, str]]] = [[] for _ in range(NUM_SLOTS)]
+        self._readers: list[list[tuple[int, int]]] = [[] for _ in range(NUM_SLOTS)]  # (receiver, number of its message)
+        self._links: dict[int, Link] = {}
         self._sent: dict[int, int] = {}
+        self._confirmed: dict[int, int] = {}
         self._next = 0
 
     def buffer(self, num_bytes: int) -> Tensor:
@@ -66,13 +72,14 @@ class SlotSender:
     def send(self, message: Tensor, rollout_rank: int) -> None:
         """See ``Outgoing.send``."""
         self._memory.settle()
-        number = self._sent.get(rollout_rank, 0)
-        self._sent[rollout_rank] = number + 1
         handle = self._handles[self._next]
         assert handle is not None, "only what buffer gave is sent"
-        key = f"slot/{self.members.member}/{rollout_rank}/{number}"
-        self.members.set(key, handle)
-        self._readers[self._next].append((self.members.address.num_trainers + rollout_rank, f"{key}/read"))
+        peer = self.members.address.num_trainers + rollout_rank
+        if peer not in self._links:
+            self._links[peer] = Link.to(self.members, peer)
+        self._links[peer].send(LENGTH.pack(len(handle)) + handle)
+        self._sent[peer] = self._sent.get(peer, 0) + 1
+        self._readers[self._next].append((peer, self._sent[peer]))
 
     def flush(self) -> None:
         """See ``Outgoing.flush``."""
@@ -80,9 +87,10 @@ class SlotSender:
             self._free(index)
 
     def _free(self, index: int) -> None:
-        for reader, key in self._readers[index]:
-            self.members.get(key, reader)
-            self.members.delete(key)
+        for peer, number in self._readers[index]:
+            while self._confirmed.get(peer, 0) < number:  # a receiver confirms in the order in which it reads
+                self._links[peer].receive(len(READ))
+                self._confirmed[peer] = self._confirmed.get(peer, 0) + 1
         self._readers[index] = []
 
     def _drop(self, index: int) -> None:
@@ -94,12 +102,18 @@ class SlotSender:
     def release(self) -> None:
         """See ``Outgoing.release``."""
         if self._memory.scarce:
-            self.close()
+            self._drop_all()
+
+    def _drop_all(self) -> None:
+        for index in range(NUM_SLOTS):
+            self._drop(index)
 
     def close(self) -> None:
         """See ``Outgoing.close``."""
-        for index in range(NUM_SLOTS):
-            self._drop(index)
+        self._drop_all()
+        for link in self._links.values():
+            link.close()
+        self._links = {}
 
 
 class SlotReceiving(Receiving):
@@ -107,32 +121,28 @@ class SlotReceiving(Receiving):
 
     def __init__(self, members: Members, memory: SlotMemory, bucket_bytes: int) -> None:
         super().__init__(members, bucket_bytes)
-        self._memory = memory
-        self._received: dict[int, int] = {}
+        self._memory, self._listener = memory, Listener(members)
         self._mapped: dict[bytes, Tensor] = {}  # the most recently read slot is the last
 
-    def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
+    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
         """See ``Incoming.messages``."""
         mapped = self._mapped
-        me = self.members.member - self.members.address.num_trainers
         for source, size in wanted:
-            number = self._received.get(source, 0)
-            self._received[source] = number + 1
-            key = f"slot/{source}/{me}/{number}"
-            handle = self.members.get(key, source)
-            self.members.delete(key)
+            link = self._listener.link_from(source)
+            handle = link.receive(LENGTH.unpack(link.receive(LENGTH.size))[0])
             mapped[handle] = mapped.pop(handle) if handle in mapped else self._map(handle, source)
             while sum(map(len, mapped.values())) > max(self.bucket_bytes // 2, len(mapped[handle])):
                 mapped.pop(next(iter(mapped)))  # of a rank that may be done
             yield mapped[handle][:size]
             self._memory.settle()
-            self.members.set(f"{key}/read", b"1")
+            link.send(READ)
         if self._memory.scarce:
-            self.close()
+            self._mapped.clear()
 
     def close(self) -> None:
         """See ``Incoming.close``."""
         self._mapped.clear()
+        self._listener.close()
 
     def _map(self, handle: bytes, source: int) -> Tensor:
         """Map ``handle``.  If that fails because ``source`` was killed after sending, raise PeerLostError for it."""

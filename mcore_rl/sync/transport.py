@@ -1,13 +1,12 @@
-"""The interface of transports: messages from training ranks to rollout ranks, in an order that both sides know.
+"""The interface of transports: from training ranks to rollout ranks, in an order that both sides know.
 
-A transport moves bytes.  The plan decides their content and order (``weights/messages.py``); ``members`` decides who
-takes part, and handles failures.  One file for each transport:
+A transport moves bytes.  The plan decides their content and order; ``members`` decides who takes part, and handles
+failures.  There are two:
 
-process_group   point to point through ``torch.distributed``: gloo on CPU, the vendor's library between GPUs
-shared_memory   one host, no accelerator: both sides map the same memory
-device_ipc      one GPU: as shared_memory, in the GPU's memory
+shared_memory   one host, no accelerator: both sides map the same memory (``weights/messages.py``)
+routed          all others: by rounds, to the device of a rollout rank and then inside it (``weights/rounds.py``)
 
-Invariant: a sender holds two messages under way; a receiver holds half a bucket of them, or one that is larger.
+Invariant: a sender holds two messages under way; a receiver maps half a bucket of them, or one that is larger.
 """
 
 from __future__ import annotations
@@ -22,6 +21,9 @@ from torch import Tensor
 
 from mcore_rl.errors import SyncError
 from mcore_rl.sync.members import Address, Members
+from mcore_rl.weights.messages import MessagePart
+from mcore_rl.weights.rounds import Round, Rounds
+from mcore_rl.weights.sites import Sites
 
 
 class Outgoing(Protocol):
@@ -34,14 +36,41 @@ class Outgoing(Protocol):
         ...
 
     def send(self, message: Tensor, rollout_rank: int) -> None:
-        """Send the last ``buffer``, to any number of ranks; it becomes free when all have received it.
-
-        A transport that is ``in_place`` also sends other uint8 memory; the caller must not change it until ``flush``.
-        """
+        """Send the last ``buffer``, to any number of ranks; it becomes free when all have received it."""
         ...
 
     def flush(self) -> None:
         """Wait until everything has left this process."""
+        ...
+
+    def release(self) -> None:
+        """Free the memory of the buffers until the next update."""
+        ...
+
+    def close(self) -> None:
+        """Leave the channel."""
+        ...
+
+
+class Parameters(Protocol):
+    """The parameters of a training rank, as its parts are asked for."""
+
+    def live(self, part: MessagePart) -> Tensor:
+        """The elements of ``part`` now, as a view."""
+        ...
+
+    def dtype_of(self, part: MessagePart) -> torch.dtype:
+        """The dtype in which ``part`` is sent."""
+        ...
+
+
+class RoundOutgoing(Protocol):
+    """The sending end of one training rank, where updates go in rounds."""
+
+    members: Members
+
+    def send(self, rounds: Sequence[Round], parameters: Parameters) -> None:
+        """Take part in ``rounds``; return when everything has left this process."""
         ...
 
     def release(self) -> None:
@@ -63,7 +92,7 @@ class Receiving:
         """See ``Incoming.begin``."""
         self.members.meet(f"update {version}")
 
-    def messages(self, wanted: Sequence[tuple[int, int]], place: Callable[[int], Tensor]) -> Iterator[Tensor]:
+    def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
         """See ``Incoming.messages``."""
         raise NotImplementedError
 
@@ -89,15 +118,15 @@ class Transport(Protocol):
         ...
 
     @property
-    def in_place(self) -> bool:
-        """Whether it sends from and receives into any memory; else messages go through its own memory."""
+    def sites(self) -> Sites | None:
+        """Where the ranks are; None: it sends messages, and no rounds."""
         ...
 
-    def outgoing(self, rank: int, device: torch.device) -> Outgoing:
-        """The end of a training rank.  Collective over all members."""
+    def outgoing(self, rank: int, device: torch.device) -> Outgoing | RoundOutgoing:
+        """The end of a training rank: one for rounds if it has ``sites``.  Collective over all members."""
         ...
 
-    def incoming(self, bucket_bytes: int, rollout_rank: int) -> Receiving:
+    def incoming(self, bucket_bytes: int, rollout_rank: int, rounds: Rounds | None) -> Receiving:
         """The end of a rollout rank, inside vLLM's worker.  Collective over all members."""
         ...
 
@@ -111,6 +140,6 @@ def at_attempt(transport: AnyTransport, attempt: int) -> AnyTransport:
     return replace(transport, address=address)  # type: ignore[type-var]  # every transport is a frozen dataclass
 
 
-def connector(transport: Transport, bucket_bytes: int) -> Callable[[int], Receiving]:
+def connector(transport: Transport, bucket_bytes: int) -> Callable[[int, Rounds | None], Receiving]:
     """The function for ``Opening.connect``."""
     return partial(transport.incoming, bucket_bytes)

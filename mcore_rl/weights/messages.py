@@ -1,8 +1,8 @@
 """The reshard plan as messages: sender and receiver compute the same messages, without negotiation.
 
 A message goes from one training rank to one rollout rank and holds parts of copies, one after another, in at most a
-given number of bytes (a larger copy is cut).  Each side computes its messages from its own rows of the plan.
-``in_place``: a large part has a message of its own, so that neither side needs to pack it.
+given number of bytes (a larger copy is cut).  Each side computes its messages from its own rows of the plan.  They are
+for ranks that all share one memory; for others see ``rounds.py``.
 
 Invariant: both sides order their messages by (place in the model, tensor, source, target, number).  The embedding,
 which stands before the layers, comes last: it arrives while the receiver prepares the rest.  The earliest message under
@@ -21,7 +21,6 @@ from mcore_rl.weights.rollout_table import itemsize_of
 from mcore_rl.weights.tensor_slice import TensorSlice, row_major_strides, windows
 
 Turn = tuple[bool, int]  # sort key of a place in the model: (before the layers, place)
-ALONE = 32  # a part is large from max_bytes / 32 on
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +58,26 @@ class Message:
     num_bytes: int
 
 
-def messages_from(plan: ReshardPlan, rank: int, max_bytes: int, in_place: bool) -> list[Message]:
+def messages_from(plan: ReshardPlan, rank: int, max_bytes: int) -> list[Message]:
     """The messages that training rank ``rank`` sends, in order.  max_bytes: of one message, at least one element."""
-    return _messages(plan, plan.copies_from(rank), max_bytes, in_place)
+    return _messages(plan, plan.copies_from(rank), max_bytes)
 
 
-def messages_to(plan: ReshardPlan, rank: int, max_bytes: int, in_place: bool) -> list[Message]:
+def messages_to(plan: ReshardPlan, rank: int, max_bytes: int) -> list[Message]:
     """The messages that rollout rank ``rank`` receives, in order."""
-    return _messages(plan, plan.copies_to(rank), max_bytes, in_place)
+    return _messages(plan, plan.copies_to(rank), max_bytes)
 
 
-def plan_id(plan: ReshardPlan, max_bytes: int, in_place: bool) -> str:
+def plan_id(plan: ReshardPlan, max_bytes: int) -> str:
     """A hash of everything that decides the messages: two processes with equal hashes compute equal messages."""
-    digest = hashlib.sha256(repr((plan.itemsize, max_bytes, in_place, plan.geometries)).encode())
+    digest = hashlib.sha256(repr((plan.itemsize, max_bytes, plan.geometries)).encode())
     digest.update(repr([(rule.name, rule.dtype) for rule in plan.rollout.rules]).encode())
     for column in (plan.source_rank, plan.source, plan.target_rank, plan.target, plan.geometry):
         digest.update(column.tobytes())
     return digest.hexdigest()
 
 
-def _messages(
-    plan: ReshardPlan, copies: Iterable[tuple[int, list[Copy]]], max_bytes: int, in_place: bool
-) -> list[Message]:
+def _messages(plan: ReshardPlan, copies: Iterable[tuple[int, list[Copy]]], max_bytes: int) -> list[Message]:
     rules = plan.rollout.rules
     numbers = {rule.name.format(l=layer): n for n, rule in enumerate(rules) for layer in plan.rollout.layers(rule)}
     streams: dict[tuple[int, int], list[tuple[Turn, int, Copy]]] = {}
@@ -92,7 +89,7 @@ def _messages(
     messages = []
     for (source_rank, target_rank), stream in streams.items():
         stream.sort(key=lambda entry: entry[:2])  # stable: within a tensor as the plan has them
-        cut = _cut(plan, stream, max_bytes, max_bytes // ALONE if in_place else max_bytes)
+        cut = _cut(plan, stream, max_bytes)
         for index, (first, parts) in enumerate(cut):
             message = Message(source_rank, target_rank, tuple(parts), parts[-1].begin + parts[-1].num_bytes)
             messages.append(((*first, source_rank, target_rank, index), message))
@@ -100,12 +97,9 @@ def _messages(
 
 
 def _cut(
-    plan: ReshardPlan, stream: list[tuple[Turn, int, Copy]], max_bytes: int, alone: int
+    plan: ReshardPlan, stream: list[tuple[Turn, int, Copy]], max_bytes: int
 ) -> list[tuple[tuple[Turn, int], list[MessagePart]]]:
-    """The messages of one pair of ranks, each as ((turn, tensor) of its first part, parts).
-
-    alone: a part of at least so many bytes gets a message of its own.
-    """
+    """The messages of one pair of ranks, each as ((turn, tensor) of its first part, parts)."""
     messages: list[tuple[tuple[Turn, int], list[MessagePart]]] = []
     used = max_bytes
     for turn, number, copy in stream:
@@ -114,7 +108,7 @@ def _cut(
         for region in windows(copy.target_slice, row_major_strides(copy.target_slice.shape), max_bytes // itemsize):
             num_bytes = region.num_elements * itemsize
             begin = -(-used // itemsize) * itemsize  # where a tensor of its dtype may begin
-            if begin + num_bytes > max_bytes or num_bytes >= alone:
+            if begin + num_bytes > max_bytes or turn[0] != messages[-1][0][0][0]:  # the embedding is apart
                 messages.append(((turn, number), []))
                 begin = 0
             parts = messages[-1][1]
@@ -124,5 +118,5 @@ def _cut(
                     copy.chunk, copy.source, source_slice, copy.target, copy.slot, region, begin, num_bytes, rule.dtype
                 )
             )
-            used = max_bytes if num_bytes >= alone else begin + num_bytes
+            used = begin + num_bytes
     return messages

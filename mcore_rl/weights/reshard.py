@@ -5,7 +5,9 @@ columns of int32, and all layers, experts and replicas that split a tensor alike
 for hundreds of billions of parameters on hundreds of ranks takes seconds and a few hundred megabytes.
 
 Where several ranks hold the same source (data-parallel copies; tensors that tensor ranks replicate; the tied embedding
-of the last pipeline stage), they share the sending: see ``_deal``.
+of the last pipeline stage), they share the sending.  Where it is known on which nodes the ranks are
+(``Sites``), a rank sends to its own device and node first, and what must come from another node comes there once: see
+``weights/senders.py``.
 
 Invariant, proven by ``proofs/reshard_proof.py``: every element that a rollout rank stores, padding apart, is written
 by exactly one copy, from the element of the same Hugging Face tensor.
@@ -13,7 +15,8 @@ by exactly one copy, from the element of the same Hugging Face tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +27,8 @@ from mcore_rl.arrays import Int32Array, Int64Array
 from mcore_rl.families.rules import Rule, Stage
 from mcore_rl.weights.replicas import Replicas
 from mcore_rl.weights.rollout_table import RolloutTable, itemsize_of
+from mcore_rl.weights.senders import RowColumns, grouped, senders
+from mcore_rl.weights.sites import Sites
 from mcore_rl.weights.table import Piece, Table, pieces
 from mcore_rl.weights.tensor_ids import TensorIds
 from mcore_rl.weights.tensor_slice import TensorSlice
@@ -68,6 +73,16 @@ class Copy:
     target_slice: TensorSlice
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of a row, as in ``Copy``."""
+
+    chunk: int
+    source: str
+    target: str
+    slot: int | None
+
+
 def same_part(source: Piece, target: Piece) -> tuple[TensorSlice, TensorSlice] | None:
     """(region of the source's tensor, region of the target's) of the elements that both hold; None if there are none.
 
@@ -107,7 +122,9 @@ class ReshardPlan:
 
     replicas: which training rank holds what.  itemsize: bytes of an element where a rule does not fix the dtype.
     source_rank, target_rank: int32 [rows].  source, target: int32 [rows], tensors as ``source_ids`` and ``target_ids``
-    number them.  geometry: int32 [rows], index into ``geometries``.
+    number them.  geometry: int32 [rows], index into ``geometries``.  sites: where the ranks are, if it is known.
+    relay: int32 [rows], the rollout rank that receives the same bytes from ``source_rank`` and passes them on inside
+    its node; ``DIRECT``: they come straight.
     """
 
     table: Table
@@ -120,6 +137,8 @@ class ReshardPlan:
     target_rank: Int32Array
     target: Int32Array
     geometry: Int32Array
+    relay: Int32Array
+    sites: Sites | None = None
 
     def __len__(self) -> int:
         return len(self.geometry)
@@ -139,6 +158,11 @@ class ReshardPlan:
         """Bytes of each geometry: int64 [geometries]."""
         rules = self.rollout.rules
         return np.array([g.elements * itemsize_of(rules[g.target_rule], self.itemsize) for g in self.geometries])
+
+    @cached_property
+    def contents(self) -> Int32Array:
+        """A number for each geometry: int32; geometries of the same elements of a source, in one dtype, share it."""
+        return _contents(self.geometries, self.rollout)
 
     @cached_property
     def bytes_sent(self) -> Int64Array:
@@ -186,6 +210,18 @@ class ReshardPlan:
             yield int(places[begin]), list(self._copies_of(rows[begin:end]))
 
     def _copies_of(self, rows: Int64Array) -> Iterator[Copy]:
+        columns = (self.source_rank[rows], self.target_rank[rows], self.geometry[rows])
+        for names, source_rank, target_rank, number in zip(
+            self.names(rows), *(column.tolist() for column in columns), strict=True
+        ):
+            for source_slice, target_slice in self.geometries[number].parts:
+                yield Copy(
+                    source_rank, names.chunk, names.source, source_slice, target_rank, names.target, names.slot,
+                    target_slice,
+                )  # fmt: skip
+
+    def names(self, rows: NDArray[np.integer]) -> Iterator[Names]:
+        """The names of each of ``rows`` on both sides."""
         _, layers, experts = self.source_ids.decode(self.source[rows])
         columns = (self.source_rank[rows], self.target_rank[rows], self.geometry[rows], layers, experts)
         for source_rank, target_rank, number, layer, expert in zip(
@@ -194,17 +230,8 @@ class ReshardPlan:
             geometry = self.geometries[number]
             ours, theirs = self.table.rules[geometry.source_rule], self.rollout.rules[geometry.target_rule]
             chunk, source = self.replicas.local_name(ours, layer, expert, source_rank)
-            target = theirs.name.format(l=layer)
             slot = self.rollout.experts(target_rank).index(expert) if theirs.stacked else None
-            for source_slice, target_slice in geometry.parts:
-                yield Copy(source_rank, chunk, source, source_slice, target_rank, target, slot, target_slice)
-
-
-def grouped(numbers: NDArray[np.integer], count: int) -> tuple[Int64Array, Int64Array]:
-    """(order, bounds): ``order[bounds[n] : bounds[n + 1]]`` are the places of ``n`` in ``numbers``, ascending."""
-    assert count <= 2**16, f"{count} ranks or sets of them are more than 16 bits hold"
-    order = np.argsort(numbers.astype(np.uint16), kind="stable")  # a radix sort, for 16 bits
-    return order, np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=count))])
+            yield Names(chunk, source, theirs.name.format(l=layer), slot)
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,8 +255,8 @@ class _Block:
 
 
 class _Builder:
-    def __init__(self, table: Table, rollout: RolloutTable, itemsize: int) -> None:
-        self.table, self.rollout, self.itemsize = table, rollout, itemsize
+    def __init__(self, table: Table, rollout: RolloutTable, itemsize: int, sites: Sites | None) -> None:
+        self.table, self.rollout, self.itemsize, self.sites = table, rollout, itemsize, sites
         self.geometries: list[Geometry] = []
         self.blocks: list[_Block] = []
         self.replicas = Replicas(table)
@@ -245,17 +272,26 @@ class _Builder:
         layers = [layer for layer in self.rollout.layers(theirs) if ours.applies_to(self.table.model, layer)]
         if not layers:
             return
-        for target_shard in range(self.rollout.num_shards(theirs)):
-            holders = self.rollout.holders(theirs, target_shard).astype(np.int32)
-            for source_shard in range(self.replicas.num_shards(ours)):
-                parts = self._parts(ours, source_shard, theirs, target_shard)
-                if parts:
-                    self.geometries.append(Geometry(source, source_shard, target, target_shard, parts))
+        target_shards, source_shards = range(self.rollout.num_shards(theirs)), range(self.replicas.num_shards(ours))
+        of_pair = {
+            (theirs_at, ours_at): self._parts(ours, ours_at, theirs, theirs_at)
+            for theirs_at in target_shards
+            for ours_at in source_shards
+        }
+        wanted = Counter((ours_at, part) for (_, ours_at), parts in of_pair.items() for part, _ in parts)
+        for (theirs_at, ours_at), parts in of_pair.items():
+            holders = self.rollout.holders(theirs, theirs_at).astype(np.int32)
+            # Rows of what several shards want (a key/value head) are apart, so that a node can share them.
+            own = [part for part in parts if wanted[ours_at, part[0]] == 1]
+            for some in (own, [part for part in parts if wanted[ours_at, part[0]] > 1]):
+                if some:
+                    joined = _joined(some, theirs.dim)
+                    self.geometries.append(Geometry(source, ours_at, target, theirs_at, joined))
                     self._add(layers, holders)
 
     def _parts(
         self, ours: Rule, source_shard: int, theirs: Rule, target_shard: int
-    ) -> tuple[tuple[TensorSlice, TensorSlice], ...]:
+    ) -> list[tuple[TensorSlice, TensorSlice]]:
         model = self.table.model
         held = ours.shard(model, self.replicas.num_shards(ours), source_shard)
         wanted = theirs.shard(model, self.rollout.num_shards(theirs), target_shard)
@@ -265,7 +301,7 @@ class _Builder:
             for source in pieces(held, ours.dim, tuple(h.name for h in ours.hf), ours.hf_shapes(model))
             if source.hf == target.hf
         ]
-        return _joined([part for part in shared if part is not None], theirs.dim)
+        return [part for part in shared if part is not None]
 
     def _add(self, layers: list[int | None], holders: Int32Array) -> None:
         geometry = self.geometries[-1]
@@ -296,13 +332,18 @@ class _Builder:
             return out
 
         geometry = np.repeat(np.array([b.geometry for b in largest_first], dtype=np.int32), sizes)
-        geometry_bytes = np.array(sizes_of, dtype=np.int64)
-        sets = column([block.sets[:, :, None] for block in largest_first])
-        source_rank = _deal(sets, geometry_bytes[geometry], self.replicas.members, self.table.layout.world_size)
-        del sets
+        row_bytes = np.array(sizes_of, dtype=np.int64)[geometry]
+        rows = RowColumns(
+            sets=column([block.sets[:, :, None] for block in largest_first]),
+            num_bytes=row_bytes,
+            target_rank=column([block.targets[None] for block in largest_first]),
+            source=column([block.source[:, :, None] for block in largest_first]),
+            content=_contents(self.geometries, self.rollout)[geometry],
+        )
+        source_rank, relay = senders(rows, self.replicas.members, self.table.layout.world_size, self.sites)
         places = column([block.places[:, None, None] for block in largest_first])
         order = np.argsort(places.astype(np.int16), kind="stable")
-        del places
+        del places, row_bytes
         return ReshardPlan(
             self.table,
             self.rollout,
@@ -310,40 +351,32 @@ class _Builder:
             self.itemsize,
             tuple(self.geometries),
             source_rank[order],
-            column([block.source[:, :, None] for block in largest_first])[order],
-            column([block.targets[None] for block in largest_first])[order],
+            rows.source[order],
+            rows.target_rank[order],
             column([block.target[:, :, None] for block in largest_first])[order],
             geometry[order],
+            relay[order],
+            self.sites,
         )
 
 
-def _deal(sets: Int32Array, row_bytes: Int64Array, members: list[Int64Array], world_size: int) -> Int32Array:
-    """The rank that sends each row: rows, the largest first, are dealt in turn to the members of their set.
-
-    sets: the set of each row.  row_bytes: bytes of each row, descending.  members: the ranks of each set.  Any two
-    members of a set then differ by at most its largest row in the bytes that they send of it (the difference
-    telescopes).  The heaviest set is dealt first, and each set begins with the member that sends the least so far, so
-    that the differences even out.
-    """
-    order, bounds = grouped(sets, len(members))
-    loads, source = np.zeros(world_size, dtype=np.int64), np.empty(len(sets), dtype=np.int32)
-    rows_of = [order[bounds[number] : bounds[number + 1]] for number in range(len(members))]
-    totals = [int(row_bytes[rows].sum()) for rows in rows_of]
-    for number in sorted(range(len(members)), key=lambda number: -totals[number]):
-        rows, ranks = rows_of[number], members[number]
-        turn = ranks[np.argsort(loads[ranks], kind="stable")]
-        source[rows] = turn[np.arange(len(rows)) % len(turn)]
-        np.add.at(loads, source[rows], row_bytes[rows])
-    return source
+def _contents(geometries: Sequence[Geometry], rollout: RolloutTable) -> Int32Array:
+    numbers: dict[object, int] = {}
+    keys = (
+        (g.source_rule, g.source_shard, rollout.rules[g.target_rule].dtype, tuple(part for part, _ in g.parts))
+        for g in geometries
+    )
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int32)
 
 
-def plan_reshard(table: Table, rollout: RolloutTable, itemsize: int = 2) -> ReshardPlan:
+def plan_reshard(table: Table, rollout: RolloutTable, itemsize: int = 2, sites: Sites | None = None) -> ReshardPlan:
     """The plan from the training ranks of ``table`` to the rollout ranks of ``rollout``, of the same model.
 
-    itemsize: bytes of an element on its way, where a rule does not fix the dtype.
+    itemsize: bytes of an element on its way, where a rule does not fix the dtype.  sites: where the ranks are; None:
+    all are alike.
     """
     assert table.model == rollout.model, "a plan is between two layouts of one model"
-    builder = _Builder(table, rollout, itemsize)
+    builder = _Builder(table, rollout, itemsize, sites)
     for target in range(len(rollout.rules)):
         for source in range(len(table.rules)):
             builder.join(source, target)

@@ -80,8 +80,7 @@ async def kill_the_engine(run: Run) -> None:
     for each in holders_of(run.directory / "logs" / "engine-0.log"):
         each.kill()
     with pytest.raises(DeadEngineError):
-        async with run.devices.to_engines():
-            await run.weights.update(STEPS)
+        await run.devices.to_engines(STEPS)
     await run.collector.collect(STEPS + 1, run.next_rows, run.reporting("drawing"))
 
 

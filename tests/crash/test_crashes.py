@@ -107,6 +107,9 @@ LIVES = {
         told(grading(3), SIGUSR1, 2),
     ],
 }
+# Two processes as if on two nodes: weights go in rounds and through a device's memory, not through one shared memory.
+TWO_NODES = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1")
+SETTINGS = {"a worker and an engine": TWO_NODES, "workers, publishing and saving": TWO_NODES}
 # In the tier `test`; the others are of the tier `full`: ``pytest --tier=full tests/crash``.
 QUICK = ("a worker and an engine",)
 
@@ -116,11 +119,12 @@ QUICK = ("a worker and an engine",)
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.tier("full")) for name in LIVES]
 )
 def test_deaths_change_no_bit(name: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    more = SETTINGS.get(name, ())
     with nothing_survives(tmp_path) as traces:
         begun = False
         for blow in LIVES[name]:
             if not begun or blow.point:
-                run = start(undisturbed.task, tmp_path / "run", traces, point=blow.point)
+                run = start(undisturbed.task, tmp_path / "run", traces, *more, point=blow.point)
             if blow.moment is not None:
                 run.strike_at(blow.moment, blow.victim, blow.signal)
             begun = blow.exit_code is GOES_ON
@@ -131,7 +135,7 @@ def test_deaths_change_no_bit(name: str, undisturbed: Undisturbed, tmp_path: Pat
                 assert says(blow.words)(run), run.said()
                 assert "Traceback" not in run.said() or blow.exit_code == -SIGKILL, run.said()
         if not begun:
-            run = start(undisturbed.task, tmp_path / "run", traces)
+            run = start(undisturbed.task, tmp_path / "run", traces, *more)
         assert run.finish() == 0, run.said()
     bits = bits_of(tmp_path / "run")
     assert bits.metrics == undisturbed.bits.metrics

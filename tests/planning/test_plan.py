@@ -116,11 +116,21 @@ def test_an_engine_without_room_for_a_sequence_is_refused() -> None:
     assert wrong.key == "rollout.gpu_memory_utilization" and "one sequence of 1024 tokens" in wrong.problem
 
 
-def test_weights_beside_an_awake_engine_are_counted() -> None:
+def test_while_weights_are_sent_engines_have_no_cache() -> None:
     run = run_of()
     run.rollout.gpu_memory_utilization = 0.9
+    planned = plan(run, QWEN, H100)
+    assert planned.fits
+    (sync,) = (peak for peak in planned.peaks if peak.phase is Phase.sync)
+    parts = {row.part: row.num_bytes for row in sync.rows}
+    assert parts["engine weights"] == parts["actor weights"] and "cache of keys and values" not in parts
+
+
+def test_engines_that_leave_no_room_for_the_trainers_processes_are_refused() -> None:
+    run = run_of()
+    run.rollout.gpu_memory_utilization = 0.999
     (wrong,) = plan(run, QWEN, H100).violations
-    assert "sync needs" in wrong.problem
+    assert "rollout needs" in wrong.problem
 
 
 def test_an_engine_of_several_nodes_is_refused() -> None:

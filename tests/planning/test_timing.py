@@ -10,16 +10,17 @@ from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Device, EngineConfig, Precision, Recompute
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES, RolloutConfig, RolloutLayout
 from mcore_rl.families.flops import forward_flops, matmul_parameters
 from mcore_rl.planning import timing
 from mcore_rl.planning.overheads import (
     EXPERT_EFFICIENCY,
-    HOST_COLLECTIVE_GB_S,
     HOST_LINK_GB_S,
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
+    ROUND_IMBALANCE,
+    ROUND_S,
     STEP_LATENCY_S,
 )
 from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes
@@ -155,13 +156,19 @@ def test_experts_that_nobody_chose_are_not_read() -> None:
     assert timing._streamed_bytes(EXPERTS, config, 2, 100) == pytest.approx(whole)
 
 
-def test_weights_take_the_slowest_way_that_they_must() -> None:
-    alone = role()
-    sent = alone.state(0).weights
-    assert timing.weights_s(alone, 1, RATES, separate=True, single=False) == sent / 1e9
-    assert timing.weights_s(alone, 1, RATES, separate=False, single=False) == sent / (HOST_COLLECTIVE_GB_S * 1e9)
-    assert timing.weights_s(alone, 1, RATES, separate=False, single=True) == 2 * sent / 1e11
-    assert timing.weights_s(alone, 3 * sent, RATES, separate=True, single=False) == 3 * sent / 1e9
+def test_weights_cross_the_slow_link_only_where_a_node_lacks_them() -> None:
+    alone, layout = role(), RolloutLayout()
+    size = alone.sizes.num_parameters * alone.kernels.size
+    rounds = ROUND_S * ROUND_IMBALANCE * size / (UPDATE_BUCKET_BYTES / 2)
+    inside = size / RATES.intra
+    separate = timing.weights_s(alone, size, layout, RATES, separate=True)
+    assert separate == pytest.approx(ROUND_IMBALANCE * size / RATES.inter + inside + rounds)
+    colocated = timing.weights_s(alone, size, layout, RATES, separate=False)
+    assert colocated == pytest.approx(inside + 2 * size / RATES.memory + rounds)
+    twice = timing.weights_s(alone, size, RolloutLayout(dp=2), RATES, separate=True)
+    assert twice == pytest.approx(separate), "two replicas on a node share what comes; who sends, sends as much to each"
+    slow = replace(RATES, accelerator=False)
+    assert timing.weights_s(alone, 1, layout, slow, separate=True) == 2 * alone.state(0).weights / RATES.memory
 
 
 def test_moving_by_hand() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.errors import DeadEngineError, RolloutError
 from mcore_rl.rollout.pool import EnginePool
-from mcore_rl.rollout.protocol import FinishReason, Prompt, Request, Sample, Sampling, requests_of
+from mcore_rl.rollout.protocol import EngineMemory, FinishReason, Prompt, Request, Sample, Sampling, requests_of
 
 SAMPLING = Sampling(max_tokens=8)
 TICK_S = 0.001
@@ -53,8 +53,8 @@ class Engine:
             raise DeadEngineError(f"{self.name} died of old age")
         self.told.append(("sleep", level))
 
-    async def wake(self) -> None:
-        self.told.append(("wake",))
+    async def wake(self, memory: EngineMemory | None = None) -> None:
+        self.told.append(("wake",) if memory is None else ("wake", memory))
 
 
 def sample_of(request: Request) -> Sample:
@@ -172,8 +172,8 @@ def test_all_engines_sleep_and_wake_and_a_death_is_raised_once_all_have_answered
         engines = [Engine("1"), Engine("2")]
         pool = EnginePool(engines, 4)
         await pool.sleep(2)
-        await pool.wake()
-        assert [engine.told for engine in engines] == [[("sleep", 2), ("wake",)]] * 2
+        await pool.wake(EngineMemory.weights)
+        assert [engine.told for engine in engines] == [[("sleep", 2), ("wake", EngineMemory.weights)]] * 2
         engines[0].life = -1
         with pytest.raises(DeadEngineError, match="1 died of old age"):
             await pool.sleep()

@@ -19,6 +19,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.runtime import placement
 from mcore_rl.runtime.placement import Bundle, place, placement_violations
+from mcore_rl.weights.sites import Sites
 from tests.support.answerers import Talker
 
 CPU = detect(Device.cpu)
@@ -87,6 +88,16 @@ def test_a_reward_model_stands_where_rollout_engines_would(cluster: None) -> Non
     places.close()
     with pytest.raises(ConfigError, match=r"reward_model\.dp=3: with reward_model\.tp=2 needs 6 devices"):
         asyncio.run(place(trainer, RolloutLayout(), ACCELERATOR, RolloutLayout(tp=2, dp=3)))
+
+
+def test_sites_are_the_nodes_that_ray_chose(cluster: None) -> None:
+    places = asyncio.run(place(TrainerConfig(n_gpus_per_node=4), RolloutLayout(tp=2, dp=2), ACCELERATOR))
+    assert places.sites(RolloutLayout(tp=2, dp=2), Placement.colocated) == Sites.colocated((0,) * 4, 4)
+    places.close()
+    places = asyncio.run(place(TrainerConfig(n_gpus_per_node=2), RolloutLayout(dp=3), CPU))
+    assert places.sites(RolloutLayout(dp=3), Placement.colocated) == Sites((0, 0), (0,) * 3, (0, 1, 0))
+    assert places.sites(RolloutLayout(dp=3), Placement.separate) == Sites((0, 0), (0,) * 3)
+    places.close()
 
 
 def test_what_was_reserved_is_given_back(cluster: None) -> None:

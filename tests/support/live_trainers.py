@@ -17,17 +17,21 @@ import psutil
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
+from mcore_rl.config.engine import Device
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import HOST, Rank
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.members import Address
-from mcore_rl.sync.process_group import ProcessGroupTransport
 from mcore_rl.sync.publish import Published, Publisher
+from mcore_rl.sync.routed import RoutedTransport
 from mcore_rl.sync.transport import Transport
+from mcore_rl.weights.messages import MessagePart
 from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.sites import Sites
 from mcore_rl.weights.table import Table
 from tests.support.forked import run_ranks
 
@@ -35,9 +39,17 @@ BUCKET_BYTES = 40_000  # some tensors are larger than a message
 NUM_RANKS = 2
 
 
-def over_gloo(address: Address) -> ProcessGroupTransport:
-    """Point to point between host memories."""
-    return ProcessGroupTransport(address=address, backend="gloo")
+def over_gloo(address: Address) -> RoutedTransport:
+    """In rounds between all ranks, as where the rollout ranks have devices, and a node, of their own."""
+    sites = Sites((0,) * address.num_trainers, (1,) * address.num_rollout)
+    return RoutedTransport(address=address, platform=detect(Device.cpu), sites=sites)
+
+
+def in_two_stages(address: Address) -> RoutedTransport:
+    """In rounds between the training ranks, each on a node of its own, and then through memory that is mapped there."""
+    nodes = tuple(range(address.num_trainers))
+    hosts = tuple(rank % address.num_trainers for rank in range(address.num_rollout))
+    return RoutedTransport(address=address, platform=detect(Device.cpu), sites=Sites(nodes, hosts, hosts))
 
 
 class _Rank:
@@ -113,41 +125,39 @@ class _Rank:
             tensors[0, one], tensors[0, other] = tensors[0, other], tensors[0, one]
 
     def skip(self, name: str) -> None:
-        """From now on, put nothing into messages for tensor ``name``."""
-        filled = self.publisher._filled
+        """From now on, publish zeros for tensor ``name``."""
+        live = self.publisher.live
 
-        def without(message: Any, *how: Any) -> torch.Tensor:
-            data = filled(message, *how).clone()  # it may be the weight itself
-            for part in message.parts:
-                if part.source == name:
-                    data[part.begin : part.begin + part.num_bytes].zero_()
-            return data
+        def without(part: MessagePart) -> torch.Tensor:
+            return torch.zeros_like(live(part)) if part.source == name else live(part)
 
-        self.publisher._filled = without  # type: ignore[method-assign]
+        self.publisher.live = without  # type: ignore[method-assign]
 
     def mend(self) -> None:
         """Publish what there is."""
         self.publisher.tensors |= self.real
         self.real = {}
-        self.publisher.__dict__.pop("_filled", None)
+        self.publisher.__dict__.pop("live", None)
 
     def stumble(self, only: int, message: str | None) -> None:
         """On rank ``only``: half-way, the next publishing raises ``message``, or waits until it may ``go_on``."""
         if self.rank.rank != only:
             return
-        filled, middle = self.publisher._filled, len(self.publisher.sent) // 2
+        live, before = self.publisher.live, itertools.count()
+        blocks = (block for each in self.publisher.rounds for block in each.legs[0] if block.sender == only)
+        middle = sum(len(block.parts) for block in blocks) // 2
 
-        def stumbling(message_: Any, *how: Any) -> torch.Tensor:
-            if message_ is self.publisher.sent[middle]:
-                self.publisher.__dict__.pop("_filled")
+        def stumbling(part: MessagePart) -> torch.Tensor:
+            if next(before) == middle:
+                self.publisher.__dict__.pop("live")
                 if message is not None:
                     raise ValueError(message)
                 self.store.set("stumbling", b"")
                 self.store.wait(["go on"], timedelta(seconds=60))
                 self.store.delete_key("go on")
-            return filled(message_, *how)
+            return live(part)
 
-        self.publisher._filled = stumbling  # type: ignore[method-assign]
+        self.publisher.live = stumbling  # type: ignore[method-assign]
 
     def leave(self) -> None:
         if "publisher" in self.__dict__:

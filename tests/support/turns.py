@@ -11,6 +11,7 @@ from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.errors import DeadEngineError
+from mcore_rl.rollout.protocol import EngineMemory
 from mcore_rl.training.offload import OffloadPart
 
 OFFLOADED = ("actor", "offload", (OffloadPart.weights,))  # what the actor is told once the engines have its weights
@@ -45,8 +46,8 @@ class Engines:
     async def sleep(self, level: int) -> None:
         self._told(("sleep", level))
 
-    async def wake(self) -> None:
-        self._told("wake")
+    async def wake(self, memory: EngineMemory | None = None) -> None:
+        self._told("wake" if memory is None else f"wake {memory.value}")
 
     async def update(self, version: int) -> None:
         self._told(("update", version))
@@ -98,8 +99,7 @@ class Turns:
 
     async def rollout(self, version: int) -> None:
         """As the step loop: the engines get the devices and the weights."""
-        async with self.devices.to_engines():
-            await self.weights.update(version)
+        await self.devices.to_engines(version)
 
 
 def turns(placement: Placement = Placement.colocated, *, check_freq: int = 0, limit: int = 9) -> Turns:

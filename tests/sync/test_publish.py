@@ -23,6 +23,7 @@ from mcore_rl.sync.publish import Publisher, message_bytes, opening_of
 from mcore_rl.weights.fingerprint import added, fingerprint
 from mcore_rl.weights.messages import messages_to
 from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.sites import Sites
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.views import view_of
 from tests.support import checkpoints, direct_rollout
@@ -47,11 +48,10 @@ class Recorder:
     """A transport and both of its ends, for one training rank: keeps a copy of what is sent."""
 
     address: Address
-    in_place: bool = False
+    sites: None = None
     sent: dict[int, list[Tensor]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     longest: int = 0
-    num_buffers: int = 0
     is_full: bool = False
 
     @property
@@ -75,7 +75,6 @@ class Recorder:
         if self.is_full:
             raise ValueError("no room")
         self.longest = max(self.longest, num_bytes)
-        self.num_buffers += 1
         return torch.full((num_bytes,), 0xAB, dtype=torch.uint8)  # what is not written shows
 
     def send(self, message: Tensor, rollout_rank: int) -> None:
@@ -110,8 +109,7 @@ class World:
         publisher = self.publishers[0]
         held = {t.name: torch.zeros(self.rollout.shape(t), dtype=publisher.dtype) for t in self.rollout.tensors(target)}
         streams = {rank: iter(self.end(rank).sent[target]) for rank in range(len(self.publishers))}
-        in_place = publisher.transport.in_place
-        for message in messages_to(publisher.plan, target, publisher.message_bytes, in_place):
+        for message in messages_to(publisher.plan, target, publisher.message_bytes):
             data = next(streams[message.source_rank])
             assert len(data) == message.num_bytes
             for part in message.parts:
@@ -143,7 +141,6 @@ def world(
     rollout: str,
     dtype: torch.dtype = torch.float32,
     world_size: int = 2,
-    in_place: bool = False,
 ) -> World:
     checkpoints.write(name, directory)
     table = Table(FAMILIES[name], checkpoints.MODELS[name], parse_layout(training), world_size)
@@ -156,7 +153,7 @@ def world(
             address = Address(
                 host="nowhere", port=1, name="x", num_trainers=world_size, num_rollout=target.layout.world_size
             )
-            transport = Recorder(address, in_place)
+            transport = Recorder(address)
             publishers.append(Publisher(chunks, table, target, rank, transport, dtype=dtype, bucket_bytes=BUCKET_BYTES))
             publishers[-1].open()
     return World(directory, target, publishers)
@@ -164,11 +161,10 @@ def world(
 
 @pytest.mark.parametrize(("name", "training", "rollout"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("in_place", [False, True])
 def test_each_rollout_rank_is_sent_what_it_stores(
-    tmp_path: Path, name: str, training: str, rollout: str, dtype: torch.dtype, in_place: bool
+    tmp_path: Path, name: str, training: str, rollout: str, dtype: torch.dtype
 ) -> None:
-    made = world(tmp_path, name, training, rollout, dtype, in_place=in_place)
+    made = world(tmp_path, name, training, rollout, dtype)
     published = [publisher.publish(3) for publisher in made.publishers]
     for target in range(made.rollout.layout.world_size):
         received, expected = made.received(target), made.by_hand(target)
@@ -180,17 +176,13 @@ def test_each_rollout_rank_is_sent_what_it_stores(
     for rank, one in enumerate(published):
         assert (one.version, one.bytes_over_bound) == (3, 1.0)
         assert one.gb_per_s > 0 and one.pack_s + one.wait_s <= one.seconds
-        assert made.end(rank).longest <= made.publishers[rank].message_bytes == BUCKET_BYTES // (4 if in_place else 8)
-        # The model is float32, so that nothing else can be sent from where it lies.
-        packed = sum(len(messages) for messages in made.end(rank).sent.values())
-        assert (made.end(rank).num_buffers < packed) == (in_place and dtype == torch.float32)
+        assert made.end(rank).longest <= made.publishers[rank].message_bytes == BUCKET_BYTES // 8
         assert made.end(rank).said == ["open", "update 3", "flush", "applied", "release"]
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_what_is_sent_is_what_the_weights_are_at_that_moment(tmp_path: Path, in_place: bool) -> None:
+def test_what_is_sent_is_what_the_weights_are_at_that_moment(tmp_path: Path) -> None:
     """Not what they were when the plan was made; and dead padding of the vocabulary is not sent."""
-    made = world(tmp_path, "llama", "tp=2", "tp=1", in_place=in_place)
+    made = world(tmp_path, "llama", "tp=2", "tp=1")
     for publisher in made.publishers:
         for tensor in publisher.tensors.values():
             tensor.mul_(2)
@@ -231,12 +223,12 @@ def test_an_address_that_was_not_made_from_the_layouts_is_refused(tmp_path: Path
     publisher = made.publishers[0]
     wrong = Recorder(Address(host="nowhere", port=1, name="x", num_trainers=2, num_rollout=3))
     with pytest.raises(SyncError, match=r"for 2 training and 3 rollout ranks, the plan for 2 and 1\. Make the Address"):
-        opening_of(publisher.plan, wrong, torch.float32, BUCKET_BYTES)
+        opening_of(publisher.plan, wrong, torch.float32, BUCKET_BYTES, "")
 
 
-@pytest.mark.parametrize(("tp", "share"), [(1, 4), (2, 4), (4, 8)])
+@pytest.mark.parametrize(("tp", "share"), [(1, 8), (2, 8), (4, 16)])
 def test_messages_leave_room_for_what_a_worker_has_in_hand(tp: int, share: int) -> None:
-    """Two messages, and of up to tp ranks what their parts of one tensor write: two buckets in all."""
+    """Two messages, mapped, and of up to tp ranks what their parts of one tensor write: two buckets in all."""
     table = Table(FAMILIES["llama"], checkpoints.MODELS["llama"], parse_layout(f"tp={tp}"))
-    assert message_bytes(table, 1 << 20, in_place=True) == (1 << 20) // share
-    assert message_bytes(table, 1 << 20, in_place=False) == (1 << 20) // share // 2, "mapped besides"
+    assert message_bytes(table, 1 << 20, None) == (1 << 20) // share
+    assert message_bytes(table, 1 << 20, Sites((0,), (0,), (0,))) == (1 << 20) // 2, "one packed, two received"

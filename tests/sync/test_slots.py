@@ -9,12 +9,11 @@ import signal
 import weakref
 
 import pytest
-import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
 from mcore_rl.sync.members import Address, Members, PeerLostError
-from mcore_rl.sync.shared_memory import NAME, _Mapped
+from mcore_rl.sync.shared_memory import NAME, MappedMemory
 from mcore_rl.sync.slots import NUM_SLOTS, SlotReceiving, SlotSender
 
 MESSAGE, SENDERS = 1 << 12, 5
@@ -25,7 +24,7 @@ class Counted:
 
     def __init__(self, scarce: bool = False) -> None:
         self.scarce = scarce
-        self._memory, self._alive, self.maps, self.most = _Mapped(), weakref.WeakSet[Tensor](), 0, 0
+        self._memory, self._alive, self.maps, self.most = MappedMemory(), weakref.WeakSet[Tensor](), 0, 0
 
     def map(self, handle: bytes) -> Tensor:
         mapped = self._memory.map(handle)
@@ -47,14 +46,14 @@ def mapped_here() -> int:
 def test_no_more_than_half_a_bucket_stays_mapped() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = Address(host="127.0.0.1", port=store.port, name="slots", num_trainers=SENDERS, num_rollout=1)
-    senders = [SlotSender(Members(address, rank), _Mapped()) for rank in range(SENDERS)]
+    senders = [SlotSender(Members(address, rank), MappedMemory()) for rank in range(SENDERS)]
     memory = Counted()
     receiver = SlotReceiving(Members(address, SENDERS), memory, bucket_bytes=8 * MESSAGE)  # type: ignore[arg-type]
     order = [(number, rank) for number in range(NUM_SLOTS) for rank in range(SENDERS)]
     for number, rank in order:  # a slot of its own for each, so that nobody waits
         senders[rank].send(senders[rank].buffer(MESSAGE).fill_(10 * rank + number), 0)
     wanted = [(rank, MESSAGE) for _, rank in order]
-    read = [int(message[0]) for message in receiver.messages(wanted, lambda _: torch.empty(0))]
+    read = [int(message[0]) for message in receiver.messages(wanted)]
     assert read == [10 * rank + number for number, rank in order]
     assert memory.maps == len(order)
     assert memory.most == 5, "half a bucket, and the one that is read next"
@@ -66,7 +65,7 @@ def test_no_more_than_half_a_bucket_stays_mapped() -> None:
     assert mapped_here() == 0
 
 
-class Scarce(_Mapped):
+class Scarce(MappedMemory):
     scarce = True
 
 
@@ -74,14 +73,14 @@ class Scarce(_Mapped):
 def test_between_updates_memory_stays_unless_it_is_scarce(scarce: bool) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = Address(host="127.0.0.1", port=store.port, name="kept", num_trainers=1, num_rollout=1)
-    sender = SlotSender(Members(address, 0), Scarce() if scarce else _Mapped())
+    sender = SlotSender(Members(address, 0), Scarce() if scarce else MappedMemory())
     memory = Counted(scarce)
     receiver = SlotReceiving(Members(address, 1), memory, bucket_bytes=8 * MESSAGE)  # type: ignore[arg-type]
     before, wanted = mapped_here(), [(0, MESSAGE)] * NUM_SLOTS
     for update in (1, 2, 3):
         for number in range(NUM_SLOTS):
             sender.send(sender.buffer(MESSAGE).fill_(10 * update + number), 0)
-        read = [int(message[0]) for message in receiver.messages(wanted, lambda _: torch.empty(0))]
+        read = [int(message[0]) for message in receiver.messages(wanted)]
         assert read == [10 * update + number for number in range(NUM_SLOTS)]
         sender.flush()
         sender.release()
@@ -96,7 +95,7 @@ def test_between_updates_memory_stays_unless_it_is_scarce(scarce: bool) -> None:
 
 def test_memory_that_took_another_s_descriptor_is_not_taken_for_it() -> None:
     """A descriptor that was closed is the next one's, of the same size maybe."""
-    memory = _Mapped()
+    memory = MappedMemory()
     handles = []
     for _ in range(2):
         handles.append(memory.create(MESSAGE)[1])
@@ -107,7 +106,7 @@ def test_memory_that_took_another_s_descriptor_is_not_taken_for_it() -> None:
 
 
 def send_and_die(address: Address) -> None:
-    sender = SlotSender(Members(address, 0), _Mapped())
+    sender = SlotSender(Members(address, 0), MappedMemory())
     sender.send(sender.buffer(MESSAGE).fill_(1), 0)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -116,20 +115,20 @@ def test_memory_of_a_dead_sender_is_the_sender_s_failure(processes: None) -> Non
     """It had said where its message lies; its memory went with it, before anybody mapped that."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = Address(host="127.0.0.1", port=store.port, name="dead", num_trainers=1, num_rollout=1)
-    receiver = SlotReceiving(Members(address, 1), _Mapped(), bucket_bytes=8 * MESSAGE)
+    receiver = SlotReceiving(Members(address, 1), MappedMemory(), bucket_bytes=8 * MESSAGE)
     sender = multiprocessing.get_context("spawn").Process(target=send_and_die, args=(address,))
     sender.start()
     sender.join()
     with pytest.raises(PeerLostError, match="training rank 0 is dead, and its memory gone"):
-        next(receiver.messages([(0, MESSAGE)], lambda _: torch.empty(0)))
+        next(receiver.messages([(0, MESSAGE)]))
 
 
 def test_memory_that_cannot_be_mapped_while_its_owner_lives_is_our_failure() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = Address(host="127.0.0.1", port=store.port, name="alive", num_trainers=1, num_rollout=1)
-    sender = SlotSender(Members(address, 0), _Mapped())
-    receiver = SlotReceiving(Members(address, 1), _Mapped(), bucket_bytes=8 * MESSAGE)
+    sender = SlotSender(Members(address, 0), MappedMemory())
+    receiver = SlotReceiving(Members(address, 1), MappedMemory(), bucket_bytes=8 * MESSAGE)
     sender.send(sender.buffer(MESSAGE), 0)
     sender.close()
     with pytest.raises(RuntimeError, match="unable to open file"):
-        next(receiver.messages([(0, MESSAGE)], lambda _: torch.empty(0)))
+        next(receiver.messages([(0, MESSAGE)]))

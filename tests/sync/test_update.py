@@ -7,6 +7,7 @@ it must do what it did when it was fresh, and with b what transformers does.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,8 +19,9 @@ from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Pause, Request, Sampling, VersionSpan
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
+from mcore_rl.sync.transport import Transport
 from mcore_rl.sync.update import WeightUpdater
-from tests.support.live_trainers import LiveTrainers
+from tests.support.live_trainers import LiveTrainers, in_two_stages
 from tests.support.rollouts import collect
 from tests.support.sync_cases import MODELS, PROMPTS, distance_from_transformers, greedy, same
 from tests.sync.conftest import Running
@@ -75,18 +77,23 @@ async def _checks(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Pat
     await sync.check()
 
 
+def over_memory(address: Address) -> SharedMemoryTransport:
+    return SharedMemoryTransport(address=address)
+
+
 @mixtral
-def test_shared_memory_brings_the_same_weights(trainers: LiveTrainers, running: Running) -> None:
-    asyncio.run(_over_shared_memory(trainers, running.engine, running.a, running.b))
+@pytest.mark.parametrize("over", [over_memory, in_two_stages])
+def test_every_transport_brings_the_same_weights(
+    trainers: LiveTrainers, running: Running, over: Callable[[Address], Transport]
+) -> None:
+    asyncio.run(_over(trainers, running.engine, running.a, running.b, over))
 
 
-async def _over_shared_memory(trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path) -> None:
-    """To b and back to a, and once more, when memory is used again; then gloo takes over."""
-
-    def over_memory(address: Address) -> SharedMemoryTransport:
-        return SharedMemoryTransport(address=address)
-
-    await trainers.build("mixtral", MODELS["mixtral"], "tp=2,ep=2,etp=1", a, "tp=1", over_memory)
+async def _over(
+    trainers: LiveTrainers, engine: EngineProcess, a: Path, b: Path, over: Callable[[Address], Transport]
+) -> None:
+    """To b and back to a, and once more, when memory is used again; then another transport takes over."""
+    await trainers.build("mixtral", MODELS["mixtral"], "tp=2,ep=2,etp=1", a, "tp=1", over)
     sync = WeightUpdater([engine], parse_rollout_layout("tp=1"), trainers)
     for version, weights in enumerate((b, a, b, a), start=31):
         await trainers.order("load", weights)

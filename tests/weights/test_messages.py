@@ -32,14 +32,13 @@ def plan_of(name: str, training: str, world_size: int, rollout: str) -> ReshardP
     return plan_reshard(table, RolloutTable(FAMILIES[name], MODELS[name], parse_rollout_layout(rollout)), 4)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_both_sides_agree_and_everything_is_sent_once(case: tuple[str, str, int, str], in_place: bool) -> None:
+def test_both_sides_agree_and_everything_is_sent_once(case: tuple[str, str, int, str]) -> None:
     plan = plan_of(*case)
     training, rollout = plan.table.layout.world_size, plan.rollout.layout.world_size
-    sent = {rank: messages_from(plan, rank, MAX_BYTES, in_place) for rank in range(training)}
+    sent = {rank: messages_from(plan, rank, MAX_BYTES) for rank in range(training)}
     for target in range(rollout):
-        received = messages_to(plan, target, MAX_BYTES, in_place)
+        received = messages_to(plan, target, MAX_BYTES)
         for source in range(training):
             mine = [message for message in received if message.source_rank == source]
             assert mine == [message for message in sent[source] if message.target_rank == target]
@@ -58,13 +57,12 @@ def test_both_sides_agree_and_everything_is_sent_once(case: tuple[str, str, int,
             assert not counts.narrow(dim, held, counts.shape[dim] - held).any(), tensor.name
 
 
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_one_message_at_a_time_never_waits_in_a_circle(case: tuple[str, str, int, str], in_place: bool) -> None:
+def test_one_message_at_a_time_never_waits_in_a_circle(case: tuple[str, str, int, str]) -> None:
     """The strictest transport there is: a message passes only when its sender and its receiver have come to it."""
     plan = plan_of(*case)
-    sending = [messages_from(plan, rank, MAX_BYTES, in_place) for rank in range(plan.table.layout.world_size)]
-    receiving = [messages_to(plan, rank, MAX_BYTES, in_place) for rank in range(plan.rollout.layout.world_size)]
+    sending = [messages_from(plan, rank, MAX_BYTES) for rank in range(plan.table.layout.world_size)]
+    receiving = [messages_to(plan, rank, MAX_BYTES) for rank in range(plan.rollout.layout.world_size)]
     while any(sending) or any(receiving):
         ready = [queue[0] for queue in sending if queue and receiving[queue[0].target_rank][0] == queue[0]]
         assert ready, "everybody waits"
@@ -74,22 +72,15 @@ def test_one_message_at_a_time_never_waits_in_a_circle(case: tuple[str, str, int
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_large_parts_come_alone_and_small_ones_together(case: tuple[str, str, int, str]) -> None:
-    """A 32nd of the largest message is large: 156 bytes of 5000."""
-    plan = plan_of(*case)
-    alone, together = (messages_to(plan, 0, MAX_BYTES, in_place) for in_place in (True, False))
-    for message in alone:
-        assert len(message.parts) == 1 or all(part.num_bytes < 156 for part in message.parts)
-    assert len(alone) > len(together)
-    assert any(len(message.parts) > 1 for message in messages_to(plan, 0, 64 * MAX_BYTES, True)), "also in place"
-    for one, next_one in pairwise(together):
+def test_what_fits_is_sent_together(case: tuple[str, str, int, str]) -> None:
+    for one, next_one in pairwise(messages_to(plan_of(*case), 0, MAX_BYTES)):
         if (one.source_rank, one.target_rank) == (next_one.source_rank, next_one.target_rank):
             assert one.num_bytes + next_one.parts[0].num_bytes > MAX_BYTES, "what fits is not sent apart"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_embedding_comes_last(case: tuple[str, str, int, str]) -> None:
-    targets = [part.target for message in messages_to(plan_of(*case), 0, MAX_BYTES, True) for part in message.parts]
+    targets = [part.target for message in messages_to(plan_of(*case), 0, MAX_BYTES) for part in message.parts]
     first = targets.index("model.embed_tokens.weight")
     assert first > 0
     assert set(targets[first:]) == {"model.embed_tokens.weight"}
@@ -97,7 +88,6 @@ def test_the_embedding_comes_last(case: tuple[str, str, int, str]) -> None:
 
 def test_plans_that_would_be_cut_otherwise_have_other_ids() -> None:
     one = plan_of(*CASES[0])
-    assert plan_id(one, 5000, True) == plan_id(plan_of(*CASES[0]), 5000, True)
+    assert plan_id(one, 5000) == plan_id(plan_of(*CASES[0]), 5000)
     others = [plan_of("llama", "tp=2", 4, "tp=2,dp=2"), plan_of("llama", "tp=2,pp=2", 4, "tp=4")]
-    cuts = [plan_id(one, 5000, True), plan_id(one, 6000, True), plan_id(one, 5000, False)]
-    assert len({*cuts, *(plan_id(other, 5000, True) for other in others)}) == 5
+    assert len({plan_id(one, 5000), plan_id(one, 6000), *(plan_id(other, 5000) for other in others)}) == 4

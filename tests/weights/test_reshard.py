@@ -14,8 +14,9 @@ from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.proofs.reshard_proof import reshard_failures, traffic
 from mcore_rl.proofs.tracer import Tracer
-from mcore_rl.weights.reshard import ReshardPlan, _deal, plan_reshard
+from mcore_rl.weights.reshard import ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.senders import deal
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.tensor_slice import TensorSlice
 from tests.support import direct_rollout, models
@@ -175,7 +176,7 @@ def test_float32_buffers_count_four_bytes() -> None:
 def test_the_sets_of_a_rank_make_up_for_each_other() -> None:
     """Rank 0 shares some tensors with 1 and others with 2; who sent the first lot is not asked for the second."""
     members = [np.array([0, 1]), np.array([0, 2])]
-    dealt = _deal(np.array([0, 1, 0]), np.array([10, 10, 4]), members, 3)
+    dealt = deal(np.array([0, 1, 0]), np.array([10, 10, 4]), members, np.zeros(3, dtype=np.int64))
     assert dealt.tolist() == [0, 2, 1]
 
 

@@ -7,8 +7,6 @@ separate run each has devices of its own, and nothing is moved.  ``weight_sync``
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 
 from mcore_rl.config.trainer import Placement
@@ -16,6 +14,7 @@ from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.step.reward_model import RewardModel
 from mcore_rl.rollout.pool import EnginePool
+from mcore_rl.rollout.protocol import EngineMemory
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.training.offload import OffloadPart
 
@@ -47,20 +46,28 @@ class DeviceSharing:
         self._actor, self._engines, self._weights, self._restarter = actor, engines, weights, restarter
         self._reward_model = reward_model
 
-    @asynccontextmanager
-    async def to_engines(self) -> AsyncIterator[None]:
-        """Gives the devices to the engines.
+    async def to_engines(self, version: int) -> None:
+        """Gives the devices to the engines, with the actor's weights as ``version``.
 
-        While active, the engines are awake beside the actor's weights, to receive them; on exit, the actor offloads
-        them.  The trainer must already have offloaded everything else (``TrainWorker.rest``).
+        The engines take the memory of their weights beside the actor's and receive them; the actor then offloads its
+        own, and the engines take their KV cache.  So a device never has both.  The trainer must already have offloaded
+        everything else (``TrainWorker.rest``).  Raises as ``WeightSync.update``.
         """
-        if self._is_shared:
-            await self._restarter.repeat(self._engines.wake)
-        yield
-        if self._is_shared:
+        if not self._is_shared:
+            await self._weights.update(version)
+            return
+        while True:
+            await self._restarter.repeat(partial(self._engines.wake, EngineMemory.weights))
+            await self._weights.update(version)
             await self._actor.offload([OffloadPart.weights])
-            if self._reward_model is not None:
-                await self._reward_model.wake()
+            num_restarts = self._restarter.num_restarts
+            await self._restarter.repeat(partial(self._engines.wake, EngineMemory.kv_cache))
+            if self._restarter.num_restarts == num_restarts:
+                break
+            await self._restarter.repeat(partial(self._engines.sleep, DROP_WEIGHTS))  # a new engine has none of ours
+            self._weights.engines_dropped_theirs()
+        if self._reward_model is not None:
+            await self._reward_model.wake()
 
     async def to_trainer(self, *, keep_weights: bool = False) -> None:
         """Gives the devices to the trainer, whose workers load what they need when they need it.

@@ -62,6 +62,5 @@ class ResendingPool:
             assert version is not None, "engines draw with weights that they were given"
             await self._restarter.restart_dead(death)
             await self._devices.to_trainer()
-            async with self._devices.to_engines():
-                await self._weights.update(version)
+            await self._devices.to_engines(version)
             self._num_recoveries += 1

@@ -32,12 +32,11 @@ from mcore_rl.planning.plan import Plan
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.runtime.cluster import this_host
 from mcore_rl.runtime.engine_client import EngineClient
-from mcore_rl.runtime.placement import place
+from mcore_rl.runtime.placement import Places, place
 from mcore_rl.runtime.start import pool_of, start_engines
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.sync.device_ipc import DeviceIpcTransport
 from mcore_rl.sync.members import Address
-from mcore_rl.sync.process_group import ProcessGroupTransport
+from mcore_rl.sync.routed import RoutedTransport
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Transport
 from mcore_rl.sync.update import WeightUpdater
@@ -83,7 +82,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             bundles, shared = places.reward_model, groups[policy] if colocated else None
             reward_model = await start_reward_model(config, prepared.encoder, bundles, platform, logs, shared, stack)
 
-        updater = await _weight_updater(config, platform, groups[policy], engines, stack)
+        updater = await _weight_updater(config, platform, places, groups[policy], engines, stack)
         restarter = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
         weights = WeightSync(updater, restarter, trainer.guards.check_weights_freq)
         devices = DeviceSharing(trainer.placement, groups[policy], pool, weights, restarter, reward_model)
@@ -95,12 +94,13 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
 
 
 async def _weight_updater(
-    config: RunConfig, platform: Platform, actor: TrainGroup, engines: Sequence[EngineClient], stack: AsyncExitStack
-) -> WeightUpdater:
+    config: RunConfig, platform: Platform, places: Places, actor: TrainGroup, engines: Sequence[EngineClient],
+    stack: AsyncExitStack,
+) -> WeightUpdater:  # fmt: skip
     """The updater of ``engines`` with the weights of ``actor``; they meet at a store that ``stack`` keeps alive."""
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     stack.callback(lambda kept: None, store)
-    transport = _transport(config, platform, this_host(), store.port)
+    transport = _transport(config, platform, places, this_host(), store.port)
     await actor.onload([OffloadPart.weights])  # which are away where engines stand on the same devices
     await actor.connect(transport, config.rollout.layout, UPDATE_BUCKET_BYTES)
     return WeightUpdater(engines, config.rollout.layout, actor)
@@ -133,12 +133,8 @@ async def _together(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B
         await asyncio.wait(both)
 
 
-def _transport(config: RunConfig, platform: Platform, host: str, port: int) -> Transport:
-    """How weights travel: through memory that both sides map where they share it, else between processes.
-
-    Colocated on several accelerators they go through host memory: the vendor's library refuses two processes on one
-    device, and a mapped device must be seen by both under one number.
-    """
+def _transport(config: RunConfig, platform: Platform, places: Places, host: str, port: int) -> Transport:
+    """How weights travel: through memory that all map on one host without accelerators, else by the ranks' sites."""
     trainer, layout = config.trainer, config.rollout.layout
     address = Address(
         host=host,
@@ -151,8 +147,4 @@ def _transport(config: RunConfig, platform: Platform, host: str, port: int) -> T
     )
     if not platform.is_accelerator and trainer.nnodes == 1:
         return SharedMemoryTransport(address=address)
-    if trainer.placement is Placement.separate:
-        return ProcessGroupTransport(address=address, backend=platform.backend)
-    if trainer.world_size == layout.world_size == 1:
-        return DeviceIpcTransport(address=address, platform=platform)
-    return ProcessGroupTransport(address=address, backend="gloo")
+    return RoutedTransport(address=address, platform=platform, sites=places.sites(layout, trainer.placement))

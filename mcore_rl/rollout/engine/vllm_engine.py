@@ -35,7 +35,7 @@ from mcore_rl.rollout.engine.meter import Meter
 from mcore_rl.rollout.engine.outputs import sample_of, sampling_params
 from mcore_rl.rollout.engine.process_group import is_alive, is_tracker, remove, shared_memory_of
 from mcore_rl.rollout.engine.request_checks import Limits, demand_requests, limits_of
-from mcore_rl.rollout.protocol import Pause, Request, Sample, Sampling, Statistics
+from mcore_rl.rollout.protocol import EngineMemory, Pause, Request, Sample, Sampling, Statistics
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -151,9 +151,10 @@ class VllmEngine:
         """See ``RolloutEngine.sleep``."""
         await self._alive(self._llm.sleep(level), f"going to sleep at level {level}")
 
-    async def wake(self) -> None:
+    async def wake(self, memory: EngineMemory | None = None) -> None:
         """See ``RolloutEngine.wake``."""
-        await self._alive(self._llm.wake_up(), "waking up")
+        tags = None if memory is None else [memory.value]
+        await self._alive(self._llm.wake_up(tags), "waking up")
 
     async def version(self) -> int:
         """See ``RolloutEngine.version``."""

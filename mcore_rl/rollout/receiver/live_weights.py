@@ -155,13 +155,10 @@ class LiveWeights:
     def write(self, name: str, slot: int | None, region: TensorSlice, values: Tensor) -> nn.Module | None:
         """Write ``values`` to ``region`` of a stored tensor (of expert ``slot``, if stacked); each element once.
 
-        values: may already be in place, in the memory from ``space``.  Returns the module that is now complete, for
-        ``process``, or None.
+        Returns the module that is now complete, for ``process``, or None.
         """
         module = self.places[name].module
-        view = self._view(name, slot, region)
-        if view.data_ptr() != values.data_ptr():
-            view.copy_(values)
+        self._view(name, slot, region).copy_(values)
         self._left[module] -= values.numel()
         assert self._left[module] >= 0, f"{name} was written twice"
         return module if self._left[module] == 0 else None
@@ -179,14 +176,6 @@ class LiveWeights:
     def num_bytes(self, module: nn.Module) -> int:
         """Bytes of the blocks that a module holds until it is processed."""
         return sum(block.nbytes for block in self._lent.get(module, []))
-
-    def space(self, name: str, slot: int | None, region: TensorSlice, dtype: torch.dtype) -> Tensor | None:
-        """The memory of ``region`` of a stored tensor, uint8; None if it is not contiguous or of another dtype.
-
-        The caller fills it and then passes it to ``write``.
-        """
-        view = self._view(name, slot, region)
-        return view.view(-1).view(torch.uint8) if view.is_contiguous() and view.dtype == dtype else None
 
     def _view(self, name: str, slot: int | None, region: TensorSlice) -> Tensor:
         place = self.places[name]

@@ -24,7 +24,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mcore_rl.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.families.registry import FAMILIES
@@ -36,6 +36,7 @@ from mcore_rl.weights.fingerprint import added, fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_to, plan_id
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.rounds import Rounds, rounds_id
 from mcore_rl.weights.table import Table
 
 P = ParamSpec("P")
@@ -51,16 +52,20 @@ class _Updates:
         table = Table(FAMILIES[opening.family], opening.model, opening.parallel, opening.world_size)
         latent = bool(vllm_config.model_config.use_mla)
         rollout = RolloutTable(FAMILIES[opening.family], opening.model, opening.rollout, latent_attention=latent)
-        plan = plan_reshard(table, rollout, self.dtype.itemsize)
-        if plan_id(plan, opening.message_bytes, opening.in_place) != opening.plan:
+        plan = plan_reshard(table, rollout, self.dtype.itemsize, opening.sites)
+        rounds = None if opening.sites is None else Rounds(plan, opening.message_bytes)
+        made = plan_id(plan, opening.message_bytes) if rounds is None else rounds_id(rounds)
+        if made != opening.plan:
             remedy = (
                 f"Install one version of mcore_rl on both sides; make the RolloutTable with latent_attention={latent}"
             )
             raise SyncError(f"Rollout rank {self.rank} makes another reshard plan than the trainer. {remedy}")
         self.live = LiveWeights(model, vllm_config, rollout, self.rank)
-        self.expected: list[Message] = messages_to(plan, self.rank, opening.message_bytes, opening.in_place)
+        self.expected: list[Message] = (
+            messages_to(plan, self.rank, opening.message_bytes) if rounds is None else rounds.messages_to(self.rank)
+        )
         self.bucket_bytes = opening.bucket_bytes
-        self.incoming = opening.connect(self.rank)
+        self.incoming = opening.connect(self.rank, rounds)
 
     def receive(self) -> None:
         """Receive one update; all members have met before."""
@@ -68,7 +73,6 @@ class _Updates:
             self._receive_slices()
 
     def _receive_slices(self) -> None:
-        self.lent: dict[int, Tensor] = {}  # message -> block that receives it
         self.live.start()
         complete = self._unpacked()
         if self.live.on_cpu:
@@ -83,8 +87,8 @@ class _Updates:
     def _unpacked(self) -> Generator[nn.Module]:
         """Write the messages as they come; yields each module when it is complete."""
         wanted = [(message.source_rank, message.num_bytes) for message in self.expected]
-        incoming = self.incoming.messages(wanted, self.place)
-        for index, (message, data) in enumerate(zip(self.expected, incoming, strict=True)):
+        incoming = self.incoming.messages(wanted)
+        for message, data in zip(self.expected, incoming, strict=True):
             for part in message.parts:
                 values = data[part.begin : part.begin + part.num_bytes].view(self._dtype_of(part))
                 module = self.live.write(
@@ -92,18 +96,6 @@ class _Updates:
                 )
                 if module is not None:
                     yield module
-            if (block := self.lent.pop(index, None)) is not None:
-                self.live.blocks.take_back(block)
-
-    def place(self, index: int) -> Tensor:
-        """Receive buffer of a message: the parameter itself if the part is contiguous there, else scratch memory."""
-        message = self.expected[index]
-        first, *others = message.parts
-        space = None if others else self.live.space(first.target, first.slot, first.target_slice, self._dtype_of(first))
-        if space is None:
-            self.lent[index] = self.live.blocks.lend(message.num_bytes)
-            return self.lent[index][: message.num_bytes]
-        return space
 
     def _dtype_of(self, part: MessagePart) -> torch.dtype:
         dtype: torch.dtype = self.dtype if part.dtype is None else getattr(torch, part.dtype)

@@ -16,7 +16,7 @@ from tests.support.turns import OFFLOADED, Judges, turns
 def test_colocated_the_weights_stay_until_the_engines_have_them() -> None:
     both = turns()
     asyncio.run(both.rollout(0))
-    assert both.log == ["wake", ("update", 0), OFFLOADED]
+    assert both.log == ["wake weights", ("update", 0), OFFLOADED, "wake kv_cache"]
     both.log.clear()
     asyncio.run(both.devices.to_trainer())
     assert both.log == [("sleep", DROP_WEIGHTS)], "who trains comes back by itself"
@@ -42,7 +42,7 @@ def test_a_reward_model_is_awake_while_the_rollout_is() -> None:
     judges: Any = Judges(both.log)
     both.devices = DeviceSharing(Placement.colocated, both.actor, both.engines, both.weights, both.restarter, judges)
     asyncio.run(both.rollout(0))
-    assert both.log[-2:] == [OFFLOADED, "judges wake"], "once the trainer has left"
+    assert both.log[-3:] == [OFFLOADED, "wake kv_cache", "judges wake"], "once the trainer has left"
     both.log.clear()
     asyncio.run(both.devices.to_trainer())
     assert both.log == ["judges sleep", ("sleep", DROP_WEIGHTS)]
@@ -61,13 +61,13 @@ def test_separate_only_weights_travel() -> None:
 def test_the_actor_keeps_the_device_where_the_engines_did_not_get_its_weights() -> None:
     both = turns()
 
-    async def refused() -> None:
-        async with both.devices.to_engines():
-            raise ValueError("no route")
+    async def update(version: int) -> None:
+        raise ValueError("no route")
 
+    both.weights.update = update  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="no route"):
-        asyncio.run(refused())
-    assert both.log == ["wake"]
+        asyncio.run(both.rollout(0))
+    assert both.log == ["wake weights"]
 
 
 @pytest.mark.parametrize("keep_weights", [False, True])
@@ -80,19 +80,31 @@ def test_an_engine_that_dies_on_its_way_to_sleep_is_restarted_before_the_trainer
     assert both.log == ["death in sleep", "restart", ("sleep", KEEP_WEIGHTS if keep_weights else DROP_WEIGHTS)]
     both.log.clear()
     asyncio.run(both.rollout(2))
-    assert both.log == ["wake", "rejoin", ("update", 2), OFFLOADED], "the new engine knows nothing"
+    assert both.log == ["wake weights", "rejoin", ("update", 2), OFFLOADED, "wake kv_cache"], (
+        "the new engine knows nothing"
+    )
 
 
 def test_an_engine_that_dies_on_waking_is_restarted_and_joins_the_update() -> None:
     both = turns()
-    both.engines.dies_in = "wake"
+    both.engines.dies_in = "wake weights"
     asyncio.run(both.rollout(5))
-    assert both.log == ["death in wake", "restart", "wake", "rejoin", ("update", 5), OFFLOADED]
+    first = ["death in wake weights", "restart", "wake weights", "rejoin", ("update", 5)]
+    assert both.log == [*first, OFFLOADED, "wake kv_cache"]
+
+
+def test_an_engine_that_dies_when_the_trainer_has_left_gets_the_weights_too() -> None:
+    both = turns()
+    both.engines.dies_in = "wake kv_cache"
+    asyncio.run(both.rollout(5))
+    first = ["wake weights", ("update", 5), OFFLOADED, "death in wake kv_cache", "restart", "wake kv_cache"]
+    again = [("sleep", DROP_WEIGHTS), "wake weights", "rejoin", ("update", 5), OFFLOADED, "wake kv_cache"]
+    assert both.log == first + again
 
 
 def test_without_restarts_a_death_is_raised() -> None:
     both = turns(limit=0)
-    both.engines.dies_in = "wake"
+    both.engines.dies_in = "wake weights"
     with pytest.raises(DeadEngineError, match="engine 0 died"):
         asyncio.run(both.rollout(1))
-    assert both.log == ["death in wake"]
+    assert both.log == ["death in wake weights"]

@@ -71,7 +71,9 @@ def test_only_what_was_not_drawn_is_drawn_again() -> None:
 def test_all_engines_get_the_weights_that_they_had_before_anything_more_is_drawn() -> None:
     samples, _, both = resending([3])
     asyncio.run(keys(samples, requests("a", 8)))
-    assert both.log == ["restart", ("sleep", DROP_WEIGHTS), "wake", "rejoin", ("update", VERSION), OFFLOADED]
+    assert both.log == [
+        "restart", ("sleep", DROP_WEIGHTS), "wake weights", "rejoin", ("update", VERSION), OFFLOADED, "wake kv_cache"
+    ]  # fmt: skip
 
 
 def test_one_death_that_ends_two_calls_is_answered_once() -> None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from mcore_rl.errors import RolloutError
 from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import (
+    EngineMemory,
     FinishReason,
     Pause,
     Prompt,
@@ -323,7 +324,11 @@ def test_sleep_and_wake_lose_nothing(engine: EngineProcess) -> None:
 
     async def run() -> dict[tuple[str, int], Sample]:
         await engine.sleep()
-        await engine.wake()
-        return await collect(engine, requests, FREE)
+        await engine.wake(EngineMemory.weights)
+        asleep = asyncio.ensure_future(collect(engine, requests, FREE))
+        done, _ = await asyncio.wait([asleep], timeout=0.5)
+        assert not done, "it generates without its cache"
+        await engine.wake(EngineMemory.kv_cache)
+        return await asleep
 
     assert_same(asyncio.run(run()), expected, ATOL)
