@@ -13,6 +13,15 @@ DEVICE_LAYER = tuple(f"mcore_rl/parallel/{name}.py" for name in ("device", "devi
 ALLOWED = {
     "mcore_rl/rollout/engine/environment.py": {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"},  # torch's
     "mcore_rl/config/engine.py": {"cuda"},  # what a user writes: device=cuda
+    "mcore_rl/config/megatron_fields.py": {  # fields of Megatron's, which has them all
+        "enable_cuda_graph",
+        "cuda_graph_use_single_mempool",
+        "cuda_graph_retain_backward_graph",
+        "cuda_graph_warmup_steps",
+        "external_cuda_graph",
+        "cuda_graph_impl",
+        "cuda_graph_scope",
+    },
     "mcore_rl/parallel/groups.py": {
         "model_parallel_cuda_manual_seed",
         "get_cuda_rng_tracker",

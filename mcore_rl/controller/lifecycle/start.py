@@ -61,7 +61,9 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
 
         starting_roles = start_roles(config, prepared.checkpoint, places, platform, stack)
         directory = Path(config.model.path)
-        starting_engines = partial(start_engines, directory, config.rollout, places.rollout, platform, logs, stack)
+        starting_engines = partial(
+            start_engines, directory, config.rollout, places.rollout, platform, logs, stack, awaits_weights=True
+        )
         colocated, policy = trainer.placement is Placement.colocated, config.policy.name
         if colocated and platform.is_accelerator:  # engines measure what the trainer left free of a device
             tracker.now("starting the trainer")
