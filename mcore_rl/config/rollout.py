@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from enum import Enum
 
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import ModelConfig, RopeType
@@ -58,6 +59,26 @@ class RolloutLayout:
 assert ROLLOUT_AXES == tuple(field.name for field in fields(RolloutLayout))
 
 
+class MoeBackend(Enum):
+    """vLLM's kernels for experts that are not quantised (fused_moe/oracle/unquantized.py, 0.32), by its own names.
+
+    auto: triton where the engine's weights are updated and the device is an accelerator, else what vLLM chooses.
+    triton, batched_triton: they read the experts as they were loaded, and so as an update writes them.
+    flashinfer_trtllm, flashinfer_cutlass (vLLM's first choices on Blackwell), aiter (ROCm): they rearrange, pad or swap
+    the halves of the experts in place after loading.
+    """
+
+    auto = "auto"
+    triton = "triton"
+    batched_triton = "batched_triton"
+    flashinfer_trtllm = "flashinfer_trtllm"
+    flashinfer_cutlass = "flashinfer_cutlass"
+    aiter = "aiter"
+
+
+KEEPS_WEIGHTS = (MoeBackend.auto, MoeBackend.triton, MoeBackend.batched_triton)
+
+
 @dataclass(kw_only=True)
 class ValidationConfig:
     """How validation samples; all else is as in training.  n: samples per prompt.  The default is greedy."""
@@ -81,6 +102,7 @@ class ServingConfig:
     enable_prefix_caching: sequences with a common prefix share its KV cache.
     enforce_eager: no compilation and no CUDA graphs.
     enable_sleep_mode: an engine can release its memory to the trainer between steps (accelerators).
+    moe_backend: the kernel of a mixture's experts, see ``MoeBackend``.
     """
 
     tp: int = 1
@@ -95,6 +117,7 @@ class ServingConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     enable_sleep_mode: bool = True
+    moe_backend: MoeBackend = MoeBackend.auto
 
     @property
     def layout(self) -> RolloutLayout:
@@ -175,6 +198,10 @@ def rollout_config_violations(rollout: RolloutConfig) -> list[Violation]:
         if value < 1:
             violations.append(Violation(f"rollout.{name}", value, "must be positive", "Write 1 or more"))
     violations += serving_violations(rollout, "rollout")
+    if rollout.moe_backend not in KEEPS_WEIGHTS:
+        problem = "rearranges the experts' weights in place, and an update writes them as they are in the checkpoint"
+        remedy = "Write rollout.moe_backend=auto (triton where weights are updated)"
+        violations.append(Violation("rollout.moe_backend", rollout.moe_backend.value, problem, remedy))
     if "" in rollout.stop:
         violations.append(Violation("rollout.stop", rollout.stop, "an empty string ends nothing", "Leave it out"))
     if rollout.temperature == 0 and rollout.n > 1:

@@ -1,8 +1,8 @@
 """The platform: which processor, which collectives, how much memory, which devices a process may see.
 
 Only this module and ``parallel/cpu.py`` name a vendor's runtime or call ``torch.cuda``; everything else asks a
-``Platform``.  It does not choose a precision, a layer spec or a layout, and never changes the environment of its own
-process: ``consistent_environment`` returns the environment for a new one.
+``Platform``.  It chooses no precision, layer spec or layout, and never changes the environment of its own process:
+``consistent_environment`` returns that of a new one.
 
 The invariant: in all processes started with ``consistent_environment``, torch, the vendor's runtime and Ray agree on
 which devices they see.
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import DeviceError
+from mcore_rl.parallel.pinned import keep_large_blocks_exact
 
 CUDA_MASK, HIP_MASK = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 ROCR_MASK, ORDINAL_MASK = "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"
@@ -39,8 +40,7 @@ RAY_NOSET = tuple(f"RAY_EXPERIMENTAL_NOSET_{mask}" for mask in (CUDA_MASK, HIP_M
 ROCM_BF16 = ("gfx908", "gfx90a", "gfx942", "gfx950")
 ROCM_FP8 = ("gfx942", "gfx950")
 
-PROC_STATUS = Path("/proc/self/status")
-PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
+PROC_STATUS, PROC_CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 PROC_CPUINFO = Path("/proc/cpuinfo")
 DRIVERS = {Device.cuda: Path("/proc/driver/nvidia/version"), Device.rocm: Path("/sys/module/amdgpu/version")}
 
@@ -116,7 +116,7 @@ def detect(device: Device, environ: Mapping[str, str] = os.environ) -> Platform:
         return _accelerator(wanted)
     if device is Device.auto:
         return _cpu()
-    masks = " ".join(f"{name}={value}" for name, value in visible.masks.items()) or "no device mask set"
+    masks = " ".join(map("=".join, visible.masks.items())) or "no device mask set"
     tool = "nvidia-smi" if wanted is Device.cuda else "rocm-smi"
     raise DeviceError(
         f"device={wanted.value}: torch {torch.__version__} is built for it but sees no GPU ({masks}). "
@@ -192,6 +192,7 @@ def set_device(platform: Platform, local_rank: int) -> torch.device:
     device = device_of(platform, local_rank)
     if platform.is_accelerator:
         torch.cuda.set_device(device)
+        keep_large_blocks_exact()
     return device
 
 
@@ -379,10 +380,9 @@ def driver_version(kind: Device) -> str:
 
 def banner(platform: Platform) -> str:
     """One line for the top of a log: processor, memory, collectives, versions, abilities."""
-    unit = "" if not platform.is_accelerator else " each"
     parts = [
         f"{platform.kind.value}: {platform.num_devices} x {platform.device_name}",
-        f"{platform.memory_total_bytes / 2**30:.0f} GiB{unit}",
+        f"{platform.memory_total_bytes / 2**30:.0f} GiB{' each' if platform.is_accelerator else ''}",
         platform.backend_name,
         f"torch {torch.__version__}",
         f"megatron-core {importlib.metadata.version('megatron-core')}",

@@ -20,13 +20,17 @@ Deliberately left out: dropout, which nothing uses; biases, which save nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
 from mcore_rl.config.model import Activation, ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.config.rollout import BYTES
+
+AnyEngine = TypeVar("AnyEngine", bound=EngineConfig)
 
 # A rank may receive more rows than its share.  Random routers of 8 experts, measured over 2 to 8 ranks: 1.1 to 1.3
 # times; trained routers are further from balance.
@@ -64,6 +68,13 @@ def kernels_of(model: ModelConfig, parallel: ParallelConfig, engine: EngineConfi
     )
     fused = accelerator and engine.layer_spec is not LayerSpec.local and not lacks
     return Kernels(fused=fused, one_by_one=not accelerator, size=BYTES[engine.precision])
+
+
+def engine_on(cluster: ClusterConfig, engine: AnyEngine) -> AnyEngine:
+    """``engine`` with the layers that ``layer_spec=auto`` comes to where ``cluster`` has no Transformer Engine."""
+    if engine.layer_spec is LayerSpec.auto and not cluster.transformer_engine:
+        return replace(engine, layer_spec=LayerSpec.local)
+    return engine
 
 
 @dataclass(frozen=True, kw_only=True)

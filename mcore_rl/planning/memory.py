@@ -1,9 +1,9 @@
 """The memory of a run by phase and place: what trainer and engines have on the device and on the host in each phase.
 
 Colocated on accelerators (controller/lifecycle/device_sharing.py): while the engines generate, the trainer's state is
-in pinned host memory, which it never frees; while weights are sent, the actor's are on the device beside the awake
-engine; while roles are trained, they are on the device and the engines sleep.  On the CPU, device and host are one
-memory, and engines do not sleep.
+in pinned host memory, one block a part (what it takes: parallel/pinned_size.py), and never freed; while weights are
+sent, the actor's are on the device beside the awake engine; while roles are trained, they are on the device and the
+engines sleep.  On the CPU, device and host are one memory, and engines do not sleep.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from math import ceil
 
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
+from mcore_rl.parallel.pinned_size import block_bytes
 from mcore_rl.planning.overheads import (
     COLLECTIVE_BYTES,
     CONTEXT_BYTES,
@@ -231,18 +232,19 @@ def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
     if room is not None and site.colocated:
         for role in roles:
             state = _worst(role, lambda each: each.weights + each.optimizer)
-            fixed.append((f"{role.name} weights, away", state.weights * per_node, True))
+            fixed.append((f"{role.name} weights, away", block_bytes(state.weights) * per_node, True))
             if role.trains:
-                fixed.append((f"{role.name} optimizer, away", state.optimizer * per_node, True))
+                fixed.append((f"{role.name} optimizer, away", block_bytes(state.optimizer) * per_node, True))
     for role in roles:
         _, worst = max((role.state(stage).weights, -stage) for stage in range(role.layout.pp))
-        fixed += [(name, num_bytes * per_node, exact) for name, num_bytes, exact in role.frozen_parts(-worst)]
+        frozen = role.frozen_parts(-worst)
+        fixed += [(name, block_bytes(num_bytes) * per_node, exact) for name, num_bytes, exact in frozen]
     yield _peak(Phase.rollout if room is not None else Phase.update, Place.host, "a node", fixed, site.host_bytes)
     saving = [*fixed]
     if site.saves:
         for role in (each for each in roles if each.trains):
             state = _worst(role, lambda each: each.optimizer)
-            saving.append((f"{role.name} checkpoint", _saved(role, state.optimizer) * per_node, True))
+            saving.append((f"{role.name} checkpoint", block_bytes(_saved(role, state.optimizer)) * per_node, True))
     if room is not None and site.colocated:  # the engines' weights, since they sleep while the actor is exported
         saving.append(("engine weights, asleep", room.weights * engines, True))
     yield _peak(Phase.save, Place.host, "a node", saving, site.host_bytes)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig, model_violations
+from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.placement import engine_place_violations
 from mcore_rl.config.role import Role
@@ -22,6 +23,7 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
+from mcore_rl.planning.activations import engine_on
 from mcore_rl.planning.memory import Site, checkpoint_bytes, cpu_engine_bytes, peaks
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row
@@ -95,6 +97,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
 
 
 def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> Plan:
+    config = replace(config, actor=engine_on(cluster, config.actor))
     trainer = config.trainer
     violations = [*model_violations(model), *_cluster_misfits(trainer, cluster)]
     violations += _layout_misfits(model, config.actor.parallel, trainer.world_size, "actor")
@@ -130,7 +133,7 @@ def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> 
 
 def role_plan(role: Role, model: ModelConfig, run: RunConfig, cluster: ClusterConfig) -> RolePlan:
     """The plan of ``role``, whose first weights are ``model``'s, in the layout that ``run`` gives it."""
-    config = run.role_config(role)
+    config = engine_on(cluster, run.role_config(role))
     # A role that only scores processes all sequences of a step at once.
     mini = run.trained_config(role).ppo_mini_batch_size if role.trains else run.data.train_batch_size
     return RolePlan(
@@ -209,6 +212,8 @@ def _seconds(
         by_part["sync"] += move_s(away, rates)
     by_name = {role.name: role for role in roles}
     for row in run.role_rows:
+        if row.publishes and why_scored(run) is None:
+            continue
         each = by_name[row.group]
         swap_s = move_s(4 * _heaviest(each).weights, rates)
         own = bool(row.makes) * (score_s(each, rates, sequences) + (0.0 if row.shares is None else swap_s))

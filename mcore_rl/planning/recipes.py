@@ -37,9 +37,9 @@ def recipe_model(recipe: RecipeConfig) -> ModelConfig:
 
 
 def run_model(run: RunConfig | SftConfig) -> ModelConfig:
-    """The model of a run: of the checkpoint's own config.json where it is there, else of ``recipe.checkpoint``.
+    """The model of a run: from the checkpoint's own config.json if it is there, else the published one of its recipe.
 
-    Raises ConfigError if there is neither, or if the model is not supported.
+    Raises ConfigError if neither is known.
     """
     directory = Path(run.model.path)
     if run.model.path and (directory / CONFIG).is_file():

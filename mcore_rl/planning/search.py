@@ -17,6 +17,7 @@ from math import log2
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.parallel import AXES
 from mcore_rl.config.placement import engine_place_violations
 from mcore_rl.config.rollout import ROLLOUT_AXES, UPDATE_BUCKET_BYTES, RolloutConfig, rollout_violations
@@ -25,6 +26,7 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.layout import divisors
+from mcore_rl.planning.activations import engine_on
 from mcore_rl.planning.layouts import LEAST_MICROBATCH, Training, trainings
 from mcore_rl.planning.memory import Site, process_bytes
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
@@ -165,7 +167,7 @@ def _sft_options(
     work, trainer = sft_work(config), config.trainer
     rates = Rates.of(cluster, trainer.n_gpus_per_node, config.actor.precision, trainer.device_peak_tflops)
     options = []
-    engines, site = {"actor": config.actor}, _site(config, cluster)
+    engines, site = {"actor": engine_on(cluster, config.actor)}, _site(config, cluster)
     rows, snapshots = config.role_rows, {"actor": ()}
     for each in trainings(engines, rows, (), snapshots, model, trainer.world_size, work, site, None, refused):
         chosen = replace(config, actor=each.of(config.actor))
@@ -180,7 +182,7 @@ def _run_options(
     work, site = rl_work(run, run.actor.ppo_mini_batch_size), _site(run, cluster)
     rates = Rates.of(cluster, site.per_node, run.actor.precision, run.trainer.device_peak_tflops)
     rows = [role for role in run.group_rows if role.trains]
-    engines: dict[str, EngineConfig] = {role.name: run.role_config(role) for role in rows}
+    engines: dict[str, EngineConfig] = {role.name: engine_on(cluster, run.role_config(role)) for role in rows}
     snapshots = {role.name: run.snapshots_of(role.name) for role in rows}
     frozen = [role_plan(role, model, run, cluster) for role in run.group_rows if not role.trains]
     room = serving(model, run.rollout, device_bytes=site.device_bytes)
@@ -201,7 +203,8 @@ def _training_s(run: RunConfig, roles: Sequence[RolePlan], rates: Rates) -> floa
     by_name = {role.name: role for role in roles}
     for row in run.group_rows:
         role = by_name[row.name]
-        seconds += (bool(row.makes) + len(role.frozen)) * score_s(role, rates, sequences)
+        makes = bool(row.makes) and not (row.publishes and why_scored(run) is None)
+        seconds += (makes + len(role.frozen)) * score_s(role, rates, sequences)
         if not row.trains:
             continue
         config = run.trained_config(row)

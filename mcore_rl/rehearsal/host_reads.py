@@ -28,8 +28,7 @@ ALLOWED = (
         "ranks agree on the optimizer's groups, when it is built",
     ),
     Allowed("mcore_rl/training/microbatch.py", "_plan", "ranks agree on the number of microbatches"),
-    Allowed("mcore_rl/training/engine.py", "score", "the scores go to the controller"),
-    Allowed("mcore_rl/training/engine.py", "over_ranks", "loss and metrics go to the controller"),
+    Allowed("mcore_rl/training/step_outputs.py", "over_ranks", "scores, loss and metrics go to the controller"),
     Allowed("mcore_rl/training/routing.py", "metrics", "the routers' statistics go to the controller"),
     Allowed("mcore_rl/training/optimizer.py", "_grad_norm", "a gradient that is not finite must not move the weights"),
     Allowed(

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mcore_rl.parallel.device import Platform, empty_cache, pinned_empty_like, synchronize
+from mcore_rl.parallel.device import Platform, empty_cache, synchronize
+from mcore_rl.parallel.pinned import side_by_side
 
 if TYPE_CHECKING:  # the controller names parts, and has no other use for seconds of imports
     from megatron.core.distributed import DistributedDataParallel
@@ -71,7 +72,7 @@ class Offload:
         self._optimizer = optimizer
         self._platform = platform
         self._away: dict[OffloadPart, list[_Away]] = {}
-        self._host: dict[tuple[OffloadPart, int], Tensor] = {}  # pinning is slow: kept for the next trip
+        self._host: dict[OffloadPart, list[Tensor]] = {}  # pinning is slow: kept for the next trip
 
     def is_away(self, part: OffloadPart) -> bool:
         """Whether ``part`` is in host memory now."""
@@ -103,9 +104,9 @@ class Offload:
         for part in parts:
             if part in self._away:
                 continue
-            self._away[part] = [
-                self._send_away(storage, part, index) for index, storage in enumerate(self._storages(part))
-            ]
+            storages = self._storages(part)
+            hosts = self._hosts(part, [storage.nbytes() for storage in storages])
+            self._away[part] = [self._send_away(*pair) for pair in zip(storages, hosts, strict=True)]
             moved[part] = sum(away.num_bytes for away in self._away[part])
         synchronize(self._platform)
         empty_cache(self._platform)
@@ -136,15 +137,23 @@ class Offload:
             return [buffer.grad_data for buffer in buffers]
         return [] if self._optimizer is None else self._optimizer.state_tensors()
 
-    def _send_away(self, storage: torch.UntypedStorage, part: OffloadPart, index: int) -> _Away:
-        num_bytes, kept = storage.nbytes(), None
-        if part is not OffloadPart.gradients:
+    def _hosts(self, part: OffloadPart, sizes: Sequence[int]) -> Sequence[Tensor | None]:
+        """Host memory for storages of ``sizes`` bytes, in one block; None for gradients, which come back as zeros."""
+        if part is OffloadPart.gradients:
+            return [None] * len(sizes)
+        kept = self._host.pop(part, [])
+        if [host.numel() for host in kept] != sizes:  # Adam's moments come with the first step
+            del kept  # before the larger block is made
+            like = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+            kept = side_by_side(like, pinned=self._platform.is_accelerator)
+        if self._platform.is_accelerator:
+            self._host[part] = kept
+        return kept
+
+    def _send_away(self, storage: torch.UntypedStorage, kept: Tensor | None) -> _Away:
+        num_bytes = storage.nbytes()
+        if kept is not None:
             view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-            kept = self._host.get((part, index))
-            if kept is None or kept.numel() != num_bytes:  # Adam's moments come with the first step
-                kept = pinned_empty_like(self._platform, view)
-                if self._platform.is_accelerator:
-                    self._host[part, index] = kept
             kept.copy_(view, non_blocking=True)
             synchronize(self._platform)  # before the storage is freed
         storage.resize_(0)

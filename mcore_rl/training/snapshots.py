@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config.role import ExponentialAverage, Moves, Never
-from mcore_rl.parallel.device import Platform, pinned_empty_like, synchronize
+from mcore_rl.parallel.device import Platform, synchronize
+from mcore_rl.parallel.pinned import side_by_side
 
 
 class Snapshots:
@@ -66,7 +67,7 @@ class Snapshots:
         assert self._swapped_in is None, f"the weights in place are those of snapshot {self._swapped_in!r}"
         self._require_live()
         if name not in self._kept:
-            self._kept[name] = [pinned_empty_like(self._platform, tensor) for tensor in self._live]
+            self._kept[name] = side_by_side(self._live, pinned=self._platform.is_accelerator)
         for live, kept in zip(self._live, self._kept[name], strict=True):
             kept.copy_(live, non_blocking=True)
         synchronize(self._platform)

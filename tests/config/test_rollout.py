@@ -9,6 +9,7 @@ import pytest
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import RopeConfig, RopeType
 from mcore_rl.config.rollout import (
+    MoeBackend,
     RolloutConfig,
     RolloutLayout,
     ValidationConfig,
@@ -88,6 +89,8 @@ def test_what_vllm_cannot_run_is_refused_with_a_remedy(model: object, layout: Ro
         (dict(top_p=0.0), "rollout.top_p=0.0: must lie in (0, 1]"),
         (dict(top_k=0), "rollout.top_k=0: keeps no token. Write -1"),
         (dict(stop=["", "x"]), "an empty string ends nothing"),
+        (dict(moe_backend=MoeBackend.aiter), "rollout.moe_backend=aiter: rearranges the experts' weights in place"),
+        (dict(moe_backend=MoeBackend.flashinfer_trtllm), "Write rollout.moe_backend=auto"),
         (dict(gpu_memory_utilization=1.5), "must lie in (0, 1]. Write 0.5"),
         (dict(val_kwargs=ValidationConfig(n=0, top_p=2.0)), "rollout.val_kwargs.top_p=2.0"),
     ],

@@ -24,6 +24,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.programs.train import run_training
 from tests.house.source import ROOT
 from tests.support.run_task import nothing_left
+from tests.support.vllm_device import ON_VLLM_DEVICE
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 REASON = f"GSM8K is not here: put train.jsonl and test.jsonl of its authors into {GSM8K.relative_to(ROOT.parent)}"
@@ -114,7 +115,7 @@ def observed(
         "algorithm.use_kl_in_reward=true",
         "reward.num_workers=1",
         "trainer.n_gpus_per_node=2",
-        "trainer.device=cpu",
+        ON_VLLM_DEVICE["trainer"],
         "trainer.logger=[]",
         "trainer.val_before_train=false",
         f"trainer.total_training_steps={STEPS}",

@@ -15,7 +15,12 @@ MAX_FUNCTION_LINES = 60  # its docstring not counted: explaining more is never t
 JUNK_DRAWERS = {"utils", "util", "misc", "helpers", "helper", "common", "manager", "base"}
 
 # The environment is read where a process is described or started, and nowhere else: settings are configuration.
-READS_ENVIRONMENT = ("mcore_rl/parallel/device.py", "mcore_rl/parallel/launch.py", "mcore_rl/tracking/secrets.py")
+READS_ENVIRONMENT = (
+    "mcore_rl/parallel/device.py",
+    "mcore_rl/parallel/launch.py",
+    "mcore_rl/rollout/engine/environment.py",
+    "mcore_rl/tracking/secrets.py",
+)
 PATCHES_MODULES = (
     "mcore_rl/parallel/cpu.py",
     "mcore_rl/rollout/parameters.py",  # vLLM's groups, in a process of its own that runs nothing else

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.house.source import python_files, refuse
 
 # Tests of more than one module, and what tests are made of.
-ACROSS = ("house", "invariance", "parity", "e2e", "crash", "gpu", "launch", "support")
+ACROSS = ("accelerators", "house", "invariance", "parity", "e2e", "crash", "gpu", "launch", "support")
 
 
 def unmirrored(path: str, _: str) -> list[str]:

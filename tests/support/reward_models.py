@@ -22,17 +22,18 @@ from transformers import (
     Qwen2Model,
 )
 
-from mcore_rl.config.engine import Device, Precision
+from mcore_rl.config.engine import Precision
 from mcore_rl.config.reward_model import RewardModelConfig
 from mcore_rl.config.trainer import ModelPathConfig
 from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.data.tiny_tokenizer import build_tokenizer
 from tests.support import prompt_files, rollouts
+from tests.support.vllm_device import VLLM_DEVICE
 
 
 def config(directory: Path, **changes: object) -> RewardModelConfig:
     """float32, a small KV cache, texts of 200 tokens."""
-    tiny = dict(dtype=Precision.float32, kv_cache_memory_bytes=16 * 2**20, max_num_seqs=16, device=Device.cpu)
+    tiny = dict(dtype=Precision.float32, kv_cache_memory_bytes=16 * 2**20, max_num_seqs=16, device=VLLM_DEVICE)
     settings = tiny | dict(enable=True, model=ModelPathConfig(path=str(directory)), max_length=200)
     return RewardModelConfig(**(settings | changes))  # type: ignore[arg-type]
 

@@ -27,6 +27,7 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.rollout.engine.process_group import group_of, is_alive
 from mcore_rl.rollout.protocol import Prompt, Request, RolloutEngine, Sample, SampleSource, Sampling
+from tests.support.vllm_device import VLLM_DEVICE
 
 VOCAB, EOS = 101, 2
 SIZES = dict(
@@ -50,7 +51,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "mixtral": MixtralConfig(**SIZES, num_local_experts=8),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64),
 }
-TINY = dict(dtype=Precision.float32, kv_cache_memory_bytes=64 * 2**20, max_num_seqs=64)
+TINY = dict(device=VLLM_DEVICE, dtype=Precision.float32, kv_cache_memory_bytes=64 * 2**20, max_num_seqs=64)
 
 
 def config(**changes: object) -> RolloutConfig:

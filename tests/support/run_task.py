@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.runtime.answers import last_phase
 from tests.support import prompt_files
+from tests.support.vllm_device import ON_VLLM_DEVICE
 
 SPEED = ("time/", "perf/")  # metrics that no two runs share
 # Of how vLLM happened to batch requests: rounding, of which nothing that is trained depends.
@@ -85,7 +86,7 @@ def overrides(task: Path, run_dir: Path, *more: str) -> list[str]:
         "rollout.kv_cache_memory_bytes=16777216",
         "rollout.enforce_eager=true",
         "trainer.n_gpus_per_node=2",
-        "trainer.device=cpu",
+        ON_VLLM_DEVICE["trainer"],
         "trainer.logger=[]",
         "trainer.val_before_train=false",
         f"trainer.default_local_dir={run_dir}",

@@ -20,6 +20,7 @@ from mcore_rl.data.arithmetic import Split, generate
 from mcore_rl.data.datasets import DATASETS, published_rows, write_rows
 from mcore_rl.data.tiny_tokenizer import build_tokenizer
 from tests.support import tiny_models
+from tests.support.vllm_device import ON_VLLM_DEVICE
 
 # Keys that a shadow has otherwise than its recipe, or groups of them.
 SMALLER = (
@@ -96,7 +97,7 @@ def shadow(run: RunConfig | SftConfig, family: str, task: Path, directory: Path)
         *_layout("actor", parallel),
         "actor.precision=float32",  # in which trainer and sampler must agree closely
         "actor.microbatch_tokens=1024",
-        "trainer.device=cpu",
+        ON_VLLM_DEVICE["trainer"],
         "trainer.nnodes=1",
         f"trainer.n_gpus_per_node={world_size}",
         f"trainer.total_training_steps={STEPS}",

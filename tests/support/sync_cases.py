@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.config.engine import Device, Precision
+from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
 from mcore_rl.rollout.engine.process import EngineProcess
@@ -17,6 +17,7 @@ from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
 from mcore_rl.rollout.worker_methods import WEIGHT_RECEIVER
 from tests.support import hf_reference, models
 from tests.support.forked import start_engine
+from tests.support.vllm_device import VLLM_DEVICE
 
 SIZES = dict(hidden_size=64, head_dim=32)
 MODELS: dict[str, ModelConfig] = {
@@ -38,19 +39,21 @@ def write(name: str, root: Path) -> tuple[Path, Path]:
     return root / "a", root / "b"
 
 
-def engine(directory: Path, rollout: str = "tp=1", *, wait: bool = True) -> EngineProcess:
+def engine(directory: Path, rollout: str = "tp=1", *, awaits_weights: bool = False, wait: bool = True) -> EngineProcess:
     """A real vLLM in a process of its own, float32."""
     layout = parse_rollout_layout(rollout)
     config = RolloutConfig(
         tp=layout.tp,
         ep=layout.ep,
-        device=Device.cpu,
+        device=VLLM_DEVICE,
         dtype=Precision.float32,
         max_prompt_length=32,
         max_response_length=96,
         kv_cache_memory_bytes=1 << 26,
     )
-    return start_engine("engine", directory, config, extension=WEIGHT_RECEIVER, wait=wait)
+    return start_engine(
+        "engine", directory, config, extension=WEIGHT_RECEIVER, awaits_weights=awaits_weights, wait=wait
+    )
 
 
 async def greedy(engine: EngineProcess) -> list[Sample]:

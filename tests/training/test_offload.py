@@ -20,7 +20,7 @@ from mcore_rl.parallel.device import memory
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
-from mcore_rl.training.offload import OffloadPart
+from mcore_rl.training.offload import InHost, OffloadPart
 from mcore_rl.types import StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
@@ -65,6 +65,7 @@ class Observed:
     refusals: dict[str, str] = field(default_factory=dict)
     in_host: list[Tensor | None] = field(default_factory=list)
     on_device: list[Tensor] = field(default_factory=list)
+    blocks: dict[str, int] = field(default_factory=dict)
     none_away: bool = False
 
 
@@ -88,6 +89,10 @@ def _step(engine: Engine) -> StepResult:
 
 def _bits(engine: Engine) -> list[Tensor]:
     return [*engines.weights_of(engine).values(), *engines.state_of(engine)]
+
+
+def _num_blocks(hosts: list[InHost | None]) -> int:
+    return len({host.tensor.untyped_storage().data_ptr() for host in hosts if host is not None})
 
 
 def _here(engine: Engine) -> dict[OffloadPart, int]:
@@ -119,6 +124,8 @@ def _observe_kind(groups: ProcessGroups, model: ModelConfig, precision: Precisio
     assert engine.optimizer is not None
     tensors = [*engine.models[0].parameters(), *engine.optimizer.state_tensors()]
     seen.in_host = [None if host is None else host.tensor.clone() for host in memory_of.away(tensors)]
+    parts = {"weights": tensors[:1], "optimizer": engine.optimizer.state_tensors()}
+    seen.blocks = {part: _num_blocks(memory_of.away(those)) for part, those in parts.items()}
     seen.here["away"], seen.is_away["away"] = _here(engine), [memory_of.is_away(part) for part in OffloadPart]
     seen.moved["out again"] = memory_of.offload().num_bytes
     seen.refusals = _refusals(engine)
@@ -206,6 +213,11 @@ def test_nothing_stays(observed: Observed) -> None:
 def test_what_is_away_can_be_read_where_it_is(observed: Observed) -> None:
     """As a checkpoint does, without bringing it back."""
     assert engines.same_bits(observed.in_host, observed.on_device) and observed.none_away
+
+
+def test_a_part_is_in_one_block(observed: Observed) -> None:
+    """Each block of pinned memory may be rounded up.  Main weights of a float32 model lie with the weights."""
+    assert observed.blocks in ({"weights": 1, "optimizer": 1}, {"weights": 1, "optimizer": 2})
 
 
 def test_moving_twice_does_nothing(observed: Observed) -> None:

@@ -14,7 +14,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.controller.lifecycle.messages import note
-from mcore_rl.parallel.device import Platform, num_cores
+from mcore_rl.parallel.device import Platform, have_transformer_engine, num_cores
 from mcore_rl.planning.overheads import GIB, device_rates
 from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.search import refusal
@@ -63,4 +63,5 @@ def cluster_at_hand(trainer: TrainerConfig, platform: Platform) -> ClusterConfig
         intra_node_gb_s=intra,
         inter_node_gb_s=50.0,
         disk_gb_s=1.0,
+        transformer_engine=have_transformer_engine(),
     )

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.reward_model import RewardModelConfig
-from mcore_rl.config.rollout import CPU_BATCHED_TOKENS, CPU_KV_CACHE_BYTES, RolloutConfig, ServingConfig
+from mcore_rl.config.rollout import CPU_BATCHED_TOKENS, CPU_KV_CACHE_BYTES, MoeBackend, RolloutConfig, ServingConfig
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, consistent_environment, num_cores
+from mcore_rl.parallel.pinned_size import ENGINE_MAX_CACHED_BYTES, with_setting
 from mcore_rl.tracking.secrets import secret_names
 
+# Torch takes the first of these that is set; only the first is known to every platform.
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -33,6 +36,7 @@ def engine_environment(
     cores: Sequence[int],
     device_ids: Sequence[str] | None = None,
     scratch: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str | None]:
     """The environment variables with which the process of one engine must be started; None: unset the variable.
 
@@ -43,6 +47,7 @@ def engine_environment(
         device_ids: the accelerators that it sees; None leaves the masks alone.
         scratch: the folder for the sockets of vLLM's processes, which a killed vLLM does not remove; None: the folder
             for temporary files.
+        environ: the environment that the engine inherits.
     """
     environment: dict[str, str | None] = dict.fromkeys(secret_names())  # unset, so that the engine's log has none
     environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
@@ -51,6 +56,10 @@ def engine_environment(
     if platform.is_accelerator:
         if device_ids is not None:
             environment |= consistent_environment(platform.kind, device_ids)
+        if isinstance(config, RolloutConfig):
+            # A reward model sleeps with its weights in every step: for it torch keeps what it has pinned.
+            settings = next(filter(None, map(environ.get, ALLOCATOR_SETTINGS)), "")
+            environment[ALLOCATOR_SETTINGS[0]] = with_setting(settings, ENGINE_MAX_CACHED_BYTES)
         return environment
     shares = core_shares(cores, config.tp)
     return environment | consistent_environment(platform.kind, ()) | UNCOMPILED | {
@@ -75,12 +84,18 @@ def core_shares(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
 
 
 def engine_arguments(
-    directory: Path, config: ServingConfig, model: ModelConfig, platform: Platform, extension: str | None
+    directory: Path,
+    config: ServingConfig,
+    model: ModelConfig,
+    platform: Platform,
+    extension: str | None,
+    *,
+    awaits_weights: bool = False,
 ) -> dict[str, Any]:
     """The keyword arguments of vLLM's ``AsyncEngineArgs`` for ``directory``, a Hugging Face checkpoint.
 
     model: the model in ``directory``.  extension: dotted name of the class whose methods are added to vLLM's workers
-    (``worker_extension_cls``); None is none.
+    (``worker_extension_cls``); None is none.  awaits_weights: see ``start_engine``.
     """
     layout = config.layout
     arguments: dict[str, Any] = dict(
@@ -111,8 +126,14 @@ def engine_arguments(
         # last token: vLLM's default is its sigmoid (ClassifierPoolerHead, 0.32).
         pooler = {"seq_pooling_type": "LAST", "use_activation": False}
         arguments |= dict(runner="pooling", convert="classify", pooler_config=pooler)
+    if awaits_weights:
+        # Random weights.  A parameter that no update fills is refused (receiver/live_weights.py); buffers outside of
+        # the checkpoint keep their values, and the scales of a cache that is not quantised are 1 after any start.
+        arguments["load_format"] = "dummy"
     if layout.tp > 1:
         arguments["distributed_executor_backend"] = "mp"
+    if model.moe is not None:
+        arguments["moe_backend"] = _moe_backend(config, platform, updated=extension is not None)
     if not platform.is_accelerator:
         arguments |= _on_cpu(config, model)
     if model.moe is not None and model.moe.expert_bias:
@@ -120,6 +141,16 @@ def engine_arguments(
         # (deepseek_v2.py, 0.32: topk_method).
         arguments["hf_overrides"] = {"topk_method": "noaux_tc", "scoring_func": model.moe.score.value}
     return arguments
+
+
+def _moe_backend(config: ServingConfig, platform: Platform, *, updated: bool) -> str:
+    """vLLM's ``moe_backend``: an update writes experts as they were loaded, so their kernel must read them like that.
+
+    The CPU's kernel packs them, and is unpacked for an update (receiver/live_weights.py); it has no other.
+    """
+    if config.moe_backend is MoeBackend.auto and updated and platform.is_accelerator:
+        return MoeBackend.triton.value
+    return config.moe_backend.value
 
 
 def _on_cpu(config: ServingConfig, model: ModelConfig) -> dict[str, Any]:

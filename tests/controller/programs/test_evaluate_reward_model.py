@@ -17,6 +17,7 @@ from mcore_rl.controller.programs.evaluate import run_evaluate
 from mcore_rl.errors import ConfigError
 from tests.support import prompt_files, reward_models
 from tests.support.run_task import nothing_left
+from tests.support.vllm_device import ON_VLLM_DEVICE
 
 QUESTIONS = ("why?", "how many apples?", "and then?")
 ANSWERS = ("because", "3 apples and 4 more", "")
@@ -53,7 +54,7 @@ def test_rows_are_scored_by_who_they_ask_for(tmp_path: Path, processes: None) ->
         f"reward_model.model.path={judge}",
         "reward_model.max_length=64",
         "reward_model.dtype=float32",
-        "reward_model.device=cpu",
+        ON_VLLM_DEVICE["reward_model"],
         "reward_model.kv_cache_memory_bytes=16777216",
     ]
     with nothing_left():

@@ -28,6 +28,7 @@ from tests.support.composed import composed
 from tests.support.prompt_files import row, write
 from tests.support.rollouts import SIZES
 from tests.support.scripted_rollout import answered, conversation, turn
+from tests.support.vllm_device import ON_VLLM_DEVICE
 
 TOKENIZER = prompt_files.tokenizer()
 LENGTH = 12
@@ -57,7 +58,7 @@ def rows_of(questions: Sequence[str]) -> list[dict[str, Any]]:
 
 def config_of(model: Path, out: Path, *overrides: str) -> GenerateConfig:
     small = [f"data.max_response_length={LENGTH}", "data.max_prompt_length=64", "rollout.dtype=float32"]
-    engine = ["rollout.device=cpu", f"rollout.kv_cache_memory_bytes={16 << 20}", "rollout.max_num_seqs=8"]
+    engine = [ON_VLLM_DEVICE["rollout"], f"rollout.kv_cache_memory_bytes={16 << 20}", "rollout.max_num_seqs=8"]
     written = [f"model.path={model}", f"out={out}", *small, *engine, *overrides]
     return composed(GenerateConfig, "generate", written)
 

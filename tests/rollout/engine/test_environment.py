@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.engine import Device, Precision
-from mcore_rl.config.rollout import RolloutConfig
-from mcore_rl.parallel.device import detect
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.rollout import MoeBackend, RolloutConfig
+from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.engine.environment import core_shares, engine_arguments, engine_environment, has_tokenizer
 from tests.support import models, reward_models
 
@@ -63,6 +64,8 @@ def test_arguments_on_the_cpu_and_on_an_accelerator(tmp_path: Path) -> None:
     assert cpu["worker_extension_cls"] == "package.module.Class" and cpu["dtype"] == "float32"
     assert cpu["logprobs_mode"] == "processed_logprobs" and cpu["skip_tokenizer_init"]
     rocm = engine_arguments(tmp_path, rollout, models.dense(), ROCM, None)
+    awaiting = engine_arguments(tmp_path, rollout, models.dense(), ROCM, None, awaits_weights=True)
+    assert awaiting == rocm | {"load_format": "dummy"} and "load_format" not in rocm
     assert rocm["kv_cache_memory_bytes"] is None and rocm["enable_sleep_mode"]
     assert "runner" not in cpu and "pooler_config" not in cpu
     assert "enable_chunked_prefill" not in rocm and "compilation_config" not in rocm and not rocm["enforce_eager"]
@@ -80,6 +83,18 @@ def test_layouts_are_vllm_s_arguments(tmp_path: Path, layout: dict[str, int], ex
     arguments = engine_arguments(tmp_path, RolloutConfig(**layout), models.moe(), ROCM, None)
     names = ("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel")
     assert tuple(arguments[name] for name in names) == expected
+
+
+def test_experts_have_a_kernel_that_updates_may_write_for(tmp_path: Path) -> None:
+    def backend(platform: Platform, extension: str | None, model: ModelConfig, **changes: object) -> object:
+        config = RolloutConfig(**changes)  # type: ignore[arg-type]
+        return engine_arguments(tmp_path, config, model, platform, extension).get("moe_backend")
+
+    assert backend(ROCM, "updates", models.moe()) == "triton"
+    assert backend(ROCM, None, models.moe()) == "auto"
+    assert backend(CPU, "updates", models.moe()) == "auto"
+    assert backend(ROCM, "updates", models.moe(), moe_backend=MoeBackend.batched_triton) == "batched_triton"
+    assert backend(ROCM, "updates", models.dense()) is None
 
 
 def test_deepseek_gets_what_its_config_and_the_cpu_lack(tmp_path: Path) -> None:

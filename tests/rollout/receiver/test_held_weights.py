@@ -19,6 +19,7 @@ from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
 from tests.support import tiny_models
 from tests.support.forked import start_engine
+from tests.support.vllm_device import VLLM_DEVICE
 
 FILE = "model.safetensors"
 BLOCK = "model.layers.1."
@@ -40,7 +41,11 @@ def started(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterat
     directory = tmp_path_factory.mktemp("held") / "hf"
     tiny_models.save("mixtral", directory)
     config = RolloutConfig(
-        dtype=Precision.float32, max_prompt_length=8, max_response_length=8, kv_cache_memory_bytes=64 << 20
+        device=VLLM_DEVICE,
+        dtype=Precision.float32,
+        max_prompt_length=8,
+        max_response_length=8,
+        kv_cache_memory_bytes=64 << 20,
     )
     with start_engine("held", directory, config, extension=HELD_WEIGHTS) as engine:
         yield engine, directory

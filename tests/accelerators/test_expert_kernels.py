@@ -1,0 +1,75 @@
+"""The kernel that vLLM chooses for a mixture's experts leaves weights where and as an update writes them.
+
+By vLLM's own platforms, configuration and choice, for a Hopper, a Blackwell and an MI300X that are not here
+(tests/support/vllm_platforms.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from transformers import MixtralConfig
+
+from mcore_rl.config.rollout import KEEPS_WEIGHTS, MoeBackend
+from tests.house.source import ROOT
+
+pytestmark = pytest.mark.tier("test")
+Outcome = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=["cuda", "rocm"])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Outcome]]:
+    """Device -> what the rollout says -> what vLLM makes of it."""
+    directory = tmp_path_factory.mktemp("mixtral")
+    MixtralConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
+        num_key_value_heads=2, num_local_experts=8, architectures=["MixtralForCausalLM"], dtype="bfloat16",
+    ).save_pretrained(directory)  # fmt: skip
+    command = [sys.executable, "-m", "tests.support.vllm_platforms", request.param, str(directory)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    result: dict[str, dict[str, Outcome]] = json.loads(run.stdout.splitlines()[-1])
+    return result
+
+
+# What vLLM chooses by itself; on the last two an update would have been refused.
+OWN_CHOICE = {
+    "sm90": "TRITON",
+    "sm100": "FLASHINFER_TRTLLM",
+    "gfx942": "TRITON",
+    "gfx942 with AITER asked for": "AITER",
+}
+
+
+def test_updated_engines_read_experts_as_they_are_written(outcomes: dict[str, dict[str, Outcome]]) -> None:
+    for device, cases in outcomes.items():
+        assert cases["auto"] == {"setting": "triton", "chosen": "TRITON", "kept": True}, device
+
+
+def test_engines_that_are_not_updated_have_vllms_choice(outcomes: dict[str, dict[str, Outcome]]) -> None:
+    chosen = {device: cases["not updated"]["chosen"] for device, cases in outcomes.items()}
+    assert chosen == {device: OWN_CHOICE[device] for device in outcomes}
+    for device, cases in outcomes.items():
+        assert (cases["not updated"]["kept"] is True) == (OWN_CHOICE[device] == "TRITON")
+
+
+def test_what_is_refused_is_what_rearranges_weights(outcomes: dict[str, dict[str, Outcome]]) -> None:
+    """``KEEPS_WEIGHTS``, which the configuration refuses the others of, by what vLLM does to weights at loading."""
+    for device, cases in outcomes.items():
+        for backend in MoeBackend:
+            outcome = cases[backend.value]
+            if backend in KEEPS_WEIGHTS:
+                assert outcome["kept"] is True, (device, outcome)
+            else:
+                assert "refused" in outcome or not outcome["kept"], (device, outcome)
+
+
+def test_vllm_has_no_kernel_that_the_setting_does_not_name(outcomes: dict[str, dict[str, Outcome]]) -> None:
+    for cases in outcomes.values():
+        named = ast.literal_eval(cases["unknown"]["refused"].partition("Expected one of ")[2].rstrip("."))
+        assert {"auto", *named} == {backend.value for backend in MoeBackend}

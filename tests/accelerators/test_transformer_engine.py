@@ -1,0 +1,73 @@
+"""Every family constructs over Transformer Engine's own modules and binds to our tables; and who plans with its layers.
+
+Its Python is that of the wheel, with a stub of its compiled half (tests/support/transformer_engine_stub.py).  Held is
+that modules take the arguments that Megatron and we give them, and have the parameters that we look for.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.engine import EngineConfig, LayerSpec
+from mcore_rl.config.launch import load_cluster
+from mcore_rl.config.parallel import parse_layout
+from mcore_rl.planning.activations import engine_on, kernels_of
+from tests.accelerators.test_requirements import RECORDED
+from tests.house.source import ROOT
+from tests.house.test_pins import EXTRAS
+from tests.support import models
+from tests.support.transformer_engine_stub import VERSION
+
+FOLDER = Path(sys.prefix) / "transformer_engine"
+FAMILIES = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2-moe", "qwen3-moe", "gemma2", "deepseek-v3"}
+WITH_EXPERTS = {"mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3"}
+Outcomes = dict[str, dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
+    if not (FOLDER / "transformer_engine" / "pytorch").is_dir():
+        pytest.skip(f"{FOLDER} has no Transformer Engine: tools/set_up.sh puts its Python there, on the CPU rung")
+    command = [sys.executable, "-m", "tests.support.transformer_engine_stub", str(FOLDER)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    result: Outcomes = json.loads(run.stdout.splitlines()[-1])
+    return {name.removeprefix("tiny-"): layouts for name, layouts in result.items()}
+
+
+@pytest.mark.tier("test")
+def test_every_family_constructs_and_binds_in_two_layouts(outcomes: Outcomes) -> None:
+    assert set(outcomes) == FAMILIES
+    for family, layouts in outcomes.items():
+        assert len(layouts) == 2
+        for layout, outcome in layouts.items():
+            if family == "gemma2":
+                assert outcome["lacks"].startswith("its attention has no soft cap")
+                continue
+            assert outcome["transformer_engine"], (family, layout)
+            # Bound are all parameters; of deepseek_v3 also the two layers' buffers of expert biases.
+            assert outcome["bound"] - outcome["parameters"] == (2 if family == "deepseek-v3" else 0), (family, layout)
+            assert outcome["mlp"] == ("TEGroupedMLP" if family in WITH_EXPERTS else "MLP"), (family, layout)
+
+
+def test_it_is_the_version_of_the_rung_that_has_it() -> None:
+    (required,) = (each for each in EXTRAS["cuda"] if each.name == "transformer-engine")
+    assert VERSION in required.specifier
+    assert f"transformer-engine=={VERSION}" in RECORDED
+    assert f"transformer-engine=={VERSION}" in (ROOT / "tools" / "set_up.sh").read_text()
+
+
+def test_a_plan_counts_its_layers_only_where_it_is() -> None:
+    model, layout, engine = models.dense(), parse_layout(""), EngineConfig()
+    for name, expected in (("nvidia_h100", True), ("amd_mi300x", False)):
+        cluster = load_cluster(name)
+        for wanted, fused in zip(LayerSpec, (expected, False, True), strict=True):  # auto, local, Transformer Engine
+            settled = engine_on(cluster, replace(engine, layer_spec=wanted))
+            assert kernels_of(model, layout, settled, accelerator=True).fused is fused, (name, wanted)

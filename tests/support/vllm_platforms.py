@@ -1,0 +1,170 @@
+"""Which kernel vLLM's own code chooses for experts on an accelerator that is not here; a program that prints JSON.
+
+    python -m tests.support.vllm_platforms cuda|rocm DIRECTORY
+
+DIRECTORY: of a mixture's config.json.  The platform is vLLM's own class with answers about a device put in, and what
+the wheel for it brings (FlashInfer, AITER) is said to be there.  ``AsyncEngineArgs`` then makes the ``VllmConfig``,
+fused_moe/oracle/unquantized.py chooses, and what it does to weights at loading is done to some.  No kernel runs.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.config.engine import Device
+from mcore_rl.config.rollout import MoeBackend, RolloutConfig
+from mcore_rl.families.config_json import read_config
+from mcore_rl.families.registry import model_of
+from mcore_rl.parallel.device import detect
+from mcore_rl.rollout.engine.environment import engine_arguments
+
+EXTENSION = "mcore_rl.rollout.receiver.worker_extension.WeightReceiver"
+DEVICES = {
+    "cuda": {"sm90": (9, 0), "sm100": (10, 0)},
+    "rocm": {"gfx942": (9, 4), "gfx942 with AITER asked for": (9, 4)},
+}
+
+
+def answers(name: str) -> dict[str, Any]:
+    """What a device of the platform answers, of 80 GiB and eight to a node."""
+    values = dict(
+        get_device_name=name, get_device_total_memory=80 << 30, device_count=8, is_fully_connected=True,
+        num_compute_units=132, is_integrated_gpu=False, get_all_device_numa_nodes=None,
+        is_cumem_allocator_available=True,
+    )  # fmt: skip
+    return {method: staticmethod(lambda *_, _value=value, **__: _value) for method, value in values.items()}
+
+
+def cuda_platform(name: str) -> Any:
+    """A ``CudaPlatform`` of compute capability ``name``."""
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    capability = DeviceCapability(*DEVICES["cuda"][name])
+    methods = answers(name) | {"get_device_capability": staticmethod(lambda *_, **__: capability)}
+    return type(name, (NonNvmlCudaPlatform,), methods)()
+
+
+def rocm_platform(name: str) -> Any:
+    """A ``RocmPlatform`` of the architecture that ``name`` begins with."""
+    architecture = name.partition(" ")[0]
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(gcnArchName=f"{architecture}:sramecc+:xnack-")
+    from vllm.platforms.rocm import RocmPlatform
+
+    return type(name, (RocmPlatform,), answers(name))()
+
+
+def bring_libraries(vendor: str) -> None:
+    """Says that the libraries of the vendor's wheel are there, to those who ask whether they are."""
+    if vendor == "rocm":
+        find_spec = importlib.util.find_spec
+        aiter = importlib.machinery.ModuleSpec("aiter", None)
+        importlib.util.find_spec = lambda name, *rest: aiter if name == "aiter" else find_spec(name, *rest)
+    else:
+        for name in ("_vllm_fa2_C", "_vllm_fa3_C"):
+            sys.modules[f"vllm.vllm_flash_attn.{name}"] = types.ModuleType(name)
+        for name in ("fp8", "block_fp8", "fp4"):  # the CUDA build's operators, which quantised layers ask at import
+            setattr(torch.ops._C, f"cutlass_scaled_mm_supports_{name}", lambda _: True)
+        from vllm.utils import flashinfer
+
+        for name in ("has_flashinfer", "has_flashinfer_trtllm_fused_moe", "has_flashinfer_cutlass_fused_moe"):
+            setattr(flashinfer, name, lambda: True)
+
+
+def outcome(directory: Path, vendor: str, backend: MoeBackend, updated: bool) -> dict[str, Any]:
+    """What becomes of a rollout with ``backend``: vLLM's setting, its choice, and whether weights stay as loaded."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    _, model = model_of(read_config(directory))
+    platform = replace(detect(Device.cpu), kind=Device[vendor], device_type="cuda", backend="nccl")
+    config = RolloutConfig(moe_backend=backend, max_prompt_length=32, max_response_length=32)
+    arguments = engine_arguments(directory, config, model, platform, EXTENSION if updated else None)
+    settings = AsyncEngineArgs(**arguments).create_engine_config()
+    setting = settings.kernel_config.moe_backend
+    try:
+        chosen, kept = chosen_experts(settings, setting)
+    except (ValueError, NotImplementedError) as error:
+        return {"setting": setting, "refused": str(error)}
+    return {"setting": setting, "chosen": chosen, "kept": kept}
+
+
+def chosen_experts(settings: Any, setting: str) -> tuple[str, bool | None]:
+    """(the backend, whether weights stay in place as loaded; None: a library that is not here would convert them)."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import (
+        FusedMoEConfig,
+        FusedMoEParallelConfig,
+        RoutingMethodType,
+    )
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    hf = settings.model_config.hf_config
+    with set_current_vllm_config(settings):
+        moe = FusedMoEConfig(
+            num_experts=hf.num_local_experts, num_local_experts=hf.num_local_experts,
+            num_logical_experts=hf.num_local_experts, experts_per_token=hf.num_experts_per_tok,
+            hidden_dim=hf.hidden_size, intermediate_size=hf.intermediate_size, activation=MoEActivation.SILU,
+            device="cuda", routing_method=RoutingMethodType.Renormalize, in_dtype=torch.bfloat16,
+            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(), moe_backend=setting,
+            max_num_tokens=settings.scheduler_config.max_num_batched_tokens,
+        )  # fmt: skip
+        backend, experts = unquantized.select_unquantized_moe_backend(moe)
+        assert experts is not None
+        w13 = torch.randn(hf.num_local_experts, 2 * hf.intermediate_size, hf.hidden_size).bfloat16()
+        w2 = torch.randn(hf.num_local_experts, hf.hidden_size, hf.intermediate_size).bfloat16()
+        before = w13.clone(), w2.clone()
+        try:
+            after = unquantized.convert_to_unquantized_kernel_format(backend, moe, w13, w2)
+        except (ImportError, AttributeError):  # FlashInfer's and AITER's own kernels convert
+            return backend.name, None
+    return backend.name, all(map(torch.equal, before, after)) and after[0].data_ptr() == w13.data_ptr()
+
+
+def refusal_of(backend: str) -> str:
+    """What vLLM says to a backend that it has not: the list of those that it has."""
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
+
+    try:
+        return str(map_unquantized_backend(backend))
+    except ValueError as error:
+        return str(error)
+
+
+def main(vendor: str, directory: str) -> None:
+    """Print device -> case -> outcome."""
+    make: Callable[[str], Any] = {"cuda": cuda_platform, "rocm": rocm_platform}[vendor]
+    sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
+    from vllm import platforms
+
+    results: dict[str, dict[str, Any]] = {}
+    names = list(DEVICES[vendor])
+    made = {name: make(name) for name in names}
+    current = platforms._current_platform = made[names[0]]
+    bring_libraries(vendor)
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    for name in names:
+        current.__class__ = type(made[name])  # modules keep the object that they found first
+        if name.endswith("asked for"):
+            os.environ["VLLM_ROCM_USE_AITER"] = "1"
+            rocm_aiter_ops.refresh_env_variables()
+        cases = {backend.value: outcome(Path(directory), vendor, backend, True) for backend in MoeBackend}
+        cases["not updated"] = outcome(Path(directory), vendor, MoeBackend.auto, False)
+        results[name] = cases | {"unknown": {"refused": refusal_of("none")}}
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

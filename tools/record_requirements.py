@@ -1,0 +1,131 @@
+"""Resolve the rung cuda with uv, and record what the distributions that only it has require.
+
+    python tools/record_requirements.py            # writes tests/accelerators/requirements.json
+    python tools/record_requirements.py --dry-run  # resolves alone
+
+tests/accelerators/test_requirements.py holds pyproject.toml and constraints.txt against the record, without a network
+or uv.  What constraints.txt has too is not recorded: that is installed on every rung, and asked there.  Needs uv on
+PATH, and an index whose torch is the CUDA build, as that of PyPI is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "tests" / "accelerators" / "requirements.json"
+PYTHONS = ("3.11", "3.12")
+# Source distributions whose metadata is computed by running them, with nvcc.  From build_tools/pytorch.py and
+# transformer_engine/pytorch/setup.py of Transformer Engine 2.11, with a torch that is built for CUDA 13.
+COMPUTED = {
+    "transformer-engine-torch==2.11.0": [
+        "torch>=2.1", "einops", "onnxscript", "onnx", "packaging", "pydantic", "transformer_engine_cu13==2.11.0",
+    ],
+}  # fmt: skip
+NOT_OURS = {"transformer-engine-cu12"}  # in the source distribution's own metadata, which was written beside CUDA 12
+# Recorded although the lock has it: on the CPU rung it is another build, which requires other things.
+OTHER_BUILD = {"torch"}
+
+
+def locked() -> dict[str, str]:
+    """name -> version of constraints.txt."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines if line)}
+
+
+def resolve(extra: str, python: str) -> dict[str, str]:
+    """name -> version of what ``mcore_rl[extra,dev]`` comes to under the lock, as uv resolves it from the index.
+
+    Raises:
+        SystemExit: it does not resolve, with uv's own words; or there is no uv.
+    """
+    uv = shutil.which("uv")
+    if uv is None:
+        raise SystemExit("uv is not on PATH: pip install uv")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "resolved.txt"
+        command = [uv, "pip", "compile", "pyproject.toml", f"--extra={extra}", "--extra=dev", "--quiet", "--no-header",
+                   f"--python-version={python}", "--python-platform=x86_64-manylinux_2_28", "--no-annotate",
+                   "--constraint=constraints.txt", f"--output-file={out}"]  # fmt: skip
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise SystemExit(f"mcore_rl[{extra},dev] does not resolve on Python {python}:\n{run.stderr}")
+        pairs = (line.split("==") for line in out.read_text().splitlines())
+        return {canonicalize_name(name): version for name, version in pairs}
+
+
+def metadata(pins: list[str]) -> list[dict[str, object]]:
+    """The core metadata of ``NAME==VERSION`` each, as pip reads it from the index without installing anything."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--dry-run", "--quiet",
+                   "--no-deps", "--ignore-installed", "--only-binary=:all:", f"--report={report}", *pins]  # fmt: skip
+        subprocess.run(command, check=True)
+        return [item["metadata"] for item in json.loads(report.read_text())["install"]]
+
+
+def of_the_rung(requires: dict[str, list[str]]) -> dict[str, list[str]]:
+    """``requires`` (NAME==VERSION -> lines) without what does not hold on Linux, or for no extra that is asked for."""
+    linux = {"platform_system": "Linux", "sys_platform": "linux", "platform_machine": "x86_64", "os_name": "posix"}
+    pythons = [linux | {"python_version": python, "python_full_version": f"{python}.1"} for python in PYTHONS]
+    asked: dict[str, set[str]] = {}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cuda"]
+    for line in [*project, *(line for lines in requires.values() for line in lines)]:
+        requirement = Requirement(line)
+        asked.setdefault(canonicalize_name(requirement.name), set()).update(requirement.extras)
+
+    def holds(name: str, line: str) -> bool:
+        marker = Requirement(line).marker
+        extras = asked.get(name, set()) | {""}
+        return marker is None or any(
+            marker.evaluate(python | {"extra": extra}) for python in pythons for extra in extras
+        )
+
+    return {pin: [line for line in lines if holds(pin.split("==")[0], line)] for pin, lines in requires.items()}
+
+
+def main() -> None:
+    """Resolve for every Python, then record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="resolve, for every Python, and record nothing")
+    options = parser.parse_args()
+    resolved: dict[str, str] = {}
+    for python in PYTHONS:
+        for name, version in resolve("cuda", python).items():
+            if resolved.setdefault(name, version) != version:
+                raise SystemExit(
+                    f"{name} is {resolved[name]} and {version} on different Pythons: pin it in pyproject.toml"
+                )
+        print(f"Python {python}: resolved, {len(resolved)} distributions")
+    if options.dry_run:
+        return
+    lock = locked()
+    own = {n: v for n, v in resolved.items() if n not in NOT_OURS and (n not in lock or n in OTHER_BUILD)}
+    requires = {pin: lines for pin, lines in COMPUTED.items() if own.get(pin.split("==")[0]) == pin.split("==")[1]}
+    for item in metadata(
+        [f"{name}=={version}" for name, version in own.items() if f"{name}=={version}" not in requires]
+    ):
+        pin = f"{canonicalize_name(str(item['name']))}=={item['version']}"
+        if pin.split("==")[1] != own[pin.split("==")[0]]:
+            raise SystemExit(f"pip is given {pin}, uv {own[pin.split('==')[0]]}: clear PIP_FIND_LINKS and the like")
+        lines = item.get("requires_dist", [])
+        assert isinstance(lines, list)
+        requires[pin] = [str(line) for line in lines]
+    source = "Requires-Dist of the index's wheels for Linux on x86_64: tools/record_requirements.py"
+    record = {"source": source, "requires": dict(sorted(of_the_rung(requires).items()))}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{RECORD.relative_to(ROOT)}: {len(requires)} distributions")
+
+
+if __name__ == "__main__":
+    main()
