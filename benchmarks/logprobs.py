@@ -22,15 +22,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from mcore_rl.config.engine import Device
 from mcore_rl.parallel.device import Platform, detect, memory, reset_peak_memory, set_device, synchronize
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
+
+if TYPE_CHECKING:  # benchmarks/gpu.py measures by these functions where no rich is installed
+    from rich.table import Table
 
 VOCAB_SIZES = (152_064, 32_000)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -195,6 +197,8 @@ def compare(platform: Platform, options: argparse.Namespace, vocab_size: int, dt
 
 def comparison_table(platform: Platform, options: argparse.Namespace, comparisons: Sequence[Comparison]) -> Table:
     """One row a case."""
+    from rich.table import Table
+
     where = f"{platform.device_name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     table = Table(title=f"log-probs and entropies, forward + backward, T={options.tokens:,}\n{where}")
     for heading in ("V", "logits", "extra GiB plain", "fused", f"ratio (<= {MEMORY_TARGET})"):
@@ -217,6 +221,8 @@ def comparison_table(platform: Platform, options: argparse.Namespace, comparison
 
 def sweep_table(platform: Platform) -> Table:
     """Nanoseconds per logit of forward and backward for a range of chunk sizes."""
+    from rich.table import Table
+
     device = set_device(platform, 0)
     table = Table(title=f"ns per logit, forward + backward, T={SWEEP_TOKENS}; {torch.get_num_threads()} threads")
     cases = [(vocab_size, dtype) for vocab_size in VOCAB_SIZES for dtype in DTYPES]
@@ -254,6 +260,8 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> int:
     """Exit status: 1 where a target is missed."""
+    from rich.console import Console
+
     options = parse_options()
     platform = detect(Device(options.device))
     if options.worker is not None:

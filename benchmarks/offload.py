@@ -22,10 +22,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, OptimizerConfig, Precision
@@ -38,6 +37,9 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.training.engine import Engine
 from mcore_rl.training.offload import OffloadPart
 from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
+
+if TYPE_CHECKING:  # benchmarks/gpu.py measures by these functions where no rich is installed
+    from rich.table import Table
 
 MODEL = ModelConfig(
     num_layers=12,
@@ -191,6 +193,8 @@ def measure(rank: Rank, device: Device, repetitions: int) -> Report:
 
 def report_table(report: Report) -> Table:
     """One row a movement."""
+    from rich.table import Table
+
     size = f"{report.num_parameters / 1e6:.0f}M parameters in bfloat16"
     table = Table(title=f"offload and snapshots, {size}\n{report.device_name}, torch {torch.__version__}")
     table.add_column("what")
@@ -208,6 +212,8 @@ def report_table(report: Report) -> Table:
 
 def main() -> int:
     """Exit status: 1 where something came back changed or memory was not freed."""
+    from rich.console import Console
+
     parser = argparse.ArgumentParser(description="offload and snapshots against plain copies")
     parser.add_argument("--device", choices=[device.value for device in Device], default=Device.auto.value)
     parser.add_argument("--repetitions", type=int, default=5)

@@ -1,4 +1,4 @@
-"""``mcore-rl train|sft|generate|evaluate``: overrides to a typed configuration, which is checked and run.
+"""``mcore-rl train|sft|generate|evaluate|doctor``: overrides to a typed configuration, which is checked and run.
 
 Every mistake of the user's is one message and exit code 2, without a traceback; ``--debug`` shows it.
 """
@@ -21,6 +21,7 @@ from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
+from mcore_rl.doctor import arguments as doctor
 from mcore_rl.errors import McoreRLError
 from mcore_rl.tracking.secrets import redacted
 
@@ -85,10 +86,19 @@ PROGRAMS = {
 }
 
 
+DOCTOR = "doctor"  # it has options in place of a configuration
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from mcore_rl.doctor.command import run_doctor
+
+    return run_doctor(options)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="mcore-rl", description=__doc__.split("\n")[0])
-    programs = top.add_subparsers(dest="program", required=True, metavar="|".join(PROGRAMS))
+    programs = top.add_subparsers(dest="program", required=True, metavar="|".join([*PROGRAMS, DOCTOR]))
     for name, program in PROGRAMS.items():
         sub = programs.add_parser(
             name, help=program.help, description=program.help, epilog=program.epilog,
@@ -99,6 +109,12 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--config-name", help=f"the yaml file to begin with (default: {name})")
         sub.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    sub = programs.add_parser(
+        DOCTOR, help=doctor.HELP, description=doctor.HELP, epilog=doctor.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    doctor.add_arguments(sub)
+    sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return top
 
 
@@ -109,9 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags := [text for text in more if text.startswith("-")]:
         top.error(f"unrecognized arguments: {' '.join(flags)}")
     chosen.overrides += more
-    program = PROGRAMS[chosen.program]
     errors = Console(stderr=True)
     try:
+        if chosen.program == DOCTOR:
+            return _doctor(chosen)
+        program = PROGRAMS[chosen.program]
         config = compose(program.schema, chosen.program, chosen.overrides, chosen.config_dir, chosen.config_name)
         if chosen.cfg:
             Console().print(as_yaml(config), markup=False, highlight=False, soft_wrap=True)

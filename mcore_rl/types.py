@@ -212,7 +212,8 @@ class StepResult:
 
     loss: global loss, its sum over all ranks divided by the caller's denominator.  grad_norm: global L2 norm before
     clipping.  lr: the rate this step used.  skipped: the reason why the weights were left alone, or None.
-    metrics: the loss function's own sums and the router statistics, reduced over all ranks.
+    metrics: the loss function's own sums and the router statistics, reduced over all ranks.  scores: of this rank's
+    batch, with the weights before the step, where the engine was asked for them.
     """
 
     loss: float
@@ -220,3 +221,4 @@ class StepResult:
     lr: float
     skipped: str | None
     metrics: dict[str, float]
+    scores: TokenScores | None = None

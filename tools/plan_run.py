@@ -8,6 +8,7 @@
 recipe, cluster: of launch/recipes and launch/clusters, or paths of yaml files; a cluster that is left out is the
 recipe's.  cluster.KEY=VALUE changes the cluster, any other key=value the run.  The model is that of model.path where
 its config.json is there, else recipe.checkpoint of model_configs/: nothing is downloaded.
+cluster.measured=doctor.json plans with the rates that mcore-rl doctor measured, and prints each.
 
 Exit status: 0 it fits, 2 it does not, or something is wrong with what was written.
 """
@@ -24,16 +25,13 @@ from rich.console import Console
 
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.launch import load_cluster, load_recipe, read_words
-from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
-from mcore_rl.families.config_json import CONFIG, read_config
-from mcore_rl.families.registry import model_of
 from mcore_rl.planning.plan import Plan, plan
-from mcore_rl.planning.recipes import recipe_model
+from mcore_rl.planning.recipes import run_model
 from mcore_rl.planning.search import Found, refusal, search
-from mcore_rl.planning.tables import plan_page, plan_tables, plan_values, search_tables, search_values
+from mcore_rl.planning.tables import plan_page, plan_tables, plan_values, rate_lines, search_tables, search_values
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,18 +64,6 @@ def composed(options: argparse.Namespace) -> tuple[RunConfig | SftConfig, Cluste
     return run, load_cluster(cluster, of_cluster)
 
 
-def model_for(run: RunConfig | SftConfig) -> ModelConfig:
-    """From the checkpoint's own config.json, or the published one."""
-    directory = Path(run.model.path)
-    if run.model.path and (directory / CONFIG).is_file():
-        return model_of(read_config(directory))[1]
-    if run.recipe.checkpoint:
-        return recipe_model(run.recipe)
-    problem = "has no config.json, and recipe.checkpoint names no checkpoint of model_configs/"
-    remedy = "Write model.path=DIR, a Hugging Face checkpoint, or recipe.checkpoint=NAME"
-    raise ConfigError([Violation("model.path", run.model.path, problem, remedy)])
-
-
 def write(options: argparse.Namespace, planned: Plan, result: Found | None) -> None:
     """The files that were asked for."""
     if options.html:
@@ -92,7 +78,7 @@ def searched(options: argparse.Namespace, run: RunConfig | SftConfig, cluster: C
     if not cluster.gpus_per_node:
         problem = "searches layouts of accelerators"
         raise ConfigError([Violation("--search", "", problem, "Leave it out, or name a cluster with GPUs")])
-    result = search(run, model_for(run), cluster, limit=options.limit)
+    result = search(run, run_model(run), cluster, limit=options.limit)
     console = Console()
     console.print(search_tables(result))
     if not result.best:
@@ -107,9 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     try:
         run, cluster = composed(options)
+        for line in rate_lines(cluster):
+            Console().print(line, markup=False, highlight=False, soft_wrap=True)
         if options.search:
             return searched(options, run, cluster)
-        model = model_for(run)
+        model = run_model(run)
         planned = plan(run, model, cluster)
         Console().print(plan_tables(planned))
         write(options, planned, None)

@@ -12,7 +12,8 @@ KEY=VALUE   anything else is an override of the run, as mcore-rl train takes the
 
 Before anything is queued: the recipe composes, is valid, fits on the cluster (tools/plan_run.py shows the numbers),
 and Slurm takes the script.  The job saves and is queued again at its time limit, when it is preempted and when a node
-dies, and goes on from its newest checkpoint.  docs/slurm.md has more.
+dies, and goes on from its newest checkpoint.  docs/slurm.md has more.  cluster.slurm.doctor=quick examines the nodes
+before the run (docs/doctor.md).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rich.console import Console
 
 from mcore_rl.config.cluster import ClusterConfig, Container
 from mcore_rl.config.engine import Device
-from mcore_rl.config.launch import load_cluster, load_recipe, program_of, read_words, recipe_path
+from mcore_rl.config.launch import cluster_yaml, load_cluster, load_recipe, program_of, read_words, recipe_path
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.config.trainer import Placement
@@ -40,6 +41,7 @@ from mcore_rl.planning.recipes import recipe_model
 
 TEMPLATE = Path(__file__).with_name("train.sbatch")
 RESUME = "trainer.resume_mode"
+CLUSTER = "cluster.yaml"  # as the job has it, for the doctor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,11 @@ class Job:
     cluster: ClusterConfig
     run_directory: Path
     directory: Path
+
+    @property
+    def logs(self) -> Path:
+        """Of the job: its script, its cluster, and what it says."""
+        return self.run_directory / "logs" / "slurm"
 
     @property
     def num_nodes(self) -> int:
@@ -131,7 +138,7 @@ def render(job: Job) -> str:
         "time_limit": slurm.time_limit,
         "grace_s": slurm.grace_s,
         "directory": shlex.quote(str(job.directory)),
-        "output": shlex.quote(f"{job.run_directory}/logs/slurm/%j.log"),
+        "output": shlex.quote(f"{job.logs}/%j.log"),
         "options": "\n".join(f"#SBATCH {each}" for each in _options(cluster)),
         "run_directory": shlex.quote(str(job.run_directory)),
         "python": "python3" if cluster.container.engine is not Container.none else shlex.quote(sys.executable),
@@ -144,6 +151,8 @@ def render(job: Job) -> str:
         "setup": "\n".join(slurm.setup),
         "device": cluster.device.value,
         "join_timeout_s": slurm.join_timeout_s,
+        "doctor": slurm.doctor.value,
+        "cluster": shlex.quote(str(job.logs / CLUSTER)),
         "command": " \\\n    ".join(
             ['"$python" -m mcore_rl.cli ' + shlex.join([program, *config]), *map(shlex.quote, job.overrides)]
         ),
@@ -190,9 +199,10 @@ def _container(job: Job) -> tuple[list[str], list[str]]:
 
 def submit(job: Job) -> tuple[str, Path]:
     """(id of the job, its script).  Raises ConfigError where Slurm does not take it; nothing is queued then."""
-    script = job.run_directory / "logs" / "slurm" / "train.sbatch"
+    script = job.logs / "train.sbatch"
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text(render(job), encoding="utf-8")
+    (job.logs / CLUSTER).write_text(cluster_yaml(job.cluster), encoding="utf-8")
     _sbatch("--test-only", str(script))
     return _sbatch("--parsable", str(script)).partition(";")[0].strip(), script
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.estimation import token_advantages
 from mcore_rl.algorithms.advantages.inputs import AdvantageInputs
-from mcore_rl.algorithms.correction import CorrectionSums, correct
+from mcore_rl.algorithms.correction import Correction, CorrectionSums, correct
 from mcore_rl.algorithms.kl import penalty
 from mcore_rl.algorithms.ragged import Spreads, Trained, sequence_counts, sequence_sums
 from mcore_rl.algorithms.shaping import mask_truncated
@@ -74,10 +74,10 @@ class SequenceStats(SentAsArrays):
     trained_S: how many of these tokens are still trained after correction, int64.
     scores_S: the sum of all rewards.
     kl_S: the sum of the KL in the reward over ``responses_S`` tokens, float64, nats; None if there is no such KL.
-    logprobs_S: the sum of the old log-probs over ``counts_S`` tokens, float64, nats.
+    logprobs_S: the sum of the old log-probs over ``counts_S`` tokens, float64, nats; None without old log-probs.
     advantages: statistics of the raw advantages of an estimator of ``Scope.token``; None for another scope.
     returns_S, values_S: sums over ``counts_S`` tokens, float64; None without a critic.
-    correction: for ``correction_metrics``.
+    correction: for ``correction_metrics``; None without old log-probs.
     """
 
     responses_S: Tensor
@@ -86,11 +86,11 @@ class SequenceStats(SentAsArrays):
     trained_S: Tensor
     scores_S: Tensor
     kl_S: Tensor | None
-    logprobs_S: Tensor
+    logprobs_S: Tensor | None
     advantages: Spreads | None
     returns_S: Tensor | None
     values_S: Tensor | None
-    correction: CorrectionSums
+    correction: CorrectionSums | None
 
 
 def compute_advantages(
@@ -98,14 +98,15 @@ def compute_advantages(
 ) -> tuple[TokenAdvantages, SequenceStats]:
     """(results per token, results per sequence) of the sequences of ``batch``, which are a rank's.
 
-    batch: has old and rollout log-probs, and if the run has them turn rewards, values and reference log-probs.
+    batch: has rollout log-probs, and if the run has them turn rewards, values and reference log-probs.  It has old
+    log-probs unless the update makes them (``config/old_logprobs.py``).
     outcomes: of the same sequences.
     kl_coef: the coefficient of the KL in the reward in this step.
     """
-    assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
+    assert batch.rollout_logprobs_T is not None
     kl_T, process_T = None, batch.turn_rewards_T
     if algorithm.use_kl_in_reward:
-        assert batch.ref_logprobs_T is not None, "the KL in the reward needs the reference"
+        assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None, "the KL in the reward needs both"
         kl_T = penalty(algorithm.kl_penalty)(batch.old_logprobs_T, batch.ref_logprobs_T).masked_fill_(~batch.mask_T, 0)
         of_kl_T = kl_T * -kl_coef  # a reward of the token where it arises (arXiv:1909.08593, eq. 2)
         process_T = of_kl_T if process_T is None else process_T + of_kl_T
@@ -125,7 +126,10 @@ def compute_advantages(
     if counted_T is not inputs.mask_T:
         trained, counts_S = Trained(counted_T), sequence_counts(counted_T, batch.lengths_S)
     config = algorithm.rollout_correction
-    correction = correct(batch.old_logprobs_T, batch.rollout_logprobs_T, trained, batch.lengths_S, config)
+    correction: Correction | None = None
+    if batch.old_logprobs_T is not None:
+        correction = correct(batch.old_logprobs_T, batch.rollout_logprobs_T, trained, batch.lengths_S, config)
+    mask_T = trained.mask_T if correction is None else correction.mask_T
     bypassed_T = batch.rollout_logprobs_T if config.bypass_mode else None
     old_T = batch.old_logprobs_T if bypassed_T is None else bypassed_T
     raw_T, returns_T = (None, None) if raw is None else (raw.advantages_T, raw.returns_T)
@@ -137,20 +141,20 @@ def compute_advantages(
         responses_S=sequence_counts(batch.mask_T, batch.lengths_S),
         members_S=inputs.counts_S,
         counts_S=counts_S,
-        trained_S=sequence_counts(correction.mask_T, batch.lengths_S),
+        trained_S=sequence_counts(mask_T, batch.lengths_S),
         scores_S=inputs.scores_S,
         kl_S=None if kl_T is None else sequence_sums(kl_T.double(), batch.lengths_S),
-        logprobs_S=sums(old_T),
+        logprobs_S=None if old_T is None else sums(old_T),
         advantages=None if raw_T is None else Spreads.of(trained.gather(raw_T), counts_S),
         returns_S=None if returns_T is None else sums(returns_T),
         values_S=None if batch.old_values_T is None else sums(batch.old_values_T),
-        correction=correction.sums,
+        correction=None if correction is None else correction.sums,
     )
     of_tokens = TokenAdvantages(
-        mask_T=correction.mask_T,
+        mask_T=mask_T,
         advantages_T=raw_T,
         returns_T=returns_T,
-        weights_T=correction.weights_T,
+        weights_T=None if correction is None else correction.weights_T,
         old_logprobs_T=bypassed_T,
     )
     return of_tokens, stats

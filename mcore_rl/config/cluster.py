@@ -5,7 +5,7 @@ The planner reads sizes and rates, ``launch/slurm/submit.py`` the rest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
 from mcore_rl.config.engine import Device
@@ -32,6 +32,31 @@ class ContainerConfig:
     mounts: list[str] = field(default_factory=list)
 
 
+class DoctorStep(Enum):
+    """What a job does before its run (docs/doctor.md).
+
+    none: nothing.  quick, full: ``mcore-rl doctor`` over all nodes; a FAIL ends the job.  only: full, and no run.
+    """
+
+    none = "none"
+    quick = "quick"
+    full = "full"
+    only = "only"
+
+
+@dataclass(kw_only=True)
+class ReachedRates:
+    """Rates that programs reach on a cluster, 10**9 bytes per second; None: the share of a data sheet that is assumed.
+
+    intra_node_gb_s, inter_node_gb_s: bus bandwidth of collectives inside a node, and of a device with other nodes.
+    host_link_gb_s: between a device and pinned host memory, while all devices of the node copy.
+    """
+
+    intra_node_gb_s: float | None = None
+    inter_node_gb_s: float | None = None
+    host_link_gb_s: float | None = None
+
+
 @dataclass(kw_only=True)
 class SlurmConfig:
     """What a job asks Slurm for, besides nodes and devices.
@@ -44,6 +69,7 @@ class SlurmConfig:
     extra: options of sbatch, such as ``--constraint=ib``.
     port: the port of the Ray head; Ray's client server takes the next one.
     join_timeout_s: seconds that all nodes have to answer, and the same again to join Ray.
+    doctor: what is examined before the run.
     """
 
     partition: str | None = None
@@ -58,6 +84,7 @@ class SlurmConfig:
     extra: list[str] = field(default_factory=list)
     port: int = 6379
     join_timeout_s: int = 300
+    doctor: DoctorStep = DoctorStep.none
 
 
 @dataclass(kw_only=True)
@@ -76,6 +103,8 @@ class ClusterConfig:
     transformer_engine: whether its environment has Transformer Engine, which ``layer_spec=auto`` then takes.
     presets: the layout presets of ``model_configs/`` that were made for it; "" is none.
     environment: variables of every process of a job.
+    measured: a doctor.json of this cluster, whose rates become those of ``reached``; "" is none.
+    reached: rates to plan with, in place of assumed shares of the ones above.
     """
 
     name: str = ""
@@ -93,6 +122,8 @@ class ClusterConfig:
     presets: str = ""
     container: ContainerConfig = field(default_factory=ContainerConfig)
     environment: dict[str, str] = field(default_factory=dict)
+    measured: str = ""
+    reached: ReachedRates = field(default_factory=ReachedRates)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 
@@ -110,6 +141,11 @@ def cluster_violations(cluster: ClusterConfig) -> list[Violation]:
         value = getattr(cluster, name)
         if not value > 0:
             violations.append(Violation(name, value, "must be positive", "Write what a node has"))
+    for field_ in fields(cluster.reached):
+        rate = getattr(cluster.reached, field_.name)
+        if rate is not None and not rate > 0:
+            remedy = "Write a measured rate, or leave it out"
+            violations.append(Violation(f"reached.{field_.name}", rate, "must be positive", remedy))
     if cluster.gpus_per_node < 0:
         violations.append(Violation("gpus_per_node", cluster.gpus_per_node, "must not be negative", "Write 0 or more"))
     if cluster.gpus_per_node > 0 and not cluster.gpu_memory_gib > 0:

@@ -30,7 +30,7 @@ from mcore_rl.errors import ConfigError, Violation
 T = TypeVar("T")
 OURS = "mcore_rl.conf"
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
-FREE = ("data.chat_template_kwargs",)  # may hold keys that no dataclass knows
+FREE = ("chat_template_kwargs", "megatron")  # groups by their last name: may hold keys that no dataclass knows
 
 
 def compose(
@@ -49,7 +49,7 @@ def compose(
         problem = f"there is no {begin}.yaml in {directory}"
         raise ConfigError([Violation("--config-name", begin, problem, f"Choose one of those there: {there}")])
     _offer_schema(schema, program)  # type: ignore[arg-type]  # a class is hashable
-    overrides = offer_algorithms(overrides, directory)
+    overrides = [_adding(each) for each in offer_algorithms(overrides, directory)]
     composing = partial(_compose, schema, begin, directory)
     try:
         composed = composing(overrides)
@@ -60,6 +60,12 @@ def compose(
     if isinstance(composed, Composed):
         composed.written = written_keys(overrides, directory, begin)
     return composed
+
+
+def _adding(override: str) -> str:
+    """``override``, with hydra's mark for a key that may be new, if it is of a group that may hold any key."""
+    *_, group, last = ["", "", *override.partition("=")[0].split(".")]
+    return f"++{override}" if (last in FREE or group in FREE) and override[0] not in "+~" else override
 
 
 @cache
@@ -131,8 +137,6 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
             return Violation(key, value, "there is such a key already", f"Write {key}={value}, without the +")
         if key in known:
             return Violation(key, value, cause, "Write a value of that type")
-        if key.rpartition(".")[0] in FREE:
-            return Violation(key, value, "is not there yet", f"Write +{key}={value}")
         return Violation(key, value, "there is no such key", meant(key, known, "--help shows all keys"))
     return None
 

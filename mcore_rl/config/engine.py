@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from mcore_rl.errors import Violation
 
@@ -42,10 +43,21 @@ class Recompute(Enum):
 
 
 class Dispatcher(Enum):
-    """How tokens are sent to experts; the names of Megatron's ``moe_token_dispatcher_type``."""
+    """How tokens are sent to experts; the names of Megatron's ``moe_token_dispatcher_type``.
+
+    ``flex`` sends and permutes in one kernel, of DeepEP or HybridEP (``FlexBackend``), on accelerators.
+    """
 
     allgather = "allgather"
     alltoall = "alltoall"
+    flex = "flex"
+
+
+class FlexBackend(Enum):
+    """The kernels of ``Dispatcher.flex``; the names of Megatron's ``moe_flex_dispatcher_backend``."""
+
+    deepep = "deepep"
+    hybridep = "hybridep"
 
 
 class AuxLoss(Enum):
@@ -65,10 +77,15 @@ class AuxLoss(Enum):
 class MoeTrainConfig:
     """Training terms that only a mixture of experts has.
 
+    flex_backend: the kernels of ``dispatcher=flex``.
+    permute_fusion: tokens are put into the order of their experts by one kernel of Transformer Engine's; None: where
+    its layers are used.
     aux_loss_coeff: coefficient of the load-balancing loss.  z_loss_coeff: of the router's z-loss (arXiv:2202.08906).
     """
 
     dispatcher: Dispatcher = Dispatcher.alltoall
+    flex_backend: FlexBackend = FlexBackend.deepep
+    permute_fusion: bool | None = None
     aux_loss: AuxLoss = AuxLoss.none
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
@@ -111,6 +128,13 @@ class EngineConfig:
     microbatch_sequences: instead, exactly this many sequences per microbatch.  One of the two is required.
     max_nonfinite_steps: the run stops after this many steps in a row that were skipped for non-finite gradients.
     seed: of initial weights that are not loaded from a checkpoint.
+    overlap_grad_reduce: gradients are summed over data-parallel ranks, bucket by bucket, while the backward pass of the
+    last microbatch computes others; None: on accelerators.
+    gradient_accumulation_fusion: the product that makes a weight's gradient adds it to the float32 one, by a kernel of
+    NVIDIA Apex; None: where that is installed.
+    tp_comm_overlap: matrix products overlap with the communication of tensor ranks, in buffers of Transformer Engine's,
+    which have one shape: every microbatch is padded to ``microbatch_tokens``.
+    megatron: fields of Megatron's TransformerConfig by name, as far as ``megatron_fields.py`` allows them.
     """
 
     device: Device = Device.auto
@@ -121,8 +145,16 @@ class EngineConfig:
     microbatch_sequences: int | None = None
     max_nonfinite_steps: int = 3
     seed: int = 1234
+    overlap_grad_reduce: bool | None = None
+    gradient_accumulation_fusion: bool | None = None
+    tp_comm_overlap: bool = False
+    megatron: dict[str, Any] = field(default_factory=dict)
     moe: MoeTrainConfig = field(default_factory=MoeTrainConfig)
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def overlaps_reduction(self, *, accelerator: bool) -> bool:
+        """``overlap_grad_reduce``, resolved.  accelerator: whether the engine computes on one."""
+        return accelerator if self.overlap_grad_reduce is None else self.overlap_grad_reduce
 
 
 def optimizer_violations(optim: OptimizerConfig, key: str = "optim") -> list[Violation]:

@@ -8,6 +8,7 @@ path, ``my_recipes/x.yaml``.  A violation names the file, the key, and the neare
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.compose import ERRORS, all_keys, compose, words
+from mcore_rl.config.measured import take_measured
 from mcore_rl.config.names import meant
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
@@ -68,7 +70,8 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig | SftConf
 def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
     """The cluster ``name`` with ``overrides`` such as ``slurm.partition=gpu``.
 
-    name: a file of ``launch/clusters`` without ``.yaml``, or a path.
+    name: a file of ``launch/clusters`` without ``.yaml``, or a path.  The rates of ``measured``, if it names a
+    doctor.json, are taken over.
     Raises ConfigError with every violation.
     """
     path = cluster_path(name)
@@ -82,8 +85,15 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
     cluster = OmegaConf.to_object(composed)
     assert isinstance(cluster, ClusterConfig)
     cluster.name = cluster.name or path.stem
+    if cluster.measured:
+        take_measured(cluster)
     refuse_if_any(cluster_violations(cluster))
     return cluster
+
+
+def cluster_yaml(cluster: ClusterConfig) -> str:
+    """A yaml file that ``load_cluster`` reads as ``cluster``; it has measured rates, and not the name of their file."""
+    return OmegaConf.to_yaml(OmegaConf.structured(replace(cluster, measured="")))
 
 
 def recipe_path(name: str) -> Path:

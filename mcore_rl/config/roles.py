@@ -7,6 +7,7 @@ from enum import Enum
 
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.engine import EngineConfig, engine_violations
+from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import Violation
 
@@ -36,7 +37,7 @@ class RoleConfig(EngineConfig):
         return [
             Violation(f"{key}.{each.key}", each.value, each.problem, each.remedy.replace(" optim.", f" {key}.optim."))
             for each in engine_violations(self)
-        ]
+        ] + megatron_violations(self.megatron, f"{key}.megatron")
 
 
 @dataclass(kw_only=True)

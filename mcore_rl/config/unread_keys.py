@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.algorithm import CorrectionLevel, CorrectionMode, KlControl, KlPenalty, Rejection
 from mcore_rl.config.algorithm_object import Estimator, PolicyLoss
@@ -22,6 +22,7 @@ from mcore_rl.config.algorithm_registry import (
     policy_loss,
     policy_losses,
 )
+from mcore_rl.config.engine import Dispatcher
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import LossAggregation
@@ -152,8 +153,16 @@ def _of_role(role: Role) -> Iterator[Switch]:
     remedy = f"{role.weights}=DIR" if role.on_request else f"{ESTIMATOR_KEY}={' or '.join(needed_by)}"
     if not role.publishes:
         yield Switch((f"{name}.",), lambda run: name in run.roles, f"there is no {name}", remedy)
+    yield Switch(
+        (f"{name}.moe.flex_backend",),
+        lambda run: run.role_config(role).moe.dispatcher is Dispatcher.flex,
+        f"{name}.moe.dispatcher sends tokens without it",
+        f"{name}.moe.dispatcher=flex",
+    )
     if not role.trains:
-        keys = tuple(f"{name}.{key}" for key in ("optim.", "recompute", "max_nonfinite_steps"))
+        trains = ("optim.", "recompute", "max_nonfinite_steps", "overlap_grad_reduce", "gradient_accumulation_fusion",
+                  "tp_comm_overlap")  # fmt: skip
+        keys = tuple(f"{name}.{key}" for key in trains)
         yield Switch(keys, lambda run: False, f"the {name} is not trained", "it for a role that is")
         return
     yield Switch(
@@ -177,10 +186,14 @@ def unread_violations(run: RunConfig) -> list[Violation]:
 
 def _violation(run: RunConfig, key: str) -> Violation | None:
     for problem, remedy in (*_of_switches(run, key), *_of_parts(run, key)):
-        value = reduce(getattr, key.split("."), run)
+        value = reduce(_at, key.split("."), run)
         shown = value.value if isinstance(value, Enum) else value
         return Violation(key, shown, f"is not read: {problem}", f"Leave it out, or write {remedy}")
     return None
+
+
+def _at(group: Any, name: str) -> Any:
+    return group[name] if isinstance(group, dict) else getattr(group, name)
 
 
 def _of_switches(run: RunConfig, key: str) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from mcore_rl.controller.run import Run
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.advantages import estimate_step
 from mcore_rl.controller.step.batch_assembly import assemble
-from mcore_rl.controller.step.metrics import memory_metrics, sample_metrics, score_metrics, update_metrics
+from mcore_rl.controller.step.metrics import memory_metrics, own_metrics, sample_metrics, score_metrics, update_metrics
 from mcore_rl.controller.step.utilization import tflop
 from mcore_rl.controller.training_run import every_step
 
@@ -41,6 +41,8 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
     with clock(config.policy.phase):
         shared = updates.send(run.policy, groups.batch, parts[config.policy.name])
     for role in config.role_rows:
+        if role.publishes and not run.scores_first(step):
+            continue
         with clock(role.phase):
             scores = await updates.score_role(role, run.groups[role.group], shared, temperature)
         metrics |= score_metrics(role, scores, groups.num_trained)
@@ -52,7 +54,7 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
 
     updated = {role.name: updates.Updated() for role in config.trained_rows}
     for role in config.trained_rows:
-        if role.publishes and step <= config.trainer.critic_warmup:
+        if role.publishes and not run.updates_policy(step):
             continue
         run.tracker.now(f"training the {role.name}")
         with clock(role.update_phase):
@@ -60,9 +62,11 @@ async def train_step(run: Run, step: int) -> dict[str, float]:
             await run.move_snapshots(role, step)
         metrics |= update_metrics(role, run.losses[role.name], updated[role.name])
     of_policy = updated[config.policy.name]
+    if of_policy.own is not None:
+        metrics |= own_metrics(config.policy, of_policy.own, groups.num_trained, config.algorithm.rollout_correction)
     metrics |= memory_metrics(of_policy.memories, run.on_accelerator)
     metrics |= {"perf/balance": of_policy.imbalance, "progress/epoch": run.epoch}
-    metrics |= tflop(shared.lengths_S, run.passes({name: len(each.results) for name, each in updated.items()}))
+    metrics |= tflop(shared.lengths_S, run.passes({name: len(each.results) for name, each in updated.items()}, step))
 
     run.tracker.now("weights to the engines")
     with clock("sync"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mcore_rl.algorithms.role_loss import RoleLoss
+from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.role import Role, moves_after
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
@@ -68,11 +69,20 @@ class Run(TrainingRun[RunConfig, Prepared]):
         """Sequences of one step."""
         return self.config.data.train_batch_size * self.config.rollout.n
 
-    def passes(self, num_updates: Mapping[str, int]) -> list[Passes]:
-        """Forward and training passes of each model in a step, to count FLOP; num_updates: optimizer steps by role."""
+    def updates_policy(self, step: int) -> bool:
+        """Whether ``step`` trains the policy: not while its critic warms up."""
+        return step > self.config.trainer.critic_warmup
+
+    def scores_first(self, step: int) -> bool:
+        """Whether ``step`` scores its samples with the policy before the update, or the update does so itself."""
+        return not self.updates_policy(step) or why_scored(self.config) is not None
+
+    def passes(self, num_updates: Mapping[str, int], step: int) -> list[Passes]:
+        """Forward and training passes of each model in ``step``, to count FLOP.  num_updates: of each role."""
         config, passes = self.config, list[Passes]()
         for role in config.group_rows:
-            trained, scored = 0.0, bool(role.makes) + len(config.snapshots_of(role.name))
+            scored_first = not role.publishes or self.scores_first(step)
+            trained, scored = 0.0, float(bool(role.makes) * scored_first + len(config.snapshots_of(role.name)))
             if role.trains:
                 mini = config.trained_config(role).ppo_mini_batch_size
                 trained = num_updates[role.name] * mini / config.data.train_batch_size
@@ -111,6 +121,7 @@ class Run(TrainingRun[RunConfig, Prepared]):
             temperature=config.rollout.temperature,
             reference=snapshots[0].snapshot if snapshots else None,
             seed=config.data.seed + step,
+            with_scores=role.publishes and not self.scores_first(step),
         )
 
     async def move_snapshots(self, role: Role, step: int) -> None:

@@ -5,7 +5,8 @@ default, without TF32 (``torch.set_float32_matmul_precision``), which this packa
 the table the user gives the peak (``trainer.device_peak_tflops``); nothing is derived from clocks and cores.
 
 Sources, all "data sheet" or product page of that name: NVIDIA A100 (2020), NVIDIA H100 (SXM, PCIe; NVL in its later
-edition), NVIDIA H200 (SXM, NVL), NVIDIA HGX B200; AMD Instinct MI250X, MI300X and MI325X.
+edition), NVIDIA H200 (SXM, NVL), NVIDIA HGX B200, NVIDIA GB200 NVL72 (its figures of one GPU); AMD Instinct MI250X,
+MI300X, MI325X, MI350X and MI355X.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("H200", 989.5, 67.0),
     ("A100", 312.0, 19.5),
     ("B200", 2250.0, None),  # its sheets disagree on float32
+    ("GB200", 2500.0, None),  # as B200's
+    ("MI355X", 2516.6, 157.3),
+    ("MI350X", 2306.9, 144.2),
     ("MI300X", 1307.4, 163.4),
     ("MI325X", 1307.4, 163.4),
     ("MI250X", 191.5, 47.85),  # of one of its two dies: torch sees each as a device; the sheet gives both together

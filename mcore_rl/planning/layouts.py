@@ -73,7 +73,13 @@ def trainings(
         if work.sequences < layout.dp:
             refused[f"fewer than one sequence for each of dp={layout.dp} ranks in a minibatch"] += 1
             continue
-        states = {name: States(sizes[name], parallel, world_size, precision) for name in sizes}
+        states = {
+            name: States(
+                sizes[name], parallel, world_size, precision,
+                overlap=engines[name].overlaps_reduction(accelerator=site.device_bytes is not None),
+            )
+            for name in sizes
+        }  # fmt: skip
         floor = max(sum(each.of_stage(stage).total for each in states.values()) for stage in range(layout.pp))
         if floor > (site.device_bytes or 0):
             refused["weights, gradients and optimizer alone exceed a device"] += 1

@@ -13,6 +13,7 @@ from dataclasses import replace
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig, model_violations
+from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.placement import engine_place_violations
 from mcore_rl.config.role import Role
@@ -200,6 +201,8 @@ def _seconds(
         by_part["sync"] += move_s(away, rates)
     by_name = {role.name: role for role in roles}
     for row in run.role_rows:
+        if row.publishes and why_scored(run) is None:
+            continue
         each = by_name[row.group]
         swap_s = move_s(4 * _heaviest(each).weights, rates)
         own = bool(row.makes) * (score_s(each, rates, sequences) + (0.0 if row.shares is None else swap_s))

@@ -11,6 +11,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
+from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
 
 MODEL_CONFIGS = Path(__file__).parents[2] / "model_configs"  # beside the package, in a checkout of the repository
@@ -33,6 +34,21 @@ def recipe_model(recipe: RecipeConfig) -> ModelConfig:
     """The model of a recipe.  Raises ConfigError as ``recipe_config_json``, and if the model is not supported."""
     _, model = model_of(recipe_config_json(recipe))
     return model
+
+
+def run_model(run: RunConfig | SftConfig) -> ModelConfig:
+    """The model of a run: from the checkpoint's own config.json if it is there, else the published one of its recipe.
+
+    Raises ConfigError if neither is known.
+    """
+    directory = Path(run.model.path)
+    if run.model.path and (directory / CONFIG).is_file():
+        return model_of(read_config(directory))[1]
+    if run.recipe.checkpoint:
+        return recipe_model(run.recipe)
+    problem = "has no config.json, and recipe.checkpoint names no checkpoint of model_configs/"
+    remedy = "Write model.path=DIR, a Hugging Face checkpoint, or recipe.checkpoint=NAME"
+    raise ConfigError([Violation("model.path", run.model.path, problem, remedy)])
 
 
 def num_steps(run: RunConfig | SftConfig) -> int:

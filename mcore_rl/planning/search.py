@@ -17,6 +17,7 @@ from math import log2
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.parallel import AXES
 from mcore_rl.config.placement import engine_place_violations
 from mcore_rl.config.rollout import ROLLOUT_AXES, UPDATE_BUCKET_BYTES, RolloutConfig, rollout_violations
@@ -202,7 +203,8 @@ def _training_s(run: RunConfig, roles: Sequence[RolePlan], rates: Rates) -> floa
     by_name = {role.name: role for role in roles}
     for row in run.group_rows:
         role = by_name[row.name]
-        seconds += (bool(row.makes) + len(role.frozen)) * score_s(role, rates, sequences)
+        makes = bool(row.makes) and not (row.publishes and why_scored(run) is None)
+        seconds += (makes + len(role.frozen)) * score_s(role, rates, sequences)
         if not row.trains:
             continue
         config = run.trained_config(row)

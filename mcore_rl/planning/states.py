@@ -5,7 +5,8 @@ What megatron-core 0.16.1 allocates, to the byte (tests/planning/test_states.py 
 - ``_ParamAndGradBuffer`` (distributed/param_and_grad_buffer.py): the trained tensors of a model chunk are packed end to
   end in reversed order, those of experts in a buffer of their own.  A tensor begins at a multiple of 64 elements; a
   bucket ends at a multiple of 128 and of its number of data-parallel ranks.  A buffer is one bucket, except that an
-  embedding which two stages share (tied, pp > 1) is a bucket by itself.  Weights and float32 gradients have the length
+  embedding which two stages share (tied, pp > 1) is a bucket by itself, and that ``overlap_grad_reduce`` cuts those of
+  the first model chunk.  Weights and float32 gradients have the length
   of the buffer.
 - ``DistributedOptimizer``: each of those ranks (dp * cp of dense tensors, edp of experts) has an equal part of each
   bucket, without its padding: two float32 moments, and float32 main weights if the weights are not float32.
@@ -210,18 +211,40 @@ def chunk_buckets(
 class States:
     """The ``StateBytes`` of every rank of ``parallel`` over ``world_size`` processes.
 
+    overlap: gradients are reduced in buckets, during the backward pass (``overlap_grad_reduce``).
+
     Raises ConfigError if the layout does not divide the world or the layers.
     """
 
     def __init__(
         self, sizes: ModelSizes, parallel: ParallelConfig, world_size: int, precision: Precision, *,
-        trainable: bool = True,
+        trainable: bool = True, overlap: bool = False,
     ) -> None:  # fmt: skip
         self.sizes, self.parallel, self.precision, self.trainable = sizes, parallel, precision, trainable
+        self.overlap = overlap
         self.layout = Layout.of(parallel, world_size)
         self.placement = place_layers(sizes.model.num_layers, parallel)
         self._buckets: dict[int, tuple[list[Bucket], list[Bucket]]] = {}
         self._of_stage: dict[int, StateBytes] = {}
+
+    def _cut(self, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """``buckets`` as ``overlap_grad_reduce`` cuts them: each is closed with the tensor that fills it.
+
+        Megatron cuts from the last tensor to the first (param_and_grad_buffer.py), into buckets of at least 40 million
+        elements, or a million per data-parallel rank (distributed_data_parallel.py).
+        """
+        size, parts = max(40_000_000, 1_000_000 * self.layout.dp), list[Bucket]()
+        for bucket in buckets:
+            tensors, end = list[int](), 0
+            for numels, repeats in reversed(bucket.runs):
+                for numel in (*reversed(numels),) * repeats:
+                    tensors.append(numel)
+                    end = _padded(end) + numel
+                    if end >= size:
+                        parts.append(Bucket(((tuple(reversed(tensors)), 1),)))
+                        tensors, end = [], 0
+            parts += [Bucket(((tuple(reversed(tensors)), 1),))] if tensors else []
+        return parts
 
     def buckets(self, stage: int) -> tuple[list[Bucket], list[Bucket]]:
         """(dense buckets, buckets of experts) of all chunks of a pipeline stage."""
@@ -232,6 +255,8 @@ class States:
                 ours, theirs = chunk_buckets(
                     self.sizes, self.parallel, self.placement[chunk], first=first, last=last
                 )  # fmt: skip
+                if self.overlap and chunk == 0:  # the gradients of other chunks are ready before the first one's
+                    ours, theirs = self._cut(ours), self._cut(theirs)
                 dense += ours
                 experts += theirs
             self._buckets[stage] = dense, experts

@@ -9,8 +9,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.run import RunConfig
-from mcore_rl.planning.overheads import GIB
+from mcore_rl.planning.overheads import GIB, HOST_LINK_GB_S, LINK_EFFICIENCY
 from mcore_rl.planning.peaks import Peak, Place, Plan, Row
 from mcore_rl.planning.search import Found, reasons_by_count
 from mcore_rl.tracking.page import LIGHT, page, table, text
@@ -229,3 +230,18 @@ def search_values(search: Found) -> dict[str, Any]:
             for each in search.best
         ],
     }  # fmt: skip
+
+
+def rate_lines(cluster: ClusterConfig) -> list[str]:
+    """A line for each measured rate that replaces an assumed one (``ClusterConfig.reached``)."""
+    assumed = {
+        "intra_node_gb_s": f"{cluster.intra_node_gb_s:g} * {LINK_EFFICIENCY:g} of the yaml",
+        "inter_node_gb_s": f"{cluster.inter_node_gb_s:g} * {LINK_EFFICIENCY:g} of the yaml",
+        "host_link_gb_s": f"{HOST_LINK_GB_S:g}, assumed",
+    }
+    source = cluster.measured or f"{cluster.name}.yaml"
+    return [
+        f"{name}: {getattr(cluster.reached, name):.4g} GB/s, from {source}, in place of {before}"
+        for name, before in assumed.items()
+        if getattr(cluster.reached, name) is not None
+    ]

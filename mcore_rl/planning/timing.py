@@ -37,7 +37,7 @@ class Rates:
     """The rates that one rank is expected to reach, in operations or bytes per second.
 
     flops: matrix products.  memory: reading its memory.  intra, inter: sending inside the node, and to other nodes.
-    per_node: ranks per node.  accelerator: whether it is one.
+    per_node: ranks per node.  accelerator: whether it is one.  host: between the device and host memory.
     """
 
     flops: float
@@ -46,11 +46,12 @@ class Rates:
     inter: float
     per_node: int
     accelerator: bool
+    host: float = HOST_LINK_GB_S * 1e9
 
     @classmethod
     def of(cls, cluster: ClusterConfig, per_node: int, precision: Precision, peak: float | None = None) -> Rates:
         """The rates on ``cluster``.  per_node: ranks per node.  peak: TFLOP/s of a device, if the run sets them."""
-        accelerator = cluster.gpus_per_node > 0
+        accelerator, reached = cluster.gpus_per_node > 0, cluster.reached
         if accelerator:
             known = peak or peak_tflops(cluster.device_name, precision) or UNKNOWN_TFLOPS
             flops, share = known * 1e12 * MATMUL_EFFICIENCY, 1.0
@@ -60,10 +61,11 @@ class Rates:
         return cls(
             flops=flops,
             memory=cluster.memory_gb_s * 1e9 * MEMORY_EFFICIENCY * share,
-            intra=cluster.intra_node_gb_s * 1e9 * LINK_EFFICIENCY,
-            inter=cluster.inter_node_gb_s * 1e9 * LINK_EFFICIENCY,
+            intra=(reached.intra_node_gb_s or cluster.intra_node_gb_s * LINK_EFFICIENCY) * 1e9,
+            inter=(reached.inter_node_gb_s or cluster.inter_node_gb_s * LINK_EFFICIENCY) * 1e9,
             per_node=per_node,
             accelerator=accelerator,
+            host=(reached.host_link_gb_s or HOST_LINK_GB_S) * 1e9,
         )
 
     def link(self, size: int, stride: int = 1) -> float:
@@ -211,4 +213,4 @@ def weights_s(
 
 def move_s(num_bytes: float, rates: Rates) -> float:
     """Seconds to move ``num_bytes`` between a device and host memory; on the CPU, to copy them."""
-    return num_bytes / (HOST_LINK_GB_S * 1e9 if rates.accelerator else rates.memory / 2)
+    return num_bytes / (rates.host if rates.accelerator else rates.memory / 2)

@@ -81,7 +81,10 @@ class RolePlan:
         self.name, self.model, self.engine, self.parallel, self.work = name, model, engine, parallel, work
         self.head, self.trains, self.publishes = head, trains, publishes
         self.frozen = tuple(frozen)
-        self.states = states or States(ModelSizes(model, head=self.head), parallel, world_size, engine.precision)
+        self.states = states or States(
+            ModelSizes(model, head=self.head), parallel, world_size, engine.precision,
+            overlap=engine.overlaps_reduction(accelerator=accelerator),
+        )  # fmt: skip
         self.sizes = self.states.sizes
         self.layout = self.states.layout
         self.accelerator = accelerator

@@ -33,14 +33,14 @@ class EngineClient(RemoteEngine):
 
     async def start(
         self, directory: Path, config: ServingConfig, *, cores: Sequence[int] | None, device_ids: Sequence[str] | None,
-        log: Path,
+        log: Path, awaits_weights: bool = False,
     ) -> None:  # fmt: skip
-        """Starts the engine with the weights of ``directory``; see ``start_engine``."""
-        self._started = (directory, config, cores, device_ids, log)
+        """Starts the engine with the weights of ``directory``, or without any; see ``start_engine``."""
+        self._started = (directory, config, cores, device_ids, log, awaits_weights)
         await self._answered("starting", self._worker.start.remote(*self._started))
 
     async def restart(self) -> None:
-        """Ends the old processes and starts the engine again as ``start`` did, with the checkpoint's weights."""
+        """Ends the old processes and starts the engine again as ``start`` did; it has no weights of an update."""
         assert self._started is not None, "start the engine first"
         await self.shutdown()
         self._worker = self._new_worker()

@@ -32,7 +32,7 @@ class RolloutWorker:
 
     async def start(
         self, directory: Path, config: ServingConfig, cores: Sequence[int] | None, device_ids: Sequence[str] | None,
-        log: Path,
+        log: Path, awaits_weights: bool,
     ) -> McoreRLError | None:  # fmt: skip
         """Starts the engine; see ``start_engine``.  Returns the error if it fails."""
         try:
@@ -45,6 +45,7 @@ class RolloutWorker:
                 device_ids=device_ids,
                 extension=WEIGHT_RECEIVER if isinstance(config, RolloutConfig) else None,  # other weights never change
                 log=log,
+                awaits_weights=awaits_weights,
                 wait=False,
             )
             await asyncio.to_thread(engine.wait_until_ready)

@@ -70,11 +70,14 @@ async def start_engines(
     trainers: TrainGroup | None = None,
     *,
     name: str = "engine",
+    awaits_weights: bool = False,
 ) -> list[EngineClient]:
     """Starts an engine in each of ``bundles`` and waits until all are ready; closing ``stack`` ends them.
 
     trainers: the workers whose devices the engines share; None: each engine has the devices of its bundle.
     name: the engines are called by it and a number.
+    awaits_weights: an update comes before the first sample, at the start and after each restart, so that no engine
+    reads the checkpoint.
     On CPU the engines share this machine's cores, each with cores of its own if there are enough.
     """
     layout = config.layout
@@ -99,7 +102,14 @@ async def start_engines(
         ]
     file_name = name.replace(" ", "-")
     starting = [
-        engine.start(directory, config, cores=cores[i], device_ids=device_ids[i], log=logs / f"{file_name}-{i}.log")
+        engine.start(
+            directory,
+            config,
+            cores=cores[i],
+            device_ids=device_ids[i],
+            log=logs / f"{file_name}-{i}.log",
+            awaits_weights=awaits_weights,
+        )
         for i, engine in enumerate(engines)
     ]
     try:

@@ -7,6 +7,7 @@ raises the first cause (``worker_group.py``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,19 +152,21 @@ class TrainGroup:
         temperature: float = 1.0,
         with_entropy: bool = False,
         kl_to: str | None = None,
+        with_scores: bool = False,
         numbers: StepNumbers = StepNumbers(),  # noqa: B008  frozen
     ) -> TrainResults:
         """Takes one optimizer step on each minibatch, in order; then the workers ``rest``.
 
         inputs: for each data-parallel rank, its part of every minibatch.  denominators: one per minibatch, over all
         ranks.  with_entropy: the loss receives entropies.  kl_to: the loss receives the exact KL to this snapshot.
-        numbers: of the whole step.
+        with_scores: each rank also returns the ``OwnScores`` of its only minibatch.  numbers: of the whole step.
         """
         results, _ = await self.workers.map(
-            TrainWorker.train, inputs, loss, denominators, temperature, with_entropy, kl_to, numbers
+            TrainWorker.train, inputs, loss, denominators, temperature, with_entropy, kl_to, with_scores, numbers
         )
         assert results[0] is not None, "rank 0 answers"
-        return results[0]
+        scores = [own for of_rank in results if of_rank is not None for own in of_rank.scores]
+        return replace(results[0], scores=scores)
 
     async def rest(self) -> None:
         """Tells the workers that training is over until the next step: on a shared device, they offload.

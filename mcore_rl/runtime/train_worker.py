@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
-from mcore_rl.algorithms.ragged import sequence_sums
+from mcore_rl.algorithms.own_scores import OwnScores, own_scores, sums_per_sequence
 from mcore_rl.algorithms.selection import Moments, select
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
 from mcore_rl.algorithms.token_advantages import Outcomes, SequenceStats, compute_advantages
@@ -49,7 +48,7 @@ from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
 from mcore_rl.sync.transport import Transport
 from mcore_rl.training.offload import Moved, OffloadPart
-from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
+from mcore_rl.types import Denominators, SequenceScores, StepResult
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
@@ -85,10 +84,14 @@ class RoleSpec:
 
 @dataclass(frozen=True)
 class TrainResults:
-    """results: one per optimizer step.  memories: the memory use of each rank after them."""
+    """results: one per optimizer step.  memories: the memory use of each rank after them.
+
+    scores: one per data-parallel rank, if they were asked for.
+    """
 
     results: list[StepResult]
     memories: list[Memory]
+    scores: list[OwnScores] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -177,10 +180,7 @@ class TrainWorker(Answering):
             return WorkerOutput(None)
         scored_T = scores.values_T if self.spec.head is Head.value else scores.logprobs_T
         assert scored_T is not None
-        sums = SequenceScores(
-            sums_S=_sums(batch, scored_T),
-            entropy_S=None if scores.entropy_T is None else _sums(batch, scores.entropy_T),
-        )
+        sums = sums_per_sequence(batch, scored_T, scores.entropy_T)
         return WorkerOutput(sums, Shard.of(batch.lengths_S, **{field: scored_T}))
 
     def compute_advantages(
@@ -214,28 +214,36 @@ class TrainWorker(Answering):
         temperature: float,
         with_entropy: bool,
         kl_to: str | None,
+        with_scores: bool,
         numbers: StepNumbers,
     ) -> WorkerOutput[TrainResults | None]:
-        """``Engine.train_step`` on each minibatch, in order.  Only rank 0 returns results, which are of all ranks."""
+        """``Engine.train_step`` on each minibatch, in order.
+
+        Rank 0 returns the results, which are of all ranks; each leader the scores of its sequences, ``with_scores``.
+        """
         self.onload()
-        results = []
+        results, scores = [], list[OwnScores]()
         for batch, given_S, counts in zip(given.batches, given.payload, denominators, strict=True):
-            results.append(
-                self.engine.train_step(
-                    finish(batch, given_S, numbers),
-                    loss,
-                    counts,
-                    temperature=temperature,
-                    with_entropy=with_entropy,
-                    kl_to=kl_to,
-                )
+            result = self.engine.train_step(
+                finish(batch, given_S, numbers),
+                loss,
+                counts,
+                temperature=temperature,
+                with_entropy=with_entropy,
+                kl_to=kl_to,
+                with_scores=with_scores,
             )
+            if result.scores is not None and self._leads:
+                scores.append(own_scores(batch, result.scores))
+            results.append(replace(result, scores=None))
         own, device = asdict(memory(self.platform)), self.groups.device
         self.rest()
         of_ranks = torch.empty(self.world_size, len(own), dtype=torch.int64, device=device)
         dist.all_gather_into_tensor(of_ranks, torch.tensor([list(own.values())], device=device))
         memories = [Memory(**dict(zip(own, row, strict=True))) for row in of_ranks.tolist()]
-        return WorkerOutput(TrainResults(results, memories) if self.rank == 0 else None)
+        if self.rank == 0:
+            return WorkerOutput(TrainResults(results, memories, scores))
+        return WorkerOutput(TrainResults([], [], scores) if scores else None)
 
     def rest(self) -> None:
         """Training is over until the next step: on a shared device, offloads all but weights that engines need."""
@@ -367,7 +375,3 @@ class TrainWorker(Answering):
     def _leads(self) -> bool:
         coords = self.groups.coords
         return coords.tp == coords.pp == coords.cp == 0
-
-
-def _sums(batch: TrainBatch, x_T: Tensor) -> Tensor:
-    return sequence_sums(x_T.double().masked_fill_(~batch.mask_T, 0), batch.lengths_S)

@@ -10,8 +10,10 @@ itself and the W - 1 tokens before it; None is no window.  The result is [t, hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from mcore_rl.training.sequences import PackedSequences, boundaries
 
-# What varlen_attn's flash kernels take (torch 2.13, flash_attn/flash_api.cpp).
+# What varlen_attn's flash kernels take (torch 2.11 to 2.13, flash_attn/flash_api.cpp).
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_HEAD_DIM_MULTIPLE = 8
 _VARLEN_MAX_HEAD_DIM = 256
@@ -135,11 +137,30 @@ def _ask(device: torch.device, dtype: torch.dtype, num_queries: int, window: int
     return float(out[0 if window is None else -1, 0, 0])
 
 
+@lru_cache(maxsize=8)
+def takes_groups(kernel: Callable[..., Any]) -> bool:
+    """Whether ``varlen_attn`` says that it takes fewer heads of keys and values than of queries; torch 2.11's does not.
+
+    Asked by its signature and not by a trial: a kernel that takes them without a word might read beyond their end.
+    """
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, query_boundaries: Tensor, key_boundaries: Tensor,
     max_queries: int, max_keys: int, *, scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Causal ``varlen_attn`` with a window of ``window`` tokens."""
+    """Causal ``varlen_attn`` with a window of ``window`` tokens.
+
+    A kernel that takes no groups gets each head of keys and values once for every query head that shares it: the same
+    products, but autograd keeps ``heads / groups`` times their bytes.
+    """
+    heads, groups = query.shape[1], key.shape[1]
+    grouped: dict[str, Any] = {}
+    if takes_groups(varlen_attn):
+        grouped["enable_gqa"] = heads != groups
+    elif heads != groups:
+        key, value = (x.repeat_interleave(heads // groups, dim=1) for x in (key, value))
     out = varlen_attn(
         query,
         key,
@@ -151,7 +172,7 @@ def _varlen(
         scale=scale,
         # (keys to the left of a query's own, -1 for all; keys to the right)
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     assert isinstance(out, Tensor)
     return out

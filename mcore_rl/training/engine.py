@@ -16,12 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.config.engine import AuxLoss, Dispatcher, EngineConfig, LayerSpec, Precision, engine_violations
+from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.model import ModelConfig, model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
@@ -31,9 +31,10 @@ from mcore_rl.parallel.groups import ProcessGroups, sum_over
 from mcore_rl.parallel.layout import describe_placement, layout_violations
 from mcore_rl.parallel.phase import phase
 from mcore_rl.training.full_kl import full_kl
+from mcore_rl.training.fusions import resolve_fusions, share_buffers
 from mcore_rl.training.layers import transformer_engine_lacks
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
-from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches
+from mcore_rl.training.microbatch import NOWHERE, Microbatch, build_microbatches, rows_per_context_rank
 from mcore_rl.training.model import DTYPES, build_chunks, transformer_config
 from mcore_rl.training.nonfinite import FiniteWatch
 from mcore_rl.training.offload import Offload, OffloadPart
@@ -42,11 +43,13 @@ from mcore_rl.training.router import Purpose
 from mcore_rl.training.routing import Routing
 from mcore_rl.training.schedule import run_schedule
 from mcore_rl.training.snapshots import Snapshots
+from mcore_rl.training.step_outputs import RunningSums, TokenOutputs, keep_scores
 from mcore_rl.types import Denominators, LossInputs, LossSums, StepResult, TokenScores, TrainBatch
 
 logger = logging.getLogger(__name__)
 
 Loss = Callable[[LossInputs], LossSums]
+BUCKET_ELEMENTS: int | None = None  # of ``overlap_grad_reduce``; None is Megatron's, planning/states.py has its rule
 
 
 def transformer_engine_problem(
@@ -100,17 +103,21 @@ class Engine:
         if config.precision is Precision.bfloat16 and not platform.supports_bf16:
             problem = f"{platform.device_name} cannot compute in it"
             violations.append(Violation("precision", config.precision.value, problem, "Write precision=float32"))
+        fusions, unfit = resolve_fusions(config, model, groups.layout, platform, layer_spec)
+        violations += [*unfit, *megatron_violations(config.megatron)]
         refuse_if_any([*violations, *layout_violations(model, parallel, groups.layout.world_size)])
         self.role, self.model, self.config, self.groups, self.platform = role, model, config, groups, platform
         self.head, self.layer_spec = head, layer_spec
-        self.dtype = DTYPES[config.precision]
+        self.dtype, self.fills_microbatches = DTYPES[config.precision], fusions.tp_comm_overlap
         with phase("build", role=role):
-            settings = transformer_config(model, parallel, config, layer_spec)
+            settings = transformer_config(model, parallel, config, layer_spec, fusions)
+            if fusions.tp_comm_overlap:
+                share_buffers(rows_per_context_rank(config.microbatch_tokens, groups), model, groups.layout, platform)
             self.models = build_chunks(model, settings, parallel, layer_spec, groups, head=head)
             self.chunks: list[DistributedDataParallel] = []
             self.optimizer: Optimizer | None = None
             if trainable:
-                self.chunks = self._wrap(settings)
+                self.chunks = self._wrap(settings, overlap=fusions.overlap_grad_reduce)
                 self.optimizer = Optimizer(config.optim, self.chunks, self.dtype)
         self.snapshots = Snapshots(self.models, platform)
         self.memory = Offload(self.models, self.chunks, self.optimizer, platform)
@@ -125,10 +132,21 @@ class Engine:
         if groups.rank == 0 and parallel.pp > 1:
             logger.info("%s\n%s", role, describe_placement(model.num_layers, parallel))
 
-    def _wrap(self, settings: TransformerConfig) -> list[DistributedDataParallel]:
-        # Gradients are summed in float32 and scattered to the optimizer's shards once, after the last microbatch.
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        wrapped = [DistributedDataParallel(settings, ddp, chunk) for chunk in self.models]
+    def _wrap(self, settings: TransformerConfig, *, overlap: bool) -> list[DistributedDataParallel]:
+        # Gradients are summed in float32 and scattered to the optimizer's shards once: after the last microbatch, or
+        # with ``overlap`` a bucket at a time in its backward pass.
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=overlap,
+            bucket_size=BUCKET_ELEMENTS,
+        )
+        # Of several chunks the first alone is cut, as in Megatron's own training: it is the last to be reduced.
+        whole = [overlap and index > 0 for index in range(len(self.models))]
+        wrapped = [DistributedDataParallel(settings, ddp, *each) for each in zip(self.models, whole, strict=True)]
+        if overlap:
+            quiet = [chunk.no_sync for chunk in wrapped]  # during all microbatches but the last
+            settings.no_sync_func = quiet if len(quiet) > 1 else quiet[0]
         # Megatron passes a token count to divide by; our losses are divided already.
         settings.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(chunks, **kwargs)
         return wrapped
@@ -158,8 +176,7 @@ class Engine:
         """
         self.memory.require(OffloadPart.weights)
         batch = batch.to(self.groups.device)
-        names = ["values_T"] if self.head is Head.value else ["logprobs_T", "entropy_T"][: 1 + with_entropy]
-        out = torch.zeros(len(names), batch.tokens_T.numel(), device=self.groups.device)
+        out = TokenOutputs(self.head, with_entropy, batch.tokens_T.numel(), self.groups)
 
         def keep(microbatch: Microbatch, output: Tensor) -> None:
             if self.head is Head.value:
@@ -167,18 +184,15 @@ class Engine:
             else:
                 scores = self._logprobs(microbatch, output, temperature, with_entropy)
                 values = [score_N for score_N in scores if score_N is not None]
-            for row, value_N in zip(out, values, strict=True):
-                microbatch.scatter_to_targets(value_N, row)
+            out.add(microbatch, values)
 
         with phase("score", role=self.role), torch.no_grad():
             microbatches = self._microbatches(batch)
             self._forward(batch, microbatches, keep, snapshot, record_routing=record_routing)
-            dist.all_reduce(out, group=self.groups.cp)
-            dist.all_reduce(out, group=self.groups.pp)
-            routing_TLK = None
+            scored, routing_TLK = out.over_ranks(), None
             if record_routing and self.routing is not None:
                 routing_TLK = self.routing.choices(microbatches, batch.tokens_T.numel())
-        return TokenScores(**dict(zip(names, out.cpu(), strict=True)), routing_TLK=routing_TLK)
+        return replace(scored, routing_TLK=routing_TLK)
 
     def train_step(
         self,
@@ -189,11 +203,14 @@ class Engine:
         temperature: float = 1.0,
         with_entropy: bool = False,
         kl_to: str | None = None,
+        with_scores: bool = False,
     ) -> StepResult:
         """One optimizer step on one minibatch.  ``loss`` returns sums; ``denominators`` count the global minibatch.
 
         with_entropy: give the loss entropies (they cost time).  kl_to: give it the exact KL to the policy of this
         snapshot, which costs a forward pass and host memory for the snapshot's logits at the trained tokens.
+        with_scores: also return what ``score`` says of ``batch`` before the step, entropies included, from the step's
+        own forward pass; if ``batch`` has no old log-probs, the loss gets these.
         A non-finite loss or gradient skips a step; ``max_nonfinite_steps`` in a row raise NonFiniteError on all ranks.
         """
         assert self.optimizer is not None, f"the {self.role} was built to score only"
@@ -201,10 +218,14 @@ class Engine:
         assert denominators.loss > 0, "nothing is trained: the loss would be divided by 0"
         self.memory.require(*OffloadPart)
         batch = batch.to(self.groups.device)
-        sums = _RunningSums(self.groups)
+        sums, out = RunningSums(self.groups), None
+        if with_scores:
+            out = TokenOutputs(self.head, True, batch.tokens_T.numel(), self.groups)
 
         def differentiate(microbatch: Microbatch, output: Tensor) -> Tensor:
-            inputs = self._loss_inputs(batch, microbatch, output, temperature, with_entropy)
+            inputs = self._loss_inputs(batch, microbatch, output, temperature, with_entropy or with_scores)
+            if out is not None:
+                inputs = keep_scores(out, microbatch, inputs, with_entropy=with_entropy)
             if kl_to is not None:
                 reference_MV, logits_NV = kept[microbatch.index], output.view(-1, output.shape[-1])
                 kl_N = full_kl(logits_NV, reference_MV, inputs.mask_N, temperature=temperature, **self._vocabulary)
@@ -230,13 +251,16 @@ class Engine:
             run_schedule(self.chunks, microbatches, self._announce, differentiate, forward_only=False)
             self._watch.end()
             loss_value, metrics = sums.over_ranks()
+            scores = None if out is None else out.over_ranks()
             with phase("optimizer"):
                 lr = self.optimizer.lr
                 stepped = self.optimizer.step(loss_is_finite=math.isfinite(loss_value))
             if self.routing is not None:
                 metrics |= self.routing.metrics(denominators)
             skipped = self._note_outcome(stepped.grad_norm, stepped.finite)
-        return StepResult(loss=loss_value, grad_norm=stepped.grad_norm, lr=lr, skipped=skipped, metrics=metrics)
+        return StepResult(
+            loss=loss_value, grad_norm=stepped.grad_norm, lr=lr, skipped=skipped, metrics=metrics, scores=scores
+        )
 
     def _count_choices(self, batch: TrainBatch, microbatches: list[Microbatch]) -> None:
         """Run a forward-only pass in which the routers count the choices of the whole global batch."""
@@ -312,6 +336,7 @@ class Engine:
                 sequences=self.config.microbatch_sequences,
                 equal_over_experts=self.config.moe.dispatcher is Dispatcher.allgather
                 and self.groups.experts.size() > 1,
+                fill=self.fills_microbatches,
             )
 
     def _announce(self, microbatch: Microbatch) -> None:
@@ -372,29 +397,3 @@ class Engine:
             selection_N=microbatch.at_targets(batch.selection_T),
             extra_N=microbatch.extra_at_targets(batch.extra_T),
         )
-
-
-class _RunningSums:
-    """Adds up the loss and the metrics of a step's microbatches, then over the ranks."""
-
-    def __init__(self, groups: ProcessGroups) -> None:
-        self.groups = groups
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, total: Tensor, metrics: dict[str, Tensor]) -> None:
-        for name, value in {"": total, **metrics}.items():
-            value = value.detach().float()
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    def over_ranks(self) -> tuple[float, dict[str, float]]:
-        """Loss and metrics of the global minibatch, on every rank.  Collective over the world."""
-        sums: list[dict[str, float]] = [{}]
-        if self.groups.is_last_stage:
-            names = sorted(self._sums)
-            stacked = torch.stack([self._sums[name] for name in names])
-            dist.all_reduce(stacked, group=self.groups.dp_cp)
-            sums = [dict(zip(names, stacked.tolist(), strict=True))]
-        if self.groups.layout.pp > 1:
-            last = dist.get_global_rank(self.groups.pp, self.groups.layout.pp - 1)
-            dist.broadcast_object_list(sums, src=last, group=self.groups.pp)
-        return sums[0].pop(""), sums[0]

@@ -77,14 +77,27 @@ def split_multiple(groups: ProcessGroups) -> int:
     return math.lcm(2 * cp if cp > 1 else 1, cp * tp)
 
 
+def rows_per_context_rank(tokens: int | None, groups: ProcessGroups) -> int:
+    """The rows that a context rank has of a full microbatch of at most ``tokens``."""
+    assert tokens is not None, "unpacked microbatches are as wide as their sequences"
+    return tokens // split_multiple(groups) * split_multiple(groups) // groups.layout.cp
+
+
 def build_microbatches(
-    batch: TrainBatch, groups: ProcessGroups, *, tokens: int | None, sequences: int | None, equal_over_experts: bool
+    batch: TrainBatch,
+    groups: ProcessGroups,
+    *,
+    tokens: int | None,
+    sequences: int | None,
+    equal_over_experts: bool,
+    fill: bool = False,
 ) -> list[Microbatch]:
     """Cut this data-parallel rank's batch into microbatches; both sequences of a pair go into one.
 
     Give either ``tokens``: pack up to so many tokens into each; or ``sequences``: put so many unpacked sequences into
     each, fewer into the last one and before a pair that does not fit.
     equal_over_experts: give all ranks that share experts equally many rows (the all-gather dispatcher needs that).
+    fill: pad each to ``tokens``, which must be given (``tp_comm_overlap`` needs that).
     Raises ConfigError when a sequence or a pair has more than ``tokens`` or ``sequences``.  Collective over the
     data-parallel ranks.
     """
@@ -100,6 +113,9 @@ def build_microbatches(
         # With one shape for all, stages never ask each other what is coming, which would make the host wait at each
         # transfer (pipeline_parallel/p2p_communication.py, _communicate_shapes) and mixes up two directions at pp=2.
         shapes = [(max(rows for rows, _ in shapes), max(width for _, width in shapes))] * len(shapes)
+    if fill:
+        assert budget is not None, "unpacked microbatches are as wide as their sequences"
+        shapes = [(1, budget)] * len(shapes)
     if equal_over_experts:
         agreed = torch.tensor(shapes, device=groups.device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=groups.experts)

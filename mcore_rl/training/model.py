@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision, Recompute
@@ -21,6 +22,7 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.layout import place_layers
+from mcore_rl.training.fusions import UNFUSED, Fusions
 from mcore_rl.training.layers import block_spec
 from mcore_rl.training.rope import inverse_frequencies, score_scale, set_frequencies
 from mcore_rl.training.value_head import ValueHead
@@ -45,7 +47,11 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 
 
 def transformer_config(
-    model: ModelConfig, parallel: ParallelConfig, engine: EngineConfig, layer_spec: LayerSpec
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    engine: EngineConfig,
+    layer_spec: LayerSpec,
+    fusions: Fusions = UNFUSED,
 ) -> TransformerConfig:
     """Megatron's configuration of ``model`` under ``parallel``.  layer_spec: resolved, not ``auto``."""
     assert layer_spec is not LayerSpec.auto, "resolve the layer spec first"
@@ -72,7 +78,8 @@ def transformer_config(
         bias_activation_fusion=model.activation is Activation.silu,
         layernorm_zero_centered_gamma=model.zero_centered_norm,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fusions.gradient_accumulation_fusion,
+        tp_comm_overlap=fusions.tp_comm_overlap,
         # The unfused one reads the boundaries of packed sequences back in every layer; only Transformer Engine fuses.
         apply_rope_fusion=layer_spec is LayerSpec.transformer_engine and model.mla is None,
         params_dtype=dtype,
@@ -91,12 +98,23 @@ def transformer_config(
         pipeline_model_parallel_layout=stages if parallel.pp > 1 else None,
         context_parallel_size=parallel.cp,
         moe_token_dispatcher_type=engine.moe.dispatcher.value,
+        moe_flex_dispatcher_backend=engine.moe.flex_backend.value,
+        moe_permute_fusion=fusions.permute_fusion,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
         **_RECOMPUTE[engine.recompute],
         **_attention(model),
         **_experts(model, layer_spec),
+        **_passed_on(engine),
     )
+
+
+def _passed_on(engine: EngineConfig) -> dict[str, Any]:
+    """The fields that ``megatron`` names, with Megatron's enum where a name stands for its value."""
+    fields = dict(engine.megatron)
+    if "attention_backend" in fields:
+        fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
+    return fields
 
 
 def _attention(model: ModelConfig) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def test_values_have_the_types_of_the_dataclasses() -> None:
             "actor.optim.betas=[0.8,0.99]",
             "trainer.logger=[console,wandb]",
             "data.train_files=[a b.parquet,'c=d.parquet']",
-            "+data.chat_template_kwargs.enable_thinking=false",
+            "data.chat_template_kwargs.enable_thinking=false",
             "algorithm=cispo",
         ],
     )
@@ -75,9 +75,8 @@ def test_sft_has_a_schema_of_its_own() -> None:
         ("rollout.nn=5", "rollout.nn=5: there is no such key. Did you mean rollout.n"),
         ("+rollout.nn=5", "rollout.nn=5: there is no such key. Did you mean rollout.n"),
         (
-            "data.chat_template_kwargs.enable_thinking=false",
-            "data.chat_template_kwargs.enable_thinking=false: is not there yet. "
-            "Write +data.chat_template_kwargs.enable_thinking=false",
+            "data.chat_template_kwarg.enable_thinking=false",
+            "data.chat_template_kwarg.enable_thinking=false: there is no",
         ),
         ("+rollout.n=3", "rollout.n=3: there is such a key already. Write rollout.n=3, without the +"),
         ("+zebra.stripes=5", "zebra.stripes=5: there is no such key"),

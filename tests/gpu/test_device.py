@@ -17,6 +17,7 @@ from mcore_rl.parallel.device import (
     set_device,
     synchronize,
 )
+from mcore_rl.parallel.device_details import device_uuids, pinned_bytes
 
 BLOCK_BYTES = 256 * 2**20
 SLACK_BYTES = 64 * 2**20  # what else a process may take or give back meanwhile; an allocator rounds to 2 MiB
@@ -63,6 +64,20 @@ def test_host_tensors_are_page_locked_where_copies_gain_by_it(platform: Platform
     kept.copy_(source, non_blocking=True)
     synchronize(platform)
     assert kept.tolist() == list(range(10))
+
+
+def test_what_page_locking_takes_is_known(platform: Platform) -> None:
+    device = set_device(platform, 0)
+    like = torch.empty(200 * 2**20 + 1, dtype=torch.uint8, device=device)
+    before = pinned_bytes(platform)
+    kept = pinned_empty_like(platform, like)
+    taken = pinned_bytes(platform) - before
+    assert taken >= kept.nbytes if platform.is_accelerator else taken == 0
+
+
+def test_uuids_tell_the_devices_apart(platform: Platform) -> None:
+    uuids = device_uuids(platform)
+    assert len(set(uuids)) == (platform.num_devices if platform.is_accelerator else 0) and all(uuids)
 
 
 def test_a_local_rank_beyond_the_devices_is_refused(platform: Platform) -> None:

@@ -13,160 +13,36 @@ round at other places.  Experts are dictated, those that float32 chooses: roundi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.config.engine import Device, LayerSpec, OptimizerConfig, Precision
+from mcore_rl.config.engine import Device, LayerSpec
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.parallel.device import Platform, detect, device_of, have_transformer_engine, set_device
-from mcore_rl.parallel.groups import destroy_groups, init_groups
-from mcore_rl.parallel.launch import Rank, run_ranks
-from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.device import Platform, have_transformer_engine, set_device
+from mcore_rl.parallel.launch import run_ranks
 from mcore_rl.training.attention_kernels import attend_one_by_one, attend_varlen, varlen_can_run
 from mcore_rl.training.capped_attention import attend_capped
-from mcore_rl.training.engine import Engine
 from mcore_rl.training.layers import transformer_engine_lacks
 from mcore_rl.training.logprobs import cache_sized_chunk_bytes, token_logprobs
 from mcore_rl.training.sequences import PackedSequences
-from mcore_rl.types import LossInputs, TrainBatch
-from tests.invariance.cases import MODELS, Case, Problem
-from tests.support import batches, full_weights, hf_reference
-from tests.support.engine_runs import engine_config
-from tests.support.full_weights import Weights
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How the engine computes, and how far that may be from the reference.
-
-    score: mean error of log-probs and entropies in nats.  worst: their largest error.  loss: relative error.
-    gradient: error of each parameter's gradient, relative to its norm.
-    """
-
-    precision: Precision
-    layer_spec: LayerSpec
-    score: float
-    worst: float
-    loss: float
-    gradient: float
-
-    def __str__(self) -> str:
-        return f"{self.precision.value}-{self.layer_spec.value}"
-
-
-FLOAT32 = Setting(Precision.float32, LayerSpec.local, score=1e-5, worst=1e-4, loss=1e-4, gradient=1e-4)
-BFLOAT16 = Setting(Precision.bfloat16, LayerSpec.local, score=0.015, worst=0.06, loss=0.01, gradient=0.07)
-SETTINGS = (FLOAT32, BFLOAT16, replace(BFLOAT16, layer_spec=LayerSpec.transformer_engine))
-
-
-@dataclass(frozen=True)
-class Found:
-    """What one side computed; gradients under Megatron's checkpoint keys."""
-
-    logprobs_T: Tensor
-    entropy_T: Tensor
-    loss: float
-    gradients: Weights
-
-
-def rounded(name: str, precision: Precision) -> hf_reference.PreTrainedModel:
-    """The reference with weights that ``precision`` holds exactly.  Its rotary frequencies stay as they are."""
-    reference = hf_reference.build(MODELS[name])
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.copy_(parameter.to(getattr(torch, precision.value)))
-    return reference
-
-
-def build_engine(platform: Platform, setting: Setting, name: str, start: Weights, groups: object) -> Engine:
-    """An engine whose step leaves weights and gradients as they are: rate 0, no clipping."""
-    config = replace(
-        engine_config(Case(problem=Problem(model=name)), platform.kind),
-        precision=setting.precision,
-        layer_spec=setting.layer_spec,
-        optim=OptimizerConfig(lr=0.0, weight_decay=0.0, clip_grad=0.0),
-    )
-    engine = Engine("actor", MODELS[name], ParallelConfig(), config, groups, platform)  # type: ignore[arg-type]
-    engine.load_weights(lambda models: full_weights.load_full(models, start))
-    return engine
-
-
-def engine_side(rank: Rank, kind: Device, setting: Setting, names: Sequence[str]) -> dict[str, Found]:
-    """One process: every model, one after another."""
-    platform = detect(kind)
-    torch.set_float32_matmul_precision("highest")
-    rank.init_process_group(platform)
-    groups = init_groups(Layout.of(ParallelConfig(), 1), platform, device_of(platform, 0), seed=1)
-    results = {}
-    for name in names:
-        start = hf_reference.full_weights(rounded(name, setting.precision), MODELS[name])
-        batch = batches.ragged(MODELS[name].vocab_size)
-        if MODELS[name].moe is not None and setting.precision is not Precision.float32:
-            chooser = build_engine(platform, FLOAT32, name, start, groups)
-            batch = replace(batch, routing_TLK=chooser.score(batch, record_routing=True).routing_TLK)
-        engine = build_engine(platform, setting, name, start, groups)
-        scores = engine.score(batch)
-        step = engine.train_step(batch, batches.policy_loss, batches.denominators(batch), with_entropy=True)
-        assert step.skipped is None and scores.logprobs_T is not None and scores.entropy_T is not None
-        results[name] = Found(scores.logprobs_T, scores.entropy_T, step.loss, gradients_of(engine, start))
-    destroy_groups()
-    return results
-
-
-def gradients_of(engine: Engine, like: Weights) -> Weights:
-    """The float32 gradients of the last step, on the CPU.  The engine is of no use afterwards."""
-    for parameter in engine.models[0].parameters():
-        parameter.data = parameter.main_grad.float().cpu()
-    return full_weights.gather_full(engine.models, like)
+from tests.invariance.cases import MODELS
+from tests.support.engine_parity import (
+    SETTINGS,
+    Found,
+    Setting,
+    engine_side,
+    gradient_errors,
+    models_for,
+    reference_found,
+)
 
 
 @lru_cache
-def engine_found(kind: Device, setting: Setting, names: tuple[str, ...]) -> dict[str, Found]:
+def all_found(kind: Device, setting: Setting, names: tuple[str, ...]) -> dict[str, Found]:
     return run_ranks(engine_side, 1, (kind, setting, names), timeout_s=600)[0]
-
-
-@lru_cache
-def reference_found(name: str, precision: Precision) -> Found:
-    """transformers, one sequence at a time, under autograd."""
-    model, reference = MODELS[name], rounded(name, precision)
-    batch = batches.ragged(model.vocab_size)
-    logprobs, entropies = [], []
-    for tokens in batch.tokens_T.split(batch.lengths_S):
-        log_p = torch.log_softmax(reference(tokens[None]).logits[0].float(), dim=-1)
-        logprobs.append(torch.cat([torch.zeros(1), log_p[:-1].gather(1, tokens[1:, None])[:, 0]]))
-        entropies.append(torch.cat([torch.zeros(1), -(log_p.exp() * log_p).sum(-1)[:-1]]))
-    logprobs_T, entropy_T = torch.cat(logprobs), torch.cat(entropies)
-    loss = batches.policy_loss(loss_inputs(batch, logprobs_T, entropy_T)).total / batches.denominators(batch).loss
-    loss.backward()
-    gradients = hf_reference.full_weights(reference, model, gradients=True)
-    return Found(logprobs_T.detach(), entropy_T.detach(), loss.item(), gradients)
-
-
-def loss_inputs(batch: TrainBatch, logprobs_T: Tensor, entropy_T: Tensor) -> LossInputs:
-    """The whole batch as one microbatch of one rank, with a row for each token."""
-    return LossInputs(
-        mask_N=batch.mask_T,
-        sequence_N=torch.arange(len(batch.lengths_S)).repeat_interleave(torch.tensor(batch.lengths_S)),
-        num_sequences=len(batch.lengths_S),
-        sum_over_context=lambda sums_S: sums_S,
-        logprobs_N=logprobs_T,
-        entropy_N=entropy_T,
-        old_logprobs_N=batch.old_logprobs_T,
-        advantages_N=batch.advantages_T,
-    )
-
-
-def models_for(platform: Platform, setting: Setting) -> tuple[str, ...]:
-    """All on an accelerator that the layers can be.  On the CPU, where tests/parity has them all, one of each kind."""
-    if not platform.is_accelerator:
-        return ("dense", "moe", "gemma2")
-    if setting.layer_spec is LayerSpec.local:
-        return tuple(MODELS)
-    return tuple(name for name, model in MODELS.items() if not transformer_engine_lacks(model, ParallelConfig()))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -180,7 +56,7 @@ def test_engine_agrees_with_transformers(platform: Platform, setting: Setting, n
         pytest.skip("refused: Transformer Engine has not all that this model needs")
     if name not in models_for(platform, setting):
         pytest.skip("one model of each kind is enough on the CPU")
-    ours = engine_found(platform.kind, setting, models_for(platform, setting))[name]
+    ours = all_found(platform.kind, setting, models_for(platform, setting))[name]
     theirs = reference_found(name, setting.precision)
     for what in ("logprobs_T", "entropy_T"):
         error_T = (getattr(ours, what) - getattr(theirs, what)).abs()
@@ -188,8 +64,7 @@ def test_engine_agrees_with_transformers(platform: Platform, setting: Setting, n
         assert error_T.mean() < setting.score and error_T.max() < setting.worst, what
     print(f"loss: relative error {abs(ours.loss / theirs.loss - 1):.1e}")
     assert ours.loss == pytest.approx(theirs.loss, rel=setting.loss)
-    assert ours.gradients.keys() == theirs.gradients.keys()
-    errors = {key: float((ours.gradients[key] - true).norm() / true.norm()) for key, true in theirs.gradients.items()}
+    errors = gradient_errors(ours, theirs)
     print(f"gradients: largest relative error {max(errors.values()):.1e}")
     assert max(errors.values()) < setting.gradient, {key: f"{error:.1e}" for key, error in errors.items()}
 

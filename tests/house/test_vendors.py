@@ -13,13 +13,27 @@ DEVICE_LAYER = tuple(f"mcore_rl/parallel/{name}.py" for name in ("device", "devi
 ALLOWED = {
     "mcore_rl/rollout/engine/environment.py": {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"},  # torch's
     "mcore_rl/config/engine.py": {"cuda"},  # what a user writes: device=cuda
+    "mcore_rl/config/megatron_fields.py": {  # fields of Megatron's, which has them all
+        "enable_cuda_graph",
+        "cuda_graph_use_single_mempool",
+        "cuda_graph_retain_backward_graph",
+        "cuda_graph_warmup_steps",
+        "external_cuda_graph",
+        "cuda_graph_impl",
+        "cuda_graph_scope",
+    },
     "mcore_rl/parallel/groups.py": {
         "model_parallel_cuda_manual_seed",
         "get_cuda_rng_tracker",
     },  # Megatron's names; the CPU's as well
 }
-# They judge environments, before the package is there, and name the rungs of the set-up.
-ALLOWED_FILES = (*DEVICE_LAYER, "tools/check_environment.py", "tools/record_requirements.py")
+ALLOWED_FILES = (
+    *DEVICE_LAYER,
+    # They judge environments, before the package is there, and name the rungs of the set-up.
+    "tools/check_environment.py",
+    "tools/record_requirements.py",
+    "mcore_rl/doctor/vendor_tools.py",  # reads what the vendors' tools print, and what their libraries are called
+)
 
 
 def vendor_words(path: str, text: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mcore_rl.config.engine import AuxLoss, Dispatcher, Recompute
 from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType
@@ -30,6 +31,8 @@ class Problem:
 class Case:
     """How it is computed.  microbatch_tokens: packed up to so many tokens; microbatch_sequences: or unpacked, so many.
 
+    filled: microbatches are padded to their budget.
+    overlap: gradients are reduced during the backward pass, in small buckets.  megatron: fields that are passed on.
     sabotage: a deliberate mistake (tests/support/sabotage.py), to see that the gate sees it.
     """
 
@@ -41,6 +44,9 @@ class Case:
     recompute: Recompute = Recompute.none
     dispatcher: Dispatcher = Dispatcher.alltoall
     pipeline_layers: tuple[int, ...] | None = None
+    overlap: bool = False
+    filled: bool = False
+    megatron: tuple[tuple[str, Any], ...] = ()
     sabotage: str | None = None
 
     def __str__(self) -> str:
@@ -51,6 +57,9 @@ class Case:
             parts[-1] = f"unpacked{self.microbatch_sequences}"
         parts += [self.recompute.value] if self.recompute is not Recompute.none else []
         parts += ["allgather"] if self.dispatcher is Dispatcher.allgather else []
+        parts += ["overlap"] if self.overlap else []
+        parts += ["filled"] if self.filled else []
+        parts += [name for name, _ in self.megatron]
         parts += [f"aux-{problem.aux.value}"] if problem.aux is not AuxLoss.none else []
         parts += ["z"] if problem.z else []
         parts += ["critic"] if problem.head is Head.value else []
@@ -125,7 +134,7 @@ def _expert_cases() -> list[Case]:
     for layout in ("ep=2", "tp=2,ep=2,etp=1"):
         case = Case(problem=MOE, layout=layout, world_size=2, dispatcher=Dispatcher.allgather)
         cases += [case, replace(case, microbatch_tokens=None, microbatch_sequences=3)]
-    for dispatcher in Dispatcher:  # experts split where the rest is not
+    for dispatcher in (Dispatcher.allgather, Dispatcher.alltoall):  # experts split where the rest is not
         cases.append(Case(problem=MOE, layout="etp=2", world_size=2, dispatcher=dispatcher))
     cases.append(Case(problem=MOE, layout="cp=2,ep=2", world_size=4, dispatcher=Dispatcher.allgather))
     return cases
@@ -177,6 +186,27 @@ def _mixed_layer_cases() -> list[Case]:
     return cases
 
 
+def _overlap_cases() -> list[Case]:
+    """Gradients that are reduced during the backward pass, and what is passed on to Megatron by name."""
+    cases = [
+        Case(problem=problem, layout=layout, world_size=world_size, overlap=True)
+        for problem, layout, world_size in (
+            (DENSE, "", 2), (DENSE, "cp=2", 2), (Problem(model="tied"), "pp=2", 4), (MOE, "ep=2", 2),
+            (DENSE, "pp=2,vpp=2", 4), (MOE, "tp=2,ep=2,etp=1", 4), (DEEPSEEK, "pp=2", 4), (CRITIC, "", 2),
+        )
+    ]  # fmt: skip
+    filled = [("tp=2", 2), ("cp=2", 2), ("tp=2,pp=2", 4)]
+    cases += [Case(problem=DENSE, layout=layout, world_size=size, filled=True) for layout, size in filled]
+    cases.append(Case(problem=MOE, layout="ep=2", world_size=2, filled=True))
+    cases.append(replace(cases[0], microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.full))
+    released = (("deallocate_pipeline_outputs", True),)
+    cases.append(Case(problem=DENSE, layout="pp=2", world_size=2, megatron=released))
+    cases.append(Case(problem=DENSE, layout="pp=2,vpp=2", world_size=2, megatron=released))
+    cases.append(Case(problem=DENSE, layout="tp=2", world_size=2, megatron=(("bias_dropout_fusion", True),)))
+    cases.append(Case(problem=QWEN2_MOE, layout="ep=2", world_size=2, megatron=(("moe_shared_expert_overlap", True),)))
+    return cases
+
+
 def all_cases() -> list[Case]:
     """Every case of the gate, without duplicates."""
     cases: list[Case] = []
@@ -221,6 +251,7 @@ def all_cases() -> list[Case]:
     cases += _expert_cases()
     cases += _mixed_layer_cases()
     cases += _attention_cases()
+    cases += _overlap_cases()
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         cases.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
         cases.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
@@ -236,11 +267,17 @@ def all_cases() -> list[Case]:
 
 
 def once_packed_once_unpacked(cases: list[Case]) -> list[Case]:
-    """The cases of the tier ``test``: each layout of a problem once with packed microbatches, once with unpacked."""
+    """The cases of the tier ``test``: each layout of a problem once with packed microbatches, once with unpacked.
+
+    Of overlaps, filled microbatches and what is passed on, two processes say enough there.
+    """
     first: dict[tuple[object, ...], Case] = {}
     for case in cases:
+        if (case.overlap or case.filled or case.megatron) and case.world_size > 2:
+            continue
         packed = case.microbatch_sequences is None
-        way = (case.problem, case.layout, case.world_size, case.dispatcher, case.pipeline_layers, packed)
+        same = (case.problem, case.layout, case.world_size, case.dispatcher, case.pipeline_layers)
+        way = (*same, case.overlap, case.filled, case.megatron, packed)
         first.setdefault(way, case)
     return list(first.values())
 

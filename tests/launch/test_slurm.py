@@ -5,6 +5,7 @@ The tiny task of ``tests/support/run_task.py`` runs over two nodes, one training
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 from collections.abc import Iterator
@@ -75,6 +76,21 @@ def test_a_run_leaves_at_its_time_limit_is_queued_again_and_goes_on(
         logs = job.run / "logs" / "slurm" / f"{job.id}.{attempt}"
         assert {"n1.log", "n2.log"} <= {path.name for path in logs.iterdir()}
         assert "Ray runtime started" in (logs / "n2.log").read_text()
+
+
+@pytest.mark.tier("full")
+def test_the_doctor_examines_both_nodes_before_the_run(slurm: SlurmCluster, task: Path, tmp_path: Path) -> None:
+    """The nodes of this Slurm have addresses of 127.*, which is what the doctor must call FAIL: no run begins."""
+    job = slurm.start(task, tmp_path / "run", "cluster.slurm.doctor=quick")
+    facts = job.finish()
+    assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", "1:0"), job.log
+    assert "no run was started: mend what the doctor calls FAIL" in job.log and job.steps() == []
+    values = json.loads((job.run / "doctor" / "doctor.json").read_text())
+    failed = {each["check"] for each in values["diagnoses"] if each["verdict"] == "FAIL"}
+    assert failed == {"interface"}, values
+    assert {each["node"] for each in values["diagnoses"] if each["check"] == "interface"} == {"n1", "n2"}
+    assert values["num_nodes"] == 2 and values["rates"]["inter_node_gb_s"] > 0, "over both, all the same"
+    assert job.left() == []
 
 
 def test_what_slurm_would_refuse_is_refused_before_anything_is_queued(

@@ -93,9 +93,17 @@ def test_programs_are_brought_into_a_container(tmp_path: Path, engine: str, expe
     assert "export python=python3\n" in script, "the container's own"
 
 
+def test_the_doctor_is_a_step_where_the_cluster_asks_for_it(tmp_path: Path) -> None:
+    assert "doctor=none #" in render(job(tmp_path))
+    script = render(job(tmp_path, "cluster.slurm.doctor=quick"))
+    assert "doctor=quick #" in script
+    assert f"-m mcore_rl.cli doctor --cluster {tmp_path}/run/logs/slurm/cluster.yaml " in script
+    assert "expected one of [none, quick, full, only]" in refusal(tmp_path, *PLAIN, "cluster.slurm.doctor=fast")
+
+
 def test_every_script_is_sound_bash(tmp_path: Path) -> None:
     awkward = ["custom_reward_function.path='a $b.py'", "cluster.slurm.requeue=false", "cluster.slurm.qos=high"]
-    for more in ([], awkward):
+    for more in (["cluster.slurm.doctor=full"], [], awkward):
         path = tmp_path / "script"
         path.write_text(render(job(tmp_path, *more)))
         subprocess.run(["bash", "-n", str(path)], check=True)

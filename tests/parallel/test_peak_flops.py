@@ -20,6 +20,9 @@ from mcore_rl.parallel.peak_flops import PEAKS, peak_tflops
         ("NVIDIA A100-PCIE-40GB", 312.0, 19.5),
         ("NVIDIA A100 80GB PCIe", 312.0, 19.5),
         ("NVIDIA B200", 2250.0, None),
+        ("NVIDIA GB200", 2500.0, None),
+        ("AMD Instinct MI355X", 2516.6, 157.3),
+        ("AMD Instinct MI350X", 2306.9, 144.2),
         ("AMD Instinct MI300X", 1307.4, 163.4),
         ("AMD Instinct MI325X", 1307.4, 163.4),
         ("AMD Instinct MI250X", 191.5, 47.85),
@@ -34,7 +37,8 @@ def test_known_devices(name: str, bfloat16: float, float32: float | None) -> Non
     "name",
     [
         "NVIDIA GH200 480GB",  # another chip, whatever its name contains
-        "NVIDIA GB200",
+        "NVIDIA GB300",
+        "NVIDIA B300 SXM6 AC",
         "NVIDIA H20",
         "NVIDIA A10",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",

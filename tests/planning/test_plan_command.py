@@ -41,6 +41,24 @@ def test_what_does_not_fit_leaves_with_two_and_the_numbers(
     assert "update needs" in said and "of 40.0 GiB" in said and "Nearest settings that fit" in said
 
 
+def test_measured_rates_are_printed_and_planned_with(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def step_s(*more: str) -> float:
+        assert tool.main(["recipe=qwen25_05b_ppo", "cluster=nvidia_h100", "--json", str(tmp_path / "p"), *more]) == 0
+        return float(json.loads((tmp_path / "p").read_text())["step_s"])
+
+    head = {"format": "mcore-rl doctor", "version": 1, "device": "cuda", "device_name": "NVIDIA H100 80GB HBM3"}
+    path = tmp_path / "doctor.json"
+    path.write_text(json.dumps(head | {"rates": {"intra_node_gb_s": 20.0, "host_link_gb_s": 2.0}}))
+    before = step_s()
+    assert "in place of" not in capsys.readouterr().out
+    assert step_s(f"cluster.measured={path}") > before, "slow links make a longer step"
+    said = capsys.readouterr().out
+    assert f"intra_node_gb_s: 20 GB/s, from {path}, in place of 450 * 0.7 of the yaml\n" in said
+    assert f"host_link_gb_s: 2 GB/s, from {path}, in place of 25, assumed\n" in said
+
+
 def test_a_search_writes_the_first(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = tmp_path / "plan.json"
     assert tool.main(["recipe=qwen25_05b_ppo", "--search", "--limit", "2", "--json", str(values)]) == 0

@@ -35,28 +35,32 @@ def published_model(hf_id: str) -> ModelConfig:
 
 def allocated_on_meta(
     model: ModelConfig, layout: str, world_size: int, rank: int, layers: list[int] | None, head: Head,
-    monkeypatch: pytest.MonkeyPatch,
-) -> tuple[int, int, int]:  # fmt: skip
-    """(parameters, elements of Megatron's buffers, elements of this rank's shards)."""
+    overlap: bool, monkeypatch: pytest.MonkeyPatch,
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """(parameters, elements of Megatron's buffers, elements of this rank's shards, buckets)."""
     parallel = parse_layout(layout)
     parallel.pipeline_layers = layers
-    held = padded = shards = 0
+    held = padded = shards = buckets = 0
     with meta_chunks(model, parallel, world_size, rank, head=head) as chunks, monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
-        for chunk in chunks:
-            ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-            wrapped = DistributedDataParallel(chunk.config, ddp, chunk)
+        for index, chunk in enumerate(chunks):
+            ddp = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap
+            )
+            wrapped = DistributedDataParallel(chunk.config, ddp, chunk, disable_bucketing=overlap and index > 0)
             held += sum(parameter.numel() for parameter in chunk.parameters())
             for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
                 assert buffer.param_data.numel() == buffer.grad_data.numel()
                 assert buffer.grad_data.dtype == torch.float32
                 padded += buffer.grad_data.numel()
+                buckets += len(buffer.buckets)
                 for index in range(len(buffer.buckets)):
                     ranges = DistributedOptimizer._build_model_gbuf_range(buffer, index)["param_map"].values()
                     shards += sum(each["param"].size for each in ranges)
-    return held, padded, shards
+    return held, padded, shards, buckets
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     ("hf_id", "layout", "world_size", "layers", "head", "ranks"),
     [
@@ -73,15 +77,18 @@ def allocated_on_meta(
 )
 def test_full_size_is_what_megatron_allocates(
     hf_id: str, layout: str, world_size: int, layers: list[int] | None, head: Head, ranks: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    overlap: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     model, layout = published_model(hf_id), layout.removeprefix("dp")
     parallel = parse_layout(layout)
     parallel.pipeline_layers = layers
-    states = States(ModelSizes(model, head=head), parallel, world_size, Precision.bfloat16)
+    states = States(ModelSizes(model, head=head), parallel, world_size, Precision.bfloat16, overlap=overlap)
     for rank in ranks:
-        held, padded, shards = allocated_on_meta(model, layout, world_size, rank, layers, head, monkeypatch)
-        state = states.of_rank(rank)
+        held, padded, shards, buckets = allocated_on_meta(
+            model, layout, world_size, rank, layers, head, overlap, monkeypatch
+        )
+        state, stage = states.of_rank(rank), states.layout.coords(rank).pp
+        assert buckets == sum(map(len, states.buckets(stage)))
         assert state.num_parameters == held
         assert (state.weights, state.gradients, state.optimizer) == (2 * padded, 4 * padded, 12 * shards)
         assert states.of_stage(states.layout.coords(rank).pp).total >= state.total

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.cluster import ClusterConfig, ReachedRates
 from mcore_rl.config.engine import Device, EngineConfig, Precision, Recompute
+from mcore_rl.config.launch import load_cluster
 from mcore_rl.config.model import ModelConfig, MoeConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES, RolloutConfig, RolloutLayout
@@ -24,7 +25,8 @@ from mcore_rl.planning.overheads import (
     STEP_LATENCY_S,
 )
 from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes
-from mcore_rl.planning.timing import Rates
+from mcore_rl.planning.tables import rate_lines
+from mcore_rl.planning.timing import Rates, move_s
 from mcore_rl.planning.training import RolePlan, Work
 
 MODEL = ModelConfig(
@@ -53,6 +55,21 @@ def test_rates_are_shares_of_the_data_sheet() -> None:
     assert (rates.memory, rates.intra, rates.inter) == (
         3e12 * MEMORY_EFFICIENCY, 4e11 * LINK_EFFICIENCY, 5e10 * LINK_EFFICIENCY,
     )  # fmt: skip
+
+
+def test_measured_rates_replace_the_assumed_shares() -> None:
+    cluster = load_cluster("nvidia_h100")
+    assumed = Rates.of(cluster, 8, Precision.bfloat16)
+    cluster.reached = ReachedRates(intra_node_gb_s=371.0, host_link_gb_s=52.0)
+    measured = Rates.of(cluster, 8, Precision.bfloat16)
+    assert (measured.intra, measured.host, measured.inter) == (371e9, 52e9, assumed.inter)
+    assert move_s(1e9, measured) == pytest.approx(1 / 52) and move_s(1e9, assumed) == pytest.approx(1 / 25)
+    cluster.measured = "doctor.json"
+    assert rate_lines(cluster) == [
+        "intra_node_gb_s: 371 GB/s, from doctor.json, in place of 450 * 0.7 of the yaml",
+        "host_link_gb_s: 52 GB/s, from doctor.json, in place of 25, assumed",
+    ]
+    assert rate_lines(load_cluster("nvidia_h100")) == []
 
 
 def test_ranks_on_the_cpu_share_its_cores_and_memory() -> None:

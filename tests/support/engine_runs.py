@@ -15,7 +15,9 @@ from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.phase import phase
+from mcore_rl.training import engine as engine_module
 from mcore_rl.training.engine import Engine
+from mcore_rl.training.microbatch import rows_per_context_rank
 from mcore_rl.types import TokenScores, TrainBatch
 from tests.invariance.cases import MODELS, Case, Problem
 from tests.support import batches, full_weights, hf_reference
@@ -23,6 +25,7 @@ from tests.support.full_weights import Weights
 from tests.support.sabotage import SABOTAGE
 
 STEPS = 2
+SMALL_BUCKET = 2000  # elements: several buckets of a tiny model
 
 
 @dataclass
@@ -57,6 +60,8 @@ def engine_config(case: Case, device: Device = Device.cpu) -> EngineConfig:
         recompute=case.recompute,
         microbatch_tokens=case.microbatch_tokens,
         microbatch_sequences=case.microbatch_sequences,
+        overlap_grad_reduce=case.overlap,
+        megatron=dict(case.megatron),
         moe=MoeTrainConfig(
             dispatcher=case.dispatcher,
             aux_loss=problem.aux,
@@ -134,27 +139,37 @@ def _run_in_groups(
     case: Case, parallel: ParallelConfig, groups: ProcessGroups, platform: Platform, start: Weights
 ) -> Result:
     model, problem = MODELS[case.problem.model], case.problem
+    engine_module.BUCKET_ELEMENTS = SMALL_BUCKET if case.overlap else None
     engine = Engine(
         "critic" if problem.head is Head.value else "actor",
         model, parallel, engine_config(case, platform.kind), groups, platform, head=problem.head,
     )  # fmt: skip
+    engine.fills_microbatches = case.filled
     full_weights.gather_full(engine.models, start)  # fails where ranks start from different weights
     engine.load_weights(lambda models: full_weights.load_full(models, start))
     if case.sabotage is not None:
         SABOTAGE[case.sabotage](engine)
     batch = global_batch(problem)
     mine = batch.select(members_of(batch, groups))
+    if case.filled:
+        full = rows_per_context_rank(case.microbatch_tokens, groups) * groups.layout.cp
+        assert {each.width for each in engine._microbatches(mine)} == {full}
     scores = engine.score(mine, temperature=problem.temperature)
     result = Result(scores=gather_scores(scores, batch, groups))
     loss = batches.value_loss if problem.head is Head.value else batches.policy_loss
-    for _ in range(STEPS):
+    for number in range(STEPS):
         step = engine.train_step(
             mine,
             loss,
             batches.denominators(batch),
             temperature=problem.temperature,
             with_entropy=problem.head is Head.lm,
+            with_scores=number == 0 and problem.head is Head.lm,
         )
+        if step.scores is not None:  # the same weights, microbatches and operations: the same bits
+            for name in ("logprobs_T", "entropy_T"):
+                own_T, scored_T = getattr(step.scores, name), getattr(scores, name)
+                assert torch.equal(own_T, scored_T), f"an update's own {name} are others than its replica of score's"
         assert step.skipped is None
         result.loss.append(step.loss)
         result.grad_norm.append(step.grad_norm)

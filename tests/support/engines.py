@@ -13,7 +13,7 @@ from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, OptimizerCon
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
-from mcore_rl.parallel.device import detect, device_of
+from mcore_rl.parallel.device import Platform, detect, device_of
 from mcore_rl.parallel.groups import ProcessGroups, destroy_groups, init_groups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.parallel.layout import Layout
@@ -76,10 +76,11 @@ def build(
     head: Head = Head.lm,
     trainable: bool = True,
     load: Callable[[Sequence[torch.nn.Module]], None] = seed_weights,
+    platform: Platform = CPU,
 ) -> Engine:
     """An engine over ``groups``, which were made for ``layout``."""
     engine = Engine(
-        role, model, parse_layout(layout), settings or config(), groups, CPU, head=head, trainable=trainable
+        role, model, parse_layout(layout), settings or config(), groups, platform, head=head, trainable=trainable
     )
     engine.load_weights(load)
     return engine

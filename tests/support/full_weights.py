@@ -70,7 +70,7 @@ def gather_full(models: Sequence[torch.nn.Module], like: Weights) -> Weights:
     mine = []
     for shard in shards(models):
         where, real = _real(shard, like[shard.key])
-        mine.append((shard.key, where, real.detach().clone()))
+        mine.append((shard.key, where, real.detach().to("cpu", copy=True)))
     everyone: list[list[tuple[str, tuple[slice | int, ...], Tensor]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     whole = {key: torch.full_like(tensor, float("nan")) for key, tensor in like.items()}

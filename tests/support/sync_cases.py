@@ -39,7 +39,7 @@ def write(name: str, root: Path) -> tuple[Path, Path]:
     return root / "a", root / "b"
 
 
-def engine(directory: Path, rollout: str = "tp=1", *, wait: bool = True) -> EngineProcess:
+def engine(directory: Path, rollout: str = "tp=1", *, awaits_weights: bool = False, wait: bool = True) -> EngineProcess:
     """A real vLLM in a process of its own, float32."""
     layout = parse_rollout_layout(rollout)
     config = RolloutConfig(
@@ -51,7 +51,9 @@ def engine(directory: Path, rollout: str = "tp=1", *, wait: bool = True) -> Engi
         max_response_length=96,
         kv_cache_memory_bytes=1 << 26,
     )
-    return start_engine("engine", directory, config, extension=WEIGHT_RECEIVER, wait=wait)
+    return start_engine(
+        "engine", directory, config, extension=WEIGHT_RECEIVER, awaits_weights=awaits_weights, wait=wait
+    )
 
 
 async def greedy(engine: EngineProcess) -> list[Sample]:

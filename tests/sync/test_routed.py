@@ -9,6 +9,7 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from mcore_rl.weights.table import Table
 from mcore_rl.weights.views import view_of
 from tests.support.checkpoints import MODELS
 from tests.support.forked import RANKS
+from tests.support.untouchable import Arena, Kernels, Library
 
 MAX_BYTES, TIMEOUT_S, UPDATES = 60_000, 6.0, 2
 # Four training ranks on two nodes, two rollout ranks on each, which want the same.
@@ -69,6 +71,22 @@ class Numbered:
 
     def dtype_of(self, part: MessagePart) -> torch.dtype:
         return torch.int64
+
+
+class OnDevice(Numbered):
+    """The same in memory that the host may not touch."""
+
+    def __init__(self, tracer: Tracer, rank: int, version: int, arena: Arena) -> None:
+        super().__init__(tracer, rank, version)
+        self._arena, self._held = arena, dict[tuple[int, str], Tensor]()
+
+    def live(self, part: MessagePart) -> Tensor:
+        key = part.chunk, part.source
+        if key not in self._held:
+            values = self.version * torch.from_numpy(self.tracer.source(self.rank, *key))
+            space = self._arena.empty(values.nbytes).view(torch.int64).view(values.shape)
+            self._held[key] = space.copy_(values)
+        return view_of(self._held[key], part.source_slice)
 
 
 def send(transport: RoutedTransport, rank: int, dies: bool) -> None:
@@ -124,6 +142,49 @@ def take_part(member: int, transport: RoutedTransport, victim: int, reports: Pat
     (reports / str(member)).write_text(report)
 
 
+def take_part_on_devices(member: int, transport: RoutedTransport, careless: bool, reports: Path) -> None:
+    """One update where all weights and buffers are in memory that ends who touches it; the vendor's library may."""
+    torch.set_num_threads(1)
+    arena, join = Arena(), Exchange._join
+    libraries = []
+
+    def with_library(self: Exchange, size: int) -> Library:
+        self.backend = "gloo"
+        libraries.append(Library(join(self, size), arena))
+        self.backend = "gloo" if careless else "nccl"
+        return libraries[-1].group if careless else libraries[-1]
+
+    with (
+        patch.object(Exchange, "_join", with_library),
+        patch.object(RoutedTransport, "_memory", lambda *_: arena),
+        Kernels(arena),
+    ):
+        plan, tracer = plan_for(transport.sites), Tracer(plan_for(transport.sites))
+        rounds = Rounds(plan, MAX_BYTES)
+        if member < 4:
+            outgoing = transport.outgoing(member, torch.device("cpu"))
+            outgoing.members.meet("update 1")
+            outgoing.send(rounds.of(member), OnDevice(tracer, member, 1, arena))
+            outgoing.members.meet("applied")
+        else:
+            rank = member - 4
+            receiving = transport.incoming(4 * MAX_BYTES, rank, rounds)
+            receiving.begin(1)
+            messages, wrong = rounds.messages_to(rank), 0
+            direct = direct_tensors(plan.rollout, rank, tracer.checkpoint)
+            wanted = [(message.source_rank, message.num_bytes) for message in messages]
+            for message, data in zip(messages, receiving.messages(wanted), strict=True):
+                for part in message.parts:
+                    values = data[part.begin : part.begin + part.num_bytes].view(torch.int64)
+                    expected = torch.from_numpy(direct[part.target][index(part.target_slice, part.slot)].copy())
+                    wrong += int((values.view(expected.shape) != expected).sum())
+            assert not wrong
+            receiving.finish()
+    batches = sum(each.num_batches for each in libraries)
+    assert batches <= 2 * len(rounds), "a leg is one call of the library"
+    (reports / str(member)).write_text(str(batches))
+
+
 def run(sites: Sites, store: TCPStore, victim: int, reports: Path) -> dict[int, str]:
     """What each member that lived to its end reported."""
     address = Address(host=HOST, port=store.port, name=reports.name, num_trainers=4, num_rollout=4, timeout_s=TIMEOUT_S)
@@ -153,6 +214,41 @@ def test_a_killed_training_rank_is_named_by_all(sites: Sites, store: TCPStore, t
     failures = run(sites, store, 1, tmp_path)
     assert failures.keys() == set(range(8)) - {1}
     assert all(report.startswith("training rank 1 (process ") for report in failures.values()), failures
+
+
+@pytest.mark.parametrize("sites", [COLOCATED, SEPARATE], ids=["colocated", "separate"])
+def test_only_kernels_and_the_vendors_library_touch_an_accelerators_memory(
+    sites: Sites, store: TCPStore, tmp_path: Path
+) -> None:
+    codes = on_devices(sites, store, tmp_path, careless=False)
+    assert codes == [0] * 8
+    batches = [int(path.read_text()) for path in tmp_path.iterdir()]
+    assert len(batches) == 8 and max(batches) > 1
+
+
+def test_gloo_ends_the_process_that_gives_it_such_memory(store: TCPStore, tmp_path: Path) -> None:
+    """So the test above can fail."""
+    codes = on_devices(COLOCATED, store, tmp_path, careless=True)
+    assert min(codes) < 0, codes
+
+
+def on_devices(sites: Sites, store: TCPStore, reports: Path, *, careless: bool) -> list[int]:
+    """The exit codes of all members.  careless: gloo gets the memory."""
+    address = Address(
+        host=HOST,
+        port=store.port,
+        name=f"{reports.name} untouchable",
+        num_trainers=4,
+        num_rollout=4,
+        timeout_s=TIMEOUT_S,
+    )
+    transport = RoutedTransport(address=address, platform=detect(Device.cpu), sites=sites)
+    processes = [RANKS.Process(target=take_part_on_devices, args=(n, transport, careless, reports)) for n in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
 
 
 def test_gloo_is_not_given_what_it_cannot_read(store: TCPStore) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from mcore_rl.parallel.context import padded_lengths, split
 from mcore_rl.training import attention_kernels
@@ -15,6 +18,7 @@ from mcore_rl.training.attention_kernels import (
     attend_varlen,
     blocks,
     honours_window,
+    takes_groups,
     visible,
 )
 from mcore_rl.training.sequences import PackedSequences
@@ -89,12 +93,45 @@ def varlen_in_float32(
     )
 
 
+def varlen_without_groups(
+    query: Tensor, key: Tensor, value: Tensor, query_boundaries: Tensor, key_boundaries: Tensor, max_q: int, max_k: int,
+    *, return_aux: object = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:  # fmt: skip
+    """The signature of torch 2.11's ``varlen_attn``."""
+    assert return_aux is None and scale is not None
+    assert query.shape[1] == key.shape[1] == value.shape[1], "torch 2.11 documents H heads for all three"
+    limits = query_boundaries, key_boundaries, max_q, max_k
+    return varlen_in_float32(query, key, value, *limits, scale=scale, window_size=window_size, enable_gqa=False)
+
+
+KERNELS = [varlen_in_float32, varlen_without_groups]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
+def test_varlen_shares_heads_alike_whether_the_kernel_takes_groups_or_not(
+    monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor], heads: int, groups: int
+) -> None:
+    monkeypatch.setattr(attention_kernels, "varlen_attn", kernel)
+    query, key, value, grad = random_qkv(sum(LENGTHS), heads, groups)
+    out = attend_varlen(query, key, value, PackedSequences.of(LENGTHS, LENGTHS, 1, 0, CPU), SCALE).flatten(1)
+    grads = torch.autograd.grad(out, (query, key, value), grad)
+    assert_close([out, *grads], reference((query, key, value), grad, LENGTHS, LENGTHS))
+
+
+def test_whether_the_kernel_takes_groups_is_what_its_signature_says() -> None:
+    assert takes_groups(varlen_in_float32)
+    assert not takes_groups(varlen_without_groups)
+    assert not torch.__version__.startswith("2.13") or takes_groups(varlen_attn), "2.13 brought it"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("window", [None, 1, 6, 40])
 @pytest.mark.parametrize(("cp", "cp_rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
 def test_varlen_kernel_is_fed_the_same_segments(
-    monkeypatch: pytest.MonkeyPatch, cp: int, cp_rank: int, window: int | None
+    monkeypatch: pytest.MonkeyPatch, cp: int, cp_rank: int, window: int | None, kernel: Callable[..., Tensor]
 ) -> None:
-    monkeypatch.setattr(attention_kernels, "varlen_attn", varlen_in_float32)
+    monkeypatch.setattr(attention_kernels, "varlen_attn", kernel)
     padded = padded_lengths(LENGTHS, cp)
     packed = PackedSequences.of(LENGTHS, padded, cp, cp_rank, CPU)
     query_T, key_T, value_T, _ = random_qkv(sum(padded), 4, 2)

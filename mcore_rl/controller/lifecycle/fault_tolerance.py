@@ -1,7 +1,7 @@
 """Restarts dead engines, and the whole run if a training process dies.
 
 A training process that dies leaves its peers in the middle of a step, so all restart from the newest checkpoint.  A
-restarted engine has the checkpoint's first weights; ``weight_sync`` sends it the actor's, and ``resending_pool`` sends
+restarted engine has no weights; ``weight_sync`` sends it the actor's, and ``resending_pool`` sends
 it the requests that the dead one had not finished.
 """
 

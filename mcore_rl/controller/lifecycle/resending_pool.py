@@ -22,7 +22,7 @@ QUIET_S = 0.05  # between checks whether the other calls have ended
 class ResendingPool:
     """A ``SampleSource`` over ``pool`` that survives the death of engines, as often as ``restarter`` allows.
 
-    Restarted engines have the first weights.  So before any more sampling, the devices go to the trainer and back, and
+    Restarted engines have no weights.  So before any more sampling, the devices go to the trainer and back, and
     all engines receive the weights that they had.
     """
 

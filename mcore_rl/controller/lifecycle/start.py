@@ -23,6 +23,7 @@ from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
 from mcore_rl.controller.lifecycle.start_plan import forecast
 from mcore_rl.controller.lifecycle.start_roles import start_roles
+from mcore_rl.controller.lifecycle.transport import weight_transport
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
@@ -35,10 +36,6 @@ from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.placement import Places, place
 from mcore_rl.runtime.start import pool_of, start_engines
 from mcore_rl.runtime.train_group import TrainGroup
-from mcore_rl.sync.members import Address
-from mcore_rl.sync.routed import RoutedTransport
-from mcore_rl.sync.shared_memory import SharedMemoryTransport
-from mcore_rl.sync.transport import Transport
 from mcore_rl.sync.update import WeightUpdater
 from mcore_rl.training.offload import OffloadPart
 
@@ -64,7 +61,9 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
 
         starting_roles = start_roles(config, prepared.checkpoint, places, platform, stack)
         directory = Path(config.model.path)
-        starting_engines = partial(start_engines, directory, config.rollout, places.rollout, platform, logs, stack)
+        starting_engines = partial(
+            start_engines, directory, config.rollout, places.rollout, platform, logs, stack, awaits_weights=True
+        )
         colocated, policy = trainer.placement is Placement.colocated, config.policy.name
         if colocated and platform.is_accelerator:  # engines measure what the trainer left free of a device
             tracker.now("starting the trainer")
@@ -98,7 +97,7 @@ async def _weight_updater(
     """The updater of ``engines`` with the weights of ``actor``; they meet at a store that ``stack`` keeps alive."""
     store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     stack.callback(lambda kept: None, store)
-    transport = _transport(config, platform, places, this_host(), store.port)
+    transport = weight_transport(config, platform, places, this_host(), store.port)
     await actor.onload([OffloadPart.weights])  # which are away where engines stand on the same devices
     await actor.connect(transport, config.rollout.layout, UPDATE_BUCKET_BYTES)
     return WeightUpdater(engines, config.rollout.layout, actor)
@@ -129,20 +128,3 @@ async def _together(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B
         for each in both:
             each.cancel()
         await asyncio.wait(both)
-
-
-def _transport(config: RunConfig, platform: Platform, places: Places, host: str, port: int) -> Transport:
-    """How weights travel: through memory that all map on one host without accelerators, else by the ranks' sites."""
-    trainer, layout = config.trainer, config.rollout.layout
-    address = Address(
-        host=host,
-        port=port,
-        name="weights",
-        num_trainers=trainer.world_size,
-        num_rollout=layout.world_size,
-        timeout_s=trainer.timeout_s,
-        join_timeout_s=trainer.timeout_s,
-    )
-    if not platform.is_accelerator and trainer.nnodes == 1:
-        return SharedMemoryTransport(address=address)
-    return RoutedTransport(address=address, platform=platform, sites=places.sites(layout, trainer.placement))

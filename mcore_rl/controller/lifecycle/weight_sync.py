@@ -39,7 +39,7 @@ class WeightSync:
         await self._restarter.repeat(partial(self._update, version))
 
     async def _update(self, version: int) -> None:
-        if self._num_restarts != self._restarter.num_restarts:  # there are new engines, which have the first weights
+        if self._num_restarts != self._restarter.num_restarts:  # there are new engines, which have none
             self._num_restarts = self._restarter.num_restarts
             self._updater.rejoin()
             self._version = None

@@ -38,7 +38,7 @@ class StepAdvantages:
     trained_S: trained tokens of each sequence, int64.
     metrics: of the whole step.
     mean_weight: the divisor of importance weights.
-    mean_logprob: the mean old log-prob of the tokens whose advantages are estimated, nats.
+    mean_logprob: the mean old log-prob of the tokens whose advantages are estimated, nats; 0 without old log-probs.
     """
 
     advantages: BatchAdvantages
@@ -78,7 +78,9 @@ def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig,
         groups.group_S, stats.scores_S, stats.counts_S, stats.advantages, algorithm,
         members_S=stats.members_S, parts_SK=groups.outcomes.parts_SK,
     )  # fmt: skip
-    metrics |= correction_metrics(stats.correction, algorithm.rollout_correction)
+    correction, config = stats.correction, algorithm.rollout_correction
+    if correction is not None:
+        metrics |= correction_metrics(correction, config)
     if (spread := estimated.spread) is not None:
         metrics |= {
             "advantage/mean": spread.mean,
@@ -93,6 +95,8 @@ def combine(stats: SequenceStats, groups: StepBatch, algorithm: AlgorithmConfig,
         advantages=estimated,
         trained_S=stats.trained_S,
         metrics=metrics,
-        mean_weight=mean_weight(stats.correction, algorithm.rollout_correction),
-        mean_logprob=float(stats.logprobs_S.sum()) / max(int(stats.counts_S.sum()), 1),
+        mean_weight=1.0 if correction is None else mean_weight(correction, config),
+        mean_logprob=0.0
+        if stats.logprobs_S is None
+        else float(stats.logprobs_S.sum()) / max(int(stats.counts_S.sum()), 1),
     )

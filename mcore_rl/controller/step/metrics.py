@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
+from mcore_rl.algorithms.correction import correction_metrics
+from mcore_rl.algorithms.own_scores import OwnScores
 from mcore_rl.algorithms.role_loss import RoleLoss
+from mcore_rl.config.algorithm import RolloutCorrectionConfig
 from mcore_rl.config.role import Role
 from mcore_rl.controller.step.rollout_collection import RolloutBatch
 from mcore_rl.controller.step.updates import Updated
@@ -54,6 +57,11 @@ def score_metrics(role: Role, scores: SequenceScores | None, num_tokens: int) ->
     if scores is None or scores.entropy_S is None:
         return {}
     return {f"{role.name}/entropy": float(scores.entropy_S.sum()) / max(1, num_tokens)}
+
+
+def own_metrics(role: Role, own: OwnScores, num_tokens: int, config: RolloutCorrectionConfig) -> dict[str, float]:
+    """The metrics of the scoring pass of ``role`` and of its agreement with the sampler, where the update scored."""
+    return score_metrics(role, own.scores, num_tokens) | correction_metrics(own.correction, config)
 
 
 def update_metrics(role: Role, loss: RoleLoss, updated: Updated) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.algorithms.losses.aggregation import loss_denominator
+from mcore_rl.algorithms.own_scores import OwnScores
 from mcore_rl.algorithms.policy import ActorLoss
 from mcore_rl.algorithms.role_loss import RoleLoss, UpdateSums
 from mcore_rl.algorithms.selection import Moments, num_selected, threshold
@@ -43,12 +44,14 @@ class Updated:
     memories: the memory use of each rank.
     trained: the trained tokens of each minibatch.
     imbalance: tokens of the busiest rank divided by the mean of the ranks, of the worst minibatch.
+    own: of all sequences, in the order of the batch, if the update scored them.
     """
 
     results: list[StepResult] = field(default_factory=list)
     memories: list[Memory] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
     imbalance: float = 1.0
+    own: OwnScores | None = None
 
     @property
     def sums(self) -> UpdateSums:
@@ -142,6 +145,7 @@ async def update(
     temperature: float,
     reference: str | None = None,
     seed: int = 0,
+    with_scores: bool = False,
 ) -> Updated:
     """Takes one optimizer step for each of ``minibatches``, lists of sequences, in one call of the workers.
 
@@ -150,6 +154,7 @@ async def update(
     reads: the fields that the loss receives, if the batch has them.
     reference: the snapshot to which a full KL is computed.
     seed: of the loss's random draws.
+    with_scores: the only minibatch has not been scored, and its own forward pass does so (``config/old_logprobs.py``).
     """
     minibatches = [members for members in minibatches if int(step.trained_S[list(members)].sum())]
     if not minibatches:
@@ -165,6 +170,9 @@ async def update(
     if "advantages_T" in reads and step.advantages.advantages_S is not None:
         advantages_S = step.advantages.advantages_S.numpy()  # pickled faster than tensors
         payloads = [[advantages_S[sequences] for sequences in of_rank] for of_rank in batches]
+    if with_scores:
+        assert len(minibatches) == 1, "the second update of a batch needs the log-probs before the first"
+        reads = (*reads, "rollout_logprobs_T")
     done = await group.train(
         shared.shard_refs(batches, reads, payloads),
         loss,
@@ -172,6 +180,7 @@ async def update(
         temperature=temperature,
         with_entropy=loss.with_entropy,
         kl_to=reference if loss.with_full_kl else None,
+        with_scores=with_scores,
         numbers=numbers,
     )
     return Updated(
@@ -179,6 +188,7 @@ async def update(
         memories=done.memories,
         trained=[int(step.trained_S[list(members)].sum()) for members in minibatches],
         imbalance=max(imbalance(shared.lengths_S, each) for each in shards),
+        own=shared.in_order(shards[0], done.scores) if with_scores else None,
     )
 
 

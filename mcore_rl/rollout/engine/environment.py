@@ -84,12 +84,18 @@ def core_shares(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
 
 
 def engine_arguments(
-    directory: Path, config: ServingConfig, model: ModelConfig, platform: Platform, extension: str | None
+    directory: Path,
+    config: ServingConfig,
+    model: ModelConfig,
+    platform: Platform,
+    extension: str | None,
+    *,
+    awaits_weights: bool = False,
 ) -> dict[str, Any]:
     """The keyword arguments of vLLM's ``AsyncEngineArgs`` for ``directory``, a Hugging Face checkpoint.
 
     model: the model in ``directory``.  extension: dotted name of the class whose methods are added to vLLM's workers
-    (``worker_extension_cls``); None is none.
+    (``worker_extension_cls``); None is none.  awaits_weights: see ``start_engine``.
     """
     layout = config.layout
     arguments: dict[str, Any] = dict(
@@ -120,6 +126,10 @@ def engine_arguments(
         # last token: vLLM's default is its sigmoid (ClassifierPoolerHead, 0.32).
         pooler = {"seq_pooling_type": "LAST", "use_activation": False}
         arguments |= dict(runner="pooling", convert="classify", pooler_config=pooler)
+    if awaits_weights:
+        # Random weights.  A parameter that no update fills is refused (receiver/live_weights.py); buffers outside of
+        # the checkpoint keep their values, and the scales of a cache that is not quantised are 1 after any start.
+        arguments["load_format"] = "dummy"
     if layout.tp > 1:
         arguments["distributed_executor_backend"] = "mp"
     if model.moe is not None:

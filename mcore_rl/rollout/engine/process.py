@@ -54,6 +54,7 @@ def start_engine(
     extension: str | None = None,
     version: int = 0,
     log: Path | None = None,
+    awaits_weights: bool = False,
     wait: bool = True,
     context: ProcessContext = FRESH,
 ) -> EngineProcess:
@@ -68,6 +69,7 @@ def start_engine(
         extension: dotted name of the class whose methods are added to vLLM's workers (``worker_methods``).
         version: of the weights in ``directory``.
         log: the file for the output of its processes; None: a temporary file, removed unless the engine fails.
+        awaits_weights: reads no weights, which come with an update; it refuses to generate before.
         wait: False returns at once, to start several engines; ``wait_until_ready`` then raises what this would.
         context: makes the process, which must be equivalent to a fresh one.
 
@@ -93,6 +95,7 @@ def start_engine(
         version=version,
         log=log,
         scratch=scratch,
+        awaits_weights=awaits_weights,
     )
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(settings, theirs), name=name)

@@ -49,6 +49,7 @@ class Settings:
     version: int
     log: Path
     scratch: Path
+    awaits_weights: bool
 
 
 def serve(settings: Settings, connection: Connection) -> None:
@@ -114,6 +115,7 @@ class _Server:
                 extension=settings.extension,
                 version=settings.version,
                 log=settings.log,
+                awaits_weights=settings.awaits_weights,
             )
         except Exception as error:  # noqa: BLE001  raised in the parent
             self._send(START, "error", _portable(settings.name, error))

@@ -50,7 +50,9 @@ STOP_S, STOP_ON_CPU_S = 5.0, 0.0
 class VllmEngine:
     """A ``RolloutEngine`` or a ``Classifier``, depending on its configuration; ``start`` makes it."""
 
-    def __init__(self, llm: AsyncLLM, meter: Meter, limits: Limits, log: Path | None, stop_s: float) -> None:
+    def __init__(
+        self, llm: AsyncLLM, meter: Meter, limits: Limits, log: Path | None, stop_s: float, refusal: str = ""
+    ) -> None:
         self._llm, self._meter, self._limits, self._log, self._stop_s = llm, meter, limits, log, stop_s
         self._cores = list(llm.engine_core.resources.engine_manager.processes)
         # Watched here, because vLLM reports a dead worker only after it waited for the others to end, 10 s.
@@ -58,7 +60,7 @@ class VllmEngine:
         self._mapped = shared_memory_of(self._below)
         self._ids: dict[str, tuple[str, int]] = {}  # vLLM's id of a request -> the request's key
         self._count = itertools.count()
-        self._refusal = ""
+        self._refusal = refusal
         self._death = asyncio.create_task(self._watch())
 
     @property
@@ -78,6 +80,7 @@ class VllmEngine:
         extension: str | None = None,
         version: int = 0,
         log: Path | None = None,
+        awaits_weights: bool = False,
     ) -> VllmEngine:
         """Loads ``directory`` into vLLM, in processes of vLLM's own; takes 10 s or more.
 
@@ -86,11 +89,11 @@ class VllmEngine:
         Args:
             model: the model in ``directory``, as ``admit`` returned it.
             log: the file that has this process's output, to find the cause of a death there; None if there is none.
-            name, directory, config, extension, version: see ``start_engine``.
+            name, directory, config, extension, version, awaits_weights: see ``start_engine``.
 
         Raises RolloutError with the first cause if vLLM does not start.
         """
-        arguments = engine_arguments(directory, config, model, platform, extension)
+        arguments = engine_arguments(directory, config, model, platform, extension, awaits_weights=awaits_weights)
         try:
             settings = AsyncEngineArgs(**arguments).create_engine_config()
             # On CPU vLLM has just asked for fresh processes, since those of several ranks bind their threads by
@@ -107,7 +110,8 @@ class VllmEngine:
             raise RolloutError(f"{name}: vLLM does not start with {directory}: {cause}{where}") from error
         (meter,) = llm.logger_manager.stat_loggers
         stop_s = STOP_S if platform.is_accelerator else STOP_ON_CPU_S
-        return cls(llm, meter, limits_of(name, directory, config, model), log, stop_s)
+        refusal = "it was started without weights" if awaits_weights else ""
+        return cls(llm, meter, limits_of(name, directory, config, model), log, stop_s, refusal)
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
         """See ``RolloutEngine.generate``."""

@@ -51,6 +51,8 @@ from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.tensor_slice import TensorSlice
 from mcore_rl.weights.views import view_of
 
+# vLLM makes these 1 at the end of every start, since no cache is quantised (attention.py, set_default_quant_scales).
+CACHE_SCALES = {"_q_scale", "_k_scale", "_v_scale", "_prob_scale"}
 IDENTITY_ROWS = 256  # rows of the identity per call: as many tokens go through the layer
 
 
@@ -109,7 +111,10 @@ class LiveWeights:
                 self.places[name] = _StoredAt(module, attribute, stored)
 
     def _strangers(self) -> Iterator[str]:
-        for name, _ in self.model.named_parameters():
+        names = dict(self.model.named_parameters(remove_duplicate=False))
+        persistent = self.model.state_dict().keys() - names  # an engine may be started without the checkpoint's values
+        buffers = [name for name in sorted(persistent) if name.rpartition(".")[2] not in CACHE_SCALES]
+        for name in (*(name for name, _ in self.model.named_parameters()), *buffers):
             if name not in self.stored:
                 yield f"{name} is in vLLM's model and not in the table. Mend families/{self.table.family.name}.py"
 

@@ -11,7 +11,7 @@ from mcore_rl.config.engine import Device
 from mcore_rl.config.rollout import RolloutConfig, RolloutLayout
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
-from mcore_rl.controller.lifecycle.start import _transport
+from mcore_rl.controller.lifecycle.transport import weight_transport
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.runtime import placement as placing
 from mcore_rl.runtime.placement import Bundle, Places
@@ -44,7 +44,7 @@ def transport(
     rollout = RolloutConfig(tp=layout.tp, dp=layout.dp)
     train = tuple(bundle(f"node {rank // per_node}") for rank in range(trainer.world_size))
     places = Places(train, tuple(map(bundle, engine_nodes)), 0.25 if platform.is_accelerator else 0.0, ())
-    return _transport(RunConfig(trainer=trainer, rollout=rollout), platform, places, "10.0.0.1", 1234)
+    return weight_transport(RunConfig(trainer=trainer, rollout=rollout), platform, places, "10.0.0.1", 1234)
 
 
 @pytest.mark.parametrize("vendor", list(ACCELERATORS))

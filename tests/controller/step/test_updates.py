@@ -12,11 +12,14 @@ import torch
 
 from mcore_rl.algorithms.advantages.estimation import BatchAdvantages
 from mcore_rl.algorithms.advantages.whiten import Whitening
+from mcore_rl.algorithms.own_scores import OwnScores, own_scores
 from mcore_rl.algorithms.policy import ActorLoss, policy_loss
 from mcore_rl.algorithms.ragged import Spreads, sequence_counts
 from mcore_rl.algorithms.selection import Moments, select
 from mcore_rl.algorithms.step_numbers import StepNumbers, finish
+from mcore_rl.algorithms.token_advantages import Outcomes, compute_advantages
 from mcore_rl.algorithms.value import CriticLoss, value_loss
+from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import ActorConfig, CriticConfig, LossAggregation
 from mcore_rl.controller.step.advantages import StepAdvantages
@@ -24,7 +27,7 @@ from mcore_rl.controller.step.updates import Updated, fields_read, minibatches, 
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
 from mcore_rl.runtime.shared_batch import SharedBatch
 from mcore_rl.runtime.train_worker import TrainResults
-from mcore_rl.types import Denominators, SequenceScores, StepResult, TrainBatch
+from mcore_rl.types import Denominators, SequenceScores, StepResult, TokenScores, TrainBatch
 from tests.support.batches import LENGTHS, ragged
 from tests.support.in_process_group import InProcessGroup
 
@@ -63,7 +66,10 @@ class Ranks(InProcessGroup):
             StepResult(loss=1.0, grad_norm=2.0, lr=0.1, skipped=None, metrics={"actor/ratio": float(number)})
             for number in range(len(given.batches))
         ]
-        return WorkerOutput(TrainResults(results, []) if rank == 0 else None)
+        with_scores, batch, own = args[5], given.batches[0], list[OwnScores]()
+        if with_scores:  # of log-probs that each token says, as the engine returns them
+            own = [own_scores(batch, TokenScores(logprobs_T=_says(batch), entropy_T=-_says(batch)))]
+        return WorkerOutput(TrainResults(results if rank == 0 else [], [], own))
 
 
 def _says(batch: TrainBatch) -> torch.Tensor:
@@ -84,12 +90,15 @@ def _step(
 
 async def _update(
     group: Ranks, shared: SharedBatch, loss: ActorLoss | CriticLoss, parts: Sequence[Sequence[int]],
-    step: StepAdvantages, *, temperature: float, seed: int = 0,
+    step: StepAdvantages, *, temperature: float, seed: int = 0, with_scores: bool = False,
 ) -> Updated:  # fmt: skip
     """With the settings of the loss, and what its role reads."""
     role = ROLES["actor" if isinstance(loss, ActorLoss) else "critic"]
     reads = fields_read(role, tuple(ROLES.values()))
-    return await update(group, shared, loss, loss.config, parts, step, reads=reads, temperature=temperature, seed=seed)
+    return await update(
+        group, shared, loss, loss.config, parts, step,
+        reads=reads, temperature=temperature, seed=seed, with_scores=with_scores,
+    )  # fmt: skip
 
 
 def _plain(batch: TrainBatch) -> TrainBatch:
@@ -140,7 +149,7 @@ def test_every_minibatch_is_trained_once_with_counts_of_all_ranks(dp: int) -> No
         for rank, each in enumerate(sent):  # a sequence's own, which its length tells
             assert group.trained[rank][0].payload[number].tolist() == [n + 0.25 for n in each.lengths_S]
     (sent_loss, counts, *rest), whole = group.trained[0][1], batch.select(PARTS[1])
-    assert (sent_loss, rest) == (loss, [0.5, False, None, StepNumbers()])
+    assert (sent_loss, rest) == (loss, [0.5, False, None, False, StepNumbers()])
     assert counts[1] == Denominators(loss=float(whole.mask_T.sum()), tokens=sum(whole.lengths_S), sequences=5)
     assert done.trained == [int(batch.select(members).mask_T.sum()) for members in PARTS]
     assert [result.metrics["actor/ratio"] for result in done.results] == [0.0, 1.0]
@@ -159,6 +168,35 @@ def test_a_role_is_handed_what_its_loss_reads() -> None:
         there = {name for name, _ in batch.token_fields()}
         assert {name for name, _ in given.batches[0].token_fields()} == (fields | {"tokens_T", "mask_T"}) & there
         assert given.payload == [None, None] and arguments[-1] == StepNumbers(whitening=whitening)
+
+
+def _scoring(group: Ranks, batch: TrainBatch, parts: Sequence[Sequence[int]]) -> Updated:
+    step, loss = _step(batch, torch.zeros(len(LENGTHS))), policy_loss(ActorConfig())
+    shared = send(group, replace(batch, old_logprobs_T=None), parts)
+    return asyncio.run(_update(group, shared, loss, parts, step, temperature=1.0, with_scores=True))
+
+
+@pytest.mark.parametrize("dp", [1, 3])
+def test_an_update_that_scores_says_what_the_pass_and_the_advantages_would(dp: int) -> None:
+    drawn_T = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(2))
+    batch, group = replace(ragged(101), rollout_logprobs_T=drawn_T), Ranks(dp)
+    own = _scoring(group, batch, [ALL]).own
+    told = Outcomes(scores_S=torch.zeros(10), truncated_S=torch.zeros(10, dtype=torch.bool))
+    _, expected = compute_advantages(replace(batch, old_logprobs_T=_says(batch)), told, AlgorithmConfig(), 0.0)
+    assert own is not None and expected.correction is not None
+    for name, sums_S in vars(expected.correction).items():
+        assert torch.equal(getattr(own.correction, name), sums_S), name
+    trained_T = _says(batch).double() * batch.mask_T
+    trained_S = torch.stack([part.sum() for part in trained_T.split(list(LENGTHS))])
+    assert torch.allclose(own.scores.sums_S, trained_S, rtol=1e-12)
+    assert own.scores.entropy_S is not None and torch.equal(own.scores.entropy_S, -own.scores.sums_S)
+    (given, _), *_ = group.trained.values()
+    assert given.batches[0].rollout_logprobs_T is not None and given.batches[0].old_logprobs_T is None
+
+
+def test_the_second_update_of_a_batch_cannot_score_it() -> None:
+    with pytest.raises(AssertionError, match="second update"):
+        _scoring(Ranks(1), ragged(101), PARTS)
 
 
 def test_what_the_sum_is_divided_by_is_counted_over_the_minibatch() -> None:

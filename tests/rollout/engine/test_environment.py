@@ -64,6 +64,8 @@ def test_arguments_on_the_cpu_and_on_an_accelerator(tmp_path: Path) -> None:
     assert cpu["worker_extension_cls"] == "package.module.Class" and cpu["dtype"] == "float32"
     assert cpu["logprobs_mode"] == "processed_logprobs" and cpu["skip_tokenizer_init"]
     rocm = engine_arguments(tmp_path, rollout, models.dense(), ROCM, None)
+    awaiting = engine_arguments(tmp_path, rollout, models.dense(), ROCM, None, awaits_weights=True)
+    assert awaiting == rocm | {"load_format": "dummy"} and "load_format" not in rocm
     assert rocm["kv_cache_memory_bytes"] is None and rocm["enable_sleep_mode"]
     assert "runner" not in cpu and "pooler_config" not in cpu
     assert "enable_chunked_prefill" not in rocm and "compilation_config" not in rocm and not rocm["enforce_eager"]

@@ -1,0 +1,73 @@
+"""Collects what the microbatches of a pass say, and joins it over the ranks: results per token, and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_rl.config.role import Head
+from mcore_rl.parallel.groups import ProcessGroups
+from mcore_rl.training.microbatch import Microbatch
+from mcore_rl.types import LossInputs, TokenScores
+
+
+class TokenOutputs:
+    """Log-probs, and with ``with_entropy`` entropies, or values of a value head, of every token of a rank's batch."""
+
+    def __init__(self, head: Head, with_entropy: bool, num_tokens: int, groups: ProcessGroups) -> None:
+        self.groups = groups
+        self._names = ["values_T"] if head is Head.value else ["logprobs_T", "entropy_T"][: 1 + with_entropy]
+        self._out = torch.zeros(len(self._names), num_tokens, device=groups.device)
+
+    def add(self, microbatch: Microbatch, outputs: Sequence[Tensor]) -> None:
+        """Keeps the outputs of a microbatch, each [N], in predictor order."""
+        for row, value_N in zip(self._out, outputs, strict=True):
+            microbatch.scatter_to_targets(value_N.detach(), row)
+
+    def over_ranks(self) -> TokenScores:
+        """Those of all tokens, on the CPU, the same on every peer.  Collective over context and pipeline ranks."""
+        dist.all_reduce(self._out, group=self.groups.cp)
+        dist.all_reduce(self._out, group=self.groups.pp)
+        return TokenScores(**dict(zip(self._names, self._out.cpu(), strict=True)))
+
+
+def keep_scores(out: TokenOutputs, microbatch: Microbatch, inputs: LossInputs, *, with_entropy: bool) -> LossInputs:
+    """Keeps log-probs and entropies of ``inputs``; returns what the loss gets.  with_entropy: it gets entropies.
+
+    The weights are those before the step, so log-probs are their own old ones.
+    """
+    assert inputs.logprobs_N is not None and inputs.entropy_N is not None, "values have no log-probs"
+    out.add(microbatch, [inputs.logprobs_N, inputs.entropy_N])
+    old_N = inputs.logprobs_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
+    return replace(inputs, old_logprobs_N=old_N, entropy_N=inputs.entropy_N if with_entropy else None)
+
+
+class RunningSums:
+    """Adds up the loss and the metrics of a step's microbatches, then over the ranks."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self.groups = groups
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, total: Tensor, metrics: dict[str, Tensor]) -> None:
+        """Adds the loss and the metrics of a microbatch."""
+        for name, value in {"": total, **metrics}.items():
+            value = value.detach().float()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def over_ranks(self) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of the global minibatch, on every rank.  Collective over the world."""
+        sums: list[dict[str, float]] = [{}]
+        if self.groups.is_last_stage:
+            names = sorted(self._sums)
+            stacked = torch.stack([self._sums[name] for name in names])
+            dist.all_reduce(stacked, group=self.groups.dp_cp)
+            sums = [dict(zip(names, stacked.tolist(), strict=True))]
+        if self.groups.layout.pp > 1:
+            last = dist.get_global_rank(self.groups.pp, self.groups.layout.pp - 1)
+            dist.broadcast_object_list(sums, src=last, group=self.groups.pp)
+        return sums[0].pop(""), sums[0]

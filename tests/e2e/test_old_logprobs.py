@@ -1,0 +1,74 @@
+"""A run of one update a step leaves the log-prob pass out, and its numbers are those of a run that has it.
+
+Both from the command line.  What has the pass rejects no token, by a bound that nothing reaches: a rejection must know
+the ratio before the update, and so the pass stays.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mcore_rl.tracking.jsonl import read_metrics
+from tests.e2e.test_roles import write_dense
+from tests.house.source import ROOT
+from tests.support import run_task
+from tests.support.run_task import AGREEMENT, SPEED, write_task
+
+STEPS = 2
+WITH_THE_PASS = ("algorithm.rollout_correction.reject=token_k2", "algorithm.rollout_correction.reject_upper=1e9")
+OF_THE_PASS = {"actor/entropy", "actor/ratio_first", "actor/kl_k1", "actor/kl_k3", "rollout/kl_k1", *AGREEMENT}
+# The sampler's own log-probs differ between runs in the last bits, as vLLM happens to batch; so does their difference.
+ROUNDING = 1e-6
+
+
+def train(task: Path, directory: Path, *more: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """The metrics of each step, and the final weights."""
+    settings = [
+        "actor.ppo_mini_batch_size=8",
+        "algorithm.use_kl_in_reward=false",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.test_freq=0",
+        "trainer.save_freq=0",
+    ]
+    words = ["train", *run_task.overrides(task, directory, *settings, *more)]
+    subprocess.run([sys.executable, "-m", "mcore_rl.cli", *words], cwd=ROOT, check=True, timeout=240)
+    metrics = [dict(line) for line in read_metrics(directory / "metrics.jsonl")]
+    (weights,) = (directory / "hf").glob("*/model.safetensors")
+    return metrics, load_file(weights)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("model", ("actor.parallel.ep=2",)),
+        pytest.param("model", ("actor.parallel.ep=1", "actor.parallel.pp=2"), marks=pytest.mark.tier("full")),
+        pytest.param("dense", ("actor.parallel.ep=1", "actor.parallel.tp=2"), marks=pytest.mark.tier("full")),
+        pytest.param("dense", ("actor.parallel.ep=1", "actor.parallel.cp=2"), marks=pytest.mark.tier("full")),
+    ],
+)
+def test_a_step_without_the_pass_has_the_numbers_of_one_with_it(
+    model: str, layout: tuple[str, ...], tmp_path: Path, processes: None
+) -> None:
+    task = write_task(tmp_path)
+    write_dense(task / "dense", task / "model", seed=3)
+    settings = (f"model.path={task / model}", *layout)
+    without, own = train(task, tmp_path / "without", *settings)
+    scored, expected = train(task, tmp_path / "with", *settings, *WITH_THE_PASS)
+    for of_without, of_scored in zip(without, scored, strict=True):
+        assert OF_THE_PASS <= of_without.keys()
+        assert of_without.keys() | {"rollout/correction_masked_share"} == of_scored.keys()
+        assert of_without["perf/tflop_logprobs"] == pytest.approx(of_scored["perf/tflop_logprobs"] / 2), "the reference"
+        for name, value in of_without.items():
+            if name in (*AGREEMENT, "rollout/kl_k1"):
+                assert value == pytest.approx(of_scored[name], abs=ROUNDING), name
+            elif not name.startswith(SPEED):
+                assert value == of_scored[name], name
+        assert of_without["actor/ratio_first"] == 1 and of_without["actor/kl_k3"] == 0
+    assert own.keys() == expected.keys()
+    assert all(torch.equal(own[name], expected[name]) for name in own)
