@@ -65,7 +65,7 @@ def small_worker() -> type:
         def device_ids(self) -> list[str]:  # as TrainWorker.device_ids
             return [str(index) for index in ray.get_gpu_ids()]
 
-        def start(self, directory: Any, config: Any, cores: Any, device_ids: Sequence[str] | None, log: Any) -> None:
+        def start(self, directory: Any, config: Any, cores: Any, device_ids: Sequence[str] | None, *_: Any) -> None:
             self.told = device_ids
 
         def close(self) -> None:
