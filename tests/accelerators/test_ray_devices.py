@@ -30,6 +30,8 @@ CUDA = replace(detect(Device.cpu), kind=Device.cuda, device_type="cuda", backend
 PER_NODE = 8
 Physical = tuple[str, int]  # (node, the device's index on it)
 
+pytestmark = pytest.mark.tier("full")
+
 
 @pytest.fixture(scope="module")
 def two_nodes(processes: None) -> Iterator[None]:
@@ -128,8 +130,8 @@ async def started(
     [
         (1, 8, RolloutLayout(tp=4, dp=2)),
         (2, 4, RolloutLayout(tp=2, dp=4)),
-        pytest.param(1, 4, RolloutLayout(tp=2, dp=2, ep=4), marks=pytest.mark.tier("full")),  # one engine of 4 ranks
-        pytest.param(2, 8, RolloutLayout(tp=1, dp=16), marks=pytest.mark.tier("full")),
+        (1, 4, RolloutLayout(tp=2, dp=2, ep=4)),  # one engine of 4 ranks
+        (2, 8, RolloutLayout(tp=1, dp=16)),
     ],
     ids=str,
 )
@@ -148,7 +150,7 @@ def test_colocated_engines_compute_on_their_trainers_devices(
     ("nodes", "per_node", "layout"),
     [
         (1, 4, RolloutLayout(tp=4, dp=2)),
-        pytest.param(2, 4, RolloutLayout(tp=4, dp=2), marks=pytest.mark.tier("full")),
+        (2, 4, RolloutLayout(tp=4, dp=2)),
     ],
     ids=str,
 )

@@ -85,6 +85,7 @@ def test_a_laptop_in_seconds(tmp_path: Path, processes: None) -> None:
     assert cluster.reached.intra_node_gb_s == values["rates"]["intra_node_gb_s"]
 
 
+@pytest.mark.tier("full")
 def test_a_machine_that_is_not_what_the_yaml_says_is_a_failure(tmp_path: Path, processes: None) -> None:
     only = ["--only", "the cluster's yaml", "--only", "topology"]
     done, values = doctor(tmp_path, "--cluster", "cpu", "cluster.cpus_per_node=4000", *only)

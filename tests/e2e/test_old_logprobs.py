@@ -43,13 +43,14 @@ def train(task: Path, directory: Path, *more: str) -> tuple[list[dict[str, float
     return metrics, load_file(weights)  # type: ignore[return-value]
 
 
+@pytest.mark.tier("full")
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
         ("model", ("actor.parallel.ep=2",)),
-        pytest.param("model", ("actor.parallel.ep=1", "actor.parallel.pp=2"), marks=pytest.mark.tier("full")),
-        pytest.param("dense", ("actor.parallel.ep=1", "actor.parallel.tp=2"), marks=pytest.mark.tier("full")),
-        pytest.param("dense", ("actor.parallel.ep=1", "actor.parallel.cp=2"), marks=pytest.mark.tier("full")),
+        ("model", ("actor.parallel.ep=1", "actor.parallel.pp=2")),
+        ("dense", ("actor.parallel.ep=1", "actor.parallel.tp=2")),
+        ("dense", ("actor.parallel.ep=1", "actor.parallel.cp=2")),
     ],
 )
 def test_a_step_without_the_pass_has_the_numbers_of_one_with_it(

@@ -63,6 +63,7 @@ def test_every_test_of_this_folder_is_collected_on_a_bare_machine(processes: Non
     assert len(counts) == TESTS and "0" not in counts.values(), ran.stdout
 
 
+@pytest.mark.tier("full")
 def test_the_benchmark_runs_on_a_bare_machine(processes: None, tmp_path: Path) -> None:
     asked = run_bare(tmp_path, "-m", "benchmarks.gpu", "--help")
     assert asked.returncode == 0 and all(section.name in asked.stdout for section in gpu.PLAN), asked.stderr

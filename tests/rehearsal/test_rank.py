@@ -121,6 +121,7 @@ CASES = [
 ]
 
 
+@pytest.mark.tier("full")
 def test_memory_is_what_torchs_allocator_gives_in_a_real_step(processes: None) -> None:
     """What a step takes at its highest beyond what was there, in the first and in a later one (moments are there).
 

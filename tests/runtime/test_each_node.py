@@ -18,6 +18,7 @@ from mcore_rl.runtime import each_node
 from mcore_rl.runtime.each_node import on_each_node
 
 CPU = detect(Device.cpu)
+pytestmark = pytest.mark.tier("full")
 
 
 @pytest.fixture(scope="module")
