@@ -40,6 +40,7 @@ from mcore_rl.parallel.phase import SLOT_BYTES, mirror_phase, phase, read_slot, 
 
 HOST = "127.0.0.1"
 SETTLE_S = 0.2  # after a rank failed by itself: wait for reports that are already on their way
+UNWIND_S = 2.0  # for the report of a rank that is in no phase any more
 STOP_S = 1.0  # between SIGTERM and SIGKILL
 EXIT_S = 30.0  # for a rank that has returned its result: to flush logs and leave its process groups
 
@@ -153,6 +154,8 @@ class _Child:
 
     def words(self) -> str:
         """How this rank ended, for a message about another one."""
+        if not self.reported and not read_slot(self.slot) and self.reader.poll(UNWIND_S):
+            self.listen()  # it had left its phases, on its way to report
         if self.failure is not None:
             return self.failure.aftermath()
         return "had finished" if self.reported else f"stopped in {read_slot(self.slot) or 'no phase'}"

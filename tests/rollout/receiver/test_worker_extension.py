@@ -80,7 +80,7 @@ def _threads_after_a_failure() -> tuple[str, int]:
     updates.expected = [SimpleNamespace(source_rank=0, num_bytes=4, parts=[part])] * 10_000  # type: ignore[list-item]
     updates.live, updates.bucket_bytes = Live(), 8  # type: ignore[assignment]
     updates.incoming = SimpleNamespace(  # type: ignore[assignment]
-        messages=lambda wanted, _: repeat(torch.zeros(4, dtype=torch.uint8), len(wanted))
+        messages=lambda wanted: repeat(torch.zeros(4, dtype=torch.uint8), len(wanted))
     )
     before = threading.active_count()
     try:
