@@ -33,6 +33,7 @@ def causes(report: dict[str, Any]) -> dict[str, bool | None]:
     return {finding["cause"]: finding["found"] for finding in report["findings"]}
 
 
+@pytest.mark.tier("full")
 def test_experts_over_two_ranks_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: None) -> None:
     tiny_models.save("mixtral", tmp_path / "hf")
     arguments = ("--layout", "tp=2,ep=2", "--temperature", "0.7", "--samples", "2")

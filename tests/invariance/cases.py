@@ -269,15 +269,15 @@ def all_cases() -> list[Case]:
 def once_packed_once_unpacked(cases: list[Case]) -> list[Case]:
     """The cases of the tier ``test``: each layout of a problem once with packed microbatches, once with unpacked.
 
-    Of overlaps, filled microbatches and what is passed on, two processes say enough there.
+    Of overlaps and filled microbatches, two processes say enough there; what is passed on is of the tier ``full``.
     """
     first: dict[tuple[object, ...], Case] = {}
     for case in cases:
-        if (case.overlap or case.filled or case.megatron) and case.world_size > 2:
+        if case.megatron or ((case.overlap or case.filled) and case.world_size > 2):
             continue
         packed = case.microbatch_sequences is None
         same = (case.problem, case.layout, case.world_size, case.dispatcher, case.pipeline_layers)
-        way = (*same, case.overlap, case.filled, case.megatron, packed)
+        way = (*same, case.overlap, case.filled, packed)
         first.setdefault(way, case)
     return list(first.values())
 

@@ -45,6 +45,7 @@ def evaluate(path: Path, *more: str) -> dict[str, Any]:
     return numbers
 
 
+@pytest.mark.tier("full")
 def test_rows_are_scored_by_who_they_ask_for(tmp_path: Path, processes: None) -> None:
     judge = tmp_path / "judge"
     reward_models.write_judge(judge)
