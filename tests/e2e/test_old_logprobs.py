@@ -57,7 +57,7 @@ def test_a_step_without_the_pass_has_the_numbers_of_one_with_it(
     model: str, layout: tuple[str, ...], tmp_path: Path, processes: None
 ) -> None:
     task = write_task(tmp_path)
-    write_dense(task / "dense", task / "model", seed=3)
+    write_dense(task / "dense", task / "model", seed=3, hidden_size=64)
     settings = (f"model.path={task / model}", *layout)
     without, own = train(task, tmp_path / "without", *settings)
     scored, expected = train(task, tmp_path / "with", *settings, *WITH_THE_PASS)

@@ -43,12 +43,12 @@ def of_roles(task: Path, *more: str) -> list[str]:
     ]
 
 
-def write_dense(directory: Path, tokenizer_of: Path, seed: int) -> None:
-    """A model with the tokens of the task's, and heads for two ranks."""
+def write_dense(directory: Path, tokenizer_of: Path, seed: int, hidden_size: int = 32) -> None:
+    """A model with the tokens of the task's, and two heads for two ranks; in vLLM's CPU engine each takes 32."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
     torch.manual_seed(seed)
     config = Qwen2Config(
-        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2,
+        num_hidden_layers=2, hidden_size=hidden_size, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2,
         vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.1, tie_word_embeddings=False,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
