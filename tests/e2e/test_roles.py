@@ -49,7 +49,8 @@ def write_dense(directory: Path, tokenizer_of: Path, seed: int, hidden_size: int
     torch.manual_seed(seed)
     config = Qwen2Config(
         num_hidden_layers=2, hidden_size=hidden_size, intermediate_size=64, num_attention_heads=2,
-        num_key_value_heads=2, vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.1, tie_word_embeddings=False,
+        num_key_value_heads=2, vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.1,
+        tie_word_embeddings=False,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
