@@ -187,9 +187,7 @@ def _streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active
     return total - experts * untouched
 
 
-def weights_s(
-    role: RolePlan, rollout_bytes: int, layout: RolloutLayout, rates: Rates, *, separate: bool
-) -> float:  # fmt: skip
+def weights_s(role: RolePlan, rollout_bytes: int, layout: RolloutLayout, rates: Rates, *, separate: bool) -> float:
     """Seconds of a weight update along ``weights/rounds.py``; what it moves is an estimate, and no plan is made.
 
     Between nodes goes what a node's training ranks do not hold, once for all replicas on it; all of it goes inside the

@@ -82,7 +82,7 @@ class Link:
 
 
 class Listener:
-    """Where other members' links come in.  Made before the members meet, so that all find its name in the store."""
+    """Where other members' links come in; it puts its name into the store, where ``Link.to`` waits for it."""
 
     def __init__(self, members: Members) -> None:
         self.members = members

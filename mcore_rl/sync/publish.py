@@ -37,8 +37,9 @@ from mcore_rl.weights.views import view_of
 class Published:
     """One rank's statistics of one update.
 
-    num_bytes: sent by this rank.  seconds: in all; pack_s of them copying into messages, wait_s waiting for the
-    transport.  bytes_over_bound: bytes sent over bytes stored, of the whole plan; 1.0 is the minimum.
+    num_bytes: of its parameters that it sent, or handed over on its own device.
+    seconds: in all; pack_s of them copying into messages, wait_s waiting for the transport (rounds pack by themselves).
+    bytes_over_bound: bytes sent over bytes stored, of the whole plan; 1.0 is the minimum.
     """
 
     version: int

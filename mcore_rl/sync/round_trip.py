@@ -13,12 +13,15 @@ from torch import Tensor
 
 from mcore_rl.sync.exchange import Exchange, Transfer
 from mcore_rl.sync.transport import Parameters
-from mcore_rl.weights.rounds import ALIGNMENT, Block, Round
+from mcore_rl.weights.rounds import Block, Round, aligned
 from mcore_rl.weights.sites import DIRECT
 
 
 class RoundTrip:
-    """Takes ``member`` through its rounds.  parameters: None for a rollout rank, which sends only what it received."""
+    """Takes ``member`` through the rounds of one update; what it sends is packed into a buffer that goes with it.
+
+    parameters: None for a rollout rank, which sends only what it received.
+    """
 
     def __init__(self, exchange: Exchange, member: int, parameters: Parameters | None) -> None:
         self._exchange, self._member, self._parameters = exchange, member, parameters
@@ -26,10 +29,6 @@ class RoundTrip:
 
     def _empty(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._exchange.device)
-
-    def release(self) -> None:
-        """Frees the buffer until the next update."""
-        self._packed = self._empty()
 
     def messages(
         self, rounds: Sequence[Round], space: Callable[[int, int], Tensor], *, ahead: bool
@@ -59,7 +58,7 @@ class RoundTrip:
         """Copies what stays here, packs what is sent, and begins all transfers of a leg."""
         sends, receives, used = list[Transfer](), list[Transfer](), 0
         leaving = [block for block in blocks if block.sender == self._member != block.receiver]
-        self._make_room(sum(-(-block.num_bytes // ALIGNMENT) * ALIGNMENT for block in leaving))
+        self._make_room(sum(aligned(block.num_bytes) for block in leaving))
         for block in blocks:
             if block.receiver == self._member:
                 place = messages[block.rollout_rank][block.begin : block.begin + block.num_bytes]
@@ -71,7 +70,7 @@ class RoundTrip:
             data = self._whole(block, messages)
             if data is None:
                 data = self._packed[used : used + block.num_bytes]
-                used += -(-block.num_bytes // ALIGNMENT) * ALIGNMENT
+                used += aligned(block.num_bytes)
                 self._pack(block, messages, data)
             sends.append(Transfer(block.receiver, data))
         return self._exchange.start(sends, receives)

@@ -64,12 +64,11 @@ class RoutedSender:
 
     def __init__(self, members: Members, exchange: Exchange, hand_over: dict[int, SlotSender]) -> None:
         self.members, self._exchange, self._hand_over = members, exchange, hand_over
-        self._trip: RoundTrip | None = None
 
     def send(self, rounds: Sequence[Round], parameters: Parameters) -> None:
         """Take part in all ``rounds``; hand their messages over; return when everything has left this process."""
-        self._trip = RoundTrip(self._exchange, self.members.member, parameters)
-        for messages in self._trip.messages(rounds, self._space, ahead=False):
+        trip = RoundTrip(self._exchange, self.members.member, parameters)
+        for messages in trip.messages(rounds, self._space, ahead=False):
             for rollout_rank, message in messages.items():
                 self._hand_over[rollout_rank].send(message, rollout_rank)
         for sender in self._hand_over.values():
@@ -80,7 +79,6 @@ class RoutedSender:
 
     def release(self) -> None:
         """Free the memory until the next update."""
-        self._trip = None
         for sender in self._hand_over.values():
             sender.release()
 
@@ -97,7 +95,6 @@ class RoundReceiving(Receiving):
     def __init__(self, members: Members, exchange: Exchange, rounds: Sequence[Round], bucket_bytes: int) -> None:
         super().__init__(members, bucket_bytes)
         self._exchange, self._rounds = exchange, rounds
-        self._trip = RoundTrip(exchange, members.member, None)
 
     def messages(self, wanted: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
         """See ``Incoming.messages``."""
@@ -111,10 +108,10 @@ class RoundReceiving(Receiving):
                 spaces[number] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             return spaces[number][:num_bytes]
 
-        for messages in self._trip.messages(self._rounds, space, ahead=True):
+        trip = RoundTrip(self._exchange, self.members.member, None)
+        for messages in trip.messages(self._rounds, space, ahead=True):
             if me in messages:
                 yield messages[me]
-        self._trip.release()
 
     def close(self) -> None:
         """See ``Incoming.close``."""

@@ -203,7 +203,7 @@ class Rounds:
         for _, together in groupby(groups, lambda group: group.number):
             parts, used = list[MessagePart](), 0
             for group in together:
-                begin = _aligned(used)
+                begin = aligned(used)
                 parts += [replace(part, begin=begin + part.begin) for part in group.parts]
                 used = begin + group.num_bytes
             messages.append(Message(landing, rollout_rank, tuple(parts), used))
@@ -216,7 +216,7 @@ class Rounds:
         for group in self._groups((self.sender == member) | (self.landing == member)):
             here, begin = rounds.setdefault(group.number, Round(group.number)), 0
             if group.receiver == member:
-                begin = _aligned(here.lands.get(group.rollout_rank, 0))
+                begin = aligned(here.lands.get(group.rollout_rank, 0))
                 here.lands[group.rollout_rank] = begin + group.num_bytes
                 places = held.setdefault((group.number, group.rollout_rank), {})
                 places.update({key: begin + at for key, at in zip(group.keys, group.begins, strict=True)})
@@ -255,7 +255,7 @@ class Rounds:
         plan, rows = self.plan, self.row[pieces]
         parts, begins, used = list[MessagePart](), list[int](), 0
         for row, window, names in zip(rows.tolist(), self.window[pieces].tolist(), plan.names(rows), strict=True):
-            begins.append(_aligned(used))
+            begins.append(aligned(used))
             used = begins[-1]
             geometry = int(plan.geometry[row])
             itemsize, dtype = self._itemsize(geometry), plan.rollout.rules[plan.geometries[geometry].target_rule].dtype
@@ -316,5 +316,6 @@ def _spread(groups: Int64Array) -> NDArray[np.float64]:
     return out
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """``num_bytes`` rounded up to where the next piece of a message may begin."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
