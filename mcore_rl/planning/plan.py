@@ -74,7 +74,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         num_nodes=run.trainer.nnodes,
         colocated=colocated,
         engines_per_node=-(-engines // run.trainer.nnodes) if colocated else min(per_node, engines),
-        ranks_per_engine=run.rollout.layout.tp * run.rollout.layout.engine_dp,
+        ranks_per_engine=run.rollout.layout.engine_size,
         saves=run.trainer.save_freq > 0 and run.trainer.async_save,
         reward_model=_reward_model_bytes(run, device_bytes),
     )

@@ -153,7 +153,7 @@ def generate_s(
     longest response has tokens.
     """
     layout, size = config.layout, BYTES[config.dtype]
-    num_engines = layout.world_size // (layout.tp * layout.engine_dp)
+    num_engines = layout.num_engines
     replicas = max(1, num_engines * layout.engine_dp)
     sequences = num_prompts * config.n / replicas
     held = (mean_prompt + mean_response / 2) * max(1, cache_bytes_per_token(model, config))
@@ -201,7 +201,7 @@ def weights_s(role: RolePlan, rollout_bytes: int, layout: RolloutLayout, rates: 
     num_trainers, num_rollout = role.layout.world_size, layout.world_size
     all_weights = role.sizes.num_parameters * role.kernels.size
     here = 0.0 if separate else min(1.0, min(rates.per_node, num_trainers) * sum(held) / len(held) / all_weights)
-    replicas = max(1, min(rates.per_node, num_rollout) // (layout.tp * layout.engine_dp))
+    replicas = max(1, min(rates.per_node, num_rollout) // layout.engine_size)
     coming = rollout_bytes * (1 - here) / replicas
     going = coming * num_rollout / num_trainers
     between = ROUND_IMBALANCE * max(coming, going) / rates.inter

@@ -120,7 +120,7 @@ async def started(
         engines = await start.start_engines(Path("model"), config, places.rollout, CUDA, Path("logs"), stack, shared)
         ids = await Trainers().device_ids()
         seen = [Given(*await each.given.remote()) for each in trainers]
-        theirs = [Given(*await engine._worker.given.remote()) for engine in engines]
+        theirs = [Given(*await engine._workers[0].given.remote()) for engine in engines]
     ranks = [seen_by_trainer(replace(given, ids=dealt)) for given, dealt in zip(seen, ids, strict=True)]
     return ranks, [seen_by_engine(given, config) for given in theirs]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -11,7 +13,7 @@ import ray
 from mcore_rl.errors import DeadEngineError, RolloutError
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
 from mcore_rl.rollout.worker_methods import HeldWeightsMethods
-from mcore_rl.runtime.engine_client import EngineClient
+from mcore_rl.runtime.engine_client import EngineClient, PartSpec
 from tests.support.answerers import Scripted, ScriptedEngine
 
 SAMPLING = Sampling(max_tokens=4)
@@ -73,7 +75,10 @@ def test_cancelling_reaches_the_engine(engine: EngineClient) -> None:
 
 
 def new_engine(name: str) -> EngineClient:
-    return EngineClient(name, lambda: ray.remote(Scripted).options(num_cpus=0).remote(name))
+    def new_worker() -> Any:
+        return ray.remote(Scripted).options(num_cpus=0).remote(name)
+
+    return EngineClient(name, [PartSpec(new_worker, Path("log"))])
 
 
 def test_a_finished_sample_comes_at_once_and_leaving_then_aborts_the_rest() -> None:

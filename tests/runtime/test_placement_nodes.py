@@ -39,7 +39,7 @@ def test_every_node_gets_its_share_of_the_ranks(three_nodes: None) -> None:
     places = asyncio.run(place(TrainerConfig(nnodes=3, n_gpus_per_node=2), RolloutLayout(dp=3), CPU))
     nodes = [node_of(bundle) for bundle in places.train]
     assert nodes[0::2] == nodes[1::2] and len(set(nodes)) == 3, "ranks of a node are neighbours"
-    assert [node_of(bundle) for bundle in places.rollout] == nodes[:3]
+    assert [node_of(bundle) for (bundle,) in places.rollout] == nodes[:3]
     places.close()
 
 
