@@ -194,7 +194,7 @@ def test_a_part_whose_node_is_gone_is_named() -> None:
         await engine.start(Path("model"), RolloutConfig(tp=2))
         ray.kill(engine._workers[1])
         samples = engine.generate([request("forever")], SAMPLING)
-        with pytest.raises(DeadEngineError, match="engine 4 died while generating 1 samples: .*its Ray actor is gone"):
+        with pytest.raises(DeadEngineError, match=r"engine 4 died while generating 1 samples: .*its Ray actor is gone"):
             await asyncio.wait_for(anext(samples), 60)
         await engine.shutdown()
 
