@@ -1,4 +1,4 @@
-"""A run whose one engine is on two nodes of a Ray cluster, killed on either: it ends with the bits of an undisturbed one.
+"""A run whose one engine is on two nodes of a Ray cluster, killed on either: it ends with the bits of a calm one.
 
 Both nodes are on this machine.  Rank 0 of the engine is on one with training rank 0, rank 1 on the other with training
 rank 1, which receives its weights there.
