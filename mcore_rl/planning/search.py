@@ -193,8 +193,8 @@ def _run_options(
         )
     ]
     # An engine on several nodes waits for the network in every layer: only for a model that one node does not hold.
-    found = (list(_rollouts(run, model, cluster, refused, spans=spans)) for spans in (False, True))
-    theirs = sorted(next(filter(None, found), []), key=lambda each: each.seconds)
+    choices = (list(_rollouts(run, model, cluster, refused, spans=spans)) for spans in (False, True))
+    theirs = sorted(next(filter(None, choices), []), key=lambda each: each.seconds)
     considered = len(ours) + len(theirs) + sum(refused.values())
     fastest = sorted(ours, key=lambda each: each[0])[:PAIRED]
     return list(_pairs(run, cluster, fastest, theirs, refused)), considered

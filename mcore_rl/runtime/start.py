@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +83,13 @@ async def start_engines(
     there are enough.
     """
     ids = None if trainers is None or not platform.is_accelerator else await trainers.device_ids()
-    num_parts = sum(map(len, bundles))
-    cores = None if platform.is_accelerator else core_shares(usable_cores(), num_parts)
-    numbers = count()
+    nodes = len(bundles[0])  # of every engine
+    cores = None if platform.is_accelerator else core_shares(usable_cores(), nodes * len(bundles))
+    devices, own = config.layout.engine_size // nodes, platform.is_accelerator and trainers is None
 
     def part(engine: int, node: int) -> PartSpec:
-        """The part of an engine on one of its nodes; called for all of them, in order."""
-        number, devices = next(numbers), config.layout.engine_size // len(bundles[engine])
-        own = platform.is_accelerator and trainers is None
+        """The part of an engine on one of its nodes."""
+        number = engine * nodes + node
         options = bundles[engine][node].options({"num_cpus": 0, "num_gpus": devices if own else 0})
         title = f"{name} {engine}" + (f" (node {node})" if node else "")
         file = f"{name.replace(' ', '-')}-{engine}" + (f"-node-{node}" if node else "")
@@ -102,8 +100,10 @@ async def start_engines(
             device_ids=None if ids is None else [each for rank in ids[number * devices :][:devices] for each in rank],
         )
 
-    parts = [[part(engine, node) for node in range(len(each))] for engine, each in enumerate(bundles)]
-    engines = [EngineClient(f"{name} {engine}", each) for engine, each in enumerate(parts)]
+    engines = [
+        EngineClient(f"{name} {engine}", [part(engine, node) for node in range(nodes)])
+        for engine in range(len(bundles))
+    ]
     starting = [engine.start(directory, config, awaits_weights=awaits_weights) for engine in engines]
     try:
         results = await asyncio.gather(*starting, return_exceptions=True)

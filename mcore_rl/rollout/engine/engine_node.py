@@ -7,7 +7,6 @@ are there ("headless", ``headless_engine.py``).  An engine on one node is node 0
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ class EngineNode:
             arguments |= dict(data_parallel_rpc_port=self.meeting.rpc_port)
         return arguments
 
-    def environment(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The variables that tie vLLM's sockets to the interface of ``address``; none for an engine on one node.
 
         environ: what the process inherits; an interface that is chosen there stays.

@@ -39,6 +39,12 @@ def own_address() -> str:
     return own[0] if own else "127.0.0.1"
 
 
+@pytest.fixture
+def trainers(processes: None) -> Iterator[LiveTrainers]:
+    with LiveTrainers() as live:
+        yield live
+
+
 @contextmanager
 def on_two_nodes(directory: Path, *, awaits_weights: bool) -> Iterator[list[EngineProcess]]:
     """The engine, and its part on the other node."""
@@ -64,8 +70,10 @@ def listening(part: EngineProcess) -> set[str]:
 
 
 def workers(part: EngineProcess) -> list[psutil.Process]:
-    """vLLM's workers of a node: they name themselves by their rank."""
-    return [each for each in group_of(part.pid) if "VLLM::Worker" in " ".join(each.cmdline())]
+    """vLLM's workers of a node: of its processes, those that have started no other."""
+    processes = group_of(part.pid)
+    parents = {each.ppid() for each in processes}
+    return [each for each in processes if each.pid not in parents]
 
 
 def test_an_engine_of_two_nodes_draws_is_updated_and_dies_as_a_whole(trainers: LiveTrainers, tmp_path: Path) -> None:
