@@ -108,9 +108,8 @@ class _Process(ForkServerProcess):
 RANK_SERVERS = tuple(
     Server(
         # Not Ray: it reads its settings, and who it is, from the environment when it is imported.
-        ["pytest"] + [
-            f"tests.support.{name}" for name in ("engine_runs", "live_trainers", "saved_states", "fast_python")
-        ],
+        ["pytest"]
+        + [f"tests.support.{name}" for name in ("engine_runs", "live_trainers", "saved_states", "fast_python")],
         {"PYTHONHASHSEED": str(seed)},
     )
     for seed in (1, 2)

@@ -168,8 +168,16 @@ def processes() -> None:
 
 
 @pytest.fixture(scope="session")
-def fast_ray(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Ray's workers and engines are forked: for tests whose subject is what a run does, not how its processes start."""
+def fast_ray(
+    processes: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Ray's workers and engines are forked: for tests whose subject is what a run does, not how its processes start.
+
+    In the tier ``full`` they start as those of a user do, so that both are proven.
+    """
+    if request.config.getoption("--tier") == "full":
+        yield
+        return
     from tests.support.fast_ray import forked_ray  # imports torch, which the tier `check` need not wait for
 
     with forked_ray(tmp_path_factory.mktemp("fast_ray")):
