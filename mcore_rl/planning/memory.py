@@ -30,7 +30,7 @@ from mcore_rl.planning.overheads import (
     RAY_ACTOR_BYTES,
     SLEEPING_ENGINE_BYTES,
 )
-from mcore_rl.planning.peaks import Peak, Phase, Place, Row
+from mcore_rl.planning.peaks import LEAVING, Peak, Phase, Place, Row
 from mcore_rl.planning.serving import Serving
 from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, StateBytes
 from mcore_rl.planning.training import RolePlan, StepBytes
@@ -68,9 +68,12 @@ def peaks(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
     if site.device_bytes is None:
         yield from _on_cpu(roles, room, site)
         return
-    yield from _training(roles, room, site)
+    training = [*_training(roles, room, site)]
+    yield from training
     if room is not None:
-        yield from _serving(roles, room, site)
+        rollout = _rollout(roles, room, site)
+        yield rollout
+        yield _sync(roles, room, site, highest=max(peak.num_bytes for peak in (*training, rollout)))
     yield from _host(roles, room, site)
 
 
@@ -198,30 +201,55 @@ def _training(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> It
         yield max(candidates, key=lambda peak: peak.num_bytes)
 
 
-def _serving(roles: Sequence[RolePlan], room: Serving, site: Site) -> Iterator[Peak]:
+def _awake(room: Serving, site: Site) -> list[Part]:
+    """The memory of a rollout rank that is awake; colocated, all of its share of the device."""
     left = max(0, room.budget - room.weights - room.working - room.overhead - max(0, room.cache))
-    parts: list[Part] = [
+    return [
         ("engine weights", room.weights, True),
         ("cache of keys and values", max(0, room.cache), False),
         ("engine working memory", room.working, False),
         ("engine graphs and overhead", room.overhead, False),
         ("engine, not used", left if site.colocated else 0, False),
     ]
-    trainers: list[Part] = []
-    if site.colocated:
-        trainers.append(("trainer processes", process_bytes(roles[0].layout.world_size, len(roles)), False))
+
+
+def _trainers(roles: Sequence[RolePlan], site: Site) -> list[Part]:
+    """The memory of the training processes beside tensors, on a device that engines use."""
+    if not site.colocated:
+        return []
+    return [("trainer processes", process_bytes(roles[0].layout.world_size, len(roles)), False)]
+
+
+def _rollout(roles: Sequence[RolePlan], room: Serving, site: Site) -> Peak:
     judge: Part = ("reward model", site.reward_model if site.colocated else 0, False)
-    yield _peak(Phase.rollout, Place.device, "a rollout rank", [*parts, judge, *trainers], site.device_bytes)
-    actor = roles[0]
-    stage = max(range(actor.layout.pp), key=lambda stage: actor.state(stage).weights)
+    parts = [*_awake(room, site), judge, *_trainers(roles, site)]
+    return _peak(Phase.rollout, Place.device, "a rollout rank", parts, site.device_bytes)
+
+
+def _sync(roles: Sequence[RolePlan], room: Serving, site: Site, *, highest: int) -> Peak:
+    """The peak of a weight update.
+
+    highest: the most bytes of any other phase.  The policy's optimizer state may leave during the update (LEAVING) as
+    long as the run does not need more than that.
+    """
     buckets: Part = ("weight buckets", 2 * UPDATE_BUCKET_BYTES, False)
-    if site.colocated:
-        weights: Part = ("actor weights", actor.state(stage).weights, True)
-        where = f"actor, {_where(actor, stage)}"
-        awake = [part for part in parts if part[0] in ("engine weights", "engine graphs and overhead")]
-        yield _peak(Phase.sync, Place.device, where, [*awake, weights, buckets, *trainers], site.device_bytes)
-    else:
-        yield _peak(Phase.sync, Place.device, "a rollout rank", [*parts, buckets], site.device_bytes)
+    if not site.colocated:
+        return _peak(Phase.sync, Place.device, "a rollout rank", [*_awake(room, site), buckets], site.device_bytes)
+    actor = roles[0]
+    awake = [part for part in _awake(room, site) if part[0] in ("engine weights", "engine graphs and overhead")]
+
+    def peak(stage: int, leaving: bool) -> Peak:
+        state = actor.state(stage)
+        weights: Part = ("actor weights", state.weights, True)
+        parts = [*awake, weights, (LEAVING, state.optimizer * leaving, True), buckets, *_trainers(roles, site)]
+        return _peak(Phase.sync, Place.device, f"actor, {_where(actor, stage)}", parts, site.device_bytes)
+
+    def worst(leaving: bool) -> Peak:
+        return max((peak(stage, leaving) for stage in range(actor.layout.pp)), key=lambda each: each.num_bytes)
+
+    if actor.engine.overlaps_offload(accelerator=actor.accelerator) and worst(leaving=True).num_bytes <= highest:
+        return worst(leaving=True)
+    return worst(leaving=False)
 
 
 def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterator[Peak]:

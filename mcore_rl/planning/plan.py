@@ -26,10 +26,10 @@ from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.planning.activations import engine_on
 from mcore_rl.planning.memory import Site, checkpoint_bytes, cpu_engine_bytes, peaks
 from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
-from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row
+from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.states import StateBytes
-from mcore_rl.planning.timing import Rates, generate_s, move_s, score_s, update_s, weights_s
+from mcore_rl.planning.timing import Rates, generate_s, move_s, offload_s, score_s, update_s, weights_s
 from mcore_rl.planning.training import RolePlan, Work
 
 __all__ = ["Peak", "Phase", "Place", "Plan", "Row", "plan"]
@@ -79,7 +79,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         reward_model=_reward_model_bytes(run, device_bytes),
     )
     run_peaks = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
-    seconds, tokens = _seconds(run, roles, room, cluster, per_node)
+    seconds, tokens = _seconds(run, roles, room, cluster, per_node, behind=leaves_behind(run_peaks))
     num_gpus = world + (0 if colocated else engines)
     return Plan(
         title=run.recipe.title or run.trainer.experiment_name,
@@ -189,9 +189,9 @@ def rl_work(run: RunConfig, mini: int) -> Work:
 
 
 def _seconds(
-    run: RunConfig, roles: Sequence[RolePlan], room: Serving, cluster: ClusterConfig, per_node: int
+    run: RunConfig, roles: Sequence[RolePlan], room: Serving, cluster: ClusterConfig, per_node: int, *, behind: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(seconds of a step by part, tokens of a step by kind)."""
+    """(seconds of a step by part, tokens of a step by kind).  behind: see ``leaves_behind``."""
     actor = roles[0]
     rates = Rates.of(cluster, per_node, run.actor.precision, run.trainer.device_peak_tflops)
     prompts, n, separate = run.data.train_batch_size, run.rollout.n, run.trainer.placement is Placement.separate
@@ -203,13 +203,10 @@ def _seconds(
     sequences = prompts * n
     asked = replace(run.rollout, n=n + 1) if run.needs_greedy else run.rollout
     by_part = {"generate": generate_s(actor.model, asked, room, rates, drawn, prompt, response)}
-    by_part["sync"] = weights_s(actor, room.weights, run.rollout.layout, rates, separate=separate)
+    update = weights_s(actor, room.weights, run.rollout.layout, rates, separate=separate)
+    by_part["sync"] = update.total
     if not separate:
-        away = 2 * sum(
-            max(role.state(stage).weights + role.state(stage).optimizer for stage in range(role.layout.pp))
-            for role in roles
-        )
-        by_part["sync"] += move_s(away, rates)
+        by_part["sync"] += sum(offload_s(role, rates, update.inside * (behind and role is actor)) for role in roles)
     by_name = {role.name: role for role in roles}
     for row in run.role_rows:
         if row.publishes and why_scored(run) is None:

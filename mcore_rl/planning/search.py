@@ -271,7 +271,7 @@ def _pairs(
                 continue
             met.add(layout)
             sync = weights_s(actor, theirs.room.weights, theirs.config.layout, rates, separate=separate)
-            yield _Option(seconds + theirs.seconds + sync, ours, _with(run, ours, theirs.config))
+            yield _Option(seconds + theirs.seconds + sync.total, ours, _with(run, ours, theirs.config))
 
 
 def _site(run: RunConfig | SftConfig, cluster: ClusterConfig) -> Site:

@@ -17,6 +17,7 @@ from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import model_of
 from mcore_rl.planning.overheads import CPU_CONTROLLER_BYTES, CPU_ENGINE_BYTES, CPU_ENGINE_RANK_BYTES, GIB
+from mcore_rl.planning.peaks import LEAVING, leaves_behind
 from mcore_rl.planning.plan import Phase, Place, Plan, plan
 from tests.support import models, published
 
@@ -124,6 +125,36 @@ def test_while_weights_are_sent_engines_have_no_cache() -> None:
     (sync,) = (peak for peak in planned.peaks if peak.phase is Phase.sync)
     parts = {row.part: row.num_bytes for row in sync.rows}
     assert parts["engine weights"] == parts["actor weights"] and "cache of keys and values" not in parts
+
+
+def highest_on_device(planned: Plan) -> int:
+    return max(peak.num_bytes for peak in planned.peaks if peak.place is Place.device)
+
+
+def test_the_optimizers_state_leaves_beside_an_update_where_other_phases_need_more() -> None:
+    run = run_of()
+    planned = plan(run, QWEN, H100)
+    assert leaves_behind(planned.peaks)
+    assert part(planned, Phase.sync, LEAVING) == part(planned, Phase.update, "actor optimizer")
+    run.actor.overlap_offload = False
+    alone = plan(run, QWEN, H100)
+    assert not leaves_behind(alone.peaks)
+    assert highest_on_device(alone) == highest_on_device(planned)
+    sync, before = planned.peak(Phase.sync), alone.peak(Phase.sync)
+    assert sync is not None and before is not None
+    assert sync.num_bytes - before.num_bytes == part(planned, Phase.sync, LEAVING)
+    assert alone.seconds["sync"] > planned.seconds["sync"]
+
+
+def test_the_optimizers_state_is_waited_for_where_it_would_raise_the_peak() -> None:
+    """An engine of one device and an actor of four: the optimizer's state beside both weights would be the most."""
+    run = run_of()
+    run.actor.parallel.tp, run.rollout.tp, run.rollout.dp = 4, 1, 8
+    run.rollout.gpu_memory_utilization, run.actor.microbatch_tokens = 0.3, 1024
+    planned = plan(run, QWEN, H100)
+    sync = planned.peak(Phase.sync)
+    assert planned.fits and sync is not None and not leaves_behind(planned.peaks)
+    assert sync.num_bytes + part(planned, Phase.update, "actor optimizer") > highest_on_device(planned)
 
 
 def test_engines_that_leave_no_room_for_the_trainers_processes_are_refused() -> None:
