@@ -144,7 +144,6 @@ class Offload:
         behind: parts that only begin to leave.  They count as away, and the next ``offload`` frees their memory.
         """
         begin, wanted = time.perf_counter(), set(parts)
-        self._release_all()
         going = {part: self._going(part) for part in OffloadPart if part in wanted and part not in self._away}
         self._away |= going
         self._start_leaving([away for part, held in going.items() if part not in behind for away in held])

@@ -76,6 +76,10 @@ class Observed:
     behind: list[tuple[StepResult, list[Tensor]]] = field(default_factory=list)
     beside: list[tuple[StepResult, list[Tensor]]] = field(default_factory=list)
     behind_refusal: str = ""
+    state: list[Tensor] = field(default_factory=list)
+    in_host_behind: list[Tensor | None] = field(default_factory=list)
+    none_away_behind: bool = False
+    on_device_behind: list[Tensor] = field(default_factory=list)
     log: list[list[str]] = field(default_factory=list)
     used_too_early: tuple[list[Tensor], list[Tensor]] = ([], [])
     freed_too_early: str = ""
@@ -181,10 +185,15 @@ def _observe_behind(seen: Observed, never: Engine, engine: Engine) -> None:
         seen.beside.append((_step(never), _bits(never)))
         seen.log.append(list(copies.log))
     assert engine.optimizer is not None
-    seen.moved["behind, turned"] = engine.memory.offload(behind=BEHIND).num_bytes  # and wanted before it was gone
-    engine.memory.onload(behind=BEHIND)
-    in_host = engine.memory.away(engine.optimizer.state_tensors())  # a save, which waits
-    assert in_host == [None] * len(in_host)
+    tensors = engine.optimizer.state_tensors()
+    seen.state = [tensor.detach().clone() for tensor in tensors]
+    engine.memory.offload(behind=BEHIND)
+    seen.in_host_behind = [None if host is None else host.tensor.clone() for host in engine.memory.away(tensors)]
+    engine.memory.onload()
+    engine.memory.offload(BEHIND, behind=BEHIND)
+    engine.memory.onload(behind=BEHIND)  # before it was gone
+    seen.none_away_behind = engine.memory.away(tensors) == [None] * len(tensors)
+    seen.on_device_behind = [tensor.detach().clone() for tensor in tensors]
     seen.behind.append((_step(engine), _bits(engine)))
     seen.beside.append((_step(never), _bits(never)))
     _slow(engine, forgets="order")
@@ -308,6 +317,12 @@ def test_what_leaves_behind_keeps_its_memory_until_the_next_offload(
     assert observed.here["left"] == nothing
     assert observed.here["arriving"] == observed.moved["out behind"] == observed.moved["back behind"] == whole
     assert observed.behind_refusal == "in host memory: weights, gradients, optimizer; onload first"
+
+
+def test_what_is_under_way_can_be_read_where_it_is(observed: Observed) -> None:
+    """As a checkpoint does; it waits for the copies."""
+    assert engines.same_bits(observed.in_host_behind, observed.state)
+    assert observed.none_away_behind and engines.same_bits(observed.on_device_behind, observed.state)
 
 
 def test_a_wait_that_is_left_out_is_seen(observed: Observed) -> None:
