@@ -13,13 +13,21 @@ from tests.doctor.test_software import H100
 CPU = detect(Device.cpu)
 GIB = 1 << 30
 GOOD = EngineLife(
-    start_s=12.0, sleep_s=0.5, wake_s=0.25, awake_bytes=20 * GIB, asleep_bytes=2 * GIB, same_tokens=True, differing=()
+    start_s=12.0,
+    sleep_s=0.5,
+    wake_s=0.25,
+    awake_bytes=20 * GIB,
+    asleep_bytes=2 * GIB,
+    host_bytes=GIB,
+    same_tokens=True,
+    differing=(),
 )
 
 
 def test_an_engine_that_is_well() -> None:
     diagnosis = engine_diagnosis(GOOD, H100)
     assert diagnosis.verdict is Verdict.PASS
+    assert diagnosis.numbers["host_engine_mib"] == 1024
     assert diagnosis.measured == "start 12.0 s, sleep 0.50 s, wake 0.25 s, 20.00 -> 2.00 GiB"
     assert engine_diagnosis(replace(GOOD, awake_bytes=0, asleep_bytes=0), CPU).measured.endswith("wake 0.25 s")
 

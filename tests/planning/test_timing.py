@@ -25,7 +25,7 @@ from mcore_rl.planning.overheads import (
     STEP_LATENCY_S,
 )
 from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes
-from mcore_rl.planning.tables import rate_lines
+from mcore_rl.planning.tables import measured_lines
 from mcore_rl.planning.timing import Rates, move_s
 from mcore_rl.planning.training import RolePlan, Work
 
@@ -65,11 +65,19 @@ def test_measured_rates_replace_the_assumed_shares() -> None:
     assert (measured.intra, measured.host, measured.inter) == (371e9, 52e9, assumed.inter)
     assert move_s(1e9, measured) == pytest.approx(1 / 52) and move_s(1e9, assumed) == pytest.approx(1 / 25)
     cluster.measured = "doctor.json"
-    assert rate_lines(cluster) == [
+    assert measured_lines(cluster) == [
         "intra_node_gb_s: 371 GB/s, from doctor.json, in place of 450 * 0.7 of the yaml",
         "host_link_gb_s: 52 GB/s, from doctor.json, in place of 25, assumed",
     ]
-    assert rate_lines(load_cluster("nvidia_h100")) == []
+    assert measured_lines(load_cluster("nvidia_h100")) == []
+    cluster = load_cluster("nvidia_h100", ["residuals.device_context_mib=500", "residuals.host_trainer_mib=2000"])
+    cluster.residuals.pinned_ratio = 1.0625
+    cluster.name = "here"
+    assert measured_lines(cluster) == [
+        "500 MiB of a device, by the context of a process, from here.yaml, in place of 614, assumed",
+        "2,120 MiB of the host, by a training process and its Ray actor, from here.yaml, in place of 3,072, assumed",
+        "page-locked memory takes 1.062 times what is asked for, from here.yaml",
+    ]
 
 
 def test_ranks_on_the_cpu_share_its_cores_and_memory() -> None:
