@@ -71,7 +71,8 @@ def measure_process(rank: Rank, platform: Platform, directory: Path, num_trainer
     """What a training process takes.  Ranks from ``num_trainers`` on watch the devices of the first; None of them."""
     store = TCPStore(HOST, rank.store_port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     if rank.rank >= num_trainers:
-        return _watch(platform, store, rank.rank - num_trainers)
+        _watch(platform, store, rank.rank - num_trainers)
+        return None
     free = None
     if platform.is_accelerator:
         with phase("waiting for who watches the device"):

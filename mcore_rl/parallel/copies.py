@@ -59,7 +59,7 @@ class _OnStream:
         self._event = event
 
     def done(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -79,7 +79,7 @@ class StreamCopies:
 
     def start(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Copied:
         """Queues the copies, and returns before they are done."""
-        stream = self._stream = self._stream or torch.cuda.Stream()
+        stream = self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # What the device has yet to compute may write to a source, or still read memory that a target has now.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
