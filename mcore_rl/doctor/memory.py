@@ -12,12 +12,12 @@ import torch
 
 from mcore_rl.doctor.checks import ACCELERATOR, Diagnosis, ExpectedRate, HealthCheck, Subject, Verdict, judged
 from mcore_rl.doctor.compute import rate_of
-from mcore_rl.doctor.vendor_tools import pinned_bytes
 from mcore_rl.parallel.device import Platform, num_cores, set_device, synchronize
+from mcore_rl.parallel.device_details import pinned_bytes
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.phase import phase
 from mcore_rl.parallel.pinned_size import block_bytes
-from mcore_rl.planning.overheads import HOST_LINK_GB_S, MEMORY_EFFICIENCY, device_rates
+from mcore_rl.planning.overheads import HOST_LINK_GB_S, MEMORY_EFFICIENCY, data_sheet_rates
 from mcore_rl.sync.device_handle import DeviceMemory
 from mcore_rl.sync.shared_memory import MappedMemory
 from mcore_rl.weights.fingerprint import fingerprint
@@ -47,8 +47,9 @@ def _memory(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
     threads = None if platform.is_accelerator else num_cores()
     slowest = min(run_ranks(measure_memory, world, (platform,), timeout_s=limit_s, threads_per_rank=threads))
     value, source = (cluster.memory_gb_s, "the cluster's yaml") if cluster else (None, "no --cluster")
-    if cluster is None and platform.is_accelerator:
-        value, source = device_rates(platform.device_name)[0], "the data sheet"
+    sheet = data_sheet_rates(platform.device_name)
+    if cluster is None and sheet is not None:
+        value, source = sheet[0], "the data sheet"
     fails = 0.5 * MEMORY_EFFICIENCY if platform.is_accelerator else 0.0
     expected = ExpectedRate(value=value, source=source, passes=MEMORY_EFFICIENCY, fails=fails)
     remedy = "Look for another program, or a device with bad memory; mend memory_gb_s of the yaml if it is never more"
@@ -97,9 +98,9 @@ def measure_pinning(rank: Rank, platform: Platform) -> tuple[int, int]:
     taken, gone = [], []
     with phase("pinning host memory"):
         for _ in range(BLOCKS):
-            before, free = pinned_bytes() or 0, psutil.virtual_memory().available
+            before, free = pinned_bytes(platform), psutil.virtual_memory().available
             kept = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
-            taken.append((pinned_bytes() or 0) - before)
+            taken.append(pinned_bytes(platform) - before)
             gone.append(free - psutil.virtual_memory().available)
             assert kept.is_pinned()
             del kept  # a large block goes back to the system (parallel/pinned_size.py)

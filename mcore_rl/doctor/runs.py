@@ -36,7 +36,7 @@ CACHE_BYTES = 64 << 20
 class TinyRun:
     """What a run of the tiny task was, and how it ended.
 
-    metrics: by step.  output: of its program.  exit_code: None if it did not end in time.  doing: its last words then.
+    metrics: by step.  output: of its program.  exit_code: None if it did not end in time.
     """
 
     name: str

@@ -75,7 +75,7 @@ MEAN_PROMPT_SHARE = 0.5
 MEAN_RESPONSE_SHARE = 0.5
 
 # (a word in the device's name, GB/s of its memory, GB/s to other devices of its node), from data sheets, one direction.
-# For runs without a cluster's yaml; the last row is for unknown devices.
+# For runs without a cluster's yaml.
 DEVICE_RATES = (
     ("H200", 4800.0, 450.0),
     ("H100", 3350.0, 450.0),
@@ -83,8 +83,8 @@ DEVICE_RATES = (
     ("B200", 8000.0, 900.0),
     ("MI300X", 5300.0, 448.0),
     ("MI325X", 6000.0, 448.0),
-    ("", 2000.0, 100.0),
 )
+UNKNOWN_RATES = 2000.0, 100.0  # assumed of devices that are not listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,5 +142,10 @@ class ProcessMemory:
 
 
 def device_rates(device_name: str) -> tuple[float, float]:
-    """(GB/s of the device's memory, GB/s of its links inside a node)."""
-    return next((memory, intra) for word, memory, intra in DEVICE_RATES if word in device_name)
+    """(GB/s of the device's memory, GB/s of its links inside a node); assumed where no data sheet is known."""
+    return data_sheet_rates(device_name) or UNKNOWN_RATES
+
+
+def data_sheet_rates(device_name: str) -> tuple[float, float] | None:
+    """The same by the data sheet; None of a device that is not listed."""
+    return next(((memory, intra) for word, memory, intra in DEVICE_RATES if word in device_name), None)

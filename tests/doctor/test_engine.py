@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mcore_rl.config.engine import Device
 from mcore_rl.doctor.checks import Verdict
-from mcore_rl.doctor.engine import EngineLife, engine_diagnosis
+from mcore_rl.doctor.engine import KV_CACHE_BYTES, EngineLife, engine_diagnosis
 from mcore_rl.parallel.device import detect
 from tests.doctor.test_software import H100
 
@@ -46,6 +46,8 @@ def test_an_engine_with_two_copies_of_a_library() -> None:
 
 
 def test_sleep_that_keeps_the_memory() -> None:
-    keeps = replace(GOOD, asleep_bytes=19 * GIB)
+    tiny = replace(GOOD, awake_bytes=2 * GIB)  # nearly all of it context and libraries
+    assert engine_diagnosis(replace(tiny, asleep_bytes=2 * GIB - KV_CACHE_BYTES), H100).verdict is Verdict.PASS
+    keeps = replace(tiny, asleep_bytes=2 * GIB - KV_CACHE_BYTES // 2)
     assert engine_diagnosis(keeps, H100).verdict is Verdict.WARN
     assert engine_diagnosis(keeps, CPU).verdict is Verdict.PASS, "there the host has it all"
