@@ -75,6 +75,11 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), KNOCK_S).close()
 
 
+def meeting_host(config: RayInitConfig) -> str:
+    """Where the run's own store listens: at the loopback if Ray was started here, else where other nodes reach it."""
+    return "127.0.0.1" if config.address is None else this_host()
+
+
 def this_host() -> str:
     """The address at which other nodes of the cluster reach this machine."""
     return str(ray.util.get_node_ip_address())

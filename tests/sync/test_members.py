@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -13,11 +12,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import count
 
+import msgspec
 import pytest
-from torch.distributed import TCPStore
 
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.launch import HOST
+from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
 from mcore_rl.sync import members as module
 from mcore_rl.sync.members import Address, Members, PeerLostError
 
@@ -26,19 +26,18 @@ Open = Callable[..., Address]
 
 
 @pytest.fixture(scope="module")
-def store() -> TCPStore:
-    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+def store() -> StoreServer:
+    return StoreServer(HOST)
 
 
 @pytest.fixture
-def at(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Open:
+def at(store: StoreServer, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Makes addresses of this test's own; nobody waits long."""
     monkeypatch.setattr(module, "LOOK_S", 0.02)
 
     def address(num_trainers: int, num_rollout: int, timeout_s: float = 60.0) -> Address:
         return Address(
-            host=HOST,
-            port=store.port,
+            store=store.access,
             name=f"test{next(NAMES)}",
             num_trainers=num_trainers,
             num_rollout=num_rollout,
@@ -95,7 +94,7 @@ def test_what_a_member_puts_down_is_there_until_it_is_deleted(at: Open) -> None:
 
 
 def test_titles() -> None:
-    address = Address(host=HOST, port=1, name="x", num_trainers=2, num_rollout=3)
+    address = Address(store=StoreAccess(host=HOST, port=1, secret=b""), name="x", num_trainers=2, num_rollout=3)
     assert [address.title(member) for member in (0, 1, 2, 4)] == [
         "training rank 0",
         "training rank 1",
@@ -202,7 +201,7 @@ def test_all_ranks_of_an_engine_that_is_gone_are_named(at: Open, pool: ThreadPoo
         pool.map(lambda member: Members.joined(address, member) if member < 1 else _dead(address, member), range(3))
     )
     report = told(here[0], "publishing version 1", lambda: here[0].get("x", 2))
-    pids = [pickle.loads(here[0].store.get(f"member/{member}"))[1] for member in (1, 2)]
+    pids = [msgspec.json.decode(here[0].store.get(f"member/{member}"))[1] for member in (1, 2)]
     named = [f"rollout rank {rank} (process {pid} on {os.uname().nodename})" for rank, pid in enumerate(pids)]
     assert report.startswith(f"{named[0]} and {named[1]} are gone, killed or stuck, while others were publishing")
 
@@ -212,20 +211,21 @@ def _dead(address: Address, member: int) -> Members:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     members = Members.joined(address, member)
-    members.set(f"member/{member}", pickle.dumps((os.uname().nodename, gone.pid)))
+    members.set(f"member/{member}", msgspec.json.encode((os.uname().nodename, gone.pid)))
     return members
 
 
 def test_without_a_store_a_member_still_says_its_own() -> None:
     program = (
-        "from torch.distributed import TCPStore; import sys\n"
-        f"store = TCPStore({HOST!r}, 0, is_master=True, wait_for_workers=False)\n"
-        "print(store.port, flush=True); sys.stdin.read()"
+        "from mcore_rl.parallel.secret_store import StoreServer; import sys\n"
+        f"store = StoreServer({HOST!r}).access\n"
+        "print(store.port, store.secret.hex(), flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True) as server:
         assert server.stdout is not None
-        port = int(server.stdout.readline())
-        members = Members(Address(host=HOST, port=port, name="x", num_trainers=1, num_rollout=1, timeout_s=1.0), 0)
+        port, secret = server.stdout.readline().split()
+        access = StoreAccess(host=HOST, port=int(port), secret=bytes.fromhex(secret))
+        members = Members(Address(store=access, name="x", num_trainers=1, num_rollout=1, timeout_s=1.0), 0)
         server.kill()
         server.wait()
         error = members.failed(ValueError("the cause"), "publishing version 1")
