@@ -24,4 +24,4 @@ class PlainUnpickler(pickle.Unpickler):
 def refuse_foreign_objects() -> None:
     """From now on, object collectives of this process take plain values only."""
     assert distributed_c10d._unpickler in (pickle.Unpickler, PlainUnpickler), "torch unpickles in another way"
-    distributed_c10d._unpickler = PlainUnpickler  # type: ignore[misc]
+    distributed_c10d._unpickler = PlainUnpickler

@@ -1,0 +1,23 @@
+"""A process of another user of this machine, who tries what he can with a port that he found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+NOBODY = 65534
+# Python may lie where only root can read, so the process becomes nobody's after its imports.
+BECOME = f"import os, sys, socket, encodings.idna\nos.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+
+
+def as_another_user(program: str, *arguments: object) -> str:
+    """What ``program`` prints, run as nobody; ``arguments`` are its ``sys.argv[1:]``."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    command = [sys.executable, "-c", BECOME + program, *map(str, arguments)]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
