@@ -9,8 +9,8 @@ credentials.  It hides nothing: what goes over the network can be read there, bu
 
 Wire: the server sends a nonce; the client a nonce and ``HMAC(secret, "client", both)``; the server ``HMAC(secret,
 "server", both)``.  Every message after that has its length and ends with an HMAC, under a key of this connection and
-direction, over its number and itself.  Messages are msgpack of ``Request`` and ``Reply``; a value is bytes that are
-never unpickled.
+direction, over its number and itself.  Messages are msgpack of ``StoreCall`` and ``StoreReply``; a value is bytes
+that nobody unpickles.
 
 Invariant: a connection that says anything else is closed, and nobody else notices.
 """
@@ -55,7 +55,7 @@ class StoreAccess:
     secret: bytes = field(repr=False)
 
 
-class Request(msgspec.Struct, array_like=True):
+class StoreCall(msgspec.Struct, array_like=True):
     """One call.  keys, values: of ``verb``.  number: what ``add`` adds, or the milliseconds that ``get`` waits."""
 
     verb: Literal["set", "get", "has", "add", "delete", "swap", "append", "count"]
@@ -64,8 +64,8 @@ class Request(msgspec.Struct, array_like=True):
     number: int = 0
 
 
-class Reply(msgspec.Struct, array_like=True):
-    """Its answer."""
+class StoreReply(msgspec.Struct, array_like=True):
+    """What the server answers: values, or a number."""
 
     values: list[bytes] = []
     number: int = 0
@@ -174,7 +174,7 @@ class StoreServer:
         going = _Seal(self.access.secret, b"server", nonces)
         while True:
             sealed = await reader.readexactly(_num_sealed(await reader.readexactly(LENGTH.size)))
-            request = msgspec.msgpack.decode(coming.opened(sealed), type=Request)
+            request = msgspec.msgpack.decode(coming.opened(sealed), type=StoreCall)
             writer.write(going.closed(await self._answer(request)))
             await writer.drain()
 
@@ -192,7 +192,7 @@ class StoreServer:
         writer.write(_mac(self.access.secret, b"server", nonces))
         return nonces
 
-    async def _answer(self, request: Request) -> Reply:
+    async def _answer(self, request: StoreCall) -> StoreReply:
         keys, values = request.keys, self._values
         match request.verb:
             case "set":
@@ -201,25 +201,25 @@ class StoreServer:
             case "get":
                 await self._wait(keys, request.number / 1000)
                 if all(key in values for key in keys):
-                    return Reply([values[key] for key in keys], 1)
+                    return StoreReply([values[key] for key in keys], 1)
             case "has":
-                return Reply([], int(all(key in values for key in keys)))
+                return StoreReply([], int(all(key in values for key in keys)))
             case "add":
                 total = int(values.get(keys[0], b"0")) + request.number
                 self._put(keys[0], str(total).encode())
-                return Reply([], total)
+                return StoreReply([], total)
             case "delete":
-                return Reply([], int(values.pop(keys[0], None) is not None))
+                return StoreReply([], int(values.pop(keys[0], None) is not None))
             case "swap":  # torch's rule: an absent value is set where an empty one was expected
                 expected, wanted = request.values
                 if values.get(keys[0], b"") == expected:
                     self._put(keys[0], wanted)
-                return Reply([values.get(keys[0], expected)])
+                return StoreReply([values.get(keys[0], expected)])
             case "append":
                 self._put(keys[0], values.get(keys[0], b"") + request.values[0])
             case "count":
-                return Reply([], len(values))
-        return Reply()
+                return StoreReply([], len(values))
+        return StoreReply()
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
@@ -293,18 +293,18 @@ class SecretStore(Store):
             read += more
         return bytes(read)
 
-    def _ask(self, request: Request) -> Reply:
+    def _ask(self, request: StoreCall) -> StoreReply:
         with self._lock:
             self._socket.sendall(self._going.closed(request))
             sealed = self._read(_num_sealed(self._read(LENGTH.size)))
-            return msgspec.msgpack.decode(self._coming.opened(sealed), type=Reply)
+            return msgspec.msgpack.decode(self._coming.opened(sealed), type=StoreReply)
 
     def comes(self, keys: Sequence[str], seconds: float) -> bool:
         """Whether all ``keys`` are set within ``seconds``, at most ``SLICE_S``."""
         return bool(self._got(keys, seconds).number)
 
-    def _got(self, keys: Sequence[str], seconds: float) -> Reply:
-        return self._ask(Request("get", list(keys), [], round(1000 * min(SLICE_S, max(0.0, seconds)))))
+    def _got(self, keys: Sequence[str], seconds: float) -> StoreReply:
+        return self._ask(StoreCall("get", list(keys), [], round(1000 * min(SLICE_S, max(0.0, seconds)))))
 
     def _await(self, keys: Sequence[str], timeout_s: float | None) -> list[bytes]:
         limit = self.timeout_s if timeout_s is None else timeout_s
@@ -317,12 +317,12 @@ class SecretStore(Store):
                 raise dist.DistStoreError(f"timed out: nobody set {', '.join(keys)} within {limit:g} s")
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set ``key``."""
+        """Set ``key`` to ``value``."""
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set each of ``keys``."""
-        self._ask(Request("set", list(keys), [_bytes(value) for value in values]))
+        """Set each of ``keys`` to its value."""
+        self._ask(StoreCall("set", list(keys), [_bytes(value) for value in values]))
 
     def get(self, key: str) -> bytes:
         """The value of ``key``, as soon as somebody has set it."""
@@ -338,27 +338,27 @@ class SecretStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all ``keys`` are set."""
-        return bool(self._ask(Request("has", list(keys))).number)
+        return bool(self._ask(StoreCall("has", list(keys))).number)
 
     def add(self, key: str, value: int) -> int:
         """Add to the number at ``key``, at first 0; returns the sum."""
-        return self._ask(Request("add", [key], [], value)).number
+        return self._ask(StoreCall("add", [key], [], value)).number
 
     def delete_key(self, key: str) -> bool:
         """Delete ``key``; whether it was there."""
-        return bool(self._ask(Request("delete", [key])).number)
+        return bool(self._ask(StoreCall("delete", [key])).number)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Set ``key`` if it is as expected; returns what it is then."""
-        return self._ask(Request("swap", [key], [_bytes(expected_value), _bytes(desired_value)])).values[0]
+        return self._ask(StoreCall("swap", [key], [_bytes(expected_value), _bytes(desired_value)])).values[0]
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to ``key``."""
-        self._ask(Request("append", [key], [_bytes(value)]))
+        """Append ``value`` to what ``key`` has."""
+        self._ask(StoreCall("append", [key], [_bytes(value)]))
 
     def num_keys(self) -> int:
         """The number of keys."""
-        return self._ask(Request("count")).number
+        return self._ask(StoreCall("count")).number
 
     def has_extended_api(self) -> bool:
         """That there are ``append``, ``multi_get`` and ``multi_set``."""

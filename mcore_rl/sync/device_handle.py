@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.device import Platform, synchronize
-from mcore_rl.parallel.device_details import device_uuids
+from mcore_rl.parallel.device_details import device_uuids, rebuild_device_tensor
 
 ORDINAL = "storage_device"  # torch's name for it among the arguments of the function that rebuilds the tensor
 # What a handle does not say, because it is the same for each.
@@ -53,7 +53,7 @@ class DeviceMemory:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         rebuild, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
         uuid = device_uuids(self.platform)[arguments[ordinal_place(rebuild)]]
-        assert rebuild is rebuild_cuda_tensor, "the receiver takes this function, whatever a handle says"
+        assert rebuild is rebuild_device_tensor, "the receiver takes this function, whatever a handle says"
         values = dict(zip(inspect.signature(rebuild).parameters, arguments, strict=True))
         said = {name: values.pop(name) for name in FIXED if name in values}
         assert all(said[name] == FIXED[name] for name in said), f"torch describes memory as {said}"
@@ -65,13 +65,13 @@ class DeviceMemory:
             known = msgspec.json.decode(handle, type=_Handle)
         except msgspec.MsgspecError as error:
             raise SyncError(f"The handle of device memory is none: {error}") from error
-        names, values = inspect.signature(rebuild_cuda_tensor).parameters, {**known.values, **FIXED}
+        names, values = inspect.signature(rebuild_device_tensor).parameters, {**known.values, **FIXED}
         if missing := set(names) - set(values):
             raise SyncError(f"The handle of device memory lacks {', '.join(sorted(missing))}")
         arguments = [tuple(values[name]) if isinstance(values[name], list) else values[name] for name in names]
-        place = ordinal_place(rebuild_cuda_tensor)
+        place = ordinal_place(rebuild_device_tensor)
         own = with_own_ordinal(arguments, place, known.uuid, device_uuids(self.platform))
-        tensor: Tensor = rebuild_cuda_tensor(*own)  # type: ignore[no-untyped-call]
+        tensor: Tensor = rebuild_device_tensor(*own)  # type: ignore[no-untyped-call]
         return tensor
 
     def settle(self) -> None:

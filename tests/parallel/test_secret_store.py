@@ -30,9 +30,9 @@ from mcore_rl.parallel.secret_store import (
     NONCE_BYTES,
     REFUSED,
     Prefixed,
-    Request,
     SecretStore,
     StoreAccess,
+    StoreCall,
     StoreRefusedError,
     StoreServer,
 )
@@ -223,14 +223,14 @@ def conversation(access: StoreAccess) -> tuple[socket.socket, module._Seal]:
 def test_a_message_on_the_way_cannot_be_changed(server: StoreServer, client: SecretStore, what: str) -> None:
     """By one who can write into a connection, as some networks let him."""
     connection, seal = conversation(server.access)
-    message = bytearray(seal.closed(Request("add", ["n"], [], 1)))
+    message = bytearray(seal.closed(StoreCall("add", ["n"], [], 1)))
     if what == "of another connection":
         _, other = conversation(server.access)
-        message = bytearray(other.closed(Request("add", ["n"], [], 1)))
+        message = bytearray(other.closed(StoreCall("add", ["n"], [], 1)))
     if what == "changed":
         message[len(message) // 2] ^= 1
     if what == "no request":
-        fake = module._Seal.closed(conversation(server.access)[1], module.Reply([b"x"], 3))
+        fake = module._Seal.closed(conversation(server.access)[1], module.StoreReply([b"x"], 3))
         message = bytearray(fake)
     if what == "too long":
         message[: LENGTH.size] = LENGTH.pack(MAX_BYTES + 1)
@@ -262,7 +262,7 @@ def test_a_stranger_who_says_nothing_is_sent_away(server: StoreServer, monkeypat
 def test_a_member_s_malformed_call_ends_its_own_connection(server: StoreServer, client: SecretStore) -> None:
     """Not only strangers err: another version of this package, for one."""
     bad = SecretStore(server.access, 60.0)
-    for request in (Request("add", []), Request("set", ["a", "b"], [b"only one"]), Request("swap", ["a"], [])):
+    for request in (StoreCall("add", []), StoreCall("set", ["a", "b"], [b"only one"]), StoreCall("swap", ["a"], [])):
         bad = SecretStore(server.access, 60.0)
         with pytest.raises(ConnectionError):
             bad._ask(request)
@@ -275,4 +275,4 @@ def test_a_member_s_malformed_call_ends_its_own_connection(server: StoreServer, 
 def test_what_is_sent_is_typed() -> None:
     for wrong in ([1], ["exec", ["x"]], ["set", "x"], ["set", ["x"], [3]], ["add", ["x"], [], "1"]):
         with pytest.raises(msgspec.MsgspecError):
-            msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=Request)
+            msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=StoreCall)

@@ -13,11 +13,11 @@ NOBODY = 65534
 BECOME = f"import os, sys, socket, encodings.idna\nos.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
 
 
-def as_another_user(program: str, *arguments: object) -> str:
-    """What ``program`` prints, run as nobody; ``arguments`` are its ``sys.argv[1:]``."""
+def as_another_user(program: str, *arguments: object, imports: str = "") -> str:
+    """What ``program`` prints, run as nobody after ``imports``; ``arguments`` are its ``sys.argv[1:]``."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
-    command = [sys.executable, "-c", BECOME + program, *map(str, arguments)]
+    command = [sys.executable, "-c", f"{imports}\n{BECOME}{program}", *map(str, arguments)]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
     assert completed.returncode == 0, completed.stderr
     return completed.stdout

@@ -66,7 +66,7 @@ def test_a_handle_crosses_two_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         device_handle, "reduce_tensor", lambda tensor: (rebuild_named, (torch.Tensor, (3,), 2, b"memory"))
     )
-    monkeypatch.setattr(device_handle, "rebuild_cuda_tensor", rebuild_named)
+    monkeypatch.setattr(device_handle, "rebuild_device_tensor", rebuild_named)
     memory = DeviceMemory(PLATFORM, torch.device("cpu"))
     on_side(UUIDS)
     tensor, handle = memory.create(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import count
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,8 +20,11 @@ import pytest
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.launch import HOST
 from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
+from mcore_rl.rollout.weight_channel import Opening
 from mcore_rl.sync import members as module
 from mcore_rl.sync.members import Address, Members, PeerLostError
+from mcore_rl.sync.shared_memory import MappedMemory
+from tests.support.outsider import as_another_user
 
 NAMES = count()
 Open = Callable[..., Address]
@@ -231,3 +236,68 @@ def test_without_a_store_a_member_still_says_its_own() -> None:
         error = members.failed(ValueError("the cause"), "publishing version 1")
     head = "training rank 0 failed while publishing version 1: ValueError: the cause. The store at"
     assert str(error).startswith(f"{head} {HOST}:{port}, where members meet, does not answer")
+
+
+# ---- what others write ----
+
+# What reached a run's members before: torch's own client, as any user of the machine could start it.
+IMPORTS = "from datetime import timedelta\nfrom torch.distributed import TCPStore"
+TORCH_S_CLIENT = """
+host, port, key, value = sys.argv[1], int(sys.argv[2]), sys.argv[3], bytes.fromhex(sys.argv[4])
+try:
+    TCPStore(host, port, is_master=False, timeout=timedelta(seconds=3)).set(key, value)
+    print("set")
+except Exception:
+    print("refused")
+"""
+
+
+class Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.fixture
+def members(store: StoreServer) -> Members:
+    return Members(Address(store=store.access, name=f"m{next(NAMES)}", num_trainers=1, num_rollout=1, timeout_s=1.0), 0)
+
+
+def test_another_user_who_says_what_torch_s_store_understands_changes_nothing(
+    store: StoreServer, members: Members, tmp_path: Path
+) -> None:
+    pickled = pickle.dumps(Evil(tmp_path / "evil")).hex()
+    tried = as_another_user(
+        TORCH_S_CLIENT, HOST, store.access.port, f"{members.address.name}/member/1", pickled, imports=IMPORTS
+    )
+    assert tried.endswith("refused\n")
+    assert not members.store.check(["member/1"])
+    assert "ConnectionError: closed by peer" in str(members.failed(ConnectionError("closed by peer"), "publishing"))
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("key", ["member/1", "failure/1"])
+def test_even_a_member_s_pickle_is_not_read(members: Members, tmp_path: Path, key: str) -> None:
+    members.set(key, pickle.dumps(Evil(tmp_path / "evil")))
+    error = members.failed(ValueError("the cause"), "publishing")
+    assert "training rank 0 failed while publishing: ValueError: the cause" in str(error)
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("message", [b"", b"{}", b"[1]", b'{"family": 3}', pickle.dumps(Evil(Path("/nowhere/evil")))])
+def test_an_opening_is_typed(message: bytes) -> None:
+    with pytest.raises(SyncError, match="The weight channel's opening cannot be read"):
+        Opening.unpacked(message)
+
+
+def test_the_handle_of_mapped_memory_is_numbers() -> None:
+    for handle in (b"", b"1 2 3", b"1 2 ../../etc/passwd 4", pickle.dumps(Evil(Path("/nowhere/evil")))):
+        with pytest.raises(ValueError, match=r"."):
+            MappedMemory().map(handle)
+
+
+def test_what_members_write_is_json(members: Members) -> None:
+    host, pid = msgspec.json.decode(members.store.get("member/0"))
+    assert (host, pid) == (os.uname().nodename, os.getpid())
