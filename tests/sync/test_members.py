@@ -211,12 +211,24 @@ def test_all_ranks_of_an_engine_that_is_gone_are_named(at: Open, pool: ThreadPoo
     assert report.startswith(f"{named[0]} and {named[1]} are gone, killed or stuck, while others were publishing")
 
 
+class _Elsewhere(Members):
+    """One that says that it is the process ``own``."""
+
+    def __init__(self, address: Address, member: int, own: int) -> None:
+        self.own = own
+        super().__init__(address, member)
+
+    def set(self, key: str, value: bytes) -> None:
+        person = msgspec.json.encode((os.uname().nodename, self.own))
+        super().set(key, person if key.startswith("member/") else value)
+
+
 def _dead(address: Address, member: int) -> Members:
     """One that joined from a process that is not there any more."""
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    members = Members.joined(address, member)
-    members.set(f"member/{member}", msgspec.json.encode((os.uname().nodename, gone.pid)))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process:
+        members = _Elsewhere(address, member, process.pid)
+        members.meet("the channel", 60.0)
+        process.kill()
     return members
 
 
