@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,11 +14,15 @@ NOBODY = 65534
 BECOME = f"import os, sys, socket, encodings.idna\nos.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
 
 
-def as_another_user(program: str, *arguments: object, imports: str = "") -> str:
-    """What ``program`` prints, run as nobody after ``imports``; ``arguments`` are its ``sys.argv[1:]``."""
+def as_another_user(program: str, *arguments: object, imports: str = "", unset: Sequence[str] = ()) -> str:
+    """What ``program`` prints, run as nobody after ``imports``; ``arguments`` are its ``sys.argv[1:]``.
+
+    unset: variables that it does not inherit.
+    """
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     command = [sys.executable, "-c", f"{imports}\n{BECOME}{program}", *map(str, arguments)]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/", env=environment)
     assert completed.returncode == 0, completed.stderr
     return completed.stdout
