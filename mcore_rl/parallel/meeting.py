@@ -15,6 +15,11 @@ from mcore_rl.parallel.secret_store import Prefixed, SecretStore, StoreAccess
 _kept: list[Prefixed] = []  # torch keeps only the C++ half of a Python store, and asks it as long as a group lives
 
 
+def listen_towards(host: str) -> None:
+    """Lets groups that this process makes from now on listen at the interface from which it reaches ``host``."""
+    os.environ.update(interfaces(host))
+
+
 def join_group(
     access: StoreAccess, name: str, platform: Platform, rank: int, world_size: int, timeout_s: float
 ) -> None:
@@ -24,7 +29,7 @@ def join_group(
     Changes this process: collectives listen at the store's interface alone, and carry no objects but plain ones.
     """
     refuse_foreign_objects()
-    os.environ.update(interfaces(access.host))
+    listen_towards(access.host)
     _kept.append(Prefixed(name, SecretStore(access, timeout_s)))
     dist.init_process_group(
         platform.backend,

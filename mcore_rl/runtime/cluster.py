@@ -19,11 +19,13 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.parallel.device import num_cores
+from mcore_rl.parallel.device_details import interfaces
 from mcore_rl.parallel.launch import inherited_environment
 from mcore_rl.runtime.ray_watch import children, joined_ray, own_ray
 from mcore_rl.runtime.scratch import scratch
 from mcore_rl.tracking.secrets import secret_names
 
+LOOPBACK = "127.0.0.1"
 KNOCK_S = 10.0  # the time limit for a head node to accept a connection
 
 
@@ -63,7 +65,8 @@ def _connect(config: RayInitConfig, folder: Path, stack: ExitStack) -> None:
         hidden = {name for name in secret_names() if not name.startswith("RAY_")}
         stack.enter_context(_token(folder))
         kept = os.environ.get("RAY_TMPDIR")  # whoever sets it wants Ray's logs to stay
-        with inherited_environment(dict.fromkeys(hidden)):
+        alone = {"VLLM_HOST_IP": LOOPBACK, **interfaces(LOOPBACK)}  # what all that Ray starts here listens at
+        with inherited_environment({**dict.fromkeys(hidden), **alone}):
             # "local": never a cluster that others run here
             ray.init(address="local", num_cpus=cpus, _temp_dir=f"{kept or folder}/ray", **options)
         return
@@ -109,7 +112,7 @@ def _knock(address: str) -> None:
 
 def meeting_host(config: RayInitConfig) -> str:
     """Where the run's own store listens: at the loopback if Ray was started here, else where other nodes reach it."""
-    return "127.0.0.1" if config.address is None else this_host()
+    return LOOPBACK if config.address is None else this_host()
 
 
 def this_host() -> str:
