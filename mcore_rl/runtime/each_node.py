@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.errors import ConfigError, Violation, WorkerError
@@ -17,6 +21,21 @@ from mcore_rl.runtime.cluster import ray_cluster, this_host
 T = TypeVar("T")
 
 ANSWER_S = 30.0  # beyond the limit of the function itself
+
+
+@contextmanager
+def store_at(host: str) -> Iterator[int]:
+    """The port of a torch store at ``host`` alone, for vLLM, which takes no other kind; it asks nobody for a secret."""
+    listener = socket.create_server((host, 0))
+    port = int(listener.getsockname()[1])
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    try:
+        yield port
+    finally:
+        del store
 
 
 def on_each_node(
