@@ -164,12 +164,13 @@ class StoreServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._strangers.append(writer)
         if len(self._strangers) > MAX_STRANGERS:
-            self._strangers[0].transport.abort()
+            self._strangers.pop(0).transport.abort()
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 nonces = await self._know(reader, writer)
         finally:
-            self._strangers.remove(writer)
+            if writer in self._strangers:
+                self._strangers.remove(writer)
         coming = _Seal(self.access.secret, b"client", nonces)
         going = _Seal(self.access.secret, b"server", nonces)
         while True:
