@@ -43,6 +43,9 @@ def ray_cluster(config: RayInitConfig, remedy: Callable[[], str] = lambda: "Begi
     """
     with ExitStack() as stack:
         if not ray.is_initialized():
+            if config.address is not None:
+                with _refusing(config.address):
+                    _knock(config.address)
             folder = stack.enter_context(scratch())
             before, on_sigterm = children(), signal.getsignal(signal.SIGTERM)
             _connect(config, folder, stack)
@@ -70,13 +73,19 @@ def _connect(config: RayInitConfig, folder: Path, stack: ExitStack) -> None:
             # "local": never a cluster that others run here
             ray.init(address="local", num_cpus=cpus, _temp_dir=f"{kept or folder}/ray", **options)
         return
-    try:
-        _knock(config.address)
+    with _refusing(config.address):
         ray.init(address=config.address, **options)
+
+
+@contextmanager
+def _refusing(address: str) -> Iterator[None]:
+    """Raises ConfigError for what is raised within where no cluster answers at ``address``."""
+    try:
+        yield
     except (OSError, ValueError) as error:
         problem = f"no Ray cluster answers there: {str(error).splitlines()[0]}"
         remedy = "Start one with ray start --head, or leave ray_init.address out to start one here"
-        raise ConfigError([Violation("ray_init.address", config.address, problem, remedy)]) from error
+        raise ConfigError([Violation("ray_init.address", address, problem, remedy)]) from error
 
 
 @contextmanager

@@ -48,7 +48,9 @@ def test_a_cluster_of_our_own_ends_with_the_block_and_leaves_its_timeline(tmp_pa
         assert [stat.S_IMODE(path.stat().st_mode) for path in (token, token.parent)] == [0o600, 0o700]
         if os.getuid() == 0:
             address = ray.get_runtime_context().gcs_address
-            told = as_another_user(JOIN, address, token, imports="import ray", unset=["RAY_AUTH_TOKEN_PATH"])
+            told = as_another_user(
+                JOIN, address, token, imports="import ray", unset=["RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"]
+            )
             assert told == "no token\nrefused\n"
     assert not token.parent.exists() and "RAY_AUTH_TOKEN_PATH" not in os.environ
     assert not ray.is_initialized()

@@ -21,6 +21,8 @@ WHO = {
     "ray::TrainWorker": "training worker",
     "ray::RolloutWorker": "rollout worker",
     "ray::": "Ray's worker",
+    "monitor.py": "Ray's agents",
+    "VLLM": "engine",
     "mcore_rl.cli": "controller",
     "spawn_main": "engine",
     "wandb": "wandb",
