@@ -16,6 +16,7 @@ from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, num_cores
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.rollout.engine.environment import core_shares, usable_cores
 from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.runtime.engine_client import EngineClient, PartSpec
@@ -28,10 +29,11 @@ from mcore_rl.runtime.worker_group import WorkerGroup
 
 
 async def start_trainers(
-    spec: RoleSpec, places: Places, platform: Platform, logs: Path, trainer: TrainerConfig
+    spec: RoleSpec, places: Places, platform: Platform, logs: Path, trainer: TrainerConfig, store: StoreAccess
 ) -> TrainGroup:
     """Starts the training processes of one role and joins them in their process groups; call ``build`` next.
 
+    store: of the run, where they meet.
     On CPU, each computes with its share of this machine's cores, at least one.
     """
     world_size = len(places.train)
@@ -53,7 +55,7 @@ async def start_trainers(
     layout, watchdog = Layout.of(spec.parallel, world_size), Watchdog(trainer.watchdog)
     group = TrainGroup(WorkerGroup(spec.role, workers, layout, ["its node"] * world_size, files, watchdog))
     try:
-        await group.join(spec, trainer.timeout_s)
+        await group.join(store, spec, trainer.timeout_s)
     except BaseException:
         group.close()
         raise

@@ -28,6 +28,8 @@ from mcore_rl.errors import refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect
+from mcore_rl.parallel.secret_store import StoreServer
+from mcore_rl.runtime.cluster import meeting_host
 from mcore_rl.runtime.placement import place_trainers
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.types import TrainBatch
@@ -125,7 +127,8 @@ async def open_run(config: SftConfig) -> AsyncIterator[SftRun]:
         tracker.now("starting the trainer")
         places = await place_trainers(config.trainer, platform)
         stack.callback(places.close)
-        groups = await start_roles(config, prepared.checkpoint, places, platform, stack)
+        store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
+        groups = await start_roles(config, prepared.checkpoint, places, platform, store, stack)
         run = SftRun(config, platform, tracker, prepared, groups)
         stack.push_async_callback(run.saver.close)
         yield run
