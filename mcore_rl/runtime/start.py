@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig
-from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.config.trainer import TrainerConfig, WatchdogConfig
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, num_cores
 from mcore_rl.parallel.layout import Layout
@@ -50,7 +50,7 @@ async def start_trainers(
         .remote(rank, world_size, files[rank])
         for rank, place in enumerate(places.train)
     ]
-    layout, watchdog = Layout.of(spec.parallel, world_size), Watchdog(trainer.watchdog)
+    layout, watchdog = Layout.of(spec.parallel, world_size), Watchdog(trainer.watchdog, trainer.timeout_s)
     group = TrainGroup(WorkerGroup(spec.role, workers, layout, ["its node"] * world_size, files, watchdog))
     try:
         await group.join(spec, trainer.timeout_s)
@@ -71,6 +71,7 @@ async def start_engines(
     *,
     name: str = "engine",
     awaits_weights: bool = False,
+    watchdog: Watchdog | None = None,
 ) -> list[EngineClient]:
     """Starts an engine in each of ``bundles`` and waits until all are ready; closing ``stack`` ends them.
 
@@ -78,6 +79,7 @@ async def start_engines(
     name: the engines are called by it and a number.
     awaits_weights: an update comes before the first sample, at the start and after each restart, so that no engine
     reads the checkpoint.
+    watchdog: says when an engine hangs; it learns from the calls of all of them.  None: by the default limits.
     On CPU the engines share this machine's cores, each with cores of its own if there are enough.
     """
     layout = config.layout
@@ -89,7 +91,8 @@ async def start_engines(
         options = bundles[index].options({"num_cpus": 0, "num_gpus": num_gpus})
         return ray.remote(RolloutWorker).options(**options).remote(f"{name} {index}")
 
-    engines = [EngineClient(f"{name} {index}", partial(new_worker, index)) for index in range(len(bundles))]
+    watchdog = watchdog or Watchdog(WatchdogConfig())
+    engines = [EngineClient(f"{name} {index}", partial(new_worker, index), watchdog) for index in range(len(bundles))]
     cores: Sequence[Sequence[int] | None] = [None] * len(engines)
     device_ids: list[list[str] | None] = [None] * len(engines)
     if not platform.is_accelerator:

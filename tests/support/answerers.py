@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from mcore_rl.errors import ConfigError, RolloutError, Violation
 from mcore_rl.parallel.phase import phase
-from mcore_rl.rollout.protocol import EngineMemory, FinishReason, Request, Sample, Sampling, VersionSpan
+from mcore_rl.rollout.protocol import EngineMemory, FinishReason, Request, Sample, Sampling, Statistics, VersionSpan
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.rollout_worker import RolloutWorker
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
@@ -119,6 +119,9 @@ class ScriptedEngine:
 
     async def version(self) -> int:
         return 7
+
+    async def statistics(self) -> Statistics:
+        return Statistics()
 
     async def wake(self, memory: EngineMemory | None = None) -> None:
         raise RolloutError("it does not wake")

@@ -85,7 +85,7 @@ def to_resume(
 def complete(config: RunConfig) -> RunConfig:
     """``config`` with the defaults that follow from other fields, and with absolute paths."""
     path = str(Path(config.model.path).resolve()) if config.model.path else ""
-    place = str(Path(config.trainer.default_local_dir).resolve())
+    place = config.trainer.default_local_dir and str(Path(config.trainer.default_local_dir).resolve())
     longest = float(config.data.max_response_length)
     judge, room = config.reward_model, config.data.max_prompt_length + config.data.max_response_length
     roles = {role.name: _complete_role(getattr(config, role.name), longest) for role in ROLES.values() if role.config}

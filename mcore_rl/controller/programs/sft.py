@@ -20,7 +20,7 @@ from mcore_rl.controller.lifecycle.start_roles import start_roles
 from mcore_rl.controller.programs.program import run_program
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.utilization import Passes, tflop
-from mcore_rl.controller.training_run import TrainingRun, every_step, open_directory
+from mcore_rl.controller.training_run import TrainingRun, begin_records, every_step, open_directory
 from mcore_rl.data.conversations import Conversation, ConversationSet
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -121,11 +121,12 @@ async def open_run(config: SftConfig) -> AsyncIterator[SftRun]:
     platform = detect(config.trainer.device)
     planned = forecast(config, platform, prepared.models)
     async with AsyncExitStack() as stack:
-        tracker = open_directory(config, prepared, planned, stack)
+        tracker = open_directory(config, prepared, stack)
         tracker.now("starting the trainer")
         places = await place_trainers(config.trainer, platform)
         stack.callback(places.close)
         groups = await start_roles(config, prepared.checkpoint, places, platform, stack)
+        begin_records(config, prepared, planned, tracker)
         run = SftRun(config, platform, tracker, prepared, groups)
         stack.push_async_callback(run.saver.close)
         yield run

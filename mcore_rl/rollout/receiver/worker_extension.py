@@ -18,7 +18,9 @@ Invariant: from the moment an update begins until one is complete, this worker r
 
 from __future__ import annotations
 
+import faulthandler
 import pickle
+import signal
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -126,6 +128,7 @@ class WeightReceiver:
         return _answer(lambda: dict(self._sync_channel().live.names_of_heads))
 
     def _sync_open(self, opening: bytes) -> int:
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # stacks into the engine's log, if it hangs
         self._sync_close()
         asked: Opening = pickle.loads(opening)
         parallel = self.vllm_config.parallel_config
