@@ -11,6 +11,8 @@ the same Slurm job  that was queued again: it runs once at a time, so the earlie
 another Slurm job   by what ``squeue`` says of it
 any other           it gives no sign of life for ``WATCH_S`` seconds
 
+The place of an owner that is gone can be claimed once: the claim is a file with that owner's token in its name.
+
 Invariant: of two programs that start in one directory at most one gets on.  Times of different machines are never
 compared.
 """
@@ -38,6 +40,8 @@ OWNER = "owner.json"
 BEAT_S = 10.0
 WATCH_S = 60.0  # several beats: an owner may be busy, and a client of NFS late to see them
 SQUEUE_S = 20.0
+WRITE_S = 5.0  # for a file that is written in two steps, where there are no links
+NOBODY = "nobody"  # the token of a file that cannot be read
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP)  # file systems without them
 KEY = "trainer.default_local_dir"
 
@@ -145,7 +149,7 @@ class RunOwner:
 
     def _check_owner(self, warn: Callable[[str], None]) -> None:
         owner = read_owner(self._path)
-        if owner is None and self._link():
+        if owner is None and self._claim(self._path):
             warn(f"{self._path} was removed while its run went on, and is written again")
             return
         owner = owner or read_owner(self._path)
@@ -153,59 +157,77 @@ class RunOwner:
             raise RunDirectoryError(f"{self._directory} is owned by another run by now ({owner}): this one ends")
 
     def _acquire(self) -> None:
-        while not self._link():
-            owner = read_owner(self._path)
-            if owner is None and not self._path.exists():
+        while not self._claim(self._path):
+            root = _settled(self._path)
+            if root is None:
                 continue  # it has just ended
-            lives = None if owner is None else owner.lives(self._me)
-            if lives is None:
-                who = f"belongs to {owner or 'a program whose name cannot be read'}, of which nothing is known here"
-                self._say(f"{self._directory} {who}: waiting up to {WATCH_S:.0f} s for a sign of life")
-                lives = self._shows_life()
-            if lives:
+            claims = [self._path]  # of the owner, of who takes its place, and so on
+            last = root
+            while (heir := _settled(self._heir_of(last))) is not None:
+                claims.append(self._heir_of(last))
+                last = heir
+            if self._lives(last, claims[-1]):
                 remedy = "Wait for that run or end it, or give this one another directory. If it is gone for certain, "
                 remedy += f"remove {self._path}"
-                raise self._refusal(f"belongs to another run, which is going on: {owner}", remedy)
-            self._remove(owner)
+                raise self._refusal(f"belongs to another run, which is going on: {last}", remedy)
+            place = self._heir_of(last)
+            if not self._claim(place):
+                continue  # another program was faster
+            now = _settled(self._path)
+            if now is not None and now.token == root.token:  # else it was taken over, and the claims are removed
+                self._write(fresh := self._path.with_name(f".{OWNER}.{self._me.token}"))
+                fresh.replace(self._path)
+            for path in [place, *reversed(claims[1:])]:
+                path.unlink(missing_ok=True)
+            if (now := read_owner(self._path)) is not None and now.token == self._me.token:
+                return
 
-    def _shows_life(self) -> bool:
-        """Whether the owner's file changes or vanishes before ``WATCH_S`` are over."""
-        first, until = _touched(self._path), time.monotonic() + WATCH_S
+    def _heir_of(self, owner: Owner) -> Path:
+        """The claim to the place of ``owner``, which only one program can make."""
+        return self._path.with_name(f".{OWNER}.{owner.token}.heir")
+
+    def _lives(self, owner: Owner, path: Path) -> bool:
+        """Whether ``owner``, whose claim is ``path``, still runs; waits for a sign of life where nothing else tells."""
+        lives = None if owner.token == NOBODY else owner.lives(self._me)
+        if lives is not None:
+            return lives
+        who = "a program that left no name" if owner.token == NOBODY else str(owner)
+        self._say(
+            f"{self._directory} belongs to {who}, of which nothing is known here: "
+            f"waiting up to {WATCH_S:.0f} s for a sign of life"
+        )
+        first, until = _touched(path), time.monotonic() + WATCH_S
         while time.monotonic() < until:
             time.sleep(min(1.0, BEAT_S / 4))
-            if (now := _touched(self._path)) != first:
+            if (now := _touched(path)) != first:
                 return now is not None
         return False
 
-    def _remove(self, owner: Owner | None) -> None:
-        """Removes the file of ``owner``, unless another program did so and has put its own in its place."""
-        aside = self._path.with_name(f".{OWNER}.{self._me.token}.gone")
-        with suppress(FileNotFoundError):
-            self._path.rename(aside)
-            if (found := read_owner(aside)) is not None and found != owner:
-                with suppress(FileExistsError):
-                    os.link(aside, self._path)
-            aside.unlink()
-
-    def _link(self) -> bool:
-        """Writes the owner's file with this program's name; False if there is one."""
-        text, new = json.dumps(asdict(self._me), indent=1) + "\n", self._path.with_name(f".{OWNER}.{self._me.token}")
+    def _claim(self, path: Path) -> bool:
+        """Makes ``path``, with this program's name in it; False if there is such a file already."""
+        new = self._path.with_name(f".{OWNER}.{self._me.token}")
         try:
-            new.write_text(text, encoding="utf-8")
-            os.link(new, self._path)
+            self._write(new)
+            os.link(new, path)
         except FileExistsError:
             return new.stat().st_nlink == 2  # NFS may repeat a link that had succeeded
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
             try:
-                with self._path.open("x", encoding="utf-8") as file:
-                    file.write(text)
+                with path.open("x", encoding="utf-8") as file:
+                    file.write(self._text())
             except FileExistsError:
                 return False
         finally:
             new.unlink(missing_ok=True)
         return True
+
+    def _write(self, path: Path) -> None:
+        path.write_text(self._text(), encoding="utf-8")
+
+    def _text(self) -> str:
+        return json.dumps(asdict(self._me), indent=1) + "\n"
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
@@ -223,6 +245,16 @@ def read_owner(path: Path) -> Owner | None:
         return Owner(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def _settled(path: Path) -> Owner | None:
+    """The owner that the file names, once it is written; ``NOBODY`` if it never is, None if there is no file."""
+    until = time.monotonic() + WRITE_S
+    while (owner := read_owner(path)) is None and path.exists():
+        if time.monotonic() > until:
+            return Owner(token=NOBODY)
+        time.sleep(0.01)
+    return owner
 
 
 def start_of(pid: int) -> int | None:
