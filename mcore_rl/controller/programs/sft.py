@@ -13,7 +13,7 @@ from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.sft import ACTOR, SftConfig, sft_violations
 from mcore_rl.controller.lifecycle.model_checks import model_sft_violations
-from mcore_rl.controller.lifecycle.preparation import PreparedRun, to_resume
+from mcore_rl.controller.lifecycle.preparation import PreparedRun, to_resume, weights_of_roles
 from mcore_rl.controller.lifecycle.resume_check import Identity
 from mcore_rl.controller.lifecycle.start_plan import forecast
 from mcore_rl.controller.lifecycle.start_roles import start_roles
@@ -64,7 +64,7 @@ def prepare(config: SftConfig) -> PreparedSft:
         validation = ConversationSet.load(files, data, tokenizer, max_samples=data.val_max_samples, title=title)
     sampler = PromptSampler(len(train), data.seed, data.shuffle)
     per_epoch = sampler.batches_per_epoch(data.train_batch_size)
-    identity = Identity.of(as_dict(config), [role.name for role in config.role_rows])
+    identity = Identity.of(as_dict(config), [role.name for role in config.role_rows], weights_of_roles(config))
     checkpoint, progress = to_resume(config, identity, sampler)
     return PreparedSft(
         config=config,
