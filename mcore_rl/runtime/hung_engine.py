@@ -94,7 +94,10 @@ def look_and_end(actor: int, log: Path | None) -> list[EngineProcessState]:
         processes = [top, *(each for each in top.children(recursive=True) if not is_helper(each))]
     except psutil.NoSuchProcess:
         return []
-    leaders = {os.getpgid(each.pid) for each in processes[1:]}
+    leaders = set[int]()
+    for each in processes[1:]:
+        with suppress(ProcessLookupError):
+            leaders.add(os.getpgid(each.pid))
     states = [_state_of(each, actor, log) for each in processes]
     for leader in leaders - {os.getpgid(actor), os.getpgid(0)}:
         end_group(leader)

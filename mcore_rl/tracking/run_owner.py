@@ -137,13 +137,19 @@ class RunOwner:
     def check(self, warn: Callable[[str], None]) -> Gone | None:
         """Whether the directory is gone; None if it is there and still this program's.
 
-        warn: is told if the owner's file had to be written again.  RunDirectoryError: another run owns it by now.
+        warn: is told if the owner's file had to be written again, or the file system fails.  RunDirectoryError: another
+        run owns it by now.
         """
-        with suppress(OSError):
+        try:
             ours, there = os.fstat(self._descriptor), os.stat(self._directory)
             if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
                 self._check_owner(warn)
                 return None
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:  # a file system that fails for a while
+            warn(f"the run directory {self._directory} cannot be looked at: {error}")
+            return None
         now = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
         return Gone(self._directory, now if now.is_dir() and now != self._directory else None)
 
