@@ -56,6 +56,7 @@ class EngineClient(RemoteEngine):
     def _fresh(self) -> None:
         """Forgets what was known of the actor that was there before."""
         self._where: Whereabouts | None = None
+        self._leader: int | None = None
         self._paused = False
         self._num_working = self._num_arrived = 0
         self._counted: tuple[int, int] | None = None  # tokens of prompts and responses, when it was asked last
@@ -82,6 +83,7 @@ class EngineClient(RemoteEngine):
         assert self._started is not None
         self._where = await self._answered(doing, "whereabouts", self._worker.whereabouts.remote())
         await self._answered(doing, "start", self._worker.start.remote(*self._started))
+        self._leader = await self._answered(doing, "leader", self._worker.leader.remote())
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
         """See ``RolloutEngine.generate``."""
@@ -208,7 +210,7 @@ class EngineClient(RemoteEngine):
 
     async def _ended(self, what: str) -> list[str]:
         """Ends the engine; returns what its processes were doing, in lines for the screen."""
-        lines = await asyncio.to_thread(end_hung_engine, what, self._where, self._log)
+        lines = await asyncio.to_thread(end_hung_engine, what, self._where, self._leader, self._log)
         self.kill()
         return lines
 

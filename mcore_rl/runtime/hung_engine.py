@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mcore_rl.rollout.engine.process_group import end_group, is_helper
+from mcore_rl.rollout.engine.process_group import end_group, group_of, is_helper
 from mcore_rl.runtime.answers import Whereabouts, stacks_file
 from mcore_rl.runtime.watchdog import hang_file
 
@@ -50,7 +50,7 @@ class EngineProcessState:
         return f"{self.name}, process {self.pid}: {STATES.get(self.state, f'state {self.state}')}"
 
 
-def end_hung_engine(what: str, where: Whereabouts | None, log: Path | None) -> list[str]:
+def end_hung_engine(what: str, where: Whereabouts | None, leader: int | None, log: Path | None) -> list[str]:
     """Ends the engine that hangs; returns lines for the screen: what each of its processes was doing.
 
     The stacks go to a ``hang_<time>.txt`` beside ``log``.
@@ -58,9 +58,10 @@ def end_hung_engine(what: str, where: Whereabouts | None, log: Path | None) -> l
     Args:
         what: the title of that file.
         where: the actor of the engine; None: unknown, nothing can be looked at.
+        leader: the process that leads the engine's group; None: it is still starting.
         log: the engine's output.
     """
-    states = _ended(where, log)
+    states = _ended(where, leader, log)
     if states is None:
         return ["  its node does not answer: nothing is known of its processes"]
     states.sort(key=lambda each: each.state not in "Tt")  # a stopped one explains the others
@@ -72,37 +73,38 @@ def end_hung_engine(what: str, where: Whereabouts | None, log: Path | None) -> l
     return lines
 
 
-def _ended(where: Whereabouts | None, log: Path | None) -> list[EngineProcessState] | None:
+def _ended(where: Whereabouts | None, leader: int | None, log: Path | None) -> list[EngineProcessState] | None:
     if where is None:
         return None
     place = NodeAffinitySchedulingStrategy(where.node_id, soft=False)
     task = ray.remote(look_and_end).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
     try:
-        states: list[EngineProcessState] = ray.get(task.remote(where.pid, log), timeout=LOOK_S)
+        states: list[EngineProcessState] = ray.get(task.remote(where.pid, leader, log), timeout=LOOK_S)
     except RayError:  # a time-out of Ray's is one too
         return None
     return states
 
 
-def look_and_end(actor: int, log: Path | None) -> list[EngineProcessState]:
-    """Looks at every process of the engine below the process ``actor``, then kills them and ``actor``.
+def look_and_end(actor: int, leader: int | None, log: Path | None) -> list[EngineProcessState]:
+    """Looks at the process ``actor`` and every process of the engine, then kills them.  Runs on their node.
 
-    Runs on their node.  SIGKILL, since a stopped process ignores all else.
+    SIGKILL, since a stopped process ignores all else.
     """
-    try:
-        top = psutil.Process(actor)
-        processes = [top, *(each for each in top.children(recursive=True) if not is_helper(each))]
-    except psutil.NoSuchProcess:
-        return []
-    leaders = set[int]()
-    for each in processes[1:]:
-        with suppress(ProcessLookupError):
-            leaders.add(os.getpgid(each.pid))
+    processes, leaders = list[psutil.Process](), [] if leader is None else [leader]
+    with suppress(psutil.Error, ProcessLookupError):
+        processes.append(psutil.Process(actor))
+        if leader is None:
+            below = [each for each in processes[0].children(recursive=True) if not is_helper(each)]
+            leaders = [each.pid for each in below if os.getpgid(each.pid) == each.pid]
+            processes += below
+    if leader is not None:
+        processes += sorted(group_of(leader), key=lambda each: each.pid != leader)
     states = [_state_of(each, actor, log) for each in processes]
-    for leader in leaders - {os.getpgid(actor), os.getpgid(0)}:
-        end_group(leader)
-    with suppress(psutil.NoSuchProcess):
-        top.kill()
+    for each in leaders:
+        end_group(each)
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
     return states
 
 

@@ -37,8 +37,12 @@ class RolloutWorker:
         self._engine: EngineProcess | None = None
 
     async def whereabouts(self) -> Whereabouts:
-        """The process id and node of this actor; the engine's processes are below it."""
+        """The process id and node of this actor."""
         return Whereabouts(os.getpid(), ray.get_runtime_context().get_node_id())
+
+    async def leader(self) -> int:
+        """The process id of the engine that was started, which leads the process group of all its processes."""
+        return self._live.leader
 
     async def start(
         self, directory: Path, config: ServingConfig, cores: Sequence[int] | None, device_ids: Sequence[str] | None,

@@ -17,7 +17,7 @@ import ray
 
 from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.errors import DeadEngineError
-from mcore_rl.rollout.engine.process_group import is_helper
+from mcore_rl.rollout.engine.process_group import group_of
 from mcore_rl.rollout.protocol import Sample, Sampling, requests_of
 from mcore_rl.runtime.engine_client import WORK, EngineClient
 from mcore_rl.runtime.rollout_worker import RolloutWorker
@@ -54,9 +54,9 @@ class Subject:
 
     def processes(self) -> list[psutil.Process]:
         """The actor, the server, and vLLM's processes below it."""
-        assert self.client._where is not None
-        actor = psutil.Process(self.client._where.pid)
-        return [actor, *(each for each in actor.children(recursive=True) if not is_helper(each))]
+        assert self.client._where is not None and self.client._leader is not None
+        group = sorted(group_of(self.client._leader), key=lambda each: each.pid != self.client._leader)
+        return [psutil.Process(self.client._where.pid), *group]
 
 
 @pytest.fixture(scope="module")

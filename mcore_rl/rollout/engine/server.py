@@ -87,6 +87,7 @@ class _Server:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def run(self, settings: Settings) -> None:
+        self._send(START, "leader", os.getpid())
         engine = await self._start(settings)
         if engine is None:
             return
