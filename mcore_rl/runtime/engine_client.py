@@ -218,13 +218,19 @@ class EngineClient(RemoteEngine):
         try:
             answer = await task
         except RayError as error:
-            if self._end is not None:  # it was ended because it hangs, which another call has noticed
-                raise await self._hung(doing, "no answer") from error
+            await self._raise_if_ended(doing)
             reason = str(error).strip().splitlines()[-1]
             raise DeadEngineError(f"{self._name} died while {doing}: its Ray actor is gone ({reason})") from error
+        if isinstance(answer, DeadEngineError):
+            await self._raise_if_ended(doing)
         if isinstance(answer, McoreRLError):
             raise answer
         return answer
+
+    async def _raise_if_ended(self, doing: str) -> None:
+        """Raises what the engine was ended for, if another call has noticed that it hangs."""
+        if self._end is not None:
+            raise await self._hung(doing, "no answer")
 
 
 async def _value(call: Any) -> Any:

@@ -88,7 +88,8 @@ def _ended(where: Whereabouts | None, leader: int | None, log: Path | None) -> l
 def look_and_end(actor: int, leader: int | None, log: Path | None) -> list[EngineProcessState]:
     """Looks at the process ``actor`` and every process of the engine, then kills them.  Runs on their node.
 
-    SIGKILL, since a stopped process ignores all else.
+    SIGKILL, since a stopped process ignores all else.  The actor is left to Ray, if it can end by itself: of one that was
+    killed Ray would print a page.
     """
     processes, leaders = list[psutil.Process](), [] if leader is None else [leader]
     with suppress(psutil.Error, ProcessLookupError):
@@ -100,11 +101,12 @@ def look_and_end(actor: int, leader: int | None, log: Path | None) -> list[Engin
     if leader is not None:
         processes += sorted(group_of(leader), key=lambda each: each.pid != leader)
     states = [_state_of(each, actor, log) for each in processes]
-    for each in leaders:
-        end_group(each)
-    for process in processes:
+    for group in leaders:
+        end_group(group)
+    for process, each in zip(processes, states, strict=True):
         with suppress(psutil.Error):
-            process.kill()
+            if each.pid != actor or each.state in "Tt":
+                process.kill()
     return states
 
 
