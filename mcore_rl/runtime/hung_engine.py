@@ -88,7 +88,7 @@ def _ended(where: Whereabouts | None, leader: int | None, log: Path | None) -> l
 def look_and_end(actor: int, leader: int | None, log: Path | None) -> list[EngineProcessState]:
     """Looks at the process ``actor`` and every process of the engine, then kills them.  Runs on their node.
 
-    SIGKILL, since a stopped process ignores all else.  The actor is left to Ray if it can end by itself, since Ray prints
+    SIGKILL, since a stopped process ignores all else.  The actor is left to Ray if it can end by itself: Ray prints
     a page about one that was killed.
     """
     processes, leaders = list[psutil.Process](), [] if leader is None else [leader]
