@@ -70,6 +70,12 @@ def small_worker() -> type:
         def start(self, directory: Any, config: Any, cores: Any, device_ids: Sequence[str] | None, *_: Any) -> None:
             self.told = device_ids
 
+        def whereabouts(self) -> None:
+            """Where its processes are, which nobody asks after here."""
+
+        def leader(self) -> int:
+            return 0
+
         def close(self) -> None:
             pass
 
