@@ -38,6 +38,9 @@ async def run_program(
     Returns:
         The exit code: 0, or ``REQUEUE`` if a signal made the run leave before its end.
     """
+    refuse_if_any(run_violations(config) if isinstance(config, RunConfig) else sft_violations(config))
+    directory = Path(config.trainer.default_local_dir).resolve()
+    owner = RunOwner(directory, say=note)
 
     async def attempt(config: C) -> Path | None:
         preemption = Preemption()
@@ -56,9 +59,7 @@ async def run_program(
                 exported = await run.export("final")
         return exported
 
-    refuse_if_any(run_violations(config) if isinstance(config, RunConfig) else sft_violations(config))
-    directory = Path(config.trainer.default_local_dir).resolve()
-    with RunOwner(directory, say=note) as owner:
+    with owner:
         try:
             exported = await run_with_restarts(config, attempt)
         except Preempted as left:
