@@ -1,7 +1,7 @@
 """What the processes of an engine that hangs are doing, and their end.
 
-An engine is several processes on one node: the Ray actor, vLLM's server below it, its EngineCore, and a worker for each
-rank.  One that stands still stops all.  They are looked at on their own node, by a task of Ray's, because the engine
+An engine is several processes on each of its nodes: a Ray actor, vLLM's server, its EngineCore, a worker for each
+rank.  One that stands still stops all.  They are looked at on their own nodes, by tasks of Ray's, because the engine
 itself cannot answer.  Stacks come from ``faulthandler``, by a signal; a stopped process (state T) would write them only
 once it is continued, and then go on with its work, so it is told of without.
 """
@@ -11,9 +11,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -50,42 +52,68 @@ class EngineProcessState:
         return f"{self.name}, process {self.pid}: {STATES.get(self.state, f'state {self.state}')}"
 
 
-def end_hung_engine(what: str, where: Whereabouts | None, leader: int | None, log: Path | None) -> list[str]:
+@dataclass(frozen=True)
+class EnginePlace:
+    """Where the part of an engine on one node is.
+
+    actor: its Ray actor.  leader: the process that leads the group of its processes; None: it is still starting.
+    log: their output.
+    """
+
+    actor: Whereabouts
+    leader: int | None
+    log: Path
+
+
+def end_hung_engine(what: str, places: Sequence[EnginePlace]) -> list[str]:
     """Ends the engine that hangs; returns lines for the screen: what each of its processes was doing.
 
-    The stacks go to a ``hang_<time>.txt`` beside ``log``.
+    The stacks go to a ``hang_<time>.txt`` beside its log.
 
     Args:
         what: the title of that file.
-        where: the actor of the engine; None: unknown, nothing can be looked at.
-        leader: the process that leads the engine's group; None: it is still starting.
-        log: the engine's output.
+        places: of all parts of the engine that are known.
     """
-    states = _ended(where, leader, log)
-    if states is None:
-        return ["  its node does not answer: nothing is known of its processes"]
-    states.sort(key=lambda each: each.state not in "Tt")  # a stopped one explains the others
-    lines = [f"  {each.line()}" for each in states]
-    if log is not None:
-        path = hang_file(log.parent)
-        path.write_text("\n".join([what, "", *(f"{each.line()}\n{each.stacks}" for each in states)]))
+    lines, report = list[str](), [what, ""]
+    for node, states in enumerate(_ended(places)):
+        prefix = f"on its node {node}: " if len(places) > 1 else ""
+        if states is None:
+            lines.append(f"  {prefix}it does not answer: nothing is known of its processes")
+            continue
+        for each in sorted(states, key=lambda each: each.state not in "Tt"):  # a stopped one explains the others
+            lines.append(f"  {prefix}{each.line()}")
+            report += [f"{prefix}{each.line()}", each.stacks]
+    if places:
+        path = hang_file(places[0].log.parent)
+        path.write_text("\n".join([*report, ""]))
         lines.append(f"The stacks of its processes are in {path}")
     return lines
 
 
-def _ended(where: Whereabouts | None, leader: int | None, log: Path | None) -> list[EngineProcessState] | None:
-    if where is None:
-        return None
-    place = NodeAffinitySchedulingStrategy(where.node_id, soft=False)
-    task = ray.remote(look_and_end).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
+def _ended(places: Sequence[EnginePlace]) -> list[list[EngineProcessState] | None]:
+    """The states of the processes at each place, which are ended; None: its node does not answer."""
+    look = ray.remote(look_and_end)
+    tasks = [
+        look.options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(place.actor.node_id, soft=False),
+        ).remote(place.actor.pid, place.leader, place.log)
+        for place in places
+    ]
+    ray.wait(tasks, num_returns=len(tasks), timeout=LOOK_S)
+    return [_result(task) for task in tasks]
+
+
+def _result(task: Any) -> list[EngineProcessState] | None:
     try:
-        states: list[EngineProcessState] = ray.get(task.remote(where.pid, leader, log), timeout=LOOK_S)
+        states: list[EngineProcessState] = ray.get(task, timeout=0.1)
     except RayError:  # a time-out of Ray's is one too
         return None
     return states
 
 
-def look_and_end(actor: int, leader: int | None, log: Path | None) -> list[EngineProcessState]:
+def look_and_end(actor: int, leader: int | None, log: Path) -> list[EngineProcessState]:
     """Looks at the process ``actor`` and every process of the engine, then kills them.  Runs on their node.
 
     SIGKILL, since a stopped process ignores all else.  The actor is left to Ray if it can end by itself: Ray prints
@@ -110,7 +138,7 @@ def look_and_end(actor: int, leader: int | None, log: Path | None) -> list[Engin
     return states
 
 
-def _state_of(process: psutil.Process, actor: int, log: Path | None) -> EngineProcessState:
+def _state_of(process: psutil.Process, actor: int, log: Path) -> EngineProcessState:
     pid = process.pid
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -127,7 +155,7 @@ def _state_of(process: psutil.Process, actor: int, log: Path | None) -> EnginePr
         name = words[0].strip()
     if state in "Tt":
         stacks = "no stacks: a stopped process cannot write them\n"
-    elif log is None or not _catches(pid, signal.SIGUSR2):
+    elif not _catches(pid, signal.SIGUSR2):
         stacks = "no stacks: it was not prepared to write them\n"
     else:
         stacks = _stacks_of(pid, stacks_file(log) if pid == actor else log) or "no stacks: it did not write them\n"

@@ -6,21 +6,25 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import ray
+from torch.distributed import TCPStore
 
+from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.errors import DeadEngineError, RolloutError
+from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, Statistics
 from mcore_rl.rollout.worker_methods import HeldWeightsMethods
-from mcore_rl.runtime import engine_client
-from mcore_rl.runtime.engine_client import WORK, EngineClient
+from mcore_rl.runtime import engine_watch
+from mcore_rl.runtime.engine_client import EngineClient, PartSpec
+from mcore_rl.runtime.engine_watch import WORK, EngineWatch
+from mcore_rl.runtime.hung_engine import EnginePlace
 from mcore_rl.runtime.watchdog import Watchdog
-from tests.support.answerers import Scripted, ScriptedEngine
+from tests.support.answerers import Scripted, ScriptedEngine, ScriptedPart
 from tests.support.run_task import still_alive
 
 SAMPLING = Sampling(max_tokens=4)
@@ -82,7 +86,10 @@ def test_cancelling_reaches_the_engine(engine: EngineClient) -> None:
 
 
 def new_engine(name: str) -> EngineClient:
-    return EngineClient(name, lambda: ray.remote(Scripted).options(num_cpus=0).remote(name))
+    def new_worker() -> Any:
+        return ray.remote(Scripted).options(num_cpus=0).remote(name)
+
+    return EngineClient(name, [PartSpec(new_worker, Path("log"))])
 
 
 def test_a_finished_sample_comes_at_once_and_leaving_then_aborts_the_rest() -> None:
@@ -136,13 +143,12 @@ def hasty(limit_s: float = 1.0) -> Watchdog:
 
 def test_an_actor_that_stands_still_is_told_of_and_killed(tmp_path: Path) -> None:
     engine = new_engine("engine 8")
-    engine._watchdog, engine._log = Watchdog(WatchdogConfig(limit_s=300)), tmp_path / "engine-8.log"
 
     async def hang() -> str:
-        engine._where = await engine._answered("starting", "whereabouts", engine._worker.whereabouts.remote())
-        actors.append(psutil.Process(engine._where.pid))
+        where = await engine._workers[0].whereabouts.remote()
+        actors.append(psutil.Process(where.pid))
         actors[0].send_signal(signal.SIGSTOP)
-        engine._watchdog = hasty()
+        engine.watch.watchdog, engine.watch.places = hasty(), [EnginePlace(where, None, tmp_path / "engine-8.log")]
         with pytest.raises(DeadEngineError, match=HUNG.format("waking up", "no answer for 1 s")) as error:
             await engine.wake()
         with pytest.raises(DeadEngineError):
@@ -161,7 +167,7 @@ def test_an_actor_that_stands_still_is_told_of_and_killed(tmp_path: Path) -> Non
 
 def test_samples_that_never_come_without_any_progress_are_a_hung_engine() -> None:
     engine = new_engine("engine 8")
-    engine._watchdog = hasty()
+    engine.watch.watchdog = hasty()
 
     async def draw() -> None:
         calls = [gather(engine.generate([request(name), request("forever")], SAMPLING)) for name in ("a", "b")]
@@ -207,12 +213,11 @@ def test_progress_is_what_the_scheduler_counts(
     async def statistics(*_: Any) -> Statistics:
         return Statistics(generated_tokens=next(counts, tokens[-1]))
 
-    worker = SimpleNamespace(perform=SimpleNamespace(remote=statistics))
-    monkeypatch.setattr(engine_client.time, "monotonic", clock.monotonic)
-    monkeypatch.setattr(engine_client, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": clock.sleep}))
+    monkeypatch.setattr(engine_watch.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(engine_watch, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": clock.sleep}))
     dog = Watchdog(WatchdogConfig(limit_s=1000, least_s=100, factor=2))
-    engine = EngineClient("engine 8", lambda: worker, dog)
-    engine._paused = paused
+    engine = EngineWatch("engine 8", dog, statistics, pytest.fail)
+    engine.paused = paused
 
     async def watch() -> str:
         silent = asyncio.ensure_future(engine._silent())
@@ -226,3 +231,89 @@ def test_progress_is_what_the_scheduler_counts(
         return "lives"
 
     assert asyncio.run(watch()) == expected
+
+
+def engine_on_two_nodes(name: str) -> EngineClient:
+    def new_worker() -> Any:
+        return ray.remote(ScriptedPart).options(num_cpus=0).remote(name)
+
+    return EngineClient(name, [PartSpec(new_worker, Path("log"))] * 2)
+
+
+def test_the_parts_of_an_engine_are_told_where_they_meet() -> None:
+    engine = engine_on_two_nodes("engine 1")
+
+    async def started() -> list[EngineNode]:
+        await engine.start(Path("model"), RolloutConfig(tp=2))
+        places = [await worker.given.remote() for worker in engine._workers]
+        TCPStore(places[0].meeting.host, places[0].meeting.port, is_master=False, timeout=timedelta(seconds=20))
+        await engine.shutdown()
+        return places
+
+    first, second = asyncio.run(started())
+    assert (first.nnodes, first.node_rank) == (2, 0) and (second.nnodes, second.node_rank) == (2, 1)
+    assert first.meeting == second.meeting and first.meeting is not None
+    assert first.meeting.host == first.address and first.meeting.port != first.meeting.rpc_port
+
+
+def test_an_engine_on_one_node_has_nobody_to_meet() -> None:
+    def new_worker() -> Any:
+        return ray.remote(ScriptedPart).options(num_cpus=0).remote("engine 2")
+
+    async def started() -> EngineNode:
+        engine = EngineClient("engine 2", [PartSpec(new_worker, Path("log"))])
+        await engine.start(Path("model"), RolloutConfig())
+        given: EngineNode = await engine._workers[0].given.remote()
+        await engine.shutdown()
+        return given
+
+    assert asyncio.run(started()) == ONE_NODE
+
+
+def test_the_death_of_a_part_is_the_engine_s_until_it_is_started_again() -> None:
+    engine = engine_on_two_nodes("engine 3")
+
+    async def die() -> None:
+        await engine.start(Path("model"), RolloutConfig(tp=2))
+        samples = engine.generate([request("a"), request("forever")], SAMPLING)
+        await anext(samples)
+        await engine._workers[1].perform.remote("be_killed", (), {})
+        message = "engine 3 died while generating 1 samples: its worker was killed"
+        with pytest.raises(DeadEngineError, match=message):
+            await asyncio.wait_for(anext(samples), 60)
+        with pytest.raises(DeadEngineError, match="engine 3 died while asked for its version: its worker was killed"):
+            await engine.version()
+        before = list(engine._workers)
+        await engine.restart()
+        assert await engine.version() == 7
+        for worker in before:
+            with pytest.raises(ray.exceptions.RayActorError):
+                await worker.given.remote()
+        await engine.shutdown()
+
+    asyncio.run(die())
+
+
+def test_a_part_whose_node_is_gone_is_named() -> None:
+    engine = engine_on_two_nodes("engine 4")
+
+    async def die() -> None:
+        await engine.start(Path("model"), RolloutConfig(tp=2))
+        ray.kill(engine._workers[1])
+        samples = engine.generate([request("forever")], SAMPLING)
+        with pytest.raises(DeadEngineError, match=r"engine 4 died while generating 1 samples: .*its Ray actor is gone"):
+            await asyncio.wait_for(anext(samples), 60)
+        await engine.shutdown()
+
+    asyncio.run(die())
+
+
+def test_a_part_that_does_not_start_ends_the_wait_for_the_others() -> None:
+    engine = engine_on_two_nodes("engine that fails")
+
+    async def start() -> None:
+        with pytest.raises(RolloutError, match="the second node has no room"):
+            await asyncio.wait_for(engine.start(Path("model"), RolloutConfig(tp=2)), 60)
+        engine.kill()
+
+    asyncio.run(start())

@@ -19,7 +19,8 @@ from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.errors import DeadEngineError
 from mcore_rl.rollout.engine.process_group import group_of
 from mcore_rl.rollout.protocol import Sample, Sampling, requests_of
-from mcore_rl.runtime.engine_client import WORK, EngineClient
+from mcore_rl.runtime.engine_client import EngineClient, PartSpec
+from mcore_rl.runtime.engine_watch import WORK
 from mcore_rl.runtime.rollout_worker import RolloutWorker
 from mcore_rl.runtime.watchdog import Watchdog
 from tests.support import rollouts
@@ -54,9 +55,10 @@ class Subject:
 
     def processes(self) -> list[psutil.Process]:
         """The actor, the server, and vLLM's processes below it."""
-        assert self.client._where is not None and self.client._leader is not None
-        group = sorted(group_of(self.client._leader), key=lambda each: each.pid != self.client._leader)
-        return [psutil.Process(self.client._where.pid), *group]
+        (place,) = self.client.watch.places
+        assert place.leader is not None
+        group = sorted(group_of(place.leader), key=lambda each: each.pid != place.leader)
+        return [psutil.Process(place.actor.pid), *group]
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +67,12 @@ def subject(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterat
     rollouts.write("llama", folder)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     dog = Impatient()
-    client = EngineClient(ENGINE, lambda: ray.remote(RolloutWorker).options(num_cpus=0).remote(ENGINE), dog)
+    part = PartSpec(lambda: ray.remote(RolloutWorker).options(num_cpus=0).remote(ENGINE), folder / "engine-0.log")
+    client = EngineClient(ENGINE, [part], dog)
     made = Subject(client, dog, folder / "engine-0.log")
 
     async def begin() -> None:
-        config = rollouts.config(max_num_seqs=8)
-        await client.start(folder, config, cores=None, device_ids=None, log=made.log)
+        await client.start(folder, rollouts.config(max_num_seqs=8))
         made.expected = await collect(client, REQUESTS, LONG)
 
     try:

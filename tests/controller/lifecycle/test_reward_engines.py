@@ -28,7 +28,8 @@ from mcore_rl.controller.loop import train
 from mcore_rl.controller.run import Run
 from mcore_rl.rollout.classifier_pool import ClassifierPool
 from mcore_rl.rollout.engine.process_group import is_helper
-from mcore_rl.runtime.engine_client import WORK, EngineClient
+from mcore_rl.runtime.engine_client import EngineClient
+from mcore_rl.runtime.engine_watch import WORK
 from mcore_rl.runtime.watchdog import Watchdog
 from tests.support import reward_models
 from tests.support.run_task import holders_of, nothing_left, overrides, write_task
@@ -58,7 +59,7 @@ async def stop_an_engine(run: Run) -> None:
     assert run.collector._reward_model is not None
     engine = run.collector._reward_model._engines._engines[0]
     assert isinstance(engine, EngineClient)
-    engine._watchdog = Impatient(WatchdogConfig())
+    engine.watch.watchdog = Impatient(WatchdogConfig())
     for each in holders_of(run.directory / "logs" / "reward-engine-0.log"):
         if not is_helper(each):
             each.send_signal(signal.SIGSTOP)
