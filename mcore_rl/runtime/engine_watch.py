@@ -1,8 +1,8 @@
 """Notices an engine that hangs, and ends it, so that it can be restarted as one that died.
 
 The invariant: no call of an engine waits for ever.  A call with an answer has a time limit, learnt from earlier ones.
-Samples and scores have none, but the engine must make progress while it works: something arrives, or vLLM's scheduler has
-counted tokens since it was asked last.
+Samples and scores have none, but the engine must make progress while it works: something arrives, or vLLM's scheduler
+has counted tokens since it was asked last.
 """
 
 from __future__ import annotations
