@@ -67,7 +67,7 @@ class EngineClient(RemoteEngine):
         self._workers = [part.new_worker() for part in parts]
         self._ends: list[asyncio.Task[DeadEngineError]] = []  # of the parts that do not answer
         self._started: tuple[Any, ...] | None = None
-        self.watch = self._new_watch()
+        self.hang_watch = self._new_watch()
 
     def _new_watch(self) -> EngineWatch:
         worker = self._workers[0]
@@ -85,7 +85,7 @@ class EngineClient(RemoteEngine):
         assert self._started is not None, "start the engine first"
         await self.shutdown()
         self._workers = [part.new_worker() for part in self._parts]
-        self.watch = self._new_watch()
+        self.hang_watch = self._new_watch()
         await self._start("starting again")
 
     async def _start(self, doing: str) -> None:
@@ -94,7 +94,7 @@ class EngineClient(RemoteEngine):
         directory, config, awaits_weights = self._started
         actors = [await self._answered(doing, "whereabouts", worker.whereabouts.remote()) for worker in self._workers]
         parts = list(zip(actors, self._parts, strict=True))
-        self.watch.places = [EnginePlace(actor, None, part.log) for actor, part in parts]
+        self.hang_watch.places = [EnginePlace(actor, None, part.log) for actor, part in parts]
         nodes = await self._nodes(doing)
         calls = [
             worker.start.remote(directory, config, part.cores, part.device_ids, part.log, awaits_weights, node)
@@ -109,7 +109,7 @@ class EngineClient(RemoteEngine):
                 each.cancel()
             await asyncio.gather(*starting, return_exceptions=True)
         leaders = [await self._answered(doing, "leader", worker.leader.remote()) for worker in self._workers]
-        self.watch.places = [
+        self.hang_watch.places = [
             EnginePlace(actor, leader, part.log) for leader, (actor, part) in zip(leaders, parts, strict=True)
         ]
         self._ends = [asyncio.ensure_future(self._end(worker)) for worker in self._workers[1:]]
@@ -141,7 +141,7 @@ class EngineClient(RemoteEngine):
         try:
             while True:
                 doing = f"generating {unfinished} samples"
-                sample = await self.watch.at_work(doing, self._from_parts(doing, _next_of(finishing)))
+                sample = await self.hang_watch.at_work(doing, self._from_parts(doing, _next_of(finishing)))
                 if sample is None:
                     break
                 unfinished -= 1
@@ -172,20 +172,20 @@ class EngineClient(RemoteEngine):
         name = verb.__name__
         call = self._workers[0].perform.remote(name, args, options)
         if name == Classifier.classify.__name__:
-            scores: T = await self.watch.at_work(doing, self._from_parts(doing, _value(call)))
+            scores: T = await self.hang_watch.at_work(doing, self._from_parts(doing, _value(call)))
             return scores
         if name in PAUSES:
-            self.watch.paused = True
+            self.hang_watch.paused = True
         # What a worker is told takes as long as that method does.
-        method = getattr(args[0], "__name__", name) if name == RolloutEngine.call_workers.__name__ else name
+        method = args[0].__name__ if name == RolloutEngine.call_workers.__name__ else name  # type: ignore[attr-defined]
         answer: T = await self._answered(doing, method, call)
         if name in GOES_ON:
-            self.watch.paused = False
+            self.hang_watch.paused = False
         return answer
 
     async def _answered(self, doing: str, method: str, call: Any) -> Any:
         """As ``_from_parts``, within the time that the watchdog gives ``method``."""
-        return await self.watch.answered(doing, method, self._from_parts(doing, _value(call)))
+        return await self.hang_watch.answered(doing, method, self._from_parts(doing, _value(call)))
 
     async def _from_parts(self, doing: str, call: Awaitable[Any]) -> Any:
         """Returns the result of a method of ``RolloutWorker``, or raises the error that it returned.

@@ -100,7 +100,7 @@ async def stop_the_engine(run: Run) -> DeadEngineError:
     """And wake it."""
     (engine,) = run.weights._updater.engines.values()
     assert isinstance(engine, EngineClient)
-    engine.watch.watchdog = Impatient(WatchdogConfig())
+    engine.hang_watch.watchdog = Impatient(WatchdogConfig())
     for each in holders_of(run.directory / "logs" / "engine-0.log"):
         if not is_tracker(each):
             each.send_signal(signal.SIGSTOP)

@@ -19,6 +19,7 @@ READS_ENVIRONMENT = (
     "mcore_rl/parallel/device.py",
     "mcore_rl/parallel/launch.py",
     "mcore_rl/rollout/engine/environment.py",
+    "mcore_rl/tracking/run_owner.py",  # which Slurm job it runs in: that is said nowhere else
     "mcore_rl/tracking/secrets.py",
 )
 PATCHES_MODULES = (

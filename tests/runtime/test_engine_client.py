@@ -150,7 +150,10 @@ def test_an_actor_that_stands_still_is_told_of_and_killed(tmp_path: Path) -> Non
         where = await engine._workers[0].whereabouts.remote()
         actors.append(psutil.Process(where.pid))
         actors[0].send_signal(signal.SIGSTOP)
-        engine.watch.watchdog, engine.watch.places = hasty(), [EnginePlace(where, None, tmp_path / "engine-8.log")]
+        engine.hang_watch.watchdog, engine.hang_watch.places = (
+            hasty(),
+            [EnginePlace(where, None, tmp_path / "engine-8.log")],
+        )
         with pytest.raises(DeadEngineError, match=HUNG.format("waking up", "no answer for 1 s")) as error:
             await engine.wake()
         with pytest.raises(DeadEngineError):
@@ -169,7 +172,7 @@ def test_an_actor_that_stands_still_is_told_of_and_killed(tmp_path: Path) -> Non
 
 def test_samples_that_never_come_without_any_progress_are_a_hung_engine() -> None:
     engine = new_engine("engine 8")
-    engine.watch.watchdog = hasty()
+    engine.hang_watch.watchdog = hasty()
 
     async def draw() -> None:
         calls = [gather(engine.generate([request(name), request("forever")], SAMPLING)) for name in ("a", "b")]

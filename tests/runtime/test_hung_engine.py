@@ -55,7 +55,7 @@ class Subject:
 
     def processes(self) -> list[psutil.Process]:
         """The actor, the server, and vLLM's processes below it."""
-        (place,) = self.client.watch.places
+        (place,) = self.client.hang_watch.places
         assert place.leader is not None
         group = sorted(group_of(place.leader), key=lambda each: each.pid != place.leader)
         return [psutil.Process(place.actor.pid), *group]

@@ -59,7 +59,7 @@ async def stop_an_engine(run: Run) -> None:
     assert run.collector._reward_model is not None
     engine = run.collector._reward_model._engines._engines[0]
     assert isinstance(engine, EngineClient)
-    engine.watch.watchdog = Impatient(WatchdogConfig())
+    engine.hang_watch.watchdog = Impatient(WatchdogConfig())
     for each in holders_of(run.directory / "logs" / "reward-engine-0.log"):
         if not is_helper(each):
             each.send_signal(signal.SIGSTOP)
