@@ -101,7 +101,8 @@ def _ended(places: Sequence[EnginePlace]) -> list[list[EngineProcessState] | Non
         ).remote(place.actor.pid, place.leader, place.log)
         for place in places
     ]
-    ray.wait(tasks, num_returns=len(tasks), timeout=LOOK_S)
+    if tasks:
+        ray.wait(tasks, num_returns=len(tasks), timeout=LOOK_S)
     return [_result(task) for task in tasks]
 
 
