@@ -85,8 +85,11 @@ def end_hung_engine(what: str, places: Sequence[EnginePlace]) -> list[str]:
             report += [f"{prefix}{each.line()}", each.stacks]
     if places:
         path = hang_file(places[0].log.parent)
-        path.write_text("\n".join([*report, ""]))
-        lines.append(f"The stacks of its processes are in {path}")
+        try:
+            path.write_text("\n".join([*report, ""]))
+            lines.append(f"The stacks of its processes are in {path}")
+        except OSError as error:
+            lines.append(f"The stacks of its processes cannot be written: {error}")
     return lines
 
 
