@@ -25,6 +25,13 @@ class Gsm8kConfig:
 
 
 @dataclass(kw_only=True)
+class MathConfig:
+    """Mathematics by value.  percent: 75 is right for 75% and 75% for 75; False: only 75% and 0.75 are."""
+
+    percent: bool = True
+
+
+@dataclass(kw_only=True)
 class XmlConfig:
     """``<reasoning>`` and ``<answer>`` tags: the weight of each part of the score."""
 
@@ -90,6 +97,7 @@ class RewardConfig:
     timeout_s: float = 30.0
     error_score: float = 0.0
     gsm8k: Gsm8kConfig = field(default_factory=Gsm8kConfig)
+    math: MathConfig = field(default_factory=MathConfig)
     xml: XmlConfig = field(default_factory=XmlConfig)
     code: CodeConfig = field(default_factory=CodeConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
