@@ -70,6 +70,7 @@ class Spelling:
 
 
 _GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # braces around what has braces of one level at most
+_POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _WORD_FONTS = r"(?:text|mbox|hbox|textbf|textit|textrm|textnormal|textsf|texttt|emph|operatorname|rm|bf)"
 _MATH_FONTS = r"(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|rm|bf|it)"
 
@@ -117,7 +118,15 @@ SPELLINGS = (
         "fonts of letters; with several letters it is a word, mostly a unit",
     ),
     Spelling(r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}", (r"{\rm cm}", r"\text{cm}"), "fonts of old TeX"),
-    Spelling(r"\\text\{\s*([-+]?[\d.,]*)\s*\}", r"\1", (r"\text{42}", "42"), "a number as a word"),
+    Spelling(r"\\text\{\s*([-+]?\d[\d.,]*)\s*\}", r"\1", (r"\text{42}", "42"), "a number as a word"),
+    Spelling(r"\\text\{\s*([-+]?\d[\d.,]*) ([A-Za-z ]+)\}", r"\1\\text{\2}", (r"\text{18 apples}", r"18\text{apples}"), "a number as a word"),
+    Spelling(
+        r"(?<=\d)\s*(?:\\text\{\s*)?(?<![A-Za-z])(thousand|million|billion|trillion)(?![A-Za-z])\s*\}?",
+        lambda match: f"\\times 10^{{{_POWERS[match[1]]}}}",
+        ("18 million", r"18\times 10^{6}"),
+        "powers of ten as words",
+    ),
+    Spelling(r"\\([dt]?binom)\s*(\d)\s*(\d)", r"\\binom{\2}{\3}", (r"\binom52", r"\binom{5}{2}"), "braces that TeX does not need"),
     Spelling(r"\\textcircled\{(\d)\}", r"(\1)", (r"\textcircled{2}", "(2)"), "numbers in circles"),
     Spelling(
         rf"\\frac\s*(?:(\d)|{_GROUP})\s*(?:([\dA-Za-z])|{_GROUP})",

@@ -210,7 +210,9 @@ class _Comparison:
         assert isinstance(answer, Relation)
         if isinstance(gold, Expression):
             return algebra_equal(latex_of(gold), latex_of(answer))
-        return answer.in_set and self.same(gold, answer.interval)  # a bare inequality is no interval
+        # Where (1, 2) may be a point, an inequality does not answer the question.
+        is_interval = answer.in_set or (isinstance(gold, Items) and gold.is_interval)
+        return is_interval and self.same(gold, answer.interval)
 
     def _same_items(self, gold: Items, answer: Items) -> bool:
         loose = {gold.brackets, answer.brackets} in ({"", "{}"}, {"", "()"})

@@ -80,6 +80,13 @@ class Items(Form):
         """Whether the order of the items means something."""
         return self.brackets not in ("", "{}", "u")
 
+    @property
+    def is_interval(self) -> bool:
+        """Whether this can only be an interval or a union of some, and no point or pair."""
+        if self.brackets == "u":
+            return all(isinstance(each, Items) for each in self.items)
+        return self.brackets in ("[)", "(]") or any(r"\infty" in each.text for each in self.items)
+
 
 @dataclass(frozen=True)
 class Matrix(Form):
@@ -304,6 +311,8 @@ def _read_one(text: str) -> Form:
         return Based(tight, match[1], _BASES.index(match[2]))
     if _CLOCK.fullmatch(text):
         return Items(tight, ":", tuple(_read_one(part) for part in text.split(":")))
+    if tight == r"\mathbb{R}":
+        return _bracketed(r"(-\infty,\infty)", "()", r"-\infty,\infty")
     if match := _LETTER.fullmatch(text):
         return Expression(match[1] or match[2], match[1] or match[2])
     if match := _WORDS.fullmatch(text):

@@ -16,7 +16,7 @@ from typing import Any
 
 import sympy
 from latex2sympy2_extended.latex2sympy2 import latex2sympy
-from latex2sympy2_extended.math_normalization import NormalizationConfig
+from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
 from math_verify import parse, verify
 from math_verify.grader import should_treat_as_complex
 from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
@@ -28,6 +28,7 @@ NOISE = 1e-12  # relative, of what a floating point computation leaves: 0.300000
 POINTS = (0.3719, 1.8317, 2.5391, 0.7713, 3.1237, 1.2931)
 _LATEX = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
 _FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lim exp det gcd lcm max min mod"
+_ANGLE_OF = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{4,}|\\(?:text|mbox|ldots|cdots|dots)(?![A-Za-z])|\\begin|\\quad|[^\x00-\x7f]")
 
 
@@ -37,12 +38,12 @@ def expression(latex: str) -> Any:
     if _WORD.search(latex) or not latex.strip():
         return None
     try:
-        # math-verify's own preparation, without what it makes of boxes and units.
-        from latex2sympy2_extended.math_normalization import normalize_latex
-
-        prepared = normalize_latex(latex, config=_LATEX)
+        prepared = normalize_latex(latex, config=_LATEX)  # math-verify's, without what it makes of boxes and units
         return latex2sympy(
-            prepared, is_real=not should_treat_as_complex(latex), convert_degrees=False, normalization_config=None
+            prepared,
+            is_real=not should_treat_as_complex(latex),
+            convert_degrees=_ANGLE_OF.search(latex) is not None,
+            normalization_config=None,
         )
     except Exception:  # noqa: BLE001  whatever a parser does with what a model wrote
         return None
@@ -92,9 +93,9 @@ def _by_value(gold: Any, answer: Any) -> bool | None:
         return None
     functions = [_function(symbols, each) for each in (gold, answer)]
     num_same = 0
-    for sign in (1, -1):
+    for scale in (1, -1, 7.3):
         for shift in range(3):
-            point = [sign * (POINTS[(index + shift) % len(POINTS)] + index) for index in range(len(symbols))]
+            point = [scale * (POINTS[(index + shift) % len(POINTS)] + index) for index in range(len(symbols))]
             values = [_value(function, point) for function in functions]
             if None in values:
                 continue

@@ -1,4 +1,4 @@
-"""The process that does the math grader's algebra, and its limits: 5 s of processor time an answer, 4 GiB of memory.
+"""The process that does the math grader's algebra, and its limits: 5 s of processor time a question, 4 GiB of memory.
 
 The kernel ends it where it computes for longer, also in C code and also if the caller is a thread: no signal of this
 process is used.  What was asked then counts as not equal, and the next question starts another process, in about 1 s.
@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 LIMIT_S = 5.0  # of processor time
-WAIT_S = 60.0  # until a process that is neither computing nor answering is given up
+WAIT_S = 20.0  # by the clock, on a busy machine
 START_S = 120.0
 MEMORY_BYTES = 4 << 30
 _PROGRAM = (

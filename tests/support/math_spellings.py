@@ -113,7 +113,7 @@ def _unicode(text: str) -> str | None:
     if "\\begin" in text or "\\pi" in text and re.search(r"\\pi[a-z]", text):
         return None
     for old, new in table.items():
-        edited = edited.replace(old, new)
+        edited = re.sub(re.escape(old.strip()) + ("(?![A-Za-z])" if old[0] == "\\" else ""), new, edited)
     return None if edited == text or _is_sentence(text) else edited
 
 
@@ -273,7 +273,7 @@ CHANGES: dict[str, Edit] = {
     r"\pi dropped": _only(re.compile(r"(-?\d+)\s?\\pi"), lambda m: m[1]),
     "the fraction turned over": _only(_FRACTION, _inverted),
     "ten times": _only(_NUMBER, lambda m: None if float(m[0]) == 0 else (m[0] + "0" if "." not in m[0] else str(Fraction(m[0]) * 10))),
-    "a thousandth more": _only(_NUMBER, lambda m: f"{m[0]}001" if "." in m[0] else f"{m[0]}.001"),
+    "a thousandth more": _only(_NUMBER, lambda m: f"{m[0]}001" if re.fullmatch(r".*\.\d{1,4}", m[0]) else f"{m[0]}.001" if "." not in m[0] else None),
     "a power of ten more": _only(re.compile(r"(-?\d+(?:\.\d+)?)e([+-]?\d+)"), lambda m: f"{m[1]}e{int(m[2]) + 1}"),
     "another base": _replaced(r"(?<=\d)_\{?(\d+)\}?$", lambda m: f"_{{{int(m[1]) + 1}}}"),
     "another letter": _only(re.compile(r"\\text\{\(?([A-J])\)?\}|\(?([A-J])\)?"), _letter_changed),
