@@ -78,11 +78,13 @@ class CustomRewardFunction:
     path: its Python file; None: each known data source has its built-in grader.
     name: the function's name.
     env: environment variables that it receives although their names look like secrets, such as a judge's API key.
+    import_timeout_s: limit for importing the file, in each grading process.
     """
 
     path: str | None = None
     name: str = "compute_score"
     env: list[str] = field(default_factory=list)
+    import_timeout_s: float = 30.0
 
 
 @dataclass(kw_only=True)

@@ -95,7 +95,9 @@ SPELLINGS = (
     Spelling(r"\*\*(.+?)\*\*", r"\1", ("**18**", "18"), "Markdown's bold type"),
     Spelling(r"\\?\$|(?<!\\)\\[()\[\]]", "", (r"$\$5$", "5"), "signs of formulas and of money"),
     Spelling(r"\\pounds|[€£¥]", "", ("€5", "5"), "signs of money"),
-    Spelling(r"\\(?:displaystyle|textstyle|limits|nolimits)(?![A-Za-z])", "", (r"\displaystyle 5", " 5"), "size of type"),
+    Spelling(
+        r"\\(?:displaystyle|textstyle|limits|nolimits)(?![A-Za-z])", "", (r"\displaystyle 5", " 5"), "size of type"
+    ),
     Spelling(
         r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?",
         "",
@@ -103,7 +105,12 @@ SPELLINGS = (
         "size of brackets",
     ),
     Spelling(r"(?<=\d)\s*(?:\{,\}|,\s*\\[!,]|\\,)\s*(?=\d{3}(?!\d))", ",", (r"1{,}000", "1,000"), "thousands"),
-    Spelling(r"(?<!\\)\\[!,;:> ]|\\q?quad(?![A-Za-z])|\\hspace\*?\{[^{}]*\}|~", " ", (r"3\ \text{cm}", r"3 \text{cm}"), "space"),
+    Spelling(
+        r"(?<!\\)\\[!,;:> ]|\\q?quad(?![A-Za-z])|\\hspace\*?\{[^{}]*\}|~",
+        " ",
+        (r"3\ \text{cm}", r"3 \text{cm}"),
+        "space",
+    ),
     Spelling(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", (r"\dfrac12", r"\frac12"), "size of fractions"),
     Spelling(
         rf"\\{_WORD_FONTS}\s*{_GROUP}",
@@ -119,14 +126,24 @@ SPELLINGS = (
     ),
     Spelling(r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}", (r"{\rm cm}", r"\text{cm}"), "fonts of old TeX"),
     Spelling(r"\\text\{\s*([-+]?\d[\d.,]*)\s*\}", r"\1", (r"\text{42}", "42"), "a number as a word"),
-    Spelling(r"\\text\{\s*([-+]?\d[\d.,]*) ([A-Za-z ]+)\}", r"\1\\text{\2}", (r"\text{18 apples}", r"18\text{apples}"), "a number as a word"),
+    Spelling(
+        r"\\text\{\s*([-+]?\d[\d.,]*) ([A-Za-z ]+)\}",
+        r"\1\\text{\2}",
+        (r"\text{18 apples}", r"18\text{apples}"),
+        "a number as a word",
+    ),
     Spelling(
         r"(?<=\d)\s*(?:\\text\{\s*)?(?<![A-Za-z])(thousand|million|billion|trillion)(?![A-Za-z])\s*\}?",
         lambda match: f"\\times 10^{{{_POWERS[match[1]]}}}",
         ("18 million", r"18\times 10^{6}"),
         "powers of ten as words",
     ),
-    Spelling(r"\\([dt]?binom)\s*(\d)\s*(\d)", r"\\binom{\2}{\3}", (r"\binom52", r"\binom{5}{2}"), "braces that TeX does not need"),
+    Spelling(
+        r"\\([dt]?binom)\s*(\d)\s*(\d)",
+        r"\\binom{\2}{\3}",
+        (r"\binom52", r"\binom{5}{2}"),
+        "braces that TeX does not need",
+    ),
     Spelling(r"\\textcircled\{(\d)\}", r"(\1)", (r"\textcircled{2}", "(2)"), "numbers in circles"),
     Spelling(
         rf"\\frac\s*(?:(\d)|{_GROUP})\s*(?:([\dA-Za-z])|{_GROUP})",
@@ -136,7 +153,12 @@ SPELLINGS = (
     ),
     Spelling(r"\\sqrt\s*([\dA-Za-z])", r"\\sqrt{\1}", (r"\sqrt3", r"\sqrt{3}"), "braces that TeX does not need"),
     Spelling(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", (r"\sqrt (x+1)", r"\sqrt{x+1}"), "brackets of a root"),
-    Spelling(r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z])", r"^\\circ ", (r"90^{\circ}", r"90^\circ "), "degrees"),
+    Spelling(
+        r"\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z])",
+        r"^\\circ ",
+        (r"90^{\circ}", r"90^\circ "),
+        "degrees",
+    ),
     Spelling(r"\\(?:leqslant|leqq|leq)(?![A-Za-z])|<=", r"\\le ", (r"x\leq 3", r"x\le  3"), "names of a relation"),
     Spelling(r"\\(?:geqslant|geqq|geq)(?![A-Za-z])|>=", r"\\ge ", (r"x\geqslant 3", r"x\ge  3"), "names of a relation"),
     Spelling(r"\\(?:neq|not\s*=)(?![A-Za-z])", r"\\ne ", (r"x\neq 3", r"x\ne  3"), "names of a relation"),
@@ -146,8 +168,10 @@ SPELLINGS = (
     Spelling(r"\\lbrace(?![A-Za-z])", r"\\{", (r"\lbrace 1", r"\{ 1"), "names of a brace"),
     Spelling(r"\\rbrace(?![A-Za-z])", r"\\}", (r"1\rbrace", r"1\}"), "names of a brace"),
     Spelling(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset", (r"\varnothing", r"\emptyset"), "the empty set"),
-    Spelling(r"\\(?:Bbb|R)(?![A-Za-z])\s*R?|\\mathbb\s*R", r"\\mathbb{R}", (r"\mathbb R", r"\mathbb{R}"), "the real numbers"),
-    Spelling(r"(?<![\w}\)\]])\s*\+\s*\\infty", r"\\infty", (r"(0,+\infty)", r"(0,\infty)"), "infinity is positive"),
+    Spelling(
+        r"\\(?:Bbb|R)(?![A-Za-z])\s*R?|\\mathbb\s*R", r"\\mathbb{R}", (r"\mathbb R", r"\mathbb{R}"), "the real numbers"
+    ),
+    Spelling(r"(?<![^(\[,;\s])(\s*)(?<![\w})\]] )\+\s*(?=\\infty)", r"\1", (r"(0,+\infty)", r"(0,\infty)"), "infinity is positive"),
     Spelling(
         r"[\[(]?\s*\\begin\{(?:[pbB]?matrix|array)\}(?:\{[lcr| ]*\})?",
         r"\\begin{pmatrix}",
@@ -160,12 +184,37 @@ SPELLINGS = (
         (r"\end{array}]", r"\end{pmatrix}"),
         "brackets of a matrix",
     ),
-    Spelling(r"\\(?:ast|star)(?![A-Za-z])|(?<=[\w}) ])\*(?=[\w\\({ ])", r"\\cdot ", ("2*x", r"2\cdot x"), "signs of a product"),
-    Spelling(r"\\(sin|cos|tan|cot|sec|csc|ln|log)\s*\^\s*(\d)", r"\\\1^{\2}", (r"\sin^2 x", r"\sin^{2} x"), "braces that TeX does not need"),
-    Spelling(r"(?<![\\A-Za-z])(sin|cos|tan|ln|log)(?=\s*[({\d\\])", r"\\\1 ", ("ln(2)", r"\ln (2)"), "functions without a backslash"),
-    Spelling(r"\\exp(?![A-Za-z])\s*(?:\{([^{}]*)\}|\(([^()]*)\))", lambda m: f"e^{{{m[1] or m[2]}}}", (r"\exp{x}", "e^{x}"), "names of the exponential"),
+    Spelling(
+        r"\\(?:ast|star)(?![A-Za-z])|(?<=[\w}) ])\*(?=[\w\\({ ])",
+        r"\\cdot ",
+        ("2*x", r"2\cdot x"),
+        "signs of a product",
+    ),
+    Spelling(
+        r"\\(sin|cos|tan|cot|sec|csc|ln|log)\s*\^\s*(\d)",
+        r"\\\1^{\2}",
+        (r"\sin^2 x", r"\sin^{2} x"),
+        "braces that TeX does not need",
+    ),
+    Spelling(
+        r"(?<![\\A-Za-z])(sin|cos|tan|ln|log)(?=\s*[({\d\\])",
+        r"\\\1 ",
+        ("ln(2)", r"\ln (2)"),
+        "functions without a backslash",
+    ),
+    Spelling(
+        r"\\exp(?![A-Za-z])\s*(?:\{([^{}]*)\}|\(([^()]*)\))",
+        lambda m: f"e^{{{m[1] or m[2]}}}",
+        (r"\exp{x}", "e^{x}"),
+        "names of the exponential",
+    ),
     Spelling(r"\\%|\\text\{\s*(?:percent|per cent)\s*\}|(?<=\d)\s*percent(?![a-z])", "%", (r"75\%", "75%"), "percent"),
-    Spelling(r"(?<=[\d}])\s*\^\s*\{?\\text\{\s*(?:st|nd|rd|th)\s*\}\}?|(?<=\d)(?:st|nd|rd|th)(?![A-Za-z])", "", ("6th", "6"), "ordinal numbers"),
+    Spelling(
+        r"(?<=[\d}])\s*\^\s*\{?\\text\{\s*(?:st|nd|rd|th)\s*\}\}?|(?<=\d)(?:st|nd|rd|th)(?![A-Za-z])",
+        "",
+        ("6th", "6"),
+        "ordinal numbers",
+    ),
     Spelling(r"\s+", " ", ("1  +  2", "1 + 2"), "space"),
     Spelling(r"^[\s]+|[\s.;,:]+$", "", (" 42. ", "42"), "the end of a sentence"),
 )

@@ -8,6 +8,7 @@ expressions are left to math-verify and sympy in a process of their own, with a 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -49,7 +50,9 @@ def boxed(text: str) -> str | None:
     """
     contents: list[str] = []
     before = len(text)
-    for match in reversed(list(_BOX.finditer(text))) if text.count("\\boxed") + text.count("\\fbox") > 1 else _one(text):
+    for match in (
+        reversed(list(_BOX.finditer(text))) if text.count("\\boxed") + text.count("\\fbox") > 1 else _one(text)
+    ):
         end, content = _content(text, match.end())
         if content is None:
             continue
@@ -118,7 +121,9 @@ class _Comparison:
             one, other = (gold, answer) if isinstance(gold, Items) else (answer, gold)
             assert isinstance(one, Items)
             if one.brackets in ("", "{}") and len(one.items) == 1:
-                return self.same(gold.items[0] if isinstance(gold, Items) else gold, one.items[0] if one is answer else other)
+                return self.same(
+                    gold.items[0] if isinstance(gold, Items) else gold, one.items[0] if one is answer else other
+                )
             if one.brackets != "u" and "{}" != one.brackets:
                 return False
         return algebra_equal(latex_of(gold), latex_of(answer))
@@ -136,7 +141,9 @@ class _Comparison:
             return answer.base == 10 and gold.text == answer.digits
         if isinstance(gold, Matrix) and isinstance(answer, Matrix):
             return [len(row) for row in gold.rows] == [len(row) for row in answer.rows] and all(
-                self.same(g, a) for row, other in zip(gold.rows, answer.rows, strict=True) for g, a in zip(row, other, strict=True)
+                self.same(g, a)
+                for row, other in zip(gold.rows, answer.rows, strict=True)
+                for g, a in zip(row, other, strict=True)
             )
         return False
 
@@ -281,6 +288,33 @@ def gold_form(ground_truth: str) -> Form:
             f"ground truth {ground_truth[:80]!r} is no formula. Correct reward_model.ground_truth of that row"
         )
     return read(text)
+
+
+def parts_by_text(ground_truth: str) -> list[str]:
+    """The parts of a ground truth that sympy does not read, so that they are right only in the same words."""
+    return [part.latex for part in _expressions(gold_form(ground_truth)) if not _reads(part.latex)]
+
+
+@lru_cache(maxsize=65536)
+def _reads(latex: str) -> bool:
+    return ALGEBRA.reads(latex)
+
+
+def _expressions(form: Form) -> Iterator[Expression]:
+    """The expressions in ``form``, at any depth."""
+    if isinstance(form, Expression):
+        yield form
+    for each in vars(form).values():
+        for part in _flat(each):
+            yield from _expressions(part)
+
+
+def _flat(value: object) -> Iterator[Form]:
+    if isinstance(value, Form):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _flat(each)
 
 
 def answer_of(response: str) -> str | None:

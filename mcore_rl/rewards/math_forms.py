@@ -121,12 +121,13 @@ class Expression(Form):
 
 _DIGITS = r"\d+(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+\.?\d*|\.\d+"
 _SCALE = r"(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{?\s*([-+]?\s*\d+)\s*\}?|[eE]\s*\{?([-+]?\d+)\}?)"
-_DECIMAL = re.compile(rf"([-+]?)\s*({_DIGITS})({_SCALE})?\s*(%?)")
-_POWER_OF_TEN = re.compile(r"([-+]?)\s*10\s*\^\s*\{\s*([-+]?\d+)\s*\}")
-_RATIO = re.compile(rf"([-+]?)\s*(?:(\d+)\s*)?\\frac\{{\s*([-+]?\s*(?:{_DIGITS}))\s*\}}\{{\s*([-+]?\s*(?:{_DIGITS}))\s*\}}\s*(%?)")
-_SLASH = re.compile(rf"([-+]?)\s*(?:(\d+)\s+)?({_DIGITS})\s*/\s*({_DIGITS})\s*(%?)")
-_REPEATING = re.compile(r"([-+]?)\s*(\d*)\.(\d*)\\overline\{(\d+)\}")
-_PLAIN = re.compile(r"\s*\$?\s*(?:\\\$)?([-+]?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d*)?\$?[.;]?\s*")
+_DECIMAL = re.compile(rf"([-+]?)\s*({_DIGITS})({_SCALE})?\s*(%?)", re.ASCII)
+_POWER_OF_TEN = re.compile(r"([-+]?)\s*10\s*\^\s*\{\s*([-+]?\d+)\s*\}", re.ASCII)
+_RATIO = re.compile(
+    rf"([-+]?)\s*(?:(\d+)\s*)?\\frac\{{\s*([-+]?\s*(?:{_DIGITS}))\s*\}}\{{\s*([-+]?\s*(?:{_DIGITS}))\s*\}}\s*(%?)", re.ASCII)
+_SLASH = re.compile(rf"([-+]?)\s*(?:(\d+)\s+)?({_DIGITS})\s*/\s*({_DIGITS})\s*(%?)", re.ASCII)
+_REPEATING = re.compile(r"([-+]?)\s*(\d*)\.(\d*)\\overline\{(\d+)\}", re.ASCII)
+_PLAIN = re.compile(r"\s*\$?\s*(?:\\\$)?([-+]?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d*)?\$?[.;]?\s*", re.ASCII)
 
 
 def plain_number(text: str) -> Number | None:
@@ -184,8 +185,9 @@ def _tight(text: str) -> str:
 
 # ``{`` and ``}`` without a backslash group characters and mean nothing to a reader.
 _TOKEN = re.compile(r"\\(?:begin|end)\{[a-z]+\*?\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
-_OPENERS, _CLOSERS = frozenset(["(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil"]), frozenset(
-    [")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"]
+_OPENERS, _CLOSERS = (
+    frozenset(["(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil"]),
+    frozenset([")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"]),
 )
 
 
@@ -238,8 +240,8 @@ def _unwrapped(text: str) -> str:
 _COMMAS = frozenset([",", ";"])
 _CUP = frozenset([r"\cup"])
 _AND_OR = re.compile(r",?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*")
-_BASED = re.compile(r"(\d+)_\s*\{?\s*(\d+)\s*\}?")
-_BASED_WORDS = re.compile(r"(\d+)_\s*\{?\\text\{\s*(two|three|four|five|six|seven|eight|nine|ten)\s*\}\}?")
+_BASED = re.compile(r"(\d+)_\s*\{?\s*(\d+)\s*\}?", re.ASCII)
+_BASED_WORDS = re.compile(r"(\d+)_\s*\{?\\text\{\s*(two|three|four|five|six|seven|eight|nine|ten)\s*\}\}?", re.ASCII)
 _BASES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _CHOICE = re.compile(r"(?:\\text\{\s*)?\(([A-J])\)\s*\}?(?:\s*\}?)(.*)", re.DOTALL)
 _CHOICE_POINT = re.compile(r"(?:\\text\{\s*)?([A-J])\s*[.:)]\s*\}?\s*(.*)", re.DOTALL)
@@ -249,7 +251,7 @@ _NAME = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([^()=]{1,12}\))?|\(\s*[A-Za-z](?:\s
 _NAMED = re.compile(rf"({_NAME})\s*(?:=|\\in(?![A-Za-z]))\s*([^=]+)", re.DOTALL)
 _SET_BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*[^|:]*)?[|:]\s*(.+)\\\}", re.DOTALL)
 _ORDER = re.compile(r"(<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z]))")
-_CLOCK = re.compile(r"\d+(?:\s*:\s*\d+)+")
+_CLOCK = re.compile(r"\d+(?:\s*:\s*\d+)+", re.ASCII)
 _MATRIX = re.compile(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}", re.DOTALL)
 _RELATION_SIDES = frozenset(["<", ">", r"\le", r"\ge"])
 
@@ -263,11 +265,13 @@ def read(text: str) -> Form:
 
 
 def _read(text: str) -> Form:
-    text = re.sub(r"^\s*\\approx\s*", "", text).strip(" .;,")
+    text = re.sub(r"^\s*\\approx\s*", "", text).strip().rstrip(" .;,")
     if (value := number(text)) is not None:
         return value
     for choice in (_CHOICE, _CHOICE_POINT):
-        if (match := choice.fullmatch(text)) and not match[2].lstrip().startswith(("(", "^", "_", "+", "-", "/", "\\cdot", "=", ",")):
+        if (match := choice.fullmatch(text)) and not match[2].lstrip().startswith(
+            ("(", "^", "_", "+", "-", "/", "\\cdot", "=", ",")
+        ):
             rest = match[2].strip()
             return Choice(_tight(text), match[1], _read(rest) if rest else None)
     parts = [part for half in _AND_OR.split(text) for part in split(half, _COMMAS)] if _is_list(text) else [text]

@@ -32,12 +32,22 @@ def _family(dimension: str, **factors: str) -> dict[str, tuple[str, Fraction]]:
 
 
 UNITS: dict[str, tuple[str, Fraction]] = {
-    **_family("length", mm__millimeter__millimetre="1/1000", cm__centimeter__centimetre="1/100", dm="1/10", m__meter__metre="1"),
+    **_family(
+        "length",
+        mm__millimeter__millimetre="1/1000",
+        cm__centimeter__centimetre="1/100",
+        dm="1/10",
+        m__meter__metre="1",
+    ),
     **_family("length", km__kilometer__kilometre="1000", in__inch__inche="127/5000", ft__foot__feet="381/1250"),
     **_family("length", yd__yard="1143/1250", mi__mile="1609344/1000"),
-    **_family("mass", mg__milligram="1/1000000", g__gram="1/1000", kg__kilogram="1", lb__lbs__pound="45359237/100000000"),
+    **_family(
+        "mass", mg__milligram="1/1000000", g__gram="1/1000", kg__kilogram="1", lb__lbs__pound="45359237/100000000"
+    ),
     **_family("mass", oz__ounce="45359237/1600000000"),
-    **_family("time", ms="1/1000", s__sec__second="1", min__minute="60", h__hr__hour="3600", day="86400", week="604800"),
+    **_family(
+        "time", ms="1/1000", s__sec__second="1", min__minute="60", h__hr__hour="3600", day="86400", week="604800"
+    ),
     **_family("volume", ml__mL__milliliter="1/1000", l__L__liter__litre="1"),
     **_family("money", dollar="1", cent="1/100"),
     **_family("angle", degree__deg="1"),

@@ -29,7 +29,9 @@ POINTS = (0.3719, 1.8317, 2.5391, 0.7713, 3.1237, 1.2931)
 _LATEX = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
 _FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lim exp det gcd lcm max min mod"
 _ANGLE_OF = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
-_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{4,}|\\(?:text|mbox|ldots|cdots|dots)(?![A-Za-z])|\\begin|\\quad|[^\x00-\x7f]")
+_WORD = re.compile(
+    r"(?<![A-Za-z\\])[A-Za-z]{4,}|\\(?:text|mbox|ldots|cdots|dots)(?![A-Za-z])|\\begin|\\quad|[^\x00-\x7f]"
+)
 
 
 @lru_cache(maxsize=4096)
@@ -128,7 +130,11 @@ def _same_number(gold: Any, answer: Any) -> bool | None:
     """Whether two constants are equal: to 40 digits if both are exact, else as far as a decimal goes."""
     try:
         first, second = (sympy.N(each.doit(), 50) for each in (gold, answer))
-        if not (first.is_number and second.is_number) or first.has(sympy.nan, sympy.zoo) or second.has(sympy.nan, sympy.zoo):
+        if (
+            not (first.is_number and second.is_number)
+            or first.has(sympy.nan, sympy.zoo)
+            or second.has(sympy.nan, sympy.zoo)
+        ):
             return None
         if not (first.is_finite and second.is_finite):
             return bool(first == second)

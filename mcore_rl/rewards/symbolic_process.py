@@ -120,7 +120,9 @@ def serve(descriptor: int) -> None:
     from mcore_rl.rewards import symbolic  # 1 s, so only here
 
     functions: dict[str, Callable[..., Any]] = {
-        "equal": symbolic.equal, "reads": symbolic.reads, "last_statement": symbolic.last_statement
+        "equal": symbolic.equal,
+        "reads": symbolic.reads,
+        "last_statement": symbolic.last_statement,
     }
     with Connection(descriptor) as connection, suppress(EOFError, OSError):
         connection.send_bytes(b"true")

@@ -98,7 +98,11 @@ def _list_reversed(match: re.Match[str]) -> str | None:
 def _named(text: str) -> str | None:
     if re.search(r"[=<>,;:]|\\(le|ge|ne|in|cup|text|approx|mbox|sim|pm)|\\\$|\$|%|\\begin", text) or _is_sentence(text):
         return None
-    return None if re.search(r"[x]|(?<![\\A-Za-z])[A-Za-z]{2,}", text) or re.fullmatch(r"\(?[A-J]\)?\.?", text) else f"x = {text}"
+    return (
+        None
+        if re.search(r"[x]|(?<![\\A-Za-z])[A-Za-z]{2,}", text) or re.fullmatch(r"\(?[A-J]\)?\.?", text)
+        else f"x = {text}"
+    )
 
 
 def _left_right(text: str) -> str | None:
@@ -108,7 +112,16 @@ def _left_right(text: str) -> str | None:
 
 
 def _unicode(text: str) -> str | None:
-    table = {"\\pi": "π", "\\infty": "∞", "\\cup": "∪", "\\leq": "≤", "\\geq": "≥", "\\le ": "≤", "\\times": "×", "-": "−"}
+    table = {
+        "\\pi": "π",
+        "\\infty": "∞",
+        "\\cup": "∪",
+        "\\leq": "≤",
+        "\\geq": "≥",
+        "\\le ": "≤",
+        "\\times": "×",
+        "-": "−",
+    }
     edited = text
     if "\\begin" in text or "\\pi" in text and re.search(r"\\pi[a-z]", text):
         return None
@@ -153,10 +166,16 @@ SPELLINGS: dict[str, Edit] = {
         re.compile(r"(.*[\d}])\s*(?:\\[,;])?\s*\\(?:text|mbox)\{\s*[a-z. ]+\}(?:\^\{?[23]\}?)?"),
         lambda m: m[1] if not re.search(r"(or|and)", m[0]) else None,
     ),
-    "upright units": _replaced(r"\\text(?=\{ ?(?:cm|m|km|kg|g|s|inches|feet|dollars|cents|units|hours|degrees)\})", r"\\mathrm"),
+    "upright units": _replaced(
+        r"\\text(?=\{ ?(?:cm|m|km|kg|g|s|inches|feet|dollars|cents|units|hours|degrees)\})", r"\\mathrm"
+    ),
     "a degree sign": _replaced(r"\s?\^\s?\{?\s?\\circ\s?\}?", "°"),
-    "degrees left out": _only(re.compile(r"(-?[\d.]+|-?\\frac\{\d+\}\{\d+\})\s?\^\s?\{?\s?\\circ\s?\}?"), lambda m: m[1]),
-    "the word degrees": _only(re.compile(r"(-?[\d.]+)\s?\^\s?\{?\s?\\circ\s?\}?"), lambda m: f"{m[1]} \\text{{ degrees}}"),
+    "degrees left out": _only(
+        re.compile(r"(-?[\d.]+|-?\\frac\{\d+\}\{\d+\})\s?\^\s?\{?\s?\\circ\s?\}?"), lambda m: m[1]
+    ),
+    "the word degrees": _only(
+        re.compile(r"(-?[\d.]+)\s?\^\s?\{?\s?\\circ\s?\}?"), lambda m: f"{m[1]} \\text{{ degrees}}"
+    ),
     "a bare percent sign": _only(re.compile(r"(-?[\d.]+)\s?\\%"), lambda m: f"{m[1]}%"),
     "a percentage as a decimal": _only(
         re.compile(r"(-?[\d.]+)\s?\\%"), lambda m: f"{float(Fraction(m[1]) / 100):.6f}".rstrip("0").rstrip(".")
@@ -175,7 +194,9 @@ SPELLINGS: dict[str, Edit] = {
     "another matrix": _replaced(r"\{pmatrix\}", "{bmatrix}"),
     "braces at a base": _replaced(r"(?<=\d)_(\d)$", r"_{\1}"),
     "no braces at a base": _replaced(r"(?<=\d)_\{(\d+)\}$", r"_\1"),
-    "a bold letter": _only(re.compile(r"\\text\{\(?([A-J])\)?\}|\(?([A-J])\)?"), lambda m: f"\\textbf{{({m[1] or m[2]})}}"),
+    "a bold letter": _only(
+        re.compile(r"\\text\{\(?([A-J])\)?\}|\(?([A-J])\)?"), lambda m: f"\\textbf{{({m[1] or m[2]})}}"
+    ),
     "a letter in text": _only(re.compile(r"\(?([A-J])\)?"), lambda m: f"\\text{{{m[1]}}}"),
     "a word in text": _only(re.compile(r"[A-Z][a-z]{2,}(?: [a-z]+)*"), lambda m: f"\\text{{{m[0]}}}"),
     "a word in bold": _only(re.compile(r"\\text\{([A-Za-z ]+)\}"), lambda m: f"\\textbf{{{m[1].strip()}}}"),
@@ -201,7 +222,9 @@ def _number_changed(which: int, change: Callable[[str], str]) -> Edit:
 
 
 def _negated(text: str) -> str | None:
-    if not re.match(r"-?\s?(\d|\\d?frac|\\sqrt|\\pi)", text) or re.search(r"[=,;:<>]|\\(text|mbox|le|ge|pm|cup|\$)", text):
+    if not re.match(r"-?\s?(\d|\\d?frac|\\sqrt|\\pi)", text) or re.search(
+        r"[=,;:<>]|\\(text|mbox|le|ge|pm|cup|\$)", text
+    ):
         return None
     if _is_sentence(text) or not re.search(r"[1-9a-z]", text) or re.search(r"(?<=.)[-+]", text) or "_" in text:
         return None
@@ -258,7 +281,9 @@ CHANGES: dict[str, Edit] = {
     "the sign": _negated,
     "an item dropped": _only(_LIST, _item_dropped),
     "an item added": _only(_LIST, _item_added),
-    "an item of a set dropped": _only(_SET, lambda m: None if (cut := _item_dropped(re.match(r".*", m[1], re.S))) is None else f"\\{{{cut}\\}}"),  # type: ignore[arg-type]
+    "an item of a set dropped": _only(
+        _SET, lambda m: None if (cut := _item_dropped(re.match(r".*", m[1], re.S))) is None else f"\\{{{cut}\\}}"
+    ),  # type: ignore[arg-type]
     "the left bracket": _only(_INTERVAL, lambda m: re.sub(r"[\[(]", lambda b: _BRACKETS[b[0]], m[0], count=1)),
     "the right bracket": _only(_INTERVAL, lambda m: m[0][:-1] + _BRACKETS[m[0][-1]]),
     "items of a pair exchanged": _only(
@@ -269,18 +294,33 @@ CHANGES: dict[str, Edit] = {
     "another sign between": _only(
         re.compile(r"[-\d\\{}\sa-z]*[\da-z}]\s*\+\s*[\d\\{}\sa-z]*[\da-z}]\s*"), lambda m: m[0].replace("+", "-", 1)
     ),
-    "the root dropped": _only(re.compile(r"(-?\d*)\s?\\sqrt\{(\d+)\}"), lambda m: f"{m[1]}({m[2]})" if m[2] not in "01" else None),
+    "the root dropped": _only(
+        re.compile(r"(-?\d*)\s?\\sqrt\{(\d+)\}"), lambda m: f"{m[1]}({m[2]})" if m[2] not in "01" else None
+    ),
     r"\pi dropped": _only(re.compile(r"(-?\d+)\s?\\pi"), lambda m: m[1]),
     "the fraction turned over": _only(_FRACTION, _inverted),
-    "ten times": _only(_NUMBER, lambda m: None if float(m[0]) == 0 else (m[0] + "0" if "." not in m[0] else str(Fraction(m[0]) * 10))),
-    "a thousandth more": _only(_NUMBER, lambda m: f"{m[0]}001" if re.fullmatch(r".*\.\d{1,4}", m[0]) else f"{m[0]}.001" if "." not in m[0] else None),
+    "ten times": _only(
+        _NUMBER, lambda m: None if float(m[0]) == 0 else (m[0] + "0" if "." not in m[0] else str(Fraction(m[0]) * 10))
+    ),
+    "a thousandth more": _only(
+        _NUMBER,
+        lambda m: f"{m[0]}001" if re.fullmatch(r".*\.\d{1,4}", m[0]) else f"{m[0]}.001" if "." not in m[0] else None,
+    ),
     "a power of ten more": _only(re.compile(r"(-?\d+(?:\.\d+)?)e([+-]?\d+)"), lambda m: f"{m[1]}e{int(m[2]) + 1}"),
     "another base": _replaced(r"(?<=\d)_\{?(\d+)\}?$", lambda m: f"_{{{int(m[1]) + 1}}}"),
     "another letter": _only(re.compile(r"\\text\{\(?([A-J])\)?\}|\(?([A-J])\)?"), _letter_changed),
-    "another word": _only(re.compile(r"\\text\{\s?([A-Za-z ]{3,})\}|([A-Z][a-z]{2,})"), lambda m: _word_changed(m) if m[1] else None),
+    "another word": _only(
+        re.compile(r"\\text\{\s?([A-Za-z ]{3,})\}|([A-Z][a-z]{2,})"), lambda m: _word_changed(m) if m[1] else None
+    ),
     "a word backwards": _only(re.compile(r"\\(?:text|mbox)\{\s?([A-Za-z]{3,})\}"), _anagram),
-    "another unit": _replaced(r"\\text\{ ?(cm|m|km|inches|feet|hours|minutes|cents)\}", lambda m: "\\text{ mm}" if m[1] in ("cm", "m", "km", "inches", "feet") else "\\text{ days}"),
+    "another unit": _replaced(
+        r"\\text\{ ?(cm|m|km|inches|feet|hours|minutes|cents)\}",
+        lambda m: "\\text{ mm}" if m[1] in ("cm", "m", "km", "inches", "feet") else "\\text{ days}",
+    ),
     "its last number alone": _last_number,
-    "a factor t more": _only(re.compile(r"-?\d+|-?\d*\\sqrt\{\d+\}|-?\\frac\{\d+\}\{\d+\}"), lambda m: f"{m[0]} t" if m[0].strip("-") != "0" else None),
+    "a factor t more": _only(
+        re.compile(r"-?\d+|-?\d*\\sqrt\{\d+\}|-?\\frac\{\d+\}\{\d+\}"),
+        lambda m: f"{m[0]} t" if m[0].strip("-") != "0" else None,
+    ),
     "nothing": lambda text: "",
 }
