@@ -1,8 +1,8 @@
 """What graders make of the ground truths of a data set, before a run starts.
 
-A row whose ground truth its grader cannot use would cost every response to it, so it is refused.  One that LaTeX does not
-read as a whole (a sentence, broken LaTeX) is compared as text: an equal answer is right only in the same words.  How
-many those are is a warning.
+A row whose ground truth its grader cannot use would cost every response to it, so it is refused.  One that LaTeX does
+not read as a whole (a sentence, broken LaTeX) is compared as text: an equal answer is right only in the same words.
+How many those are is a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_ground_truths(rows: Iterable[tuple[str, str, object]]) -> None:
-    """Looks at each (row id, data source, ground truth).  DataError: graders cannot use these; warns of those by text."""
+    """Reads each (row id, data source, ground truth).  Warns of those by text.  DataError: graders cannot use some."""
     problems: list[str] = []
     num_math, by_text = 0, list[str]()
     for row, source, truth in rows:
@@ -48,8 +48,8 @@ def check_ground_truths(rows: Iterable[tuple[str, str, object]]) -> None:
 
 def _report(num_math: int, by_text: list[str]) -> Iterator[str]:
     yield (
-        f"{len(by_text)} of {num_math} mathematical ground truths are compared as text, at least in part, because LaTeX does "
-        "not read all of them: an answer in other words is wrong there. Rewrite them or leave the rows out:"
+        f"{len(by_text)} of {num_math} mathematical ground truths are compared as text, at least in part, because "
+        "LaTeX does not read all of them: an answer in other words is wrong there. Rewrite them or leave the rows out:"
     )
     yield from (f"  {each}" for each in by_text[:SHOWN])
     if len(by_text) > SHOWN:

@@ -8,6 +8,7 @@ number of the response.  Both compare by value, without commas, dollar signs, bo
 from __future__ import annotations
 
 import re
+from collections import deque
 from decimal import Decimal
 
 from mcore_rl.config.reward import AnswerMethod, RewardConfig
@@ -19,10 +20,8 @@ _MARKED = re.compile(rf"####[ \t]*+\n?[ \t]*+(?:\*\*)?+[ \t]*+\+?+({NUMBER})({GO
 
 def marked_answer(text: str) -> Decimal | None:
     """The number after the last ``####`` that has one; None if there is none, or if it goes on."""
-    last = None
-    for last in _MARKED.finditer(text):
-        pass
-    return None if last is None or last[2] else number_value(last[1])
+    last = deque(_MARKED.finditer(text), maxlen=1)
+    return None if not last or last[0][2] else number_value(last[0][1])
 
 
 def gold_number(ground_truth: object) -> Decimal:

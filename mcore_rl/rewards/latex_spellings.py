@@ -1,7 +1,7 @@
-r"""One spelling for what LaTeX spells in many ways: ``\dfrac12``, ``\frac {1}{2}`` and ``½`` become ``\frac{1}{2}``.
+r"""One spelling for what LaTeX spells in many ways: ``\dfrac12`` and ``\frac {1}{2}`` become ``\frac{1}{2}``.
 
-The table ``SPELLINGS`` is all there is: rows are applied from the first to the last, to the text of an answer and to that
-of the ground truth.  It only rewrites characters; ``math_forms`` reads what the text says.
+The table ``SPELLINGS`` is all there is: rows are applied from the first to the last, to the text of an answer and to
+that of the ground truth.  It only rewrites characters; ``math_forms`` reads what the text says.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 _CHARACTERS = {
-    "−": "-",
-    "–": "-",
-    "×": r"\times ",
-    "·": r"\cdot ",
-    "÷": "/",
-    "π": r"\pi ",
-    "∞": r"\infty ",
-    "°": r"^\circ ",
-    "≤": r"\le ",
-    "≥": r"\ge ",
-    "≠": r"\ne ",
-    "≈": r"\approx ",
-    "±": r"\pm ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∈": r"\in ",
-    "∅": r"\emptyset ",
-    "√": r"\sqrt ",
-    "²": "^2",
-    "³": "^3",
-    "½": r"\frac{1}{2}",
-    "¼": r"\frac{1}{4}",
-    "¾": r"\frac{3}{4}",
-    "θ": r"\theta ",
-    "ℝ": r"\mathbb{R}",
-    "，": ",",
-    "：": ":",
-    "（": "(",
-    "）": ")",
-    "\u00a0": " ",
-    "\u2009": " ",
-    "\u202f": " ",
+    "\N{MINUS SIGN}": "-",
+    "\N{EN DASH}": "-",
+    "\N{MULTIPLICATION SIGN}": r"\times ",
+    "\N{MIDDLE DOT}": r"\cdot ",
+    "\N{DIVISION SIGN}": "/",
+    "\N{GREEK SMALL LETTER PI}": r"\pi ",
+    "\N{INFINITY}": r"\infty ",
+    "\N{DEGREE SIGN}": r"^\circ ",
+    "\N{LESS-THAN OR EQUAL TO}": r"\le ",
+    "\N{GREATER-THAN OR EQUAL TO}": r"\ge ",
+    "\N{NOT EQUAL TO}": r"\ne ",
+    "\N{ALMOST EQUAL TO}": r"\approx ",
+    "\N{PLUS-MINUS SIGN}": r"\pm ",
+    "\N{UNION}": r"\cup ",
+    "\N{INTERSECTION}": r"\cap ",
+    "\N{ELEMENT OF}": r"\in ",
+    "\N{EMPTY SET}": r"\emptyset ",
+    "\N{SQUARE ROOT}": r"\sqrt ",
+    "\N{SUPERSCRIPT TWO}": "^2",
+    "\N{SUPERSCRIPT THREE}": "^3",
+    "\N{VULGAR FRACTION ONE HALF}": r"\frac{1}{2}",
+    "\N{VULGAR FRACTION ONE QUARTER}": r"\frac{1}{4}",
+    "\N{VULGAR FRACTION THREE QUARTERS}": r"\frac{3}{4}",
+    "\N{GREEK SMALL LETTER THETA}": r"\theta ",
+    "\N{DOUBLE-STRUCK CAPITAL R}": r"\mathbb{R}",
+    "\N{FULLWIDTH COMMA}": ",",
+    "\N{FULLWIDTH COLON}": ":",
+    "\N{FULLWIDTH LEFT PARENTHESIS}": "(",
+    "\N{FULLWIDTH RIGHT PARENTHESIS}": ")",
+    "\N{NO-BREAK SPACE}": " ",
+    "\N{THIN SPACE}": " ",
+    "\N{NARROW NO-BREAK SPACE}": " ",
 }
 
 
@@ -89,12 +89,12 @@ SPELLINGS = (
     Spelling(
         "[" + "".join(_CHARACTERS) + "]",
         lambda match: _CHARACTERS[match[0]],
-        ("−3π", r"-3\pi "),
+        ("\N{MINUS SIGN}3\N{GREEK SMALL LETTER PI}", r"-3\pi "),
         "characters that stand for a command",
     ),
     Spelling(r"\*\*(.+?)\*\*", r"\1", ("**18**", "18"), "Markdown's bold type"),
     Spelling(r"\\?\$|(?<!\\)\\[()\[\]]", "", (r"$\$5$", "5"), "signs of formulas and of money"),
-    Spelling(r"\\pounds|[€£¥]", "", ("€5", "5"), "signs of money"),
+    Spelling(r"\\pounds|[\u20ac\u00a3\u00a5]", "", ("\N{EURO SIGN}5", "5"), "signs of money"),
     Spelling(
         r"\\(?:displaystyle|textstyle|limits|nolimits)(?![A-Za-z])", "", (r"\displaystyle 5", " 5"), "size of type"
     ),
@@ -105,8 +105,9 @@ SPELLINGS = (
         "size of brackets",
     ),
     Spelling(r"(?<=\d)\s*(?:\{,\}|,\s*\\[!,]|\\,)\s*(?=\d{3}(?!\d))", ",", (r"1{,}000", "1,000"), "thousands"),
+    Spelling(r",?\s*\\q?quad(?![A-Za-z])", ", ", (r"y=x \quad y=2x", "y=x,  y=2x"), "a wide space parts answers"),
     Spelling(
-        r"(?<!\\)\\[!,;:> ]|\\q?quad(?![A-Za-z])|\\hspace\*?\{[^{}]*\}|~",
+        r"(?<!\\)\\[!,;:> ]|\\hspace\*?\{[^{}]*\}|~",
         " ",
         (r"3\ \text{cm}", r"3 \text{cm}"),
         "space",
@@ -171,7 +172,12 @@ SPELLINGS = (
     Spelling(
         r"\\(?:Bbb|R)(?![A-Za-z])\s*R?|\\mathbb\s*R", r"\\mathbb{R}", (r"\mathbb R", r"\mathbb{R}"), "the real numbers"
     ),
-    Spelling(r"(?<![^(\[,;\s])(\s*)(?<![\w})\]] )\+\s*(?=\\infty)", r"\1", (r"(0,+\infty)", r"(0,\infty)"), "infinity is positive"),
+    Spelling(
+        r"(?<![^(\[{,;\s])(\s*)(?<![\w})\]] )\+\s*(?=\\infty)",
+        r"\1",
+        (r"(0,+\infty)", r"(0,\infty)"),
+        "infinity is positive",
+    ),
     Spelling(
         r"[\[(]?\s*\\begin\{(?:[pbB]?matrix|array)\}(?:\{[lcr| ]*\})?",
         r"\\begin{pmatrix}",
@@ -215,8 +221,9 @@ SPELLINGS = (
         ("6th", "6"),
         "ordinal numbers",
     ),
+    Spelling(r"\+\s*-\s*(?=\d)", "- ", ("11i + -3", "11i - 3"), "one sign for two"),
     Spelling(r"\s+", " ", ("1  +  2", "1 + 2"), "space"),
-    Spelling(r"^[\s]+|[\s.;,:]+$", "", (" 42. ", "42"), "the end of a sentence"),
+    Spelling(r"^[\s,]+|[\s.;,:]+$", "", (" 42. ", "42"), "the end of a sentence"),
 )
 
 

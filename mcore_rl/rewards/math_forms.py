@@ -69,8 +69,11 @@ class Choice(Form):
 
 @dataclass(frozen=True)
 class Items(Form):
-    """Several forms.  brackets: ``()``, ``[)`` and so on for a pair, a point or an interval; ``{}``: a set; empty: a list
-    without brackets; ``u``: a union; ``:``: a ratio or a time of day."""
+    """Several forms.
+
+    brackets: ``()``, ``[)`` and so on for a pair, a point or an interval; ``{}``: a set; empty: a list without any;
+    ``u``: a union; ``:``: a ratio or a time of day.
+    """
 
     brackets: str
     items: tuple[Form, ...]
@@ -104,6 +107,14 @@ class Named(Form):
 
 
 @dataclass(frozen=True)
+class Rounded(Form):
+    """``exact \\approx decimal``."""
+
+    exact: Form
+    decimal: Form
+
+
+@dataclass(frozen=True)
 class Relation(Form):
     """An inequality as the interval of its variable; ``in_set``: written as ``\\{x | ...\\}``."""
 
@@ -124,7 +135,9 @@ _SCALE = r"(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{?\s*([-+]?\s*\d+)\s*\}?|[eE
 _DECIMAL = re.compile(rf"([-+]?)\s*({_DIGITS})({_SCALE})?\s*(%?)", re.ASCII)
 _POWER_OF_TEN = re.compile(r"([-+]?)\s*10\s*\^\s*\{\s*([-+]?\d+)\s*\}", re.ASCII)
 _RATIO = re.compile(
-    rf"([-+]?)\s*(?:(\d+)\s*)?\\frac\{{\s*([-+]?\s*(?:{_DIGITS}))\s*\}}\{{\s*([-+]?\s*(?:{_DIGITS}))\s*\}}\s*(%?)", re.ASCII)
+    rf"([-+]?)\s*(?:(\d+)\s*)?\\frac\{{\s*([-+]?\s*(?:{_DIGITS}))\s*\}}\{{\s*([-+]?\s*(?:{_DIGITS}))\s*\}}\s*(%?)",
+    re.ASCII,
+)
 _SLASH = re.compile(rf"([-+]?)\s*(?:(\d+)\s+)?({_DIGITS})\s*/\s*({_DIGITS})\s*(%?)", re.ASCII)
 _REPEATING = re.compile(r"([-+]?)\s*(\d*)\.(\d*)\\overline\{(\d+)\}", re.ASCII)
 _PLAIN = re.compile(r"\s*\$?\s*(?:\\\$)?([-+]?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d*)?\$?[.;]?\s*", re.ASCII)
@@ -238,6 +251,7 @@ def _unwrapped(text: str) -> str:
 
 
 _COMMAS = frozenset([",", ";"])
+_ABOUT = frozenset([r"\approx"])
 _CUP = frozenset([r"\cup"])
 _AND_OR = re.compile(r",?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*")
 _BASED = re.compile(r"(\d+)_\s*\{?\s*(\d+)\s*\}?", re.ASCII)
@@ -246,7 +260,7 @@ _BASES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 _CHOICE = re.compile(r"(?:\\text\{\s*)?\(([A-J])\)\s*\}?(?:\s*\}?)(.*)", re.DOTALL)
 _CHOICE_POINT = re.compile(r"(?:\\text\{\s*)?([A-J])\s*[.:)]\s*\}?\s*(.*)", re.DOTALL)
 _LETTER = re.compile(r"\\text\{\s*([A-Z])\s*\}|([A-Z])")
-_WORDS = re.compile(r"\\text\{([^{}\\$]*[A-Za-z][^{}\\$]*)\}|((?=.*[A-Za-z]{3})[A-Za-z][A-Za-z'’. -]*)")
+_WORDS = re.compile(r"\\text\{([^{}\\$]*[A-Za-z][^{}\\$]*)\}|((?=.*[A-Za-z]{3})[A-Za-z][A-Za-z'\u2019. -]*)")
 _NAME = r"(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([^()=]{1,12}\))?|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\))"
 _NAMED = re.compile(rf"({_NAME})\s*(?:=|\\in(?![A-Za-z]))\s*([^=]+)", re.DOTALL)
 _SET_BUILDER = re.compile(r"\\\{\s*([A-Za-z])\s*(?:\\in\s*[^|:]*)?[|:]\s*(.+)\\\}", re.DOTALL)
@@ -329,6 +343,8 @@ def _read_one(text: str) -> Form:
         if isinstance(condition, Relation) and condition.variable == match[1]:
             return Relation(tight, condition.variable, condition.interval, in_set=True)
         return Expression(tight, text)
+    if len(sides := split(text, _ABOUT)) == 2 and all(side.strip() for side in sides):
+        return Rounded(tight, _read(sides[0]), _read(sides[1]))
     if match := _NAMED.fullmatch(text):
         return Named(tight, _tight(match[1]), _read(match[2]))
     if len(parts := split(text, _CUP)) > 1:

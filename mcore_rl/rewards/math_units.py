@@ -66,7 +66,8 @@ _NO_UNIT = re.compile(
 _NOUN = r"\\text\{\s*([A-Za-z][A-Za-z .~-]*?)\s*\.?\s*\}"
 _TEXT_UNIT = re.compile(rf"(.*[\w}})\]])\s*{_NOUN}\s*(?:\^\s*\{{?\s*([23])\s*\}}?)?", re.DOTALL)
 _BARE_UNIT = re.compile(
-    r"(.*(?:\d|\\frac\{[^{}]*\}\{[^{}]*\}|\\pi|\}))\s*(?<![A-Za-z\\])(cm|mm|km|kg|mg|lb|ft|hr|am|pm|a\.m|p\.m|[A-Za-z]{3,}(?: [a-z]+){0,2})\s*(?:\^\s*\{?\s*([23])\s*\}?)?",
+    r"(.*(?:\d|\\frac\{[^{}]*\}\{[^{}]*\}|\\pi|\}))\s*(?<![A-Za-z\\])"
+    r"(cm|mm|km|kg|mg|lb|ft|hr|am|pm|a\.m|p\.m|[A-Za-z]{3,}(?: [a-z]+){0,2})\s*(?:\^\s*\{?\s*([23])\s*\}?)?",
     re.DOTALL,
 )
 _DEGREES = re.compile(r"([^,]*[\d}])\s*\^\\circ")
@@ -100,6 +101,6 @@ def _with_unit(text: str, quantity: str, word: str, power: str | None) -> tuple[
 
 
 def letter_unit(text: str) -> tuple[str, Unit | None]:
-    """As ``split_unit`` for a unit of one bare letter, ``12 m``, which only beside a ground truth with a unit is one."""
+    """As ``split_unit`` for one bare letter, ``12 m``, which is a unit only where the ground truth has one."""
     match = re.fullmatch(r"(.*[\d}])\s*(m|g|s|h|l|L)\s*(?:\^\s*\{?\s*([23])\s*\}?)?", text, re.DOTALL)
     return (text, None) if match is None else _with_unit(text, match[1], match[2], match[3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from decimal import Decimal
 
 # Possessive quantifiers do not backtrack, so no part of ``1.2.3`` matches, and time is linear.  A minus belongs to the
@@ -13,7 +14,8 @@ NUMBER = (
 )
 # What follows a number and makes it another one, or one of several: 18e3, 18/7, 18-9, 18 99, 18 or 19, 18 million, 18k.
 GOES_ON = (
-    r"(?:[ \t]*+(?:\*\*)?[ \t]*+(?:(?:[-+*/^:×÷x~]|\\[a-z]+|,?(?:or|and|to|by|over|times|minus|plus|point))[ \t]*+[({]*+)?"
+    r"(?:[ \t]*+(?:\*\*)?[ \t]*+"
+    r"(?:(?:[-+*/^:\u00d7\u00f7x~]|\\[a-z]+|,?(?:or|and|to|by|over|times|minus|plus|point))[ \t]*+[({]*+)?"
     r"[ \t]*+[-+$]*+\.?[0-9]"
     r"|[eE][-+]?[0-9]|[kKMB](?![A-Za-z])|[ \t]*+\\?(?:frac|times|cdot|div)(?![a-z])"
     r"|[ \t]*+(?:dozen|hundred|thousand|million|billion|trillion)(?![a-z]))"
@@ -46,7 +48,5 @@ def last_number(text: str) -> Decimal | None:
 
     In ``16-3`` it is 3, in ``= -3`` it is -3.
     """
-    last = None
-    for last in _NUMBER.finditer(text):
-        pass
-    return None if last is None or _GOES_ON.match(text, last.end()) else number_value(last[0])
+    last = deque(_NUMBER.finditer(text), maxlen=1)
+    return None if not last or _GOES_ON.match(text, last[0].end()) else number_value(last[0][0])

@@ -30,8 +30,8 @@ from typing import Self
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.rewards.code import WEAK, grade_code
-from mcore_rl.rewards.custom import import_refusal, trial_refusal
 from mcore_rl.rewards.confinement import ConfinementError, weaknesses
+from mcore_rl.rewards.custom import import_refusal, trial_refusal
 from mcore_rl.rewards.registry import grader_of
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
 from mcore_rl.rewards.worker import failed, unpacked

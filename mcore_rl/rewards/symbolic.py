@@ -16,6 +16,7 @@ from typing import Any
 
 import sympy
 from latex2sympy2_extended.latex2sympy2 import latex2sympy
+from latex2sympy2_extended.logic import And
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
 from math_verify import parse, verify
 from math_verify.grader import should_treat_as_complex
@@ -27,10 +28,11 @@ RELATIVE = 1e-5  # and in about as many digits, for small numbers
 NOISE = 1e-12  # relative, of what a floating point computation leaves: 0.30000000000000004
 POINTS = (0.3719, 1.8317, 2.5391, 0.7713, 3.1237, 1.2931)
 _LATEX = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
-_FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lim exp det gcd lcm max min mod"
 _ANGLE_OF = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+# Words of a sentence, which sympy would take for products of letters; xyz may be such a product.
 _WORD = re.compile(
-    r"(?<![A-Za-z\\])[A-Za-z]{4,}|\\(?:text|mbox|ldots|cdots|dots)(?![A-Za-z])|\\begin|\\quad|[^\x00-\x7f]"
+    r"(?<![A-Za-z\\])(?:[A-Za-z]{4,}|if|is|or|of|to|at|by|for|the|and|are|not|all|any|has|let|can)(?![A-Za-z])"
+    r"|\\(?:text|mbox|ldots|cdots|dots)(?![A-Za-z])|\\begin|\\quad|[^\x00-\x7f]"
 )
 
 
@@ -62,6 +64,8 @@ def equal(gold_latex: str, answer_latex: str) -> bool:
     gold, answer = expression(gold_latex), expression(answer_latex)
     if gold is None or answer is None:
         return False
+    if isinstance(gold, And):  # a chain of equations, of which math-verify compares the ends
+        return False
     if isinstance(gold, sympy.Equality) and isinstance(answer, sympy.Equality):
         return _same_equation(gold, answer)
     if isinstance(answer, sympy.Equality) and not isinstance(gold, sympy.Equality):
@@ -80,7 +84,7 @@ def _same_equation(gold: Any, answer: Any) -> bool:
     left, right = (sympy.expand((side.lhs - side.rhs).doit()) for side in (gold, answer))
     if left == right:
         return True
-    if left == 0 or right == 0 or left.free_symbols != right.free_symbols:
+    if left == 0 or right == 0 or not left.free_symbols or left.free_symbols != right.free_symbols:
         return False
     ratio = sympy.simplify(left / right)
     return bool(ratio.is_number and ratio.is_nonzero)

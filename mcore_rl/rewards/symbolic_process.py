@@ -78,20 +78,20 @@ class Algebra:
         """The id of the process that runs now; None if there is none."""
         return None if self._process is None else self._process.process.pid
 
-    def equal(self, gold: str, answer: str, limit_s: float = LIMIT_S) -> bool:
+    def equal(self, gold: str, answer: str, limit_s: float | None = None) -> bool:
         """``symbolic.equal``; False if it needs longer than the limits."""
         return bool(self._ask("equal", [gold, answer], limit_s))
 
-    def reads(self, latex: str, limit_s: float = LIMIT_S) -> bool:
+    def reads(self, latex: str, limit_s: float | None = None) -> bool:
         """``symbolic.reads``; False if it needs longer than the limits."""
         return bool(self._ask("reads", [latex], limit_s))
 
-    def last_statement(self, response: str, limit_s: float = LIMIT_S) -> str | None:
+    def last_statement(self, response: str, limit_s: float | None = None) -> str | None:
         """``symbolic.last_statement``; None if it needs longer than the limits."""
         said = self._ask("last_statement", [response], limit_s)
         return None if said is None else str(said)
 
-    def _ask(self, name: str, arguments: list[str], limit_s: float) -> Any:
+    def _ask(self, name: str, arguments: list[str], limit_s: float | None) -> Any:
         with self._lock:
             if self._owner != os.getpid():  # a fork does not share its parent's process
                 self._process, self._owner = None, os.getpid()
@@ -99,7 +99,7 @@ class Algebra:
                 self._drop()
             self._process = self._process or _Process()
             try:
-                return self._process.ask([name, arguments, limit_s])
+                return self._process.ask([name, arguments, limit_s or LIMIT_S])
             except (TooLongError, OSError):
                 self._drop()
                 return None

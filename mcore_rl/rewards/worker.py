@@ -111,7 +111,7 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _loaded(custom: CustomRewardFunction) -> Grader:
-    """The user's function.  The kernel ends this process where the import hangs, in C code too; see ``import_refusal``."""
+    """The user's function.  Where its import hangs, in C too, the kernel ends this process; see ``import_refusal``."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, custom.import_timeout_s)
     try:

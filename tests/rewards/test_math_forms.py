@@ -26,10 +26,13 @@ from mcore_rl.rewards.math_forms import (
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("42", 42), ("-42.", -42), ("+42", 42), ("1,000", 1000), (r"1\,000", 1000), ("1,000,000.50", Fraction("1000000.5")),
+        ("42", 42), ("-42.", -42), ("+42", 42), ("1,000", 1000), (r"1\,000", 1000),
+        ("1,000,000.50", Fraction("1000000.5")),
         (".5", Fraction(1, 2)), ("007", 7), (r"\frac12", Fraction(1, 2)), (r"-\frac{3}{4}", Fraction(-3, 4)),
-        (r"\frac{-3}{4}", Fraction(-3, 4)), ("3/4", Fraction(3, 4)), ("3 1/2", Fraction(7, 2)), (r"3\frac{1}{2}", Fraction(7, 2)),
-        (r"-3\frac12", Fraction(-7, 2)), (r"1.24 \times 10^{-8}", Fraction("1.24e-8")), ("1.24e-8", Fraction("1.24e-8")),
+        (r"\frac{-3}{4}", Fraction(-3, 4)), ("3/4", Fraction(3, 4)), ("3 1/2", Fraction(7, 2)),
+        (r"3\frac{1}{2}", Fraction(7, 2)),
+        (r"-3\frac12", Fraction(-7, 2)), (r"1.24 \times 10^{-8}", Fraction("1.24e-8")),
+        ("1.24e-8", Fraction("1.24e-8")),
         (r"10^{6}", 10**6), (r"2 \cdot 10^3", 2000), (r"75\%", Fraction(3, 4)), ("75%", Fraction(3, 4)),
         (r"0.\overline{3}", Fraction(1, 3)), (r"1.2\overline{34}", Fraction(611, 495)), ("(5)", 5), ("**18**", 18),
         ("18 million", 18_000_000), (r"\$5.50", Fraction("5.5")), (r"\text{42}", 42),
@@ -41,7 +44,9 @@ def test_numbers(text: str, value: Fraction | int) -> None:
     assert form.value == value
 
 
-@pytest.mark.parametrize("text", ["", "--5", "1.2.3", "5/0", r"\frac{1}{0}", "1e999", "5!", "2^{3}", "nan", "inf", "0x10", "١٨", "1,00"])
+@pytest.mark.parametrize(
+    "text", ["", "--5", "1.2.3", "5/0", r"\frac{1}{0}", "1e999", "5!", "2^{3}", "nan", "inf", "0x10", "١٨", "1,00"]
+)
 def test_what_is_no_number(text: str) -> None:
     assert not isinstance(read(text), Number)
     assert plain_number(text) is None
@@ -63,9 +68,11 @@ def test_the_cheap_path_reads_as_the_long_one() -> None:
         (r"2 \pm \sqrt{3}", Items, ""), ("3:4", Items, ":"), (r"\mathbb{R}", Items, "()"), ("(1,2),(3,4)", Items, ""),
         (r"12 \text{ cm}", Measure, None), (r"2516_{8}", Based, None), (r"\text{Tuesday}", Words, None),
         (r"\textbf{(C)}\ 5", Choice, None), (r"\text{(C)}", Choice, None), ("C. x > 2", Choice, None),
-        (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", Matrix, None), ("x = 5", Named, None), ("f(x) = 2x", Named, None),
+        (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", Matrix, None), ("x = 5", Named, None),
+        ("f(x) = 2x", Named, None),
         (r"x \in [1, 2]", Named, None), (r"1 < x \leq 2", Relation, None), (r"\{x | x > 3\}", Relation, None),
-        ("x < 1 or x > 3", Relation, None), ("(x+1)(x-1)", Expression, None), ("(A+B)^2", Expression, None), ("C", Expression, None),
+        ("x < 1 or x > 3", Relation, None), ("(x+1)(x-1)", Expression, None), ("(A+B)^2", Expression, None),
+        ("C", Expression, None),
         ("2x < 4", Expression, None), (r"\frac{x}{2}", Expression, None), ("6 t", Expression, None),
     ],
 )  # fmt: skip
@@ -87,7 +94,9 @@ def test_what_is_inside() -> None:
     assert read("3 > x") == read("3>x") != read("3 < x")
 
 
-@pytest.mark.parametrize("text", ["(" * 3000, "{" * 3000, "1," * 1500, "(" * 900 + "1" + ")" * 900, "x=" * 1500, "\\pm" * 1000])
+@pytest.mark.parametrize(
+    "text", ["(" * 3000, "{" * 3000, "1," * 1500, "(" * 900 + "1" + ")" * 900, "x=" * 1500, "\\pm" * 1000]
+)
 def test_hostile_text_is_read_or_is_an_expression(text: str) -> None:
     try:
         assert isinstance(read(text), Form)

@@ -1,14 +1,14 @@
 r"""Answers of our own making, of every kind that mathematical data sets have, drawn from a seed.
 
-``cases`` spells each again in all ways of ``math_spellings.SPELLINGS``, which must be right, and changes it in all ways of
-``math_spellings.CHANGES``, which must be wrong.
+``cases_of`` spells each again in all ways of ``math_spellings.SPELLINGS``, which must be right, and changes it in all
+ways of ``math_spellings.CHANGES``, which must be wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, pi
 from random import Random
 
 from tests.support.math_spellings import CHANGES, SPELLINGS
@@ -24,7 +24,13 @@ def _fraction(random: Random) -> str:
 
 
 def _number(random: Random) -> str:
-    return random.choice([str(random.randint(-30, 30)), _fraction(random), f"{random.randint(2, 9)}\\sqrt{{{random.choice((2, 3, 5, 7))}}}"])
+    return random.choice(
+        [
+            str(random.randint(-30, 30)),
+            _fraction(random),
+            f"{random.randint(2, 9)}\\sqrt{{{random.choice((2, 3, 5, 7))}}}",
+        ]
+    )
 
 
 def _polynomial(random: Random, letter: str = "x") -> str:
@@ -94,6 +100,10 @@ KINDS: dict[str, Callable[[Random], str]] = {
     "plus or minus": lambda r: f"{r.randint(2, 9)} \\pm {r.randint(2, 9)}\\sqrt{{{r.choice((2, 3))}}}",
     "matrix": _matrix,
     "base": _based,
+    "large base": lambda r: f"{r.randint(100, 999)}_{{{r.randint(11, 16)}}}",
+    "bare letter": lambda r: r.choice("ABCDE"),
+    "bare word": lambda r: r.choice(("Monday", "Purple", "Harry", "Parallelogram")),
+    "rounded": lambda r: f"{(n := r.randint(2, 9))}\\pi \\approx {n * pi:.2f}",
     "ratio": lambda r: f"{r.randint(1, 9)}:{r.randint(10, 19)}",
     "time": lambda r: f"{r.randint(1, 12)}:{r.randint(10, 59)} \\text{{ {r.choice(('a', 'p'))}.m.}}",
     "words": lambda r: f"\\text{{{r.choice(_WORDS)}}}",
@@ -134,8 +144,3 @@ def cases_of(kind: str, gold: str) -> Iterator[Case]:
     for way, change in CHANGES.items():
         if (written := change(gold)) is not None and written != gold:
             yield Case(kind, way, gold, f"so it is $\\boxed{{{written}}}$", False)
-
-
-def cases(per_kind: int, seed: int = 0) -> list[Case]:
-    """The corpus: ``per_kind`` answers of each kind in every way."""
-    return [case for kind, gold in golds(per_kind, seed) for case in cases_of(kind, gold)]

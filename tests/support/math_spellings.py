@@ -113,17 +113,17 @@ def _left_right(text: str) -> str | None:
 
 def _unicode(text: str) -> str | None:
     table = {
-        "\\pi": "π",
-        "\\infty": "∞",
-        "\\cup": "∪",
-        "\\leq": "≤",
-        "\\geq": "≥",
-        "\\le ": "≤",
-        "\\times": "×",
-        "-": "−",
+        "\\pi": "\N{GREEK SMALL LETTER PI}",
+        "\\infty": "\N{INFINITY}",
+        "\\cup": "\N{UNION}",
+        "\\leq": "\N{LESS-THAN OR EQUAL TO}",
+        "\\geq": "\N{GREATER-THAN OR EQUAL TO}",
+        "\\le ": "\N{LESS-THAN OR EQUAL TO}",
+        "\\times": "\N{MULTIPLICATION SIGN}",
+        "-": "\N{MINUS SIGN}",
     }
     edited = text
-    if "\\begin" in text or "\\pi" in text and re.search(r"\\pi[a-z]", text):
+    if "\\begin" in text or ("\\pi" in text and re.search(r"\\pi[a-z]", text)):
         return None
     for old, new in table.items():
         edited = re.sub(re.escape(old.strip()) + ("(?![A-Za-z])" if old[0] == "\\" else ""), new, edited)
@@ -169,7 +169,7 @@ SPELLINGS: dict[str, Edit] = {
     "upright units": _replaced(
         r"\\text(?=\{ ?(?:cm|m|km|kg|g|s|inches|feet|dollars|cents|units|hours|degrees)\})", r"\\mathrm"
     ),
-    "a degree sign": _replaced(r"\s?\^\s?\{?\s?\\circ\s?\}?", "°"),
+    "a degree sign": _replaced(r"\s?\^\s?\{?\s?\\circ\s?\}?", "\N{DEGREE SIGN}"),
     "degrees left out": _only(
         re.compile(r"(-?[\d.]+|-?\\frac\{\d+\}\{\d+\})\s?\^\s?\{?\s?\\circ\s?\}?"), lambda m: m[1]
     ),
@@ -248,7 +248,11 @@ def _last_number(text: str) -> str | None:
     """The number that today's extraction of a broken gold falls back to."""
     numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
     plain = re.fullmatch(r"[^\d]{0,3}-?[\d.,\\!{}]+\s?[^\d]*|.*=\s?-?\d+(\.\d+)?|[^\d]*", text.strip())
-    return None if plain or not numbers or len(numbers) < 2 or re.search(r"_\{?\d+\}?$", text) else str(numbers[-1])
+    return (
+        None
+        if plain or "approx" in text or not numbers or len(numbers) < 2 or re.search(r"_\{?\d+\}?$", text)
+        else str(numbers[-1])
+    )
 
 
 def _inverted(match: re.Match[str]) -> str | None:

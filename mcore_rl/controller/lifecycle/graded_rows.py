@@ -1,4 +1,4 @@
-"""The last look at the rows that graders grade, before anything is drawn: their ground truths, or the user's function."""
+"""The last look at the rows that graders grade, before anything is drawn: ground truths, or the user's function."""
 
 from __future__ import annotations
 
