@@ -4,7 +4,7 @@ r"""How often the math grader is right, by kind of spelling and of change, and h
 
 Answers: ``--answers`` of each kind of ``tests/support/math_corpus.py``, or published ones: ``--golds`` names a JSON
 file {data set: [answers as LaTeX]}, none of which comes with this project.  Each is spelled again in every way that
-applies, which has to be right, and changed in every way that applies, which has to be wrong.  "as it is" has to be right always.
+applies, which has to be right, and changed in every way that applies, which has to be wrong.
 
 Targets: 99.5 % of the spellings right, 99.5 % of the changes wrong, all answers right as they are, and 20,000 scores a
 second of a process where the answer is a plain number.  Exits with 1 where one is missed.

@@ -61,15 +61,10 @@ class Comparison:
             return self._same_leaf(gold, answer)
         if isinstance(gold, Items) and isinstance(answer, Items):
             return self._same_items(gold, answer)
-        if isinstance(gold, Items) or isinstance(answer, Items):
-            one, other = (gold, answer) if isinstance(gold, Items) else (answer, gold)
-            assert isinstance(one, Items)
-            if one.brackets in ("", "{}") and len(one.items) == 1:
-                return self.same(
-                    gold.items[0] if isinstance(gold, Items) else gold, one.items[0] if one is answer else other
-                )
-            if one.brackets != "u" and "{}" != one.brackets:
-                return False
+        if _alone(gold) or _alone(answer):
+            return self.same(_alone(gold) or gold, _alone(answer) or answer)
+        if any(isinstance(each, Items) and each.brackets not in ("u", "{}") for each in (gold, answer)):
+            return False
         return algebra_equal(latex_of(gold), latex_of(answer))
 
     def _same_leaf(self, gold: Form, answer: Form) -> bool:
@@ -194,6 +189,11 @@ class Comparison:
                 return False
             left.remove(match)
         return True
+
+
+def _alone(form: Form) -> Form | None:
+    """The item of a set of one."""
+    return form.items[0] if isinstance(form, Items) and form.brackets == "{}" and len(form.items) == 1 else None
 
 
 def _is_endless(value: Fraction) -> bool:
