@@ -102,7 +102,7 @@ def plain_rate(grade: Grader, count: int) -> float:
 
 
 def measure(arguments: argparse.Namespace) -> Results:
-    """All rates."""
+    """Grades every case and measures the speed."""
     results = Results()
     other = None if arguments.no_library else library()
     results.ours_per_s = plain_rate(ours, NUM_PLAIN)

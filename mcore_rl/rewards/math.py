@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from mcore_rl.config.reward import RewardConfig
-from mcore_rl.rewards.math_comparison import ALGEBRA, MAX_ANSWER, Comparison
-from mcore_rl.rewards.math_forms import Expression, Form, read
+from mcore_rl.rewards.math_comparison import MAX_ANSWER, Comparison
+from mcore_rl.rewards.math_forms import Expression, read
+from mcore_rl.rewards.math_numbers import Form
 from mcore_rl.rewards.score import RewardRequest, Score
+from mcore_rl.rewards.symbolic_process import ALGEBRA
 
 TAIL = 2000  # characters of a response without a box in which its answer is looked for
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")

@@ -12,19 +12,18 @@ from functools import lru_cache
 
 from mcore_rl.rewards.math_forms import (
     Based,
-    Choice,
     Expression,
-    Form,
     Items,
+    LetterChoice,
     Matrix,
     Measure,
     Named,
-    Number,
     Relation,
     Rounded,
     Words,
     read,
 )
+from mcore_rl.rewards.math_numbers import Form, Number
 from mcore_rl.rewards.math_units import Unit, letter_unit
 from mcore_rl.rewards.symbolic_process import ALGEBRA
 
@@ -44,7 +43,7 @@ class Comparison:
             return True
         if isinstance(gold, Number) and isinstance(answer, Number):
             return self._same_number(gold, answer)
-        if isinstance(gold, Choice) or isinstance(answer, Choice):
+        if isinstance(gold, LetterChoice) or isinstance(answer, LetterChoice):
             return self._same_choice(gold, answer)
         if isinstance(gold, Rounded) or isinstance(answer, Rounded):
             return self._same_rounded(gold, answer)
@@ -107,11 +106,11 @@ class Comparison:
         return False
 
     def _same_choice(self, gold: Form, answer: Form) -> bool:
-        letter, rest = (gold.letter, gold.rest) if isinstance(gold, Choice) else (_letter(gold), None)
-        said, also = (answer.letter, answer.rest) if isinstance(answer, Choice) else (_letter(answer), None)
+        letter, rest = (gold.letter, gold.rest) if isinstance(gold, LetterChoice) else (_letter(gold), None)
+        said, also = (answer.letter, answer.rest) if isinstance(answer, LetterChoice) else (_letter(answer), None)
         if letter is not None and said is not None:
             return letter == said and (rest is None or also is None or self.same(rest, also))
-        if isinstance(gold, Choice):
+        if isinstance(gold, LetterChoice):
             return rest is not None and self.same(rest, answer)
         return also is not None and self.same(gold, also)
 

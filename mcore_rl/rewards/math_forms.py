@@ -8,32 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 
+from mcore_rl.rewards.latex_brackets import outer_brackets, split
 from mcore_rl.rewards.latex_spellings import canonical
+from mcore_rl.rewards.math_numbers import Form, number, plain_number, tight
 from mcore_rl.rewards.math_units import Unit, split_unit
-
-MAX_EXPONENT = 400  # of a power of ten that is still written out
-
-
-@dataclass(frozen=True)
-class Form:
-    """What is common to all forms.  text: how it is written, without spaces."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Number(Form):
-    """A rational number.  is_decimal: written with a point or a power of ten.  is_percent: written with a percent sign.
-
-    ``value`` of 75% is 3/4.
-    """
-
-    value: Fraction
-    is_decimal: bool = False
-    is_percent: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +40,7 @@ class Words(Form):
 
 
 @dataclass(frozen=True)
-class Choice(Form):
+class LetterChoice(Form):
     """A letter of a multiple choice, with what stands behind it: ``(C) 5``."""
 
     letter: str
@@ -130,126 +110,6 @@ class Expression(Form):
     latex: str
 
 
-_DIGITS = r"\d+(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+\.?\d*|\.\d+"
-_SCALE = r"(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{?\s*([-+]?\s*\d+)\s*\}?|[eE]\s*\{?([-+]?\d+)\}?)"
-_DECIMAL = re.compile(rf"([-+]?)\s*({_DIGITS})({_SCALE})?\s*(%?)", re.ASCII)
-_POWER_OF_TEN = re.compile(r"([-+]?)\s*10\s*\^\s*\{\s*([-+]?\d+)\s*\}", re.ASCII)
-_RATIO = re.compile(
-    rf"([-+]?)\s*(?:(\d+)\s*)?\\frac\{{\s*([-+]?\s*(?:{_DIGITS}))\s*\}}\{{\s*([-+]?\s*(?:{_DIGITS}))\s*\}}\s*(%?)",
-    re.ASCII,
-)
-_SLASH = re.compile(rf"([-+]?)\s*(?:(\d+)\s+)?({_DIGITS})\s*/\s*({_DIGITS})\s*(%?)", re.ASCII)
-_REPEATING = re.compile(r"([-+]?)\s*(\d*)\.(\d*)\\overline\{(\d+)\}", re.ASCII)
-_PLAIN = re.compile(r"\s*\$?\s*(?:\\\$)?([-+]?)(\d{1,3}(?:,\d{3})+|\d+)(\.\d*)?\$?[.;]?\s*", re.ASCII)
-
-
-def plain_number(text: str) -> Number | None:
-    """The number that ``text`` is, if it is written with digits, commas and a point only: the cheap path."""
-    match = _PLAIN.fullmatch(text)
-    if match is None:
-        return None
-    sign, whole, decimals = match.groups()
-    digits = f"{sign}{whole.replace(',', '')}"
-    if decimals is None or not decimals.strip(".0"):
-        return Number(digits, Fraction(int(digits)))
-    return Number(digits + decimals, Fraction(digits + decimals), is_decimal=True)
-
-
-def number(text: str) -> Number | None:
-    """The rational number that ``text`` is, in any of its ways of writing; None if it is none."""
-    written = _unwrapped(text)
-    value: Fraction | None = None
-    is_decimal, percent = False, ""
-    if match := _DECIMAL.fullmatch(written):
-        exponent = int((match[4] or match[5] or "0").replace(" ", ""))
-        if abs(exponent) > MAX_EXPONENT:
-            return None
-        value = _signed(match[1], _digits(match[2]) * Fraction(10) ** exponent)
-        is_decimal, percent = value.denominator != 1 or exponent < 0, match[6]
-    elif match := _POWER_OF_TEN.fullmatch(written):
-        if abs(int(match[2])) > MAX_EXPONENT:
-            return None
-        value = _signed(match[1], Fraction(10) ** int(match[2]))
-    elif (match := _RATIO.fullmatch(written)) or (match := _SLASH.fullmatch(written)):
-        top, bottom = _digits(match[3]), _digits(match[4])
-        if not bottom or (match[2] and not (top > 0 and bottom > 0)):
-            return None
-        value, percent = _signed(match[1], int(match[2] or 0) + top / bottom), match[5]
-    elif match := _REPEATING.fullmatch(written):
-        fixed, period = match[3], match[4]
-        repeated = Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
-        value = _signed(match[1], Fraction(f"{match[2] or 0}.{fixed or 0}") + repeated)
-    if value is None:
-        return None
-    return Number(_tight(text), value / 100 if percent else value, is_decimal, bool(percent))
-
-
-def _digits(text: str) -> Fraction:
-    return Fraction(text.replace(",", "").replace(" ", "").rstrip("."))
-
-
-def _signed(sign: str, value: Fraction) -> Fraction:
-    return -value if sign == "-" else value
-
-
-def _tight(text: str) -> str:
-    return re.sub(r"\s+", "", text)
-
-
-# ``{`` and ``}`` without a backslash group characters and mean nothing to a reader.
-_TOKEN = re.compile(r"\\(?:begin|end)\{[a-z]+\*?\}|\\[A-Za-z]+|\\.|.", re.DOTALL)
-_OPENERS, _CLOSERS = (
-    frozenset(["(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil"]),
-    frozenset([")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"]),
-)
-
-
-def _tokens(text: str) -> list[tuple[str, int]]:
-    """The tokens of ``text`` with the number of brackets that are open before an opening or after a closing one."""
-    depth, tokens = 0, []
-    for token in _TOKEN.findall(text):
-        if token in _CLOSERS or token.startswith(r"\end{"):
-            depth -= 1
-        tokens.append((token, depth))
-        if token in _OPENERS or token.startswith(r"\begin{"):
-            depth += 1
-    return tokens
-
-
-def split(text: str, marks: frozenset[str]) -> list[str]:
-    """``text`` cut at each of ``marks`` that stands outside all brackets."""
-    parts = [""]
-    for token, depth in _tokens(text):
-        if depth == 0 and token in marks:
-            parts.append("")
-        else:
-            parts[-1] += token
-    return parts
-
-
-def _brackets(text: str) -> tuple[str, str] | None:
-    """(the outer brackets, what is inside) if one pair of brackets holds the whole text."""
-    tokens = _tokens(text)
-    if len(tokens) < 2 or tokens[0][0] not in ("(", "[", r"\{") or tokens[-1][0] not in (")", "]", r"\}"):
-        return None
-    if any(depth == 0 for _, depth in tokens[1:-1]) or tokens[-1][1] != 0:
-        return None
-    pair = (tokens[0][0] + tokens[-1][0]).replace("\\", "")
-    if ("{" in pair) != ("}" in pair):
-        return None
-    return pair, "".join(token for token, _ in tokens[1:-1])
-
-
-def _unwrapped(text: str) -> str:
-    """Without brackets and grouping braces around the whole."""
-    text = text.strip()
-    while (inner := _brackets(text)) is not None and inner[0] == "()":
-        text = inner[1].strip()
-    if text.startswith("{") and text.endswith("}") and all(depth > 0 for _, depth in _tokens(text)[1:-1]):
-        return text[1:-1].strip()
-    return text
-
-
 _COMMAS = frozenset([",", ";"])
 _ABOUT = frozenset([r"\approx"])
 _CUP = frozenset([r"\cup"])
@@ -287,14 +147,14 @@ def _read(text: str) -> Form:
             ("(", "^", "_", "+", "-", "/", "\\cdot", "=", ",")
         ):
             rest = match[2].strip()
-            return Choice(_tight(text), match[1], _read(rest) if rest else None)
+            return LetterChoice(tight(text), match[1], _read(rest) if rest else None)
     parts = [part for half in _AND_OR.split(text) for part in split(half, _COMMAS)] if _is_list(text) else [text]
     parts = [each for part in parts if part.strip() for each in _both_signs(part)]
     if len(parts) > 1:
         forms = tuple(_read(part) for part in parts)
         if all(isinstance(form, Relation) for form in forms):
             return _union_of(text, forms)
-        return Items(_tight(text), "", forms)
+        return Items(tight(text), "", forms)
     return _read_one((parts or [text])[0].strip())
 
 
@@ -312,51 +172,51 @@ def _both_signs(part: str) -> list[str]:
 def _union_of(text: str, forms: tuple[Form, ...]) -> Form:
     relations = [form for form in forms if isinstance(form, Relation)]
     if len({relation.variable for relation in relations}) > 1:
-        return Expression(_tight(text), text)
+        return Expression(tight(text), text)
     return Relation(
-        _tight(text), relations[0].variable, Items(_tight(text), "u", tuple(each.interval for each in relations))
+        tight(text), relations[0].variable, Items(tight(text), "u", tuple(each.interval for each in relations))
     )
 
 
 def _read_one(text: str) -> Form:
     """What ``text`` says, where it is not a list without brackets."""
-    tight = _tight(text)
+    written = tight(text)
     if (value := number(text)) is not None:
         return value
     if match := _BASED.fullmatch(text):
-        return Based(tight, match[1], int(match[2]))
+        return Based(written, match[1], int(match[2]))
     if match := _BASED_WORDS.fullmatch(text):
-        return Based(tight, match[1], _BASES.index(match[2]))
+        return Based(written, match[1], _BASES.index(match[2]))
     if _CLOCK.fullmatch(text):
-        return Items(tight, ":", tuple(_read_one(part) for part in text.split(":")))
-    if tight == r"\mathbb{R}":
+        return Items(written, ":", tuple(_read_one(part) for part in text.split(":")))
+    if written == r"\mathbb{R}":
         return _bracketed(r"(-\infty,\infty)", "()", r"-\infty,\infty")
     if match := _LETTER.fullmatch(text):
         return Expression(match[1] or match[2], match[1] or match[2])
     if match := _WORDS.fullmatch(text):
-        return Words(tight, _said(match[1] or match[2]))
+        return Words(written, _said(match[1] or match[2]))
     quantity, unit = split_unit(text)
     if unit is not None:
-        return Measure(tight, _read(quantity), unit)
+        return Measure(written, _read(quantity), unit)
     if match := _SET_BUILDER.fullmatch(text):
         condition = _read(match[2])
         if isinstance(condition, Relation) and condition.variable == match[1]:
-            return Relation(tight, condition.variable, condition.interval, in_set=True)
-        return Expression(tight, text)
+            return Relation(written, condition.variable, condition.interval, in_set=True)
+        return Expression(written, text)
     if len(sides := split(text, _ABOUT)) == 2 and all(side.strip() for side in sides):
-        return Rounded(tight, _read(sides[0]), _read(sides[1]))
+        return Rounded(written, _read(sides[0]), _read(sides[1]))
     if match := _NAMED.fullmatch(text):
-        return Named(tight, _tight(match[1]), _read(match[2]))
+        return Named(written, tight(match[1]), _read(match[2]))
     if len(parts := split(text, _CUP)) > 1:
-        return Items(tight, "u", tuple(_read(part) for part in parts))
+        return Items(written, "u", tuple(_read(part) for part in parts))
     if (relation := _relation(text)) is not None:
         return relation
-    if (inner := _brackets(text)) is not None:
+    if (inner := outer_brackets(text)) is not None:
         return _bracketed(text, *inner)
     if (match := _MATRIX.fullmatch(text)) and "\\begin" not in match[1]:
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", match[1]) if row.strip()]
-        return Matrix(tight, tuple(tuple(_read(cell) for cell in row.split("&")) for row in rows))
-    return Expression(tight, text)
+        return Matrix(written, tuple(tuple(_read(cell) for cell in row.split("&")) for row in rows))
+    return Expression(written, text)
 
 
 def _said(words: str) -> str:
@@ -368,9 +228,9 @@ def _said(words: str) -> str:
 def _bracketed(text: str, brackets: str, inside: str) -> Form:
     parts = [part for part in split(inside, _COMMAS) if part.strip()]
     if brackets != "{}" and len(parts) < 2:
-        return Expression(_tight(text), text)
+        return Expression(tight(text), text)
     items = tuple(_read_one(each.strip()) for part in parts for each in _both_signs(part))
-    return Items(_tight(text), brackets, items)
+    return Items(tight(text), brackets, items)
 
 
 def _relation(text: str) -> Form | None:
@@ -401,4 +261,4 @@ def _relation(text: str) -> Form | None:
 
 def _interval(text: str, variable: str, low: Form, high: Form, left: str, right: str) -> Relation:
     written = f"{left}{low.text},{high.text}{right}"
-    return Relation(_tight(text), variable, Items(written, left + right, (low, high)))
+    return Relation(tight(text), variable, Items(written, left + right, (low, high)))

@@ -102,10 +102,9 @@ def _by_value(gold: Any, answer: Any) -> bool | None:
     for scale in (1, -1, 7.3):
         for shift in range(3):
             point = [scale * (POINTS[(index + shift) % len(POINTS)] + index) for index in range(len(symbols))]
-            values = [_value(function, point) for function in functions]
-            if None in values:
+            first, second = (_value(function, point) for function in functions)
+            if first is None or second is None:
                 continue
-            first, second = values
             if abs(first - second) > 1e-8 * max(1e-30, abs(first), abs(second)):
                 return False
             num_same += 1
@@ -114,9 +113,10 @@ def _by_value(gold: Any, answer: Any) -> bool | None:
 
 def _function(symbols: Sequence[Any], of: Any) -> Callable[..., Any] | None:
     try:
-        return sympy.lambdify(symbols, of.doit(), modules=["math"])
+        function: Callable[..., Any] = sympy.lambdify(symbols, of.doit(), modules=["math"])
     except Exception:  # noqa: BLE001
         return None
+    return function
 
 
 def _value(function: Callable[..., Any] | None, point: list[float]) -> float | None:

@@ -8,19 +8,17 @@ import pytest
 
 from mcore_rl.rewards.math_forms import (
     Based,
-    Choice,
     Expression,
-    Form,
     Items,
+    LetterChoice,
     Matrix,
     Measure,
     Named,
-    Number,
     Relation,
     Words,
-    plain_number,
     read,
 )
+from mcore_rl.rewards.math_numbers import Form, Number, plain_number
 
 
 @pytest.mark.parametrize(
@@ -67,7 +65,7 @@ def test_the_cheap_path_reads_as_the_long_one() -> None:
         (r"1 \text{ or } 2", Items, ""), ("5 and 6", Items, ""), (r"(-\infty, 1) \cup [2, \infty)", Items, "u"),
         (r"2 \pm \sqrt{3}", Items, ""), ("3:4", Items, ":"), (r"\mathbb{R}", Items, "()"), ("(1,2),(3,4)", Items, ""),
         (r"12 \text{ cm}", Measure, None), (r"2516_{8}", Based, None), (r"\text{Tuesday}", Words, None),
-        (r"\textbf{(C)}\ 5", Choice, None), (r"\text{(C)}", Choice, None), ("C. x > 2", Choice, None),
+        (r"\textbf{(C)}\ 5", LetterChoice, None), (r"\text{(C)}", LetterChoice, None), ("C. x > 2", LetterChoice, None),
         (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", Matrix, None), ("x = 5", Named, None),
         ("f(x) = 2x", Named, None),
         (r"x \in [1, 2]", Named, None), (r"1 < x \leq 2", Relation, None), (r"\{x | x > 3\}", Relation, None),
@@ -85,7 +83,7 @@ def test_kinds(text: str, kind: type[Form], brackets: str | None) -> None:
 
 def test_what_is_inside() -> None:
     choice = read(r"\textbf{(C)}\ 5")
-    assert isinstance(choice, Choice) and choice.letter == "C" and isinstance(choice.rest, Number)
+    assert isinstance(choice, LetterChoice) and choice.letter == "C" and isinstance(choice.rest, Number)
     based = read("2516_8")
     assert isinstance(based, Based) and (based.digits, based.base) == ("2516", 8)
     relation = read(r"\{x \mid -2 \leq x < 1\}")
