@@ -129,7 +129,8 @@ class Comparison:
             answer = answer if unit is None else Measure(answer.text, read(quantity), unit)
         if isinstance(gold, Measure) and isinstance(answer, Measure):
             if not (gold.unit.dimension and answer.unit.dimension):
-                return self.same(gold.quantity, answer.quantity)
+                powers = {gold.unit.power, answer.unit.power} - {1}
+                return len(powers) < 2 and self.same(gold.quantity, answer.quantity)
             if (gold.unit.dimension, gold.unit.power) != (answer.unit.dimension, answer.unit.power):
                 return False
             if gold.unit.factor == answer.unit.factor:

@@ -96,7 +96,7 @@ def _with_unit(text: str, quantity: str, word: str, power: str | None) -> tuple[
         exponent, name = squares[first.lower()], rest
     known = UNITS.get(name) or UNITS.get(name.lower()) or UNITS.get(name.lower().removesuffix("s"))
     if known is None:
-        return quantity, Unit("", Fraction(1))
+        return quantity, Unit("", Fraction(1), exponent)
     return quantity, Unit(known[0], known[1], exponent)
 
 

@@ -88,6 +88,7 @@ def test_the_same_in_other_words(answer: str, ground_truth: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "ground_truth"),
     [
+        ("1", r"$\{x|-2\leq x < 1\}$"), ("5", r"a \oplus 5"), ("0.0000000123", "0.0000000124"), ("eat", "tea"),
         ("1", r"\{x|-2\leq x<1\}"), ("(1,-2)", "[1,-2]"), ("[1,-2]", "(1,-2)"), ("2516_{10}", "2516_8"), ("2516_9",
         "2516_8"),
         (r"12 \text{ cm}", r"12 \text{ m}"), ("12 cm", "12 m"), (r"12 \text{ cm}^2", r"12 \text{ cm}"), ("1.23e-8",
