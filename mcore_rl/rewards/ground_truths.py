@@ -1,6 +1,6 @@
 """What graders make of the ground truths of a data set, before a run starts.
 
-A row whose ground truth its grader cannot use would cost every response to it, so it is refused.  One that LaTeX does
+A row whose ground truth its grader cannot use costs every response to it, so it is not trained on.  One that LaTeX does
 not read as a whole (a sentence, broken LaTeX) is compared as text: an equal answer is right only in the same words.
 How many those are is a warning.
 """
@@ -22,8 +22,11 @@ REQUIRES: dict[Grader, Callable[[str], object]] = {grade_gsm8k: gold_number, gra
 logger = logging.getLogger(__name__)
 
 
-def check_ground_truths(rows: Iterable[tuple[str, str, object]]) -> None:
-    """Reads each (row id, data source, ground truth).  Warns of those by text.  DataError: graders cannot use some."""
+def check_ground_truths(rows: Iterable[tuple[str, str, object]], *, refuse: bool = True) -> None:
+    """Reads each (row id, data source, ground truth), and warns of those that are compared as text.
+
+    refuse: raise DataError if graders cannot use some; False: warn, where such responses are to count as wrong.
+    """
     problems: list[str] = []
     num_math, by_text = 0, list[str]()
     for row, source, truth in rows:
@@ -41,7 +44,10 @@ def check_ground_truths(rows: Iterable[tuple[str, str, object]]) -> None:
             if parts_by_text(str(truth)):
                 by_text.append(f"{row} {str(truth)[:MAX_SHOWN]!r}")
     if problems:
-        raise DataError("reward_model.ground_truth", problems)
+        refusal = DataError("reward_model.ground_truth", problems)
+        if refuse:
+            raise refusal
+        logger.warning("%s", refusal)
     if by_text:
         logger.warning("%s", "\n".join(_report(num_math, by_text)))
 

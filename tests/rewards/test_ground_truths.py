@@ -38,7 +38,7 @@ def test_those_that_are_compared_as_text_are_counted_with_their_rows(caplog: pyt
     assert "and 3 more" in caplog.text
 
 
-def test_those_that_no_answer_could_equal_are_refused_by_row() -> None:
+def test_those_that_no_answer_could_equal_are_refused_by_row(caplog: pytest.LogCaptureFixture) -> None:
     rows = [
         ("train/0", "gsm8k", "18"),
         ("train/1", "gsm8k", "many"),
@@ -48,6 +48,8 @@ def test_those_that_no_answer_could_equal_are_refused_by_row() -> None:
     with pytest.raises(DataError) as caught:
         check_ground_truths(rows)
     said = str(caught.value)
+    check_ground_truths(rows, refuse=False)
+    assert said in caplog.text
     assert "train/1: ground truth 'many' is not a number" in said
     assert "train/2: ground truth ' ' is no formula" in said and "train/3" in said
     assert "train/0" not in said

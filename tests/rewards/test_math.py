@@ -88,6 +88,7 @@ def test_the_same_in_other_words(answer: str, ground_truth: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "ground_truth"),
     [
+        ("0.0011_3", "0.0011_2"), (r"45 \text{ units}^3", r"45 \text{ units}^2"),
         ("1", r"$\{x|-2\leq x < 1\}$"), ("5", r"a \oplus 5"), ("0.0000000123", "0.0000000124"), ("eat", "tea"),
         ("1", r"\{x|-2\leq x<1\}"), ("(1,-2)", "[1,-2]"), ("[1,-2]", "(1,-2)"), ("2516_{10}", "2516_8"), ("2516_9",
         "2516_8"),

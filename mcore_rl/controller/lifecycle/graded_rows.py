@@ -13,15 +13,19 @@ from mcore_rl.rewards.scorer import Scorer
 
 
 def check_graded_rows(
-    scorer: Scorer, custom: CustomRewardFunction, rows: Iterable[PromptRow] | Iterable[ResponseRow]
+    scorer: Scorer,
+    custom: CustomRewardFunction,
+    rows: Iterable[PromptRow] | Iterable[ResponseRow],
+    *,
+    refuse: bool = True,
 ) -> None:
     """Without a function of the user's, every ground truth is read; with one, it is called once, for the first row.
 
-    Raises DataError or ConfigError, and warns; see ``check_ground_truths`` and ``Scorer.try_custom``.
+    Raises DataError (with ``refuse``) or ConfigError, and warns: ``check_ground_truths`` and ``Scorer.try_custom``.
     """
     graded = (row for row in rows if not row.scored_by_model)
     if custom.path is None:
-        check_ground_truths((row.id, row.data_source, row.ground_truth) for row in graded)
+        check_ground_truths(((row.id, row.data_source, row.ground_truth) for row in graded), refuse=refuse)
         return
     first = next(graded, None)
     if first is not None:
