@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.algorithms.own_scores import OwnScores, own_scores, sums_per_sequence
 from mcore_rl.algorithms.selection import Moments, select
@@ -40,9 +38,10 @@ from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Memory, detect, device_of, memory, set_device
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.meeting import join_group
 from mcore_rl.parallel.phase import mark_phases
+from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.runtime.answers import Answering
-from mcore_rl.runtime.cluster import this_host
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
 from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
@@ -70,6 +69,7 @@ class RoleSpec:
     trains: whether it has an optimizer; without one, it only scores.
     shares_device: whether rollout engines use the same device by turns.
     publishes: whether its weights go to the engines, for which they stay on the device when the worker rests.
+    leaves_behind: whether its optimizer's state leaves the device while the engines receive its weights.
     """
 
     role: str
@@ -80,6 +80,7 @@ class RoleSpec:
     trains: bool = True
     shares_device: bool = False
     publishes: bool = False
+    leaves_behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,6 @@ class TrainWorker(Answering):
         super().__init__(rank, log)
         self.world_size = world_size
         self._stack = ExitStack()
-        self._store: TCPStore | None = None
         self._publisher: Publisher | None = None
 
     def device_ids(self) -> list[str]:
@@ -129,22 +129,13 @@ class TrainWorker(Answering):
 
         return [str(index) for index in ray.get_gpu_ids()]
 
-    def rendezvous(self) -> tuple[str, int]:
-        """Opens a store for all workers of the role, on one of them, before ``join``.  Returns (address, port)."""
-        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        return this_host(), self._store.port
-
-    def join(self, address: str, port: int, spec: RoleSpec, timeout_s: float) -> None:
+    def join(self, store: StoreAccess, spec: RoleSpec, timeout_s: float) -> None:
         """Joins the process groups of ``spec``'s layout; every worker of the role must call it."""
         from mcore_rl.parallel.groups import init_groups
 
         self.spec, self.platform = spec, detect(spec.engine.device)
         set_device(self.platform, LOCAL)
-        timeout = timedelta(seconds=timeout_s)
-        store = PrefixStore("world", TCPStore(address, port, is_master=False, timeout=timeout))
-        dist.init_process_group(
-            self.platform.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
-        )
+        join_group(store, f"world of {spec.role}", self.platform, self.rank, self.world_size, timeout_s)
         layout = Layout.of(spec.parallel, self.world_size)
         device = device_of(self.platform, LOCAL)
         self.groups = init_groups(layout, self.platform, device, spec.engine.seed)
@@ -221,7 +212,8 @@ class TrainWorker(Answering):
 
         Rank 0 returns the results, which are of all ranks; each leader the scores of its sequences, ``with_scores``.
         """
-        self.onload()
+        overlaps = self.spec.engine.overlaps_offload(accelerator=self.platform.is_accelerator)
+        self.engine.memory.onload(behind=[OffloadPart.optimizer] if overlaps else [])
         results, scores = [], list[OwnScores]()
         for batch, given_S, counts in zip(given.batches, given.payload, denominators, strict=True):
             result = self.engine.train_step(
@@ -248,7 +240,8 @@ class TrainWorker(Answering):
     def rest(self) -> None:
         """Training is over until the next step: on a shared device, offloads all but weights that engines need."""
         if self.spec.shares_device:
-            self.offload([part for part in OffloadPart if part is not OffloadPart.weights or not self.spec.publishes])
+            parts = [part for part in OffloadPart if part is not OffloadPart.weights or not self.spec.publishes]
+            self.engine.memory.offload(parts, behind=[OffloadPart.optimizer] if self.spec.leaves_behind else [])
 
     def take_snapshot(self, name: str, moves: Moves) -> None:
         """Copies the current weights as ``name``.  moves: how ``move_snapshot`` will change the copy."""
