@@ -35,4 +35,6 @@ def test_every_rank_is_on_one_node_and_every_replica_has_one_core(vllm_says: dic
 def test_all_nodes_meet_at_the_first(vllm_says: dict[str, Any]) -> None:
     for layout, parts in vllm_says["nodes"].items():
         if len(parts) > 1:
-            assert {part["meets"] for part in parts} == {"10.0.0.1:4711, cores 10.0.0.1:4712"}, layout
+            assert {part["ranks_meet"] for part in parts} == {"10.0.0.1:4711"}, layout
+        if len(parts) > 1 and parse_rollout_layout(layout).engine_dp > 1:
+            assert {part["cores_meet"] for part in parts} == {"10.0.0.1:4712"}, layout

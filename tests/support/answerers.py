@@ -121,6 +121,7 @@ class ScriptedEngine:
     """Samples of prompt "refused" fail, those of "forever" never come."""
 
     pid = 0
+    leader = 2**30  # of no process group
 
     def __init__(self) -> None:
         self.ended: list[str] = []

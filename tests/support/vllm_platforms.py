@@ -158,7 +158,7 @@ def on_nodes(directory: Path, vendor: str, text: str) -> list[dict[str, Any]]:
         parts.append(
             {name: getattr(parallel, name) for name in names}
             | dict(executor=Executor.get_class(settings).__name__, extension=parallel.worker_extension_cls)
-            | dict(meets=f"{parallel.master_addr}:{parallel.master_port}, cores {cores}")
+            | dict(ranks_meet=f"{parallel.master_addr}:{parallel.master_port}", cores_meet=cores)
         )
     return parts
 
@@ -185,6 +185,7 @@ def main(vendor: str, directory: str) -> None:
     current = platforms._current_platform = made[names[0]]
     bring_libraries(vendor)
     from vllm._aiter_ops import rocm_aiter_ops
+    from vllm.utils import flashinfer
 
     for name in names:
         current.__class__ = type(made[name])  # modules keep the object that they found first
@@ -194,6 +195,7 @@ def main(vendor: str, directory: str) -> None:
         cases = {backend.value: outcome(Path(directory), vendor, backend, True) for backend in MoeBackend}
         cases["not updated"] = outcome(Path(directory), vendor, MoeBackend.auto, False)
         results[name] = cases | {"unknown": {"refused": refusal_of("none")}}
+    flashinfer.has_flashinfer = lambda: False  # its fused reductions are operators of the CUDA build
     layouts = ("tp=2", "tp=4", "tp=2,dp=2,ep=4", "tp=4,dp=2,ep=8", "tp=1,dp=4,ep=4")
     nodes = {layout: on_nodes(Path(directory), vendor, layout) for layout in layouts}
     print(json.dumps({"experts": results, "nodes": nodes}))
