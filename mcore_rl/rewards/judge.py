@@ -1,0 +1,449 @@
+"""Runs tests in a process that the program never enters: the tests call the program by message, and judge what it answers.
+
+A name that the tests neither define nor import, and that is no built-in, is the program's.  A ``Remote`` stands for what
+is no data there: a function, an object, an iterator.  What is data arrives as data (``plain_data``), of exact built-in
+types, so that the tests' ``==``, ``isinstance`` and ``sorted`` mean what they say.  Two objects of a program are never
+compared by the program: that raises ``UnjudgedError``.
+
+Messages are JSON behind their length, over two pipes.  The judge asks ["name", NAME], ["call", REF, arguments, keywords],
+["operate", REF, OPERATION, arguments]; the program answers ["value", value, arguments where they changed], ["raise", name of
+a built-in exception, text], or asks in between ["callback", number, arguments, keywords].
+
+``confined_program`` loads this file by its path, in both processes: ``serve`` is the program's side, ``judge`` the tests'.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+# confined_program has put the file's neighbour there under this name; elsewhere it is the package's.
+try:
+    from confined_plain_data import decode, encode  # type: ignore[import-not-found]
+except ImportError:
+    from mcore_rl.rewards.plain_data import decode, encode
+
+MAX_MESSAGE = 64 << 20
+FILE = "tests.py"
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "attribute": getattr,
+    "set": setattr,
+    "len": len,
+    "iter": iter,
+    "next": next,
+    "item": lambda value, key: value[key],
+    "put": lambda value, key, item: value.__setitem__(key, item),
+    "str": str,
+    "repr": repr,
+}
+# Raised by the tests' side, these would end a loop of the tests early, as if nothing were left to test.
+ENDINGS = (StopIteration, StopAsyncIteration, GeneratorExit, KeyboardInterrupt)
+
+
+class BrokenError(BaseException):
+    """The other side ended, or said what is no message.  Not an Exception, so that tests do not catch it."""
+
+
+class UnjudgedError(BaseException):
+    """Tests need what only the program's own process could judge."""
+
+
+class Wire:
+    """One end of the two pipes.  source, sink: descriptors."""
+
+    def __init__(self, source: int, sink: int) -> None:
+        self._source, self._sink = source, sink
+
+    def send(self, message: object) -> None:
+        """BrokenError: nobody reads."""
+        body = json.dumps(message).encode()
+        view = memoryview(len(body).to_bytes(4, "big") + body)
+        try:
+            while view:
+                view = view[os.write(self._sink, view) :]
+        except OSError as error:
+            raise BrokenError("the program has ended") from error
+
+    def receive(self) -> Any:
+        """BrokenError: the other side has ended, or this is no message."""
+        size = int.from_bytes(self._read(4), "big")
+        if size > MAX_MESSAGE:
+            raise BrokenError("the program sent a message of more than 64 MiB")
+        try:
+            return json.loads(self._read(size))
+        except (ValueError, RecursionError) as error:
+            raise BrokenError("the program sent what is no message") from error
+
+    def _read(self, size: int) -> bytes:
+        parts = []
+        while size:
+            part = os.read(self._source, min(size, 1 << 20))
+            if not part:
+                raise BrokenError("the program has ended")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+# The program's side
+
+
+def serve(wire: Wire, namespace: dict[str, Any]) -> None:
+    """Answers the judge until it has ended."""
+    held: list[Any] = []
+
+    def refer(value: Any) -> Any:
+        if type(value) is _Callback:
+            return {"callback": value.number}
+        held.append(value)
+        return {"ref": len(held) - 1}
+
+    def resolve(form: dict[str, Any]) -> Any:
+        return held[form["ref"]] if "ref" in form else _Callback(wire, form["callback"], refer, resolve)
+
+    while True:
+        try:
+            request = wire.receive()
+        except BrokenError:
+            return
+        try:
+            wire.send(_answer(request, namespace, held, refer, resolve))
+        except BaseException as error:  # noqa: BLE001  the program's functions may raise anything
+            wire.send(_raised(error, request))
+
+
+def _answer(request: Any, namespace: dict[str, Any], held: list[Any], refer: Any, resolve: Any) -> Any:
+    verb, target, *rest = request
+    if verb == "name":
+        return ["value", encode(_named(namespace, target), refer), None]
+    if verb == "operate":
+        name, arguments = rest
+        return ["value", encode(OPERATIONS[name](held[target], *decode(arguments, resolve)), refer), None]
+    sent, keywords = rest
+    arguments = decode(sent, resolve)
+    value = held[target](*arguments, **{name: decode(form, resolve) for name, form in keywords.items()})
+    changed = None
+    if any(type(form) is list or (type(form) is dict and form.keys() & {"dict", "set", "array"}) for form in sent):
+        after = [encode(each, refer) if type(each) in (list, dict, set) else None for each in arguments]
+        changed = [new if new is not None and new != old else None for new, old in zip(after, sent, strict=True)]
+    return ["value", encode(value, refer), changed]
+
+
+def _named(namespace: dict[str, Any], name: str) -> Any:
+    if name in namespace:
+        return namespace[name]
+    if "Solution" in namespace and hasattr(namespace["Solution"], name):
+        return getattr(namespace["Solution"](), name)
+    raise NameError(f"name {name!r} is not defined")
+
+
+def _raised(error: BaseException, request: Any) -> Any:
+    if isinstance(error, ENDINGS) and not (isinstance(error, StopIteration) and request[:1] + request[2:3] == ["operate", "next"]):
+        error = RuntimeError(f"the program raised {type(error).__name__}")
+    known = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
+    try:
+        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    except Exception:  # noqa: BLE001  a text of the program's own
+        text = ""
+    return ["raise", known.__name__, text[:2000]]
+
+
+class _Callback:
+    """A function of the tests, for the program to call."""
+
+    def __init__(self, wire: Wire, number: int, refer: Any, resolve: Any) -> None:
+        self.number, self._wire, self._refer, self._resolve = number, wire, refer, resolve
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        named = {name: encode(value, self._refer) for name, value in keywords.items()}
+        self._wire.send(["callback", self.number, encode(list(arguments), self._refer), named])
+        kind, value, *rest = self._wire.receive()
+        if kind == "raise":
+            raise getattr(builtins, value)(*rest)
+        return decode(value, self._resolve)
+
+
+# The judge's side
+
+
+class Program:
+    """The program, as the tests see it.  calls: how often they called it.  broken: why it can be asked no more."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.calls = 0
+        self.broken = ""
+        self._wire = wire
+        self._functions: list[Any] = []
+
+    def named(self, name: str) -> Any:
+        """What the program calls ``name``."""
+        return self.ask(["name", name], name)
+
+    def call(self, reference: int, text: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Calls a function of the program; changes of lists, dicts and sets that it was given are made here too."""
+        self.calls += 1
+        sent = [self._encode(each) for each in arguments]
+        request = ["call", reference, sent, {name: self._encode(each) for name, each in keywords.items()}]
+        return self.ask(request, f"{text}()", arguments)
+
+    def operate(self, remote: Remote, operation: str, *arguments: Any, text: str = "") -> Any:
+        """One of ``OPERATIONS`` on an object of the program."""
+        return self.ask(["operate", remote._reference, operation, [self._encode(each) for each in arguments]], text)
+
+    def ask(self, request: list[Any], text: str, arguments: tuple[Any, ...] = ()) -> Any:
+        """The program's answer; raises what it raised."""
+        try:
+            return self._ask(request, text, arguments)
+        except BrokenError as error:
+            self.broken = self.broken or str(error)
+            raise
+
+    def _ask(self, request: list[Any], text: str, arguments: tuple[Any, ...]) -> Any:
+        self._wire.send(request)
+        while True:
+            match self._wire.receive():
+                case ["callback", int(number), list(given), dict(keywords)] if 0 <= number < len(self._functions):
+                    self._wire.send(self._called(self._functions[number], given, keywords, text))
+                case ["raise", str(name), str(said)]:
+                    raise _exception(name, said, request)
+                case ["value", form, changed]:
+                    for mine, new in zip(arguments, changed or (), strict=False):
+                        if new is not None:
+                            _change(mine, self._decode(new, text))
+                    return self._decode(form, text)
+                case _:
+                    raise BrokenError("the program sent what is no answer")
+
+    def _called(self, function: Any, given: list[Any], keywords: dict[str, Any], text: str) -> list[Any]:
+        arguments = [self._decode(each, text) for each in given]
+        named = {name: self._decode(each, text) for name, each in keywords.items()}
+        try:
+            return ["value", self._encode(function(*arguments, **named))]
+        except Exception as error:  # noqa: BLE001  the program is to see it
+            return _raised(error, [])
+
+    def _encode(self, value: Any) -> Any:
+        return encode(value, self._refer)
+
+    def _refer(self, value: Any) -> Any:
+        if type(value) is Remote:
+            return {"ref": value._reference}
+        if callable(value) and not isinstance(value, type):
+            self._functions.append(value)
+            return {"callback": len(self._functions) - 1}
+        raise UnjudgedError(f"the tests hand the program a {type(value).__name__}, which is no data")
+
+    def _decode(self, form: Any, text: str) -> Any:
+        try:
+            return decode(form, lambda other: self._resolve(other, text))
+        except ValueError as error:
+            raise BrokenError(f"the program sent what is {error}") from error
+
+    def _resolve(self, form: dict[str, Any], text: str) -> Any:
+        match form:
+            case {"ref": int(reference)}:
+                return Remote(self, reference, text)
+            case {"callback": int(number)} if 0 <= number < len(self._functions):
+                return self._functions[number]
+        raise ValueError("not data")
+
+
+class Remote:
+    """Something in the program that is no data."""
+
+    def __init__(self, program: Program, reference: int, text: str) -> None:
+        object.__setattr__(self, "_program", program)
+        object.__setattr__(self, "_reference", reference)
+        object.__setattr__(self, "_text", text)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._program.call(self._reference, self._text, arguments, keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            if name in ("__name__", "__qualname__"):
+                return self._text
+            raise AttributeError(name)
+        return self._program.operate(self, "attribute", name, text=f"{self._text}.{name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._program.operate(self, "set", name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Remote) and other._reference != self._reference:
+            raise UnjudgedError("the tests compare two objects of the program, which only the program could")
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __len__(self) -> int:
+        return int(self._program.operate(self, "len"))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Any:
+        return self._program.operate(self, "iter", text=self._text)
+
+    def __next__(self) -> Any:
+        return self._program.operate(self, "next", text=self._text)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._program.operate(self, "item", key, text=self._text)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._program.operate(self, "put", key, value)
+
+    def __contains__(self, item: Any) -> bool:
+        return any(each is item or each == item for each in self)  # here: the program is not to say what is equal
+
+    def __str__(self) -> str:
+        return str(self._program.operate(self, "str"))
+
+    def __repr__(self) -> str:
+        return f"<{self._text} of the program>"
+
+
+def _exception(name: str, said: str, request: list[Any]) -> BaseException:
+    kind = getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+        return BrokenError("the program raised what is no exception")
+    if issubclass(kind, ENDINGS) and not (kind is StopIteration and request[2:3] == ["next"]):
+        return BrokenError("the program raised what would end a loop of the tests")
+    if issubclass(kind, UnicodeError):  # takes other arguments
+        kind = ValueError
+    return Exception(said) if issubclass(kind, BaseExceptionGroup) else kind(said)
+
+
+def _change(mine: Any, new: Any) -> None:
+    """Makes ``mine``, an argument, what the program made of it."""
+    if type(mine) is not type(new):
+        return
+    if type(mine) is list:
+        mine[:] = new
+    elif type(mine) in (dict, set):
+        mine.clear()
+        mine.update(new)
+
+
+class _Reached(ast.NodeTransformer):
+    """Counts the checks that are reached: puts a call before every statement that is one."""
+
+    def visit(self, node: ast.AST) -> Any:
+        node = self.generic_visit(node)
+        if is_check(node):
+            return [ast.parse("__reached__()").body[0], node]
+        return node
+
+
+def is_check(node: ast.AST) -> bool:
+    """Whether a statement decides something: an assert, a call of assertX(), raises() or fail(), an if that raises."""
+    match node:
+        case ast.Assert():
+            return True
+        case ast.If():
+            return any(isinstance(each, ast.Raise) for each in [*node.body, *node.orelse])
+        case ast.Expr(value=value):
+            return _is_assertion(value)
+        case ast.With() | ast.AsyncWith():
+            return any(_is_assertion(item.context_expr) for item in node.items)
+    return False
+
+
+def _is_assertion(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name.startswith("assert") or name in ("raises", "fail")
+    return False
+
+
+def judge(tests: str, names: list[str], program: Program | None, namespace: dict[str, Any]) -> dict[str, Any]:
+    """The verdict: {"passed": whether nothing raised and something was checked, "error": why not}.
+
+    names: the built-in names that are the program's here.  program: None judges inside, where ``namespace`` has the
+    program's names and the program can change whatever it likes, this verdict too.
+    """
+    reached = [0]
+
+    class Builtins(dict[str, Any]):
+        def __missing__(self, name: str) -> Any:
+            if name.startswith("__") or program is None:
+                raise KeyError(name)
+            return program.named(name)
+
+    def reach() -> None:
+        reached[0] += 1
+
+    main = types.ModuleType("__main__")
+    known = Builtins({name: value for name, value in vars(builtins).items() if name not in names})
+    main.__dict__.update(namespace | {"__builtins__": known if program else builtins, "__reached__": reach})
+    sys.modules["__main__"] = main
+    if program is not None:
+        sys.modules["solution"] = _Solution(program)
+    unittest = __import__("unittest") if "unittest" in tests else None
+    if unittest is not None:
+        unittest.main = lambda *_, **__: None  # _run_found runs the tests
+    error = ""
+    try:
+        tree = ast.fix_missing_locations(_Reached().visit(ast.parse(tests)))
+        exec(compile(tree, FILE, "exec"), main.__dict__)
+        _run_found(main.__dict__)
+        if not reached[0]:
+            error = "the tests reached no check"
+        elif program is not None and not program.calls:
+            error = "the tests called nothing of the program"
+    except UnjudgedError as unjudged:
+        return {"passed": False, "error": str(unjudged), "unjudged": True}
+    except BaseException as failure:  # noqa: BLE001  whatever it is, the program has not passed
+        error = f"{type(failure).__name__}: {failure}"
+    if program is not None and program.broken:  # also where the tests went on after it
+        error = program.broken
+    return {"passed": not error, "error": error[:500]}
+
+
+class _Solution(types.ModuleType):
+    """The module ``solution``, whose attributes are the program's names."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__("solution")
+        self.__dict__["__all__"] = []
+        self.__dict__["_program"] = program
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._program.named(name)
+
+
+def _run_found(namespace: dict[str, Any]) -> None:
+    """Runs what a test runner would find: functions, and methods of classes, whose names begin with ``test``."""
+    for name, value in list(namespace.items()):
+        if isinstance(value, types.FunctionType) and name.startswith("test"):
+            value()
+        elif isinstance(value, type) and value.__module__ == "__main__" and _is_test_class(value):
+            for method in dir(value):
+                if method.startswith("test") and callable(getattr(value, method)):
+                    _run_method(value, method)
+
+
+def _is_test_class(kind: type) -> bool:
+    return kind.__name__.startswith("Test") or any(base.__module__.startswith("unittest") for base in kind.__mro__)
+
+
+def _run_method(kind: type, method: str) -> None:
+    if any(base.__module__.startswith("unittest") for base in kind.__mro__):
+        result = kind(method).run()
+        bad = [*result.errors, *result.failures, *result.unexpectedSuccesses, *result.skipped]
+        if bad:
+            raise AssertionError(str(bad[0][1])[-400:] if isinstance(bad[0], tuple) else f"{method} succeeded unexpectedly")
+        return
+    case = kind()
+    for step in ("setup_method", method, "teardown_method"):
+        if hasattr(case, step):
+            getattr(case, step)()
