@@ -8,7 +8,7 @@ Three kinds come out, the first that is possible:
 - ``JudgedCase``: any other tests.  They run in a process of their own and call the program from there (``judge``).
 - ``InsideCase``: tests that need the program's own classes, modules or output, or that hand it objects of theirs.
 
-A name is the program's if the tests neither define nor import it and Python has it not built in.  Tests that test nothing are
+A name is the program's if the tests neither define nor import it, Python has it not built in, and ``PRELUDE`` does not import it.  Tests that test nothing are
 refused: those in which no check is ever reached, or that name nothing of the program.
 """
 
@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any
 
 from mcore_rl.rewards.cases import JUDGES, AssertCase, Condition, InsideCase, JudgedCase
+from mcore_rl.rewards.confined_program import PRELUDE
 from mcore_rl.rewards.confinement import Step
 from mcore_rl.rewards.judge import is_check
 
@@ -82,15 +83,25 @@ def _names_of_program(tree: ast.Module) -> tuple[set[str], set[str]]:
             case ast.Attribute(value=ast.Name(id="solution"), attr=name):
                 loaded.add(name)
     free = {name for name in loaded - bound if not (name.startswith("__") and name.endswith("__"))}
-    names = {name for name in free if not hasattr(builtins, name)}
+    names = free - _known_names()
     if names or "*" in loaded:
         return names, set()
-    calls = [
-        node.func.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in free
-    ]
-    return set(), set(calls[:1])  # such as MBPP's assert sum(10, 15) == 6, whose outermost call comes first
+    handed, called = [], []  # such as check(merge), and MBPP's assert sum(10, 15) == 6, whose outermost call comes first
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if name in free:
+                called.append(name)
+            case ast.Call(func=ast.Name(id=name), args=arguments) if name in bound:
+                handed += [each.id for each in arguments if isinstance(each, ast.Name) and each.id in free]
+    return set(), set((handed or called)[:1])
+
+
+@cache
+def _known_names() -> frozenset[str]:
+    """What tests have without an import: Python's names, and those that answers have."""
+    prelude: dict[str, object] = {}
+    exec(PRELUDE, prelude)
+    return frozenset({*vars(builtins), *prelude, "isclose"})
 
 
 def _problem(tree: ast.Module, names: set[str]) -> str:

@@ -214,7 +214,7 @@ def run(job: dict[str, Any], result: int, wire: tuple[int, int] | None) -> None:
             value = function(*data.decode(arguments))
         elif verb == "verdict":
             assert module is not None
-            value = module.judge(argument, [], None, namespace)["passed"]
+            value = module.judge(argument, None, namespace)["passed"]
         else:
             value = eval(argument, namespace)
         os.write(result, json.dumps(data.encode(value)).encode() + b"\n")
@@ -223,7 +223,12 @@ def run(job: dict[str, Any], result: int, wire: tuple[int, int] | None) -> None:
 def judge(job: dict[str, Any], result: int, wire: tuple[int, int]) -> None:
     """Runs the tests against the program at the other end of ``wire``, and writes the verdict as JSON."""
     module = sibling("judge")
-    verdict = module.judge(job["tests"], job["names"], module.Program(module.Wire(*wire)), {})
+    known: dict[str, Any] = {}
+    exec(PRELUDE + "from math import isclose\n", known)
+    known |= {name: value for name, value in vars(builtins).items() if name not in job["names"]}
+    for name in job["names"]:
+        known.pop(name, None)
+    verdict = module.judge(job["tests"], module.Program(module.Wire(*wire)), known)
     os.write(result, json.dumps(verdict).encode() + b"\n")
 
 

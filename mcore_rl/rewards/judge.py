@@ -363,11 +363,11 @@ def _is_assertion(node: ast.AST) -> bool:
     return False
 
 
-def judge(tests: str, names: list[str], program: Program | None, namespace: dict[str, Any]) -> dict[str, Any]:
+def judge(tests: str, program: Program | None, known: dict[str, Any]) -> dict[str, Any]:
     """The verdict: {"passed": whether nothing raised and something was checked, "error": why not}.
 
-    names: the built-in names that are the program's here.  program: None judges inside, where ``namespace`` has the
-    program's names and the program can change whatever it likes, this verdict too.
+    program: where names are asked for that neither the tests define nor ``known`` has.  None judges inside: ``known`` has
+    the program's names, and the program can change whatever it likes, this verdict too.
     """
     reached = [0]
 
@@ -381,8 +381,9 @@ def judge(tests: str, names: list[str], program: Program | None, namespace: dict
         reached[0] += 1
 
     main = types.ModuleType("__main__")
-    known = Builtins({name: value for name, value in vars(builtins).items() if name not in names})
-    main.__dict__.update(namespace | {"__builtins__": known if program else builtins, "__reached__": reach})
+    if program is None:
+        main.__dict__.update(known)
+    main.__dict__.update({"__builtins__": Builtins(known) if program else builtins, "__reached__": reach})
     sys.modules["__main__"] = main
     if program is not None:
         sys.modules["solution"] = _Solution(program)
