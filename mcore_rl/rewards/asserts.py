@@ -57,16 +57,21 @@ def read_tests(source: str) -> AssertCase | JudgedCase | InsideCase:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"test {source[:80]!r} is not Python: {error}") from error
-    names, shadowed = _names_of_program(tree)
+    names, shadowed, has_prelude = _names_of_program(tree)
     if problem := _problem(tree, names | shadowed):
         raise ValueError(f"test {' '.join(source.split())[:80]!r} {problem}")
     if why := _why_inside(tree, names):
         return InsideCase(tests=source, why=why)
-    return _plain(tree, names | shadowed) or JudgedCase(tests=source, names=tuple(sorted(shadowed)))
+    return _plain(tree, names | shadowed) or JudgedCase(
+        tests=source, names=tuple(sorted(shadowed)), has_prelude=has_prelude
+    )
 
 
-def _names_of_program(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """(names of the program, names of it that Python has built in: only where there is none of the former)."""
+def _names_of_program(tree: ast.Module) -> tuple[set[str], set[str], bool]:
+    """(names of the program, those that Python or ``PRELUDE`` has too, whether the tests use names of ``PRELUDE``).
+
+    A name of the second kind is the program's only where there is none of the first.
+    """
     loaded, bound = set(), {"solution"}
     for node in ast.walk(tree):
         match node:
@@ -85,7 +90,7 @@ def _names_of_program(tree: ast.Module) -> tuple[set[str], set[str]]:
     free = {name for name in loaded - bound if not (name.startswith("__") and name.endswith("__"))}
     names = free - _known_names()
     if names or "*" in loaded:
-        return names, set()
+        return names, set(), not (free - names).isdisjoint(_known_names() - vars(builtins).keys())
     handed, called = [], []  # such as check(merge), and MBPP's assert sum(10, 15) == 6, whose outermost call comes first
     for node in ast.walk(tree):
         match node:
@@ -93,7 +98,7 @@ def _names_of_program(tree: ast.Module) -> tuple[set[str], set[str]]:
                 called.append(name)
             case ast.Call(func=ast.Name(id=name), args=arguments) if name in bound:
                 handed += [each.id for each in arguments if isinstance(each, ast.Name) and each.id in free]
-    return set(), set((handed or called)[:1])
+    return set(), set((handed or called)[:1]), True
 
 
 @cache
@@ -174,6 +179,10 @@ def _why_inside(tree: ast.Module, names: set[str]) -> str:
                 place = _CLASS_TESTS[name]
                 if len(arguments) > place and isinstance(arguments[place], ast.Name) and of_program(arguments[place]):
                     return f"{name} asks for the program's class {of_program(arguments[place])}"
+            case ast.Compare(left=ast.Call(func=ast.Name(id=name)), comparators=[ast.Call(func=ast.Name(id=other))]) if (
+                {name, other} <= names and name[:1].isupper() and other[:1].isupper()
+            ):
+                return f"it compares objects of the program's class {name}"
             case ast.Attribute(value=ast.Name(id="sys"), attr=name) if name in _INSIDE:
                 return f"sys.{name} {_INSIDE[name]}"
             case ast.Name(id=name, ctx=ast.Load()) if name in _INSIDE and name not in ("stdout", "stdin", "modules", *names):

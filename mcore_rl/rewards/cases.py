@@ -106,10 +106,14 @@ class AssertCase:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedCase:
-    """Tests that run in a process of their own; ``names``: the built-in names that are the program's in them."""
+    """Tests that run in a process of their own.
+
+    names: the built-in names that are the program's in them.  has_prelude: they use names of ``PRELUDE``.
+    """
 
     tests: str
     names: tuple[str, ...] = ()
+    has_prelude: bool = False
     is_outside = True
 
     def passed(self, outcome: Outcome) -> bool:

@@ -78,7 +78,9 @@ def grade_code(request: RewardRequest, config: RewardConfig) -> Score:
 
 def _run(case: Case, program: str, config: CodeConfig, limit_s: float) -> Outcome:
     if isinstance(case, JudgedCase):
-        return run_judged(program, case.tests, case.names, config, timeout_s=limit_s)
+        return run_judged(
+            program, case.tests, case.names, config, has_prelude=case.has_prelude, timeout_s=limit_s
+        )
     if isinstance(case, InsideCase):
         return run_confined(program, config, inside=case.tests, timeout_s=limit_s)
     return run_confined(program, config, stdin=case.stdin, steps=case.steps, timeout_s=limit_s)

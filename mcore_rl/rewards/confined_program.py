@@ -224,7 +224,7 @@ def judge(job: dict[str, Any], result: int, wire: tuple[int, int]) -> None:
     """Runs the tests against the program at the other end of ``wire``, and writes the verdict as JSON."""
     module = sibling("judge")
     known: dict[str, Any] = {}
-    exec(PRELUDE + "from math import isclose\n", known)
+    exec((PRELUDE if job["prelude"] else "") + "import math\nfrom math import isclose\n", known)
     known |= {name: value for name, value in vars(builtins).items() if name not in job["names"]}
     for name in job["names"]:
         known.pop(name, None)

@@ -115,6 +115,7 @@ def run_judged(
     names: Sequence[str],
     config: CodeConfig,
     *,
+    has_prelude: bool = True,
     timeout_s: float | None = None,
     layers: Sequence[str] = LAYERS,
     landlock_abi: int = 99,
@@ -122,6 +123,7 @@ def run_judged(
     """Runs ``tests``, Python source, against ``program``, each in a confined process of its own; see ``judge``.
 
     names: the names among Python's built-in ones that are the program's in these tests.
+    has_prelude: the tests may use what ``PRELUDE`` imports; without it they start faster.
     The other arguments and the errors are ``run_confined``'s.  ``values`` of the Outcome is (whether they passed,), or () if
     there is no verdict; ``message`` says why they did not.  UnjudgedError: these tests cannot be run outside of the program.
     """
@@ -131,7 +133,8 @@ def run_judged(
         (questions, ask), (answers, answer) = os.pipe(), os.pipe()
         ends = stack.enter_context(_Closing(questions, ask, answers, answer))
         job = {"program": _encodable(program), "steps": []}
-        judge = _Confined(stack, "judge", {"tests": tests, "names": list(names)}, *common, wire=(answers, ask))
+        work = {"tests": tests, "names": list(names), "prelude": has_prelude}
+        judge = _Confined(stack, "judge", work, *common, wire=(answers, ask))
         served = _Confined(stack, "program", job, *common, wire=(questions, answer))
         ends.close()  # each end is in one process now, so that the other notices when it ends
         broken = _wait([judge.process, served.process], limit_s)

@@ -2,8 +2,8 @@
 
 A name that the tests neither define nor import, and that is no built-in, is the program's.  A ``Remote`` stands for what
 is no data there: a function, an object, an iterator.  What is data arrives as data (``plain_data``), of exact built-in
-types, so that the tests' ``==``, ``isinstance`` and ``sorted`` mean what they say.  Two objects of a program are never
-compared by the program: that raises ``UnjudgedError``.
+types, so that the tests' ``==``, ``isinstance`` and ``sorted`` mean what they say.  The program never says what is equal:
+tests that compare two objects of it fail.
 
 Messages are JSON behind their length, over two pipes.  The judge asks ["name", NAME], ["call", REF, arguments, keywords],
 ["operate", REF, OPERATION, arguments]; the program answers ["value", value, arguments where they changed], ["raise", name of
@@ -51,7 +51,7 @@ class BrokenError(BaseException):
 
 
 class UnjudgedError(BaseException):
-    """Tests need what only the program's own process could judge."""
+    """Tests hand the program what is no data, which only its own process could judge."""
 
 
 class Wire:
@@ -277,8 +277,10 @@ class Remote:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Remote) and other._reference != self._reference:
-            raise UnjudgedError("the tests compare two objects of the program, which only the program could")
-        return self is other
+            # Not UnjudgedError: any program can return objects, and is not to choose what becomes of it.
+            self._program.broken = "the tests compare two objects of the program, which only the program could"
+            raise BrokenError(self._program.broken)
+        return isinstance(other, Remote)
 
     __hash__ = object.__hash__
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_DEPTH = 200  # of containers within containers
+MAX_RANGE = 1_000_000
 # The types that a value may be: a program may return one, or be given one.
 TYPES = ("bool", "int", "float", "complex", "str", "bytes", "list", "tuple", "dict", "set", "frozenset", "object")
 # Further types by their module: name -> (arguments of a value, what makes it of them again).
@@ -93,7 +94,7 @@ def encode(value: Any, refer: Callable[[Any], Any] = opaque, depth: int = 0) -> 
 
 
 def _encode_numpy(value: Any, refer: Callable[[Any], Any], depth: int) -> Any:
-    if not hasattr(value, "dtype") or value.dtype.kind not in "biufcU":
+    if not hasattr(value, "dtype") or value.dtype.kind not in "biufc":
         return refer(value)
     if value.ndim == 0:
         return encode(value.item(), refer, depth)
@@ -125,7 +126,10 @@ def decode(form: Any, resolve: Callable[[dict[str, Any]], Any] | None = None) ->
             case "complex":
                 return complex(float(inner[0]), float(inner[1]))
             case "range":
-                return range(*map(int, inner))
+                found = range(*map(int, inner))
+                if len(found) > MAX_RANGE:  # whoever sorts it would hold every number
+                    raise ValueError("not data: a range that is too long")
+                return found
             case "ellipsis":
                 return Ellipsis
             case "type" if inner in TYPES:
@@ -147,7 +151,7 @@ def _decode_array(dtype: str, shape: list[int], items: list[Any]) -> Any:
     import numpy  # only where a value is an array
 
     kind = numpy.dtype(dtype)
-    if kind.kind not in "biufcU" or not all(type(item) in (bool, int, float, str, dict) for item in items):
+    if kind.kind not in "biufc" or not all(type(item) in (bool, int, float, dict) for item in items):
         raise ValueError("not data")
     return numpy.array([decode(item) for item in items], dtype=kind).reshape([int(length) for length in shape])
 

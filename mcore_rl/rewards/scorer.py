@@ -28,9 +28,9 @@ from typing import Self
 
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
-from mcore_rl.rewards.code import WEAK, grade_code
+from mcore_rl.rewards.code import WEAK, CodeRows, grade_code
 from mcore_rl.rewards.confinement import ConfinementError, weaknesses
-from mcore_rl.rewards.registry import grader_of
+from mcore_rl.rewards.registry import GRADERS, grader_of
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
 from mcore_rl.rewards.worker import failed, unpacked
 from mcore_rl.tracking.secrets import without_secrets
@@ -147,6 +147,20 @@ class Scorer:
             for data_source in sorted(set(data_sources)):
                 if grader_of(data_source) is grade_code:
                     self._check_confinement(data_source)
+
+    def check_rows(self, data_sources: Iterable[str], rows: Iterable[tuple[str, str, object]]) -> list[str]:
+        """Reads the test cases of every row that is graded as code.
+
+        data_sources: those of the rows; without code among them, no row is read.  rows: (name, data source, ground truth).
+
+        Returns a line for each data source, with how many rows are judged outside of the program's process and how many
+        inside.  ConfigError: rows that test nothing, or that are judged inside and nobody asked for it.
+        """
+        if self._custom.path is not None or not any(GRADERS.get(each) is grade_code for each in set(data_sources)):
+            return []
+        found = CodeRows.of(row for row in rows if GRADERS.get(row[1]) is grade_code)
+        refuse_if_any(found.violations(self._config.code))
+        return found.report()
 
     async def score(self, request: RewardRequest) -> Score:
         """The Score of one episode.  ConfigError: its data source has no grader.  Cancelling drops a queued request."""

@@ -124,8 +124,10 @@ def test_other_tests_are_judged_in_a_process_of_their_own(source: str) -> None:
 
 def test_a_name_of_python_is_the_programs_where_there_is_no_other() -> None:
     assert read_cases(["assert sum(10, 15) == 6"]) == [AssertCase(steps=(("value", "sum(10, 15)"),), expected=(6,))]
-    loop = "for i in range(3):\n    assert sum(i) == i"
-    assert read_cases([loop]) != [JudgedCase(tests=loop, names=("sum",))], "range is the first that is called"
+    handed = "def check(c):\n    for i in range(3):\n        assert c(i) == i\ncheck(merge)"
+    assert read_cases([handed]) == [JudgedCase(tests=handed, names=("merge",), has_prelude=True)]
+    used = "for i in range(3):\n    assert merge(f(i)) == i"
+    assert read_cases([used]) == [JudgedCase(tests=used, has_prelude=True)], "heapq's"
 
 
 @pytest.mark.parametrize(
@@ -138,6 +140,7 @@ def test_a_name_of_python_is_the_programs_where_there_is_no_other() -> None:
         ("class TestMore(Base):\n    def test_f(self):\n        assert self.f() == 1", "class TestMore is made of one of the program's"),
         ("import inspect\nassert 'for' not in inspect.getsource(f)", "inspect looks at source"),
         ("import sys\nsys.stdout = None\nf(1)\nassert g() == 1", "sys.stdout reads what is printed"),
+        ("assert Point(1) != Point(2)", "it compares objects of the program's class Point"),
         ("exec('y = f(1)')\nassert y == 1", "exec runs source"),
     ],
 )  # fmt: skip

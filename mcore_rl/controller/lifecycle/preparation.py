@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,6 +67,13 @@ class Prepared(PreparedRun):
     kl: KlController
     encoder: Encoder | None
     data_sources: frozenset[str]
+
+    def graded_rows(self) -> Iterator[tuple[str, str, object]]:
+        """(id, data source, ground truth) of the prompts that graders grade."""
+        for prompts in (self.train, self.validation):
+            for row in () if prompts is None else map(prompts.__getitem__, range(len(prompts))):
+                if not row.scored_by_model:
+                    yield row.id, row.data_source, row.ground_truth
 
 
 def to_resume(

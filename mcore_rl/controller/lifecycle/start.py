@@ -17,7 +17,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
-from mcore_rl.controller.lifecycle.messages import warn
+from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
 from mcore_rl.controller.lifecycle.reward_engines import start_reward_model
@@ -54,6 +54,8 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         stack.enter_context(_one_thread())
         scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
         scorer.check_sources(prepared.data_sources)
+        for line in scorer.check_rows(prepared.data_sources, prepared.graded_rows()):
+            note(line)
         tracker = open_directory(config, prepared, planned, stack)
         judge = config.reward_model
         places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)
