@@ -239,7 +239,7 @@ def ground(place: Path, library: Path, stack: ExitStack) -> Ground:
     for name in ("theirs", "remove", "rename"):
         (place / name).write_text(name)
     tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    abstract = f"\0mcore-rl-attack-{os.getpid()}-{place.name}"
+    abstract = f"\0mcore-rl-attack-{os.getpid()}-{place.parent.name}"
     servers = [tcp]
     for kind, address in (
         (socket.SOCK_STREAM, str(place / "stream")),
