@@ -1,7 +1,8 @@
 """What a program may try against other processes, files and the machine, one attack at a time.
 
-``tests/rewards/test_confinement_attacks.py`` tries them on this machine, and ``benchmarks/isolation.py`` as root, as a user and
-in containers: first by a process that nobody confines, to show that it is an attack, and then by a confined one.
+``tests/rewards/test_confinement_attacks.py`` tries them on this machine, and ``benchmarks/isolation.py`` as root, as a
+user and in containers: first by a process that nobody confines, to show that it is an attack, and then by a confined
+one.
 """
 
 from __future__ import annotations
@@ -77,12 +78,14 @@ ATTACKS = {
     "emptying a library's file by reading it": "os.close(os.open({spare!r}, os.O_RDONLY | os.O_TRUNC))",
     "emptying it by appending": "os.close(os.open({spare!r}, os.O_RDWR | os.O_APPEND | os.O_TRUNC))",
     "emptying it as a new file": "ok(libc.creat({spare!r}.encode(), 0o600))",
-    "emptying it with flags in memory": "ok(libc.syscall(437, -100, {spare!r}.encode(), struct.pack('3Q', os.O_TRUNC, 0, 0), 24))",
+    "emptying it with flags in memory": "ok(libc.syscall(437, -100, {spare!r}.encode(), struct.pack('3Q', "
+    "os.O_TRUNC, 0, 0), 24))",
     "changing a library's file": "os.pwrite(os.open({spare!r}, os.O_WRONLY), b'x', 0)",
     "extended attributes of it": "os.setxattr({spare!r}, 'user.x', b'x')",
     "space on the disk of it": "os.posix_fallocate(os.open({spare!r}, os.O_RDWR), 0, 1 << 20)",
     "a path without opening it": "os.close(os.open(PLACE + '/theirs', os.O_PATH))",
-    "a handle of a file": "ok(libc.name_to_handle_at(-100, PLACE.encode(), struct.pack('Ii', 120, 0) + bytes(120), bytes(4), 0))",
+    "a handle of a file": "ok(libc.name_to_handle_at(-100, PLACE.encode(), struct.pack('Ii', 120, 0) + bytes(120), "
+    "bytes(4), 0))",
     "a temporary file": "import tempfile\ntempfile.TemporaryFile(dir=PLACE)",
     "a file among libraries": "open({library!r}, 'w').close(); os.remove({library!r})",
     "mode of a file": "os.chmod(PLACE + '/theirs', 0o600)",
@@ -114,12 +117,14 @@ ATTACKS = {
     "removing shared memory": "ok(libc.shmctl({memory}, 0, 0))",
     "a message of a POSIX queue": "ok(libc.mq_receive(ok(libc.mq_open({posix!r}.encode(), os.O_RDWR | os.O_NONBLOCK)), "
     "ctypes.create_string_buffer(64), 64, 0))",
-    "a POSIX queue of its own": "own = {posix!r}.encode() + b'-own'\nok(libc.mq_open(own, 0o102, 0o600, 0)); libc.mq_unlink(own)",
+    "a POSIX queue of its own": "own = {posix!r}.encode() + b'-own'\nok(libc.mq_open(own, 0o102, 0o600, 0)); "
+    "libc.mq_unlink(own)",
     "removing a POSIX queue": "ok(libc.mq_unlink({posix!r}.encode()))",
     "a POSIX semaphore": "assert_zero(libc.sem_open({posix!r}.encode(), 0o100, 0o600, 1) == 0)",
     "removing a POSIX semaphore": "ok(libc.sem_unlink({posix!r}.encode()))",
     # The machine
-    "a thread in namespaces of its own": "pid = ok(libc.syscall(CLONE, 0x10000000 | 17, 0, 0, 0, 0))\nif pid == 0: os._exit(0)",
+    "a thread in namespaces of its own": "pid = ok(libc.syscall(CLONE, 0x10000000 | 17, 0, 0, 0, 0))\nif pid == 0: "
+    "os._exit(0)",
     "a new session": "pid = os.fork()\nif pid == 0:\n    os.setsid(); os._exit(0)\nassert_zero(os.waitpid(pid, 0)[1])",
     "memory that no debugger sees": "ok(libc.syscall(447, 0))",
     "the core of its own at other places": "ok(libc.personality(0x0040000))",

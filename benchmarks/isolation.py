@@ -1,12 +1,12 @@
 """The attacks of benchmarks/attacks.py as root, as an ordinary user and in containers: what holds where.
 
-    python -m benchmarks.isolation                   # the table, as docs/security.md has it; as root, to become the others
-    python -m benchmarks.isolation --write           # writes it there
-    python -m benchmarks.isolation --as user -- COMMAND ...    # runs a command in one of the situations
+    python -m benchmarks.isolation                   # the table, as docs/security.md has it; as root, to become the
+    others python -m benchmarks.isolation --write           # writes it there python -m benchmarks.isolation --as user
+    -- COMMAND ...    # runs a command in one of the situations
 
 Each situation is made for real, in a process of its own: another user, a user namespace without any rights outside, a
-seccomp filter as container runtimes install it around everything.  In each, every attack is tried by a process that nobody
-confines, and by a confined one, with this kernel's Landlock and with no more than versions 1 to 6 have.
+seccomp filter as container runtimes install it around everything.  In each, every attack is tried by a process that
+nobody confines, and by a confined one, with this kernel's Landlock and with no more than versions 1 to 6 have.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def _open_to_all(path: Path) -> None:
             held = os.open(path, os.O_PATH)
             checked(LIBC.mount(b"none", bytes(folder), b"tmpfs", 0, b"mode=755"), f"mount {folder}")
             path.mkdir(parents=True)
-            checked(LIBC.mount(f"/proc/self/fd/{held}".encode(), bytes(path), None, MS_BIND | MS_REC, None), f"bind {path}")
+            checked(
+                LIBC.mount(f"/proc/self/fd/{held}".encode(), bytes(path), None, MS_BIND | MS_REC, None), f"bind {path}"
+            )
             os.close(held)
             return
 
@@ -108,7 +110,7 @@ def _open_device(path: Path) -> None:
 
 
 def enter_container() -> None:
-    """As nobody, becomes root of a user namespace of its own, with mounts and messages of its own, as rootless ones are."""
+    """As nobody, becomes root of a user namespace, with mounts and messages of its own, as in a rootless container."""
     become_user()
     LIBC.prctl(4, 1, 0, 0, 0)  # the change of user made /proc/self root's
     checked(LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWIPC), "unshare")
@@ -131,7 +133,9 @@ SITUATIONS = {
     "container": Situation("an unprivileged container: root of a user namespace", enter_container),
     "docker": Situation(
         "a container whose profile refuses namespaces, mounts, bpf, keys, `seccomp(2)`",
-        lambda: refuse(errno.EPERM, "unshare", "setns", "mount", "bpf", "perf_event_open", "keyctl", "userfaultfd", "seccomp"),
+        lambda: refuse(
+            errno.EPERM, "unshare", "setns", "mount", "bpf", "perf_event_open", "keyctl", "userfaultfd", "seccomp"
+        ),
     ),
     "no-landlock": Situation(
         "a container whose profile refuses Landlock",
@@ -144,13 +148,18 @@ SITUATIONS = {
             refuse(errno.EPERM, "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", "unshare"),
         )[0],
     ),
-    "no-memfd": Situation("a container whose profile refuses `memfd_create`", lambda: refuse(errno.EPERM, "memfd_create")),
+    "no-memfd": Situation(
+        "a container whose profile refuses `memfd_create`", lambda: refuse(errno.EPERM, "memfd_create")
+    ),
     "no-pidfd": Situation("a container whose profile refuses `pidfd_open`", lambda: refuse(errno.EPERM, "pidfd_open")),
 }
 
 
 def measure() -> dict[str, Any]:
-    """Tries every attack here: {"refusal": why code is not graded, "layers", "unconfined", "confined": what succeeded}."""
+    """Tries every attack here.
+
+    Returns {"refusal": why code is not graded, "layers": those that hold, "unconfined", "confined": what succeeded}.
+    """
     try:
         if weak := weaknesses():
             return {"refusal": "; ".join(weak), "weak": True}
@@ -194,7 +203,7 @@ def _done(printed: str) -> list[str]:
 def measured(name: str) -> dict[str, Any]:
     """``measure`` in a situation, by a process of its own."""
     command = [sys.executable, "-m", "benchmarks.isolation", "--as", name, "--json"]
-    answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=600)
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
     if answer.returncode:
         raise RuntimeError(f"{name}: {answer.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(answer.stdout)

@@ -18,12 +18,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "system_calls.md"
 HEAD = f"""# What a program may ask the kernel
 
 Made by `python tools/system_calls.py` from `mcore_rl/rewards/system_calls.py`; do not edit. The seccomp filter of
-[programs that models write](rewards.md#what-programs-may-do) is an allowlist: **a call that is not allowed here is refused**, also one
-that Linux adds after this page was written. The same filter holds the tests that judge a program.
+[programs that models write](rewards.md#what-programs-may-do) is an allowlist: **a call that is not allowed here is
+refused**, also one that Linux adds after this page was written. The same filter holds the tests that judge a program.
 
 - x86-64 and aarch64, each with its own numbers. Calls by another table (32-bit, x32) are refused or end the process.
-- Refused is EPERM. Calls above number {NEWEST} get ENOSYS, as an older kernel answers, and so do calls that take their flags by
-  pointer, where a filter cannot look; libraries then take an older call.
+- Refused is EPERM. Calls above number {NEWEST} get ENOSYS, as an older kernel answers, and so do calls that take their
+  flags by pointer, where a filter cannot look; libraries then take an older call.
 - A dash: the processor has no such call.
 
 """
@@ -34,8 +34,14 @@ def document() -> str:
     lines = [HEAD, "## Allowed\n", "| call | x86-64 | aarch64 | for |", "|---|---|---|---|"]
     for purpose, calls in ALLOWED.items():
         lines += [f"| `{name}` | {_number(x86)} | {_number(arm)} | {purpose} |" for name, (x86, arm) in calls.items()]
-    lines += ["\n## Allowed with these arguments only\n", "| call | x86-64 | aarch64 | arguments |", "|---|---|---|---|"]
-    lines += [f"| `{name}` | {_number(x86)} | {_number(arm)} | {words} |" for name, ((x86, arm), _, words) in CHECKED.items()]
+    lines += [
+        "\n## Allowed with these arguments only\n",
+        "| call | x86-64 | aarch64 | arguments |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{name}` | {_number(x86)} | {_number(arm)} | {words} |" for name, ((x86, arm), _, words) in CHECKED.items()
+    ]
     lines += ["\n## Not there (ENOSYS)\n", "| call | x86-64 | aarch64 | why |", "|---|---|---|---|"]
     lines += [f"| `{name}` | {_number(x86)} | {_number(arm)} | {why} |" for name, ((x86, arm), why) in ABSENT.items()]
     lines += ["\n## Refused (EPERM)\n", "| calls | what they could do |", "|---|---|"]

@@ -2,14 +2,15 @@
 
 Three kinds come out, the first that is possible:
 
-- ``AssertCase``: asserts without names of their own.  The program gets the parts that it must compute, and the conditions
-  are met or not here: of ``assert f(1) == 2`` and ``assert isclose(f(1), 2)`` it gets ``f(1)``, also if they are in HumanEval's
-  ``check(candidate)``.
+- ``AssertCase``: asserts without names of their own.  The program gets the parts that it must compute, and the
+  conditions are met or not here: of ``assert f(1) == 2`` and ``assert isclose(f(1), 2)`` it gets ``f(1)``, also if they
+  are in HumanEval's ``check(candidate)``.
 - ``JudgedCase``: any other tests.  They run in a process of their own and call the program from there (``judge``).
 - ``InsideCase``: tests that need the program's own classes, modules or output, or that hand it objects of theirs.
 
-A name is the program's if the tests neither define nor import it, Python has it not built in, and ``PRELUDE`` does not import it.  Tests that test nothing are
-refused: those in which no check is ever reached, or that name nothing of the program.
+A name is the program's if the tests neither define nor import it, Python has it not built in, and ``PRELUDE`` does not
+import it.  Tests that test nothing are refused: those in which no check is ever reached, or that name nothing of the
+program.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _INSIDE = {
     "exec": "runs source", "eval": "runs source", "globals": "looks at namespaces", "__import__": "imports by name",
     "importlib": "imports by name", "inspect": "looks at source", "mock": "replaces names", "patch": "replaces names",
-    "MagicMock": "replaces names", "redirect_stdout": "reads what is printed", "redirect_stderr": "reads what is printed",
+    "MagicMock": "replaces names", "redirect_stdout": "reads what is "
+                                                      "printed", "redirect_stderr": "reads what is printed",
     "stdout": "reads what is printed", "stdin": "replaces the input", "modules": "looks at modules",
 }  # fmt: skip
 _CLASS_TESTS = {"isinstance": 1, "issubclass": 1, "raises": 0, "assertRaises": 0, "assertRaisesRegex": 0,
@@ -91,7 +93,10 @@ def _names_of_program(tree: ast.Module) -> tuple[set[str], set[str], bool]:
     names = free - _known_names()
     if names or "*" in loaded:
         return names, set(), not (free - names).isdisjoint(_known_names() - vars(builtins).keys())
-    handed, called = [], []  # such as check(merge), and MBPP's assert sum(10, 15) == 6, whose outermost call comes first
+    handed, called = (
+        [],
+        [],
+    )  # such as check(merge), and MBPP's assert sum(10, 15) == 6, whose outermost call comes first
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id=name)) if name in free:
@@ -115,7 +120,8 @@ def _problem(tree: ast.Module, names: set[str]) -> str:
     if not any(is_check(node) for node in reached):
         defined = [each.name for each in tree.body if isinstance(each, (*_FUNCTIONS, ast.ClassDef))]
         if defined:
-            return f"only defines {', '.join(defined)} and checks nothing. Call it on the program's function, or add asserts"
+            what = f"only defines {', '.join(defined)} and checks nothing"
+            return f"{what}. Call it on the program's function, or add asserts"
         return "checks nothing. Add an assert"
     if not names:
         return "calls nothing of the program. Call the function that the program is to define"
@@ -123,7 +129,8 @@ def _problem(tree: ast.Module, names: set[str]) -> str:
         if isinstance(node, _FUNCTIONS) and node.name.startswith("test"):
             arguments = [each.arg for each in (*node.args.posonlyargs, *node.args.args) if each.arg != "self"]
             if len(arguments) > len(node.args.defaults) or node.args.kwonlyargs:
-                return f"has {node.name}({', '.join(arguments)}), whose arguments a test runner would give. Write them into the test"
+                signature = f"{node.name}({', '.join(arguments)})"
+                return f"has {signature}, whose arguments a test runner would give. Write them into the test"
             if isinstance(node, ast.AsyncFunctionDef):
                 return f"has {node.name}, which is async. Call asyncio.run in it"
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -179,13 +186,18 @@ def _why_inside(tree: ast.Module, names: set[str]) -> str:
                 place = _CLASS_TESTS[name]
                 if len(arguments) > place and isinstance(arguments[place], ast.Name) and of_program(arguments[place]):
                     return f"{name} asks for the program's class {of_program(arguments[place])}"
-            case ast.Compare(left=ast.Call(func=ast.Name(id=name)), comparators=[ast.Call(func=ast.Name(id=other))]) if (
-                {name, other} <= names and name[:1].isupper() and other[:1].isupper()
-            ):
+            case ast.Compare(
+                left=ast.Call(func=ast.Name(id=name)), comparators=[ast.Call(func=ast.Name(id=other))]
+            ) if {name, other} <= names and name[:1].isupper() and other[:1].isupper():
                 return f"it compares objects of the program's class {name}"
             case ast.Attribute(value=ast.Name(id="sys"), attr=name) if name in _INSIDE:
                 return f"sys.{name} {_INSIDE[name]}"
-            case ast.Name(id=name, ctx=ast.Load()) if name in _INSIDE and name not in ("stdout", "stdin", "modules", *names):
+            case ast.Name(id=name, ctx=ast.Load()) if name in _INSIDE and name not in (
+                "stdout",
+                "stdin",
+                "modules",
+                *names,
+            ):
                 return f"{name} {_INSIDE[name]}"
     return ""
 
@@ -221,7 +233,9 @@ def _asked_and_wanted(test: ast.expr, names: set[str]) -> tuple[ast.expr, Any] |
         return None
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
         for asked, wanted in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
-            if not any(map(_decides, ast.walk(asked))) and any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(asked)):
+            if not any(map(_decides, ast.walk(asked))) and any(
+                isinstance(n, ast.Name) and n.id in names for n in ast.walk(asked)
+            ):
                 try:
                     return asked, ast.literal_eval(wanted)
                 except ValueError:
@@ -235,7 +249,9 @@ def _asked_and_wanted(test: ast.expr, names: set[str]) -> tuple[ast.expr, Any] |
 
 
 def _decides(node: ast.AST) -> bool:
-    return isinstance(node, _DECIDING) or (isinstance(node, ast.Call) and _is_judge(node.func) and _root(node.func) in _DECIDERS)
+    return isinstance(node, _DECIDING) or (
+        isinstance(node, ast.Call) and _is_judge(node.func) and _root(node.func) in _DECIDERS
+    )
 
 
 def _root(node: ast.AST) -> str:

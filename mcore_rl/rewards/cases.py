@@ -2,12 +2,12 @@
 
 - ``{"inputs": [...], "outputs": [...]}``: stdin and stdout of a script (APPS, TACO, CodeContests)
 - the same with ``"fn_name"``: arguments and result of a function, or of a method of ``class Solution`` (APPS, TACO)
-- ``["assert f(1) == 2", ...]``, or these under ``"assert_case"`` or ``"test_list"``: tests as Python source (MBPP, HumanEval,
-  EvalPlus, pytest's functions and unittest's classes); see ``asserts``
+- ``["assert f(1) == 2", ...]``, or these under ``"assert_case"`` or ``"test_list"``: tests as Python source (MBPP,
+  HumanEval, EvalPlus, pytest's functions and unittest's classes); see ``asserts``
 
 or any of these as JSON text.  The program's process never sees the expected values, and what it answers is compared
-outside of it: here (``ScriptCase``, ``CallCase``, ``AssertCase``) or by the tests in another process (``JudgedCase``).  Only an
-``InsideCase`` is judged in the program's own process, where a program could forge the verdict.
+outside of it: here (``ScriptCase``, ``CallCase``, ``AssertCase``) or by the tests in another process (``JudgedCase``).
+Only an ``InsideCase`` is judged in the program's own process, where a program could forge the verdict.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ JUDGES: dict[str, Any] = {
     each.__name__: each
     for each in (
         abs, all, any, bool, dict, float, int, isinstance, len, list, max, min, round, set, sorted, str, sum, tuple,
-    )  # fmt: skip
-} | {"isclose": math.isclose}
+    )
+} | {"isclose": math.isclose}  # fmt: skip
 _FORMS = (
     'Write {"inputs": [...], "outputs": [...]}, with "fn_name" for a function, or a list of asserts; '
     "or one of these as JSON text"

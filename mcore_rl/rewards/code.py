@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,7 +18,8 @@ BUDGET = 0.8  # share of ``reward.timeout_s`` for all test cases, so that the gr
 
 WEAK = "Grade code on a machine that confines it, or set reward.code.allow_weak_confinement=true and trust the programs"
 INSIDE = (
-    "Write the tests so that they only call the program and compare plain data (docs/rewards.md), leave the rows out, or set "
+    "Write the tests so that they only call the program and compare plain data (docs/rewards.md), leave the rows "
+    "out, or set "
     "reward.code.allow_inside_judging=true and look at what is learned"
 )
 NAMED_ROWS = 10  # that a message names, of each kind
@@ -48,8 +48,8 @@ def grade_code(request: RewardRequest, config: RewardConfig) -> Score:
     parts: ``passed`` and ``timed_out``, the shares of all cases that passed and that ran into a time limit.
 
     ValueError: the ground truth holds no test cases, or some that only the program's process could judge and
-    ``allow_inside_judging`` is not set.  ConfinementError: this machine can run no program, or cannot fully confine one and
-    ``allow_weak_confinement`` is not set.
+    ``allow_inside_judging`` is not set.  ConfinementError: this machine can run no program, or cannot fully confine one
+    and ``allow_weak_confinement`` is not set.
     """
     if not config.code.allow_weak_confinement and weaknesses():
         raise ConfinementError(f"{'; '.join(weaknesses())}. {WEAK}")
@@ -78,9 +78,7 @@ def grade_code(request: RewardRequest, config: RewardConfig) -> Score:
 
 def _run(case: Case, program: str, config: CodeConfig, limit_s: float) -> Outcome:
     if isinstance(case, JudgedCase):
-        return run_judged(
-            program, case.tests, case.names, config, has_prelude=case.has_prelude, timeout_s=limit_s
-        )
+        return run_judged(program, case.tests, case.names, config, has_prelude=case.has_prelude, timeout_s=limit_s)
     if isinstance(case, InsideCase):
         return run_confined(program, config, inside=case.tests, timeout_s=limit_s)
     return run_confined(program, config, stdin=case.stdin, steps=case.steps, timeout_s=limit_s)
@@ -121,13 +119,19 @@ class CodeRows:
         """Every row that cannot be used, and those that are judged inside where nobody asked for it."""
         more = self.num_unusable - len(self.unusable)
         found = [
-            Violation("reward_model.ground_truth", name, why, "Correct the row or leave it out") for name, why in self.unusable
+            Violation("reward_model.ground_truth", name, why, "Correct the row or leave it out")
+            for name, why in self.unusable
         ]
         if more > 0:
-            found.append(Violation("reward_model.ground_truth", f"{more} more rows", "as these", "Correct them or leave them out"))
+            found.append(
+                Violation(
+                    "reward_model.ground_truth", f"{more} more rows", "as these", "Correct them or leave them out"
+                )
+            )
         if self.inside and not config.allow_inside_judging:
             rows = "; ".join(f"{name}: {why}" for name, why in self.inside_rows)
-            problem = f"{self.inside.total()} rows have tests that run in the program's own process, which can forge them ({rows})"
+            count = self.inside.total()
+            problem = f"{count} rows have tests that run in the program's own process, which can forge them ({rows})"
             found.append(Violation("reward.code.allow_inside_judging", False, problem, INSIDE))
         return found
 

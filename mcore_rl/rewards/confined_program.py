@@ -6,12 +6,12 @@ It first confines its own process, layer after layer, and only then executes wha
 - capabilities: none, even if it runs as root; no new privileges
 - Landlock (Linux 5.13 and later): nothing can be opened but Python's own libraries, read-only; no TCP; no signals out
 - seccomp (x86-64 and aarch64): the system calls of ``system_calls`` and no other
-- if Landlock or seccomp is missing, weak confinement: namespaces of its own for network and IPC if allowed, and a Python
-  audit hook, which stops Python code but not C
+- if Landlock or seccomp is missing, weak confinement: namespaces of its own for network and IPC if allowed, and a
+  Python audit hook, which stops Python code but not C
 
-It uses the standard library only and imports nothing of the package, whose files it can no longer open by then; the files
-``system_calls``, ``plain_data`` and ``judge`` beside it are loaded by their paths before.  Landlock's first version is
-enough: what later versions add, seccomp refuses as well.  ``confinement`` limits threads.
+It uses the standard library only and imports nothing of the package, whose files it can no longer open by then; the
+files ``system_calls``, ``plain_data`` and ``judge`` beside it are loaded by their paths before.  Landlock's first
+version is enough: what later versions add, seccomp refuses as well.  ``confinement`` limits threads.
 
 Protocol: one argument, JSON (see ``main``).  The process writes the layers that hold to the status file, and closes it
 before the program begins, so that no program can write there.  It writes each value that a step gives as a line of the
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import builtins
 import ctypes
-import io
 import json
 import os
 import resource
@@ -157,7 +156,9 @@ def confine(settings: dict[str, object], readable: list[str]) -> list[str]:
         holds.append("namespaces")
     drop_capabilities()
     if settings["role"] == "judge":
-        check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")  # no memory of it for the same user's programs
+        check(
+            libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE"
+        )  # no memory of it for the same user's programs
     # Only now: a change of credentials would unset it.
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")
     if os.getppid() != settings["parent"]:
@@ -174,7 +175,7 @@ def confine(settings: dict[str, object], readable: list[str]) -> list[str]:
 
 def open_file(file: object, mode: str = "r", *others: object, **more: object) -> object:
     """``open``, also for ``open(os.devnull, "w")``: the filter lets no call empty a file, whatever the kernel has."""
-    return io.open(file, mode.replace("w", "a") if file == os.devnull else mode, *others, **more)  # type: ignore
+    return open(file, mode.replace("w", "a") if file == os.devnull else mode, *others, **more)  # type: ignore[call-overload]
 
 
 def load(source: str, name: str) -> dict[str, Any]:

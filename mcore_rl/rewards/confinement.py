@@ -124,8 +124,9 @@ def run_judged(
 
     names: the names among Python's built-in ones that are the program's in these tests.
     has_prelude: the tests may use what ``PRELUDE`` imports; without it they start faster.
-    The other arguments and the errors are ``run_confined``'s.  ``values`` of the Outcome is (whether they passed,), or () if
-    there is no verdict; ``message`` says why they did not.  UnjudgedError: these tests cannot be run outside of the program.
+    The other arguments and the errors are ``run_confined``'s.  ``values`` of the Outcome is (whether they passed,), or
+    () if there is no verdict; ``message`` says why they did not.  UnjudgedError: these tests cannot be run outside of
+    the program.
     """
     limit_s = config.timeout_s if timeout_s is None else timeout_s
     common = (config, limit_s, layers, landlock_abi)
@@ -140,7 +141,9 @@ def run_judged(
         broken = _wait([judge.process, served.process], limit_s)
         outcome, of_program = judge.outcome(broken), served.outcome(broken)
     lines = outcome.lines
-    verdict = json.loads(lines[0]) if lines else {"passed": False, "error": outcome.message or "the judge gave no verdict"}
+    verdict: dict[str, Any] = {"passed": False, "error": outcome.message or "the judge gave no verdict"}
+    if lines:
+        verdict = json.loads(lines[0])
     if verdict.get("unjudged"):
         raise UnjudgedError(verdict["error"])
     values = (verdict["passed"],) if lines else ()
@@ -322,7 +325,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _refused_by_container(call: str, error: OSError) -> ConfinementError:
     reason = errno.errorcode.get(error.errno or 0, "refused")
     return ConfinementError(
-        f"{call} is refused here ({reason}), probably by the seccomp profile of a container; programs of a model cannot be "
+        f"{call} is refused here ({reason}), probably by the seccomp profile of a container; programs of a model "
+        f"cannot be "
         f"run without it. Allow {call} in that profile (Docker, Podman: --security-opt seccomp=PROFILE.json), or grade "
         "code on another machine"
     )

@@ -1,15 +1,16 @@
-"""Runs tests in a process that the program never enters: the tests call the program by message, and judge what it answers.
+"""Runs tests in a process that the program never enters: they call it by message, and judge what it answers.
 
-A name that the tests neither define nor import, and that is no built-in, is the program's.  A ``Remote`` stands for what
-is no data there: a function, an object, an iterator.  What is data arrives as data (``plain_data``), of exact built-in
-types, so that the tests' ``==``, ``isinstance`` and ``sorted`` mean what they say.  The program never says what is equal:
-tests that compare two objects of it fail.
+A name that the tests neither define nor import, and that is no built-in, is the program's.  A ``Remote`` stands for
+what is no data there: a function, an object, an iterator.  What is data arrives as data (``plain_data``), of exact
+built-in types, so that the tests' ``==``, ``isinstance`` and ``sorted`` mean what they say.  The program never says
+what is equal: tests that compare two objects of it fail.
 
-Messages are JSON behind their length, over two pipes.  The judge asks ["name", NAME], ["call", REF, arguments, keywords],
-["operate", REF, OPERATION, arguments]; the program answers ["value", value, arguments where they changed], ["raise", name of
-a built-in exception, text], or asks in between ["callback", number, arguments, keywords].
+Messages are JSON behind their length, over two pipes.  The judge asks ["name", NAME], ["call", REF, arguments,
+keywords], ["operate", REF, OPERATION, arguments]; the program answers ["value", value, arguments where they changed],
+["raise", name of a built-in exception, text], or asks in between ["callback", number, arguments, keywords].
 
-``confined_program`` loads this file by its path, in both processes: ``serve`` is the program's side, ``judge`` the tests'.
+``confined_program`` loads this file by its path, in both processes: ``serve`` is the program's side, ``judge`` the
+tests'.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ def _named(namespace: dict[str, Any], name: str) -> Any:
 
 
 def _raised(error: BaseException, request: Any) -> Any:
-    if isinstance(error, ENDINGS) and not (isinstance(error, StopIteration) and request[:1] + request[2:3] == ["operate", "next"]):
+    if isinstance(error, ENDINGS) and not (
+        isinstance(error, StopIteration) and request[:1] + request[2:3] == ["operate", "next"]
+    ):
         error = RuntimeError(f"the program raised {type(error).__name__}")
     known = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
     try:
@@ -226,7 +229,8 @@ class Program:
         try:
             return ["value", self._encode(function(*arguments, **named))]
         except Exception as error:  # noqa: BLE001  the program is to see it
-            return _raised(error, [])
+            answer: list[Any] = _raised(error, [])
+            return answer
 
     def _encode(self, value: Any) -> Any:
         return encode(value, self._refer)
@@ -262,7 +266,7 @@ class Remote:
         object.__setattr__(self, "_reference", reference)
         object.__setattr__(self, "_text", text)
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:  # noqa: D102  as any function
         return self._program.call(self._reference, self._text, arguments, keywords)
 
     def __getattr__(self, name: str) -> Any:
@@ -368,8 +372,8 @@ def _is_assertion(node: ast.AST) -> bool:
 def judge(tests: str, program: Program | None, known: dict[str, Any]) -> dict[str, Any]:
     """The verdict: {"passed": whether nothing raised and something was checked, "error": why not}.
 
-    program: where names are asked for that neither the tests define nor ``known`` has.  None judges inside: ``known`` has
-    the program's names, and the program can change whatever it likes, this verdict too.
+    program: where names are asked for that neither the tests define nor ``known`` has.  None judges inside: ``known``
+    has the program's names, and the program can change whatever it likes, this verdict too.
     """
     reached = [0]
 
@@ -391,7 +395,7 @@ def judge(tests: str, program: Program | None, known: dict[str, Any]) -> dict[st
         sys.modules["solution"] = _Solution(program)
     unittest = __import__("unittest") if "unittest" in tests else None
     if unittest is not None:
-        unittest.main = lambda *_, **__: None  # _run_found runs the tests
+        vars(unittest)["main"] = lambda *_, **__: None  # _run_found runs the tests
     error = ""
     try:
         tree = ast.fix_missing_locations(_Reached().visit(ast.parse(tests)))
@@ -444,7 +448,9 @@ def _run_method(kind: type, method: str) -> None:
         result = kind(method).run()
         bad = [*result.errors, *result.failures, *result.unexpectedSuccesses, *result.skipped]
         if bad:
-            raise AssertionError(str(bad[0][1])[-400:] if isinstance(bad[0], tuple) else f"{method} succeeded unexpectedly")
+            raise AssertionError(
+                str(bad[0][1])[-400:] if isinstance(bad[0], tuple) else f"{method} succeeded unexpectedly"
+            )
         return
     case = kind()
     for step in ("setup_method", method, "teardown_method"):

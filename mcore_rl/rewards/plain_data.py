@@ -1,8 +1,8 @@
 """Values as plain data: what goes into an untrusted program and what comes out, as JSON, never as a pickle.
 
-``decode`` builds exact built-in types (and a few of the standard library's and numpy's) and nothing else, so that no value
-has a comparison, a hash or a text of the program's own.  What is not data becomes a reference, if the caller can hold one,
-or an ``Opaque``.
+``decode`` builds exact built-in types (and a few of the standard library's and numpy's) and nothing else, so that no
+value has a comparison, a hash or a text of the program's own.  What is not data becomes a reference, if the caller can
+hold one, or an ``Opaque``.
 
 ``confined_program`` and ``judge`` load this file by its path; it imports little, for speed.
 """
@@ -22,17 +22,17 @@ MAX_DEPTH = 200  # of containers within containers
 MAX_RANGE = 1_000_000
 # The types that a value may be: a program may return one, or be given one.
 TYPES = ("bool", "int", "float", "complex", "str", "bytes", "list", "tuple", "dict", "set", "frozenset", "object")
-# Further types by their module: name -> (arguments of a value, what makes it of them again).
-EXTRA: dict[str, dict[str, tuple[Callable[[Any], list[Any]], Callable[..., Any] | None]]] = {
-    "decimal": {"Decimal": (lambda value: [str(value)], None)},
-    "fractions": {"Fraction": (lambda value: [value.numerator, value.denominator], None)},
+# Further types, by their module: name -> the arguments that make a value of it again.
+EXTRA: dict[str, dict[str, Callable[[Any], list[Any]]]] = {
+    "decimal": {"Decimal": lambda value: [str(value)]},
+    "fractions": {"Fraction": lambda value: [value.numerator, value.denominator]},
     "datetime": {
-        "datetime": (lambda v: [v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond], None),
-        "date": (lambda value: [value.year, value.month, value.day], None),
-        "time": (lambda value: [value.hour, value.minute, value.second, value.microsecond], None),
-        "timedelta": (lambda value: [value.days, value.seconds, value.microseconds], None),
+        "datetime": lambda v: [v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond],
+        "date": lambda value: [value.year, value.month, value.day],
+        "time": lambda value: [value.hour, value.minute, value.second, value.microsecond],
+        "timedelta": lambda value: [value.days, value.seconds, value.microseconds],
     },
-    "collections": {"deque": (lambda value: [list(value)], None)},
+    "collections": {"deque": lambda value: [list(value)]},
 }
 
 
@@ -60,12 +60,13 @@ def encode(value: Any, refer: Callable[[Any], Any] = opaque, depth: int = 0) -> 
         raise ValueError(f"the value is more than {MAX_DEPTH} levels deep")
     if value is None or value is True or value is False:
         return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            exact = kind(value)
-            if kind is int and not -(2**63) <= exact < 2**63:
-                return {"int": hex(exact)}
-            return exact
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        number = int(value)
+        return number if -(2**63) <= number < 2**63 else {"int": hex(number)}
+    if isinstance(value, float):
+        return float(value)
     if isinstance(value, list):
         return [encode(item, refer, depth + 1) for item in value]
     if isinstance(value, tuple):
@@ -87,9 +88,9 @@ def encode(value: Any, refer: Callable[[Any], Any] = opaque, depth: int = 0) -> 
     module, name = type(value).__module__, type(value).__name__
     if module == "numpy":
         return _encode_numpy(value, refer, depth)
-    if module in EXTRA and name in EXTRA[module] and type(value) is getattr(sys.modules[module], name):
-        if getattr(value, "tzinfo", None) is None:
-            return {"extra": [module, name, encode(EXTRA[module][name][0](value), refer, depth + 1)]}
+    is_extra = name in EXTRA.get(module, {}) and type(value) is getattr(sys.modules[module], name)
+    if is_extra and getattr(value, "tzinfo", None) is None:
+        return {"extra": [module, name, encode(EXTRA[module][name](value), refer, depth + 1)]}
     return refer(value)
 
 

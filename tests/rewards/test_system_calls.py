@@ -112,7 +112,9 @@ def test_a_call_is_in_one_table_and_every_call_of_linux_in_one(machine: str) -> 
     ours = {name.removesuffix("_time64").removesuffix("64") for name in (*TABLE, *refused)} | {*TABLE, *refused}
     macros = {"syscalls", "arch_specific_syscall", "fstatat", "sync_file_range2"}
     unknown = {
-        name for name in headers(machine) if name not in ours and name.removesuffix("_time64").removesuffix("64") not in ours
+        name
+        for name in headers(machine)
+        if name not in ours and name.removesuffix("_time64").removesuffix("64") not in ours
     }
     assert unknown - macros == set()
 
@@ -135,12 +137,24 @@ def test_clone_makes_threads_only(machine: str) -> None:
 def test_nothing_is_opened_to_be_emptied(machine: str) -> None:
     """Whatever Landlock can: its first two versions do not know of it."""
     places = {"open": 1, "openat": 2} if machine == "x86_64" else {"openat": 2}
-    directory, no_follow, large = (0o200000, 0o400000, 0o100000) if machine == "x86_64" else (0o40000, 0o100000, 0o400000)
+    directory, no_follow, large = (
+        (0o200000, 0o400000, 0o100000) if machine == "x86_64" else (0o40000, 0o100000, 0o400000)
+    )
     for name, index in places.items():
         before = [0] * index
         for good in (0, 0o2000000, 0o2000000 | directory | 0o4000, 0o102, 0o3301 & ~O_TRUNC, no_follow, large):
             assert verdict(machine, number_of(name, machine), *before, good) == ALLOW, oct(good)
-        for bad in (O_TRUNC, 1 | O_TRUNC, 0o102 | O_TRUNC, O_PATH, O_TMPFILE | directory, O_ASYNC, 0o4010000, 0o1000000, 1 << 31):
+        for bad in (
+            O_TRUNC,
+            1 | O_TRUNC,
+            0o102 | O_TRUNC,
+            O_PATH,
+            O_TMPFILE | directory,
+            O_ASYNC,
+            0o4010000,
+            0o1000000,
+            1 << 31,
+        ):
             assert verdict(machine, number_of(name, machine), *before, bad) == EPERM, oct(bad)
     assert verdict(machine, number_of("openat2", machine)) == ENOSYS
 
