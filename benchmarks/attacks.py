@@ -188,10 +188,10 @@ class Ground:
     def state(self) -> dict[str, object]:
         """What attacks could change, to be compared with what it was."""
         stats = {path.name: path.lstat() for path in (*self.place.iterdir(), self.spare)}
-        found: dict[str, object] = {
+        objects: dict[str, object] = {
             name: (s.st_mode, s.st_size, s.st_nlink, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats.items()
         }
-        return found | self.shared.state()
+        return objects | self.shared.state()
 
 
 class SharedObjects:

@@ -30,7 +30,7 @@ refused**, also one that Linux adds after this page was written. The same filter
 
 
 def document() -> str:
-    """The page."""
+    """The text of docs/system_calls.md."""
     lines = [HEAD, "## Allowed\n", "| call | x86-64 | aarch64 | for |", "|---|---|---|---|"]
     for purpose, calls in ALLOWED.items():
         lines += [f"| `{name}` | {_number(x86)} | {_number(arm)} | {purpose} |" for name, (x86, arm) in calls.items()]

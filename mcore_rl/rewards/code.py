@@ -100,30 +100,30 @@ class CodeRows:
     @classmethod
     def of(cls, rows: Iterable[tuple[str, str, object]]) -> CodeRows:
         """Of (name, data source, ground truth) of each row."""
-        found = cls()
+        code_rows = cls()
         for name, data_source, ground_truth in rows:
             try:
                 cases = read_cases(ground_truth)
             except (ValueError, TypeError, RecursionError) as error:
-                found.num_unusable += 1
-                if len(found.unusable) < NAMED_ROWS:
-                    found.unusable.append((name, str(error)))
+                code_rows.num_unusable += 1
+                if len(code_rows.unusable) < NAMED_ROWS:
+                    code_rows.unusable.append((name, str(error)))
                 continue
             inside = next((case for case in cases if isinstance(case, InsideCase)), None)
-            (found.outside if inside is None else found.inside)[data_source] += 1
-            if inside is not None and len(found.inside_rows) < NAMED_ROWS:
-                found.inside_rows.append((name, inside.why))
-        return found
+            (code_rows.outside if inside is None else code_rows.inside)[data_source] += 1
+            if inside is not None and len(code_rows.inside_rows) < NAMED_ROWS:
+                code_rows.inside_rows.append((name, inside.why))
+        return code_rows
 
     def violations(self, config: CodeConfig) -> list[Violation]:
         """Every row that cannot be used, and those that are judged inside where nobody asked for it."""
         more = self.num_unusable - len(self.unusable)
-        found = [
+        violations = [
             Violation("reward_model.ground_truth", name, why, "Correct the row or leave it out")
             for name, why in self.unusable
         ]
         if more > 0:
-            found.append(
+            violations.append(
                 Violation(
                     "reward_model.ground_truth", f"{more} more rows", "as these", "Correct them or leave them out"
                 )
@@ -132,8 +132,8 @@ class CodeRows:
             rows = "; ".join(f"{name}: {why}" for name, why in self.inside_rows)
             count = self.inside.total()
             problem = f"{count} rows have tests that run in the program's own process, which can forge them ({rows})"
-            found.append(Violation("reward.code.allow_inside_judging", False, problem, INSIDE))
-        return found
+            violations.append(Violation("reward.code.allow_inside_judging", False, problem, INSIDE))
+        return violations
 
     def report(self) -> list[str]:
         """One line for each data source: how many rows are judged outside of the program, and how many inside."""

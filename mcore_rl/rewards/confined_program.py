@@ -10,8 +10,8 @@ It first confines its own process, layer after layer, and only then executes wha
   Python audit hook, which stops Python code but not C
 
 It uses the standard library only and imports nothing of the package, whose files it can no longer open by then; the
-files ``system_calls``, ``plain_data`` and ``judge`` beside it are loaded by their paths before.  Landlock's first
-version is enough: what later versions add, seccomp refuses as well.  ``confinement`` limits threads.
+files ``system_calls``, ``plain_data``, ``wire`` and ``judge`` beside it are loaded by their paths before.  Landlock's
+first version is enough: what later versions add, seccomp refuses as well.  ``confinement`` limits threads.
 
 Protocol: one argument, JSON (see ``main``).  The process writes the layers that hold to the status file, and closes it
 before the program begins, so that no program can write there.  It writes each value that a step gives as a line of the
@@ -173,9 +173,9 @@ def confine(settings: dict[str, object], readable: list[str]) -> list[str]:
     return holds
 
 
-def open_file(file: object, mode: str = "r", *others: object, **more: object) -> object:
+def open_file(file: Any, mode: str = "r", *others: Any, **more: Any) -> Any:
     """``open``, also for ``open(os.devnull, "w")``: the filter lets no call empty a file, whatever the kernel has."""
-    return open(file, mode.replace("w", "a") if file == os.devnull else mode, *others, **more)  # type: ignore[call-overload]
+    return open(file, mode.replace("w", "a") if file == os.devnull else mode, *others, **more)
 
 
 def load(source: str, name: str) -> dict[str, Any]:
@@ -183,8 +183,8 @@ def load(source: str, name: str) -> dict[str, Any]:
     module = types.ModuleType(name)
     sys.modules[name] = module
     namespace = module.__dict__
-    namespace |= {"__builtins__": builtins, "exit": sys.exit, "quit": sys.exit}  # site, which defines them, is left out
-    builtins.open = open_file  # type: ignore[assignment]
+    # exit and quit: site, which defines them, is left out
+    namespace |= {"__builtins__": builtins, "exit": sys.exit, "quit": sys.exit, "open": open_file}
     sys.argv[:] = ["program.py"]
     if name != "__main__":
         exec(PRELUDE, namespace)
@@ -199,7 +199,7 @@ def run(job: dict[str, Any], result: int, wire: tuple[int, int] | None) -> None:
     """
     steps, tests = job["steps"], job.get("tests")
     data = sibling("plain_data")
-    module = sibling("judge") if wire is not None or tests is not None else None
+    module = sibling("wire") if wire is not None else sibling("judge") if tests is not None else None
     namespace = load(str(job["program"]), "solution" if steps or module else "__main__")
     if module is not None and wire is not None:
         return module.serve(module.Wire(*wire), namespace)  # type: ignore[no-any-return]
@@ -229,7 +229,7 @@ def judge(job: dict[str, Any], result: int, wire: tuple[int, int]) -> None:
     known |= {name: value for name, value in vars(builtins).items() if name not in job["names"]}
     for name in job["names"]:
         known.pop(name, None)
-    verdict = module.judge(job["tests"], module.Program(module.Wire(*wire)), known)
+    verdict = module.judge(job["tests"], module.ServedProgram(module.Wire(*wire)), known)
     os.write(result, json.dumps(verdict).encode() + b"\n")
 
 
@@ -252,7 +252,8 @@ def main(words: str) -> None:
     settings = json.loads(words)
     with open(settings["job"], "rb") as file:
         job = json.load(file)
-    for name in ("system_calls", "plain_data", *(["judge"] if settings["wire"] or "tests" in job else [])):
+    used = ["wire", *(["judge"] if "tests" in job else [])] if settings["wire"] or "tests" in job else []
+    for name in ("system_calls", "plain_data", *used):
         sibling(name)
     libraries = [os.path.realpath(path) for path in settings["libraries"]]
     sys.path.extend(path for path in settings["libraries"] if path not in sys.path)

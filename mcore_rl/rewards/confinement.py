@@ -26,8 +26,8 @@ from typing import Any, Self
 
 from mcore_rl.config.reward import CodeConfig
 from mcore_rl.rewards import confined_program
-from mcore_rl.rewards.judge import UnjudgedError
 from mcore_rl.rewards.plain_data import read_value
+from mcore_rl.rewards.wire import UnjudgedError
 
 LAYERS = ("landlock", "seccomp", "namespaces")
 STRONG = {"landlock", "seccomp"}

@@ -5,177 +5,29 @@ what is no data there: a function, an object, an iterator.  What is data arrives
 built-in types, so that the tests' ``==``, ``isinstance`` and ``sorted`` mean what they say.  The program never says
 what is equal: tests that compare two objects of it fail.
 
-Messages are JSON behind their length, over two pipes.  The judge asks ["name", NAME], ["call", REF, arguments,
-keywords], ["operate", REF, OPERATION, arguments]; the program answers ["value", value, arguments where they changed],
-["raise", name of a built-in exception, text], or asks in between ["callback", number, arguments, keywords].
-
-``confined_program`` loads this file by its path, in both processes: ``serve`` is the program's side, ``judge`` the
-tests'.
+``wire`` has the messages.  ``confined_program`` loads this file by its path.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
-import json
-import os
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
-# confined_program has put the file's neighbour there under this name; elsewhere it is the package's.
+# confined_program has put the file's neighbours there under these names; elsewhere they are the package's.
 try:
     from confined_plain_data import decode, encode  # type: ignore[import-not-found]
+    from confined_wire import ENDINGS, BrokenError, UnjudgedError, Wire, raised  # type: ignore[import-not-found]
 except ImportError:
     from mcore_rl.rewards.plain_data import decode, encode
+    from mcore_rl.rewards.wire import ENDINGS, BrokenError, UnjudgedError, Wire, raised
 
-MAX_MESSAGE = 64 << 20
 FILE = "tests.py"
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "attribute": getattr,
-    "set": setattr,
-    "len": len,
-    "iter": iter,
-    "next": next,
-    "item": lambda value, key: value[key],
-    "put": lambda value, key, item: value.__setitem__(key, item),
-    "str": str,
-    "repr": repr,
-}
-# Raised by the tests' side, these would end a loop of the tests early, as if nothing were left to test.
-ENDINGS = (StopIteration, StopAsyncIteration, GeneratorExit, KeyboardInterrupt)
 
 
-class BrokenError(BaseException):
-    """The other side ended, or said what is no message.  Not an Exception, so that tests do not catch it."""
-
-
-class UnjudgedError(BaseException):
-    """Tests hand the program what is no data, which only its own process could judge."""
-
-
-class Wire:
-    """One end of the two pipes.  source, sink: descriptors."""
-
-    def __init__(self, source: int, sink: int) -> None:
-        self._source, self._sink = source, sink
-
-    def send(self, message: object) -> None:
-        """BrokenError: nobody reads."""
-        body = json.dumps(message).encode()
-        view = memoryview(len(body).to_bytes(4, "big") + body)
-        try:
-            while view:
-                view = view[os.write(self._sink, view) :]
-        except OSError as error:
-            raise BrokenError("the program has ended") from error
-
-    def receive(self) -> Any:
-        """BrokenError: the other side has ended, or this is no message."""
-        size = int.from_bytes(self._read(4), "big")
-        if size > MAX_MESSAGE:
-            raise BrokenError("the program sent a message of more than 64 MiB")
-        try:
-            return json.loads(self._read(size))
-        except (ValueError, RecursionError) as error:
-            raise BrokenError("the program sent what is no message") from error
-
-    def _read(self, size: int) -> bytes:
-        parts = []
-        while size:
-            part = os.read(self._source, min(size, 1 << 20))
-            if not part:
-                raise BrokenError("the program has ended")
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
-
-
-# The program's side
-
-
-def serve(wire: Wire, namespace: dict[str, Any]) -> None:
-    """Answers the judge until it has ended."""
-    held: list[Any] = []
-
-    def refer(value: Any) -> Any:
-        if type(value) is _Callback:
-            return {"callback": value.number}
-        held.append(value)
-        return {"ref": len(held) - 1}
-
-    def resolve(form: dict[str, Any]) -> Any:
-        return held[form["ref"]] if "ref" in form else _Callback(wire, form["callback"], refer, resolve)
-
-    while True:
-        try:
-            request = wire.receive()
-        except BrokenError:
-            return
-        try:
-            wire.send(_answer(request, namespace, held, refer, resolve))
-        except BaseException as error:  # noqa: BLE001  the program's functions may raise anything
-            wire.send(_raised(error, request))
-
-
-def _answer(request: Any, namespace: dict[str, Any], held: list[Any], refer: Any, resolve: Any) -> Any:
-    verb, target, *rest = request
-    if verb == "name":
-        return ["value", encode(_named(namespace, target), refer), None]
-    if verb == "operate":
-        name, arguments = rest
-        return ["value", encode(OPERATIONS[name](held[target], *decode(arguments, resolve)), refer), None]
-    sent, keywords = rest
-    arguments = decode(sent, resolve)
-    value = held[target](*arguments, **{name: decode(form, resolve) for name, form in keywords.items()})
-    changed = None
-    if any(type(form) is list or (type(form) is dict and form.keys() & {"dict", "set", "array"}) for form in sent):
-        after = [encode(each, refer) if type(each) in (list, dict, set) else None for each in arguments]
-        changed = [new if new is not None and new != old else None for new, old in zip(after, sent, strict=True)]
-    return ["value", encode(value, refer), changed]
-
-
-def _named(namespace: dict[str, Any], name: str) -> Any:
-    if name in namespace:
-        return namespace[name]
-    if "Solution" in namespace and hasattr(namespace["Solution"], name):
-        return getattr(namespace["Solution"](), name)
-    raise NameError(f"name {name!r} is not defined")
-
-
-def _raised(error: BaseException, request: Any) -> Any:
-    if isinstance(error, ENDINGS) and not (
-        isinstance(error, StopIteration) and request[:1] + request[2:3] == ["operate", "next"]
-    ):
-        error = RuntimeError(f"the program raised {type(error).__name__}")
-    known = next(kind for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind)
-    try:
-        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
-    except Exception:  # noqa: BLE001  a text of the program's own
-        text = ""
-    return ["raise", known.__name__, text[:2000]]
-
-
-class _Callback:
-    """A function of the tests, for the program to call."""
-
-    def __init__(self, wire: Wire, number: int, refer: Any, resolve: Any) -> None:
-        self.number, self._wire, self._refer, self._resolve = number, wire, refer, resolve
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        named = {name: encode(value, self._refer) for name, value in keywords.items()}
-        self._wire.send(["callback", self.number, encode(list(arguments), self._refer), named])
-        kind, value, *rest = self._wire.receive()
-        if kind == "raise":
-            raise getattr(builtins, value)(*rest)
-        return decode(value, self._resolve)
-
-
-# The judge's side
-
-
-class Program:
+class ServedProgram:
     """The program, as the tests see it.  calls: how often they called it.  broken: why it can be asked no more."""
 
     def __init__(self, wire: Wire) -> None:
@@ -229,7 +81,7 @@ class Program:
         try:
             return ["value", self._encode(function(*arguments, **named))]
         except Exception as error:  # noqa: BLE001  the program is to see it
-            answer: list[Any] = _raised(error, [])
+            answer: list[Any] = raised(error, [])
             return answer
 
     def _encode(self, value: Any) -> Any:
@@ -261,7 +113,7 @@ class Program:
 class Remote:
     """Something in the program that is no data."""
 
-    def __init__(self, program: Program, reference: int, text: str) -> None:
+    def __init__(self, program: ServedProgram, reference: int, text: str) -> None:
         object.__setattr__(self, "_program", program)
         object.__setattr__(self, "_reference", reference)
         object.__setattr__(self, "_text", text)
@@ -317,7 +169,7 @@ class Remote:
 
 
 def _exception(name: str, said: str, request: list[Any]) -> BaseException:
-    kind = getattr(builtins, name, None)
+    kind = vars(builtins).get(name)
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         return BrokenError("the program raised what is no exception")
     if issubclass(kind, ENDINGS) and not (kind is StopIteration and request[2:3] == ["next"]):
@@ -369,7 +221,7 @@ def _is_assertion(node: ast.AST) -> bool:
     return False
 
 
-def judge(tests: str, program: Program | None, known: dict[str, Any]) -> dict[str, Any]:
+def judge(tests: str, program: ServedProgram | None, known: dict[str, Any]) -> dict[str, Any]:
     """The verdict: {"passed": whether nothing raised and something was checked, "error": why not}.
 
     program: where names are asked for that neither the tests define nor ``known`` has.  None judges inside: ``known``
@@ -417,7 +269,7 @@ def judge(tests: str, program: Program | None, known: dict[str, Any]) -> dict[st
 class _Solution(types.ModuleType):
     """The module ``solution``, whose attributes are the program's names."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ServedProgram) -> None:
         super().__init__("solution")
         self.__dict__["__all__"] = []
         self.__dict__["_program"] = program

@@ -89,7 +89,7 @@ def encode(value: Any, refer: Callable[[Any], Any] = opaque, depth: int = 0) -> 
     if module == "numpy":
         return _encode_numpy(value, refer, depth)
     is_extra = name in EXTRA.get(module, {}) and type(value) is getattr(sys.modules[module], name)
-    if is_extra and getattr(value, "tzinfo", None) is None:
+    if is_extra and not (hasattr(value, "tzinfo") and value.tzinfo is not None):
         return {"extra": [module, name, encode(EXTRA[module][name](value), refer, depth + 1)]}
     return refer(value)
 
@@ -127,10 +127,10 @@ def decode(form: Any, resolve: Callable[[dict[str, Any]], Any] | None = None) ->
             case "complex":
                 return complex(float(inner[0]), float(inner[1]))
             case "range":
-                found = range(*map(int, inner))
-                if len(found) > MAX_RANGE:  # whoever sorts it would hold every number
+                numbers = range(*map(int, inner))
+                if len(numbers) > MAX_RANGE:  # whoever sorts it would hold every number
                     raise ValueError("not data: a range that is too long")
-                return found
+                return numbers
             case "ellipsis":
                 return Ellipsis
             case "type" if inner in TYPES:

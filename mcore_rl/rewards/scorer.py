@@ -159,9 +159,9 @@ class Scorer:
         """
         if self._custom.path is not None or not any(GRADERS.get(each) is grade_code for each in set(data_sources)):
             return []
-        found = CodeRows.of(row for row in rows if GRADERS.get(row[1]) is grade_code)
-        refuse_if_any(found.violations(self._config.code))
-        return found.report()
+        code_rows = CodeRows.of(row for row in rows if GRADERS.get(row[1]) is grade_code)
+        refuse_if_any(code_rows.violations(self._config.code))
+        return code_rows.report()
 
     async def score(self, request: RewardRequest) -> Score:
         """The Score of one episode.  ConfigError: its data source has no grader.  Cancelling drops a queued request."""

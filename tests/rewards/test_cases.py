@@ -24,12 +24,12 @@ from mcore_rl.rewards.plain_data import Opaque
 
 def outcome(*values: str, stdout: str = "", ending: Ending = Ending.finished) -> Outcome:
     """values: as Python writes them; what is no literal arrives as an object."""
-    found = []
+    decoded = []
     for text in values:
-        found.append(Opaque("object"))
+        decoded.append(Opaque("object"))
         with suppress(ValueError, SyntaxError):
-            found[-1] = ast.literal_eval(text)
-    return Outcome(ending=ending, stdout=stdout, values=tuple(found), layers=(), message="")
+            decoded[-1] = ast.literal_eval(text)
+    return Outcome(ending=ending, stdout=stdout, values=tuple(decoded), layers=(), message="")
 
 
 def test_scripts() -> None:

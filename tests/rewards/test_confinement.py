@@ -84,6 +84,7 @@ def test_scripts_are_main_and_modules_are_not() -> None:
         "import asyncio\nasync def f(): print(3)\nasyncio.run(f())",
         "import numpy\nprint(int(numpy.ones((3, 3)).sum()) // 3)",
         "import sys\nfor line in sys.stdin: print(int(line))",
+        "import os\nwith open(os.devnull, 'w') as f: print(5, file=f)\nprint(3)",
         "print(open(0).read().strip())",
         "import random, tempfile, datetime, decimal, fractions, heapq, bisect, math, re\nprint(3)",
         "import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return n and f(n - 1)\nf(20000)\nprint(3)",

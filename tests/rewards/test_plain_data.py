@@ -40,17 +40,16 @@ def there_and_back(value: Any) -> Any:
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 0, -1, 2**63 - 1, 2**63, -(10**4000), 0.5, -0.0, math.inf, "", "ü\ud800\0", b"\x00\xff", 1j, (), (1, (2,)),
-     [],
-     [[1]], {}, {(1, 2): [3], None: {4}}, set(), {1, "a", (2, 3)}, frozenset(), range(3, 9, 2), ..., int,
+    [None, True, 0, -1, 2**63 - 1, 2**63, -(10**4000), 0.5, -0.0, math.inf, "", "ü\ud800\0", b"\x00\xff", 1j, (),
+     (1, (2,)), [], [[1]], {}, {(1, 2): [3], None: {4}}, set(), {1, "a", (2, 3)}, frozenset(), range(3, 9, 2), ..., int,
      Decimal("0.10"), Fraction(1, 3),
      datetime.date(2020, 2, 29), datetime.datetime(2020, 1, 2, 3, 4, 5, 6), datetime.timedelta(days=-1, microseconds=5),
      datetime.time(1, 2), deque([1, 2])],
 )  # fmt: skip
 def test_data_comes_back_as_it_was(value: Any) -> None:
-    found = there_and_back(value)
-    assert found == value
-    assert type(found) is (set if type(value) is frozenset else type(value))
+    back = there_and_back(value)
+    assert back == value
+    assert type(back) is (set if type(value) is frozenset else type(value))
 
 
 @pytest.mark.parametrize(
@@ -60,8 +59,8 @@ def test_data_comes_back_as_it_was(value: Any) -> None:
      (np.bool_(True), True), (bytearray(b"x"), b"x"), ([Text("a")], ["a"]), ({Text("a"): Level.high}, {"a": 3})],
 )  # fmt: skip
 def test_subclasses_become_what_they_are(value: Any, plain: Any) -> None:
-    found = there_and_back(value)
-    assert repr(found) == repr(plain)
+    back = there_and_back(value)
+    assert repr(back) == repr(plain)
 
 
 def test_nan_and_arrays_come_back() -> None:
@@ -73,19 +72,19 @@ def test_nan_and_arrays_come_back() -> None:
         np.array([1j]),
         np.zeros((0, 3), np.float32),
     ):
-        found = there_and_back(array)
-        assert found.dtype == array.dtype
-        assert found.shape == array.shape
-        assert np.array_equal(found, array)
+        back = there_and_back(array)
+        assert back.dtype == array.dtype
+        assert back.shape == array.shape
+        assert np.array_equal(back, array)
     assert isinstance(there_and_back(np.array([object()])), Opaque)
     assert isinstance(there_and_back(np.array(["text"])), Opaque)
 
 
 def test_what_is_no_data_is_equal_to_nothing() -> None:
-    found = there_and_back(object())
-    assert isinstance(found, Opaque)
-    assert found != there_and_back(object())
-    assert found
+    back = there_and_back(object())
+    assert isinstance(back, Opaque)
+    assert back != there_and_back(object())
+    assert back
     assert isinstance(there_and_back(len), Opaque)
     assert isinstance(there_and_back(datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)), Opaque)
 

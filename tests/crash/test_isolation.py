@@ -60,11 +60,11 @@ def test_weak_confinement_is_asked_for_by_name() -> None:
 @pytest.mark.tier("full")
 @pytest.mark.parametrize("situation", ["root", "user", "container", "docker"])
 def test_no_attack_succeeds_anywhere(situation: str) -> None:
-    found = measured(situation)
-    assert not found["refusal"]
-    assert len(found["unconfined"]) > 90, "they are attacks"
-    assert found["layers"] == ["landlock", "seccomp"]
-    assert not any(found["confined"].values()), found["confined"]
+    result = measured(situation)
+    assert not result["refusal"]
+    assert len(result["unconfined"]) > 90, "they are attacks"
+    assert result["layers"] == ["landlock", "seccomp"]
+    assert not any(result["confined"].values()), result["confined"]
 
 
 def test_the_page_has_every_situation() -> None:
