@@ -330,6 +330,12 @@ class _Split(ast.NodeTransformer):
             raise _ElsewhereError
         if isinstance(node, ast.Name) and node.id in self._names:
             raise _ElsewhereError
+        if (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.Pow | ast.LShift)
+            and any(map(self._is_programs, parts))
+        ):
+            raise _ElsewhereError  # two small answers could keep the grader busy for hours
         return self.generic_visit(node)
 
     def _parts(self, node: ast.AST) -> Iterator[ast.AST]:

@@ -285,26 +285,27 @@ def _run_found(namespace: dict[str, Any]) -> None:
     for name, value in list(namespace.items()):
         if isinstance(value, types.FunctionType) and name.startswith("test"):
             value()
-        elif isinstance(value, type) and value.__module__ == "__main__" and _is_test_class(value):
-            for method in dir(value):
-                if method.startswith("test") and callable(getattr(value, method)):
-                    _run_method(value, method)
+        elif isinstance(value, type) and value.__module__ == "__main__":
+            if any(base.__module__.startswith("unittest") for base in value.__mro__):
+                _run_unittest(value)
+            elif name.startswith("Test"):
+                for method in dir(value):
+                    if method.startswith("test") and callable(getattr(value, method)):
+                        _run_method(value(), method)
 
 
-def _is_test_class(kind: type) -> bool:
-    return kind.__name__.startswith("Test") or any(base.__module__.startswith("unittest") for base in kind.__mro__)
+def _run_unittest(kind: type) -> None:
+    import unittest
+
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)  # type: ignore[type-var]
+    for _, said in [*result.errors, *result.failures, *result.skipped]:
+        raise AssertionError(said[-400:])
+    if result.unexpectedSuccesses:
+        raise AssertionError("a test succeeded that should not")
 
 
-def _run_method(kind: type, method: str) -> None:
-    if any(base.__module__.startswith("unittest") for base in kind.__mro__):
-        result = kind(method).run()
-        bad = [*result.errors, *result.failures, *result.unexpectedSuccesses, *result.skipped]
-        if bad:
-            raise AssertionError(
-                str(bad[0][1])[-400:] if isinstance(bad[0], tuple) else f"{method} succeeded unexpectedly"
-            )
-        return
-    case = kind()
+def _run_method(case: object, method: str) -> None:
     for step in ("setup_method", method, "teardown_method"):
         if hasattr(case, step):
             getattr(case, step)()

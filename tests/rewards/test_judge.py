@@ -52,7 +52,7 @@ check(double)
     "'aa'",
     "pytest": "import pytest\nfrom solution import double\ndef test_it():\n    assert double(3) == pytest.approx(6)\n"
     "class TestMore:\n    def test_none(self):\n        with pytest.raises(TypeError):\n            double(None)",
-    "unittest": "import unittest\nclass T(unittest.TestCase):\n    def setUp(self):\n        self.n = 3\n"
+    "unittest": "import unittest\nclass T(unittest.TestCase):\n    @classmethod\n    def setUpClass(cls): cls.n = 3\n"
     "    def test_it(self):\n        self.assertEqual(double(self.n), 6)\nif __name__ == '__main__':\n    "
     "unittest.main()",
     "all": "assert all(map(lambda n: double(n) == 2 * n, range(5)))",
