@@ -12,13 +12,14 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # confined_program has put the file's neighbour there under this name; elsewhere it is the package's.
-try:
-    from confined_plain_data import decode, encode  # type: ignore[import-not-found]
-except ImportError:
+if "confined_plain_data" in sys.modules and not TYPE_CHECKING:
+    from confined_plain_data import decode, encode
+else:
     from mcore_rl.rewards.plain_data import decode, encode
 
 MAX_MESSAGE = 64 << 20
