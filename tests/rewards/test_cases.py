@@ -115,8 +115,8 @@ def test_what_decides_is_never_left_to_the_program(condition: str, asked: str, j
         "for i in range(3):\n    assert f(i) == i",
         "from collections import Counter\nassert Counter(f(1)) == {1: 2}",
         "from solution import f\ndef test_f():\n    assert f(1) == 2",
-        "assert f(1) ** f(2) == 4",
-        "assert 1 << f(1) == 4",
+        "assert 2 ** f(1) < 5",
+        "assert 1 << f(1) < 5",
         "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(1), 2)",
     ],
 )
