@@ -49,7 +49,9 @@ class CodeConfig:
     timeout_s, memory_mib, output_kib: limits of one test case.
     continuous: the score is the share of test cases that pass; False: 1 if all pass, else 0.
     allow_weak_confinement: run programs even if the kernel lacks Landlock or seccomp, so that only Python's own checks
-    keep them from files, processes and the network.
+    keep them from files, processes and the network: for programs that you trust.
+    allow_inside_judging: use rows whose tests only run in the program's own process, where a program could forge its
+    verdict; docs/rewards.md says which.
     """
 
     timeout_s: float = 6.0
@@ -57,6 +59,7 @@ class CodeConfig:
     output_kib: int = 64
     continuous: bool = False
     allow_weak_confinement: bool = False
+    allow_inside_judging: bool = False
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,7 @@ this process dies; it is gone when ``run_confined`` returns.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -18,13 +19,15 @@ import sysconfig
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from mcore_rl.config.reward import CodeConfig
+from mcore_rl.rewards import confined_program
+from mcore_rl.rewards.plain_data import read_value
+from mcore_rl.rewards.wire import UnjudgedError
 
 LAYERS = ("landlock", "seccomp", "namespaces")
 STRONG = {"landlock", "seccomp"}
@@ -33,6 +36,12 @@ MAX_THREADS = 64  # the kernel does not limit root's threads, and each takes mem
 LOOK_S = 0.01  # seconds between two checks of the process
 # Hashes are the same in every run.  One thread for linear algebra: each thread has buffers, and memory is limited.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
+
+START = (
+    "import sys; from importlib.machinery import SourceFileLoader; "
+    "module = type(sys)('confined_program'); module.__file__ = path = sys.argv[1]; "
+    "SourceFileLoader(module.__name__, path).exec_module(module); module.main(sys.argv[2])"
+)
 
 Step = tuple[str, Any]
 
@@ -51,16 +60,18 @@ class Outcome:
 
     ending: how it ended.
     stdout: what it printed.
-    values: ``repr`` of each value that the steps gave, up to where it failed.
+    values: each value that the steps gave, up to where it failed, as plain data.
     layers: the layers of confinement that held.
     message: the last line that it wrote to stderr.
+    lines: ``values`` as they were written.
     """
 
     ending: Ending
     stdout: str
-    values: tuple[str, ...]
+    values: tuple[Any, ...]
     layers: tuple[str, ...]
     message: str
+    lines: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
 
 class ConfinementError(RuntimeError):
@@ -73,6 +84,7 @@ def run_confined(
     *,
     stdin: str = "",
     steps: Sequence[Step] = (),
+    inside: str | None = None,
     timeout_s: float | None = None,
     layers: Sequence[str] = LAYERS,
     landlock_abi: int = 99,
@@ -80,7 +92,9 @@ def run_confined(
     """Runs ``program``, Python source, as a script that reads ``stdin``; with ``steps``, as a module before the steps.
 
     steps: ``("execute", source)``, ``("value", expression)`` or ``("call", (function, arguments))``; the latter two
-    give a value each.  ``function`` may also be a method of a class ``Solution``.
+    give a value each.  ``function`` may also be a method of a class ``Solution``; ``arguments`` are ``encode``d.
+    inside: tests that are run with the program, in its process, which gives one value, whether they passed; a program
+    could forge it.
     timeout_s: seconds; None is ``config.timeout_s``.
     layers: the layers of confinement to use; tests use fewer.
     landlock_abi: the newest version of Landlock to use; tests use older ones.
@@ -88,15 +102,98 @@ def run_confined(
     Raises ConfinementError, with what the process wrote to stderr, if it ended before it was confined.
     """
     limit_s = config.timeout_s if timeout_s is None else timeout_s
+    job = {"program": _encodable(program), "steps": list(steps)} | ({} if inside is None else {"tests": inside})
     with ExitStack() as stack:
-        job, source, stdout, stderr, status, result = (_memory_file(stack) for _ in range(6))
-        _fill(job, json.dumps({"program": _encodable(program), "steps": list(steps)}))
+        started = _Confined(stack, "program", job, config, limit_s, layers, landlock_abi, stdin=stdin)
+        broken = _wait([started.process], limit_s)
+        return started.outcome(broken)
+
+
+def run_judged(
+    program: str,
+    tests: str,
+    names: Sequence[str],
+    config: CodeConfig,
+    *,
+    has_prelude: bool = True,
+    timeout_s: float | None = None,
+    layers: Sequence[str] = LAYERS,
+    landlock_abi: int = 99,
+) -> Outcome:
+    """Runs ``tests``, Python source, against ``program``, each in a confined process of its own; see ``judge``.
+
+    names: the names among Python's built-in ones that are the program's in these tests.
+    has_prelude: the tests may use what ``PRELUDE`` imports; without it they start faster.
+    The other arguments and the errors are ``run_confined``'s.  ``values`` of the Outcome is (whether they passed,), or
+    () if there is no verdict; ``message`` says why they did not.  UnjudgedError: these tests cannot be run outside of
+    the program.
+    """
+    limit_s = config.timeout_s if timeout_s is None else timeout_s
+    common = (config, limit_s, layers, landlock_abi)
+    with ExitStack() as stack:
+        (questions, ask), (answers, answer) = os.pipe(), os.pipe()
+        ends = stack.enter_context(_Closing(questions, ask, answers, answer))
+        job = {"program": _encodable(program), "steps": []}
+        work = {"tests": tests, "names": list(names), "prelude": has_prelude}
+        judge = _Confined(stack, "judge", work, *common, wire=(answers, ask))
+        served = _Confined(stack, "program", job, *common, wire=(questions, answer))
+        ends.close()  # each end is in one process now, so that the other notices when it ends
+        broken = _wait([judge.process, served.process], limit_s)
+        outcome, of_program = judge.outcome(broken), served.outcome(broken)
+    lines = outcome.lines
+    verdict: dict[str, Any] = {"passed": False, "error": outcome.message or "the judge gave no verdict"}
+    if lines:
+        verdict = json.loads(lines[0])
+    if verdict.get("unjudged"):
+        raise UnjudgedError(verdict["error"])
+    values = (verdict["passed"],) if lines else ()
+    message = verdict["error"] if not of_program.message else f"{verdict['error']} ({of_program.message})"
+    return replace(outcome, stdout=of_program.stdout, values=values, message=message)
+
+
+class _Closing:
+    """Descriptors, closed at the end or before."""
+
+    def __init__(self, *descriptors: int) -> None:
+        self._descriptors = list(descriptors)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+class _Confined:
+    """A process that confines itself, its files in memory, and what came of it."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        role: str,
+        job: dict[str, Any],
+        config: CodeConfig,
+        limit_s: float,
+        layers: Sequence[str],
+        landlock_abi: int,
+        *,
+        stdin: str = "",
+        wire: tuple[int, int] | None = None,
+    ) -> None:
+        work, source, self._stdout, self._stderr, self._status, self._result = (_memory_file(stack) for _ in range(6))
+        _fill(work, json.dumps(job))
         _fill(source, _encodable(stdin))
         settings = {
+            "role": role,
             "parent": os.getpid(),
-            "job": job,
-            "status": status,
-            "result": result,
+            "job": work,
+            "status": self._status,
+            "result": self._result,
+            "wire": wire,
             "libraries": libraries(),
             "layers": list(layers),
             "landlock_abi": landlock_abi,
@@ -104,29 +201,34 @@ def run_confined(
             "memory_bytes": config.memory_mib << 20,
             "output_bytes": (config.output_kib << 10) + RESULT_BYTES,
         }
-        process = subprocess.Popen(
+        self._num_bytes = config.output_kib << 10
+        self.process = subprocess.Popen(
             [*_interpreter(), json.dumps(settings)],
             stdin=source,
-            stdout=stdout,
-            stderr=stderr,
+            stdout=self._stdout,
+            stderr=self._stderr,
             env=ENVIRONMENT,
-            pass_fds=(job, status, result),
+            pass_fds=(work, self._status, self._result, *(wire or ())),
             start_new_session=True,
         )
-        broken = _wait(process, limit_s)
-        held = _content(status)
-        errors = _content(stderr).strip()
-        message = errors.rpartition("\n")[2][-500:]
-        if process.returncode == -signal.SIGXCPU:
+        stack.callback(_end, self.process)
+
+    def outcome(self, broken: Ending | None) -> Outcome:
+        """What came of it.  broken: the limit that was broken, if any.  ConfinementError: it was never confined."""
+        _end(self.process)
+        held, errors, code = _content(self._status), _content(self._stderr).strip(), self.process.returncode
+        if code == -signal.SIGXCPU:
             broken = Ending.timeout
-        if not held and broken is not Ending.timeout:
-            raise ConfinementError(f"no program can be run here (exit code {process.returncode}): {errors[-1000:]}")
+        if not held and broken is None:
+            raise ConfinementError(f"no program can be run here (exit code {code}): {errors[-1000:]}")
+        lines = tuple(_content(self._result).splitlines())
         return Outcome(
-            ending=broken or (Ending.failed if process.returncode else Ending.finished),
-            stdout=_content(stdout)[: config.output_kib << 10],
-            values=_read_values(_content(result)),
+            ending=broken or (Ending.failed if code else Ending.finished),
+            stdout=_content(self._stdout)[: self._num_bytes],
+            values=tuple(map(read_value, lines)),
+            lines=lines,
             layers=tuple(json.loads(held)) if held else (),
-            message=message,
+            message=errors.rpartition("\n")[2][-500:],
         )
 
 
@@ -156,13 +258,18 @@ def libraries() -> tuple[str, ...]:
 
 @cache
 def _interpreter() -> tuple[str, ...]:
-    """The command of ``confined_program``: no site module, user packages, current folder on the path, or .pyc files."""
-    script = Path(__file__).with_name("confined_program.py")
-    return (sys.executable, "-s", "-S", "-P", "-B", "-X", "utf8=1", str(script))
+    """The command of ``confined_program``: no site module, user packages, current folder on the path, or .pyc files.
+
+    Python compiles a script each time, but not what a loader loads and this process has imported already.
+    """
+    return (sys.executable, "-s", "-S", "-P", "-B", "-X", "utf8=1", "-c", START, confined_program.__file__)
 
 
 def _memory_file(stack: ExitStack) -> int:
-    descriptor = os.memfd_create("reward")
+    try:
+        descriptor = os.memfd_create("reward")
+    except OSError as error:
+        raise _refused_by_container("memfd_create", error) from error
     stack.callback(os.close, descriptor)
     return descriptor
 
@@ -183,36 +290,48 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> Ending | None:
-    """Waits for ``process`` and kills its process group.  None: it ended by itself; else the limit that it broke."""
+def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> Ending | None:
+    """Waits for the first of ``processes`` to end.  None: it ended by itself; else the limit that was broken."""
     deadline = time.monotonic() + limit_s
-    watched = os.pidfd_open(process.pid)  # the end of the process wakes poll at once; Popen.wait would sleep and check
+    watched = _watch(processes[0].pid)  # its end wakes poll at once; Popen.wait would sleep and check
     try:
         poller = select.poll()
         poller.register(watched, select.POLLIN)
         while not poller.poll(max(0.0, min(LOOK_S, deadline - time.monotonic())) * 1000):
             if time.monotonic() >= deadline:
                 return Ending.timeout
-            if _num_threads(process.pid) > MAX_THREADS:
+            if any(_num_threads(each.pid) > MAX_THREADS for each in processes):
                 return Ending.failed
         return None
     finally:
+        os.close(watched)
+
+
+def _watch(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        raise _refused_by_container("pidfd_open", error) from error
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills the process's group and waits for the process; idempotent."""
+    if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # before wait: after it, the group's id may belong to others
         process.wait()
-        os.close(watched)
+
+
+def _refused_by_container(call: str, error: OSError) -> ConfinementError:
+    reason = errno.errorcode.get(error.errno or 0, "refused")
+    return ConfinementError(
+        f"{call} is refused here ({reason}), probably by the seccomp profile of a container; programs of a model "
+        f"cannot be "
+        f"run without it. Allow {call} in that profile (Docker, Podman: --security-opt seccomp=PROFILE.json), or grade "
+        "code on another machine"
+    )
 
 
 def _num_threads(pid: int) -> int:
     """Threads of a child that was not waited for; the link count of a folder, which is fast for many threads, too."""
     return os.stat(f"/proc/{pid}/task").st_nlink - 2
-
-
-def _read_values(result: str) -> tuple[str, ...]:
-    """The values in the result file, a JSON string per line; the program may have written anything there."""
-    values: list[str] = []
-    for line in result.splitlines():
-        with suppress(ValueError, RecursionError):
-            value = json.loads(line)
-            values.append(value if isinstance(value, str) else line)
-    return tuple(values)

@@ -29,10 +29,10 @@ from typing import Self
 
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
-from mcore_rl.rewards.code import WEAK, grade_code
+from mcore_rl.rewards.code import WEAK, CodeRows, grade_code
 from mcore_rl.rewards.confinement import ConfinementError, weaknesses
 from mcore_rl.rewards.custom import import_refusal, trial_refusal
-from mcore_rl.rewards.registry import grader_of
+from mcore_rl.rewards.registry import GRADERS, grader_of
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
 from mcore_rl.rewards.worker import failed, refusal_of, unpacked
 from mcore_rl.tracking.secrets import without_secrets
@@ -162,6 +162,18 @@ class Scorer:
         if score.error is not None:
             logger.warning("%s, called for %s with the ground truth as the response: %s", self._custom.path,
                            request.key[0], score.error)  # fmt: skip
+
+    def check_code_rows(self, rows: Iterable[tuple[str, str, object]]) -> list[str]:
+        """Reads the test cases of every row that is graded as code.
+
+        rows: (name, data source, ground truth); those of other data sources are left out.
+
+        Returns a line for each data source, with how many rows are judged outside of the program's process and how many
+        inside.  ConfigError: rows that test nothing, or that are judged inside and nobody asked for it.
+        """
+        code_rows = CodeRows.of(row for row in rows if GRADERS.get(row[1]) is grade_code)
+        refuse_if_any(code_rows.violations(self._config.code))
+        return code_rows.report()
 
     async def score(self, request: RewardRequest) -> Score:
         """The Score of one episode.  ConfigError: its data source has no grader.  Cancelling drops a queued request."""

@@ -146,7 +146,7 @@ def f():
 """
     for ground_truth in (["assert f() == 741852963"], {"inputs": [[]], "outputs": [741852963], "fn_name": "f"}):
         (case,) = read_cases(ground_truth)
-        assert run_confined(program, CodeConfig(), steps=case.steps).values == ("(False, True)",)
+        assert run_confined(program, CodeConfig(), steps=case.steps).values == ((False, True),)
 
 
 def test_time_for_all_cases_together_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

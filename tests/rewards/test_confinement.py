@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +12,17 @@ import psutil
 import pytest
 
 from mcore_rl.config.reward import CodeConfig
-from mcore_rl.rewards.confinement import STRONG, ConfinementError, Ending, Outcome, libraries, run_confined, weaknesses
+from mcore_rl.rewards import confinement
+from mcore_rl.rewards.confinement import (
+    STRONG,
+    ConfinementError,
+    Ending,
+    Outcome,
+    libraries,
+    run_confined,
+    run_judged,
+    weaknesses,
+)
 
 CONFIG = CodeConfig(timeout_s=20.0, memory_mib=512, output_kib=4)
 SHORT = CodeConfig(timeout_s=0.5, memory_mib=512, output_kib=4)
@@ -55,7 +66,7 @@ def test_steps_give_values_as_far_as_they_come() -> None:
     steps = [("execute", "y = f(1)"), ("value", "[y, 'ü']"), ("call", ("f", [2])), ("value", "1 / 0"), ("value", "3")]
     outcome = run_confined("def f(x):\n    print('noise')\n    return x + 1", CONFIG, steps=steps)
     assert outcome.ending is Ending.failed
-    assert outcome.values == ("[2, 'ü']", "3")
+    assert outcome.values == ([2, "ü"], 3)
     assert outcome.message == "ZeroDivisionError: division by zero"
 
 
@@ -73,6 +84,7 @@ def test_scripts_are_main_and_modules_are_not() -> None:
         "import asyncio\nasync def f(): print(3)\nasyncio.run(f())",
         "import numpy\nprint(int(numpy.ones((3, 3)).sum()) // 3)",
         "import sys\nfor line in sys.stdin: print(int(line))",
+        "import os\nwith open(os.devnull, 'w') as f: print(5, file=f)\nprint(3)",
         "print(open(0).read().strip())",
         "import random, tempfile, datetime, decimal, fractions, heapq, bisect, math, re\nprint(3)",
         "import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return n and f(n - 1)\nf(20000)\nprint(3)",
@@ -117,7 +129,7 @@ def test_memory_is_limited(program: str) -> None:
         "print('x' * 10**8)",
         "import os\nwhile True: os.write(1, b'x' * 1000)",
         "import sys\nsys.stdout.write('x' * 10**6)",
-        "import os\nos.ftruncate(1, 10**12)",
+        "import os\nos.pwrite(1, b'x', 10**12)",
     ],
 )
 def test_output_is_limited(program: str) -> None:
@@ -262,17 +274,6 @@ print(len(found))
         assert run_confined(program, CONFIG).stdout == "1\n", "where its result goes, and nothing else"
 
 
-@needs_kernel
-def test_capabilities_are_gone_also_for_root() -> None:
-    program = """
-import ctypes, struct
-data = ctypes.create_string_buffer(24)
-ctypes.CDLL(None).capget(struct.pack("Ii", 0x20080522, 0), data)
-print(struct.unpack("6I", data.raw))
-"""
-    assert run_confined(program, CONFIG).stdout == "(0, 0, 0, 0, 0, 0)\n"
-
-
 def test_a_program_that_tampers_with_the_result_harms_only_itself() -> None:
     program = """
 import os
@@ -302,9 +303,13 @@ os._exit(0)
     assert (outcome.ending, set(outcome.layers)) == (Ending.finished, STRONG)
 
 
-def test_a_machine_where_nothing_can_be_run_is_named() -> None:
-    with pytest.raises(ConfinementError, match=r"(?s)no program can be run here .*MemoryError"):
-        run_confined("", CodeConfig(memory_mib=1))
+def test_a_machine_where_nothing_can_be_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = (sys.executable, "-c", "raise MemoryError('before it was confined')")
+    monkeypatch.setattr(confinement, "_interpreter", lambda: ending)
+    with pytest.raises(ConfinementError, match=r"(?s)no program can be run here .*MemoryError: before it was confined"):
+        run_confined("", CONFIG)
+    with pytest.raises(ConfinementError, match=r"(?s)no program can be run here .*MemoryError: before it was confined"):
+        run_judged("", "", (), CONFIG)
 
 
 @pytest.mark.parametrize("layers", [["landlock"], ["seccomp"], ["namespaces"], []])
@@ -331,8 +336,12 @@ def test_without_the_kernel_python_code_is_still_refused(layers: list[str], tmp_
     assert not target.exists()
 
 
+def fields(status: Path) -> dict[str, str]:
+    return dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+
+
 @needs_kernel
-def test_the_process_dies_with_the_one_that_grades(tmp_path: Path) -> None:
+def test_the_process_has_no_rights_and_dies_with_the_one_that_grades(tmp_path: Path) -> None:
     """A grader killed in the middle leaves no program running, although nobody waits for it any more."""
     pid = os.fork()
     if pid == 0:
@@ -341,8 +350,12 @@ def test_the_process_dies_with_the_one_that_grades(tmp_path: Path) -> None:
     try:
         while not (children := psutil.Process(pid).children()):
             time.sleep(0.01)
-        while "Seccomp:\t2" not in Path(f"/proc/{children[0].pid}/status").read_text():  # the last layer is on
-            time.sleep(0.01)
+        status = Path(f"/proc/{children[0].pid}/status")
+        while int(fields(status)["Seccomp_filters"]) <= int(fields(Path("/proc/self/status"))["Seccomp_filters"]):
+            time.sleep(0.01)  # until the last layer is on
+        said = fields(status)
+        assert {said[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"0" * 16}, "also for root"
+        assert said["NoNewPrivs"] == "1"
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)

@@ -324,6 +324,39 @@ def test_weak_confinement_that_is_allowed_is_said_once(
     assert caplog.messages == ["Programs are not fully confined on this machine. Landlock is missing."]
 
 
+def test_rows_that_test_nothing_are_named_and_rows_judged_inside_are_asked_for() -> None:
+    """All at once, before anything is graded."""
+    good = ["assert f(1) == 2", "def test_f():\n    assert f(1) == 2"]
+    inside = ["class Node: pass\nassert f(Node()) == 1"]
+    nothing = ["def check(c):\n    assert c(1)"]
+    rows = [("a.parquet:0", "mbpp", good), ("a.parquet:1", "gsm8k", "18"), ("a.parquet:2", "mbpp", inside)]
+    with Scorer(RewardConfig(num_workers=1)) as scorer:
+        assert scorer.check_code_rows(rows[:2]) == [
+            "mbpp: 1 rows are judged outside of the program's process, 0 inside, where a program could forge its "
+            "verdict"
+        ]
+        assert scorer.check_code_rows([("a.parquet:1", "gsm8k", "18")]) == []
+        with pytest.raises(ConfigError) as refused:
+            scorer.check_code_rows([*rows, ("a.parquet:3", "mbpp", nothing), ("a.parquet:4", "code", "{}")])
+    text = str(refused.value)
+    assert "a.parquet:3" in text
+    assert "only defines check and checks nothing. Call it on the program's function" in text
+    assert "a.parquet:4" in text
+    assert "1 rows have tests that run in the program's own process" in text
+    assert "a.parquet:2: it defines class Node" in text
+    assert "reward.code.allow_inside_judging=true" in text
+    with Scorer(RewardConfig(num_workers=1, code=CodeConfig(allow_inside_judging=True))) as scorer:
+        (line,) = scorer.check_code_rows(rows)
+    assert line.startswith("mbpp: 1 rows are judged outside of the program's process, 1 inside")
+
+
+def test_of_many_bad_rows_some_are_named() -> None:
+    rows = [(f"a.parquet:{number}", "code", ["x = 1"]) for number in range(100)]
+    with Scorer(RewardConfig(num_workers=1)) as scorer, pytest.raises(ConfigError, match="90 more rows") as refused:
+        scorer.check_code_rows(rows)
+    assert len(refused.value.violations) == 11
+
+
 SECRETIVE = """
 import os
 KEYS = ("JUDGE_API_KEY", "OTHER_API_KEY", "PGPASSWORD", "HTTPS_PROXY", "PLAIN")

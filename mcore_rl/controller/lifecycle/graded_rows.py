@@ -18,15 +18,18 @@ def check_graded_rows(
     rows: Iterable[PromptRow] | Iterable[ResponseRow],
     *,
     refuse: bool = True,
-) -> None:
+) -> list[str]:
     """Without a function of the user's, every ground truth is read; with one, it is called once, for the first row.
 
-    Raises DataError (with ``refuse``) or ConfigError, and warns: ``check_ground_truths`` and ``Scorer.try_custom``.
+    Returns lines for the user: for each data source of code, where its rows are judged.
+    Raises DataError (with ``refuse``) or ConfigError, and warns: see ``check_ground_truths``,
+    ``Scorer.check_code_rows`` and ``Scorer.try_custom``.
     """
     graded = (row for row in rows if not row.scored_by_model)
     if custom.path is None:
-        check_ground_truths(((row.id, row.data_source, row.ground_truth) for row in graded), refuse=refuse)
-        return
+        truths = [(row.id, row.data_source, row.ground_truth) for row in graded]
+        check_ground_truths(truths, refuse=refuse)
+        return scorer.check_code_rows(truths)
     first = next(graded, None)
     if first is not None:
         truth = str(first.ground_truth)
@@ -35,3 +38,4 @@ def check_graded_rows(
         scorer.try_custom(
             RewardRequest((first.id, 0), first.data_source, truth, first.ground_truth, extra, messages=messages)
         )
+    return []

@@ -78,15 +78,16 @@ async def run_evaluate(config: EvaluateConfig) -> int:
     refuse_if_any([*evaluate_violations(config), *_place_violations(config)])
     rows = ResponseSet.load(config.path, config.prompt_key, config.response_key)
     refuse_if_any(_row_violations(config, rows))
+    console = Console()
     async with AsyncExitStack() as stack:
         scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
         scorer.check_sources(s for s, by_model in zip(rows.data_sources, rows.by_model, strict=True) if not by_model)
-        check_graded_rows(scorer, config.custom_reward_function, rows, refuse=False)
+        for line in check_graded_rows(scorer, config.custom_reward_function, rows, refuse=False):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         reward_model = await _reward_model(config, stack)
         work = stack.enter_context(WorkProgress("grading", sum(rows.counts), "responses"))
         graded = await grade_all(scorer, rows, config.max_response_length or 0, lambda: work.advance(1), reward_model)
     reports = reports_of(graded, config.k, has_lengths=rows.has_lengths, has_finish=rows.has_finish)
-    console = Console()
     for source, report in reports.items():
         console.print(table_of(source, report))
         for line in _remarks(report):
