@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from mcore_rl.config.bounds import PositiveInt, Ranks
 from mcore_rl.errors import Violation, refuse_if_any
 
 AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")
@@ -21,13 +22,13 @@ class ParallelConfig:
     divide evenly, else optional.
     """
 
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    pipeline_layers: list[int] | None = None
+    tp: Ranks = 1
+    pp: Ranks = 1
+    vpp: Ranks = 1
+    cp: Ranks = 1
+    ep: Ranks = 1
+    etp: Ranks = 1
+    pipeline_layers: list[PositiveInt] | None = None
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
