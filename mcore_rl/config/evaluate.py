@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mcore_rl.config.bounds import InputFile, OutputFile, PositiveInt, Rule, check
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
@@ -39,13 +41,14 @@ class EvaluateConfig:
 
 
 def evaluate_violations(config: EvaluateConfig) -> list[Violation]:
-    """Every violation that can be seen without opening a file."""
+    """Every violation that can be seen without opening a file; whether ``out`` is there is among them."""
     rules: list[Rule[EvaluateConfig]] = [
         lambda config: reward_model_violations(config.reward_model),
         _judge_violations,
         _path_violations,
         _k_violations,
         _overlong_violations,
+        _out_violations,
     ]
     return check(config, rules)
 
@@ -75,3 +78,13 @@ def _overlong_violations(config: EvaluateConfig) -> list[Violation]:
     problem = "how long a response is too long follows from max_response_length, which is not set"
     remedy = "Write max_response_length=TOKENS, as it was when they were generated, or enable=false"
     return [Violation("reward.overlong.enable", True, problem, remedy)]
+
+
+def _out_violations(config: EvaluateConfig) -> Iterator[Violation]:
+    if config.out is None:
+        return
+    out = Path(config.out).expanduser().resolve()
+    if out == Path(config.path).expanduser().resolve():
+        yield Violation("out", config.out, "is the file with the responses", "Write another name")
+    elif out.is_file() and not config.overwrite:
+        yield Violation("out", config.out, "exists", "Write another name, or overwrite=true")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.bounds import InputFile, OutputFile, PositiveInt, Rule, Seed, check
@@ -64,13 +65,14 @@ class GenerateConfig:
 
 
 def generate_violations(config: GenerateConfig) -> list[Violation]:
-    """Every violation that can be seen without opening a file."""
+    """Every violation that can be seen without opening a file; whether ``out`` is there is among them."""
     rules: list[Rule[GenerateConfig]] = [
         lambda config: rollout_config_violations(config.rollout),
         lambda config: routing_violations(config.rollout),
         _length_violations,
         _validation_violations,
         _missing,
+        _out_violations,
     ]
     return check(config, rules)
 
@@ -97,3 +99,11 @@ def _missing(config: GenerateConfig) -> Iterator[Violation]:
         yield Violation("data.files", "[]", "there are no prompts", "Write data.files=[FILE]")
     if not config.out:
         yield Violation("out", "", "is not set", "Write out=FILE.parquet")
+
+
+def _out_violations(config: GenerateConfig) -> Iterator[Violation]:
+    out = Path(config.out).expanduser().resolve()
+    if config.out and out in [Path(file).expanduser().resolve() for file in config.data.files]:
+        yield Violation("out", config.out, "is one of data.files", "Write another name")
+    elif config.out and out.is_file() and not config.overwrite:
+        yield Violation("out", config.out, "exists", "Write another name, or overwrite=true")

@@ -45,7 +45,7 @@ def test_measured_rates_are_taken_and_written_ones_stay(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_missing_foreign_or_empty(tmp_path: Path) -> None:
-    assert "cannot be read: No such file or directory" in refusal(str(tmp_path / "absent.json"))
+    assert "there is no such file" in refusal(str(tmp_path / "absent.json"))
     (tmp_path / "text").write_text("PASS: 10 PASS")
     assert "is no JSON" in refusal(str(tmp_path / "text"))
     (tmp_path / "plan.json").write_text('{"title": "a plan"}')
