@@ -146,11 +146,12 @@ def settings(schema: type[Any], prefix: str = "") -> tuple[Setting, ...]:
             leaves += settings(hint, f"{key}.")  # type: ignore[arg-type]  # a class
             continue
         default = each.default_factory() if each.default_factory is not MISSING else each.default
-        leaves.append(_setting(key, hint, default))
+        leaves.append(setting_of(key, hint, default))
     return tuple(leaves)
 
 
-def _setting(key: str, hint: Any, default: Any) -> Setting:
+def setting_of(key: str, hint: Any, default: Any) -> Setting:
+    """The setting of a field with the type ``hint``."""
     marks, listed, optional = list[Any](), False, False
     while True:
         origin = get_origin(hint)
@@ -170,7 +171,7 @@ def bound_violations(config: Any, prefix: str = "") -> list[Violation]:
     """Every setting of ``config`` that by itself is out of bounds.  prefix: of the keys, with its dot."""
     violations = list[Violation]()
     for each, key, value in _values(config, prefix):
-        if problem := _problem(each, value):
+        if problem := value_problem(each, value):
             violations.append(Violation(key, value, *problem))
     return violations
 
@@ -180,7 +181,7 @@ def file_violations(config: Any, prefix: str = "") -> list[Violation]:
     violations = list[Violation]()
     for each, key, value in _values(config, prefix):
         place = each.mark(Place)
-        if place is None or not value or _problem(each, value):
+        if place is None or not value or value_problem(each, value):
             continue
         if problem := (output_problem if place.written else input_problem)(value, place.kind):
             violations.append(Violation(key, value, *problem))
@@ -202,7 +203,7 @@ def _values(config: Any, prefix: str) -> Iterator[tuple[Setting, str, Any]]:
             yield each, key, value
 
 
-def _problem(each: Setting, value: Any) -> tuple[str, str] | None:
+def value_problem(each: Setting, value: Any) -> tuple[str, str] | None:
     """(what is wrong, what to write instead)."""
     if each.range is not None:
         if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from mcore_rl.config.bounds import PositiveInt, Ranks
-from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
@@ -51,12 +52,23 @@ def parse_sizes(text: str, axes: Sequence[str], key: str) -> dict[str, int]:
             violations.append(Violation(key, part, "no such axis", f"Write some of {', '.join(axes)}"))
         elif axis in sizes:
             violations.append(Violation(key, part, f"{axis} is given twice", "Write it once"))
-        elif not size.isdecimal() or int(size) < 1:
-            violations.append(Violation(key, part, "a size is a positive integer", f"Write {axis}=1 or more"))
+        elif not re.fullmatch("0*[1-9][0-9]{0,5}", size):
+            violations.append(
+                Violation(key, part, "a size is a positive integer, of six digits at most", f"Write {axis}=1 or more")
+            )
         else:
             sizes[axis] = int(size)
     refuse_if_any(violations)
     return sizes
+
+
+def parse_layers(text: str) -> list[int]:
+    """``"16,15,15,15"`` to the layers of each chunk.  Raises ConfigError if a part is no positive integer."""
+    counts = [piece.strip() for piece in text.split(",")]
+    if all(re.fullmatch("0*[1-9][0-9]{0,5}", count) for count in counts):
+        return [int(count) for count in counts]
+    problem, remedy = "is no list of numbers of layers", "Write one for each chunk, as 16,15,15,15"
+    raise ConfigError([Violation("pipeline-layers", text, problem, remedy)])
 
 
 def parse_layout(text: str) -> ParallelConfig:

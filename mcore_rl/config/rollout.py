@@ -32,6 +32,7 @@ CPU_BATCHED_TOKENS = 4096  # per engine step, the default on CPU
 UPDATE_BUCKET_BYTES = 256 << 20  # of a weight update, half of it in flight; a process holds two at most
 VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of it (vocab_parallel_embedding.py, 0.32)
 
+TopK = Annotated[int, Range("[-1, inf)", "Write -1 to keep all, or 1 or more")]
 MemoryShare = Annotated[float, Range("(0, 1]", "Write 0.5 beside a trainer on the same device, 0.9 alone")]
 
 
@@ -102,7 +103,7 @@ class ValidationConfig:
     n: PositiveInt = 1
     temperature: NonNegativeFloat = 0.0
     top_p: PositiveShare = 1.0
-    top_k: Annotated[int, Range("[-1, inf)", "Write -1 to keep all, or 1 or more")] = -1
+    top_k: TopK = -1
 
 
 @dataclass(kw_only=True)
@@ -165,7 +166,7 @@ class RolloutConfig(ServingConfig):
     n: PositiveInt = 1
     temperature: NonNegativeFloat = 1.0
     top_p: PositiveShare = 1.0
-    top_k: Annotated[int, Range("[-1, inf)", "Write -1 to keep all, or 1 or more")] = -1
+    top_k: TopK = -1
     stop: list[Lines] = field(default_factory=list)
     stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
     ignore_eos: bool = False
@@ -228,14 +229,15 @@ def _greedy_violations(rollout: RolloutConfig) -> list[Violation]:
 
 
 def _rollout_draw_violations(rollout: RolloutConfig) -> Iterator[Violation]:
-    return _draw_violations(rollout, "rollout")
+    return draw_violations(rollout, "rollout")
 
 
 def _validation_draw_violations(rollout: RolloutConfig) -> Iterator[Violation]:
-    return _draw_violations(rollout.val_kwargs, "rollout.val_kwargs")
+    return draw_violations(rollout.val_kwargs, "rollout.val_kwargs")
 
 
-def _draw_violations(draw: RolloutConfig | ValidationConfig, key: str) -> Iterator[Violation]:
+def draw_violations(draw: RolloutConfig | ValidationConfig, key: str) -> Iterator[Violation]:
+    """What vLLM would draw in another way than it was asked to.  key: the prefix of the keys."""
     if 0 < draw.temperature < MIN_TEMPERATURE:
         problem = f"vLLM draws as if it were {MIN_TEMPERATURE:g}"
         yield Violation(f"{key}.temperature", draw.temperature, problem, "Write 0 for greedy, or more")

@@ -1,7 +1,7 @@
 """Finished pieces of a long work, beside the file that they are for, so that the work goes on after a kill.
 
-A journal is ``.NAME.partial``: a line that says what work it is of, then one JSON object a line.  A line that a kill cut
-short is dropped.  Invariant: the pieces that are read are those that were appended for the same work.
+A journal is ``.NAME.partial``: a line that says what work it is of, then one JSON object a line.  A line that a kill
+cut short is dropped.  Invariant: the pieces that are read are those that were appended for the same work.
 """
 
 from __future__ import annotations
