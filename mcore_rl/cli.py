@@ -10,16 +10,16 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from mcore_rl.config.algorithm_registry import algorithms
-from mcore_rl.config.bounds import bound_violations, file_violations
+from mcore_rl.config.bounds import InputDirectory, bound_violations, file_violations
 from mcore_rl.config.compose import as_yaml, compose
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.generate import GenerateConfig, generate_violations
+from mcore_rl.config.options import check_options, typed
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.doctor import arguments as doctor
@@ -121,7 +121,9 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         sub.add_argument("overrides", nargs="*", metavar="key=value", help="see below; --cfg shows all keys")
-        sub.add_argument("--config-dir", type=Path, help="of yaml files of your own, found before ours")
+        sub.add_argument(
+            "--config-dir", type=typed(InputDirectory), help="of yaml files of your own, found before ours"
+        )
         sub.add_argument("--config-name", help=f"the yaml file to begin with (default: {name})")
         sub.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -143,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen.overrides += more
     errors = Console(stderr=True)
     try:
+        check_options(chosen)
         if chosen.program == DOCTOR:
             return _doctor(chosen)
         program = PROGRAMS[chosen.program]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
 
-from mcore_rl.config.bounds import NonNegativeFloat, PositiveFloat, PositiveInt, Rule, Share, check
+from mcore_rl.config.bounds import NonNegativeFloat, PositiveFloat, PositiveInt, Range, Rule, Share, check
 from mcore_rl.errors import Violation
 
 
@@ -119,8 +120,8 @@ class RolloutCorrectionConfig:
 
     level: CorrectionLevel = CorrectionLevel.none
     mode: CorrectionMode = CorrectionMode.truncate
-    upper: float = 2.0
-    lower: float = 0.5
+    upper: Annotated[float, Range("[1, inf)")] = 2.0
+    lower: Share = 0.5
     batch_normalize: bool = False
     reject: Rejection = Rejection.none
     reject_upper: PositiveFloat | None = None
@@ -225,15 +226,10 @@ def _penalty_violations(kind: KlPenalty) -> list[Violation]:
 
 
 def _correction_violations(correction: RolloutCorrectionConfig, key: str) -> list[Violation]:
-    violations = []
-    if not 0 <= correction.lower <= 1 <= correction.upper:
-        problem = f"with upper={correction.upper} does not enclose a ratio of 1"
-        violations.append(Violation(f"{key}.lower", correction.lower, problem, "Write lower <= 1 <= upper"))
-    weighs = correction.level is not CorrectionLevel.none
-    if correction.bypass_mode and weighs:
-        problem = f"with level={correction.level.value} corrects twice: the loss's ratio is that to the sampler already"
-        violations.append(Violation(f"{key}.bypass_mode", True, problem, "Write level=none, or bypass_mode=false"))
-    return violations
+    if not correction.bypass_mode or correction.level is CorrectionLevel.none:
+        return []
+    problem = f"with level={correction.level.value} corrects twice: the loss's ratio is that to the sampler already"
+    return [Violation(f"{key}.bypass_mode", True, problem, "Write level=none, or bypass_mode=false")]
 
 
 def _rejection_violations(correction: RolloutCorrectionConfig, key: str) -> list[Violation]:

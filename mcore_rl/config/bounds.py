@@ -260,7 +260,8 @@ def check(
     for rule in rules:
         try:
             for each in rule(sound):
-                violations.append(each)
+                if not isinstance(each.value, Unsound):
+                    violations.append(each)
         except UnsoundReadError:
             continue
     return violations

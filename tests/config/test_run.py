@@ -169,7 +169,7 @@ def test_what_one_key_says_holds_for_all_that_follow_it() -> None:
         (
             "algorithm.rollout_correction.level=token algorithm.rollout_correction.mode=mask "
             "algorithm.rollout_correction.lower=1.5",
-            "algorithm.rollout_correction.lower=1.5: with upper=2.0 does not",
+            "algorithm.rollout_correction.lower=1.5: must lie in [0, 1]",
         ),
         ("trainer.critic_warmup=3", "trainer.critic_warmup=3: the actor alone is trained"),
         ("algorithm=ppo algorithm.gamma=1.1", "algorithm.gamma=1.1: must lie in [0, 1]"),

@@ -84,7 +84,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--layout", "xp=2"], "no such axis"),
         (["--rollout", "tp=2,dp=2"], "rollout.dp=2"),
         (["--rollout", "tp=3"], "rollout.tp=3"),
-        (["--temperature", "0"], "--temperature=0.0"),
+        (["--temperature", "0"], "--temperature=0: must be positive"),
         (["--max-tokens", "4096"], "max_response_length=4096"),
         (["--samples", "0"], "samples=0"),
         (["--hf", "nowhere", "--seed", "-1"], "--hf=nowhere: there is no such directory"),

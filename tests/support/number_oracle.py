@@ -1,8 +1,7 @@
 """For every numeric key of every command: values that must be refused, and values that must be accepted.
 
 Written by hand from what the keys mean, and not from the bounds beside the fields: a bound that is missing or wrong
-there shows here.  ``ROLE`` stands for each role with a group.  Beside these, every number refuses ``NEVER``, and
-every key that may not be null refuses null.
+there shows here.  Beside these, every number refuses what ``never`` gives.  Values are as on a command line.
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ ROLE = {
     "microbatch_tokens": COUNT,
     "moe.aux_loss_coeff": COEFFICIENT,
     "moe.z_loss_coeff": COEFFICIENT,
-    "optim.betas": (("[0.9]", "[0.9,1]", "[-0.1,0.9]", "[0.9,0.9,0.9]", "[nan,0.9]", "[0.9,inf]", "[]"), ("[0.9,0.95]",)),
+    "optim.betas": (
+        ("[0.9]", "[0.9,1]", "[-0.1,0.9]", "[0.9,0.9,0.9]", "[nan,0.9]", "[0.9,inf]", "[]", "0.9"),
+        ("[0.9,0.95]",),
+    ),
     "optim.clip_grad": COEFFICIENT,
     "optim.eps": (("0", "-1e-8"), ("1e-8", "1e-5")),
     "optim.lr": (("-1", "-1e-9", "1e6"), ("0", "1e-6", "1e-3", "0.1")),
@@ -43,7 +45,7 @@ ROLE = {
     "parallel.cp": RANKS,
     "parallel.ep": RANKS,
     "parallel.etp": RANKS,
-    "parallel.pipeline_layers": (("[0]", "[-1,5]", "[1.5]", "[99999999999]", "3"), ("[1,3]", "[16,15,15,15]")),
+    "parallel.pipeline_layers": (("[0]", "[-1,5]", "[1.5]", "[99999999999]"), ("[1,3]", "[16,15,15,15]")),
     "parallel.pp": RANKS,
     "parallel.tp": RANKS,
     "parallel.vpp": RANKS,
@@ -76,7 +78,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "actor.tau_pos": POSITIVE,
     "algorithm.filter_groups.max_num_gen_batches": COUNT,
     "algorithm.gamma": SHARE,
-    "algorithm.gdpo_reward_weights": (("[nan]", "[inf]", "1"), ("[1,0.5]",)),
+    "algorithm.gdpo_reward_weights": (("[nan]", "[inf]"), ("[1,0.5]", "1")),
     "algorithm.kl_ctrl.horizon": COUNT,
     "algorithm.kl_ctrl.kl_coef": COEFFICIENT,
     "algorithm.kl_ctrl.target_kl": COEFFICIENT,
@@ -96,7 +98,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "data.train_max_samples": COUNT,
     "data.val_batch_size": COUNT,
     "data.val_max_samples": COUNT,
-    "k": (("[0]", "[-1]", "[1.5]", "[2,2]", "3", "[99999999999]"), ("[1]", "[1,8]", "[]")),
+    "k": (("[0]", "[-1]", "[1.5]", "[2,2]", "[99999999999]"), ("[1]", "[1,8]", "[]", "3")),
     "max_response_length": COUNT,
     "ray_init.num_cpus": COUNT,
     "recipe.published.score": (("-1", "101"), ("0", "43.5", "100")),
@@ -120,7 +122,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "rollout.max_response_length": COUNT,
     "rollout.n": COUNT,
     "rollout.seed": SEED,
-    "rollout.stop_token_ids": (("[-1]", "[1.5]", "3", "[99999999999]"), ("[0,2]", "[]")),
+    "rollout.stop_token_ids": (("[-1]", "[1.5]", "[99999999999]"), ("[0,2]", "[]", "3")),
     "rollout.temperature": TEMPERATURE,
     "rollout.top_k": TOP_K,
     "rollout.top_p": PART,
@@ -143,7 +145,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainer.max_to_keep": COUNT,
     "trainer.n_gpus_per_node": RANKS,
     "trainer.nnodes": RANKS,
-    "trainer.profile_steps": (("[0]", "[-1]", "2", "[1.5]"), ("[2]", "[1,3]", "[]")),
+    "trainer.profile_steps": (("[0]", "[-1]", "[1.5]"), ("[2]", "[1,3]", "[]", "2")),
     "trainer.save_freq": COUNT_OR_NONE,
     "trainer.test_freq": COUNT_OR_NONE,
     "trainer.timeout_s": SECONDS,
