@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--source", required=True, metavar="DIR|FILE|ID", help=source)
     generated = commands.add_parser("arithmetic", parents=[shared], help="generated word problems; splits: train, val")
     levels = "1: one sum, 2: two sums, 3: a product and a sum, 4: a product and three sums (default 1)"
-    generated.add_argument("--difficulty", type=int, default=1, choices=list(LEVELS), help=levels)
+    generated.add_argument("--difficulty", type=typed(PositiveInt), default=1, choices=list(LEVELS), help=levels)
     generated.add_argument(
         "--train", type=typed(PositiveInt), default=4000, help="training problems (default %(default)s)"
     )
