@@ -32,7 +32,8 @@ class Violation:
     def __str__(self) -> str:
         value = str(self.value)
         shown = value if len(value) <= MAX_VALUE_SHOWN else f"{value[:MAX_VALUE_SHOWN]}..."
-        return f"{self.key}={shown}: {self.problem}. {self.remedy}"
+        text = f"{self.key}={shown}: {self.problem}. {self.remedy}"
+        return text.encode(errors="backslashreplace").decode()  # bytes of a command line that are no UTF-8
 
 
 class ConfigError(McoreRLError):

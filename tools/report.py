@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         if len(asked.run_dir) > 1:
             print(write_comparison(asked.run_dir, asked.out))
     except (McoreRLError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

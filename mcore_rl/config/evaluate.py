@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from mcore_rl.config.bounds import InputFile, OutputFile, PositiveInt, Rule, check
+from mcore_rl.config.files import place_of
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.trainer import RayInitConfig
@@ -83,8 +84,7 @@ def _overlong_violations(config: EvaluateConfig) -> list[Violation]:
 def _out_violations(config: EvaluateConfig) -> Iterator[Violation]:
     if config.out is None:
         return
-    out = Path(config.out).expanduser().resolve()
-    if out == Path(config.path).expanduser().resolve():
+    if place_of(config.out) == place_of(config.path):
         yield Violation("out", config.out, "is the file with the responses", "Write another name")
-    elif out.is_file() and not config.overwrite:
+    elif os.path.isfile(place_of(config.out)) and not config.overwrite:
         yield Violation("out", config.out, "exists", "Write another name, or overwrite=true")

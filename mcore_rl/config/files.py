@@ -60,6 +60,11 @@ def output_problem(path: str | Path, kind: str = "file") -> Problem | None:
     return None
 
 
+def place_of(path: str | Path) -> str:
+    """The place that ``path`` means, to compare with others; unlike ``Path.resolve``, for links in a circle too."""
+    return os.path.realpath(os.path.expanduser(path))
+
+
 def _kind_problem(mode: int, kind: str) -> str | None:
     fits = stat.S_ISDIR(mode) if kind == "directory" else stat.S_ISREG(mode)
     return None if fits else f"is {KINDS.get(stat.S_IFMT(mode), 'something else')}, and no {kind}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.bounds import InputFile, OutputFile, PositiveInt, Rule, Seed, check
 from mcore_rl.config.data import DataConfig, Truncation
+from mcore_rl.config.files import place_of
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.trainer import ModelPathConfig, RayInitConfig
 from mcore_rl.errors import Violation
@@ -102,8 +103,8 @@ def _missing(config: GenerateConfig) -> Iterator[Violation]:
 
 
 def _out_violations(config: GenerateConfig) -> Iterator[Violation]:
-    out = Path(config.out).expanduser().resolve()
-    if config.out and out in [Path(file).expanduser().resolve() for file in config.data.files]:
+    out = place_of(config.out)
+    if config.out and out in map(place_of, config.data.files):
         yield Violation("out", config.out, "is one of data.files", "Write another name")
-    elif config.out and out.is_file() and not config.overwrite:
+    elif config.out and os.path.isfile(out) and not config.overwrite:
         yield Violation("out", config.out, "exists", "Write another name, or overwrite=true")

@@ -11,7 +11,7 @@ import yaml
 from mcore_rl.config.files import input_problem
 from mcore_rl.errors import ConfigError, Violation
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 128 << 10  # the parser takes seconds for more
 MAX_VALUES = 100_000  # with every alias written out
 MAX_DEPTH = 32
 
