@@ -96,9 +96,9 @@ def test_only_files_are_read_as_files(program: str, key: str, directory: bool, f
     wrong = ["pipe", "dangling", "loop", "none", *(["file", "trap"] if directory else ["model"])]
     places = [str(files / each) for each in wrong] + ["/dev/zero", "/dev/null", str(files / ("x" * 300)), "~nobody_x/a"]
     made, (*groups, name) = cli.PROGRAMS[program], key.split(".")
+    config = composed(made.schema, program, [f"{name}={value}" for name, value in base(program, files).items()])
+    group = reduce(getattr, groups, config)
     for place in places:
-        config = composed(made.schema, program, [f"{name}={value}" for name, value in base(program, files).items()])
-        group = reduce(getattr, groups, config)
         setattr(group, name, [place] if isinstance(getattr(group, name), list) else place)
         found = [*made.check(config), *file_violations(config)]
         assert [each.key.partition("[")[0] for each in found] == [key], (place, found)

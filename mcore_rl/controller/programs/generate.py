@@ -125,7 +125,7 @@ async def draw(
     by_row: list[dict[int, Generated]] = [{} for _ in rows]
     segments = [prompt_segment(row) for row in rows]
     for entry in kept.entries:
-        by_row[places[entry["prompt"]]][entry["index"]] = Generated(**entry["response"])
+        by_row[places[entry["prompt"]]][entry["index"]] = _generated(entry["response"])
         report(0)
     asked = requests_of([Prompt(id=row.id, tokens=row.tokens) for row in rows], n)
     requests = [each for each in asked if each.index not in by_row[places[each.prompt.id]]]
@@ -136,6 +136,11 @@ async def draw(
         kept.append({"prompt": sample.prompt_id, "index": sample.index, "response": asdict(made)})
         report(made.num_tokens)
     return [[group[index] for index in range(n)] for group in by_row]
+
+
+def _generated(values: dict[str, Any]) -> Generated:
+    """A response as the journal has it."""
+    return Generated(**values | {"turns": tuple(values["turns"])})
 
 
 def generated(episode: Episode) -> Generated:
