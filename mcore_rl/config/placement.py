@@ -1,4 +1,4 @@
-"""Checks whether rollout engines fit on the trainer's accelerators, for the runtime and for the planner."""
+"""Checks whether rollout engines fit on the accelerators of a cluster's nodes, for the runtime and for the planner."""
 
 from __future__ import annotations
 
@@ -7,20 +7,44 @@ from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation
 
 
-def engine_place_violations(trainer: TrainerConfig, layout: RolloutLayout, key: str = "rollout") -> list[Violation]:
-    """Why engines of ``layout`` cannot be placed on the devices of ``trainer``; an engine must fit on one node.
+def engine_place_violations(
+    trainer: TrainerConfig, layout: RolloutLayout, key: str = "rollout", *, per_node: int | None = None
+) -> list[Violation]:
+    """Why engines of ``layout`` cannot be placed.
 
-    key: the configuration group of the engines' sizes, for the messages.
+    An engine is on a part of one node, or on whole nodes; so is each of its replicas, if it has several.
+
+    Args:
+        trainer: with ``colocated`` the engines are on its devices, with ``separate`` on others.
+        key: the configuration group of the engines' sizes, for the messages.
+        per_node: accelerators of the nodes of ``separate`` engines; None: not known, and not checked.
     """
-    each, per_node = layout.tp * layout.engine_dp, trainer.n_gpus_per_node
-    if trainer.placement is Placement.separate:
-        return []
+    colocated = trainer.placement is Placement.colocated
     violations = []
-    if layout.world_size > trainer.world_size:
+    if colocated and layout.world_size > trainer.world_size:
         problem = f"with {key}.tp={layout.tp} needs {layout.world_size} devices of the trainer's {trainer.world_size}"
         remedy = f"Write {key}.dp={max(1, trainer.world_size // layout.tp)}, or trainer.placement=separate"
-        violations.append(Violation(f"{key}.dp", layout.dp, problem, remedy))
-    if per_node % each:
-        problem = f"an engine of {each} devices does not divide trainer.n_gpus_per_node={per_node}"
-        violations.append(Violation(f"{key}.tp", layout.tp, problem, f"Write a divisor of {per_node}"))
+        wide = Violation(f"{key}.dp", layout.dp, problem, remedy)
+        if layout.tp > trainer.world_size:
+            problem = f"an engine needs {layout.engine_size} devices of the trainer's {trainer.world_size}"
+            remedy = f"Write {key}.tp={trainer.world_size} or less, more trainer.nnodes, or trainer.placement=separate"
+            wide = Violation(f"{key}.tp", layout.tp, problem, remedy)
+        violations.append(wide)
+    size = trainer.n_gpus_per_node if colocated else per_node
+    if size and not (_fits(layout.tp, size) and _fits(layout.engine_size, size)):
+        nodes = f"trainer.n_gpus_per_node={size}" if colocated else f"the {size} accelerators of a node"
+        problem = f"an engine of {layout.engine_size} devices neither divides {nodes} nor takes whole nodes"
+        violations.append(Violation(f"{key}.tp", layout.tp, problem, f"Write a divisor or a multiple of {size}"))
     return violations
+
+
+def engine_nodes(layout: RolloutLayout, per_node: int) -> int:
+    """The nodes that an engine of ``layout`` is on, each with an equal share of its ranks.
+
+    per_node: accelerators of a node; the engine fits, see ``engine_place_violations``.
+    """
+    return max(1, layout.engine_size // per_node)
+
+
+def _fits(devices: int, per_node: int) -> bool:
+    return per_node % devices == 0 or devices % per_node == 0

@@ -68,6 +68,16 @@ class RolloutLayout:
         return self.dp if self.experts_span_replicas else 1
 
     @property
+    def engine_size(self) -> int:
+        """The ranks of one engine: tp * engine_dp."""
+        return self.tp * self.engine_dp
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines there are: dp, or 1 if replicas share experts."""
+        return self.dp // self.engine_dp
+
+    @property
     def experts_span_replicas(self) -> bool:
         """Whether the experts of a layer are spread over several replicas."""
         return self.ep > self.tp

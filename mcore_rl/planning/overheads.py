@@ -51,6 +51,7 @@ MEMORY_EFFICIENCY = 0.6
 LINK_EFFICIENCY = 0.7
 # No collective is hidden behind computation: not the tensor-parallel ones (overlap is off), nor those of gradients.
 LAYER_LATENCY_S = 8e-6  # of a small all-reduce inside a node; decode has two per layer and token
+NODES_LATENCY_S = 3e-5  # of one over several nodes; assumed, and not measured here
 STEP_LATENCY_S = 4e-3  # scheduler and sampler of vLLM, between two decode steps
 HOST_LINK_GB_S = 25.0  # PCIe 5 x16 with pinned memory: 50 by the data sheet, half of it in practice
 # Weight updates go in rounds, and the slowest rank decides how long one takes: by how much it exceeds the mean, as

@@ -15,7 +15,7 @@ from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig, model_violations
 from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.config.placement import engine_place_violations
+from mcore_rl.config.placement import engine_nodes, engine_place_violations
 from mcore_rl.config.role import Role
 from mcore_rl.config.rollout import CPU_KV_CACHE_BYTES, rollout_violations
 from mcore_rl.config.run import RunConfig
@@ -29,7 +29,7 @@ from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SH
 from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.states import StateBytes
-from mcore_rl.planning.timing import Rates, generate_s, move_s, score_s, update_s, weights_s
+from mcore_rl.planning.timing import Rates, generation_s, move_s, score_s, update_s, weights_s
 from mcore_rl.planning.training import RolePlan, Work
 
 __all__ = ["Peak", "Phase", "Place", "Plan", "Row", "plan"]
@@ -74,12 +74,17 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         num_nodes=run.trainer.nnodes,
         colocated=colocated,
         engines_per_node=-(-engines // run.trainer.nnodes) if colocated else min(per_node, engines),
-        ranks_per_engine=run.rollout.layout.tp * run.rollout.layout.engine_dp,
+        ranks_per_engine=run.rollout.layout.engine_size,
         saves=run.trainer.save_freq > 0 and run.trainer.async_save,
         reward_model=_reward_model_bytes(run, device_bytes),
     )
     run_peaks = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
-    seconds, tokens = _seconds(run, roles, room, cluster, per_node)
+    seconds, tokens, between = _seconds(run, roles, room, cluster, per_node)
+    notes = _notes(run.actor, run.data.max_prompt_length + run.data.max_response_length, "actor")
+    if between:
+        size, nodes = run.rollout.layout.engine_size, engine_nodes(run.rollout.layout, per_node)
+        spent = f"of the {seconds['generate']:.0f} s to generate, {between:.0f} go into reductions between them"
+        notes += (f"an engine of {size} devices is on {nodes} nodes: {spent}",)
     num_gpus = world + (0 if colocated else engines)
     return Plan(
         title=run.recipe.title or run.trainer.experiment_name,
@@ -92,7 +97,7 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         violations=[*_too_large(run_peaks), *_no_cache(run, room, device_bytes)],
         concurrency=room.concurrency,
         tokens=tokens,
-        notes=_notes(run.actor, run.data.max_prompt_length + run.data.max_response_length, "actor"),
+        notes=notes,
     )
 
 
@@ -190,8 +195,8 @@ def rl_work(run: RunConfig, mini: int) -> Work:
 
 def _seconds(
     run: RunConfig, roles: Sequence[RolePlan], room: Serving, cluster: ClusterConfig, per_node: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """(seconds of a step by part, tokens of a step by kind)."""
+) -> tuple[dict[str, float], dict[str, float], float]:
+    """(seconds of a step by part, tokens of a step by kind, seconds that engines reduce between nodes)."""
     actor = roles[0]
     rates = Rates.of(cluster, per_node, run.actor.precision, run.trainer.device_peak_tflops)
     prompts, n, separate = run.data.train_batch_size, run.rollout.n, run.trainer.placement is Placement.separate
@@ -202,7 +207,8 @@ def _seconds(
     )
     sequences = prompts * n
     asked = replace(run.rollout, n=n + 1) if run.needs_greedy else run.rollout
-    by_part = {"generate": generate_s(actor.model, asked, room, rates, drawn, prompt, response)}
+    inside, between = generation_s(actor.model, asked, room, rates, drawn, prompt, response)
+    by_part = {"generate": inside + between}
     by_part["sync"] = weights_s(actor, room.weights, run.rollout.layout, rates, separate=separate)
     if not separate:
         away = 2 * sum(
@@ -230,7 +236,7 @@ def _seconds(
         copied, written = saved / run.trainer.world_size, saved / run.trainer.nnodes / (cluster.disk_gb_s * 1e9)
         by_part["save"] = (move_s(copied, rates) if run.trainer.async_save else written) / run.trainer.save_freq
     tokens = {"drawn": drawn * n * response, "trained": sequences * (prompt + response) * epochs}
-    return by_part, tokens
+    return by_part, tokens, between
 
 
 def _heaviest(role: RolePlan) -> StateBytes:
@@ -279,7 +285,7 @@ def _misfits(
         parallel = run.role_config(role).parallel
         violations += _layout_misfits(others.get(role.name, model), parallel, world, role.name)
     if cluster.gpus_per_node:
-        violations += engine_place_violations(run.trainer, run.rollout.layout)
+        violations += engine_place_violations(run.trainer, run.rollout.layout, per_node=cluster.gpus_per_node)
     return violations
 
 

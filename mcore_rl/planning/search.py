@@ -192,7 +192,9 @@ def _run_options(
             engines, rows, frozen, snapshots, model, run.trainer.world_size, work, site, room, refused
         )
     ]
-    theirs = sorted(_rollouts(run, model, cluster, refused), key=lambda each: each.seconds)
+    # An engine on several nodes waits for the network in every layer: only for a model that one node does not hold.
+    choices = (list(_rollouts(run, model, cluster, refused, spans=spans)) for spans in (False, True))
+    theirs = sorted(next(filter(None, choices), []), key=lambda each: each.seconds)
     considered = len(ours) + len(theirs) + sum(refused.values())
     fastest = sorted(ours, key=lambda each: each[0])[:PAIRED]
     return list(_pairs(run, cluster, fastest, theirs, refused)), considered
@@ -213,8 +215,13 @@ def _training_s(run: RunConfig, roles: Sequence[RolePlan], rates: Rates) -> floa
     return seconds
 
 
-def _rollouts(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, refused: Counter[str]) -> Iterator[_Rollout]:
-    """The rollout layouts whose cache has room for one sequence or more, with the seconds of generation."""
+def _rollouts(
+    run: RunConfig, model: ModelConfig, cluster: ClusterConfig, refused: Counter[str], *, spans: bool
+) -> Iterator[_Rollout]:
+    """The rollout layouts whose cache has room for one sequence or more, with the seconds of generation.
+
+    spans: only those whose engines are on several nodes; else only those whose engines are on one.
+    """
     per_node, device_bytes = run.trainer.n_gpus_per_node, int(cluster.gpu_memory_gib * GIB)
     separate = run.trainer.placement is Placement.separate
     world = run.rollout.layout.world_size if separate else run.trainer.world_size
@@ -224,16 +231,18 @@ def _rollouts(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, refuse
         MEAN_RESPONSE_SHARE * run.data.max_response_length,
     )
     prompts = run.data.gen_batch_size or run.data.train_batch_size
-    for tp in (size for size in divisors(world) if size <= per_node and per_node % size == 0):
+    for tp in divisors(world):
         dp = world // tp
         for ep in sorted({1, tp, world}):
             for share in (SEPARATE_SHARE,) if separate else SHARES:
                 config = replace(run.rollout, tp=tp, dp=dp, ep=ep, gpu_memory_utilization=share)
+                if engine_place_violations(run.trainer, config.layout, per_node=per_node):
+                    continue
+                if (config.layout.engine_size > per_node) != spans:
+                    refused["an engine would stand on several nodes"] += not spans
+                    continue
                 if rollout_violations(model, config.layout):
                     refused[f"vLLM cannot run the model with tp={tp}, ep={ep}"] += 1
-                    continue
-                if engine_place_violations(run.trainer, config.layout):
-                    refused["an engine would stand on several nodes"] += 1
                     continue
                 room = serving(model, config, device_bytes=device_bytes)
                 if room.concurrency < 1:

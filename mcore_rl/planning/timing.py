@@ -22,6 +22,7 @@ from mcore_rl.planning.overheads import (
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
+    NODES_LATENCY_S,
     ROUND_IMBALANCE,
     ROUND_S,
     STEP_LATENCY_S,
@@ -150,10 +151,18 @@ def generate_s(
     """Seconds to generate all responses: prefill at the rate of matrix products, then decode at the rate of memory.
 
     The cache and ``max_num_seqs`` limit how many sequences run together; decode takes at least as many steps as the
-    longest response has tokens.
+    longest response has tokens.  Of an engine on several nodes, the reductions between them are counted besides.
     """
+    return sum(generation_s(model, config, room, rates, num_prompts, mean_prompt, mean_response))
+
+
+def generation_s(
+    model: ModelConfig, config: RolloutConfig, room: Serving, rates: Rates, num_prompts: float, mean_prompt: float,
+    mean_response: float,
+) -> tuple[float, float]:  # fmt: skip
+    """The seconds of ``generate_s``: (without what goes between nodes, for what goes between nodes)."""
     layout, size = config.layout, BYTES[config.dtype]
-    num_engines = layout.world_size // (layout.tp * layout.engine_dp)
+    num_engines = layout.num_engines
     replicas = max(1, num_engines * layout.engine_dp)
     sequences = num_prompts * config.n / replicas
     held = (mean_prompt + mean_response / 2) * max(1, cache_bytes_per_token(model, config))
@@ -170,7 +179,23 @@ def generate_s(
         seconds += steps * 2 * model.num_layers * LAYER_LATENCY_S * (layout.tp > 1 or layout.ep > 1)
     prompts = num_prompts * (1 if config.enable_prefix_caching else config.n) / replicas
     prefill = forward_flops(model, [max(1, round(mean_prompt))]) * prompts / layout.tp
-    return seconds + prefill / compute_flops_rate(model, rates)
+    between = 0.0
+    if rates.accelerator and layout.engine_size > rates.per_node:  # after attention, and after the experts or the MLP
+        row = size * model.hidden_size
+        decoding = steps * nodes_reduction_s(row * active, layout.engine_size, rates)
+        between = decoding + nodes_reduction_s(row * mean_prompt * prompts, layout.engine_size, rates)
+        between *= 2 * model.num_layers
+    return seconds + prefill / compute_flops_rate(model, rates), between
+
+
+def nodes_reduction_s(num_bytes: float, size: int, rates: Rates) -> float:
+    """Seconds of an all-reduce of ``num_bytes`` over ``size`` neighbours on several nodes, whole nodes of them.
+
+    The library sends by all links of a node at once, in as many rings: twice the tensor over them together, and no
+    faster than inside a node.
+    """
+    links = min(rates.inter * rates.per_node, rates.intra)
+    return NODES_LATENCY_S + 2 * num_bytes * (size - 1) / size / links
 
 
 def _streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active: float) -> float:
@@ -201,7 +226,7 @@ def weights_s(role: RolePlan, rollout_bytes: int, layout: RolloutLayout, rates: 
     num_trainers, num_rollout = role.layout.world_size, layout.world_size
     all_weights = role.sizes.num_parameters * role.kernels.size
     here = 0.0 if separate else min(1.0, min(rates.per_node, num_trainers) * sum(held) / len(held) / all_weights)
-    replicas = max(1, min(rates.per_node, num_rollout) // (layout.tp * layout.engine_dp))
+    replicas = max(1, min(rates.per_node, num_rollout) // layout.engine_size)
     coming = rollout_bytes * (1 - here) / replicas
     going = coming * num_rollout / num_trainers
     between = ROUND_IMBALANCE * max(coming, going) / rates.inter

@@ -250,6 +250,14 @@ class Classifier(Protocol):
         ...
 
 
+class EnginePart(Protocol):
+    """What an engine on several nodes has on one of them."""
+
+    async def watch(self) -> None:
+        """Waits until one of its processes ends, and raises DeadEngineError with the cause then."""
+        ...
+
+
 class RolloutEngine(SampleSource, Protocol):
     """One engine, of one or more ranks.
 

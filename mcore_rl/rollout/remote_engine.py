@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from mcore_rl.rollout.protocol import (
     Classifier,
     EngineMemory,
+    EnginePart,
     Pause,
     Request,
     RolloutEngine,
@@ -27,7 +28,9 @@ Verb = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]  # a method of the 
 
 
 class RemoteEngine(ABC):
-    """A ``RolloutEngine`` and ``Classifier`` whose methods use ``_ask``, which sends one call and returns its result.
+    """A ``RolloutEngine``, ``Classifier`` and ``EnginePart``.
+
+    Its methods use ``_ask``, which sends one call and returns its result.
 
     name: the engine's name in messages.
     """
@@ -103,6 +106,10 @@ class RemoteEngine(ABC):
             f"running {method.__name__}", RolloutEngine.call_workers, method, *args, **options
         )
         return results
+
+    async def watch(self) -> None:
+        """See ``EnginePart.watch``."""
+        await self._ask("serving", EnginePart.watch)
 
     async def statistics(self) -> Statistics:
         """See ``RolloutEngine.statistics``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any
 
 import ray
@@ -21,7 +21,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mcore_rl.config.placement import engine_place_violations
+from mcore_rl.config.placement import engine_nodes, engine_place_violations
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.config.trainer import Placement, TrainerConfig
@@ -38,7 +38,7 @@ ROLES_PER_DEVICE = sum(role.shares is None for role in ROLES.values()) + 2
 
 @dataclass(frozen=True)
 class Bundle:
-    """The place of one process, or of an engine with all of its ranks: bundle ``index`` of ``group``."""
+    """The place of one process, or of an engine with its ranks on one node: bundle ``index`` of ``group``."""
 
     group: PlacementGroup
     index: int
@@ -49,35 +49,38 @@ class Bundle:
         return {"scheduling_strategy": strategy, **resources}
 
 
+EngineBundles = tuple[Bundle, ...]
+
+
 @dataclass(frozen=True)
 class Places:
     """The bundles of a run.
 
     train: one per training rank.
-    rollout, reward_model: one per engine.
+    rollout, reward_model: of each engine, one per node that it is on.
     share: the number of accelerators that Ray counts for one training process.
     groups: the placement groups of all bundles.
     """
 
     train: tuple[Bundle, ...]
-    rollout: tuple[Bundle, ...]
+    rollout: tuple[EngineBundles, ...]
     share: float
     groups: tuple[PlacementGroup, ...]
-    reward_model: tuple[Bundle, ...] = ()
+    reward_model: tuple[EngineBundles, ...] = ()
 
     def sites(self, layout: RolloutLayout, placement: Placement) -> Sites:
         """Where the training ranks and the rollout ranks of ``layout`` are, by the nodes that Ray chose.
 
-        A colocated engine's ranks are on the devices from its first bundle on.  On a CPU an engine is on the node of
-        its bundle, and the training processes of that node receive for its ranks in turn.
+        A colocated engine's ranks are on the devices from its first bundle on.  On a CPU they are on the nodes of its
+        bundles, and the training processes of a node receive for the ranks there in turn.
         """
         numbers: dict[str, int] = {}
         train = [numbers.setdefault(each, len(numbers)) for each in map(_node_of, self.train)]
-        ranks = layout.world_size // len(self.rollout)
         if placement is Placement.colocated and self.share:
             return Sites.colocated(train, layout.world_size)
-        engines = [numbers.setdefault(each, len(numbers)) for each in map(_node_of, self.rollout)]
-        rollout = tuple(node for node in engines for _ in range(ranks))
+        bundles = [(bundle, layout.engine_size // len(engine)) for engine in self.rollout for bundle in engine]
+        nodes = [(numbers.setdefault(_node_of(bundle), len(numbers)), ranks) for bundle, ranks in bundles]
+        rollout = tuple(node for node, ranks in nodes for _ in range(ranks))
         if placement is Placement.separate:
             return Sites(tuple(train), rollout)
         turns = {node: cycle([rank for rank, at in enumerate(train) if at == node]) for node in set(rollout)}
@@ -99,8 +102,13 @@ def _node_of(bundle: Bundle) -> str:
 def placement_violations(
     trainer: TrainerConfig, layout: RolloutLayout, platform: Platform, key: str = "rollout"
 ) -> list[Violation]:
-    """Why engines of ``layout`` do not fit on the trainer's devices.  key: the configuration group of their sizes."""
-    return engine_place_violations(trainer, layout, key) if platform.is_accelerator else []
+    """Why engines of ``layout`` cannot be placed.  key: the configuration group of their sizes.
+
+    Without accelerators nothing is counted, except for an engine that must be on several nodes.
+    """
+    if not platform.is_accelerator and not _spans(trainer, layout):
+        return []
+    return engine_place_violations(trainer, layout, key, per_node=_devices_per_node(trainer, platform))
 
 
 async def place(
@@ -116,20 +124,19 @@ async def place(
     refuse_if_any([each for key in layouts for each in placement_violations(trainer, layouts[key], platform, key)])
     separate = trainer.placement is Placement.separate
     if not platform.is_accelerator:
-        return await _on_cpu(trainer, {key: _num_engines(each) for key, each in layouts.items()})
-    device = {"CPU": CPUS, "GPU": 1.0}
+        return await _on_cpu(trainer, layouts)
+    device, per_node = {"CPU": CPUS, "GPU": 1.0}, _devices_per_node(trainer, platform)
     wanted = [[device] * trainer.n_gpus_per_node for _ in range(trainer.nnodes)]
-    if separate:
-        wanted += [bundles for each in layouts.values() for bundles in _engine_bundles(each)]
     groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in wanted]
-    await _ready(groups, f"{trainer.nnodes} nodes of {trainer.n_gpus_per_node} accelerators each", TRAINER)
-    train = tuple(Bundle(group, i) for group in groups[: trainer.nnodes] for i in range(trainer.n_gpus_per_node))
-    own = iter(groups[trainer.nnodes :])
-    places = {}
-    for key, each in layouts.items():
-        devices, count = each.tp * each.engine_dp, _num_engines(each)
-        places[key] = tuple(Bundle(next(own), 0) if separate else train[engine * devices] for engine in range(count))
-    return Places(train, share=1 / ROLES_PER_DEVICE, groups=tuple(groups), **places)
+    own = {key: _engine_groups(each, per_node) if separate else [] for key, each in layouts.items()}
+    every = [*groups, *(group for those in own.values() for group in those)]
+    await _ready(every, f"{trainer.nnodes} nodes of {trainer.n_gpus_per_node} accelerators each", TRAINER)
+    train = tuple(Bundle(group, i) for group in groups for i in range(trainer.n_gpus_per_node))
+    places = {
+        key: tuple(map(_bundles_of, own[key])) if separate else _colocated(each, per_node, train)
+        for key, each in layouts.items()
+    }
+    return Places(train, share=1 / ROLES_PER_DEVICE, groups=tuple(every), **places)
 
 
 async def place_trainers(trainer: TrainerConfig, platform: Platform) -> Places:
@@ -142,26 +149,47 @@ async def place_engines(layout: RolloutLayout, platform: Platform, key: str = "r
 
     Their bundles are ``Places.rollout``, whatever the engines run.  key: see ``placement_violations``.
     """
-    num_engines = _num_engines(layout)
+    alone = TrainerConfig(placement=Placement.separate)
+    refuse_if_any(placement_violations(alone, layout, platform, key))
     if not platform.is_accelerator:
-        return replace(await _on_cpu(TrainerConfig(), {"rollout": num_engines}), train=())
-    groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in _engine_bundles(layout)]
-    wanted = f"{num_engines} times {layout.tp * layout.engine_dp} accelerators of one node"
+        return replace(await _on_cpu(alone, {"rollout": layout}), train=())
+    per_node = _devices_per_node(alone, platform)
+    groups, nodes = _engine_groups(layout, per_node), engine_nodes(layout, per_node)
+    of_nodes = "one node" if nodes == 1 else f"{nodes} whole nodes"
+    wanted = f"{layout.num_engines} times {layout.engine_size} accelerators of {of_nodes}"
     await _ready(groups, wanted, (f"{key}.dp", f"{key}.tp"))
-    return Places((), tuple(Bundle(group, 0) for group in groups), 0.0, tuple(groups))
+    return Places((), tuple(map(_bundles_of, groups)), 0.0, tuple(groups))
 
 
-def _num_engines(layout: RolloutLayout) -> int:
-    return layout.world_size // (layout.tp * layout.engine_dp)
+def _devices_per_node(trainer: TrainerConfig, platform: Platform) -> int:
+    """The accelerators of a node that has engines; without accelerators, the training processes of a node."""
+    if trainer.placement is Placement.colocated or not platform.is_accelerator:
+        return trainer.n_gpus_per_node
+    most = max((node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
+    return int(most) or trainer.n_gpus_per_node
 
 
-def _engine_bundles(layout: RolloutLayout) -> list[list[dict[str, float]]]:
-    """The bundles of each engine's placement group: one bundle with all of its devices."""
-    each = layout.tp * layout.engine_dp
-    return [[{"CPU": CPUS * each, "GPU": float(each)}]] * _num_engines(layout)
+def _colocated(layout: RolloutLayout, per_node: int, train: Sequence[Bundle]) -> tuple[EngineBundles, ...]:
+    """The bundle of each engine's first device on each of its nodes."""
+    size, nodes = layout.engine_size, engine_nodes(layout, per_node)
+    firsts = [train[rank] for rank in range(0, layout.world_size, size // nodes)]
+    return tuple(tuple(firsts[at : at + nodes]) for at in range(0, len(firsts), nodes))
 
 
-async def _on_cpu(trainer: TrainerConfig, num_engines: Mapping[str, int]) -> Places:
+def _engine_groups(layout: RolloutLayout, per_node: int) -> list[PlacementGroup]:
+    """A placement group for each engine: for each of its nodes, a bundle with its devices there."""
+    nodes = engine_nodes(layout, per_node)
+    strategy = "STRICT_PACK" if nodes == 1 else "STRICT_SPREAD"
+    devices = layout.engine_size // nodes
+    bundles = [{"CPU": CPUS * devices, "GPU": float(devices)}] * nodes
+    return [placement_group(bundles, strategy=strategy) for _ in range(layout.num_engines)]
+
+
+def _bundles_of(group: PlacementGroup) -> EngineBundles:
+    return tuple(Bundle(group, index) for index in range(group.bundle_count))
+
+
+async def _on_cpu(trainer: TrainerConfig, layouts: Mapping[str, RolloutLayout]) -> Places:
     """All processes share the cores; threads and affinity, not Ray, decide which core computes what.
 
     The bundles of a node divide its cores evenly.  If there are fewer nodes than ``trainer.nnodes``, as on a laptop,
@@ -175,8 +203,23 @@ async def _on_cpu(trainer: TrainerConfig, num_engines: Mapping[str, int]) -> Pla
     groups = [placement_group([{"CPU": share}] * count, strategy=strategy) for count in wanted]
     await _ready(groups, f"{world_size} times {share:g} cores", TRAINER)
     train = tuple(Bundle(group, index) for group, count in zip(groups, wanted, strict=True) for index in range(count))
-    places = {key: tuple(train[engine % world_size] for engine in range(count)) for key, count in num_engines.items()}
+    places = {key: _engines_on_cpu(trainer, layout, train) for key, layout in layouts.items()}
     return Places(train, share=0.0, groups=tuple(groups), **places)
+
+
+def _engines_on_cpu(
+    trainer: TrainerConfig, layout: RolloutLayout, train: Sequence[Bundle]
+) -> tuple[EngineBundles, ...]:
+    """Engines take the training ranks' bundles in turn; one that must be on several nodes, a bundle of each."""
+    nodes = engine_nodes(layout, trainer.n_gpus_per_node) if _spans(trainer, layout) else 1
+    step = trainer.n_gpus_per_node if nodes > 1 else 1
+    turns = cycle(train[::step])
+    return tuple(tuple(islice(turns, nodes)) for _ in range(layout.num_engines))
+
+
+def _spans(trainer: TrainerConfig, layout: RolloutLayout) -> bool:
+    """Whether an engine without accelerators is on several nodes: one that a node has too few processes for."""
+    return trainer.nnodes > 1 and layout.engine_size > trainer.n_gpus_per_node
 
 
 async def _ready(groups: Sequence[PlacementGroup], wanted: str, keys: tuple[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""A Ray actor that runs an engine on a node of the cluster.
+"""A Ray actor that runs an engine on a node of the cluster, or the part of one that is on that node.
 
 The actor is thin: vLLM runs in a child process (``rollout.engine.process``) with an environment of its own, which ends
 with the actor.  ``engine_client.py`` is the controller's side.
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig
 from mcore_rl.errors import McoreRLError
+from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode, Meeting, free_port
 from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.rollout.remote_engine import perform
 from mcore_rl.rollout.worker_methods import WEIGHT_RECEIVER
+from mcore_rl.runtime.cluster import this_host
+from mcore_rl.runtime.each_node import store_at
 
 
 class RolloutWorker:
@@ -29,10 +32,20 @@ class RolloutWorker:
     def __init__(self, name: str) -> None:
         self._name = name
         self._engine: EngineProcess | None = None
+        self._stack = ExitStack()
+
+    async def address(self) -> str:
+        """The address at which other nodes of the cluster reach this one."""
+        return this_host()
+
+    async def meeting(self) -> Meeting:
+        """Makes the place where the processes of an engine on several nodes meet; this actor is on the first."""
+        host = this_host()
+        return Meeting(host=host, port=self._stack.enter_context(store_at(host)), rpc_port=free_port(host))
 
     async def start(
         self, directory: Path, config: ServingConfig, cores: Sequence[int] | None, device_ids: Sequence[str] | None,
-        log: Path, awaits_weights: bool,
+        log: Path, awaits_weights: bool, node: EngineNode = ONE_NODE,
     ) -> McoreRLError | None:  # fmt: skip
         """Starts the engine; see ``start_engine``.  Returns the error if it fails."""
         try:
@@ -46,6 +59,7 @@ class RolloutWorker:
                 extension=WEIGHT_RECEIVER if isinstance(config, RolloutConfig) else None,  # other weights never change
                 log=log,
                 awaits_weights=awaits_weights,
+                node=node,
                 wait=False,
             )
             await asyncio.to_thread(engine.wait_until_ready)
@@ -74,6 +88,7 @@ class RolloutWorker:
         """Ends the engine's processes."""
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
+        self._stack.close()
 
     @property
     def _live(self) -> EngineProcess:

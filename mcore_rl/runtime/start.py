@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,8 @@ from mcore_rl.parallel.device import Platform, num_cores
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rollout.engine.environment import core_shares, usable_cores
 from mcore_rl.rollout.pool import EnginePool
-from mcore_rl.runtime.engine_client import EngineClient
-from mcore_rl.runtime.placement import Bundle, Places
+from mcore_rl.runtime.engine_client import EngineClient, PartSpec
+from mcore_rl.runtime.placement import EngineBundles, Places
 from mcore_rl.runtime.rollout_worker import RolloutWorker
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.runtime.train_worker import RoleSpec, TrainWorker
@@ -63,7 +63,7 @@ async def start_trainers(
 async def start_engines(
     directory: Path,
     config: ServingConfig,
-    bundles: Sequence[Bundle],
+    bundles: Sequence[EngineBundles],
     platform: Platform,
     logs: Path,
     stack: AsyncExitStack,
@@ -74,44 +74,37 @@ async def start_engines(
 ) -> list[EngineClient]:
     """Starts an engine in each of ``bundles`` and waits until all are ready; closing ``stack`` ends them.
 
-    trainers: the workers whose devices the engines share; None: each engine has the devices of its bundle.
+    bundles: of each engine, one per node that it is on.
+    trainers: the workers whose devices the engines share; None: each engine has the devices of its bundles.
     name: the engines are called by it and a number.
     awaits_weights: an update comes before the first sample, at the start and after each restart, so that no engine
     reads the checkpoint.
-    On CPU the engines share this machine's cores, each with cores of its own if there are enough.
+    On CPU the engines share this machine's cores, each, and each of its parts on other nodes, with cores of its own if
+    there are enough.
     """
-    layout = config.layout
-    each = layout.tp * layout.engine_dp
-    shared = trainers is not None
-    num_gpus = 0 if shared or not platform.is_accelerator else each
+    ids = None if trainers is None or not platform.is_accelerator else await trainers.device_ids()
+    nodes = len(bundles[0])  # of every engine
+    cores = None if platform.is_accelerator else core_shares(usable_cores(), nodes * len(bundles))
+    devices, own = config.layout.engine_size // nodes, platform.is_accelerator and trainers is None
 
-    def new_worker(index: int) -> Any:
-        options = bundles[index].options({"num_cpus": 0, "num_gpus": num_gpus})
-        return ray.remote(RolloutWorker).options(**options).remote(f"{name} {index}")
-
-    engines = [EngineClient(f"{name} {index}", partial(new_worker, index)) for index in range(len(bundles))]
-    cores: Sequence[Sequence[int] | None] = [None] * len(engines)
-    device_ids: list[list[str] | None] = [None] * len(engines)
-    if not platform.is_accelerator:
-        cores = core_shares(usable_cores(), len(engines))
-    elif trainers is not None:
-        ids = await trainers.device_ids()
-        device_ids = [
-            [device for rank in range(index * each, (index + 1) * each) for device in ids[rank]]
-            for index in range(len(engines))
-        ]
-    file_name = name.replace(" ", "-")
-    starting = [
-        engine.start(
-            directory,
-            config,
-            cores=cores[i],
-            device_ids=device_ids[i],
-            log=logs / f"{file_name}-{i}.log",
-            awaits_weights=awaits_weights,
+    def part(engine: int, node: int) -> PartSpec:
+        """The part of an engine on one of its nodes."""
+        number = engine * nodes + node
+        options = bundles[engine][node].options({"num_cpus": 0, "num_gpus": devices if own else 0})
+        title = f"{name} {engine}" + (f" (node {node})" if node else "")
+        file = f"{name.replace(' ', '-')}-{engine}" + (f"-node-{node}" if node else "")
+        return PartSpec(
+            new_worker=partial(_new_worker, title, options),
+            log=logs / f"{file}.log",
+            cores=None if cores is None else cores[number],
+            device_ids=None if ids is None else [each for rank in ids[number * devices :][:devices] for each in rank],
         )
-        for i, engine in enumerate(engines)
+
+    engines = [
+        EngineClient(f"{name} {engine}", [part(engine, node) for node in range(nodes)])
+        for engine in range(len(bundles))
     ]
+    starting = [engine.start(directory, config, awaits_weights=awaits_weights) for engine in engines]
     try:
         results = await asyncio.gather(*starting, return_exceptions=True)
         for error in (result for result in results if isinstance(result, BaseException)):
@@ -123,6 +116,10 @@ async def start_engines(
     for engine in engines:
         stack.push_async_callback(engine.shutdown)
     return engines
+
+
+def _new_worker(name: str, options: Mapping[str, Any]) -> Any:
+    return ray.remote(RolloutWorker).options(**options).remote(name)
 
 
 def pool_of(engines: Sequence[EngineClient], rollout: RolloutConfig) -> EnginePool:

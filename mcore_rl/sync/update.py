@@ -48,7 +48,7 @@ class WeightUpdater:
     """Brings the trainers' weights into ``engines``, which in their order are the ranks of ``layout``."""
 
     def __init__(self, engines: Sequence[RolloutEngine], layout: RolloutLayout, trainers: Trainers) -> None:
-        each = layout.tp * layout.engine_dp
+        each = layout.engine_size
         assert len(engines) * each == layout.world_size, f"{len(engines)} engines of {each} ranks are not {layout}"
         self.engines = dict(zip(range(0, layout.world_size, each), engines, strict=True))
         self.trainers = trainers

@@ -7,34 +7,13 @@ By vLLM's own platforms, configuration and choice, for a Hopper, a Blackwell and
 from __future__ import annotations
 
 import ast
-import json
-import subprocess
-import sys
-from typing import Any
 
 import pytest
-from transformers import MixtralConfig
 
 from mcore_rl.config.rollout import KEEPS_WEIGHTS, MoeBackend
-from tests.house.source import ROOT
+from tests.accelerators.conftest import Outcome
 
 pytestmark = pytest.mark.tier("test")
-Outcome = dict[str, Any]
-
-
-@pytest.fixture(scope="module", params=["cuda", "rocm"])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Outcome]]:
-    """Device -> what the rollout says -> what vLLM makes of it."""
-    directory = tmp_path_factory.mktemp("mixtral")
-    MixtralConfig(
-        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
-        num_key_value_heads=2, num_local_experts=8, architectures=["MixtralForCausalLM"], dtype="bfloat16",
-    ).save_pretrained(directory)  # fmt: skip
-    command = [sys.executable, "-m", "tests.support.vllm_platforms", request.param, str(directory)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    result: dict[str, dict[str, Outcome]] = json.loads(run.stdout.splitlines()[-1])
-    return result
 
 
 # What vLLM chooses by itself; on the last two an update would have been refused.

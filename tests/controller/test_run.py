@@ -124,7 +124,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, fast_ray: None) -> Observed:
     return run(task, tmp_path_factory.mktemp("whole"), kill_the_engine)
 
 

@@ -89,7 +89,7 @@ QUICK = "ppo, dense, tp=2"  # where minutes count; the others with ``pytest --ti
     params=[name if name == QUICK else pytest.param(name, marks=pytest.mark.tier("full")) for name in CASES],
 )
 def observed(
-    request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory, processes: None
+    request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory, fast_ray: None
 ) -> Observed:
     family, *overrides = CASES[request.param]
     directory = tmp_path_factory.mktemp("run")

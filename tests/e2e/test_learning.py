@@ -103,7 +103,7 @@ NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.tier("f
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, processes: None) -> Outcomes:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fast_ray: None) -> Outcomes:
     """(before, after) of every case that is selected; "flipped" is GRPO with the wrong sign."""
     here = [item for item in request.session.items if item.path == request.node.path]
     selected = [item.callspec.params["name"] for item in here if "name" in getattr(item, "fixturenames", ())]

@@ -76,7 +76,7 @@ def test_a_shadow_is_its_recipe_but_for_sizes(name: str, tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Iterator[Path]:
+def task(tmp_path_factory: pytest.TempPathFactory, fast_ray: None) -> Iterator[Path]:
     """The files of all shadows, and a Ray that they share."""
     directory = shadows.write_task(tmp_path_factory.mktemp("shadows"))
     with ray_cluster(RayInitConfig()):

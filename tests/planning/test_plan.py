@@ -133,11 +133,31 @@ def test_engines_that_leave_no_room_for_the_trainers_processes_are_refused() -> 
     assert "rollout needs" in wrong.problem
 
 
-def test_an_engine_of_several_nodes_is_refused() -> None:
-    run = run_of(nnodes=2)
+def test_an_engine_of_several_nodes_is_planned_with_its_reductions_between_them() -> None:
+    run, wide = run_of(nnodes=2), replace(QWEN, num_attention_heads=32, num_query_groups=16)
+    run.rollout.tp, run.rollout.dp = 8, 2
+    inside = plan(run, wide, H100)
     run.rollout.tp, run.rollout.dp = 16, 1
-    with pytest.raises(ConfigError, match="does not divide"):
-        plan(run, replace(QWEN, num_attention_heads=32, num_query_groups=16), H100)
+    over = plan(run, wide, H100)
+    assert part(over, Phase.rollout, "engine weights") < 0.52 * part(inside, Phase.rollout, "engine weights")
+    assert over.fits and not inside.notes
+    (said,) = over.notes
+    assert "an engine of 16 devices is on 2 nodes" in said and "reductions between them" in said
+    run.trainer.placement = Placement.separate
+    assert plan(run, wide, H100).num_nodes == 4
+
+
+def test_an_engine_of_parts_of_nodes_is_refused() -> None:
+    run = run_of(nnodes=3)
+    run.rollout.tp, run.rollout.dp = 12, 1
+    wide = replace(QWEN, num_attention_heads=36, num_query_groups=12, ffn_hidden_size=18_432, vocab_size=192 * 792)
+    for placement, nodes in ((Placement.colocated, "trainer.n_gpus_per_node=8"), (Placement.separate, "a node")):
+        run.trainer.placement = placement
+        with pytest.raises(ConfigError) as refused:
+            plan(run, wide, H100)
+        (only,) = refused.value.violations
+        assert only.key == "rollout.tp" and nodes in only.problem and "nor takes whole nodes" in only.problem
+        assert only.remedy == "Write a divisor or a multiple of 8"
 
 
 def test_separate_engines_have_devices_of_their_own() -> None:

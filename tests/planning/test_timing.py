@@ -20,6 +20,7 @@ from mcore_rl.planning.overheads import (
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
+    NODES_LATENCY_S,
     ROUND_IMBALANCE,
     ROUND_S,
     STEP_LATENCY_S,
@@ -153,6 +154,21 @@ def test_generation_by_hand() -> None:
     prompts = forward_flops(MODEL, [50]) * 8 / 1e12  # each read once: the prefix cache
     expected = 200 * (max(stream, products) + STEP_LATENCY_S) + prompts
     assert timing.generate_s(MODEL, config, room(32 * held), RATES, 8, 50, 100) == pytest.approx(expected)
+
+
+def test_an_engine_on_several_nodes_reduces_between_them() -> None:
+    """Two reductions a layer, of 64 elements of 2 bytes a token: 16 tokens in 200 steps, then 8 prompts of 50."""
+    config, slow = rollout(tp=4), replace(RATES, per_node=2)
+    held = cache_bytes_per_token(MODEL, config) * 100
+    inside, none = timing.generation_s(MODEL, config, room(32 * held), RATES, 8, 50, 100)
+    same, between = timing.generation_s(MODEL, config, room(32 * held), slow, 8, 50, 100)
+    links = 2 * slow.inter  # of both devices of a node
+    assert none == 0.0 and same == inside
+    rows = 200 * (NODES_LATENCY_S + 1.5 * 128 * 16 / links) + NODES_LATENCY_S + 1.5 * 128 * 400 / links
+    assert between == pytest.approx(2 * 4 * rows)
+    assert timing.generate_s(MODEL, config, room(32 * held), slow, 8, 50, 100) == inside + between
+    crowded = replace(RATES, per_node=2, inter=1e12)
+    assert timing.nodes_reduction_s(1e9, 4, crowded) == NODES_LATENCY_S + 1.5e9 / crowded.intra, "no faster than inside"
 
 
 def test_a_small_cache_draws_in_turns() -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from torch.distributed import TCPStore
 
+from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.errors import DeadEngineError, RolloutError
+from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
 from mcore_rl.rollout.worker_methods import HeldWeightsMethods
-from mcore_rl.runtime.engine_client import EngineClient
-from tests.support.answerers import Scripted, ScriptedEngine
+from mcore_rl.runtime.engine_client import EngineClient, PartSpec
+from tests.support.answerers import Scripted, ScriptedEngine, ScriptedPart
 
 SAMPLING = Sampling(max_tokens=4)
 
@@ -73,7 +79,10 @@ def test_cancelling_reaches_the_engine(engine: EngineClient) -> None:
 
 
 def new_engine(name: str) -> EngineClient:
-    return EngineClient(name, lambda: ray.remote(Scripted).options(num_cpus=0).remote(name))
+    def new_worker() -> Any:
+        return ray.remote(Scripted).options(num_cpus=0).remote(name)
+
+    return EngineClient(name, [PartSpec(new_worker, Path("log"))])
 
 
 def test_a_finished_sample_comes_at_once_and_leaving_then_aborts_the_rest() -> None:
@@ -115,3 +124,89 @@ def test_an_actor_that_is_gone_is_a_dead_engine_and_can_be_shut_down() -> None:
     with pytest.raises(DeadEngineError, match="engine 9 died while going to sleep"):
         asyncio.run(engine.sleep())
     asyncio.run(engine.shutdown())
+
+
+def engine_on_two_nodes(name: str) -> EngineClient:
+    def new_worker() -> Any:
+        return ray.remote(ScriptedPart).options(num_cpus=0).remote(name)
+
+    return EngineClient(name, [PartSpec(new_worker, Path("log"))] * 2)
+
+
+def test_the_parts_of_an_engine_are_told_where_they_meet() -> None:
+    engine = engine_on_two_nodes("engine 1")
+
+    async def started() -> list[EngineNode]:
+        await engine.start(Path("model"), RolloutConfig(tp=2))
+        places = [await worker.given.remote() for worker in engine._workers]
+        TCPStore(places[0].meeting.host, places[0].meeting.port, is_master=False, timeout=timedelta(seconds=20))
+        await engine.shutdown()
+        return places
+
+    first, second = asyncio.run(started())
+    assert (first.nnodes, first.node_rank) == (2, 0) and (second.nnodes, second.node_rank) == (2, 1)
+    assert first.meeting == second.meeting and first.meeting is not None
+    assert first.meeting.host == first.address and first.meeting.port != first.meeting.rpc_port
+
+
+def test_an_engine_on_one_node_has_nobody_to_meet() -> None:
+    def new_worker() -> Any:
+        return ray.remote(ScriptedPart).options(num_cpus=0).remote("engine 2")
+
+    async def started() -> EngineNode:
+        engine = EngineClient("engine 2", [PartSpec(new_worker, Path("log"))])
+        await engine.start(Path("model"), RolloutConfig())
+        given: EngineNode = await engine._workers[0].given.remote()
+        await engine.shutdown()
+        return given
+
+    assert asyncio.run(started()) == ONE_NODE
+
+
+def test_the_death_of_a_part_is_the_engine_s_until_it_is_started_again() -> None:
+    engine = engine_on_two_nodes("engine 3")
+
+    async def die() -> None:
+        await engine.start(Path("model"), RolloutConfig(tp=2))
+        samples = engine.generate([request("a"), request("forever")], SAMPLING)
+        await anext(samples)
+        await engine._workers[1].perform.remote("be_killed", (), {})
+        message = "engine 3 died while generating 1 samples: its worker was killed"
+        with pytest.raises(DeadEngineError, match=message):
+            await asyncio.wait_for(anext(samples), 60)
+        with pytest.raises(DeadEngineError, match="engine 3 died while asked for its version: its worker was killed"):
+            await engine.version()
+        before = list(engine._workers)
+        await engine.restart()
+        assert await engine.version() == 7
+        for worker in before:
+            with pytest.raises(ray.exceptions.RayActorError):
+                await worker.given.remote()
+        await engine.shutdown()
+
+    asyncio.run(die())
+
+
+def test_a_part_whose_node_is_gone_is_named() -> None:
+    engine = engine_on_two_nodes("engine 4")
+
+    async def die() -> None:
+        await engine.start(Path("model"), RolloutConfig(tp=2))
+        ray.kill(engine._workers[1])
+        samples = engine.generate([request("forever")], SAMPLING)
+        with pytest.raises(DeadEngineError, match=r"engine 4 died while generating 1 samples: .*its Ray actor is gone"):
+            await asyncio.wait_for(anext(samples), 60)
+        await engine.shutdown()
+
+    asyncio.run(die())
+
+
+def test_a_part_that_does_not_start_ends_the_wait_for_the_others() -> None:
+    engine = engine_on_two_nodes("engine that fails")
+
+    async def start() -> None:
+        with pytest.raises(RolloutError, match="the second node has no room"):
+            await asyncio.wait_for(engine.start(Path("model"), RolloutConfig(tp=2)), 60)
+        engine.kill()
+
+    asyncio.run(start())

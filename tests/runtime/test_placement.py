@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.runtime import placement
-from mcore_rl.runtime.placement import Bundle, place, placement_violations
+from mcore_rl.runtime.placement import Bundle, EngineBundles, place, placement_violations
 from mcore_rl.weights.sites import Sites
 from tests.support.answerers import Talker
 
@@ -41,8 +41,13 @@ def cluster(processes: None) -> Iterator[None]:
     ray.shutdown()
 
 
-def seats(bundles: tuple[Bundle, ...]) -> list[tuple[str, int]]:
+def seats(bundles: Sequence[Bundle]) -> list[tuple[str, int]]:
     return [(bundle.group.id.hex(), bundle.index) for bundle in bundles]
+
+
+def firsts(engines: Sequence[EngineBundles]) -> list[tuple[str, int]]:
+    """The places of engines, each of which is on one node."""
+    return seats([bundle for (bundle,) in engines])
 
 
 def sizes(bundle: Bundle) -> dict[str, float]:
@@ -53,7 +58,7 @@ def sizes(bundle: Bundle) -> dict[str, float]:
 def test_colocated_engines_take_turns_with_the_ranks_they_stand_on(cluster: None) -> None:
     trainer = TrainerConfig(n_gpus_per_node=4)
     places = asyncio.run(place(trainer, RolloutLayout(tp=2, dp=2), ACCELERATOR))
-    train, rollout = seats(places.train), seats(places.rollout)
+    train, rollout = seats(places.train), firsts(places.rollout)
     assert len(set(train)) == 4 and [index for _, index in train] == [0, 1, 2, 3]
     assert rollout == [train[0], train[2]]
     assert sizes(places.train[3]) == {"CPU": 1.0, "GPU": 1.0}
@@ -64,24 +69,24 @@ def test_colocated_engines_take_turns_with_the_ranks_they_stand_on(cluster: None
 def test_separate_engines_have_devices_of_their_own(cluster: None) -> None:
     trainer = TrainerConfig(n_gpus_per_node=2, placement=Placement.separate)
     places = asyncio.run(place(trainer, RolloutLayout(tp=2), ACCELERATOR))
-    assert not set(seats(places.train)) & set(seats(places.rollout))
-    assert sizes(places.rollout[0]) == {"CPU": 2.0, "GPU": 2.0}
+    assert not set(seats(places.train)) & set(firsts(places.rollout))
+    assert sizes(places.rollout[0][0]) == {"CPU": 2.0, "GPU": 2.0}
     places.close()
 
 
 def test_a_reward_model_stands_where_rollout_engines_would(cluster: None) -> None:
     trainer = TrainerConfig(n_gpus_per_node=4)
     places = asyncio.run(place(trainer, RolloutLayout(tp=4), ACCELERATOR, RolloutLayout(tp=2, dp=2)))
-    assert seats(places.rollout) == seats(places.train)[:1]
-    assert seats(places.reward_model) == [seats(places.train)[0], seats(places.train)[2]]
+    assert firsts(places.rollout) == seats(places.train)[:1]
+    assert firsts(places.reward_model) == [seats(places.train)[0], seats(places.train)[2]]
     places.close()
     apart = TrainerConfig(n_gpus_per_node=1, placement=Placement.separate)
     places = asyncio.run(place(apart, RolloutLayout(), ACCELERATOR, RolloutLayout(tp=2)))
-    assert len({*seats(places.train), *seats(places.rollout), *seats(places.reward_model)}) == 3
-    assert sizes(places.rollout[0])["GPU"] == 1.0 and sizes(places.reward_model[0])["GPU"] == 2.0
+    assert len({*seats(places.train), *firsts(places.rollout), *firsts(places.reward_model)}) == 3
+    assert sizes(places.rollout[0][0])["GPU"] == 1.0 and sizes(places.reward_model[0][0])["GPU"] == 2.0
     places.close()
     places = asyncio.run(place(trainer, RolloutLayout(), CPU, RolloutLayout(dp=2)))
-    assert seats(places.reward_model) == seats(places.train)[:2]
+    assert firsts(places.reward_model) == seats(places.train)[:2]
     places.close()
     places = asyncio.run(place(trainer, RolloutLayout(), CPU))
     assert places.reward_model == ()
@@ -109,7 +114,7 @@ def test_on_cpu_all_share_the_cores(cluster: None, tmp_path: Path) -> None:
     trainer = TrainerConfig(n_gpus_per_node=3)
     places = asyncio.run(place(trainer, RolloutLayout(dp=4), CPU))
     assert len(places.train) == 3
-    assert seats(places.rollout) == [seats(places.train)[rank] for rank in (0, 1, 2, 0)]
+    assert firsts(places.rollout) == [seats(places.train)[rank] for rank in (0, 1, 2, 0)]
     actor = ray.remote(Talker).options(**places.train[1].options({"num_cpus": 0})).remote(1, tmp_path / "log")
     assert ray.get(actor.pid.remote()) != os.getpid()
     ray.kill(actor)
@@ -134,7 +139,7 @@ def test_engines_that_do_not_fit_on_the_trainer_s_devices_are_refused() -> None:
         "Write rollout.dp=2, or trainer.placement=separate"
     )
     (odd,) = placement_violations(trainer, RolloutLayout(tp=3), ACCELERATOR)
-    assert odd.key == "rollout.tp" and "does not divide trainer.n_gpus_per_node=4" in str(odd)
+    assert odd.key == "rollout.tp" and "neither divides trainer.n_gpus_per_node=4 nor takes whole nodes" in str(odd)
     fits = RolloutLayout(tp=2, dp=2)
     assert placement_violations(trainer, fits, ACCELERATOR) == []
     assert placement_violations(replace(trainer, placement=Placement.separate), RolloutLayout(dp=9), ACCELERATOR) == []

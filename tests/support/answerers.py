@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from mcore_rl.errors import ConfigError, RolloutError, Violation
+from mcore_rl.errors import ConfigError, DeadEngineError, McoreRLError, RolloutError, Violation
 from mcore_rl.parallel.phase import phase
+from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.protocol import EngineMemory, FinishReason, Request, Sample, Sampling, VersionSpan
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.rollout_worker import RolloutWorker
@@ -95,6 +96,27 @@ class Scripted(RolloutWorker):
         self._engine = ScriptedEngine()  # type: ignore[assignment]
 
 
+class ScriptedPart(Scripted):
+    """The worker of one node of an engine; its start does nothing, and fails where the engine's name says so."""
+
+    async def start(
+        self, directory: Path, config: Any, cores: Any, device_ids: Any, log: Path, awaits_weights: bool,
+        node: EngineNode = ONE_NODE,
+    ) -> McoreRLError | None:  # fmt: skip
+        self.node = node
+        if "fails" in self._name and node.node_rank == 1:
+            return RolloutError("the second node has no room")
+        if "fails" in self._name:
+            import asyncio
+
+            await asyncio.sleep(1000)  # as vLLM waits for its ranks on the other node
+        return None
+
+    async def given(self) -> EngineNode:
+        """What its start was given."""
+        return self.node
+
+
 class ScriptedEngine:
     """Samples of prompt "refused" fail, those of "forever" never come."""
 
@@ -119,6 +141,16 @@ class ScriptedEngine:
 
     async def version(self) -> int:
         return 7
+
+    async def watch(self) -> None:
+        import asyncio
+
+        while "killed" not in self.ended:
+            await asyncio.sleep(0.01)
+        raise DeadEngineError("its worker was killed")
+
+    async def be_killed(self) -> None:
+        self.ended.append("killed")
 
     async def wake(self, memory: EngineMemory | None = None) -> None:
         raise RolloutError("it does not wake")

@@ -51,6 +51,11 @@ class Server(forkserver.ForkServer):
         with inherited_environment(UNCOMPILED | common | self.environment):
             super().ensure_running()
 
+    @property
+    def address(self) -> str:
+        """Where another process may ask it for one; it must run."""
+        return str(self._forkserver_address)
+
 
 class _Popen(popen_forkserver.Popen):
     """Forked from the server that the process names."""
@@ -65,6 +70,17 @@ def _environment_of_server() -> set[str]:
     """Names of the variables that the server was started with; what its imports added is not among them."""
     entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     return {os.fsdecode(entry.partition(b"=")[0]) for entry in entries if entry}
+
+
+def become_fresh(environ: Mapping[str, str]) -> None:
+    """Gives this forked process ``environ``, as a fresh one would have it, and a random state of its own."""
+    os.environ |= environ
+    for name in _environment_of_server() - environ.keys():
+        os.environ.pop(name, None)
+    if "OMP_NUM_THREADS" in environ:
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    torch.default_generator.seed()  # by chance, as in a fresh process; Python sees to its own
+    np.random.seed()
 
 
 class _Process(ForkServerProcess):
@@ -82,13 +98,7 @@ class _Process(ForkServerProcess):
         super().start()
 
     def run(self) -> None:
-        os.environ |= self.environ
-        for name in _environment_of_server() - self.environ.keys():
-            os.environ.pop(name, None)
-        if "OMP_NUM_THREADS" in self.environ:
-            torch.set_num_threads(int(self.environ["OMP_NUM_THREADS"]))
-        torch.default_generator.seed()  # by chance, as in a fresh process; Python sees to its own
-        np.random.seed()
+        become_fresh(self.environ)
         super().run()
 
 
@@ -97,7 +107,9 @@ class _Process(ForkServerProcess):
 # Two, each with its own order of the strings in a set: no collective may depend on that order.
 RANK_SERVERS = tuple(
     Server(
-        ["pytest", "tests.support.engine_runs", "tests.support.live_trainers", "tests.support.saved_states"],
+        # Not Ray: it reads its settings, and who it is, from the environment when it is imported.
+        ["pytest"]
+        + [f"tests.support.{name}" for name in ("engine_runs", "live_trainers", "saved_states", "fast_python")],
         {"PYTHONHASHSEED": str(seed)},
     )
     for seed in (1, 2)
@@ -149,10 +161,14 @@ class _EngineProcess(_Process):
         return ENGINE_SERVER
 
     def run(self) -> None:
-        # vLLM's own processes are forked too, as on other platforms (VLLM_WORKER_MULTIPROC_METHOD): from this one.
-        contexts = multiprocessing.context._concrete_contexts
-        contexts["spawn"] = contexts["fork"]
+        fork_what_vllm_spawns()
         super().run()
+
+
+def fork_what_vllm_spawns() -> None:
+    """vLLM's own processes are forked too, as on other platforms (VLLM_WORKER_MULTIPROC_METHOD): from this one."""
+    contexts = multiprocessing.context._concrete_contexts
+    contexts["spawn"] = contexts["fork"]
 
 
 class _EngineContext(ForkServerContext):

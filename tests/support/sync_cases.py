@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
+from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
 from mcore_rl.rollout.worker_methods import WEIGHT_RECEIVER
@@ -39,8 +40,16 @@ def write(name: str, root: Path) -> tuple[Path, Path]:
     return root / "a", root / "b"
 
 
-def engine(directory: Path, rollout: str = "tp=1", *, awaits_weights: bool = False, wait: bool = True) -> EngineProcess:
-    """A real vLLM in a process of its own, float32."""
+def engine(
+    directory: Path,
+    rollout: str = "tp=1",
+    *,
+    awaits_weights: bool = False,
+    wait: bool = True,
+    cores: Sequence[int] | None = None,
+    node: EngineNode = ONE_NODE,
+) -> EngineProcess:
+    """A real vLLM in a process of its own, float32; or its part on ``node``."""
     layout = parse_rollout_layout(rollout)
     config = RolloutConfig(
         tp=layout.tp,
@@ -52,7 +61,14 @@ def engine(directory: Path, rollout: str = "tp=1", *, awaits_weights: bool = Fal
         kv_cache_memory_bytes=1 << 26,
     )
     return start_engine(
-        "engine", directory, config, extension=WEIGHT_RECEIVER, awaits_weights=awaits_weights, wait=wait
+        "engine" if node == ONE_NODE else f"engine (node {node.node_rank})",
+        directory,
+        config,
+        cores=cores,
+        extension=WEIGHT_RECEIVER,
+        awaits_weights=awaits_weights,
+        node=node,
+        wait=wait,
     )
 
 

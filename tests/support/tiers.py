@@ -165,3 +165,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="session")
 def processes() -> None:
     """Leave to start training processes, Ray, vLLM or Slurm: whatever asks for this is no part of ``make check``."""
+
+
+@pytest.fixture(scope="session")
+def fast_ray(
+    processes: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Ray's workers and engines are forked: for tests whose subject is what a run does, not how its processes start.
+
+    In the tier ``full`` they start as those of a user do, so that both are proven.
+    """
+    if request.config.getoption("--tier") == "full":
+        yield
+        return
+    from tests.support.fast_ray import forked_ray  # imports torch, which the tier `check` need not wait for
+
+    with forked_ray(tmp_path_factory.mktemp("fast_ray")):
+        yield

@@ -1,4 +1,4 @@
-"""Which kernel vLLM's own code chooses for experts on an accelerator that is not here; a program that prints JSON.
+"""What vLLM decides on an accelerator that is not here: kernels of experts, engines on nodes; it prints JSON.
 
     python -m tests.support.vllm_platforms cuda|rocm DIRECTORY
 
@@ -23,10 +23,12 @@ from typing import Any
 import torch
 
 from mcore_rl.config.engine import Device
-from mcore_rl.config.rollout import MoeBackend, RolloutConfig
+from mcore_rl.config.placement import engine_nodes
+from mcore_rl.config.rollout import MoeBackend, RolloutConfig, parse_rollout_layout
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect
+from mcore_rl.rollout.engine.engine_node import EngineNode, Meeting
 from mcore_rl.rollout.engine.environment import engine_arguments
 
 EXTENSION = "mcore_rl.rollout.receiver.worker_extension.WeightReceiver"
@@ -132,6 +134,35 @@ def chosen_experts(settings: Any, setting: str) -> tuple[str, bool | None]:
     return backend.name, all(map(torch.equal, before, after)) and after[0].data_ptr() == w13.data_ptr()
 
 
+def on_nodes(directory: Path, vendor: str, text: str) -> list[dict[str, Any]]:
+    """What becomes of an engine of a layout on nodes of two devices: vLLM's settings on each of them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.executor import Executor
+
+    _, model = model_of(read_config(directory))
+    platform = replace(detect(Device.cpu), kind=Device[vendor], device_type="cuda", backend="nccl")
+    layout = parse_rollout_layout(text)
+    config = RolloutConfig(tp=layout.tp, dp=layout.dp, ep=layout.ep, max_prompt_length=32, max_response_length=32)
+    nodes, meeting = engine_nodes(layout, 2), Meeting(host="10.0.0.1", port=4711, rpc_port=4712)
+    parts = []
+    for rank in range(nodes):
+        node = EngineNode(
+            nnodes=nodes, node_rank=rank, address=f"10.0.0.{rank}", meeting=meeting if nodes > 1 else None
+        )
+        arguments = engine_arguments(directory, config, model, platform, EXTENSION, node=node)
+        settings = AsyncEngineArgs(**arguments).create_engine_config(headless=rank > 0)
+        parallel = settings.parallel_config
+        names = ("nnodes", "node_rank", "node_rank_within_dp", "local_world_size", "data_parallel_rank",
+                 "data_parallel_size_local")  # fmt: skip
+        cores = f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
+        parts.append(
+            {name: getattr(parallel, name) for name in names}
+            | dict(executor=Executor.get_class(settings).__name__, extension=parallel.worker_extension_cls)
+            | dict(meets=f"{parallel.master_addr}:{parallel.master_port}, cores {cores}")
+        )
+    return parts
+
+
 def refusal_of(backend: str) -> str:
     """What vLLM says to a backend that it has not: the list of those that it has."""
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
@@ -143,7 +174,7 @@ def refusal_of(backend: str) -> str:
 
 
 def main(vendor: str, directory: str) -> None:
-    """Print device -> case -> outcome."""
+    """Print {experts: device -> case -> outcome, nodes: layout -> settings of each node}."""
     make: Callable[[str], Any] = {"cuda": cuda_platform, "rocm": rocm_platform}[vendor]
     sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
     from vllm import platforms
@@ -163,7 +194,9 @@ def main(vendor: str, directory: str) -> None:
         cases = {backend.value: outcome(Path(directory), vendor, backend, True) for backend in MoeBackend}
         cases["not updated"] = outcome(Path(directory), vendor, MoeBackend.auto, False)
         results[name] = cases | {"unknown": {"refused": refusal_of("none")}}
-    print(json.dumps(results))
+    layouts = ("tp=2", "tp=4", "tp=2,dp=2,ep=4", "tp=4,dp=2,ep=8", "tp=1,dp=4,ep=4")
+    nodes = {layout: on_nodes(Path(directory), vendor, layout) for layout in layouts}
+    print(json.dumps({"experts": results, "nodes": nodes}))
 
 
 if __name__ == "__main__":

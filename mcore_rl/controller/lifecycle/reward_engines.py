@@ -14,7 +14,7 @@ from mcore_rl.controller.step.reward_model import Encoder, RewardModel, prepare_
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.classifier_pool import ClassifierPool
 from mcore_rl.runtime.cluster import ray_cluster
-from mcore_rl.runtime.placement import Bundle, place_engines
+from mcore_rl.runtime.placement import EngineBundles, place_engines
 from mcore_rl.runtime.start import start_engines
 from mcore_rl.runtime.train_group import TrainGroup
 
@@ -22,7 +22,7 @@ from mcore_rl.runtime.train_group import TrainGroup
 async def start_reward_model(
     config: RunConfig | EvaluateConfig,
     encoder: Encoder,
-    bundles: Sequence[Bundle],
+    bundles: Sequence[EngineBundles],
     platform: Platform,
     logs: Path,
     trainers: TrainGroup | None,

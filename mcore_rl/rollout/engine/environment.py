@@ -18,6 +18,7 @@ from mcore_rl.config.rollout import CPU_BATCHED_TOKENS, CPU_KV_CACHE_BYTES, MoeB
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, consistent_environment, num_cores
 from mcore_rl.parallel.pinned_size import ENGINE_MAX_CACHED_BYTES, with_setting
+from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.tracking.secrets import secret_names
 
 # Torch takes the first of these that is set; only the first is known to every platform.
@@ -37,8 +38,9 @@ def engine_environment(
     device_ids: Sequence[str] | None = None,
     scratch: Path | None = None,
     environ: Mapping[str, str] = os.environ,
+    node: EngineNode = ONE_NODE,
 ) -> dict[str, str | None]:
-    """The environment variables with which the process of one engine must be started; None: unset the variable.
+    """The environment variables with which an engine's process on a node must be started; None: unset the variable.
 
     Args:
         platform, config: the engine's.
@@ -48,9 +50,11 @@ def engine_environment(
         scratch: the folder for the sockets of vLLM's processes, which a killed vLLM does not remove; None: the folder
             for temporary files.
         environ: the environment that the engine inherits.
+        node: which of the engine's nodes it is.
     """
     environment: dict[str, str | None] = dict.fromkeys(secret_names())  # unset, so that the engine's log has none
     environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    environment |= node.environment(environ)
     if scratch is not None:
         environment["VLLM_RPC_BASE_PATH"] = str(scratch)
     if platform.is_accelerator:
@@ -61,7 +65,7 @@ def engine_environment(
             settings = next(filter(None, map(environ.get, ALLOCATOR_SETTINGS)), "")
             environment[ALLOCATOR_SETTINGS[0]] = with_setting(settings, ENGINE_MAX_CACHED_BYTES)
         return environment
-    shares = core_shares(cores, config.tp)
+    shares = core_shares(cores, max(1, config.tp // node.nnodes))
     return environment | consistent_environment(platform.kind, ()) | UNCOMPILED | {
         # With one rank, it runs in the process of vLLM's EngineCore; the platform would start another process for it,
         # which imports vLLM once more (platforms/cpu.py, check_and_update_config).
@@ -91,11 +95,12 @@ def engine_arguments(
     extension: str | None,
     *,
     awaits_weights: bool = False,
+    node: EngineNode = ONE_NODE,
 ) -> dict[str, Any]:
     """The keyword arguments of vLLM's ``AsyncEngineArgs`` for ``directory``, a Hugging Face checkpoint.
 
     model: the model in ``directory``.  extension: dotted name of the class whose methods are added to vLLM's workers
-    (``worker_extension_cls``); None is none.  awaits_weights: see ``start_engine``.
+    (``worker_extension_cls``); None is none.  awaits_weights, node: see ``start_engine``.
     """
     layout = config.layout
     arguments: dict[str, Any] = dict(
@@ -116,6 +121,7 @@ def engine_arguments(
         generation_config="vllm",  # take sampling from the request only; the checkpoint's defaults are for chat
         disable_log_stats=True,
         worker_extension_cls=extension or "",
+        **node.arguments(),
     )
     if isinstance(config, RolloutConfig):
         arguments["enable_return_routed_experts"] = config.return_routed_experts
@@ -130,7 +136,7 @@ def engine_arguments(
         # Random weights.  A parameter that no update fills is refused (receiver/live_weights.py); buffers outside of
         # the checkpoint keep their values, and the scales of a cache that is not quantised are 1 after any start.
         arguments["load_format"] = "dummy"
-    if layout.tp > 1:
+    if layout.tp > 1 or node.nnodes > 1:
         arguments["distributed_executor_backend"] = "mp"
     if model.moe is not None:
         arguments["moe_backend"] = _moe_backend(config, platform, updated=extension is not None)

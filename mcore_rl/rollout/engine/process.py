@@ -30,6 +30,7 @@ from mcore_rl.errors import DeadEngineError
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import FRESH, ChildProcess, ProcessContext, inherited_environment
 from mcore_rl.rollout.engine.admission import admit
+from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.engine.environment import engine_environment, usable_cores
 from mcore_rl.rollout.engine.log import death, first_cause
 from mcore_rl.rollout.engine.process_group import end_group
@@ -55,10 +56,11 @@ def start_engine(
     version: int = 0,
     log: Path | None = None,
     awaits_weights: bool = False,
+    node: EngineNode = ONE_NODE,
     wait: bool = True,
     context: ProcessContext = FRESH,
 ) -> EngineProcess:
-    """Starts an engine with the weights of ``directory``; it is ready after 10 s or more.
+    """Starts an engine with the weights of ``directory``, or its part on one node; it is ready after 10 s or more.
 
     Args:
         name: its name in messages.
@@ -70,6 +72,9 @@ def start_engine(
         version: of the weights in ``directory``.
         log: the file for the output of its processes; None: a temporary file, removed unless the engine fails.
         awaits_weights: reads no weights, which come with an update; it refuses to generate before.
+        node: which of the nodes of an engine on several.  It is started on all of them, with the same other arguments
+            but ``cores``, ``device_ids`` and ``log``.  What runs on the first is the engine; on the others, an
+            ``EnginePart``.  They wait for one another.
         wait: False returns at once, to start several engines; ``wait_until_ready`` then raises what this would.
         context: makes the process, which must be equivalent to a fresh one.
 
@@ -96,10 +101,11 @@ def start_engine(
         log=log,
         scratch=scratch,
         awaits_weights=awaits_weights,
+        node=node,
     )
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(settings, theirs), name=name)
-    with inherited_environment(engine_environment(platform, config, chosen, device_ids, scratch)):
+    with inherited_environment(engine_environment(platform, config, chosen, device_ids, scratch, node=node)):
         process.start()
     theirs.close()  # so that the pipe closes when the child ends
     engine = EngineProcess(name, process, ours, settings, temporary=temporary)
@@ -126,7 +132,7 @@ class _Caller:
 
 
 class EngineProcess(RemoteEngine):
-    """A ``RolloutEngine`` or ``Classifier`` in a process of its own; see the docs of these protocols.
+    """A ``RolloutEngine``, ``Classifier`` or ``EnginePart`` in a process of its own; see the docs of these protocols.
 
     ``start_engine`` makes it; it is a context manager.
     """

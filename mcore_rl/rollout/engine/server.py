@@ -22,11 +22,15 @@ from mcore_rl.config.rollout import ServingConfig
 from mcore_rl.errors import McoreRLError, RolloutError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.rollout.engine import guard
+from mcore_rl.rollout.engine.engine_node import EngineNode
 from mcore_rl.rollout.protocol import RolloutEngine
 from mcore_rl.rollout.remote_engine import perform
 
 if TYPE_CHECKING:
+    from mcore_rl.rollout.engine.headless_engine import HeadlessEngine
     from mcore_rl.rollout.engine.vllm_engine import VllmEngine
+
+    Started = VllmEngine | HeadlessEngine
 
 START = 0  # the number of the call that every child answers unasked: its start
 
@@ -37,6 +41,7 @@ class Settings:
 
     model: the model in ``directory``, as ``admit`` returned it.
     scratch: the folder of its sockets, which is removed when it ends.
+    node: which of the engine's nodes it is on.
     """
 
     name: str
@@ -50,6 +55,7 @@ class Settings:
     log: Path
     scratch: Path
     awaits_weights: bool
+    node: EngineNode
 
 
 def serve(settings: Settings, connection: Connection) -> None:
@@ -100,13 +106,15 @@ class _Server:
                 self._tasks[call].cancel()
         await engine.shutdown()
 
-    async def _start(self, settings: Settings) -> VllmEngine | None:
+    async def _start(self, settings: Settings) -> Started | None:
         self._send(START, "phase", "importing vLLM")
         try:
+            from mcore_rl.rollout.engine.headless_engine import HeadlessEngine
             from mcore_rl.rollout.engine.vllm_engine import VllmEngine
 
             self._send(START, "phase", f"loading {settings.directory}")
-            return await VllmEngine.start(
+            started = VllmEngine if settings.node.node_rank == 0 else HeadlessEngine
+            return await started.start(
                 settings.name,
                 settings.directory,
                 settings.config,
@@ -116,17 +124,18 @@ class _Server:
                 version=settings.version,
                 log=settings.log,
                 awaits_weights=settings.awaits_weights,
+                node=settings.node,
             )
         except Exception as error:  # noqa: BLE001  raised in the parent
             self._send(START, "error", _portable(settings.name, error))
             return None
 
     async def _answer(
-        self, engine: VllmEngine, call: int, verb: str, args: tuple[Any, ...], options: dict[str, Any]
+        self, engine: Started, call: int, verb: str, args: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         try:
             if verb == RolloutEngine.generate.__name__:
-                async with aclosing(engine.generate(*args)) as samples:
+                async with aclosing(getattr(engine, verb)(*args)) as samples:
                     async for sample in samples:
                         self._send(call, "part", sample)
             else:

@@ -50,7 +50,7 @@ def memory_violations(directory: Path, rollout: ServingConfig, platform: Platfor
     with HfCheckpoint.open(directory) as checkpoint:
         numbers = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     layout = rollout.layout
-    weights = numbers * BYTES[rollout.dtype] // (layout.tp * layout.engine_dp)
+    weights = numbers * BYTES[rollout.dtype] // layout.engine_size
     default = 0 if platform.is_accelerator else CPU_KV_CACHE_BYTES
     cache = rollout.kv_cache_memory_bytes or default
     ranks = 1 if platform.is_accelerator else layout.tp * layout.dp  # which share the machine's memory

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import psutil
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
@@ -26,25 +25,19 @@ from vllm.v1.executor import Executor
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import ServingConfig
-from mcore_rl.errors import DeadEngineError, McoreRLError, RolloutError
+from mcore_rl.errors import RolloutError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.parallel.launch import inherited_environment
+from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.engine.environment import engine_arguments
-from mcore_rl.rollout.engine.log import first_cause, first_exception
+from mcore_rl.rollout.engine.liveness import Liveness, start_error, stop_s
 from mcore_rl.rollout.engine.meter import Meter
 from mcore_rl.rollout.engine.outputs import sample_of, sampling_params
-from mcore_rl.rollout.engine.process_group import is_alive, is_tracker, remove, shared_memory_of
 from mcore_rl.rollout.engine.request_checks import Limits, demand_requests, limits_of
 from mcore_rl.rollout.protocol import EngineMemory, Pause, Request, Sample, Sampling, Statistics
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-POLL_S = 0.2  # between checks whether vLLM's processes are alive
-SETTLE_S = 0.5  # after a death, for what the processes still write
-# Between SIGTERM and SIGKILL to vLLM's processes.  On accelerators they release the device's memory meanwhile; on the
-# CPU they would only shut their interpreters down, which takes longer.
-STOP_S, STOP_ON_CPU_S = 5.0, 0.0
 
 
 class VllmEngine:
@@ -53,15 +46,13 @@ class VllmEngine:
     def __init__(
         self, llm: AsyncLLM, meter: Meter, limits: Limits, log: Path | None, stop_s: float, refusal: str = ""
     ) -> None:
-        self._llm, self._meter, self._limits, self._log, self._stop_s = llm, meter, limits, log, stop_s
-        self._cores = list(llm.engine_core.resources.engine_manager.processes)
-        # Watched here, because vLLM reports a dead worker only after it waited for the others to end, 10 s.
-        self._below = [child for child in psutil.Process().children(recursive=True) if not is_tracker(child)]
-        self._mapped = shared_memory_of(self._below)
+        self._llm, self._meter, self._limits, self._stop_s = llm, meter, limits, stop_s
+        cores = llm.engine_core.resources.engine_manager.processes
+        self._liveness = Liveness(limits.name, log, cores, lambda: llm.errored)
+        self._alive = self._liveness.alive
         self._ids: dict[str, tuple[str, int]] = {}  # vLLM's id of a request -> the request's key
         self._count = itertools.count()
         self._refusal = refusal
-        self._death = asyncio.create_task(self._watch())
 
     @property
     def name(self) -> str:
@@ -81,6 +72,7 @@ class VllmEngine:
         version: int = 0,
         log: Path | None = None,
         awaits_weights: bool = False,
+        node: EngineNode = ONE_NODE,
     ) -> VllmEngine:
         """Loads ``directory`` into vLLM, in processes of vLLM's own; takes 10 s or more.
 
@@ -89,11 +81,13 @@ class VllmEngine:
         Args:
             model: the model in ``directory``, as ``admit`` returned it.
             log: the file that has this process's output, to find the cause of a death there; None if there is none.
-            name, directory, config, extension, version, awaits_weights: see ``start_engine``.
+            name, directory, config, extension, version, awaits_weights, node: see ``start_engine``.
 
         Raises RolloutError with the first cause if vLLM does not start.
         """
-        arguments = engine_arguments(directory, config, model, platform, extension, awaits_weights=awaits_weights)
+        arguments = engine_arguments(
+            directory, config, model, platform, extension, awaits_weights=awaits_weights, node=node
+        )
         try:
             settings = AsyncEngineArgs(**arguments).create_engine_config()
             # On CPU vLLM has just asked for fresh processes, since those of several ranks bind their threads by
@@ -105,13 +99,10 @@ class VllmEngine:
                 llm = AsyncLLM(settings, executor, log_stats=False, log_requests=False, stat_loggers=[Meter])
             await llm.update_weight_version(str(version))
         except Exception as error:  # vLLM passes on any exception of its models, checks and processes
-            cause = first_cause(log, {}) or _words(error)
-            where = f". Its output is in {log}" if log is not None else ""
-            raise RolloutError(f"{name}: vLLM does not start with {directory}: {cause}{where}") from error
+            raise start_error(name, directory, log, error) from error
         (meter,) = llm.logger_manager.stat_loggers
-        stop_s = STOP_S if platform.is_accelerator else STOP_ON_CPU_S
         refusal = "it was started without weights" if awaits_weights else ""
-        return cls(llm, meter, limits_of(name, directory, config, model), log, stop_s, refusal)
+        return cls(llm, meter, limits_of(name, directory, config, model), log, stop_s(platform), refusal)
 
     async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncGenerator[Sample]:
         """See ``RolloutEngine.generate``."""
@@ -123,7 +114,7 @@ class VllmEngine:
             for unfinished in range(len(tasks), 0, -1):
                 sample = await self._alive(finished.get(), f"generating {unfinished} samples")
                 if isinstance(sample, Exception):
-                    raise await self._explained(sample, f"generating {unfinished} samples")
+                    raise await self._liveness.explained(sample, f"generating {unfinished} samples")
                 yield sample
         finally:
             await _cancel(tasks)
@@ -187,15 +178,19 @@ class VllmEngine:
         )
         return results
 
+    async def watch(self) -> None:
+        """See ``EnginePart.watch``."""
+        await self._liveness.watch()
+
     async def statistics(self) -> Statistics:
         """See ``RolloutEngine.statistics``."""
         return self._meter.statistics()
 
     async def shutdown(self) -> None:
         """See ``RolloutEngine.shutdown``."""
-        await _cancel([self._death])
+        await self._liveness.close()
         await asyncio.to_thread(self._llm.shutdown, self._stop_s)
-        remove(self._mapped)
+        self._liveness.clear()
 
     async def _reset_prefix_cache(self) -> None:
         """Drops every cached prefix; vLLM computes running samples again from their tokens."""
@@ -238,47 +233,6 @@ class VllmEngine:
                     return str(output.error.message)
                 return float(output.outputs.data.flatten()[-1])
         return "vLLM ended without an answer"
-
-    async def _watch(self) -> None:
-        while not self._llm.errored and all(map(is_alive, self._below)):
-            await asyncio.sleep(POLL_S)
-
-    async def _alive(self, work: Coroutine[Any, Any, T], doing: str) -> T:
-        """Returns the result of ``work``; raises if it fails, or as soon as vLLM dies.
-
-        doing: what the engine is doing, for the message: "waking up".
-        """
-        task = asyncio.create_task(work)
-        try:
-            await asyncio.wait([task, self._death], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise await self._obituary(doing)
-            return task.result()
-        except Exception as error:
-            raise await self._explained(error, doing) from error
-        finally:
-            task.cancel()
-
-    async def _explained(self, error: Exception, doing: str) -> McoreRLError:
-        """Turns what vLLM raised into an error that says what the engine was doing and why it failed."""
-        if isinstance(error, McoreRLError):
-            return error
-        if self._llm.errored or self._death.done():
-            return await self._obituary(doing)
-        return RolloutError(f"{self.name} failed while {doing}: {_words(error)}")
-
-    async def _obituary(self, doing: str) -> DeadEngineError:
-        await asyncio.sleep(SETTLE_S)
-        remove(self._mapped)
-        cause = first_cause(self._log, {core.name: core.exitcode for core in self._cores})
-        where = f". Its output is in {self._log}" if self._log is not None else ""
-        return DeadEngineError(f"{self.name} died while {doing}: {cause or 'one of its processes is gone'}{where}")
-
-
-def _words(error: Exception) -> str:
-    """One line for an exception of vLLM's; if it has many lines, the one that names the first exception."""
-    text = f"{type(error).__name__}: {error}"
-    return first_exception(str(error)) or (text if "\n" not in text else " ".join(text.split())[:600])
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -78,7 +78,7 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Ran:
+def ran(tmp_path_factory: pytest.TempPathFactory, fast_ray: None) -> Ran:
     task = write_task(tmp_path_factory.mktemp("task"))
     reward_models.write_judge(task / "judge")
     score_rows(task)

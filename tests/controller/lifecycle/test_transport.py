@@ -40,10 +40,12 @@ def nodes_of_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
 def transport(
     platform: Platform, placement: Placement, nnodes: int, per_node: int, layout: RolloutLayout, engine_nodes: list[str]
 ) -> Transport:
+    """engine_nodes: of each engine, the names of its nodes, with a comma between them."""
     trainer = TrainerConfig(nnodes=nnodes, n_gpus_per_node=per_node, placement=placement)
     rollout = RolloutConfig(tp=layout.tp, dp=layout.dp)
     train = tuple(bundle(f"node {rank // per_node}") for rank in range(trainer.world_size))
-    places = Places(train, tuple(map(bundle, engine_nodes)), 0.25 if platform.is_accelerator else 0.0, ())
+    engines = tuple(tuple(map(bundle, names.split(", "))) for names in engine_nodes)
+    places = Places(train, engines, 0.25 if platform.is_accelerator else 0.0, ())
     return weight_transport(RunConfig(trainer=trainer, rollout=rollout), platform, places, "10.0.0.1", 1234)
 
 
@@ -76,6 +78,21 @@ def test_separate_engines_are_in_one_group_with_the_trainer(vendor: str) -> None
     assert isinstance(made, RoutedTransport) and made.platform.backend == "nccl"
     assert made.sites == Sites((0,) * 8, (0,) * 4 + (1,) * 8)
     assert made.sites.members == 20
+
+
+@pytest.mark.parametrize("vendor", list(ACCELERATORS))
+def test_the_ranks_of_an_engine_on_several_nodes_are_where_its_parts_are(vendor: str) -> None:
+    layout = RolloutLayout(tp=16, dp=2)
+    made = transport(ACCELERATORS[vendor], Placement.colocated, 4, 8, layout, ["node 0, node 1", "node 2, node 3"])
+    nodes = (0,) * 8 + (1,) * 8 + (2,) * 8 + (3,) * 8
+    assert made.sites == Sites(nodes, nodes, tuple(range(32))), "handed over on the devices of the ranks' own nodes"
+    made = transport(ACCELERATORS[vendor], Placement.separate, 1, 8, RolloutLayout(tp=16), ["near, far"])
+    assert made.sites == Sites((0,) * 8, (1,) * 8 + (2,) * 8)
+
+
+def test_on_the_cpu_a_process_of_each_node_receives_for_the_ranks_there() -> None:
+    made = transport(CPU, Placement.colocated, 2, 2, RolloutLayout(tp=4), ["node 1, node 0"])
+    assert made.sites == Sites((0, 0, 1, 1), (1, 1, 0, 0), (2, 3, 0, 1))
 
 
 @pytest.mark.parametrize("placement", list(Placement))

@@ -46,7 +46,7 @@ def evaluate(path: Path, *more: str) -> dict[str, Any]:
 
 
 @pytest.mark.tier("full")
-def test_rows_are_scored_by_who_they_ask_for(tmp_path: Path, processes: None) -> None:
+def test_rows_are_scored_by_who_they_ask_for(tmp_path: Path, fast_ray: None) -> None:
     judge = tmp_path / "judge"
     reward_models.write_judge(judge)
     path = reward_models.write_rows(tmp_path / "r.parquet", rows("model"))

@@ -79,7 +79,7 @@ def greedy(model: Path, tokens: Sequence[int]) -> list[int]:
 
 
 def test_greedy_responses_are_those_of_transformers(
-    model: Path, capsys: pytest.CaptureFixture[str], processes: None
+    model: Path, capsys: pytest.CaptureFixture[str], fast_ray: None
 ) -> None:
     """Two files, one prompt too long and left out; all columns kept, in order; one engine on Ray."""
     folder = model.parent

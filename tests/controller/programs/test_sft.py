@@ -96,14 +96,14 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, fast_ray: None) -> Observed:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sft, "SCORED_AT_ONCE", VALIDATED - 1)  # so that one is left, and two ranks to score it
         return run(task, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module")
-def struck(task: Path, tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
+def struck(task: Path, tmp_path_factory: pytest.TempPathFactory, fast_ray: None) -> Observed:
     directory = tmp_path_factory.mktemp("struck") / "run"
     words = ["sft", *overrides(task, directory, "trainer.save_freq=0")]
     with nothing_survives(directory.parent) as traces:
@@ -225,7 +225,7 @@ def test_all_mistakes_are_named_at_once(task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.tier("full")
-def test_a_run_that_only_validates_trains_nothing(task: Path, tmp_path: Path, whole: Observed, processes: None) -> None:
+def test_a_run_that_only_validates_trains_nothing(task: Path, tmp_path: Path, whole: Observed, fast_ray: None) -> None:
     with nothing_left():
         assert asyncio.run(sft.run_sft(settings(task, tmp_path, "trainer.val_only=true"))) == 0
     (only,) = observed(tmp_path).metrics.values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,8 @@ from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import MoeBackend, RolloutConfig
 from mcore_rl.parallel.device import Platform, detect
+from mcore_rl.rollout.engine import engine_node
+from mcore_rl.rollout.engine.engine_node import EngineNode, Meeting
 from mcore_rl.rollout.engine.environment import core_shares, engine_arguments, engine_environment, has_tokenizer
 from tests.support import models, reward_models
 
@@ -119,3 +122,36 @@ def test_a_reward_model_s_engine_gives_the_last_token_s_score_as_it_is(tmp_path:
         2,
         "float32",
     ) and "logprobs_mode" not in arguments
+
+
+def test_an_engine_on_several_nodes_keeps_to_the_interface_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {
+        "lo": [SimpleNamespace(address="127.0.0.1")],
+        "eth7": [SimpleNamespace(address="fe80::1%eth7"), SimpleNamespace(address="10.0.0.2")],
+    }
+    monkeypatch.setattr(engine_node.psutil, "net_if_addrs", lambda: there)
+    meeting = Meeting(host="10.0.0.1", port=4711, rpc_port=4712)
+    node = EngineNode(nnodes=2, node_rank=1, address="10.0.0.2", meeting=meeting)
+    rollout = RolloutConfig(tp=4)
+    variables = engine_environment(ROCM, rollout, (0,), environ={}, node=node)
+    assert variables["VLLM_HOST_IP"] == "10.0.0.2" and variables["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert variables["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    chosen = engine_environment(ROCM, rollout, (0,), environ={"GLOO_SOCKET_IFNAME": "ib0"}, node=node)
+    assert "GLOO_SOCKET_IFNAME" not in chosen, "the cluster has said which"
+    unknown = engine_environment(ROCM, rollout, (0,), environ={}, node=replace(node, address="10.9.9.9"))
+    assert "GLOO_SOCKET_IFNAME" not in unknown
+    alone = engine_environment(ROCM, rollout, (0,), environ={})
+    assert not {"VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE"} & alone.keys()
+    assert engine_environment(CPU, rollout, (2, 3), environ={}, node=node)["VLLM_CPU_OMP_THREADS_BIND"] == "2|3"
+
+
+def test_arguments_of_an_engine_on_several_nodes(tmp_path: Path) -> None:
+    meeting = Meeting(host="10.0.0.1", port=4711, rpc_port=4712)
+    node = EngineNode(nnodes=2, node_rank=1, address="10.0.0.2", meeting=meeting)
+    over = engine_arguments(tmp_path, RolloutConfig(tp=2), models.dense(), CPU, None, node=node)
+    one = engine_arguments(tmp_path, RolloutConfig(tp=2), models.dense(), CPU, None)
+    more = dict(master_addr="10.0.0.1", master_port=4711, data_parallel_rpc_port=4712)
+    assert over == one | dict(nnodes=2, node_rank=1) | more
+    assert (one["nnodes"], one["node_rank"]) == (1, 0) and not more.keys() & one.keys()
+    replicas = engine_arguments(tmp_path, RolloutConfig(dp=2, ep=2), models.moe(), ROCM, None, node=node)
+    assert replicas["distributed_executor_backend"] == "mp", "also of one rank each"

@@ -1,0 +1,66 @@
+"""Which engines fit on the accelerators of nodes: those on a part of one, and those on whole ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mcore_rl.config.placement import engine_nodes, engine_place_violations
+from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.config.trainer import Placement, TrainerConfig
+
+TRAINER = TrainerConfig(nnodes=4, n_gpus_per_node=8)
+SEPARATE = replace(TRAINER, placement=Placement.separate)
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes"),
+    [
+        (RolloutLayout(tp=4, dp=8), 1),
+        (RolloutLayout(tp=8, dp=4), 1),
+        (RolloutLayout(tp=16, dp=2), 2),
+        (RolloutLayout(tp=32), 4),
+        (RolloutLayout(tp=8, dp=2, ep=16), 2),  # a replica on each node
+        (RolloutLayout(tp=4, dp=4, ep=16), 2),  # two replicas on each
+        (RolloutLayout(tp=16, dp=2, ep=32), 4),  # each replica on two
+    ],
+    ids=str,
+)
+def test_engines_on_a_part_of_a_node_or_on_whole_nodes(layout: RolloutLayout, nodes: int) -> None:
+    assert engine_place_violations(TRAINER, layout) == engine_place_violations(SEPARATE, layout, per_node=8) == []
+    assert engine_nodes(layout, 8) == nodes
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        RolloutLayout(tp=3, dp=8),
+        RolloutLayout(tp=12, dp=2),
+        RolloutLayout(tp=2, dp=6, ep=12),
+        RolloutLayout(tp=3, dp=8, ep=24),  # whole nodes, and replicas that they cut
+    ],
+    ids=str,
+)
+def test_other_engines_are_refused_with_the_key_and_the_remedy(layout: RolloutLayout) -> None:
+    for trainer, per_node, nodes in (
+        (TRAINER, None, "trainer.n_gpus_per_node=8"),
+        (SEPARATE, 8, "the 8 accelerators of a node"),
+    ):
+        (only,) = engine_place_violations(trainer, layout, "reward_model", per_node=per_node)
+        assert str(only) == (
+            f"reward_model.tp={layout.tp}: an engine of {layout.engine_size} devices neither divides {nodes} nor takes "
+            "whole nodes. Write a divisor or a multiple of 8"
+        )
+    assert engine_place_violations(SEPARATE, layout) == [], "the nodes of its engines are not known"
+
+
+def test_engines_of_more_devices_than_there_are() -> None:
+    (many,) = engine_place_violations(TRAINER, RolloutLayout(tp=16, dp=3))
+    assert many.key == "rollout.dp" and many.remedy.startswith("Write rollout.dp=2, or")
+    (wide,) = engine_place_violations(TRAINER, RolloutLayout(tp=64))
+    assert str(wide) == (
+        "rollout.tp=64: an engine needs 64 devices of the trainer's 32. "
+        "Write rollout.tp=32 or less, more trainer.nnodes, or trainer.placement=separate"
+    )
+    assert engine_place_violations(SEPARATE, RolloutLayout(tp=64), per_node=8) == []
