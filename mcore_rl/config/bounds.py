@@ -190,7 +190,7 @@ def file_violations(config: Any, prefix: str = "") -> list[Violation]:
 
 def _values(config: Any, prefix: str) -> Iterator[tuple[Setting, str, Any]]:
     """(setting, key, value) of each leaf; of each item of a list, whose key ends in its number."""
-    for each in settings(type(config)):
+    for each in settings(type(config)):  # type: ignore[arg-type]  # a class is hashable
         value = config
         for name in each.key.split("."):
             value = getattr(value, name)

@@ -78,7 +78,7 @@ def _adding(override: str) -> str:
 def _listed(override: str, schema: type[Any]) -> str:
     """``override``, with brackets around its value if that is one item where a list belongs."""
     key, _, value = override.partition("=")
-    listed = any(each.key == key and isinstance(each.default, list | None) for each in settings(schema) if each.listed)
+    listed = any(each.key == key and isinstance(each.default, list | None) for each in settings(schema) if each.listed)  # type: ignore[arg-type]  # a class is hashable
     plain = bool(value) and value != "null" and not value.startswith(("[", "{", "${"))
     return f"{key}=[{value}]" if listed and plain else override
 

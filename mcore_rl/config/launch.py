@@ -81,8 +81,9 @@ def load_words(
 
 def planned_violations(run: RunConfig | SftConfig) -> list[Violation]:
     """Every violation of a run that is only planned: neither a model nor data need be there."""
-    check = run_violations if isinstance(run, RunConfig) else sft_violations
-    return check(run, planned=True)  # type: ignore[operator]  # each takes its own
+    if isinstance(run, RunConfig):
+        return run_violations(run, planned=True)
+    return sft_violations(run, planned=True)
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
