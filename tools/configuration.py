@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, get_origin
 
-from mcore_rl.config.bounds import LARGEST_FLOAT, LARGEST_INT, Place, Setting, settings
+from mcore_rl.config.bounds import LARGEST_FLOAT, LARGEST_INT, PathKind, Setting, settings
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.generate import GenerateConfig
@@ -52,7 +52,7 @@ The planner, the rehearsal and submit look at no path of the run.
 
 def values_of(each: Setting) -> str:
     """What a setting may be."""
-    place = each.mark(Place)
+    place = each.mark(PathKind)
     if each.range is not None:
         kind = f"{'whole ' if each.kind is int else ''}{'numbers' if each.listed else 'number'} in {each.range.text}"
     elif isinstance(each.kind, type) and issubclass(each.kind, Enum):

@@ -160,7 +160,7 @@ def render(job: Job) -> str:
     text, place = TEMPLATE.read_text(encoding="utf-8"), re.compile(r"{{(\w+)}}")
     asked = set(place.findall(text))
     assert asked == values.keys(), f"{TEMPLATE.name} asks for others: {asked ^ values.keys()}"
-    return place.sub(lambda found: str(values[found[1]]), text)
+    return place.sub(lambda name: str(values[name[1]]), text)
 
 
 def _options(cluster: ClusterConfig) -> list[str]:

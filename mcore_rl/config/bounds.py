@@ -75,7 +75,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Place:
+class PathKind:
     """A path.  kind: ``file`` or ``directory``.  written: whether the program writes it; else it must be there."""
 
     kind: str
@@ -99,10 +99,10 @@ Seed = Annotated[int, Range("[0, 4294967295]")]  # what NumPy takes
 Ranks = Annotated[int, Range("[1, 131072]")]  # no cluster has more
 Beta = Annotated[float, Range("[0, 1)", "Write 0.9, say")]
 Bytes = Annotated[int, Range("[1, 1e15]")]
-InputFile = Annotated[str, Place("file")]
-InputDirectory = Annotated[str, Place("directory")]
-OutputFile = Annotated[str, Place("file", written=True)]
-OutputDirectory = Annotated[str, Place("directory", written=True)]
+InputFile = Annotated[str, PathKind("file")]
+InputDirectory = Annotated[str, PathKind("directory")]
+OutputFile = Annotated[str, PathKind("file", written=True)]
+OutputDirectory = Annotated[str, PathKind("directory", written=True)]
 Lines = Annotated[str, FreeText()]
 
 
@@ -180,7 +180,7 @@ def file_violations(config: Any, prefix: str = "") -> list[Violation]:
     """Every path that is to be read and cannot be, and every path that is to be written and cannot be."""
     violations = list[Violation]()
     for each, key, value in _values(config, prefix):
-        place = each.mark(Place)
+        place = each.mark(PathKind)
         if place is None or not value or value_problem(each, value):
             continue
         if problem := (output_problem if place.written else input_problem)(value, place.kind):
@@ -241,7 +241,7 @@ class Unsound:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __len__ = __iter__ = _read
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _read
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __format__ = __str__ = __repr__ = __int__ = __float__ = _read
-    __index__ = __contains__ = __getitem__ = _read
+    __index__ = __contains__ = __getitem__ = __fspath__ = _read
     __slots__: ClassVar[tuple[str, ...]] = ()
 
 
@@ -249,13 +249,13 @@ Rule = Callable[[T], Iterable[Violation]]
 
 
 def check(
-    config: T, rules: Iterable[Rule[T]] = (), prefix: str = "", found: Iterable[Violation] = ()
+    config: T, rules: Iterable[Rule[T]] = (), prefix: str = "", beside: Iterable[Violation] = ()
 ) -> list[Violation]:
     """Every violation of ``config``: of its bounds, then of ``rules``, as far as what a rule reads is within bounds.
 
-    prefix: of the keys of ``config``, with its dot.  found: further violations of single settings.
+    prefix: of the keys of ``config``, with its dot.  beside: further violations of single settings.
     """
-    violations = [*found, *bound_violations(config, prefix)]
+    violations = [*beside, *bound_violations(config, prefix)]
     sound = _without(config, {each.key.removeprefix(prefix).partition("[")[0] for each in violations})
     for rule in rules:
         try:

@@ -35,8 +35,10 @@ def input_problem(path: str | Path, kind: str = "file") -> Problem | None:
                     return f"holds {entry.name}, which is {KINDS[stat.S_IFMT(mode)]}", "Remove it from there"
     except FileNotFoundError:
         return f"there is no such {kind}", remedy
-    except (OSError, RuntimeError, ValueError) as error:
-        return f"cannot be read: {getattr(error, 'strerror', None) or error}", remedy
+    except OSError as error:
+        return f"cannot be read: {error.strerror}", remedy
+    except (RuntimeError, ValueError) as error:
+        return f"cannot be read: {error}", remedy
     return None
 
 
@@ -55,8 +57,10 @@ def output_problem(path: str | Path, kind: str = "file") -> Problem | None:
                 return f"{above} is no directory", "Write another path"
             if not os.access(above, os.W_OK | os.X_OK):
                 return f"{above} may not be written by you", "Write another path"
-    except (OSError, RuntimeError, ValueError) as error:
-        return f"cannot be written: {getattr(error, 'strerror', None) or error}", "Write another path"
+    except OSError as error:
+        return f"cannot be written: {error.strerror}", "Write another path"
+    except (RuntimeError, ValueError) as error:
+        return f"cannot be written: {error}", "Write another path"
     return None
 
 

@@ -16,7 +16,7 @@ from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.bounds import Place, setting_of, value_problem
+from mcore_rl.config.bounds import PathKind, setting_of, value_problem
 from mcore_rl.config.files import input_problem, output_problem
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
@@ -58,7 +58,7 @@ def _read(kind: Callable[[str], Any], text: str) -> Any:
 
 def _typed(kind: Any, text: str) -> Any:
     setting = setting_of("", kind, None)
-    place = setting.mark(Place)
+    place = setting.mark(PathKind)
     value: Any = text
     if setting.range is not None:
         try:

@@ -98,7 +98,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _update_violations,
         _share_violations,
     ]
-    violations = check(run, rules, found=unknown)
+    violations = check(run, rules, beside=unknown)
     absent = set() if unknown else {each.name for each in ROLES.values() if each.config} - {*run.roles}
     inherited = [each for each in violations if each.key.split(".")[0] in absent and each.key not in run.written]
     return [each for each in violations if each not in inherited]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -155,9 +156,9 @@ def test_no_odd_value_of_any_key_ends_in_an_exception(program: str) -> None:
     def judged(config: Any) -> list[Violation]:
         nonlocal tried
         tried += 1
-        found = [*violations(config), *file_violations(config)]
-        assert all(str(each) and each.problem and each.remedy for each in found)
-        return found
+        wrong = [*violations(config), *file_violations(config)]
+        assert all(str(each) and each.problem and each.remedy for each in wrong)
+        return wrong
 
     def beside(others: Sequence[Setting]) -> Refusals:
         if not others:
@@ -248,7 +249,8 @@ def test_a_rule_is_run_as_far_as_what_it_reads_is_sound() -> None:
     "read",
     [
         lambda x: x == 1, lambda x: x < 1, lambda x: 1 % x, lambda x: x * 2, lambda x: f"{x}", str, bool, int, float,
-        lambda x: x in {1}, lambda x: x in [1], len, list, lambda x: {x: 1}, lambda x: min(x, 2), lambda x: -x,
+        lambda x: x in {1}, lambda x: x in [1], len, list, lambda x: {x: 1}, os.fspath,
+        lambda x: min(x, 2), lambda x: -x,
     ],
 )  # fmt: skip
 def test_whoever_reads_an_unsound_value_is_stopped(read: Callable[[Any], Any]) -> None:

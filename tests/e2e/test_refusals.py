@@ -24,7 +24,7 @@ from mcore_rl.errors import ConfigError
 from tests.support.composed import composed
 from tests.support.number_oracle import NUMBERS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 REACHED = 77
 HANGS_S = 300  # for ever, on any machine: what is measured here takes milliseconds
 HEAVY = ("torch", "ray", "megatron", "vllm", "transformers")
@@ -100,8 +100,8 @@ def test_only_files_are_read_as_files(program: str, key: str, directory: bool, f
     group = reduce(getattr, groups, config)
     for place in places:
         setattr(group, name, [place] if isinstance(getattr(group, name), list) else place)
-        found = [*made.check(config), *file_violations(config)]
-        assert [each.key.partition("[")[0] for each in found] == [key], (place, found)
+        wrong = [*made.check(config), *file_violations(config)]
+        assert [each.key.partition("[")[0] for each in wrong] == [key], (place, wrong)
 
 
 @pytest.mark.parametrize(
