@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
 
-from mcore_rl.config.bounds import NonNegativeFloat, PositiveFloat, PositiveInt, Range, Rule, Share, check
+from mcore_rl.config.bounds import CrossCheck, Interval, NonNegativeFloat, PositiveFloat, PositiveInt, Share, check
 from mcore_rl.errors import Violation
 
 
@@ -120,7 +120,7 @@ class RolloutCorrectionConfig:
 
     level: CorrectionLevel = CorrectionLevel.none
     mode: CorrectionMode = CorrectionMode.truncate
-    upper: Annotated[float, Range("[1, inf)")] = 2.0
+    upper: Annotated[float, Interval("[1, inf)")] = 2.0
     lower: Share = 0.5
     batch_normalize: bool = False
     reject: Rejection = Rejection.none
@@ -195,7 +195,7 @@ class AlgorithmConfig:
 def algorithm_violations(algorithm: AlgorithmConfig) -> list[Violation]:
     """Every violation within ``algorithm``, not looking at other groups."""
     key = "algorithm.rollout_correction"
-    rules: list[Rule[AlgorithmConfig]] = [
+    rules: list[CrossCheck[AlgorithmConfig]] = [
         _control_violations,
         lambda each: _penalty_violations(each.kl_penalty),
         lambda each: _correction_violations(each.rollout_correction, key),

@@ -1,6 +1,6 @@
 """What a setting may be, declared beside its field, and the one check of it.
 
-    lr: Annotated[float, Range("[0, 1]")] = 1e-6
+    lr: Annotated[float, Interval("[0, 1]")] = 1e-6
     train_batch_size: PositiveInt = 1024
     train_files: list[InputFile] = field(default_factory=list)
 
@@ -28,7 +28,7 @@ CONTROL = ("Cc", "Cs", "Zl", "Zp")  # control characters, bytes that are no UTF-
 
 
 @dataclass(frozen=True)
-class Range:
+class Interval:
     """Numbers of an interval, as mathematics writes it: ``(0, 1]`` is 0 < x <= 1.
 
     ``inf`` is ``LARGEST_INT`` or ``LARGEST_FLOAT``; nothing is infinite.  remedy: what to write instead.
@@ -87,18 +87,18 @@ class FreeText:
     """A text that may have several lines."""
 
 
-PositiveInt = Annotated[int, Range("[1, inf)")]
-NonNegativeInt = Annotated[int, Range("[0, inf)")]
-PositiveFloat = Annotated[float, Range("(0, inf)")]
-NonNegativeFloat = Annotated[float, Range("[0, inf)")]
-Share = Annotated[float, Range("[0, 1]")]
-PositiveShare = Annotated[float, Range("(0, 1]")]
-Seconds = Annotated[float, Range("(0, 31536000]")]  # a year
-SecondsOrZero = Annotated[float, Range("[0, 31536000]")]
-Seed = Annotated[int, Range("[0, 4294967295]")]  # what NumPy takes
-Ranks = Annotated[int, Range("[1, 131072]")]  # no cluster has more
-Beta = Annotated[float, Range("[0, 1)", "Write 0.9, say")]
-Bytes = Annotated[int, Range("[1, 1e15]")]
+PositiveInt = Annotated[int, Interval("[1, inf)")]
+NonNegativeInt = Annotated[int, Interval("[0, inf)")]
+PositiveFloat = Annotated[float, Interval("(0, inf)")]
+NonNegativeFloat = Annotated[float, Interval("[0, inf)")]
+Share = Annotated[float, Interval("[0, 1]")]
+PositiveShare = Annotated[float, Interval("(0, 1]")]
+Seconds = Annotated[float, Interval("(0, 31536000]")]  # a year
+SecondsOrZero = Annotated[float, Interval("[0, 31536000]")]
+Seed = Annotated[int, Interval("[0, 4294967295]")]  # what NumPy takes
+Ranks = Annotated[int, Interval("[1, 131072]")]  # no cluster has more
+Beta = Annotated[float, Interval("[0, 1)", "Write 0.9, say")]
+Bytes = Annotated[int, Interval("[1, 1e15]")]
 InputFile = Annotated[str, PathKind("file")]
 InputDirectory = Annotated[str, PathKind("directory")]
 OutputFile = Annotated[str, PathKind("file", written=True)]
@@ -126,12 +126,12 @@ class Setting:
         return next((each for each in self.marks if isinstance(each, kind)), None)
 
     @property
-    def range(self) -> Range | None:
+    def range(self) -> Interval | None:
         """The numbers that it may be; None if it is no number."""
-        return (self.mark(Range) or ANY) if self.kind in (int, float) else None
+        return (self.mark(Interval) or ANY) if self.kind in (int, float) else None
 
 
-ANY = Range("(-inf, inf)")
+ANY = Interval("(-inf, inf)")
 
 
 @cache
@@ -245,11 +245,11 @@ class Unsound:
     __slots__: ClassVar[tuple[str, ...]] = ()
 
 
-Rule = Callable[[T], Iterable[Violation]]
+CrossCheck = Callable[[T], Iterable[Violation]]
 
 
 def check(
-    config: T, rules: Iterable[Rule[T]] = (), prefix: str = "", beside: Iterable[Violation] = ()
+    config: T, rules: Iterable[CrossCheck[T]] = (), prefix: str = "", beside: Iterable[Violation] = ()
 ) -> list[Violation]:
     """Every violation of ``config``: of its bounds, then of ``rules``, as far as what a rule reads is within bounds.
 

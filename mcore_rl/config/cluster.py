@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
 
-from mcore_rl.config.bounds import InputFile, Lines, NonNegativeFloat, PositiveFloat, PositiveInt, Range, check
+from mcore_rl.config.bounds import InputFile, Interval, Lines, NonNegativeFloat, PositiveFloat, PositiveInt, check
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import Violation
 
@@ -61,6 +61,24 @@ class ReachedRates:
 
 
 @dataclass(kw_only=True)
+class ResidualMemory:
+    """Memory that processes take beside the tensors that a plan counts; None: what the planner assumes.
+
+    device_context_mib: of a device, by a process with its libraries and kernels, without communicators.
+    device_collectives_mib: more of it, by the communicators of a training process.
+    host_trainer_mib: of the host, by a training process, before it is one of Ray's.
+    host_engine_mib: the same of all processes of an engine of one rank.
+    pinned_ratio: host memory that a large page-locked block takes, over what was asked for.
+    """
+
+    device_context_mib: PositiveFloat | None = None
+    device_collectives_mib: PositiveFloat | None = None
+    host_trainer_mib: PositiveFloat | None = None
+    host_engine_mib: PositiveFloat | None = None
+    pinned_ratio: PositiveFloat | None = None
+
+
+@dataclass(kw_only=True)
 class SlurmConfig:
     """What a job asks Slurm for, besides nodes and devices.
 
@@ -85,7 +103,7 @@ class SlurmConfig:
     exclusive: bool = True
     setup: list[Lines] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
-    port: Annotated[int, Range("[1, 65534]")] = 6379
+    port: Annotated[int, Interval("[1, 65534]")] = 6379
     join_timeout_s: PositiveInt = 300
     doctor: DoctorStep = DoctorStep.none
 
@@ -106,14 +124,15 @@ class ClusterConfig:
     transformer_engine: whether its environment has Transformer Engine, which ``layer_spec=auto`` then takes.
     presets: the layout presets of ``model_configs/`` that were made for it; "" is none.
     environment: variables of every process of a job.
-    measured: a doctor.json of this cluster, whose rates become those of ``reached``; "" is none.
+    measured: a doctor.json of this cluster, whose numbers become those of ``reached`` and ``residuals``; "" is none.
     reached: rates to plan with, in place of assumed shares of the ones above.
+    residuals: memory of processes to plan with, in place of what is assumed.
     """
 
     name: str = ""
     device: Device = Device.cpu
     device_name: str = ""
-    gpus_per_node: Annotated[int, Range("[0, 1024]")] = 0
+    gpus_per_node: Annotated[int, Interval("[0, 1024]")] = 0
     gpu_memory_gib: NonNegativeFloat = 0.0
     cpus_per_node: PositiveInt = 1
     host_memory_gib: PositiveFloat = 1.0
@@ -127,6 +146,7 @@ class ClusterConfig:
     environment: dict[str, str] = field(default_factory=dict)
     measured: InputFile = ""
     reached: ReachedRates = field(default_factory=ReachedRates)
+    residuals: ResidualMemory = field(default_factory=ResidualMemory)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 

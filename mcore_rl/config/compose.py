@@ -51,7 +51,7 @@ def compose(
         there = ", ".join(sorted(path.stem for path in directory.glob("*.yaml"))) or "none"
         problem = f"there is no {begin}.yaml in {directory}"
         raise ConfigError([Violation("--config-name", begin, problem, f"Choose one of those there: {there}")])
-    refuse_if_any([each for override in overrides if (each := _size_violation(override))])
+    refuse_if_any([each for override in overrides if (each := _front_violation(override))])
     if directory is not None:
         chosen = (override.lstrip("+~").partition("=") for override in overrides)
         check_defaults(directory, begin, [f"{group}/{choice}" for group, _, choice in chosen if choice])
@@ -83,8 +83,10 @@ def _listed(override: str, schema: type[Any]) -> str:
     return f"{key}=[{value}]" if listed and plain else override
 
 
-def _size_violation(override: str) -> Violation | None:
+def _front_violation(override: str) -> Violation | None:
     key, _, value = override.partition("=")
+    if key.lstrip("+~").split(".")[0].split("/")[0] == "hydra":
+        return Violation(key, value, "there is no such key", "Leave it out: hydra composes, and runs nothing")
     depth = max(override.count(bracket) for bracket in "[{(")
     if len(override) <= MAX_OVERRIDE and depth <= MAX_BRACKETS:
         return None

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mcore_rl.config.bounds import InputFile, OutputFile, PositiveInt, Rule, check
+from mcore_rl.config.bounds import CrossCheck, InputFile, OutputFile, PositiveInt, check
 from mcore_rl.config.files import place_of
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
@@ -43,7 +43,7 @@ class EvaluateConfig:
 
 def evaluate_violations(config: EvaluateConfig) -> list[Violation]:
     """Every violation that can be seen without opening a file; whether ``out`` is there is among them."""
-    rules: list[Rule[EvaluateConfig]] = [
+    rules: list[CrossCheck[EvaluateConfig]] = [
         lambda config: reward_model_violations(config.reward_model),
         _judge_violations,
         _path_violations,

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-Problem = tuple[str, str]  # what is wrong, what to write instead
+PathProblem = tuple[str, str]  # what is wrong, what to write instead
 KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
@@ -17,7 +17,7 @@ KINDS = {
 }
 
 
-def input_problem(path: str | Path, kind: str = "file") -> Problem | None:
+def input_problem(path: str | Path, kind: str = "file") -> PathProblem | None:
     """Why ``path`` cannot be read as a ``file``, or as a ``directory`` of files; None if it can."""
     remedy = f"Write the path of a {kind} that you can read"
     try:
@@ -42,7 +42,7 @@ def input_problem(path: str | Path, kind: str = "file") -> Problem | None:
     return None
 
 
-def output_problem(path: str | Path, kind: str = "file") -> Problem | None:
+def output_problem(path: str | Path, kind: str = "file") -> PathProblem | None:
     """Why ``path`` cannot be written as a ``file`` or ``directory``; None if it seems that it can."""
     try:
         place = Path(path).expanduser().absolute()

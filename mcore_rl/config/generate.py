@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.config.bounds import InputFile, OutputFile, PositiveInt, Rule, Seed, check
+from mcore_rl.config.bounds import CrossCheck, InputFile, OutputFile, PositiveInt, Seed, check
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.config.files import place_of
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig, rollout_config_violations, routing_violations
@@ -67,7 +67,7 @@ class GenerateConfig:
 
 def generate_violations(config: GenerateConfig) -> list[Violation]:
     """Every violation that can be seen without opening a file; whether ``out`` is there is among them."""
-    rules: list[Rule[GenerateConfig]] = [
+    rules: list[CrossCheck[GenerateConfig]] = [
         lambda config: rollout_config_violations(config.rollout),
         lambda config: routing_violations(config.rollout),
         _length_violations,

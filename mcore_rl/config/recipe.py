@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from mcore_rl.config.bounds import Lines, Range
+from mcore_rl.config.bounds import Interval, Lines
 
 
 @dataclass(kw_only=True)
@@ -20,7 +20,7 @@ class PublishedConfig:
     note: where the published settings are unclear or differ from the recipe.
     """
 
-    score: Annotated[float, Range("[0, 100]")] | None = None
+    score: Annotated[float, Interval("[0, 100]")] | None = None
     of_run: str = ""
     metric: str = ""
     source: str = ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
 
-from mcore_rl.config.bounds import InputFile, NonNegativeFloat, PositiveInt, Range, Seconds, check
+from mcore_rl.config.bounds import InputFile, Interval, NonNegativeFloat, PositiveInt, Seconds, check
 from mcore_rl.errors import Violation
 
 
@@ -88,7 +88,7 @@ class RewardConfig:
     error_score: the score of a response whose grader raised, hung or gave no number.
     """
 
-    num_workers: Annotated[int, Range("[1, 65536]")] | None = None
+    num_workers: Annotated[int, Interval("[1, 65536]")] | None = None
     timeout_s: Seconds = 30.0
     error_score: float = 0.0
     gsm8k: Gsm8kConfig = field(default_factory=Gsm8kConfig)

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.bounds import (
+    CrossCheck,
     InputDirectory,
+    Interval,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     PositiveShare,
-    Range,
-    Rule,
     check,
 )
 from mcore_rl.config.engine import EngineConfig, engine_rules
@@ -44,7 +44,7 @@ class RoleConfig(EngineConfig):
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
-    def rules(self, key: str) -> list[Rule[Any]]:
+    def rules(self, key: str) -> list[CrossCheck[Any]]:
         """What finds contradictions between its settings.  key: the group's name."""
         return [
             partial(engine_rules, prefix=f"{key}."),
@@ -113,7 +113,7 @@ class ActorConfig(TrainedConfig):
     clip_ratio: NonNegativeFloat = 0.2
     clip_ratio_low: NonNegativeFloat | None = None
     clip_ratio_high: NonNegativeFloat | None = None
-    clip_ratio_c: Annotated[float, Range("(1, inf)")] | None = 3.0
+    clip_ratio_c: Annotated[float, Interval("(1, inf)")] | None = 3.0
     tau_pos: PositiveFloat = 1.0
     tau_neg: PositiveFloat = 1.05
     clip_cov_ratio: PositiveShare = 0.0002
@@ -137,7 +137,7 @@ class ActorConfig(TrainedConfig):
         """The clip range above 1."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
-    def rules(self, key: str) -> list[Rule[Any]]:
+    def rules(self, key: str) -> list[CrossCheck[Any]]:
         """As ``RoleConfig.rules``."""
         return [*super().rules(key), partial(_covariance_violations, key=key)]
 

@@ -9,12 +9,12 @@ from typing import Annotated
 
 from mcore_rl.config.bounds import (
     Bytes,
+    Interval,
     Lines,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     PositiveShare,
-    Range,
     Ranks,
     Seed,
     check,
@@ -32,8 +32,8 @@ CPU_BATCHED_TOKENS = 4096  # per engine step, the default on CPU
 UPDATE_BUCKET_BYTES = 256 << 20  # of a weight update, half of it in flight; a process holds two at most
 VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of it (vocab_parallel_embedding.py, 0.32)
 
-TopK = Annotated[int, Range("[-1, inf)", "Write -1 to keep all, or 1 or more")]
-MemoryShare = Annotated[float, Range("(0, 1]", "Write 0.5 beside a trainer on the same device, 0.9 alone")]
+TopK = Annotated[int, Interval("[-1, inf)", "Write -1 to keep all, or 1 or more")]
+MemoryShare = Annotated[float, Interval("(0, 1]", "Write 0.5 beside a trainer on the same device, 0.9 alone")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from math import isqrt
 from mcore_rl.config.algorithm import AlgorithmConfig, algorithm_violations
 from mcore_rl.config.algorithm_object import ACTOR, REFERENCE
 from mcore_rl.config.algorithm_registry import estimator, policy_loss
-from mcore_rl.config.bounds import Rule, check
+from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
@@ -77,7 +77,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
     planned: nothing has to be there to train on or with, as for a plan.
     """
     unknown = _unknown_parts(run)
-    rules: list[Rule[RunConfig]] = [
+    rules: list[CrossCheck[RunConfig]] = [
         lambda run: data_violations(run.data),
         lambda run: algorithm_violations(run.algorithm),
         lambda run: rollout_config_violations(run.rollout),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from mcore_rl.config.bounds import Rule, check
+from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import SftDataConfig, data_violations
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.role import Role
@@ -43,7 +43,7 @@ class SftConfig(RoleGroups):
 
 def sft_violations(config: SftConfig, *, planned: bool = False) -> list[Violation]:
     """Every violation that can be seen without opening a file.  planned: nothing has to be there to train on."""
-    rules: list[Rule[SftConfig]] = [
+    rules: list[CrossCheck[SftConfig]] = [
         lambda config: data_violations(config.data),
         lambda config: trainer_violations(config.trainer),
         *(partial(_role_violations, role=role) for role in config.group_rows),

@@ -8,13 +8,13 @@ from typing import Annotated
 
 from mcore_rl.config.bounds import (
     InputDirectory,
+    Interval,
     NonNegativeFloat,
     NonNegativeInt,
     OutputDirectory,
     OutputFile,
     PositiveFloat,
     PositiveInt,
-    Range,
     Ranks,
     Seconds,
     SecondsOrZero,
@@ -64,7 +64,7 @@ class WatchdogConfig:
     """
 
     limit_s: SecondsOrZero = 7200.0
-    factor: Annotated[float, Range("[1, inf)")] = 20.0
+    factor: Annotated[float, Interval("[1, inf)")] = 20.0
     least_s: SecondsOrZero = 300.0
 
 

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Annotated
 
-from mcore_rl.config.bounds import OutputDirectory, Range, Ranks
+from mcore_rl.config.bounds import Interval, OutputDirectory, Ranks
 from mcore_rl.config.engine import Device
 from mcore_rl.config.options import typed
 
-Minutes = Annotated[float, Range("(0, 10080]")]  # a week
+Minutes = Annotated[float, Interval("(0, 10080]")]  # a week
 
 HELP = "measure this machine or cluster, and say what is wrong before a run does"
 EPILOG = """\

@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 
 from mcore_rl.config.bounds import (
     InputFile,
+    Interval,
     Lines,
     PositiveInt,
-    Range,
     Setting,
     Share,
     Unsound,
@@ -80,7 +80,7 @@ def test_the_base_of_these_tests_is_sound(program: str) -> None:
 def test_every_number_has_a_row_in_the_oracle_and_a_range() -> None:
     assert {each.key for _, each in NUMERIC} == NUMBERS.keys()
     assert {each.key for each in settings(ClusterConfig) if each.kind in (int, float)} == CLUSTER.keys()
-    bare = [each.key for _, each in NUMERIC if each.kind is int and each.mark(Range) is None]
+    bare = [each.key for _, each in NUMERIC if each.kind is int and each.mark(Interval) is None]
     assert bare == [], "an int without a range of its own"
 
 
@@ -206,7 +206,7 @@ class Inner:
 class Outer:
     count: PositiveInt = 1
     counts: list[PositiveInt] = field(default_factory=list)
-    limit: Annotated[float, Range("(1, 10]", "Write 2")] | None = None
+    limit: Annotated[float, Interval("(1, 10]", "Write 2")] | None = None
     files: list[InputFile] = field(default_factory=list)
     note: Lines = ""
     inner: Inner = field(default_factory=Inner)

@@ -142,7 +142,7 @@ ODD_WORDS = [
     ["data.train_files=" + "[" * 3000 + "]" * 3000], ["model.path=" + "x" * 100_000], ["model.path=${model.path}"],
     ["model.path=${oc.env:NO_SUCH_VARIABLE}"], ["~model"], ["model=null"], ["actor=5"], ["=5"], ["a"], [""],
     ["trainer.nnodes=1" + "0" * 26], ["trainer.nnodes=1024", "trainer.n_gpus_per_node=1024"],
-    ["trainer.experiment_name=\udcff"], ["actor.megatron={}}"], ["hydra.x=1"], ["algorithm=/dev/zero.py"],
+    ["trainer.experiment_name=\udcff"], ["actor.megatron={}}"], ["hydra.run.dir=/x"], ["algorithm=/dev/zero.py"],
     ["--config-dir", "/nonexistent"], ["--config-name", "x y"],
 ]  # fmt: skip
 

@@ -29,6 +29,7 @@ from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.controller.training_run import open_directory
 from mcore_rl.parallel.device import Platform, detect
+from mcore_rl.planning.peaks import leaves_behind
 from mcore_rl.planning.plan import Plan
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.runtime.cluster import this_host
@@ -59,7 +60,9 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)
         stack.callback(places.close)
 
-        starting_roles = start_roles(config, prepared.checkpoint, places, platform, stack)
+        starting_roles = start_roles(
+            config, prepared.checkpoint, places, platform, stack, leaves_behind=leaves_behind(planned.peaks)
+        )
         directory = Path(config.model.path)
         starting_engines = partial(
             start_engines, directory, config.rollout, places.rollout, platform, logs, stack, awaits_weights=True

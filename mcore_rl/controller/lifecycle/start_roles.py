@@ -18,14 +18,24 @@ from mcore_rl.runtime.train_worker import RoleSpec
 
 
 async def start_roles(
-    config: RunConfig | SftConfig, checkpoint: Path | None, places: Places, platform: Platform, stack: AsyncExitStack
+    config: RunConfig | SftConfig,
+    checkpoint: Path | None,
+    places: Places,
+    platform: Platform,
+    stack: AsyncExitStack,
+    *,
+    leaves_behind: bool = False,
 ) -> dict[str, TrainGroup]:
     """Starts the workers of each role with processes of its own, by name; they end when ``stack`` is closed.
 
     checkpoint: the checkpoint to resume from; None is none.
+    leaves_behind: whether the plan has room for the policy's optimizer state while the engines receive weights.
     """
     return {
-        role.name: await _start_role(role, config, checkpoint, places, platform, stack) for role in config.group_rows
+        role.name: await _start_role(
+            role, config, checkpoint, places, platform, stack, leaves_behind=leaves_behind and role.publishes
+        )
+        for role in config.group_rows
     }
 
 
@@ -36,6 +46,8 @@ async def _start_role(
     places: Places,
     platform: Platform,
     stack: AsyncExitStack,
+    *,
+    leaves_behind: bool,
 ) -> TrainGroup:
     """Starts the workers of ``role``, and takes the snapshots of roles that share them."""
     engine, logs = config.role_config(role), Path(config.trainer.default_local_dir) / "logs"
@@ -49,6 +61,7 @@ async def _start_role(
         trains=role.trains,
         shares_device=shares_device,
         publishes=role.publishes,
+        leaves_behind=leaves_behind,
     )
     group = await start_trainers(spec, places, platform, logs, config.trainer)
     stack.callback(group.close)
