@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.cluster import ClusterConfig, ReachedRates, ResidualMemory
-from mcore_rl.config.yaml_files import MAX_BYTES, read_limited
+from mcore_rl.config.yaml_files import read_limited
 from mcore_rl.errors import ConfigError, Violation
 
 FORMAT, VERSION = "mcore-rl doctor", 1
+MAX_BYTES = 16 << 20
 RATES_KEY, RESIDUALS_KEY = "rates", "residuals"  # keys of a doctor.json
 KEY = "cluster.measured"
 
