@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if planned.fits:
             return 0
         raise refusal(planned, run, model, cluster)
-    except McoreRLError as error:
+    except (McoreRLError, OSError) as error:
         errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
 

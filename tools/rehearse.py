@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     try:
         rehearsed(options.words, Console(), errors)
-    except McoreRLError as error:
+    except (McoreRLError, OSError) as error:
         errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
     return 0
