@@ -37,7 +37,6 @@ from unittest.mock import patch
 import torch
 from rich.console import Console
 from rich.table import Table as Lines
-from torch.distributed import TCPStore
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors
 
 from mcore_rl.config.engine import Device, EngineConfig, LayerSpec, Precision
@@ -47,13 +46,14 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import detect, device_of, memory, num_cores, reset_peak_memory
 from mcore_rl.parallel.launch import HOST, Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.secret_store import SecretStore, StoreServer
 from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.receiver import live_weights
 from mcore_rl.rollout.receiver.receive_memory import freed_memory_kept, one_thread
-from mcore_rl.rollout.receiver.worker_extension import WeightReceiver
 from mcore_rl.rollout.worker_methods import Answer, answer_of
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Publisher
+from mcore_rl.sync.receiver import SyncReceiver
 from mcore_rl.sync.routed import RoutedTransport
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Transport
@@ -71,7 +71,7 @@ WARM_UP = [DIRECT, DIRECT, PLAIN, DIRECT]  # not timed; memory is new to the pro
 ROUNDS = [*WARM_UP, *([PLAIN, LANDED, PACKING, DIRECT] * 8)]
 
 
-class TimedReceiver(WeightReceiver):
+class TimedReceiver(SyncReceiver):
     """Workers of the benchmark."""
 
     def timed_prepare(self) -> Answer[None]:
@@ -197,7 +197,7 @@ def train(rank: Rank, directory: Path, training: str, rollout: str, transport: T
     publisher = Publisher(
         engine.models, table, target, rank.rank, transport, dtype=torch.float32, bucket_bytes=BUCKET_BYTES
     )
-    store = TCPStore(HOST, transport.address.port, is_master=False)
+    store = SecretStore(transport.address.store)
     if rank.rank == 0:
         store.set("opening", publisher.opening())
     publisher.open()
@@ -224,7 +224,7 @@ def train(rank: Rank, directory: Path, training: str, rollout: str, transport: T
     return measured
 
 
-async def receive(engine: EngineProcess, store: TCPStore) -> list[tuple[float, float, float]]:
+async def receive(engine: EngineProcess, store: SecretStore) -> list[tuple[float, float, float]]:
     """(seconds, CPU seconds of all workers, extra bytes of the worker that took most) of each round."""
     while not store.check(["opening"]):
         await asyncio.sleep(0.05)
@@ -257,10 +257,11 @@ async def receive(engine: EngineProcess, store: TCPStore) -> list[tuple[float, f
 def measure(directory: Path, training: str, rollout: str, over: str) -> list[Round]:
     """All rounds, in order."""
     write_model(directory)
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    server = StoreServer(HOST)
+    store = SecretStore(server.access)
     layout, platform = parse_rollout_layout(rollout), detect(Device.cpu)
     address = Address(
-        host=HOST, port=store.port, name="benchmark", num_trainers=NUM_TRAINERS, num_rollout=layout.world_size,
+        store=server.access, name="benchmark", num_trainers=NUM_TRAINERS, num_rollout=layout.world_size,
         timeout_s=60.0, join_timeout_s=120.0,
     )  # fmt: skip
     hosts = tuple(rank % NUM_TRAINERS for rank in range(layout.world_size))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -154,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Console().print(as_yaml(config), markup=False, highlight=False, soft_wrap=True)
             return 0
         refuse_if_any([*program.check(config), *file_violations(config)])
+        _keep_what_torch_compiles()
         return program.run(config)
     except McoreRLError as error:
         if chosen.debug:
@@ -165,6 +167,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("Stopped.", markup=False)
         return 130
+
+
+def _keep_what_torch_compiles() -> None:
+    """Lets torch's compiled kernels lie in the user's cache; by itself torch makes a folder in /tmp at its import."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    above = next(path for path in (cache, *cache.parents) if path.exists())
+    if os.access(above, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "mcore_rl" / "torchinductor"))
 
 
 if __name__ == "__main__":

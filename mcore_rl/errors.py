@@ -15,6 +15,15 @@ MAX_VALUE_SHOWN = 500  # characters
 class McoreRLError(Exception):
     """Base of every error whose message is meant for the user."""
 
+    def plain(self) -> list[str]:
+        """What the error is made of, as text: between processes that may not unpickle, with the name of its type."""
+        return [str(self)]
+
+    @classmethod
+    def of_plain(cls, words: Sequence[str]) -> McoreRLError:
+        """The error that ``plain`` described."""
+        return cls(*words)
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -49,6 +58,15 @@ class ConfigError(McoreRLError):
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Violation, ...]]]:
         return ConfigError, (self.violations,)  # exceptions cross process borders; the default would lose the type
 
+    def plain(self) -> list[str]:
+        """See ``McoreRLError.plain``."""
+        return [str(word) for each in self.violations for word in (each.key, each.value, each.problem, each.remedy)]
+
+    @classmethod
+    def of_plain(cls, words: Sequence[str]) -> ConfigError:
+        """See ``McoreRLError.of_plain``."""
+        return cls([Violation(*words[at : at + 4]) for at in range(0, len(words), 4)])
+
 
 def refuse_if_any(violations: Sequence[Violation]) -> None:
     """Raise ``ConfigError`` with all ``violations`` unless there are none."""
@@ -74,6 +92,15 @@ class _Problems(McoreRLError):
 
     def __reduce__(self) -> tuple[type[_Problems], tuple[str, tuple[str, ...]]]:
         return type(self), (self.place, self.problems)  # as ConfigError
+
+    def plain(self) -> list[str]:
+        """See ``McoreRLError.plain``."""
+        return [self.place, *self.problems]
+
+    @classmethod
+    def of_plain(cls, words: Sequence[str]) -> _Problems:
+        """See ``McoreRLError.of_plain``."""
+        return cls(words[0], words[1:])
 
 
 class CheckpointError(_Problems):
@@ -123,9 +150,23 @@ class DeadWorkerError(WorkerError):
     """It died, hung, or lost its device or its peers: begun again, the run may well get on, unlike after an error."""
 
 
+class RunDirectoryError(McoreRLError):
+    """The run directory vanished, or another run has it; the message says where the run was saved."""
+
+
 class AlarmError(McoreRLError):
     """A guard stopped the run; the message says what went wrong, and what to do."""
 
 
 class NonFiniteError(McoreRLError):
     """Too many steps in a row had a non-finite loss or gradient."""
+
+
+def error_named(name: str, words: Sequence[str]) -> McoreRLError:
+    """The error of type ``name`` that ``plain`` described; a WorkerError if this process has no such type."""
+    kinds = [McoreRLError]
+    for kind in kinds:
+        if kind.__name__ == name:
+            return kind.of_plain(words)
+        kinds += kind.__subclasses__()
+    return WorkerError(" ".join(words))

@@ -56,7 +56,9 @@ class Placement(Enum):
 
 @dataclass(kw_only=True)
 class WatchdogConfig:
-    """When a call of the workers counts as hung; the run then shows each rank's phase and stacks, and ends.
+    """When a call of training workers or engines counts as hung; it is then told of with stacks, and taken for a death.
+
+    For an engine that draws or scores, the time without any progress counts in place of a call's.
 
     limit_s: seconds after which any call counts as hung; 0: no call ever does.
     factor: a call that was answered twice or more counts as hung after this many times its longest duration so far.
@@ -181,7 +183,14 @@ class RayInitConfig:
 
 def trainer_violations(trainer: TrainerConfig) -> list[Violation]:
     """Every violation within ``trainer``, not looking at other groups."""
-    return check(trainer, [_size_violations, _window_violations, _resume_violations], "trainer.")
+    return check(trainer, [_directory_violations, _size_violations, _window_violations, _resume_violations], "trainer.")
+
+
+def _directory_violations(trainer: TrainerConfig) -> list[Violation]:
+    if trainer.default_local_dir.strip():
+        return []
+    problem, remedy = "names no directory", "Write the directory of the run, such as runs/first"
+    return [Violation("trainer.default_local_dir", trainer.default_local_dir, problem, remedy)]
 
 
 def _size_violations(trainer: TrainerConfig) -> list[Violation]:

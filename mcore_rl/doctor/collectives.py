@@ -17,14 +17,16 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # public
+from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]  # public
 
 from mcore_rl.doctor.checks import NODES, TWO_RANKS, Diagnosis, ExpectedRate, HealthCheck, Subject, Verdict, judged
 from mcore_rl.doctor.vendor_tools import SLOW_LINKS_REMEDY
 from mcore_rl.errors import WorkerError
 from mcore_rl.parallel.device import Platform, device_of, set_device, synchronize
 from mcore_rl.parallel.launch import Rank, run_ranks
+from mcore_rl.parallel.meeting import join_group
 from mcore_rl.parallel.phase import phase
+from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.planning.overheads import LINK_EFFICIENCY, data_sheet_rates
 
 DEVICE_BYTES, CPU_BYTES = 256 << 20, 16 << 20  # of a message, in all
@@ -208,29 +210,26 @@ def _in_node(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
 
 
 def measure_between_nodes(
-    rank: Rank, platform: Platform, node: int, num_nodes: int, host: str, port: int
+    rank: Rank, platform: Platform, node: int, num_nodes: int, store: StoreAccess
 ) -> dict[str, BusRate]:
     """The rates of this device with the devices of the same number on other nodes, while all others do the same.
 
     That is the yaml's ``inter_node_gb_s``: what one device sends to other nodes.
     """
     device, per_node = set_device(platform, rank.rank), rank.world_size
-    timeout = timedelta(seconds=TIMEOUT_S)
-    with phase("reaching the store", address=f"{host}:{port}"):
-        store = TCPStore(host, port, is_master=False, timeout=timeout)
-    with phase("connecting the nodes", node=node):
+    with phase("connecting the nodes", node=node, store=f"{store.host}:{store.port}"):
         world, own = num_nodes * per_node, node * per_node + rank.rank
-        dist.init_process_group(platform.backend, store=store, rank=own, world_size=world, timeout=timeout)
+        join_group(store, "nodes", platform, own, world, TIMEOUT_S)
         groups = [dist.new_group([each * per_node + local for each in range(num_nodes)]) for local in range(per_node)]
     return measure_bus(platform, device, groups[rank.rank])
 
 
 def measure_node(
-    node: int, num_nodes: int, platform: Platform, host: str, port: int, limit_s: float
+    node: int, num_nodes: int, platform: Platform, store: StoreAccess, limit_s: float
 ) -> list[dict[str, BusRate]]:
     """``measure_between_nodes`` of all ranks of this node; one on the CPU."""
     world = platform.num_devices if platform.is_accelerator else 1
-    return run_ranks(measure_between_nodes, world, (platform, node, num_nodes, host, port), timeout_s=limit_s)
+    return run_ranks(measure_between_nodes, world, (platform, node, num_nodes, store), timeout_s=limit_s)
 
 
 def _between_nodes(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:

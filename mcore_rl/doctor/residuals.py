@@ -11,14 +11,11 @@ import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.config.engine import EngineConfig, LayerSpec, Precision
 from mcore_rl.config.parallel import parse_layout
@@ -26,9 +23,11 @@ from mcore_rl.doctor.checks import Diagnosis, HealthCheck, Subject, Verdict
 from mcore_rl.doctor.layers import sample_batch
 from mcore_rl.doctor.tiny_task import write_model
 from mcore_rl.parallel.device import Platform, empty_cache, memory, set_device, synchronize, trim_heap
-from mcore_rl.parallel.launch import HOST, Rank, run_ranks
+from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.meeting import join_group
 from mcore_rl.parallel.phase import phase
+from mcore_rl.parallel.secret_store import SecretStore
 from mcore_rl.planning.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES, CPU_PROCESS_BYTES, HOST_PROCESS_BYTES
 from mcore_rl.types import Denominators, LossInputs, LossSums
 
@@ -69,7 +68,7 @@ def layout_of(num_ranks: int) -> str:
 
 def measure_process(rank: Rank, platform: Platform, directory: Path, num_trainers: int) -> ProcessResiduals | None:
     """What a training process takes.  Ranks from ``num_trainers`` on watch the devices of the first; None of them."""
-    store = TCPStore(HOST, rank.store_port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store = SecretStore(rank.store, TIMEOUT_S)
     if rank.rank >= num_trainers:
         _watch(platform, store, rank.rank - num_trainers)
         return None
@@ -78,28 +77,24 @@ def measure_process(rank: Rank, platform: Platform, directory: Path, num_trainer
         with phase("waiting for who watches the device"):
             free = int(store.get(f"free {rank.rank}"))
     context = _context(platform, rank.rank, free)
-    timeout = timedelta(seconds=TIMEOUT_S)
     with phase("training a tiny model", ranks=num_trainers):
-        dist.init_process_group(
-            platform.backend, store=PrefixStore("trainers", store), rank=rank.rank, world_size=num_trainers,
-            timeout=timeout,
-        )  # fmt: skip
+        join_group(rank.store, "trainers", platform, rank.rank, num_trainers, TIMEOUT_S)
         counted = _train(platform, directory, num_trainers, rank.rank)
     gc.collect()
     trim_heap()
     own = psutil.Process().memory_full_info()
     host = own.uss + (own.rss - own.uss) // num_trainers - (0 if platform.is_accelerator else counted)
     collectives = 0 if free is None else free - memory(platform).free_bytes - memory(platform).reserved_bytes - context
-    store.set(f"measured {rank.rank}", "")
+    store.set(f"measured {rank.rank}", b"")
     return ProcessResiduals(host=host, context=context, collectives=max(0, collectives))
 
 
-def _watch(platform: Platform, store: TCPStore, device: int) -> None:
+def _watch(platform: Platform, store: SecretStore, device: int) -> None:
     """Says how much of ``device`` is free, and keeps its own context until that was used."""
     set_device(platform, device)
     torch.ones(1, device=platform.device_type)
     synchronize(platform)
-    store.set(f"free {device}", str(memory(platform).free_bytes))
+    store.set(f"free {device}", str(memory(platform).free_bytes).encode())
     with phase("watching a device"):
         store.get(f"measured {device}")
 

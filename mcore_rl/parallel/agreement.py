@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from mcore_rl.errors import McoreRLError, WorkerError
+from mcore_rl.errors import McoreRLError, WorkerError, error_named
 
 T = TypeVar("T")
 
@@ -36,13 +36,21 @@ def together(step: Callable[[], T], group: dist.ProcessGroup | None, device: tor
         failed = torch.tensor(int(error is not None), device=device)
         dist.all_reduce(failed, group=group)
         if failed.item():
-            errors: list[Exception | str | None] = [None] * dist.get_world_size(group)
-            message = error if error is None or isinstance(error, McoreRLError) else f"{type(error).__name__}: {error}"
-            dist.all_gather_object(errors, message, group=group)
+            reports: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+            dist.all_gather_object(reports, _report(error), group=group)
             if error is None:
-                rank, first = next((rank, message) for rank, message in enumerate(errors) if message is not None)
-                error = first if isinstance(first, Exception) else WorkerError(f"rank {rank}: {first}")
+                rank, (kind, *words) = next((rank, report) for rank, report in enumerate(reports) if report)
+                error = error_named(kind, words) if kind else WorkerError(f"rank {rank}: {words[0]}")
                 error.add_note(f"Raised on rank {rank}")
     if error is not None:
         raise error
     return result[0]
+
+
+def _report(error: Exception | None) -> list[str]:
+    """``error`` as plain text (see ``plain_objects``): [its type, or nothing if it is not this package's, words...]."""
+    if error is None:
+        return []
+    if isinstance(error, McoreRLError):
+        return [type(error).__name__, *error.plain()]
+    return ["", f"{type(error).__name__}: {error}"]

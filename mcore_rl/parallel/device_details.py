@@ -1,10 +1,22 @@
-"""What torch alone knows of devices and of the host memory that it keeps for them; a part of the device layer."""
+"""What torch alone knows of devices and of the host memory that it keeps for them, and collectives of interfaces.
+
+A part of the device layer.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+
+import psutil
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor as rebuild_device_tensor
 
 from mcore_rl.parallel.device import Platform
+
+__all__ = ["device_uuids", "interface_to", "interfaces", "pinned_bytes", "rebuild_device_tensor"]
+LOOPBACK = ("127.0.0.1", "::1")
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def device_uuids(platform: Platform) -> tuple[str, ...]:
@@ -19,3 +31,27 @@ def pinned_bytes(platform: Platform) -> int:
     if not platform.is_accelerator:
         return 0
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+
+
+def interfaces(host: str) -> dict[str, str]:
+    """The variables that keep collectives on the interface where this machine reaches ``host``, but for those set.
+
+    Gloo would listen at whatever the host's name resolves to.  NCCL and RCCL are told only where all stay on one
+    machine: between machines they may use several interfaces, and which is for the site to say.
+    """
+    name = interface_to(host)
+    wanted = {GLOO_INTERFACE: name, NCCL_INTERFACE: name if host in LOOPBACK else None}
+    return {key: value for key, value in wanted.items() if value is not None and key not in os.environ}
+
+
+def interface_to(host: str) -> str | None:
+    """The interface from which this machine reaches ``host``; None if it cannot be told."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
+            probe.connect((host, 9))
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    names = (name for name, addresses in psutil.net_if_addrs().items() if own in {each.address for each in addresses})
+    return next(names, None)

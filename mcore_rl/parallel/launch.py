@@ -22,21 +22,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.errors import WorkerError
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, num_cores, set_device
 from mcore_rl.parallel.failure import Cause, Failure, failure_message, first_cause
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.meeting import join_group
 from mcore_rl.parallel.phase import SLOT_BYTES, mirror_phase, phase, read_slot, write_slot
+from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
 
 HOST = "127.0.0.1"
 SETTLE_S = 0.2  # after a rank failed by itself: wait for reports that are already on their way
@@ -53,11 +53,11 @@ _num_groups = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """A rank, as its target gets it.  store_port: of the parent's key-value store, on ``HOST``."""
+    """A rank, as its target gets it.  store: the parent's key-value store, on ``HOST``."""
 
     rank: int
     world_size: int
-    store_port: int
+    store: StoreAccess
     layout: Layout | None
 
     def __str__(self) -> str:
@@ -69,13 +69,8 @@ class Rank:
         timeout_s: how long a collective waits for a missing rank.
         """
         set_device(platform, self.rank)
-        timeout = timedelta(seconds=timeout_s)
-        shared = TCPStore(HOST, self.store_port, is_master=False, timeout=timeout)
         # A new prefix each time: a second group must not read the addresses of the first.
-        store = PrefixStore(f"group_{next(_num_groups)}", shared)
-        dist.init_process_group(
-            platform.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
-        )
+        join_group(self.store, f"group_{next(_num_groups)}", platform, self.rank, self.world_size, timeout_s)
 
 
 def run_ranks(
@@ -92,9 +87,8 @@ def run_ranks(
     """The results, in order of the ranks, of ``target(rank, *args)`` in ``world_size`` fresh processes.
 
     ``rank`` is a ``Rank``.  ``target``, ``args`` and the results are pickled, so ``target`` is a function of a module.
-    Each process has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS in its environment
-    before it imports anything; ``Rank.init_process_group`` and ``init_method="env://"`` both meet at a store that the
-    parent holds open, so no port is guessed.
+    Each process has RANK, LOCAL_RANK, WORLD_SIZE and OMP_NUM_THREADS in its environment before it imports anything;
+    ``Rank.init_process_group`` meets at a store that the parent holds open, so no port is guessed.
 
     layout: for the ranks' coordinates in messages.  timeout_s: limit of the whole run; None: no limit.  grace_s: after
     a rank failed because its peers were gone, how long to wait for the report of the rank that caused it.
@@ -105,12 +99,12 @@ def run_ranks(
     """
     assert layout is None or layout.world_size == world_size, "the layout is of another world"
     slots = context.RawArray(ctypes.c_char, SLOT_BYTES * world_size)  # unlinked from the start: it cannot leak
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store = StoreServer(HOST)
     threads = threads_per_rank or max(1, num_cores() // world_size)
     children: list[_Child] = []
     try:
         for index in range(world_size):
-            rank = Rank(rank=index, world_size=world_size, store_port=store.port, layout=layout)
+            rank = Rank(rank=index, world_size=world_size, store=store.access, layout=layout)
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(target=_main, args=(target, rank, args, writer, slots), name=str(rank))
             children.append(_Child(rank, process, reader, _slot(slots, index)))
@@ -122,6 +116,7 @@ def run_ranks(
         return [child.result for child in children]
     finally:
         _stop(children)
+        store.close()
 
 
 class _Child:
@@ -225,9 +220,6 @@ def _rank_environment(rank: Rank, threads: int) -> dict[str, str | None]:
         "RANK": str(rank.rank),
         "LOCAL_RANK": str(rank.rank),
         "WORLD_SIZE": str(rank.world_size),
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(rank.store_port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # to torch's env://: the store is already there, rank 0 opens none
         "OMP_NUM_THREADS": str(threads),
         **({} if torch.accelerator.is_available() else UNCOMPILED),
     }

@@ -32,7 +32,7 @@ from mcore_rl.rewards.code import WEAK, grade_code
 from mcore_rl.rewards.confinement import ConfinementError, weaknesses
 from mcore_rl.rewards.registry import grader_of
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
-from mcore_rl.rewards.worker import failed, unpacked
+from mcore_rl.rewards.worker import failed, refusal_of, unpacked
 from mcore_rl.tracking.secrets import without_secrets
 
 MAX_WORKERS = 16
@@ -78,9 +78,7 @@ class _Worker:
         if not self._is_ready:
             self._connection.send(self._settings)
             self._wait(START_S)
-            refusal = self._connection.recv()
-            if refusal is not None:
-                assert isinstance(refusal, Exception)
+            if refusal := refusal_of(self._connection.recv_bytes(MAX_ANSWER)):
                 raise refusal
             self._is_ready = True
 

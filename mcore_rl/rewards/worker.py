@@ -76,11 +76,20 @@ def unpacked(message: bytes) -> Score:
         raise ValueError(f"the grading process did not answer with a score: {error!r}") from error
 
 
+def refusal_of(message: bytes) -> ConfigError | None:
+    """The ConfigError with which a worker began; None if it is ready.  OSError: ``message`` is neither."""
+    try:
+        words = json.loads(message)
+        return ConfigError.of_plain([str(word) for word in words]) if words else None
+    except (ValueError, TypeError, AssertionError) as error:
+        raise OSError(f"the grading process began with {message[:80]!r}") from error
+
+
 def main(descriptor: int, parent: int) -> None:
     """Serves on the socket ``descriptor`` until the process ``parent`` closes it or dies.
 
-    First receives (config, custom) and answers None, or the ConfigError of a custom function that cannot be loaded.
-    Then answers each pickled request with a ``packed`` Score.
+    First receives (config, custom) and answers with its ``refusal``: none, or of a custom function that cannot be
+    loaded.  Then answers each pickled request with a ``packed`` Score.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -94,11 +103,11 @@ def main(descriptor: int, parent: int) -> None:
         try:
             grader = load_custom(custom) if custom.path is not None else None
         except ConfigError as error:
-            connection.send(error)
+            connection.send_bytes(json.dumps(error.plain()).encode())
             return
         if grader is None:
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-        connection.send(None)
+        connection.send_bytes(b"[]")
         while True:
             try:
                 message = connection.recv_bytes()

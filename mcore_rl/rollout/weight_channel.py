@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from torch import Tensor
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import SyncError
-from mcore_rl.weights.rounds import Rounds
 from mcore_rl.weights.sites import Sites
 
 
@@ -45,7 +45,7 @@ class Incoming(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What a worker must know to join a channel.  Pickled, it is the argument of ``sync_open``.
+    """What a worker must know to join a channel.  As JSON (``packed``), it is the argument of ``sync_open``.
 
     family, model: the name of the model's family, and the model.
     parallel, world_size: the layout of training.
@@ -56,7 +56,7 @@ class Opening:
     sites: where all ranks are; None: the plan does not depend on it, and there are no rounds.
     bucket_bytes: half of them may be in flight, half may wait to be packed.
     plan: ``messages.plan_id`` of the sender, or ``rounds.rounds_id``.
-    connect: makes the transport's receiving end of a rollout rank, which may need the rounds.
+    transport, fields: the name of the transport, of which ``sync.receiver`` makes the receiving end, and it as JSON.
     """
 
     family: str
@@ -70,4 +70,18 @@ class Opening:
     sites: Sites | None
     bucket_bytes: int
     plan: str
-    connect: Callable[[int, Rounds | None], Incoming]
+    transport: str
+    fields: msgspec.Raw
+
+    def packed(self) -> bytes:
+        """This opening as JSON; it has the secret of the run's store."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> Opening:
+        """What was packed.  Raises SyncError if it is anything else; runs nothing of it."""
+        try:
+            return msgspec.json.decode(packed, type=cls)
+        except msgspec.MsgspecError as error:
+            remedy = "Install one version of mcore_rl on both sides"
+            raise SyncError(f"The weight channel's opening cannot be read: {error}. {remedy}") from error

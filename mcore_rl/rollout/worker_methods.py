@@ -14,7 +14,7 @@ from mcore_rl.proofs.differences import Differences
 T = TypeVar("T")
 
 # Names of the classes (``worker_extension_cls``), because importing them would import vLLM.
-WEIGHT_RECEIVER = "mcore_rl.rollout.receiver.worker_extension.WeightReceiver"
+WEIGHT_RECEIVER = "mcore_rl.sync.receiver.SyncReceiver"
 HELD_WEIGHTS = "mcore_rl.rollout.receiver.held_weights.HeldWeights"
 
 
@@ -29,7 +29,7 @@ class WeightReceiverMethods(Protocol):
     """The methods of ``receiver.worker_extension.WeightReceiver``."""
 
     def sync_open(self, opening: bytes) -> Answer[int]:
-        """Joins the channel of ``opening``, a pickled ``weight_channel.Opening``; leaves a channel that was open.
+        """Joins the channel of ``opening``, a packed ``weight_channel.Opening``; leaves a channel that was open.
 
         Blocks until all others join.  Returns this worker's rollout rank.  Fails if the sender has another plan, if
         others do not join, or if vLLM's model does not match the plan.

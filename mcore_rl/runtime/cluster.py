@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
 
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.parallel.device import num_cores
+from mcore_rl.parallel.device_details import interfaces
 from mcore_rl.parallel.launch import inherited_environment
 from mcore_rl.runtime.ray_watch import children, joined_ray, own_ray
+from mcore_rl.runtime.scratch import scratch
 from mcore_rl.tracking.secrets import secret_names
 
-KNOCK_S = 10.0  # the time limit for a head node to accept a connection
+LOOPBACK = "127.0.0.1"
+KNOCK_S = 8.0  # the time limit for a head node to accept a connection, and for its first words
+ASK = "import sys; from ray._raylet import GcsClient; print(flush=True); GcsClient(address=sys.argv[1])"
+SETTINGS = 4  # a frame's type (RFC 9113, 6.5)
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
+SETTINGS_HEAD = bytes(9)  # of a frame: 3 bytes of length, type, flags, 4 of the stream
 
 
 @contextmanager
@@ -37,8 +50,12 @@ def ray_cluster(config: RayInitConfig, remedy: Callable[[], str] = lambda: "Begi
     """
     with ExitStack() as stack:
         if not ray.is_initialized():
+            if config.address is not None:
+                with _refusing(config.address):
+                    _knock(config.address)
+            folder = stack.enter_context(scratch())
             before, on_sigterm = children(), signal.getsignal(signal.SIGTERM)
-            _connect(config)
+            _connect(config, folder, stack)
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler ends the program, with exit code 15
             stack.enter_context(own_ray(before, remedy) if config.address is None else joined_ray(remedy))
@@ -50,29 +67,105 @@ def ray_cluster(config: RayInitConfig, remedy: Callable[[], str] = lambda: "Begi
                 ray.timeline(config.timeline_json_file)
 
 
-def _connect(config: RayInitConfig) -> None:
+def _connect(config: RayInitConfig, folder: Path, stack: ExitStack) -> None:
     options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     if config.address is None:
         cpus = num_cores() if config.num_cpus is None else config.num_cpus
         # Ray's processes, and so all workers, start without secrets, except those that Ray itself reads.
         hidden = {name for name in secret_names() if not name.startswith("RAY_")}
-        with inherited_environment(dict.fromkeys(hidden)):
-            ray.init(address="local", num_cpus=cpus, **options)  # "local": never a cluster that others run here
+        stack.enter_context(_token(folder))
+        kept = os.environ.get("RAY_TMPDIR")  # whoever sets it wants Ray's logs to stay
+        alone = {"VLLM_HOST_IP": LOOPBACK, **interfaces(LOOPBACK)}  # what all that Ray starts here listens at
+        with inherited_environment({**dict.fromkeys(hidden), **alone}):
+            # "local": never a cluster that others run here
+            ray.init(address="local", num_cpus=cpus, _temp_dir=f"{kept or folder}/ray", **options)
         return
-    try:
-        _knock(config.address)
+    with _refusing(config.address):
         ray.init(address=config.address, **options)
+
+
+@contextmanager
+def _refusing(address: str) -> Iterator[None]:
+    """Raises ConfigError for what is raised within where no cluster answers at ``address``."""
+    try:
+        yield
     except (OSError, ValueError) as error:
         problem = f"no Ray cluster answers there: {str(error).splitlines()[0]}"
         remedy = "Start one with ray start --head, or leave ray_init.address out to start one here"
-        raise ConfigError([Violation("ray_init.address", config.address, problem, remedy)]) from error
+        raise ConfigError([Violation("ray_init.address", address, problem, remedy)]) from error
+
+
+@contextmanager
+def _token(folder: Path) -> Iterator[None]:
+    """Within: Ray's processes answer only those who know a token, which lies in ``folder``, readable by the user alone.
+
+    Ray's own default is one token for all clusters, in a file of the home directory that others may read.
+    """
+    path = folder / "ray_token"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    wanted = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_TOKEN": None}
+    try:
+        with inherited_environment(wanted):
+            _read_authentication_anew()
+            yield
+    finally:
+        _read_authentication_anew()
+
+
+def _read_authentication_anew() -> None:
+    """Lets Ray's library in this process read RAY_AUTH_*, in its own order (ray 2.60, authentication_test_utils.py)."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _knock(address: str) -> None:
-    """Raises OSError or ValueError at once if nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    """Raises OSError or ValueError if what is at HOST:PORT does not speak as Ray does, which would try for minutes.
+
+    Ray speaks gRPC, whose servers answer the first bytes of a client with a frame of settings (RFC 9113, 3.4).
+    """
     host, colon, port = address.rpartition(":")
-    if colon and "/" not in address:  # neither "auto" nor a URL of Ray's client
-        socket.create_connection((host, int(port)), KNOCK_S).close()
+    if not colon or "/" in address:  # "auto", or a URL of Ray's client
+        return
+    with socket.create_connection((host, int(port)), KNOCK_S) as connection:
+        connection.sendall(HTTP2_PREFACE)
+        answer, until = b"", time.monotonic() + KNOCK_S
+        while len(answer) < len(SETTINGS_HEAD):
+            connection.settimeout(max(0.001, until - time.monotonic()))
+            try:
+                more = connection.recv(len(SETTINGS_HEAD) - len(answer))
+            except TimeoutError:
+                raise OSError(f"something listens and says nothing for {KNOCK_S:.0f} s") from None
+            answer += more
+            if not more:
+                break
+    if len(answer) < len(SETTINGS_HEAD) or answer[3] != SETTINGS:
+        raise OSError("something else listens there, which speaks no gRPC")
+    _ask_for_cluster(address)
+
+
+def _ask_for_cluster(address: str) -> None:
+    """Raises OSError if the gRPC server at ``address`` does not answer a client of Ray's head.
+
+    The client keeps to no time limit, so it runs in a process of its own.  A refusal of this user is left to
+    ``ray.init``, which explains it.
+    """
+    command = [sys.executable, "-c", ASK, address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as asks:
+        assert asks.stdout is not None
+        asks.stdout.readline()  # it has imported Ray
+        try:
+            _, said = asks.communicate(timeout=KNOCK_S)
+        except subprocess.TimeoutExpired:
+            asks.kill()
+            raise OSError(f"a server of gRPC that has not answered as Ray's head does, for {KNOCK_S:.0f} s") from None
+    if asks.returncode and "authenticat" not in said.lower():
+        raise OSError(f"a server of gRPC that is no head of Ray's ({said.strip().splitlines()[-1]})")
+
+
+def meeting_host(config: RayInitConfig) -> str:
+    """Where the run's own store listens: at the loopback if Ray was started here, else where other nodes reach it."""
+    return LOOPBACK if config.address is None else this_host()
 
 
 def this_host() -> str:

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.errors import ConfigError, Violation, WorkerError
 from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.secret_store import StoreServer
 from mcore_rl.runtime.cluster import ray_cluster, this_host
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ ANSWER_S = 30.0  # beyond the limit of the function itself
 
 @contextmanager
 def store_at(host: str) -> Iterator[int]:
-    """The port of a key-value store that listens at ``host`` alone, and not at every address of this machine."""
+    """The port of a torch store at ``host`` alone, for vLLM, which takes no other kind; it asks nobody for a secret."""
     listener = socket.create_server((host, 0))
     port = int(listener.getsockname()[1])
     store = TCPStore(
@@ -47,10 +48,10 @@ def on_each_node(
     *,
     with_store: bool = False,
 ) -> dict[str, T | WorkerError]:
-    """Name of the node -> ``function(node, num_nodes, *args[, host, port], limit_s)`` on it, all at the same time.
+    """Name of the node -> ``function(node, num_nodes, *args[, store], limit_s)`` on it, all at the same time.
 
     address: of the cluster's head, or ``auto``.  platform: of every node; its accelerators are asked for as a whole.
-    with_store: pass host and port of a store that all of them reach.
+    with_store: pass the access to a store that all of them reach.
     A node that fails, or gives no answer in ``limit_s``, has a WorkerError with its name in place of the result.
     Raises ConfigError if the cluster has fewer nodes.
     """
@@ -61,9 +62,9 @@ def on_each_node(
             raise ConfigError(
                 [Violation("--nodes", num_nodes, problem, "Start Ray on more (docs/ray.md), or ask for fewer")]
             )
-        chosen, host = alive[:num_nodes], this_host()
-        with store_at(host) as port:
-            more = (host, port) if with_store else ()
+        chosen = alive[:num_nodes]
+        with StoreServer(this_host()) as store:
+            more = (store.access,) if with_store else ()
             options = {
                 "num_cpus": 0,
                 "num_gpus": platform.num_devices if platform.is_accelerator else 0,

@@ -23,6 +23,7 @@ from mcore_rl.config.role import Moves
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.runtime.shard import Shard
 from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
 from mcore_rl.runtime.train_worker import (
@@ -82,11 +83,13 @@ class TrainGroup:
         """Kills the processes."""
         self.workers.close()
 
-    async def join(self, spec: RoleSpec, timeout_s: float) -> None:
-        """Joins the workers in the process groups of ``spec``'s layout.  timeout_s: limit of a collective."""
+    async def join(self, store: StoreAccess, spec: RoleSpec, timeout_s: float) -> None:
+        """Joins the workers in the process groups of ``spec``'s layout.
+
+        store: of the run.  timeout_s: limit of a collective.
+        """
         await self.workers.locate()
-        address, port = await self.workers.one(0, TrainWorker.rendezvous)
-        await self.workers.all(TrainWorker.join, address, port, spec, timeout_s)
+        await self.workers.all(TrainWorker.join, store, spec, timeout_s)
 
     async def device_ids(self) -> list[list[str]]:
         """The accelerators that Ray gave to each worker."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.algorithms.own_scores import OwnScores, own_scores, sums_per_sequence
 from mcore_rl.algorithms.selection import Moments, select
@@ -40,9 +38,10 @@ from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.device import Memory, detect, device_of, memory, set_device
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.meeting import join_group
 from mcore_rl.parallel.phase import mark_phases
+from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.runtime.answers import Answering
-from mcore_rl.runtime.cluster import this_host
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
 from mcore_rl.sync.check import Expected, expected_weights
 from mcore_rl.sync.publish import Published, Publisher
@@ -122,7 +121,6 @@ class TrainWorker(Answering):
         super().__init__(rank, log)
         self.world_size = world_size
         self._stack = ExitStack()
-        self._store: TCPStore | None = None
         self._publisher: Publisher | None = None
 
     def device_ids(self) -> list[str]:
@@ -131,22 +129,13 @@ class TrainWorker(Answering):
 
         return [str(index) for index in ray.get_gpu_ids()]
 
-    def rendezvous(self) -> tuple[str, int]:
-        """Opens a store for all workers of the role, on one of them, before ``join``.  Returns (address, port)."""
-        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        return this_host(), self._store.port
-
-    def join(self, address: str, port: int, spec: RoleSpec, timeout_s: float) -> None:
+    def join(self, store: StoreAccess, spec: RoleSpec, timeout_s: float) -> None:
         """Joins the process groups of ``spec``'s layout; every worker of the role must call it."""
         from mcore_rl.parallel.groups import init_groups
 
         self.spec, self.platform = spec, detect(spec.engine.device)
         set_device(self.platform, LOCAL)
-        timeout = timedelta(seconds=timeout_s)
-        store = PrefixStore("world", TCPStore(address, port, is_master=False, timeout=timeout))
-        dist.init_process_group(
-            self.platform.backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
-        )
+        join_group(store, f"world of {spec.role}", self.platform, self.rank, self.world_size, timeout_s)
         layout = Layout.of(spec.parallel, self.world_size)
         device = device_of(self.platform, LOCAL)
         self.groups = init_groups(layout, self.platform, device, spec.engine.seed)

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.failure import PEER_IS_GONE
+from mcore_rl.parallel.meeting import listen_towards
 from mcore_rl.sync.members import Members, PeerLostError
 
 POLL_S = 0.0002
@@ -57,6 +58,7 @@ class Exchange:
         members = self.members
         # First, because connecting cannot check for failed members and would wait for one that never comes.
         members.meet("the channel", members.address.join_timeout_s)
+        listen_towards(members.address.store.host)
         group, _ = distributed_c10d._new_process_group_helper(
             size,
             members.member,

@@ -1,6 +1,7 @@
-"""The members of an update: they meet at a key-value store, and one that fails tells the others why.
+"""The members of an update: they meet at the run's store, and one that fails tells the others why.
 
-Members are the training ranks, then the rollout ranks.  Only a few bytes go through the store.
+Members are the training ranks, then the rollout ranks.  Only a few bytes go through the store, as JSON.  The store
+answers nobody without the run's secret (``parallel/secret_store.py``), so a member believes what it reads there.
 
 Invariant: whoever dies, no wait is longer than ``timeout_s`` plus ``GRACE_S``, and the error then names the first cause
 as far as the remaining members know it.
@@ -9,20 +10,19 @@ as far as the remaining members know it.
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
 
+import msgspec
 import psutil
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.failure import Cause, Failure, first_cause
+from mcore_rl.parallel.secret_store import Prefixed, SecretStore, StoreAccess
 
-POLL_S, LONGEST_POLL_S = 0.002, 0.05  # between two looks at the store: a tenth of what was waited already
+POLL_S = 0.002  # between two looks at a process
 LOOK_S = 0.5  # between two checks whether others failed or died
 GRACE_S = 3.0  # wait for reports of members nearer to the cause
 
@@ -39,12 +39,11 @@ class PeerLostError(ConnectionError):
 class Address:
     """Where the members of one channel meet.
 
-    host, port: of a TCPStore that outlives the channel.  name: unique among the channels of this store.  num_trainers,
+    store: that outlives the channel.  name: unique among the channels of this store.  num_trainers,
     num_rollout: ranks of each.  timeout_s: the longest wait for a member.  join_timeout_s: for all to open the channel.
     """
 
-    host: str
-    port: int
+    store: StoreAccess
     name: str
     num_trainers: int
     num_rollout: int
@@ -76,13 +75,12 @@ class Members:
     def __init__(self, address: Address, member: int) -> None:
         """Connect and register as ``member``.  Does not wait for the others."""
         self.address, self.member = address, member
-        timeout = timedelta(seconds=address.timeout_s)
-        shared = TCPStore(address.host, address.port, is_master=False, timeout=timeout)
-        self.store = PrefixStore(address.name, shared)
+        self._shared = SecretStore(address.store, address.timeout_s)
+        self.store = Prefixed(address.name, self._shared)
         self._looked = 0.0
         self._people: dict[int, tuple[str, int]] = {}
         self._num_meetings = 0
-        self.set(f"member/{member}", pickle.dumps((socket.gethostname(), os.getpid())))
+        self.set(f"member/{member}", msgspec.json.encode((socket.gethostname(), os.getpid())))
 
     @classmethod
     def joined(cls, address: Address, member: int) -> Members:
@@ -112,9 +110,10 @@ class Members:
         return value
 
     def _wait(self, key: str, waited_for: Callable[[], Sequence[int]], timeout_s: float | None) -> None:
-        """Wait for ``key``, and ask for it ever less often: the store serves hundreds of members."""
+        """Wait for ``key``: the store answers when it is there, and else once per ``LOOK_S``, as it serves hundreds."""
         limit, begun = self.address.timeout_s if timeout_s is None else timeout_s, time.monotonic()
-        while not self.store.check([key]):
+        full_key = f"{self.address.name}/{key}"  # as ``Prefixed`` has it
+        while not self._shared.comes([full_key], min(LOOK_S, max(POLL_S, begun + limit - time.monotonic()))):
             waited = time.monotonic() - begun
             if waited > limit or self._looks_again():
                 peers = waited_for()
@@ -127,7 +126,6 @@ class Members:
                 if waited > limit and peers:
                     message = f"{self.address.title(peers[0])} timed out: nothing came for {limit:g} s"
                     raise PeerLostError(peers[0], message)
-            time.sleep(min(max(POLL_S, waited / 10), LONGEST_POLL_S))
 
     def _looks_again(self) -> bool:
         return time.monotonic() >= self._looked + LOOK_S
@@ -180,19 +178,19 @@ class Members:
 
     def _person(self, peer: int) -> tuple[str, int] | None:
         if peer not in self._people and self.store.check([f"member/{peer}"]):
-            self._people[peer] = pickle.loads(self.store.get(f"member/{peer}"))
+            self._people[peer] = msgspec.json.decode(self.store.get(f"member/{peer}"), type=tuple[str, int])
         return self._people.get(peer)
 
     def failed(self, error: BaseException, doing: str) -> SyncError:
         """Report ``error`` to the others, wait briefly for their reports, and return the error for all to raise."""
         lost = error.peer if isinstance(error, PeerLostError) else None
-        note = _Note(Failure.of_error(self.member, error), doing, lost)
+        note = _Note(replace(Failure.of_error(self.member, error), traceback="", error=None), doing, lost)
         try:
-            self.set(f"failure/{self.member}", pickle.dumps(note))
+            self.set(f"failure/{self.member}", msgspec.json.encode(note))
             self.set("failed", str(self.member).encode())
             return SyncError(self._message(self._gather()))
         except Exception:  # noqa: BLE001  # a store that is gone may raise anything
-            where = f"{self.address.host}:{self.address.port}"
+            where = f"{self.address.store.host}:{self.address.store.port}"
             head = f"{self.address.title(self.member)} failed while {doing}: {note.failure.what}"
             remedy = "start one that outlives the run, open a channel and publish"
             return SyncError(f"{head}. The store at {where}, where members meet, does not answer: {remedy}")
@@ -202,7 +200,8 @@ class Members:
         while True:
             members = range(self.address.num_members)
             keys = {member: f"failure/{member}" for member in members}
-            notes = [pickle.loads(self.store.get(key)) for key in keys.values() if self.store.check([key])]
+            told = [self.store.get(key) for key in keys.values() if self.store.check([key])]
+            notes = [msgspec.json.decode(note, type=_Note) for note in told]
             reporters = {note.failure.rank for note in notes}
             explained = any(note.failure.cause is Cause.own for note in notes)
             silent = {note.lost for note in notes} | {member for member in members if self._is_dead(member)}

@@ -7,13 +7,13 @@ their weights afterwards.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from mcore_rl.checkpoints.export import BUCKET_BYTES
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.weight_channel import Opening
-from mcore_rl.sync.transport import Outgoing, RoundOutgoing, Transport, at_attempt, connector
+from mcore_rl.sync.transport import Outgoing, RoundOutgoing, Transport, at_attempt
 from mcore_rl.weights.binding import bind
 from mcore_rl.weights.fingerprint import fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_from, plan_id
@@ -94,8 +94,7 @@ class Publisher:
     def opening(self, first_rank: int = 0, attempt: int = 1) -> bytes:
         """The argument of ``sync_open`` for an engine whose first rank is rollout rank ``first_rank``."""
         transport = at_attempt(self.transport, attempt)
-        opening = opening_of(self.plan, transport, self.dtype, self.bucket_bytes, self._id, first_rank)
-        return pickle.dumps(opening)
+        return opening_of(self.plan, transport, self.dtype, self.bucket_bytes, self._id, first_rank).packed()
 
     def open(self, attempt: int = 1) -> None:
         """Join the channel.  Call it on every training rank, while every engine gets ``sync_open``.
@@ -239,5 +238,6 @@ def opening_of(
         sites=transport.sites,
         bucket_bytes=bucket_bytes,
         plan=made,
-        connect=connector(transport, bucket_bytes),
+        transport=transport.name,
+        fields=msgspec.Raw(msgspec.json.encode(transport)),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class RoutedTransport:
     address: Address
     platform: Platform
     sites: Sites
+    name: ClassVar[str] = "routed"
 
     def outgoing(self, rank: int, device: torch.device) -> RoutedSender:
         """The sending end of a training rank."""

@@ -25,6 +25,7 @@ class SharedMemoryTransport:
     """``Transport`` between processes of one user that see one another in /proc."""
 
     address: Address
+    name: ClassVar[str] = "shared_memory"
     sites: ClassVar[None] = None
 
     def outgoing(self, rank: int, device: torch.device) -> SlotSender:

@@ -11,10 +11,9 @@ Invariant: a sender holds two messages under way; a receiver maps half a bucket 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -110,7 +109,12 @@ class Receiving:
 
 
 class Transport(Protocol):
-    """Makes both ends of a channel; a frozen dataclass, so that it can be pickled."""
+    """Makes both ends of a channel; a frozen dataclass of plain fields, so that it can be sent as JSON.
+
+    name: by which ``sync.receiver`` knows it.
+    """
+
+    name: ClassVar[str]
 
     @property
     def address(self) -> Address:
@@ -138,8 +142,3 @@ def at_attempt(transport: AnyTransport, attempt: int) -> AnyTransport:
     """The same transport under another name in the store, which no earlier attempt has used."""
     address = replace(transport.address, name=f"{transport.address.name}/{attempt}")
     return replace(transport, address=address)  # type: ignore[type-var]  # every transport is a frozen dataclass
-
-
-def connector(transport: Transport, bucket_bytes: int) -> Callable[[int, Rounds | None], Receiving]:
-    """The function for ``Opening.connect``."""
-    return partial(transport.incoming, bucket_bytes)

@@ -77,13 +77,13 @@ class FiniteWatch:
         """The first cause over all ranks, in words.  Collective over the world."""
         rank, coords = self.groups.rank, str(self.groups.coords)
         mine = [
-            NonFiniteTensor(is_gradient, order, microbatch, rank, where, coords)
+            (is_gradient, order, microbatch, rank, where, coords)
             for is_gradient, order, microbatch, where, extremes in self._flags
             if not bool(extremes.isfinite().all())
         ]
-        everyone: list[list[NonFiniteTensor]] = [[] for _ in range(dist.get_world_size())]
+        everyone: list[list[tuple[bool, int, int, int, str, str]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)
-        findings = sorted(finding for rank_findings in everyone for finding in rank_findings)
+        findings = sorted(NonFiniteTensor(*finding) for rank_findings in everyone for finding in rank_findings)
         if not findings:
             return "a weight gradient, though every loss and every gradient between the stages was finite"
         others = len(findings) - 1

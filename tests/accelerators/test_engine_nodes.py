@@ -22,7 +22,7 @@ def test_every_rank_is_on_one_node_and_every_replica_has_one_core(vllm_says: dic
     ranks, cores = [], []
     for node, part in enumerate(parts):
         assert (part["nnodes"], part["node_rank"]) == (len(parts), node)
-        assert part["executor"] == "MultiprocExecutor" and part["extension"].endswith("WeightReceiver")
+        assert part["executor"] == "MultiprocExecutor" and part["extension"].endswith("SyncReceiver")
         for local in range(part["data_parallel_size_local"]):
             replica = part["data_parallel_rank"] + local
             first = part["node_rank_within_dp"] * part["local_world_size"]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mcore_rl.config.engine import Device
 from mcore_rl.config.launch import load_cluster
@@ -27,7 +26,7 @@ from mcore_rl.doctor.collectives import (
 )
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.launch import Rank
-from mcore_rl.runtime.each_node import store_at
+from mcore_rl.parallel.secret_store import SecretStore, StoreAccess, StoreServer
 from tests.doctor.test_software import H100
 from tests.support.forked import run_ranks
 
@@ -92,7 +91,9 @@ def test_a_name_that_is_local_hides_a_node_from_others() -> None:
 
 
 def test_where_gloo_listens_is_read_from_its_sockets() -> None:
-    addresses = host_addresses(Rank(rank=0, world_size=1, store_port=0, layout=None))
+    addresses = host_addresses(
+        Rank(rank=0, world_size=1, store=StoreAccess(host="127.0.0.1", port=0, secret=b""), layout=None)
+    )
     assert addresses.host == socket.gethostname()
     assert addresses.listens and set(addresses.listens) <= set(addresses.resolves), "gloo takes the host's name"
 
@@ -122,7 +123,7 @@ def test_a_link_that_changes_a_number_is_seen(processes: None) -> None:
 
 
 def test_the_store_of_several_nodes_listens_at_one_address() -> None:
-    with store_at("127.0.0.2") as port:
-        TCPStore("127.0.0.2", port, is_master=False)
+    with StoreServer("127.0.0.2") as store:
+        SecretStore(store.access)
         with pytest.raises(OSError, match="refused"):
-            socket.create_connection(("127.0.0.1", port), 1.0)
+            socket.create_connection(("127.0.0.1", store.access.port), 1.0)

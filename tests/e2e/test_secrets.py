@@ -1,7 +1,7 @@
 """A run with keys in its environment, in its configuration, on its command line and in what its grader says.
 
 Nothing that it writes in its directory holds one, and none of its processes but the controller and wandb's is given
-one that it was not promised.
+one that it was not promised.  Of the same run: which ports it opens, and what it leaves in /tmp.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support import listening_ports
+from tests.support.private_tmp import can_have_one, in_private_tmp
 from tests.support.run_task import overrides, write_task
 
 SECRETS = {
@@ -43,11 +45,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @dataclass
 class Observed:
-    """directory: of the run.  output: of its command.  environments: command line -> environment, of its processes."""
+    """What was seen of a run.
+
+    directory: of the run.  output: of its command.  environments: command line -> environment, of its processes.
+    listening: (who, address) of each port.  open_to_others: what in /tmp other users could enter.
+    left: names in /tmp afterwards; None: it had no /tmp of its own.
+    """
 
     directory: Path
     output: str = ""
     environments: dict[str, bytes] = field(default_factory=dict)
+    listening: set[tuple[str, str]] = field(default_factory=set)
+    open_to_others: set[str] = field(default_factory=set)
+    left: list[str] | None = None
 
     def look(self, top: psutil.Process) -> None:
         with suppress(psutil.Error):
@@ -55,6 +65,12 @@ class Observed:
                 with suppress(psutil.Error, OSError):
                     environment = Path(f"/proc/{process.pid}/environ").read_bytes()
                     self.environments[f"{process.pid} {' '.join(process.cmdline())}"] = environment
+                    self.listening |= set(listening_ports.of(process))
+        if can_have_one():
+            with suppress(OSError):
+                for path in Path("/proc", str(top.pid), "root", "tmp").iterdir():
+                    if path.name != self.directory.parents[-3].name and path.stat().st_mode & 0o077:
+                        self.open_to_others.add(path.name)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +88,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
         "trainer.experiment_name=${oc.env:PGPASSWORD}",
         "custom_reward_function.env=[JUDGE_API_KEY]",
     ]
-    output = observed.directory.with_name("output")
+    output, names = observed.directory.with_name("output"), observed.directory.with_name("left")
+    if can_have_one():
+        command = in_private_tmp(command, tmp_path_factory.getbasetemp(), names)
     with output.open("wb") as file:
         top = subprocess.Popen(
             command,
@@ -87,6 +105,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
         finally:
             top.kill()
     observed.output = output.read_text(errors="replace")
+    if can_have_one():
+        kept = Path(os.path.relpath(tmp_path_factory.getbasetemp(), "/tmp")).parts[0]
+        observed.left = [name for name in names.read_text().split() if name != kept]
     assert top.returncode == 0, observed.output[-3000:]
     return observed
 
@@ -125,3 +146,17 @@ def test_no_process_is_given_one(run: Observed) -> None:
 
 def test_the_screen_shows_none_beside_what_the_user_typed(run: Observed) -> None:
     assert values_in(run.output.encode()) == []
+
+
+def test_it_opens_the_ports_that_the_docs_name(run: Observed) -> None:
+    """docs/security.md says who listens where in a run on one machine; neither more nor less is seen."""
+    expected = listening_ports.documented()
+    assert sorted(run.listening - expected) == [], "not in the table"
+    assert sorted(expected - run.listening) == [], "in the table, and not in the run"
+
+
+def test_nothing_is_left_in_tmp_and_nobody_else_could_enter_what_was_there(run: Observed) -> None:
+    if run.left is None:
+        pytest.skip("this user cannot mount a /tmp of its own")
+    assert run.left == []
+    assert run.open_to_others == set()

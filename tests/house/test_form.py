@@ -16,13 +16,20 @@ JUNK_DRAWERS = {"utils", "util", "misc", "helpers", "helper", "common", "manager
 
 # The environment is read where a process is described or started, and nowhere else: settings are configuration.
 READS_ENVIRONMENT = (
+    "mcore_rl/cli.py",  # torch's own variable, before its import
     "mcore_rl/parallel/device.py",
+    "mcore_rl/parallel/device_details.py",
     "mcore_rl/parallel/launch.py",
+    "mcore_rl/parallel/meeting.py",  # sets the interface of collectives, which their libraries read there alone
     "mcore_rl/rollout/engine/environment.py",
+    "mcore_rl/runtime/cluster.py",  # whether the user keeps Ray's files: Ray's own variable
+    "mcore_rl/tracking/run_owner.py",  # which Slurm job it runs in: that is said nowhere else
     "mcore_rl/tracking/secrets.py",
 )
 PATCHES_MODULES = (
     "mcore_rl/parallel/cpu.py",
+    "mcore_rl/parallel/plain_objects.py",  # torch's unpickler of what other ranks send, which has no setting
+    "mcore_rl/runtime/scratch.py",  # tempfile.tempdir, which Python says to set so
     "mcore_rl/rollout/parameters.py",  # vLLM's groups, in a process of its own that runs nothing else
 )
 

@@ -61,7 +61,7 @@ def all_reduce() -> float:
 
 
 def work(rank: Rank, offset: int) -> tuple[int, float, float, torch.Tensor]:
-    """Join twice, once through the environment, and add up the ranks each time."""
+    """Join three times, and add up the ranks each time."""
     join(rank)
     first = all_reduce()
     dist.destroy_process_group()
@@ -69,7 +69,7 @@ def work(rank: Rank, offset: int) -> tuple[int, float, float, torch.Tensor]:
     join(rank)
     second = all_reduce()
     dist.destroy_process_group()
-    dist.init_process_group(detect(Device.cpu).backend, init_method="env://")
+    join(rank)
     third = all_reduce()
     dist.destroy_process_group()
     assert first == second == third

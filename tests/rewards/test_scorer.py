@@ -199,6 +199,30 @@ def test_a_custom_function_that_cannot_be_used_is_refused_at_once(tmp_path: Path
         Scorer(RewardConfig(num_workers=1), CustomRewardFunction(path=str(tmp_path / "reward.py")))
 
 
+FORGED = """
+import os, pickle, socket, struct, sys
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch MARK",)
+
+message = pickle.dumps(Evil())
+socket.socket(fileno=int(sys.argv[1])).sendall(struct.pack("!i", len(message)) + message)
+"""
+
+
+def test_a_grading_process_that_begins_with_a_pickle_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scorer_module, "_PROGRAM", FORGED.replace("MARK", str(tmp_path / "evil")))
+    worker = scorer_module._Worker(RewardConfig(num_workers=1), CustomRewardFunction())
+    with pytest.raises(OSError, match="the grading process began with"):
+        worker.wait_until_ready()
+    worker.kill()
+    worker._process.wait()
+    assert not (tmp_path / "evil").exists()
+
+
 def test_closing_ends_what_hangs_and_cancels_who_waits(custom: CustomRewardFunction) -> None:
     async def close_in_between() -> list[object]:
         scorer = Scorer(RewardConfig(num_workers=1, timeout_s=600.0), custom)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -106,8 +107,9 @@ def gather_scores(scores: TokenScores, batch: TrainBatch, groups: ProcessGroups)
     """Every rank's scores in the order of the global batch; peers must agree bit for bit."""
     named = {"logprobs": scores.logprobs_T, "entropy": scores.entropy_T, "values": scores.values_T}
     mine = {name: tensor for name, tensor in named.items() if tensor is not None}
-    everyone: list[tuple[list[int], dict[str, torch.Tensor]]] = [([], {}) for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, (members_of(batch, groups), mine))
+    pickled = [b""] * dist.get_world_size()
+    dist.all_gather_object(pickled, pickle.dumps((members_of(batch, groups), mine)))
+    everyone: list[tuple[list[int], dict[str, torch.Tensor]]] = list(map(pickle.loads, pickled))
     whole = {name: torch.full((batch.tokens_T.numel(),), float("nan")) for name in mine}
     starts = batch.offsets_S
     for members, parts in everyone:

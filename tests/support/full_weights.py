@@ -6,6 +6,7 @@ for layouts which is independent of any table of ours.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -71,8 +72,9 @@ def gather_full(models: Sequence[torch.nn.Module], like: Weights) -> Weights:
     for shard in shards(models):
         where, real = _real(shard, like[shard.key])
         mine.append((shard.key, where, real.detach().to("cpu", copy=True)))
-    everyone: list[list[tuple[str, tuple[slice | int, ...], Tensor]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    pickled = [b""] * dist.get_world_size()
+    dist.all_gather_object(pickled, pickle.dumps(mine))
+    everyone: list[list[tuple[str, tuple[slice | int, ...], Tensor]]] = list(map(pickle.loads, pickled))
     whole = {key: torch.full_like(tensor, float("nan")) for key, tensor in like.items()}
     for rank, parts in enumerate(everyone):
         for key, where, part in parts:

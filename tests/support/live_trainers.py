@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 
 from mcore_rl.config.engine import Device
 from mcore_rl.config.model import ModelConfig
@@ -24,6 +25,7 @@ from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import HOST, Rank
+from mcore_rl.parallel.secret_store import SecretStore, StoreAccess, StoreServer
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Published, Publisher
@@ -165,10 +167,11 @@ class _Rank:
         self.stack.close()
 
 
-def _serve(rank: Rank, orders_port: int) -> None:
+def _serve(rank: Rank, orders: StoreAccess) -> None:
     from tests.support import engines
 
-    store = PrefixStore("orders", TCPStore(HOST, orders_port, is_master=False, timeout=timedelta(seconds=600)))
+    shared = SecretStore(orders, 600.0)
+    store = PrefixStore("orders", shared)
     with engines.world(rank):
         mine = _Rank(rank, store)
         for number in itertools.count():
@@ -190,11 +193,12 @@ class LiveTrainers:
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
-        run_ranks(_serve, NUM_RANKS, (self.store.port,))
+        run_ranks(_serve, NUM_RANKS, (self.store.access,))
 
     def __enter__(self) -> LiveTrainers:
-        self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        self._orders = PrefixStore("orders", TCPStore(HOST, self.store.port, is_master=False))
+        self.store = StoreServer(HOST)
+        self._client = SecretStore(self.store.access)
+        self._orders = PrefixStore("orders", self._client)
         self._thread.start()
         return self
 
@@ -229,8 +233,7 @@ class LiveTrainers:
         """Engines of ``layout`` with ``weights``, and publishers to ``rollout`` through a channel of their own."""
         self.channel = f"channel{next(self._channels)}"
         address = Address(
-            host=HOST,
-            port=self.store.port,
+            store=self.store.access,
             name=self.channel,
             num_trainers=NUM_RANKS,
             num_rollout=parse_rollout_layout(rollout).world_size,
@@ -250,8 +253,8 @@ class LiveTrainers:
 
     def process_of(self, rollout_rank: int, attempt: int = 1) -> int:
         """The process that holds a rollout rank, since the channel was opened."""
-        store = PrefixStore(f"{self.channel}/{attempt}", TCPStore(HOST, self.store.port, is_master=False))
-        return int(pickle.loads(store.get(f"member/{NUM_RANKS + rollout_rank}"))[1])
+        member = self._client.get(f"{self.channel}/{attempt}/member/{NUM_RANKS + rollout_rank}")
+        return int(msgspec.json.decode(member)[1])
 
     async def opening(self, first_rank: int, attempt: int) -> bytes:
         return (await self.order("opening", first_rank, attempt))[0]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 # Variables that no two processes share, and two that readline, in pytest's process, sets for the C library alone.
-OWN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "VLLM_RPC_BASE_PATH", "COLUMNS", "LINES")
+OWN = ("MASTER_PORT", "PYTEST_CURRENT_TEST", "VLLM_RPC_BASE_PATH", "TMPDIR", "COLUMNS", "LINES")
 VLLM_NAME = re.compile(r"vllm_(dist|mm)_[\w-]+")  # made up anew for each engine
 NUMBER = re.compile(r" at 0x[0-9a-f]+|(?<=Thread)-[0-9]+")  # where a function lies, and which thread of all so far
 LIMITS = (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)

@@ -182,7 +182,7 @@ class SlurmJob:
 
     def _left(self) -> list[str]:
         alive = [f"{each.pid} {each.name()}" for each in processes_with("SLURM_JOB_ID", self.id)]
-        return [*alive, *map(str, Path("/tmp").glob(f"mcore_rl-{self.id}-*"))]
+        return [*alive, *map(str, Path("/tmp").glob(f"mcore-rl-{self.id}-*"))]
 
 
 def processes_with(name: str, value: str) -> list[psutil.Process]:

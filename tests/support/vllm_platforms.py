@@ -31,7 +31,7 @@ from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.engine.engine_node import EngineNode, Meeting
 from mcore_rl.rollout.engine.environment import engine_arguments
 
-EXTENSION = "mcore_rl.rollout.receiver.worker_extension.WeightReceiver"
+EXTENSION = "mcore_rl.sync.receiver.SyncReceiver"
 DEVICES = {
     "cuda": {"sm90": (9, 0), "sm100": (10, 0)},
     "rocm": {"gfx942": (9, 4), "gfx942 with AITER asked for": (9, 4)},

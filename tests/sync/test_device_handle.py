@@ -63,13 +63,16 @@ def test_a_handle_crosses_two_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_side(uuids: tuple[str, ...]) -> None:
         monkeypatch.setattr(device_handle, "device_uuids", lambda platform: uuids)
 
-    monkeypatch.setattr(device_handle, "reduce_tensor", lambda tensor: (rebuild_named, (int, (3,), 2, b"memory")))
+    monkeypatch.setattr(
+        device_handle, "reduce_tensor", lambda tensor: (rebuild_named, (torch.Tensor, (3,), 2, b"memory"))
+    )
+    monkeypatch.setattr(device_handle, "rebuild_device_tensor", rebuild_named)
     memory = DeviceMemory(PLATFORM, torch.device("cpu"))
     on_side(UUIDS)
     tensor, handle = memory.create(3)
     assert (tensor.dtype, tensor.shape) == (torch.uint8, (3,))
     on_side(UUIDS[2:])
-    assert memory.map(handle) == (int, (3,), 0, b"memory")
+    assert memory.map(handle) == (torch.Tensor, (3,), 0, b"memory")
     on_side(UUIDS[:2])
     with pytest.raises(SyncError, match=UUIDS[2]):
         memory.map(handle)

@@ -12,33 +12,37 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import count
+from pathlib import Path
 
+import msgspec
 import pytest
-from torch.distributed import TCPStore
 
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.launch import HOST
+from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
+from mcore_rl.rollout.weight_channel import Opening
 from mcore_rl.sync import members as module
 from mcore_rl.sync.members import Address, Members, PeerLostError
+from mcore_rl.sync.shared_memory import MappedMemory
+from tests.support.outsider import as_another_user
 
 NAMES = count()
 Open = Callable[..., Address]
 
 
 @pytest.fixture(scope="module")
-def store() -> TCPStore:
-    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+def store() -> StoreServer:
+    return StoreServer(HOST)
 
 
 @pytest.fixture
-def at(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Open:
+def at(store: StoreServer, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Makes addresses of this test's own; nobody waits long."""
     monkeypatch.setattr(module, "LOOK_S", 0.02)
 
     def address(num_trainers: int, num_rollout: int, timeout_s: float = 60.0) -> Address:
         return Address(
-            host=HOST,
-            port=store.port,
+            store=store.access,
             name=f"test{next(NAMES)}",
             num_trainers=num_trainers,
             num_rollout=num_rollout,
@@ -95,7 +99,7 @@ def test_what_a_member_puts_down_is_there_until_it_is_deleted(at: Open) -> None:
 
 
 def test_titles() -> None:
-    address = Address(host=HOST, port=1, name="x", num_trainers=2, num_rollout=3)
+    address = Address(store=StoreAccess(host=HOST, port=1, secret=b""), name="x", num_trainers=2, num_rollout=3)
     assert [address.title(member) for member in (0, 1, 2, 4)] == [
         "training rank 0",
         "training rank 1",
@@ -202,32 +206,110 @@ def test_all_ranks_of_an_engine_that_is_gone_are_named(at: Open, pool: ThreadPoo
         pool.map(lambda member: Members.joined(address, member) if member < 1 else _dead(address, member), range(3))
     )
     report = told(here[0], "publishing version 1", lambda: here[0].get("x", 2))
-    pids = [pickle.loads(here[0].store.get(f"member/{member}"))[1] for member in (1, 2)]
+    pids = [msgspec.json.decode(here[0].store.get(f"member/{member}"))[1] for member in (1, 2)]
     named = [f"rollout rank {rank} (process {pid} on {os.uname().nodename})" for rank, pid in enumerate(pids)]
     assert report.startswith(f"{named[0]} and {named[1]} are gone, killed or stuck, while others were publishing")
 
 
+class _Elsewhere(Members):
+    """One that says that it is the process ``own``."""
+
+    def __init__(self, address: Address, member: int, own: int) -> None:
+        self.own = own
+        super().__init__(address, member)
+
+    def set(self, key: str, value: bytes) -> None:
+        person = msgspec.json.encode((os.uname().nodename, self.own))
+        super().set(key, person if key.startswith("member/") else value)
+
+
 def _dead(address: Address, member: int) -> Members:
     """One that joined from a process that is not there any more."""
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    members = Members.joined(address, member)
-    members.set(f"member/{member}", pickle.dumps((os.uname().nodename, gone.pid)))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process:
+        members = _Elsewhere(address, member, process.pid)
+        members.meet("the channel", 60.0)
+        process.kill()
     return members
 
 
 def test_without_a_store_a_member_still_says_its_own() -> None:
     program = (
-        "from torch.distributed import TCPStore; import sys\n"
-        f"store = TCPStore({HOST!r}, 0, is_master=True, wait_for_workers=False)\n"
-        "print(store.port, flush=True); sys.stdin.read()"
+        "from mcore_rl.parallel.secret_store import StoreServer; import sys\n"
+        f"store = StoreServer({HOST!r}).access\n"
+        "print(store.port, store.secret.hex(), flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True) as server:
         assert server.stdout is not None
-        port = int(server.stdout.readline())
-        members = Members(Address(host=HOST, port=port, name="x", num_trainers=1, num_rollout=1, timeout_s=1.0), 0)
+        port, secret = server.stdout.readline().split()
+        access = StoreAccess(host=HOST, port=int(port), secret=bytes.fromhex(secret))
+        members = Members(Address(store=access, name="x", num_trainers=1, num_rollout=1, timeout_s=1.0), 0)
         server.kill()
         server.wait()
         error = members.failed(ValueError("the cause"), "publishing version 1")
     head = "training rank 0 failed while publishing version 1: ValueError: the cause. The store at"
     assert str(error).startswith(f"{head} {HOST}:{port}, where members meet, does not answer")
+
+
+# ---- what others write ----
+
+# What reached a run's members before: torch's own client, as any user of the machine could start it.
+IMPORTS = "from datetime import timedelta\nfrom torch.distributed import TCPStore"
+TORCH_S_CLIENT = """
+host, port, key, value = sys.argv[1], int(sys.argv[2]), sys.argv[3], bytes.fromhex(sys.argv[4])
+try:
+    TCPStore(host, port, is_master=False, timeout=timedelta(seconds=3)).set(key, value)
+    print("set")
+except Exception:
+    print("refused")
+"""
+
+
+class Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.fixture
+def members(store: StoreServer) -> Members:
+    return Members(Address(store=store.access, name=f"m{next(NAMES)}", num_trainers=1, num_rollout=1, timeout_s=1.0), 0)
+
+
+def test_another_user_who_says_what_torch_s_store_understands_changes_nothing(
+    store: StoreServer, members: Members, tmp_path: Path
+) -> None:
+    pickled = pickle.dumps(Evil(tmp_path / "evil")).hex()
+    tried = as_another_user(
+        TORCH_S_CLIENT, HOST, store.access.port, f"{members.address.name}/member/1", pickled, imports=IMPORTS
+    )
+    assert tried.endswith("refused\n")
+    assert not members.store.check(["member/1"])
+    assert "ConnectionError: closed by peer" in str(members.failed(ConnectionError("closed by peer"), "publishing"))
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("key", ["member/1", "failure/1"])
+def test_even_a_member_s_pickle_is_not_read(members: Members, tmp_path: Path, key: str) -> None:
+    members.set(key, pickle.dumps(Evil(tmp_path / "evil")))
+    error = members.failed(ValueError("the cause"), "publishing")
+    assert "training rank 0 failed while publishing: ValueError: the cause" in str(error)
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("message", [b"", b"{}", b"[1]", b'{"family": 3}', pickle.dumps(Evil(Path("/nowhere/evil")))])
+def test_an_opening_is_typed(message: bytes) -> None:
+    with pytest.raises(SyncError, match="The weight channel's opening cannot be read"):
+        Opening.unpacked(message)
+
+
+def test_the_handle_of_mapped_memory_is_numbers() -> None:
+    for handle in (b"", b"1 2 3", b"1 2 ../../etc/passwd 4", pickle.dumps(Evil(Path("/nowhere/evil")))):
+        with pytest.raises(ValueError, match=r"."):
+            MappedMemory().map(handle)
+
+
+def test_what_members_write_is_json(members: Members) -> None:
+    host, pid = msgspec.json.decode(members.store.get("member/0"))
+    assert (host, pid) == (os.uname().nodename, os.getpid())

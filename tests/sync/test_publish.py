@@ -17,6 +17,7 @@ from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.errors import SyncError
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.sync.check import expected_weights
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Publisher, message_bytes, opening_of
@@ -28,6 +29,7 @@ from mcore_rl.weights.table import Table
 from mcore_rl.weights.views import view_of
 from tests.support import checkpoints, direct_rollout
 
+NOWHERE = StoreAccess(host="nowhere", port=1, secret=b"")
 BUCKET_BYTES = 40_000  # some tensors are larger than a message
 CASES = [("llama", "tp=2", "tp=2"), ("qwen2", "tp=2", "tp=1"), ("mixtral", "tp=2,ep=2,etp=1", "tp=2")]
 
@@ -150,9 +152,7 @@ def world(
         for rank in range(world_size):
             chunks = [Chunk(table, rank)]
             load_hf(chunks, checkpoint=checkpoint, table=table, rank=rank)
-            address = Address(
-                host="nowhere", port=1, name="x", num_trainers=world_size, num_rollout=target.layout.world_size
-            )
+            address = Address(store=NOWHERE, name="x", num_trainers=world_size, num_rollout=target.layout.world_size)
             transport = Recorder(address)
             publishers.append(Publisher(chunks, table, target, rank, transport, dtype=dtype, bucket_bytes=BUCKET_BYTES))
             publishers[-1].open()
@@ -221,7 +221,7 @@ def test_a_failure_is_told_and_the_channel_is_closed(tmp_path: Path) -> None:
 def test_an_address_that_was_not_made_from_the_layouts_is_refused(tmp_path: Path) -> None:
     made = world(tmp_path, "llama", "tp=2", "tp=1")
     publisher = made.publishers[0]
-    wrong = Recorder(Address(host="nowhere", port=1, name="x", num_trainers=2, num_rollout=3))
+    wrong = Recorder(Address(store=NOWHERE, name="x", num_trainers=2, num_rollout=3))
     with pytest.raises(SyncError, match=r"for 2 training and 3 rollout ranks, the plan for 2 and 1\. Make the Address"):
         opening_of(publisher.plan, wrong, torch.float32, BUCKET_BYTES, "")
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
 
 from mcore_rl.config.engine import Device
 from mcore_rl.config.parallel import parse_layout
@@ -24,6 +23,7 @@ from mcore_rl.errors import SyncError
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import HOST
+from mcore_rl.parallel.secret_store import StoreServer
 from mcore_rl.proofs.tracer import Tracer, direct_tensors, index
 from mcore_rl.sync.exchange import Exchange, Transfer
 from mcore_rl.sync.members import Address, Members
@@ -185,9 +185,9 @@ def take_part_on_devices(member: int, transport: RoutedTransport, careless: bool
     (reports / str(member)).write_text(str(batches))
 
 
-def run(sites: Sites, store: TCPStore, victim: int, reports: Path) -> dict[int, str]:
+def run(sites: Sites, store: StoreServer, victim: int, reports: Path) -> dict[int, str]:
     """What each member that lived to its end reported."""
-    address = Address(host=HOST, port=store.port, name=reports.name, num_trainers=4, num_rollout=4, timeout_s=TIMEOUT_S)
+    address = Address(store=store.access, name=reports.name, num_trainers=4, num_rollout=4, timeout_s=TIMEOUT_S)
     transport = RoutedTransport(address=address, platform=detect(Device.cpu), sites=sites)
     processes = [RANKS.Process(target=take_part, args=(n, transport, victim, reports)) for n in range(8)]
     for process in processes:
@@ -198,19 +198,19 @@ def run(sites: Sites, store: TCPStore, victim: int, reports: Path) -> dict[int, 
 
 
 @pytest.fixture(scope="module")
-def store(processes: None) -> TCPStore:
-    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+def store(processes: None) -> StoreServer:
+    return StoreServer(HOST)
 
 
 @pytest.mark.parametrize("sites", [COLOCATED, SEPARATE], ids=["colocated", "separate"])
-def test_every_update_arrives_whole(sites: Sites, store: TCPStore, tmp_path: Path) -> None:
+def test_every_update_arrives_whole(sites: Sites, store: StoreServer, tmp_path: Path) -> None:
     assert any(leg for member in range(sites.members) for each in Rounds(plan_for(sites), MAX_BYTES).of(member)
                for leg in each.legs[1]), "nothing is passed on: half of it is not proven"  # fmt: skip
     assert run(sites, store, -1, tmp_path) == dict.fromkeys(range(8), "")
 
 
 @pytest.mark.parametrize("sites", [COLOCATED, SEPARATE], ids=["colocated", "separate"])
-def test_a_killed_training_rank_is_named_by_all(sites: Sites, store: TCPStore, tmp_path: Path) -> None:
+def test_a_killed_training_rank_is_named_by_all(sites: Sites, store: StoreServer, tmp_path: Path) -> None:
     failures = run(sites, store, 1, tmp_path)
     assert failures.keys() == set(range(8)) - {1}
     assert all(report.startswith("training rank 1 (process ") for report in failures.values()), failures
@@ -218,7 +218,7 @@ def test_a_killed_training_rank_is_named_by_all(sites: Sites, store: TCPStore, t
 
 @pytest.mark.parametrize("sites", [COLOCATED, SEPARATE], ids=["colocated", "separate"])
 def test_only_kernels_and_the_vendors_library_touch_an_accelerators_memory(
-    sites: Sites, store: TCPStore, tmp_path: Path
+    sites: Sites, store: StoreServer, tmp_path: Path
 ) -> None:
     codes = on_devices(sites, store, tmp_path, careless=False)
     assert codes == [0] * 8
@@ -226,17 +226,16 @@ def test_only_kernels_and_the_vendors_library_touch_an_accelerators_memory(
     assert len(batches) == 8 and max(batches) > 1
 
 
-def test_gloo_ends_the_process_that_gives_it_such_memory(store: TCPStore, tmp_path: Path) -> None:
+def test_gloo_ends_the_process_that_gives_it_such_memory(store: StoreServer, tmp_path: Path) -> None:
     """So the test above can fail."""
     codes = on_devices(COLOCATED, store, tmp_path, careless=True)
     assert min(codes) < 0, codes
 
 
-def on_devices(sites: Sites, store: TCPStore, reports: Path, *, careless: bool) -> list[int]:
+def on_devices(sites: Sites, store: StoreServer, reports: Path, *, careless: bool) -> list[int]:
     """The exit codes of all members.  careless: gloo gets the memory."""
     address = Address(
-        host=HOST,
-        port=store.port,
+        store=store.access,
         name=f"{reports.name} untouchable",
         num_trainers=4,
         num_rollout=4,
@@ -251,9 +250,9 @@ def on_devices(sites: Sites, store: TCPStore, reports: Path, *, careless: bool) 
     return [process.exitcode for process in processes]
 
 
-def test_gloo_is_not_given_what_it_cannot_read(store: TCPStore) -> None:
+def test_gloo_is_not_given_what_it_cannot_read(store: StoreServer) -> None:
     """With memory of an accelerator, gloo ends the process: nothing can be caught there."""
-    address = Address(host=HOST, port=store.port, name="refused", num_trainers=1, num_rollout=0)
+    address = Address(store=store.access, name="refused", num_trainers=1, num_rollout=0)
     exchange = Exchange(Members.joined(address, 0), 1, "gloo", torch.device("cpu"))
     with pytest.raises(SyncError, match="gloo cannot read meta's memory, and would end the process"):
         exchange.start([Transfer(0, torch.empty(4, dtype=torch.uint8, device="meta"))], [])

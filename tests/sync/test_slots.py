@@ -10,8 +10,8 @@ import weakref
 
 import pytest
 from torch import Tensor
-from torch.distributed import TCPStore
 
+from mcore_rl.parallel.secret_store import StoreServer
 from mcore_rl.sync.members import Address, Members, PeerLostError
 from mcore_rl.sync.shared_memory import NAME, MappedMemory
 from mcore_rl.sync.slots import NUM_SLOTS, SlotReceiving, SlotSender
@@ -44,8 +44,8 @@ def mapped_here() -> int:
 
 
 def test_no_more_than_half_a_bucket_stays_mapped() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = Address(host="127.0.0.1", port=store.port, name="slots", num_trainers=SENDERS, num_rollout=1)
+    store = StoreServer("127.0.0.1")
+    address = Address(store=store.access, name="slots", num_trainers=SENDERS, num_rollout=1)
     senders = [SlotSender(Members(address, rank), MappedMemory()) for rank in range(SENDERS)]
     memory = Counted()
     receiver = SlotReceiving(Members(address, SENDERS), memory, bucket_bytes=8 * MESSAGE)  # type: ignore[arg-type]
@@ -71,8 +71,8 @@ class Scarce(MappedMemory):
 
 @pytest.mark.parametrize("scarce", [False, True])
 def test_between_updates_memory_stays_unless_it_is_scarce(scarce: bool) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = Address(host="127.0.0.1", port=store.port, name="kept", num_trainers=1, num_rollout=1)
+    store = StoreServer("127.0.0.1")
+    address = Address(store=store.access, name="kept", num_trainers=1, num_rollout=1)
     sender = SlotSender(Members(address, 0), Scarce() if scarce else MappedMemory())
     memory = Counted(scarce)
     receiver = SlotReceiving(Members(address, 1), memory, bucket_bytes=8 * MESSAGE)  # type: ignore[arg-type]
@@ -113,8 +113,8 @@ def send_and_die(address: Address) -> None:
 
 def test_memory_of_a_dead_sender_is_the_sender_s_failure(processes: None) -> None:
     """It had said where its message lies; its memory went with it, before anybody mapped that."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = Address(host="127.0.0.1", port=store.port, name="dead", num_trainers=1, num_rollout=1)
+    store = StoreServer("127.0.0.1")
+    address = Address(store=store.access, name="dead", num_trainers=1, num_rollout=1)
     receiver = SlotReceiving(Members(address, 1), MappedMemory(), bucket_bytes=8 * MESSAGE)
     sender = multiprocessing.get_context("spawn").Process(target=send_and_die, args=(address,))
     sender.start()
@@ -124,8 +124,8 @@ def test_memory_of_a_dead_sender_is_the_sender_s_failure(processes: None) -> Non
 
 
 def test_memory_that_cannot_be_mapped_while_its_owner_lives_is_our_failure() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = Address(host="127.0.0.1", port=store.port, name="alive", num_trainers=1, num_rollout=1)
+    store = StoreServer("127.0.0.1")
+    address = Address(store=store.access, name="alive", num_trainers=1, num_rollout=1)
     sender = SlotSender(Members(address, 0), MappedMemory())
     receiver = SlotReceiving(Members(address, 1), MappedMemory(), bucket_bytes=8 * MESSAGE)
     sender.send(sender.buffer(MESSAGE), 0)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from mcore_rl.errors import SyncError
 from mcore_rl.parallel.launch import HOST
+from mcore_rl.parallel.secret_store import StoreServer
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from tests.support.forked import RANKS
@@ -20,8 +20,8 @@ SIZES = (5, 100_000, 1, 70_000, 3, 250_000)  # bytes, from each of two senders t
 TIMEOUT_S = 4.0
 
 
-def address(store: TCPStore, name: str) -> Address:
-    return Address(host=HOST, port=store.port, name=name, num_trainers=2, num_rollout=2, timeout_s=TIMEOUT_S)
+def address(store: StoreServer, name: str) -> Address:
+    return Address(store=store.access, name=name, num_trainers=2, num_rollout=2, timeout_s=TIMEOUT_S)
 
 
 def filling(source: int, target: int, number: int) -> int:
@@ -84,15 +84,15 @@ def run(transport: SharedMemoryTransport, victim: int, reports: Path) -> dict[in
 
 
 @pytest.fixture(scope="module")
-def store() -> TCPStore:
-    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+def store() -> StoreServer:
+    return StoreServer(HOST)
 
 
-def test_messages_arrive_whole_and_in_order(store: TCPStore, tmp_path: Path, processes: None) -> None:
+def test_messages_arrive_whole_and_in_order(store: StoreServer, tmp_path: Path, processes: None) -> None:
     assert run(SharedMemoryTransport(address=address(store, "whole")), -1, tmp_path) == dict.fromkeys(range(4), "")
 
 
-def test_a_killed_sender_is_named_by_all(store: TCPStore, tmp_path: Path, processes: None) -> None:
+def test_a_killed_sender_is_named_by_all(store: StoreServer, tmp_path: Path, processes: None) -> None:
     failures = run(SharedMemoryTransport(address=address(store, "killed")), 1, tmp_path)
     assert failures.keys() == {0, 2, 3}
     assert all(report.startswith("training rank 1 (process ") for report in failures.values()), failures

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared so
 
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
 from mcore_rl.config.run import RunConfig
@@ -27,16 +26,18 @@ from mcore_rl.controller.lifecycle.transport import weight_transport
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
-from mcore_rl.controller.training_run import open_directory
+from mcore_rl.controller.training_run import begin_records, open_directory
 from mcore_rl.parallel.device import Platform, detect
+from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
 from mcore_rl.planning.peaks import leaves_behind
 from mcore_rl.planning.plan import Plan
 from mcore_rl.rewards.scorer import Scorer
-from mcore_rl.runtime.cluster import this_host
+from mcore_rl.runtime.cluster import meeting_host
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.placement import Places, place
 from mcore_rl.runtime.start import pool_of, start_engines
 from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.sync.update import WeightUpdater
 from mcore_rl.training.offload import OffloadPart
 
@@ -55,18 +56,20 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         stack.enter_context(_one_thread())
         scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
         scorer.check_sources(prepared.data_sources)
-        tracker = open_directory(config, prepared, planned, stack)
+        tracker = open_directory(config, prepared, stack)
         judge = config.reward_model
         places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)
         stack.callback(places.close)
 
-        starting_roles = start_roles(
-            config, prepared.checkpoint, places, platform, stack, leaves_behind=leaves_behind(planned.peaks)
-        )
+        store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
+        leaves = leaves_behind(planned.peaks)
+        starting_roles = start_roles(config, prepared.checkpoint, places, platform, store, stack, leaves_behind=leaves)
         directory = Path(config.model.path)
+        watchdog = Watchdog(trainer.watchdog, trainer.timeout_s)
         starting_engines = partial(
-            start_engines, directory, config.rollout, places.rollout, platform, logs, stack, awaits_weights=True
-        )
+            start_engines, directory, config.rollout, places.rollout, platform, logs, stack, awaits_weights=True,
+            watchdog=watchdog,
+        )  # fmt: skip
         colocated, policy = trainer.placement is Placement.colocated, config.policy.name
         if colocated and platform.is_accelerator:  # engines measure what the trainer left free of a device
             tracker.now("starting the trainer")
@@ -82,12 +85,13 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
             bundles, shared = places.reward_model, groups[policy] if colocated else None
             reward_model = await start_reward_model(config, prepared.encoder, bundles, platform, logs, shared, stack)
 
-        updater = await _weight_updater(config, platform, places, groups[policy], engines, stack)
+        updater = await _weight_updater(config, platform, places, groups[policy], engines, store)
         restarter = EngineRestarter(engines, pool, trainer.max_restarts, warn=warn)
         weights = WeightSync(updater, restarter, trainer.guards.check_weights_freq)
         devices = DeviceSharing(trainer.placement, groups[policy], pool, weights, restarter, reward_model)
         samples = ResendingPool(pool, restarter, devices, weights)
         collector = RolloutCollector(samples, scorer, config, reward_model)
+        begin_records(config, prepared, planned, tracker)
         run = Run(config, platform, tracker, prepared, groups, collector, devices, weights)
         stack.push_async_callback(run.saver.close)
         yield run
@@ -95,12 +99,10 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
 
 async def _weight_updater(
     config: RunConfig, platform: Platform, places: Places, actor: TrainGroup, engines: Sequence[EngineClient],
-    stack: AsyncExitStack,
+    store: StoreAccess,
 ) -> WeightUpdater:  # fmt: skip
-    """The updater of ``engines`` with the weights of ``actor``; they meet at a store that ``stack`` keeps alive."""
-    store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-    stack.callback(lambda kept: None, store)
-    transport = weight_transport(config, platform, places, this_host(), store.port)
+    """The updater of ``engines`` with the weights of ``actor``; they meet at ``store``."""
+    transport = weight_transport(config, platform, places, store)
     await actor.onload([OffloadPart.weights])  # which are away where engines stand on the same devices
     await actor.connect(transport, config.rollout.layout, UPDATE_BUCKET_BYTES)
     return WeightUpdater(engines, config.rollout.layout, actor)

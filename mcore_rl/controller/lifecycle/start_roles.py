@@ -11,6 +11,7 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.saving import load_state
 from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.runtime.placement import Places
 from mcore_rl.runtime.start import start_trainers
 from mcore_rl.runtime.train_group import TrainGroup
@@ -22,6 +23,7 @@ async def start_roles(
     checkpoint: Path | None,
     places: Places,
     platform: Platform,
+    store: StoreAccess,
     stack: AsyncExitStack,
     *,
     leaves_behind: bool = False,
@@ -29,11 +31,12 @@ async def start_roles(
     """Starts the workers of each role with processes of its own, by name; they end when ``stack`` is closed.
 
     checkpoint: the checkpoint to resume from; None is none.
+    store: of the run, where the workers of a role meet.
     leaves_behind: whether the plan has room for the policy's optimizer state while the engines receive weights.
     """
     return {
         role.name: await _start_role(
-            role, config, checkpoint, places, platform, stack, leaves_behind=leaves_behind and role.publishes
+            role, config, checkpoint, places, platform, store, stack, leaves_behind=leaves_behind and role.publishes
         )
         for role in config.group_rows
     }
@@ -45,6 +48,7 @@ async def _start_role(
     checkpoint: Path | None,
     places: Places,
     platform: Platform,
+    store: StoreAccess,
     stack: AsyncExitStack,
     *,
     leaves_behind: bool,
@@ -63,7 +67,7 @@ async def _start_role(
         publishes=role.publishes,
         leaves_behind=leaves_behind,
     )
-    group = await start_trainers(spec, places, platform, logs, config.trainer)
+    group = await start_trainers(spec, places, platform, logs, config.trainer, store)
     stack.callback(group.close)
     await group.build()
     for frozen in config.snapshots_of(role.name):  # before a checkpoint is loaded: of the run's first weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.config.run import RunConfig
 from mcore_rl.parallel.device import Platform
+from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.runtime.placement import Places
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.routed import RoutedTransport
@@ -11,15 +12,14 @@ from mcore_rl.sync.shared_memory import SharedMemoryTransport
 from mcore_rl.sync.transport import Transport
 
 
-def weight_transport(config: RunConfig, platform: Platform, places: Places, host: str, port: int) -> Transport:
+def weight_transport(config: RunConfig, platform: Platform, places: Places, store: StoreAccess) -> Transport:
     """Through memory that all map on one host without accelerators; else in rounds, by the places of the ranks.
 
-    host, port: of the store where the members meet.
+    store: where the members meet.
     """
     trainer, layout = config.trainer, config.rollout.layout
     address = Address(
-        host=host,
-        port=port,
+        store=store,
         name="weights",
         num_trainers=trainer.world_size,
         num_rollout=layout.world_size,

@@ -47,8 +47,8 @@ def engine_environment(
         cores: the cores that the engine computes on, CPU only; each rank's OpenMP threads are bound to its share of
             them, and ranks share cores if there are fewer cores than ranks.
         device_ids: the accelerators that it sees; None leaves the masks alone.
-        scratch: the folder for the sockets of vLLM's processes, which a killed vLLM does not remove; None: the folder
-            for temporary files.
+        scratch: a private folder for sockets, the file where vLLM's ranks meet and all other temporary files, which a
+            killed vLLM does not remove; None: the folder for temporary files.
         environ: the environment that the engine inherits.
         node: which of the engine's nodes it is.
     """
@@ -56,7 +56,7 @@ def engine_environment(
     environment |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     environment |= node.environment(environ)
     if scratch is not None:
-        environment["VLLM_RPC_BASE_PATH"] = str(scratch)
+        environment |= {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
     if platform.is_accelerator:
         if device_ids is not None:
             environment |= consistent_environment(platform.kind, device_ids)

@@ -1,8 +1,7 @@
 """This package's extension of every vLLM worker (``worker_extension_cls``): receives weights, returns fingerprints.
 
-``RolloutEngine.call_workers`` calls the methods.  Arguments and results are plain values; the caller, of this package
-too, pickles anything else.  ``Opening.connect`` makes the transport; this module knows only its interface,
-``Incoming``.
+``RolloutEngine.call_workers`` calls the methods.  Arguments and results are plain values, or bytes of JSON.
+``sync.receiver``, which vLLM is given, makes the transport; this module knows only its interface, ``Incoming``.
 
 One call receives a whole update.  It could be split into vLLM's three phases (``start_weight_update``,
 ``update_weights``, ``finish_weight_update``, v1/worker/gpu_worker.py, 0.32), with an engine of our own registered with
@@ -18,7 +17,8 @@ Invariant: from the moment an update begins until one is complete, this worker r
 
 from __future__ import annotations
 
-import pickle
+import faulthandler
+import signal
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -30,7 +30,7 @@ from mcore_rl.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
 from mcore_rl.rollout.receiver.receive_memory import beside, freed_memory_kept
-from mcore_rl.rollout.weight_channel import Opening
+from mcore_rl.rollout.weight_channel import Incoming, Opening
 from mcore_rl.rollout.worker_methods import Answer, WeightReceiverMethods
 from mcore_rl.weights.fingerprint import added, fingerprint
 from mcore_rl.weights.messages import Message, MessagePart, messages_to, plan_id
@@ -41,12 +41,13 @@ from mcore_rl.weights.table import Table
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Connect = Callable[[Opening, int, Rounds | None], Incoming]
 
 
 class _Updates:
     """A worker's side of the channel: its weights, and the messages that it expects."""
 
-    def __init__(self, opening: Opening, model: torch.nn.Module, vllm_config: Any, rank: int) -> None:
+    def __init__(self, opening: Opening, model: torch.nn.Module, vllm_config: Any, rank: int, connect: Connect) -> None:
         self.rank = opening.first_rank + rank
         self.dtype = getattr(torch, opening.dtype)
         table = Table(FAMILIES[opening.family], opening.model, opening.parallel, opening.world_size)
@@ -65,7 +66,7 @@ class _Updates:
             messages_to(plan, self.rank, opening.message_bytes) if rounds is None else rounds.messages_to(self.rank)
         )
         self.bucket_bytes = opening.bucket_bytes
-        self.incoming = opening.connect(self.rank, rounds)
+        self.incoming = connect(opening, self.rank, rounds)
 
     def receive(self) -> None:
         """Receive one update; all members have met before."""
@@ -103,7 +104,10 @@ class _Updates:
 
 
 class WeightReceiver:
-    """Mixed into vLLM's worker class, which has ``rank``, ``vllm_config``, ``model_runner`` and ``execute_model``."""
+    """Mixed into vLLM's worker class, which has ``rank``, ``vllm_config``, ``model_runner`` and ``execute_model``.
+
+    Abstract but for its transport, which a subclass makes (``sync.receiver``).
+    """
 
     rank: int
     vllm_config: Any
@@ -126,13 +130,18 @@ class WeightReceiver:
         return _answer(lambda: dict(self._sync_channel().live.names_of_heads))
 
     def _sync_open(self, opening: bytes) -> int:
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # stacks into the engine's log, if it hangs
         self._sync_close()
-        asked: Opening = pickle.loads(opening)
+        asked = Opening.unpacked(opening)
         parallel = self.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + self.rank
         model = self.model_runner.get_model()
-        self.sync_updates = _Updates(asked, model, self.vllm_config, rank)
+        self.sync_updates = _Updates(asked, model, self.vllm_config, rank, self._sync_connect)
         return self.sync_updates.rank
+
+    def _sync_connect(self, opening: Opening, rank: int, rounds: Rounds | None) -> Incoming:
+        """The transport's end of rollout rank ``rank``."""
+        raise NotImplementedError
 
     def _sync_close(self) -> None:
         updates = self.__dict__.pop("sync_updates", None)

@@ -13,6 +13,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.controller.lifecycle.transport import weight_transport
 from mcore_rl.parallel.device import Platform, detect
+from mcore_rl.parallel.secret_store import StoreAccess
 from mcore_rl.runtime import placement as placing
 from mcore_rl.runtime.placement import Bundle, Places
 from mcore_rl.sync.routed import RoutedTransport
@@ -21,6 +22,7 @@ from mcore_rl.sync.transport import Transport
 from mcore_rl.weights.sites import Sites
 
 CPU = detect(Device.cpu)
+STORE = StoreAccess(host="10.0.0.1", port=1234, secret=b"")
 ACCELERATORS = {
     name: replace(CPU, kind=kind, device_type="cuda", backend="nccl", num_devices=8)
     for name, kind in (("nvidia", Device.cuda), ("amd", Device.rocm))
@@ -46,7 +48,7 @@ def transport(
     train = tuple(bundle(f"node {rank // per_node}") for rank in range(trainer.world_size))
     engines = tuple(tuple(map(bundle, names.split(", "))) for names in engine_nodes)
     places = Places(train, engines, 0.25 if platform.is_accelerator else 0.0, ())
-    return weight_transport(RunConfig(trainer=trainer, rollout=rollout), platform, places, "10.0.0.1", 1234)
+    return weight_transport(RunConfig(trainer=trainer, rollout=rollout), platform, places, STORE)
 
 
 @pytest.mark.parametrize("vendor", list(ACCELERATORS))
@@ -113,4 +115,4 @@ def test_on_cpu_nodes_the_ranks_of_a_node_receive_in_turn() -> None:
 def test_what_is_said_of_members_is_that_of_the_run() -> None:
     made = transport(CPU, Placement.colocated, 2, 2, RolloutLayout(tp=2), ["node 0"])
     assert (made.address.num_trainers, made.address.num_rollout) == (4, 2)
-    assert (made.address.host, made.address.port) == ("10.0.0.1", 1234)
+    assert made.address.store == STORE

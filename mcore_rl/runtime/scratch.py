@@ -1,0 +1,50 @@
+"""A private folder for what the processes of a run need while it lives, and no longer.
+
+Ray's session and its token, the sockets and stores of vLLM's processes, the folders that libraries make when they are
+imported: without it they lie in /tmp, and stay there when their process is killed.  It is not in the run directory: a
+socket's path has at most 107 bytes, and shared file systems hold no sockets.
+
+Invariant: nobody but the user can enter it, and it is gone when the program has ended, however that happens.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mcore_rl.parallel.launch import inherited_environment
+from mcore_rl.runtime import scratch_guard
+from mcore_rl.tracking.secrets import without_secrets
+
+PREFIX = "mcore-rl-"
+MAX_BASE = 20  # characters of the folder above: Ray's sockets are 85 further down
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """The folder, which is also where this program and all that it starts put temporary files (TMPDIR)."""
+    base = tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base if len(base) <= MAX_BASE else "/tmp"))  # of mode 0700
+    reading, writing = os.pipe()
+    command = [sys.executable, "-I", "-S", scratch_guard.__file__, str(reading), str(folder)]
+    # In a session of its own: a signal to this program's process group must not end the guard.
+    guard = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, pass_fds=[reading], start_new_session=True, env=without_secrets()
+    )
+    os.close(reading)
+    before = tempfile.tempdir
+    try:
+        with inherited_environment({"TMPDIR": str(folder)}):
+            tempfile.tempdir = None  # Python has read TMPDIR already
+            yield folder
+    finally:
+        tempfile.tempdir = before
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(writing)
+        guard.wait()
