@@ -216,6 +216,9 @@ def value_problem(each: Setting, value: Any) -> tuple[str, str] | None:
 def _text_problem(each: Setting, value: Any) -> tuple[str, str] | None:
     if not isinstance(value, str):
         return "must be a text", "Write one"
+    place = each.mark(PathKind)
+    if place is not None and place.written and place.kind == "directory" and not value.strip():
+        return "names no directory", "Write the directory of the run, such as runs/first"
     if not value and (each.listed or each.default != ""):
         return "is empty", "Leave it out, or write a text"
     free = each.mark(FreeText) is not None
@@ -241,7 +244,7 @@ class Unsound:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __len__ = __iter__ = _read
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _read
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __format__ = __str__ = __repr__ = __int__ = __float__ = _read
-    __index__ = __contains__ = __getitem__ = __fspath__ = _read
+    __index__ = __contains__ = __getitem__ = __fspath__ = __getattr__ = _read
     __slots__: ClassVar[tuple[str, ...]] = ()
 
 

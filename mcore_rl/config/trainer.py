@@ -183,14 +183,7 @@ class RayInitConfig:
 
 def trainer_violations(trainer: TrainerConfig) -> list[Violation]:
     """Every violation within ``trainer``, not looking at other groups."""
-    return check(trainer, [_directory_violations, _size_violations, _window_violations, _resume_violations], "trainer.")
-
-
-def _directory_violations(trainer: TrainerConfig) -> list[Violation]:
-    if trainer.default_local_dir.strip():
-        return []
-    problem, remedy = "names no directory", "Write the directory of the run, such as runs/first"
-    return [Violation("trainer.default_local_dir", trainer.default_local_dir, problem, remedy)]
+    return check(trainer, [_size_violations, _window_violations, _resume_violations], "trainer.")
 
 
 def _size_violations(trainer: TrainerConfig) -> list[Violation]:

@@ -249,7 +249,7 @@ def test_a_rule_is_run_as_far_as_what_it_reads_is_sound() -> None:
     "read",
     [
         lambda x: x == 1, lambda x: x < 1, lambda x: 1 % x, lambda x: x * 2, lambda x: f"{x}", str, bool, int, float,
-        lambda x: x in {1}, lambda x: x in [1], len, list, lambda x: {x: 1}, os.fspath,
+        lambda x: x in {1}, lambda x: x in [1], len, list, lambda x: {x: 1}, os.fspath, lambda x: x.strip(),
         lambda x: min(x, 2), lambda x: -x,
     ],
 )  # fmt: skip
