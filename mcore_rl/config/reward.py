@@ -27,6 +27,13 @@ class Gsm8kConfig:
 
 
 @dataclass(kw_only=True)
+class MathConfig:
+    """Mathematics by value.  percent: 75 is right for 75% and 75% for 75; False: only 75% and 0.75 are."""
+
+    percent: bool = True
+
+
+@dataclass(kw_only=True)
 class XmlConfig:
     """``<reasoning>`` and ``<answer>`` tags: the weight of each part of the score."""
 
@@ -73,11 +80,13 @@ class CustomRewardFunction:
     path: its Python file; None: each known data source has its built-in grader.
     name: the function's name.
     env: environment variables that it receives although their names look like secrets, such as a judge's API key.
+    import_timeout_s: limit for importing the file, in each grading process.
     """
 
     path: InputFile | None = None
     name: str = "compute_score"
     env: list[str] = field(default_factory=list)
+    import_timeout_s: float = 30.0
 
 
 @dataclass(kw_only=True)
@@ -92,6 +101,7 @@ class RewardConfig:
     timeout_s: Seconds = 30.0
     error_score: float = 0.0
     gsm8k: Gsm8kConfig = field(default_factory=Gsm8kConfig)
+    math: MathConfig = field(default_factory=MathConfig)
     xml: XmlConfig = field(default_factory=XmlConfig)
     code: CodeConfig = field(default_factory=CodeConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -63,7 +64,7 @@ def load_custom(custom: CustomRewardFunction) -> CustomGrader:
     sys.modules[MODULE] = module  # dataclasses and pickle look their module up there
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever the user's file does
+    except BaseException as error:  # whatever the user's file does, sys.exit and KeyboardInterrupt too
         problem = f"importing it raised {type(error).__name__}: {error}"
         raise _violation("path", custom.path, problem, "Correct the file") from error
     function = vars(module).get(custom.name)
@@ -80,6 +81,23 @@ def load_custom(custom: CustomRewardFunction) -> CustomGrader:
             problem = f"{custom.name}{signature} in {path} cannot be called: {error}"
             raise _violation("name", custom.name, problem, f"Define {custom.name}{_SIGNATURE}") from error
     return CustomGrader(function, wants_messages=wants_messages)
+
+
+def import_refusal(custom: CustomRewardFunction, code: int) -> ConfigError:
+    """What is wrong with a file whose import did not come back: its process ended with the exit ``code``."""
+    if code == -signal.SIGALRM:
+        problem = f"importing it took longer than {custom.import_timeout_s:g} s"
+        remedy = "Let it do less on import, or set custom_reward_function.import_timeout_s"
+    else:
+        problem = f"importing it ended its process with exit code {code}"
+        remedy = "Take os._exit, or what crashes, out of the file; python FILE shows it"
+    return _violation("path", custom.path, problem, remedy)
+
+
+def trial_refusal(custom: CustomRewardFunction, key: str, error: str) -> ConfigError:
+    """What is wrong with a function whose trial on the row ``key`` gave no number."""
+    problem = f"called for {key} with the ground truth as the response, {custom.name} answered no score: {error}"
+    return _violation("path", custom.path, problem, "Return a number, or a dict with a number as score")
 
 
 def as_score(answer: object) -> Score:

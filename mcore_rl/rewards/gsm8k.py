@@ -1,25 +1,27 @@
 """Word problems with ``#### number`` solutions (GSM8K, arXiv:2110.14168).
 
-strict: the answer is the number after the last ``####``.  flexible: it is the last number of the response.  Both
-compare by value, without commas, dollar signs and a final period: 1,000.0 is 1000.
+strict: the answer is the number that follows the last ``####``, on its line or on the next.  flexible: it is the last
+number of the response.  Both compare by value, without commas, dollar signs, bold type and a final period: 1,000.0 is
+1000.  A number that goes on is no answer: of ``18/7``, ``18e3``, ``18 99999`` and ``18 million``, none is 18.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from decimal import Decimal
 
 from mcore_rl.config.reward import AnswerMethod, RewardConfig
-from mcore_rl.rewards.numbers import NUMBER, as_number, last_number, number_value, plain
+from mcore_rl.rewards.numbers import GOES_ON, NUMBER, as_number, last_number, number_value, plain
 from mcore_rl.rewards.score import RewardRequest, Score
 
-_MARKED = re.compile(rf"####[ \t]*+({NUMBER})")
+_MARKED = re.compile(rf"####[ \t]*+\n?[ \t]*+(?:\*\*)?+[ \t]*+\+?+({NUMBER})({GOES_ON})?+")
 
 
 def marked_answer(text: str) -> Decimal | None:
-    """The number after the last ``####`` that has a number after it on its line; None if there is none."""
-    answers = _MARKED.findall(text)
-    return number_value(answers[-1]) if answers else None
+    """The number after the last ``####`` that has one; None if there is none, or if it goes on."""
+    last = deque(_MARKED.finditer(text), maxlen=1)
+    return None if not last or last[0][2] else number_value(last[0][1])
 
 
 def gold_number(ground_truth: object) -> Decimal:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from decimal import Decimal
 
 # Possessive quantifiers do not backtrack, so no part of ``1.2.3`` matches, and time is linear.  A minus belongs to the
 # number unless a digit or a letter precedes it, as in a subtraction.
 NUMBER = (
-    r"(?<![0-9])(?<![0-9][.,])(?:(?<![0-9A-Za-z)])-\$?|\$-?)?"
+    r"(?<![0-9])(?<![0-9][.,])(?<![0-9][eE])(?<![0-9][eE][-+])(?:(?<![0-9A-Za-z)])-\$?|\$-?)?"
     r"(?:[0-9][0-9,]*+(?:\.[0-9]++)?+|\.[0-9]++)(?![.,]?[0-9])"
 )
+# What follows a number and makes it another one, or one of several: 18e3, 18/7, 18-9, 18 99, 18 or 19, 18 million, 18k.
+GOES_ON = (
+    r"(?:[ \t]*+(?:\*\*)?[ \t]*+"
+    r"(?:(?:[-+*/^:\u00d7\u00f7x~]|\\[a-z]+|,?(?:or|and|to|by|over|times|minus|plus|point))[ \t]*+[({]*+)?"
+    r"[ \t]*+[-+$]*+\.?[0-9]"
+    r"|[eE][-+]?[0-9]|[kKMB](?![A-Za-z])|[ \t]*+\\?(?:frac|times|cdot|div)(?![a-z])"
+    r"|[ \t]*+(?:dozen|hundred|thousand|million|billion|trillion)(?![a-z]))"
+)
 _NUMBER = re.compile(NUMBER)
+_GOES_ON = re.compile(GOES_ON)
 _WHOLE = re.compile(rf"\s*+({NUMBER})\s*+[.%]?+\s*+")
 
 
@@ -34,6 +44,9 @@ def as_number(text: str) -> Decimal | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in ``text``; None if there is none.  In ``16-3`` it is 3, in ``= -3`` it is -3."""
-    numbers = _NUMBER.findall(text)
-    return number_value(numbers[-1]) if numbers else None
+    """The last number in ``text``; None if there is none or if it goes on, as ``18 million``.
+
+    In ``16-3`` it is 3, in ``= -3`` it is -3.
+    """
+    last = deque(_NUMBER.finditer(text), maxlen=1)
+    return None if not last or _GOES_ON.match(text, last[0].end()) else number_value(last[0][0])

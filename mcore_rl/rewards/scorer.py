@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import pickle
 import queue
@@ -30,6 +31,7 @@ from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.rewards.code import WEAK, grade_code
 from mcore_rl.rewards.confinement import ConfinementError, weaknesses
+from mcore_rl.rewards.custom import import_refusal, trial_refusal
 from mcore_rl.rewards.registry import grader_of
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
 from mcore_rl.rewards.worker import failed, refusal_of, unpacked
@@ -146,6 +148,21 @@ class Scorer:
                 if grader_of(data_source) is grade_code:
                     self._check_confinement(data_source)
 
+    def try_custom(self, request: RewardRequest) -> None:
+        """Calls the user's function once, before anything is drawn: ConfigError if it answers no number.
+
+        Anything else that goes wrong there is a warning: it may be this row's, or a judge's that comes back.
+        """
+        worker, score = self._grade(None, request)
+        self._forget(worker)
+        with self._lock:
+            self._counts.clear()
+        if score.error is not None and score.error.startswith("not_a_number"):
+            raise trial_refusal(self._custom, request.key[0], score.error.partition(": ")[2])
+        if score.error is not None:
+            logger.warning("%s, called for %s with the ground truth as the response: %s", self._custom.path,
+                           request.key[0], score.error)  # fmt: skip
+
     async def score(self, request: RewardRequest) -> Score:
         """The Score of one episode.  ConfigError: its data source has no grader.  Cancelling drops a queued request."""
         assert not self._closed, "the scorer is closed"
@@ -178,10 +195,16 @@ class Scorer:
     def _check_custom(self) -> None:
         remedy = "Set it where the run is started, or leave it out"
         absent = set(self._custom.env) - without_secrets(self._custom.env).keys()
-        refuse_if_any([Violation("custom_reward_function.env", n, "is not set", remedy) for n in sorted(absent)])
+        violations = [Violation("custom_reward_function.env", n, "is not set", remedy) for n in sorted(absent)]
+        if not 0 < (limit_s := self._custom.import_timeout_s) < math.inf:
+            key = "custom_reward_function.import_timeout_s"
+            violations.append(Violation(key, limit_s, "is no time", "Write seconds, more than 0"))
+        refuse_if_any(violations)
         worker = _Worker(self._config, self._custom)
         try:
             worker.wait_until_ready()
+        except (TimeoutError, EOFError, OSError) as error:
+            raise import_refusal(self._custom, worker.end()) from error
         finally:
             worker.end()
 

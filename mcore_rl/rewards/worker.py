@@ -17,7 +17,7 @@ import sys
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 
-from mcore_rl.config.reward import RewardConfig
+from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.custom import load_custom
 from mcore_rl.rewards.overlong import overlong_penalty
@@ -101,7 +101,7 @@ def main(descriptor: int, parent: int) -> None:
         config, custom = connection.recv()
         grader: Grader | None = None
         try:
-            grader = load_custom(custom) if custom.path is not None else None
+            grader = _loaded(custom) if custom.path is not None else None
         except ConfigError as error:
             connection.send_bytes(json.dumps(error.plain()).encode())
             return
@@ -117,6 +117,16 @@ def main(descriptor: int, parent: int) -> None:
             if os.getpid() != own:  # a child that a custom function forked returned from the function
                 os._exit(0)
             connection.send_bytes(packed(score))
+
+
+def _loaded(custom: CustomRewardFunction) -> Grader:
+    """The user's function.  Where its import hangs, in C too, the kernel ends this process; see ``import_refusal``."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, custom.import_timeout_s)
+    try:
+        return load_custom(custom)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _answer(message: bytes, config: RewardConfig, custom: Grader | None) -> Score:

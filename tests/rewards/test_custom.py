@@ -115,6 +115,8 @@ def test_what_is_no_number_is_named(answer: object) -> None:
         ("def compute_score(", r"custom_reward_function.path=.*my_reward.py: importing it raised SyntaxError"),
         ("import not_installed_anywhere", r"importing it raised ModuleNotFoundError: No module named 'not_installed"),
         ("raise SystemExit(3)", r"importing it raised SystemExit: 3"),
+        ("import sys\nsys.exit(3)", r"importing it raised SystemExit: 3"),
+        ("raise KeyboardInterrupt", r"importing it raised KeyboardInterrupt: "),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, text: str, complaint: str) -> None:

@@ -35,7 +35,26 @@ def grade(response: str, ground_truth: object = "1234", config: RewardConfig = S
         ("#### 12345", 0.1),
         ("#### 1234.1.2", 0.0),  # no number
         ("#### x\nthe answer is 1234", 0.0),
-        ("####\n1234", 0.0),  # not on its line
+        ("####\n1234", 1.0),  # on the next line
+        ("#### +1234", 1.0),
+        ("#### **1234**", 1.0),
+        ("####\n**1234** dollars", 1.0),
+        ("#### 1234\n99999", 1.0),
+        ("#### 1234. 7 are left", 1.0),
+        ("#### 1234 (617*2)", 1.0),
+        ("#### 1234 99999", 0.0),  # the number goes on
+        ("#### 1234/7", 0.0),
+        ("#### 1234 / 7", 0.0),
+        ("#### 1234e3", 0.0),
+        ("#### 1234-99999", 0.0),
+        ("#### 1234 million", 0.0),
+        ("#### 1234 or 99", 0.0),
+        ("#### 1234k", 0.0),
+        ("#### 1234^2", 0.0),
+        (r"#### 1234\frac{1}{2}", 0.0),
+        ("#### 1234 * (2 + 3)", 0.0),
+        ("#### **1234** 99999", 0.0),
+        ("####\n\n1234", 0.0),  # not on the next line
         ("### 1234", 0.0),
         ("1234", 0.0),
         ("", 0.0),
@@ -50,7 +69,10 @@ def test_strict(response: str, value: float) -> None:
 
 @pytest.mark.parametrize(
     ("response", "value"),
-    [("it is 1,234.", 1.0), ("#### 1234", 1.0), ("1234 is not 7", 0.1), ("no number", 0.0)],
+    [
+        *(("it is 1,234.", 1.0), ("#### 1234", 1.0), ("1234 is not 7", 0.1), ("no number", 0.0)),
+        *(("it is 1234 million", 0.0), ("it is 1234e3", 0.0), ("it is 1234k", 0.0), ("it is 5e1234", 0.0)),
+    ],
 )
 def test_flexible(response: str, value: float) -> None:
     assert grade(response, config=FLEXIBLE).value == value
@@ -92,6 +114,10 @@ def test_every_gold_solution_scores_1_and_none_does_with_another_number() -> Non
     wrong = [grade(other, number) for answer, number in zip(solutions, plain, strict=True) for other in changed(answer)]
     assert len(wrong) == 5 * 8792
     assert {(score.value, score.correct) for score in wrong} == {(0.1, 0.0)}
+    goes_on = (" 99999", "/7", "e3", "-99999", " million", " or 7", "k", " * 3")
+    for row, (answer, number) in enumerate(zip(solutions, plain, strict=True)):
+        assert grade(answer + goes_on[row % len(goes_on)], number).value == 0.0
+        assert grade(answer.replace("#### ", ("####\n", "#### +", "#### **")[row % 3]), number).value == 1.0
     flexible = [grade(answer, number, FLEXIBLE).value for answer, number in zip(solutions, plain, strict=True)]
     assert set(flexible) == {1.0}
 

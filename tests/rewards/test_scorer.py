@@ -199,6 +199,58 @@ def test_a_custom_function_that_cannot_be_used_is_refused_at_once(tmp_path: Path
         Scorer(RewardConfig(num_workers=1), CustomRewardFunction(path=str(tmp_path / "reward.py")))
 
 
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("while True: pass", r"importing it took longer than 1 s\. .*custom_reward_function\.import_timeout_s"),
+        ("import time\ntime.sleep(3600)", r"importing it took longer than 1 s"),
+        ("10 ** 10 ** 10", r"importing it took longer than 1 s"),  # in C, where Python takes no signal
+        ("import os\nos._exit(0)", r"importing it ended its process with exit code 0\. Take os\._exit"),
+        ("import os\nos._exit(7)", r"importing it ended its process with exit code 7"),
+        ("import os\nos.kill(os.getpid(), 11)", r"importing it ended its process with exit code -11"),
+        ("import sys\nsys.exit('no model')", r"importing it raised SystemExit: no model"),
+        ("raise KeyboardInterrupt", r"importing it raised KeyboardInterrupt"),
+    ],
+)
+def test_a_file_that_hangs_or_ends_its_process_is_one_message(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "reward.py").write_text(f"{text}\ndef compute_score(**columns): return 1.0\n")
+    custom = CustomRewardFunction(path=str(tmp_path / "reward.py"), import_timeout_s=1.0)
+    with pytest.raises(ConfigError, match=rf"custom_reward_function\.path=.*reward\.py: {complaint}") as caught:
+        Scorer(RewardConfig(num_workers=1), custom)
+    assert len(caught.value.violations) == 1
+
+
+@pytest.mark.parametrize("limit_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_limit_that_is_no_time_is_refused(tmp_path: Path, limit_s: float) -> None:
+    (tmp_path / "reward.py").write_text("def compute_score(**columns): return 1.0\n")
+    custom = CustomRewardFunction(path=str(tmp_path / "reward.py"), import_timeout_s=limit_s)
+    with pytest.raises(ConfigError, match=r"import_timeout_s=.*is no time"):
+        Scorer(RewardConfig(num_workers=1), custom)
+
+
+def test_a_function_that_answers_no_number_is_refused_before_anything_is_drawn(custom: CustomRewardFunction) -> None:
+    with Scorer(RewardConfig(num_workers=1), custom) as scorer:
+        for text, said in (("none", "the score is None"), ("nan", "the score is nan"), ("text", "the score is '1.0'")):
+            with pytest.raises(
+                ConfigError, match=rf"reward\.py: called for p .* answered no score: {said}.*Return a number"
+            ):
+                scorer.try_custom(mine(text))
+        assert set(scorer.counts.values()) == {0}
+
+
+@pytest.mark.parametrize(("text", "kind"), [("raise", "raised"), ("die", "died")])
+def test_what_may_be_one_rows_fault_is_a_warning(
+    custom: CustomRewardFunction, caplog: pytest.LogCaptureFixture, text: str, kind: str
+) -> None:
+    with Scorer(RewardConfig(num_workers=1), custom) as scorer:
+        scorer.try_custom(mine(text))
+        assert f"reward.py, called for p with the ground truth as the response: {kind}" in caplog.text
+        caplog.clear()
+        scorer.try_custom(mine("1.5"))
+        assert caplog.text == ""
+        assert set(scorer.counts.values()) == {0}
+
+
 FORGED = """
 import os, pickle, socket, struct, sys
 

@@ -16,6 +16,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.controller.lifecycle.device_sharing import DeviceSharing
 from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
+from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
 from mcore_rl.controller.lifecycle.resending_pool import ResendingPool
@@ -56,6 +57,9 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         stack.enter_context(_one_thread())
         scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
         scorer.check_sources(prepared.data_sources)
+        files = [each for each in (prepared.train, prepared.validation) if each is not None]
+        rows = (each[index] for each in files for index in range(len(each)))
+        check_graded_rows(scorer, config.custom_reward_function, rows)
         tracker = open_directory(config, prepared, stack)
         judge = config.reward_model
         places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)

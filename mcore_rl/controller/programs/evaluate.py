@@ -23,6 +23,7 @@ from mcore_rl.config.compose import as_dict
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.trainer import RayInitConfig
+from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
 from mcore_rl.data.responses import ResponseRow, ResponseSet
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.rewards.estimates import CONFIDENCE, MeanEstimate, interval, majority_at_k, pass_at_k
@@ -90,6 +91,7 @@ async def run_evaluate(config: EvaluateConfig) -> int:
             kept = stack.enter_context(journal(out, work_of(config), afresh=config.overwrite))
         scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
         scorer.check_sources(s for s, by_model in zip(rows.data_sources, rows.by_model, strict=True) if not by_model)
+        check_graded_rows(scorer, config.custom_reward_function, rows, refuse=False)
         reward_model = await _reward_model(config, stack)
         work = stack.enter_context(WorkProgress("grading", sum(rows.counts), "responses"))
         graded = await grade_all(
