@@ -86,7 +86,7 @@ class CustomRewardFunction:
     path: InputFile | None = None
     name: str = "compute_score"
     env: list[str] = field(default_factory=list)
-    import_timeout_s: float = 30.0
+    import_timeout_s: Seconds = 30.0
 
 
 @dataclass(kw_only=True)
