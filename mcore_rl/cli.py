@@ -17,13 +17,15 @@ from typing import Any
 from rich.console import Console
 
 from mcore_rl.config.algorithm_registry import algorithms
+from mcore_rl.config.bounds import InputDirectory, bound_violations, file_violations
 from mcore_rl.config.compose import as_yaml, compose
-from mcore_rl.config.evaluate import EvaluateConfig
-from mcore_rl.config.generate import GenerateConfig
-from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
+from mcore_rl.config.generate import GenerateConfig, generate_violations
+from mcore_rl.config.options import check_options, typed
+from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.doctor import arguments as doctor
-from mcore_rl.errors import McoreRLError
+from mcore_rl.errors import McoreRLError, Violation, refuse_if_any
 from mcore_rl.tracking.secrets import redacted
 
 EPILOG = """\
@@ -38,12 +40,16 @@ Overrides are hydra's: key=value, lists as key=[a,b], and algorithm=NAME for all
 
 @dataclass(frozen=True)
 class Program:
-    """One of the main programs.  run: returns the exit code.  epilog: below its help."""
+    """One of the main programs.
+
+    run: returns the exit code.  epilog: below its help.  check: every violation, seen before torch or Ray is imported.
+    """
 
     help: str
     schema: type[Any]
     run: Callable[[Any], int]
     epilog: str = EPILOG
+    check: Callable[[Any], list[Violation]] = bound_violations
 
 
 def _train(config: RunConfig) -> int:
@@ -79,11 +85,22 @@ def _algorithms() -> str:
 
 PROGRAMS = {
     "train": Program(
-        "reinforcement learning: PPO, GRPO, RLOO and their relatives", RunConfig, _train, f"{EPILOG}\n{_algorithms()}"
+        "reinforcement learning: PPO, GRPO, RLOO and their relatives",
+        RunConfig,
+        _train,
+        f"{EPILOG}\n{_algorithms()}",
+        run_violations,
     ),
-    "sft": Program("supervised fine-tuning on conversations", SftConfig, _sft),
-    "generate": Program("responses to the prompts of parquet files", GenerateConfig, _generate),
-    "evaluate": Program("grade generated responses: score, accuracy, pass@k, maj@k", EvaluateConfig, _evaluate),
+    "sft": Program("supervised fine-tuning on conversations", SftConfig, _sft, check=sft_violations),
+    "generate": Program(
+        "responses to the prompts of parquet files", GenerateConfig, _generate, check=generate_violations
+    ),
+    "evaluate": Program(
+        "grade generated responses: score, accuracy, pass@k, maj@k",
+        EvaluateConfig,
+        _evaluate,
+        check=evaluate_violations,
+    ),
 }
 
 
@@ -106,7 +123,9 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         sub.add_argument("overrides", nargs="*", metavar="key=value", help="see below; --cfg shows all keys")
-        sub.add_argument("--config-dir", type=Path, help="of yaml files of your own, found before ours")
+        sub.add_argument(
+            "--config-dir", type=typed(InputDirectory), help="of yaml files of your own, found before ours"
+        )
         sub.add_argument("--config-name", help=f"the yaml file to begin with (default: {name})")
         sub.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -128,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen.overrides += more
     errors = Console(stderr=True)
     try:
+        check_options(chosen)
         if chosen.program == DOCTOR:
             return _doctor(chosen)
         program = PROGRAMS[chosen.program]
@@ -135,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.cfg:
             Console().print(as_yaml(config), markup=False, highlight=False, soft_wrap=True)
             return 0
+        refuse_if_any([*program.check(config), *file_violations(config)])
         _keep_what_torch_compiles()
         return program.run(config)
     except McoreRLError as error:

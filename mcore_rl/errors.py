@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_VALUE_SHOWN = 500  # characters
+
 
 class McoreRLError(Exception):
     """Base of every error whose message is meant for the user."""
@@ -37,7 +39,10 @@ class Violation:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.key}={self.value}: {self.problem}. {self.remedy}"
+        value = str(self.value)
+        shown = value if len(value) <= MAX_VALUE_SHOWN else f"{value[:MAX_VALUE_SHOWN]}..."
+        text = f"{self.key}={shown}: {self.problem}. {self.remedy}"
+        return text.encode(errors="backslashreplace").decode()  # bytes of a command line that are no UTF-8
 
 
 class ConfigError(McoreRLError):

@@ -14,21 +14,31 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mcore_rl.config.bounds import (
+    InputDirectory,
+    InputFile,
+    NonNegativeFloat,
+    OutputFile,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Seed,
+)
 from mcore_rl.config.engine import Precision
+from mcore_rl.config.options import check_options, typed
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.config.rollout import parse_rollout_layout
-from mcore_rl.errors import ConfigError, McoreRLError, Violation
-from mcore_rl.reports.logprobs.prompts import load_tokenizer, read_prompts
-from mcore_rl.reports.logprobs.question import Question
-from mcore_rl.reports.logprobs.report import RATIO_BOUNDS, LogprobReport
-from mcore_rl.reports.logprobs.scoring import measure, report
-from mcore_rl.rollout.protocol import Sampling
+from mcore_rl.config.rollout import TopK, ValidationConfig, draw_violations, parse_rollout_layout
+from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
+
+if TYPE_CHECKING:
+    from mcore_rl.reports.logprobs.report import LogprobReport
 
 MAX_WORST_SHOWN = 3
 
@@ -37,43 +47,69 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = options.add_argument_group("what is compared")
-    what.add_argument("--hf", type=Path, required=True, help="directory with config.json, *.safetensors and tokenizer")
     what.add_argument(
-        "--megatron", type=Path, help="a Megatron checkpoint of the same model, for Megatron's side alone"
+        "--hf",
+        type=typed(InputDirectory),
+        required=True,
+        help="directory with config.json, *.safetensors and tokenizer",
     )
-    what.add_argument("--layout", default="", help="of Megatron, as tp=2,pp=2,ep=2; one replica is started here")
-    what.add_argument("--rollout", default="", help="of vLLM, as tp=2 or tp=2,ep=2")
+    what.add_argument(
+        "--megatron", type=typed(InputDirectory), help="a Megatron checkpoint of the same model, for Megatron's side"
+    )
+    what.add_argument(
+        "--layout",
+        type=typed(parse_layout),
+        default="",
+        help="of Megatron, as tp=2,pp=2,ep=2; one replica is started here",
+    )
+    what.add_argument("--rollout", type=typed(parse_rollout_layout), default="", help="of vLLM, as tp=2 or tp=2,ep=2")
     beside = "of all three (float32); for bfloat16, transformers and Megatron compute in float32 too, to compare"
     what.add_argument("--dtype", choices=[p.value for p in Precision], default="float32", help=beside)
     draw = options.add_argument_group("what is drawn")
-    draw.add_argument("--data", type=Path, required=True, help="parquet with a column prompt (messages or text) or "
-                      "prompt_token_ids")  # fmt: skip
-    draw.add_argument("--num-prompts", type=int, default=32, help="from the first row on (32)")
-    draw.add_argument("--samples", type=int, default=1, help="responses of each prompt (1)")
-    draw.add_argument("--max-tokens", type=int, default=128, help="of a response (128)")
-    draw.add_argument("--temperature", type=float, default=1.0, help="of vLLM's draws, and of all log-probs (1.0)")
-    draw.add_argument("--top-p", type=float, default=1.0, help="of vLLM's draws, to see what cutting does (1.0: not)")
-    draw.add_argument("--top-k", type=int, default=-1, help="likewise (-1: not)")
-    draw.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    columns = "parquet with a column prompt (messages or text) or prompt_token_ids"
+    draw.add_argument("--data", type=typed(InputFile), required=True, help=columns)
+    draw.add_argument("--num-prompts", type=typed(PositiveInt), default=32, help="from the first row on (32)")
+    draw.add_argument("--samples", type=typed(PositiveInt), default=1, help="responses of each prompt (1)")
+    draw.add_argument("--max-tokens", type=typed(PositiveInt), default=128, help="of a response (128)")
+    draw.add_argument(
+        "--temperature", type=typed(PositiveFloat), default=1.0, help="of vLLM's draws, and of all log-probs (1.0)"
+    )
+    draw.add_argument(
+        "--top-p", type=typed(PositiveShare), default=1.0, help="of vLLM's draws, to see what cutting does (1.0: not)"
+    )
+    draw.add_argument("--top-k", type=typed(TopK), default=-1, help="likewise (-1: not)")
+    draw.add_argument("--seed", type=typed(Seed), default=0, help="of the draws (0)")
     limits = options.add_argument_group("what is demanded of every pair, in nats; exit code 1 where it is not met")
-    limits.add_argument("--max-abs-diff", type=float, help="the largest difference of a token; float32: 1e-4")
-    limits.add_argument("--mean-abs-diff", type=float, help="the mean over all tokens; bfloat16: 0.02")
-    options.add_argument("--out", type=Path, required=True, help="where the report goes, as JSON")
+    limits.add_argument(
+        "--max-abs-diff", type=typed(NonNegativeFloat), help="the largest difference of a token; float32: 1e-4"
+    )
+    limits.add_argument(
+        "--mean-abs-diff", type=typed(NonNegativeFloat), help="the mean over all tokens; bfloat16: 0.02"
+    )
+    options.add_argument("--out", type=typed(OutputFile), required=True, help="where the report goes, as JSON")
     options.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return options
 
 
 def ask(arguments: argparse.Namespace, console: Console) -> LogprobReport:
     """Measure, behind a line that says what is done."""
+    check_options(arguments)
+    draws = ValidationConfig(temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k)
+    refuse_if_any([replace(each, key=f"-{each.key.replace('_', '-')}") for each in draw_violations(draws, "-")])
     if not arguments.out.parent.is_dir():
         raise ConfigError([Violation("out", str(arguments.out), "its directory is not there", "Make it first")])
+    from mcore_rl.reports.logprobs.prompts import load_tokenizer, read_prompts  # torch and vLLM, when all is checked
+    from mcore_rl.reports.logprobs.question import Question
+    from mcore_rl.reports.logprobs.scoring import measure, report
+    from mcore_rl.rollout.protocol import Sampling
+
     sampling = Sampling(max_tokens=arguments.max_tokens, temperature=arguments.temperature, top_p=arguments.top_p,
                         top_k=arguments.top_k, seed=arguments.seed)  # fmt: skip
     question = Question(
         hf=arguments.hf,
         megatron=arguments.megatron,
-        layout=parse_layout(arguments.layout),
-        rollout=parse_rollout_layout(arguments.rollout),
+        layout=arguments.layout,
+        rollout=arguments.rollout,
         dtype=Precision(arguments.dtype),
         sampling=sampling,
         n=arguments.samples,
@@ -87,6 +123,8 @@ def ask(arguments: argparse.Namespace, console: Console) -> LogprobReport:
 
 def show(compared: LogprobReport, console: Console) -> None:
     """The report, to read."""
+    from mcore_rl.reports.logprobs.report import RATIO_BOUNDS
+
     console.print(f"{compared.num_tokens} tokens drawn by vLLM; differences in nats")
     lines = Table("", *(f"{pair.first} - {pair.second}" for pair in compared.pairs), box=None, pad_edge=False)
     for name, field in (("maximum", "max_abs"), ("mean", "mean_abs"), ("bias", "mean")):

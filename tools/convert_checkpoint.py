@@ -16,8 +16,8 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -30,12 +30,15 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from mcore_rl.checkpoints.contents import inspect
-from mcore_rl.checkpoints.convert import Converted, to_hf, to_megatron
+from mcore_rl.config.bounds import InputDirectory, OutputDirectory
+from mcore_rl.config.options import check_options, typed
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import McoreRLError
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+if TYPE_CHECKING:
+    from mcore_rl.checkpoints.convert import Converted
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 INTERRUPTED = 130  # as a shell reports SIGINT
 
 
@@ -46,27 +49,31 @@ def parser() -> argparse.ArgumentParser:
     debug = argparse.ArgumentParser(add_help=False)
     debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
     write = argparse.ArgumentParser(add_help=False, parents=[debug])
-    write.add_argument("--out", type=Path, required=True, help="the directory to make; it must not be there yet")
+    write.add_argument(
+        "--out", type=typed(OutputDirectory), required=True, help="the directory to make; it must not be there yet"
+    )
     cast = "dtype to write; by default each tensor keeps its own (FP8 becomes bf16)"
     write.add_argument("--dtype", choices=list(DTYPES), help=cast)
 
     made = commands.add_parser("to-megatron", parents=[write], help="write a megatron-core distributed checkpoint")
-    made.add_argument("--hf", type=Path, required=True, help="directory with config.json and *.safetensors")
+    made.add_argument(
+        "--hf", type=typed(InputDirectory), required=True, help="directory with config.json and *.safetensors"
+    )
     layout = "cut the files for this layout, as tp=2,ep=2: it then loads fastest; every other layout loads them too"
-    made.add_argument("--layout", default="", help=layout)
+    made.add_argument("--layout", type=typed(parse_layout), default="", help=layout)
 
     back = commands.add_parser("to-hf", parents=[write], help="write sharded safetensors, config and tokenizer")
     megatron = "directory with .metadata and *.distcp, saved by this tool, by megatron-core, Megatron-LM or -Bridge"
     source = back.add_mutually_exclusive_group(required=True)
-    source.add_argument("--megatron", type=Path, help=megatron)
+    source.add_argument("--megatron", type=typed(InputDirectory), help=megatron)
     run = "a checkpoint of a run, RUN/checkpoints/step_N, or a role in it; --dtype fp32 gives its main weights"
-    source.add_argument("--run", type=Path, help=run)
+    source.add_argument("--run", type=typed(InputDirectory), help=run)
     config = "directory with the model's config.json and tokenizer; not needed for what to-megatron wrote"
-    back.add_argument("--config", type=Path, help=config)
+    back.add_argument("--config", type=typed(InputDirectory), help=config)
 
     look = commands.add_parser("inspect", parents=[debug], help="say what a checkpoint of either kind holds")
-    look.add_argument("directory", type=Path, metavar="DIR")
-    look.add_argument("--config", type=Path, help=config)
+    look.add_argument("directory", type=typed(InputDirectory), metavar="DIR")
+    look.add_argument("--config", type=typed(InputDirectory), help=config)
     return top
 
 
@@ -87,18 +94,23 @@ class Bars:
 
 def convert(arguments: argparse.Namespace, console: Console) -> Converted:
     """Do what the command line says, behind bars."""
+    import torch  # when all is checked
+
+    from mcore_rl.checkpoints.convert import to_hf, to_megatron
+
     bars = Bars(console)
-    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
+    dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
     with bars.progress:
         if arguments.command == "to-megatron":
-            layout = parse_layout(arguments.layout)
-            return to_megatron(arguments.hf, arguments.out, parallel=layout, dtype=dtype, report=bars.report)
+            return to_megatron(arguments.hf, arguments.out, parallel=arguments.layout, dtype=dtype, report=bars.report)
         source = arguments.run or arguments.megatron
         return to_hf(source, arguments.out, config=arguments.config, dtype=dtype, report=bars.report)
 
 
 def show_contents(directory: Path, config: Path | None, console: Console) -> None:
     """A table of what ``directory`` holds."""
+    from mcore_rl.checkpoints.contents import inspect
+
     contents = inspect(directory, config)
     table = Table("", str(directory), show_edge=False)
     table.add_row("kind", contents.kind)
@@ -121,6 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     console, errors = Console(), Console(stderr=True, soft_wrap=True)
     started = time.perf_counter()
     try:
+        check_options(arguments)
         if arguments.command == "inspect":
             show_contents(arguments.directory, arguments.config, console)
             return 0

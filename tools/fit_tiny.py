@@ -15,14 +15,15 @@ import json
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from mcore_rl.config.bounds import OutputDirectory, PositiveInt, Ranks, Seed, Share
 from mcore_rl.config.engine import (
     AuxLoss,
     Device,
@@ -34,14 +35,15 @@ from mcore_rl.config.engine import (
     Schedule,
 )
 from mcore_rl.config.model import ModelConfig, MoeConfig
-from mcore_rl.config.parallel import ParallelConfig, parse_layout
+from mcore_rl.config.options import check_options, typed
+from mcore_rl.config.parallel import ParallelConfig, parse_layers, parse_layout
 from mcore_rl.errors import McoreRLError, refuse_if_any
-from mcore_rl.parallel.device import banner, detect, device_of
-from mcore_rl.parallel.groups import init_groups
-from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout, describe_placement, layout_violations
-from mcore_rl.training.engine import Engine
-from mcore_rl.types import Denominators, LossInputs, LossSums, TrainBatch
+
+if TYPE_CHECKING:  # torch and Megatron come when all is checked
+    from mcore_rl.parallel.launch import Rank
+    from mcore_rl.training.engine import Engine
+    from mcore_rl.types import LossInputs, LossSums, TrainBatch
 
 ALPHABET = "0123456789+=;"
 MODEL = ModelConfig(
@@ -94,6 +96,10 @@ def engine_config(settings: Settings) -> EngineConfig:
 
 def sums(count: int, seed: int) -> TrainBatch:
     """``count`` problems such as ``37+85=122;``; only the answer is trained."""
+    import torch
+
+    from mcore_rl.types import TrainBatch
+
     draw = random.Random(seed)
     tokens: list[int] = []
     mask: list[bool] = []
@@ -109,6 +115,8 @@ def sums(count: int, seed: int) -> TrainBatch:
 
 def cross_entropy(inputs: LossInputs) -> LossSums:
     """Minus the log-probability of the trained tokens."""
+    from mcore_rl.types import LossSums
+
     assert inputs.logprobs_N is not None
     return LossSums(total=-(inputs.logprobs_N * inputs.mask_N).sum(), metrics={})
 
@@ -120,6 +128,8 @@ def share(batch: TrainBatch, rank: int, count: int) -> TrainBatch:
 
 def held_out_loss(engine: Engine, batch: TrainBatch) -> tuple[float, float]:
     """(loss per answer token, mean probability of the whole right answer) on problems that were never trained."""
+    import torch
+
     logprobs_T = engine.score(batch, with_entropy=False).logprobs_T
     assert logprobs_T is not None
     trained_T = logprobs_T * batch.mask_T
@@ -129,6 +139,11 @@ def held_out_loss(engine: Engine, batch: TrainBatch) -> tuple[float, float]:
 
 def fit(rank: Rank, settings: Settings) -> dict[str, object]:
     """One process of the fit."""
+    from mcore_rl.parallel.device import detect, device_of
+    from mcore_rl.parallel.groups import init_groups
+    from mcore_rl.training.engine import Engine
+    from mcore_rl.types import Denominators
+
     platform = detect(settings.device)
     rank.init_process_group(platform)
     layout = Layout.of(settings.parallel, settings.processes)
@@ -184,30 +199,40 @@ def report(console: Console, measured: dict, settings: Settings) -> bool:
     return learned
 
 
-def parse_arguments() -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", default="ep=2", help="sizes of tp, pp, vpp, cp, ep, etp (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=2, help="how many, on this machine (default: %(default)s)")
-    parser.add_argument("--pipeline-layers", help="layers of each pipeline chunk where they do not divide, as 3,1")
-    parser.add_argument("--device", default="auto", choices=[device.value for device in Device])
-    parser.add_argument("--recompute", default="none", choices=[recompute.value for recompute in Recompute])
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch-size", type=int, default=128, help="problems a step, over all processes")
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("runs/fit_tiny"))
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return parser.parse_args()
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument(
+        "--layout",
+        type=typed(parse_layout),
+        default="ep=2",
+        help="sizes of tp, pp, vpp, cp, ep, etp (default: %(default)s)",
+    )
+    options.add_argument(
+        "--processes", type=typed(Ranks), default=2, help="how many, on this machine (default: %(default)s)"
+    )
+    options.add_argument(
+        "--pipeline-layers", type=typed(parse_layers), help="layers of each chunk, if they differ: 3,1"
+    )
+    options.add_argument("--device", default="auto", choices=[device.value for device in Device])
+    options.add_argument("--recompute", default="none", choices=[recompute.value for recompute in Recompute])
+    options.add_argument("--steps", type=typed(PositiveInt), default=150)
+    options.add_argument(
+        "--batch-size", type=typed(PositiveInt), default=128, help="problems a step, over all processes"
+    )
+    options.add_argument("--lr", type=typed(Share), default=3e-3)
+    options.add_argument("--seed", type=typed(Seed), default=1)
+    options.add_argument("--out", type=typed(OutputDirectory), default=Path("runs/fit_tiny"))
+    options.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return options
 
 
 def main() -> int:
     """Run the fit; 0 when it learned, 1 when it did not, 2 on a user error."""
-    arguments, console = parse_arguments(), Console()
+    arguments, console = parser().parse_args(), Console()
     try:
-        parallel = parse_layout(arguments.layout)
-        if arguments.pipeline_layers is not None:
-            parallel.pipeline_layers = [int(count) for count in arguments.pipeline_layers.split(",")]
+        check_options(arguments)
+        parallel = replace(arguments.layout, pipeline_layers=arguments.pipeline_layers)
         settings = Settings(
             processes=arguments.processes,
             parallel=parallel,
@@ -221,6 +246,9 @@ def main() -> int:
         )
         refuse_if_any(layout_violations(MODEL, settings.parallel, settings.processes))
         layout = Layout.of(settings.parallel, settings.processes)
+        from mcore_rl.parallel.device import banner, detect
+        from mcore_rl.parallel.launch import run_ranks
+
         console.print(banner(detect(settings.device)), soft_wrap=True)
         console.print(f"{settings.processes} processes: dp={layout.dp},{settings.parallel}")
         if settings.parallel.pp > 1:

@@ -14,12 +14,10 @@ import json
 import sys
 from pathlib import Path
 
-import pyarrow.parquet as pq
-import torch
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from mcore_rl.data.tiny_tokenizer import build_tokenizer
+from mcore_rl.config.bounds import InputDirectory, OutputDirectory, PositiveInt, Seed
+from mcore_rl.config.options import read_options, typed
 from mcore_rl.errors import ConfigError, McoreRLError, Violation
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
 
@@ -29,6 +27,8 @@ SIZES = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_ke
 
 def texts(directory: Path) -> list[str]:
     """Everything that is asked and answered in the parquet files of ``directory``."""
+    import pyarrow.parquet as pq
+
     pieces: list[str] = []
     for path in sorted(directory.glob("*.parquet")):
         for row in pq.read_table(path).to_pylist():
@@ -39,25 +39,37 @@ def texts(directory: Path) -> list[str]:
     return pieces
 
 
-def parse_arguments() -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="directory of parquet files, for the tokenizer")
-    parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
-    parser.add_argument("--family", default="mixtral", help="a folder of model_configs/ (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=512, help="most entries (default: %(default)s)")
-    parser.add_argument("--max-length", type=int, default=1024, help="context in tokens (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args()
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument(
+        "--data", type=typed(InputDirectory), required=True, help="directory of parquet files, for the tokenizer"
+    )
+    options.add_argument("--out", type=typed(OutputDirectory), required=True, help="directory of the checkpoint")
+    options.add_argument("--family", default="mixtral", help="a folder of model_configs/ (default: %(default)s)")
+    options.add_argument(
+        "--vocab-size", type=typed(PositiveInt), default=512, help="most entries (default: %(default)s)"
+    )
+    options.add_argument(
+        "--max-length", type=typed(PositiveInt), default=1024, help="context in tokens (default: %(default)s)"
+    )
+    options.add_argument("--seed", type=typed(Seed), default=1)
+    return options
 
 
 def main() -> int:
     """Write the checkpoint; 0, or 2 on a user error."""
-    arguments = parse_arguments()
     try:
-        tokenizer = build_tokenizer(texts(arguments.data), arguments.out, arguments.vocab_size)
+        arguments = read_options(parser())
         known = find_checkpoint(f"tiny-{arguments.family.replace('_', '-')}", CONFIGS)
         values = published_config(known, CONFIGS) | SIZES
+        pieces = texts(arguments.data)
+        import torch  # when all is checked
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from mcore_rl.data.tiny_tokenizer import build_tokenizer
+
+        tokenizer = build_tokenizer(pieces, arguments.out, arguments.vocab_size)
         values |= {
             "vocab_size": len(tokenizer),
             "max_position_embeddings": arguments.max_length,

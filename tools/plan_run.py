@@ -23,8 +23,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mcore_rl.config.bounds import InputDirectory, OutputFile, PositiveInt
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.launch import load_words
+from mcore_rl.config.options import check_options, typed
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, McoreRLError, Violation
@@ -38,12 +40,12 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("words", nargs="*", metavar="key=value", help="recipe=, cluster=, and overrides")
-    top.add_argument("--config-dir", type=Path, help="of yaml files of your own")
+    top.add_argument("--config-dir", type=typed(InputDirectory), help="of yaml files of your own")
     top.add_argument("--config-name", help="the yaml file there to begin with")
     top.add_argument("--search", action="store_true", help="the fastest layouts that fit, and what was refused")
-    top.add_argument("--limit", type=int, default=10, help="layouts that --search shows (default: 10)")
-    top.add_argument("--html", type=Path, metavar="FILE", help="write a page")
-    top.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    top.add_argument("--limit", type=typed(PositiveInt), default=10, help="layouts that --search shows (default: 10)")
+    top.add_argument("--html", type=typed(OutputFile), metavar="FILE", help="write a page")
+    top.add_argument("--json", type=typed(OutputFile), metavar="FILE", help="write the numbers")
     return top
 
 
@@ -84,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_intermixed_args(arguments)
     errors = Console(stderr=True)
     try:
+        check_options(options)
         run, cluster = composed(options)
         for line in measured_lines(cluster):
             Console().print(line, markup=False, highlight=False, soft_wrap=True)
@@ -96,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if planned.fits:
             return 0
         raise refusal(planned, run, model, cluster)
-    except McoreRLError as error:
+    except (McoreRLError, OSError) as error:
         errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
 

@@ -26,6 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mcore_rl.config.bounds import OutputDirectory, PositiveInt, Seed
+from mcore_rl.config.options import check_options, typed
 from mcore_rl.data.arithmetic import LEVELS
 from mcore_rl.data.datasets import DATASETS, DatasetRow, arithmetic_rows, published_rows, write_rows
 from mcore_rl.errors import McoreRLError
@@ -38,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="dataset", required=True, metavar=" | ".join([*DATASETS, "arithmetic"]))
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--out", type=Path, required=True, help="the folder of the parquet files; made if needed")
+    shared.add_argument(
+        "--out", type=typed(OutputDirectory), required=True, help="the folder of the parquet files; made if needed"
+    )
     shared.add_argument("--debug", action="store_true", help="show the traceback of an error")
     for name, dataset in DATASETS.items():
         made = commands.add_parser(name, parents=[shared], help=f"splits: {', '.join(dataset.splits)}")
@@ -46,10 +50,14 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--source", required=True, metavar="DIR|FILE|ID", help=source)
     generated = commands.add_parser("arithmetic", parents=[shared], help="generated word problems; splits: train, val")
     levels = "1: one sum, 2: two sums, 3: a product and a sum, 4: a product and three sums (default 1)"
-    generated.add_argument("--difficulty", type=int, default=1, choices=list(LEVELS), help=levels)
-    generated.add_argument("--train", type=int, default=4000, help="training problems (default %(default)s)")
-    generated.add_argument("--val", type=int, default=500, help="validation problems (default %(default)s)")
-    generated.add_argument("--seed", type=int, default=1, help="of the draw (default %(default)s)")
+    generated.add_argument("--difficulty", type=typed(PositiveInt), default=1, choices=list(LEVELS), help=levels)
+    generated.add_argument(
+        "--train", type=typed(PositiveInt), default=4000, help="training problems (default %(default)s)"
+    )
+    generated.add_argument(
+        "--val", type=typed(PositiveInt), default=500, help="validation problems (default %(default)s)"
+    )
+    generated.add_argument("--seed", type=typed(Seed), default=1, help="of the draw (default %(default)s)")
     return top
 
 
@@ -85,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     console, errors = Console(), Console(stderr=True, soft_wrap=True)
     try:
+        check_options(arguments)
         with errors.status(f"{arguments.dataset}: reading") as status:
             rows = rows_of(arguments)
             for split, of_split in rows.items():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -23,8 +24,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mcore_rl.config.files import output_problem
 from mcore_rl.config.launch import load_words
-from mcore_rl.errors import ConfigError, McoreRLError, Violation
+from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
 from mcore_rl.planning.recipes import run_model
 
 
@@ -37,14 +39,16 @@ def parser() -> argparse.ArgumentParser:
 
 def rank_of(text: str) -> int:
     """The rank that was written."""
-    if not text.isdecimal():
-        raise ConfigError([Violation("rank", text, "is no number", "Write rank=0, say")])
+    if not re.fullmatch("[0-9]{1,6}", text):
+        raise ConfigError([Violation("rank", text, "is no number of a rank", "Write rank=0, say")])
     return int(text)
 
 
 def rehearsed(words: Sequence[str], console: Console, progress: Console) -> None:
     """Rehearse, print, and write the files that were asked for."""
     run, cluster, named = load_words(words, "rank", "role", "out", "page")
+    places = ((key, output_problem(named[key])) for key in ("out", "page") if key in named)
+    refuse_if_any([Violation(key, named[key], *problem) for key, problem in places if problem])
     model, rank = run_model(run), rank_of(named.get("rank", "0"))
     from mcore_rl.rehearsal.part import part_of, trained_roles
     from mcore_rl.rehearsal.rank import rehearse
@@ -71,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     try:
         rehearsed(options.words, Console(), errors)
-    except McoreRLError as error:
+    except (McoreRLError, OSError) as error:
         errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
     return 0

@@ -13,6 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from mcore_rl.config.bounds import InputDirectory, OutputFile
+from mcore_rl.config.options import read_options, typed
 from mcore_rl.errors import McoreRLError
 from mcore_rl.tracking.report import write_comparison, write_report
 
@@ -20,16 +22,18 @@ from mcore_rl.tracking.report import write_comparison, write_report
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", type=Path, nargs="+", help="trainer.default_local_dir of a run")
-    parser.add_argument("--out", type=Path, default=Path("comparison.html"), help="of several runs (comparison.html)")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("run_dir", type=typed(InputDirectory), nargs="+", help="trainer.default_local_dir of a run")
+    parser.add_argument(
+        "--out", type=typed(OutputFile), default=Path("comparison.html"), help="of several runs (comparison.html)"
+    )
     try:
+        asked = read_options(parser, arguments)
         for run_dir in asked.run_dir:
             print(write_report(run_dir))
         if len(asked.run_dir) > 1:
             print(write_comparison(asked.run_dir, asked.out))
     except (McoreRLError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -19,25 +19,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Lines
 
-from mcore_rl.checkpoints.hf_directory import HfCheckpoint
+from mcore_rl.config.bounds import InputDirectory, Ranks
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.parallel import ParallelConfig, parse_layout
+from mcore_rl.config.options import check_options, typed
+from mcore_rl.config.parallel import ParallelConfig, parse_layers, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout, rollout_violations
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import Layout, layout_text, layout_violations
-from mcore_rl.proofs.tracer import trace
-from mcore_rl.proofs.verify import ProofReport, check, verify
-from mcore_rl.weights.rollout_table import RolloutTable
-from mcore_rl.weights.table import Table
+
+if TYPE_CHECKING:
+    from mcore_rl.proofs.verify import ProofReport
 
 MODEL_CONFIGS = Path(__file__).resolve().parents[1] / "model_configs"
 TRACED = "integers, at reduced size: where a direct load puts them"
@@ -52,12 +52,16 @@ def parser() -> argparse.ArgumentParser:
         "--model", help="a checkpoint of model_configs/, its published config.json; nothing is downloaded"
     )
     model.add_argument(
-        "--hf", type=Path, help="a directory with config.json and *.safetensors, whose tensors are held too"
+        "--hf",
+        type=typed(InputDirectory),
+        help="a directory with config.json and *.safetensors, whose tensors are held too",
     )
-    options.add_argument("--layout", default="", help="of training, as tp=8,pp=4,ep=8")
-    options.add_argument("--pipeline-layers", help="layers of each of the pp*vpp chunks, as 16,15,15,15")
-    options.add_argument("--world-size", type=int, help="training processes; by default one replica")
-    options.add_argument("--rollout", help="of vLLM, as tp=8,dp=4,ep=8; without it nothing is proven of the reshard")
+    options.add_argument("--layout", type=typed(parse_layout), default="", help="of training, as tp=8,pp=4,ep=8")
+    chunks = "layers of each of the pp*vpp chunks, as 16,15,15,15"
+    options.add_argument("--pipeline-layers", type=typed(parse_layers), help=chunks)
+    options.add_argument("--world-size", type=typed(Ranks), help="training processes; by default one replica")
+    rollout = "of vLLM, as tp=8,dp=4,ep=8; without it nothing is proven of the reshard"
+    options.add_argument("--rollout", type=typed(parse_rollout_layout), help=rollout)
     options.add_argument("--preset", help="layouts and processes of the model's preset instead, as h100_80gb")
     options.add_argument("--json", action="store_true", help="print the report as JSON")
     options.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -80,16 +84,9 @@ def read_layouts(arguments: argparse.Namespace) -> tuple[ParallelConfig, int, Ro
             raise ConfigError([Violation("preset", arguments.preset, problem, remedy)])
         preset = presets[arguments.preset]
         return preset.training, preset.num_gpus, preset.rollout
-    parallel = parse_layout(arguments.layout)
-    if arguments.pipeline_layers is not None:
-        counts = arguments.pipeline_layers.split(",")
-        if not all(count.strip().isdecimal() for count in counts):
-            problem, remedy = "is no list of numbers of layers", "Write one for each chunk, as 16,15,15,15"
-            raise ConfigError([Violation("pipeline-layers", arguments.pipeline_layers, problem, remedy)])
-        parallel.pipeline_layers = [int(count) for count in counts]
+    parallel = replace(arguments.layout, pipeline_layers=arguments.pipeline_layers)
     replica = lcm(parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp)
-    rollout = None if arguments.rollout is None else parse_rollout_layout(arguments.rollout)
-    return parallel, arguments.world_size or replica, rollout
+    return parallel, arguments.world_size or replica, arguments.rollout
 
 
 def prove(
@@ -102,7 +99,12 @@ def prove(
     refuse_if_any(violations + (rollout_violations(model, rollout) if rollout else []))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Megatron would like to be installed
+        from mcore_rl.checkpoints.hf_directory import HfCheckpoint  # torch and Megatron, when all is checked
+        from mcore_rl.proofs.tracer import trace
+        from mcore_rl.proofs.verify import check, verify
         from mcore_rl.training.meta import meta_shapes
+        from mcore_rl.weights.rollout_table import RolloutTable
+        from mcore_rl.weights.table import Table
 
         with console.status("...") as status:
             report = verify(
@@ -152,6 +154,7 @@ def main() -> int:
     """Prove, print, and say by the exit code whether all is proven."""
     arguments, console, errors = parser().parse_args(), Console(), Console(stderr=True)
     try:
+        check_options(arguments)
         config = wanted_config(arguments)
         parallel, world_size, rollout = read_layouts(arguments)
         report, model = prove(config, parallel, world_size, rollout, arguments.hf, errors)

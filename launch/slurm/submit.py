@@ -157,19 +157,17 @@ def render(job: Job) -> str:
             ['"$python" -m mcore_rl.cli ' + shlex.join([program, *config]), *map(shlex.quote, job.overrides)]
         ),
     }
-    text = TEMPLATE.read_text(encoding="utf-8")
-    for name, value in values.items():
-        assert f"{{{{{name}}}}}" in text, f"{TEMPLATE.name} has no {name}"
-        text = text.replace(f"{{{{{name}}}}}", str(value))
-    assert "{{" not in text, f"{TEMPLATE.name} asks for more"
-    return text
+    text, place = TEMPLATE.read_text(encoding="utf-8"), re.compile(r"{{(\w+)}}")
+    asked = set(place.findall(text))
+    assert asked == values.keys(), f"{TEMPLATE.name} asks for others: {asked ^ values.keys()}"
+    return place.sub(lambda name: str(values[name[1]]), text)
 
 
 def _options(cluster: ClusterConfig) -> list[str]:
     """Of sbatch, besides those that every job has."""
     slurm = cluster.slurm
     named = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos}
-    options = [f"--{name}={value}" for name, value in named.items() if value]
+    options = [f"--{name}={shlex.quote(value)}" for name, value in named.items() if value]
     options.append("--requeue" if slurm.requeue else "--no-requeue")
     if cluster.gpus_per_node:
         options.append(f"--gres=gpu:{cluster.gpus_per_node}")

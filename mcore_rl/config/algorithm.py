@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
 
+from mcore_rl.config.bounds import CrossCheck, Interval, NonNegativeFloat, PositiveFloat, PositiveInt, Share, check
 from mcore_rl.errors import Violation
 
 
@@ -51,10 +53,10 @@ class KlControlConfig:
     """
 
     type: KlControl = KlControl.fixed
-    kl_coef: float = 0.001
-    target_kl: float = 0.1
+    kl_coef: NonNegativeFloat = 0.001
+    target_kl: NonNegativeFloat = 0.1
     target_kl_per: KlUnit = KlUnit.token
-    horizon: int = 10000
+    horizon: PositiveInt = 10000
 
 
 class CorrectionLevel(Enum):
@@ -118,12 +120,12 @@ class RolloutCorrectionConfig:
 
     level: CorrectionLevel = CorrectionLevel.none
     mode: CorrectionMode = CorrectionMode.truncate
-    upper: float = 2.0
-    lower: float = 0.5
+    upper: Annotated[float, Interval("[1, inf)")] = 2.0
+    lower: Share = 0.5
     batch_normalize: bool = False
     reject: Rejection = Rejection.none
-    reject_upper: float | None = None
-    reject_lower: float | None = None
+    reject_upper: PositiveFloat | None = None
+    reject_lower: PositiveFloat | None = None
     bypass_mode: bool = False
 
     @property
@@ -156,7 +158,7 @@ class FilterGroupsConfig:
 
     enable: bool = False
     metric: FilterMetric = FilterMetric.acc
-    max_num_gen_batches: int = 10
+    max_num_gen_batches: PositiveInt = 10
 
 
 @dataclass(kw_only=True)
@@ -176,8 +178,8 @@ class AlgorithmConfig:
     """
 
     adv_estimator: str = "grpo"
-    gamma: float = 1.0
-    lam: float = 1.0
+    gamma: Share = 1.0
+    lam: Share = 1.0
     whiten_advantages: bool = False
     use_kl_in_reward: bool = False
     kl_penalty: KlPenalty = KlPenalty.k1
@@ -192,29 +194,23 @@ class AlgorithmConfig:
 
 def algorithm_violations(algorithm: AlgorithmConfig) -> list[Violation]:
     """Every violation within ``algorithm``, not looking at other groups."""
-    violations = []
-    for name in ("gamma", "lam"):
-        value = getattr(algorithm, name)
-        if not 0 <= value <= 1:
-            violations.append(
-                Violation(f"algorithm.{name}", value, "must lie in [0, 1]", "Write 1.0, or a little less")
-            )
+    key = "algorithm.rollout_correction"
+    rules: list[CrossCheck[AlgorithmConfig]] = [
+        _control_violations,
+        lambda each: _penalty_violations(each.kl_penalty),
+        lambda each: _correction_violations(each.rollout_correction, key),
+        lambda each: _rejection_violations(each.rollout_correction, key),
+    ]
+    return check(algorithm, rules, "algorithm.")
+
+
+def _control_violations(algorithm: AlgorithmConfig) -> list[Violation]:
     control = algorithm.kl_ctrl
-    for name in ("kl_coef", "target_kl"):
-        value = getattr(control, name)
-        if value < 0:
-            violations.append(Violation(f"algorithm.kl_ctrl.{name}", value, "must not be negative", "Write 0 or more"))
-    if control.type is KlControl.adaptive and not (control.target_kl > 0 and control.horizon > 0):
-        remedy = "Write a positive target_kl and horizon, or type=fixed"
-        problem = f"an adaptive controller divides by target_kl={control.target_kl} and horizon={control.horizon}"
-        violations.append(Violation("algorithm.kl_ctrl.type", control.type.value, problem, remedy))
-    violations += _penalty_violations(algorithm.kl_penalty)
-    violations += _correction_violations(algorithm.rollout_correction)
-    attempts = algorithm.filter_groups.max_num_gen_batches
-    if attempts < 1:
-        key = "algorithm.filter_groups.max_num_gen_batches"
-        violations.append(Violation(key, attempts, "must be positive", "Write 1 or more"))
-    return violations
+    if control.type is KlControl.fixed or control.target_kl > 0:
+        return []
+    remedy = "Write a positive target_kl, or type=fixed"
+    problem = f"an adaptive controller divides by target_kl={control.target_kl}"
+    return [Violation("algorithm.kl_ctrl.type", control.type.value, problem, remedy)]
 
 
 def _penalty_violations(kind: KlPenalty) -> list[Violation]:
@@ -229,16 +225,11 @@ def _penalty_violations(kind: KlPenalty) -> list[Violation]:
     return [Violation("algorithm.kl_penalty", kind.value, problem, remedy)]
 
 
-def _correction_violations(correction: RolloutCorrectionConfig) -> list[Violation]:
-    violations, key = [], "algorithm.rollout_correction"
-    if not 0 <= correction.lower <= 1 <= correction.upper:
-        problem = f"with upper={correction.upper} does not enclose a ratio of 1"
-        violations.append(Violation(f"{key}.lower", correction.lower, problem, "Write lower <= 1 <= upper"))
-    weighs = correction.level is not CorrectionLevel.none
-    if correction.bypass_mode and weighs:
-        problem = f"with level={correction.level.value} corrects twice: the loss's ratio is that to the sampler already"
-        violations.append(Violation(f"{key}.bypass_mode", True, problem, "Write level=none, or bypass_mode=false"))
-    return violations + _rejection_violations(correction, key)
+def _correction_violations(correction: RolloutCorrectionConfig, key: str) -> list[Violation]:
+    if not correction.bypass_mode or correction.level is CorrectionLevel.none:
+        return []
+    problem = f"with level={correction.level.value} corrects twice: the loss's ratio is that to the sampler already"
+    return [Violation(f"{key}.bypass_mode", True, problem, "Write level=none, or bypass_mode=false")]
 
 
 def _rejection_violations(correction: RolloutCorrectionConfig, key: str) -> list[Violation]:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from mcore_rl.config import algorithms as folder
 from mcore_rl.config.algorithm_object import Algorithm, Estimator, PolicyLoss
+from mcore_rl.config.files import input_problem
 from mcore_rl.config.names import meant
 from mcore_rl.errors import ConfigError, Violation
 
@@ -104,8 +105,8 @@ def algorithms_of_file(path: Path, key: str, written: str) -> Mapping[str, Algor
 
 @cache
 def _run_file(path: Path) -> Mapping[str, Algorithm]:
-    if not path.is_file():
-        raise _UnfitFileError("there is no such file", "Write the path of a Python file")
+    if problem := input_problem(path):
+        raise _UnfitFileError(problem[0], "Write the path of a Python file")
     spec = importlib.util.spec_from_file_location(f"mcore_rl_algorithm_{path.stem}", path)
     assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)

@@ -5,10 +5,12 @@ The planner reads sizes and rates, ``launch/slurm/submit.py`` the rest.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import re
+from dataclasses import dataclass, field
 from enum import Enum
-from math import inf
+from typing import Annotated
 
+from mcore_rl.config.bounds import InputFile, Interval, Lines, NonNegativeFloat, PositiveFloat, PositiveInt, check
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import Violation
 
@@ -53,9 +55,9 @@ class ReachedRates:
     host_link_gb_s: between a device and pinned host memory, while all devices of the node copy.
     """
 
-    intra_node_gb_s: float | None = None
-    inter_node_gb_s: float | None = None
-    host_link_gb_s: float | None = None
+    intra_node_gb_s: PositiveFloat | None = None
+    inter_node_gb_s: PositiveFloat | None = None
+    host_link_gb_s: PositiveFloat | None = None
 
 
 @dataclass(kw_only=True)
@@ -69,11 +71,11 @@ class ResidualMemory:
     pinned_ratio: host memory that a large page-locked block takes, over what was asked for.
     """
 
-    device_context_mib: float | None = None
-    device_collectives_mib: float | None = None
-    host_trainer_mib: float | None = None
-    host_engine_mib: float | None = None
-    pinned_ratio: float | None = None
+    device_context_mib: PositiveFloat | None = None
+    device_collectives_mib: PositiveFloat | None = None
+    host_trainer_mib: PositiveFloat | None = None
+    host_engine_mib: PositiveFloat | None = None
+    pinned_ratio: PositiveFloat | None = None
 
 
 @dataclass(kw_only=True)
@@ -95,14 +97,14 @@ class SlurmConfig:
     account: str | None = None
     qos: str | None = None
     time_limit: str = "24:00:00"
-    grace_s: int = 300
+    grace_s: PositiveInt = 300
     requeue: bool = True
-    max_requeues: int = 50
+    max_requeues: PositiveInt = 50
     exclusive: bool = True
-    setup: list[str] = field(default_factory=list)
+    setup: list[Lines] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
-    port: int = 6379
-    join_timeout_s: int = 300
+    port: Annotated[int, Interval("[1, 65534]")] = 6379
+    join_timeout_s: PositiveInt = 300
     doctor: DoctorStep = DoctorStep.none
 
 
@@ -130,19 +132,19 @@ class ClusterConfig:
     name: str = ""
     device: Device = Device.cpu
     device_name: str = ""
-    gpus_per_node: int = 0
-    gpu_memory_gib: float = 0.0
-    cpus_per_node: int = 1
-    host_memory_gib: float = 1.0
-    memory_gb_s: float = 10.0
-    intra_node_gb_s: float = 1.0
-    inter_node_gb_s: float = 1.0
-    disk_gb_s: float = 0.5
+    gpus_per_node: Annotated[int, Interval("[0, 1024]")] = 0
+    gpu_memory_gib: NonNegativeFloat = 0.0
+    cpus_per_node: PositiveInt = 1
+    host_memory_gib: PositiveFloat = 1.0
+    memory_gb_s: PositiveFloat = 10.0
+    intra_node_gb_s: PositiveFloat = 1.0
+    inter_node_gb_s: PositiveFloat = 1.0
+    disk_gb_s: PositiveFloat = 0.5
     transformer_engine: bool = True
     presets: str = ""
     container: ContainerConfig = field(default_factory=ContainerConfig)
     environment: dict[str, str] = field(default_factory=dict)
-    measured: str = ""
+    measured: InputFile = ""
     reached: ReachedRates = field(default_factory=ReachedRates)
     residuals: ResidualMemory = field(default_factory=ResidualMemory)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
@@ -150,35 +152,31 @@ class ClusterConfig:
 
 def cluster_violations(cluster: ClusterConfig) -> list[Violation]:
     """Every violation within ``cluster``, not looking at other groups."""
-    violations = []
-    for name in (
-        "cpus_per_node",
-        "host_memory_gib",
-        "memory_gb_s",
-        "intra_node_gb_s",
-        "inter_node_gb_s",
-        "disk_gb_s",
-    ):
-        value = getattr(cluster, name)
-        if not value > 0:
-            violations.append(Violation(name, value, "must be positive", "Write what a node has"))
-    for group, remedy in (("reached", "Write a measured rate"), ("residuals", "Write what was measured")):
-        for name, number in asdict(getattr(cluster, group)).items():
-            if number is not None and not 0 < number < inf:
-                problem = "must be positive and finite"
-                violations.append(Violation(f"{group}.{name}", number, problem, f"{remedy}, or leave it out"))
-    if cluster.gpus_per_node < 0:
-        violations.append(Violation("gpus_per_node", cluster.gpus_per_node, "must not be negative", "Write 0 or more"))
-    if cluster.gpus_per_node > 0 and not cluster.gpu_memory_gib > 0:
-        problem = f"must be positive, with gpus_per_node={cluster.gpus_per_node}"
-        violations.append(Violation("gpu_memory_gib", cluster.gpu_memory_gib, problem, "Write the GiB of one device"))
-    if cluster.container.engine is not Container.none and not cluster.container.image:
-        problem = f"is empty, and container.engine={cluster.container.engine.value} needs one"
-        violations.append(
-            Violation("container.image", "", problem, "Write a path or an address, or container.engine=none")
-        )
-    for name, least in (("grace_s", 1), ("join_timeout_s", 1), ("port", 1), ("max_requeues", 1)):
-        value = getattr(cluster.slurm, name)
-        if value < least:
-            violations.append(Violation(f"slurm.{name}", value, "must be positive", f"Write {least} or more"))
-    return violations
+    return check(cluster, [_memory_violations, _image_violations, _time_violations, _environment_violations])
+
+
+def _memory_violations(cluster: ClusterConfig) -> list[Violation]:
+    if not cluster.gpus_per_node or cluster.gpu_memory_gib > 0:
+        return []
+    problem = f"must be positive, with gpus_per_node={cluster.gpus_per_node}"
+    return [Violation("gpu_memory_gib", cluster.gpu_memory_gib, problem, "Write the GiB of one device")]
+
+
+def _image_violations(cluster: ClusterConfig) -> list[Violation]:
+    if cluster.container.engine is Container.none or cluster.container.image:
+        return []
+    problem = f"is empty, and container.engine={cluster.container.engine.value} needs one"
+    return [Violation("container.image", "", problem, "Write a path or an address, or container.engine=none")]
+
+
+def _time_violations(cluster: ClusterConfig) -> list[Violation]:
+    limit = cluster.slurm.time_limit
+    if re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", limit, re.ASCII):
+        return []
+    return [Violation("slurm.time_limit", limit, "is no time limit of Slurm's", "Write days-hours:minutes:seconds")]
+
+
+def _environment_violations(cluster: ClusterConfig) -> list[Violation]:
+    wrong = [name for name in cluster.environment if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]
+    remedy = "Write letters, digits and underscores"
+    return [Violation("environment", name, "is no name of a variable", remedy) for name in wrong]

@@ -22,14 +22,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config.algorithm_presets import offer_algorithms
+from mcore_rl.config.bounds import settings
 from mcore_rl.config.names import meant
 from mcore_rl.config.role_groups import group_defaults
 from mcore_rl.config.written_keys import Composed, written_keys
-from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.config.yaml_files import check_defaults
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 T = TypeVar("T")
 OURS = "mcore_rl.conf"
-ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError, ValueError)
+MAX_OVERRIDE, MAX_BRACKETS = 65_536, 64  # hydra's parser takes seconds for more
 FREE = ("chat_template_kwargs", "megatron")  # groups by their last name: may hold keys that no dataclass knows
 
 
@@ -48,14 +51,18 @@ def compose(
         there = ", ".join(sorted(path.stem for path in directory.glob("*.yaml"))) or "none"
         problem = f"there is no {begin}.yaml in {directory}"
         raise ConfigError([Violation("--config-name", begin, problem, f"Choose one of those there: {there}")])
+    refuse_if_any([each for override in overrides if (each := _front_violation(override))])
+    if directory is not None:
+        chosen = (override.lstrip("+~").partition("=") for override in overrides)
+        check_defaults(directory, begin, [f"{group}/{choice}" for group, _, choice in chosen if choice])
     _offer_schema(schema, program)  # type: ignore[arg-type]  # a class is hashable
-    overrides = [_adding(each) for each in offer_algorithms(overrides, directory)]
+    overrides = [_listed(_adding(each), schema) for each in offer_algorithms(overrides, directory)]
     composing = partial(_compose, schema, begin, directory)
     try:
         composed = composing(overrides)
     except ERRORS as error:
         files = _of_files(begin, composing)
-        wrong = files or [each for override in overrides if (each := _violation(composing, override, schema))]
+        wrong = files or _wrong_overrides(composing, overrides, schema)
         raise ConfigError(wrong or [_of_file(begin, error)]) from error
     if isinstance(composed, Composed):
         composed.written = written_keys(overrides, directory, begin)
@@ -66,6 +73,40 @@ def _adding(override: str) -> str:
     """``override``, with hydra's mark for a key that may be new, if it is of a group that may hold any key."""
     *_, group, last = ["", "", *override.partition("=")[0].split(".")]
     return f"++{override}" if (last in FREE or group in FREE) and override[0] not in "+~" else override
+
+
+def _listed(override: str, schema: type[Any]) -> str:
+    """``override``, with brackets around its value if that is one item where a list belongs."""
+    key, _, value = override.partition("=")
+    listed = any(each.key == key and isinstance(each.default, list | None) for each in settings(schema) if each.listed)  # type: ignore[arg-type]  # a class is hashable
+    plain = bool(value) and value != "null" and not value.startswith(("[", "{", "${"))
+    return f"{key}=[{value}]" if listed and plain else override
+
+
+def _front_violation(override: str) -> Violation | None:
+    key, _, value = override.partition("=")
+    if key.lstrip("+~").split(".")[0].split("/")[0] == "hydra":
+        return Violation(key, value, "there is no such key", "Leave it out: hydra composes, and runs nothing")
+    depth = max(override.count(bracket) for bracket in "[{(")
+    if len(override) <= MAX_OVERRIDE and depth <= MAX_BRACKETS:
+        return None
+    problem = f"has {len(override):,} characters with {depth:,} brackets; {MAX_OVERRIDE:,} with {MAX_BRACKETS} are read"
+    return Violation(key[:200], value, problem, "Write it into a yaml file, --config-dir DIR --config-name NAME")
+
+
+def _wrong_overrides(
+    composing: Callable[[Sequence[str]], Any], overrides: Sequence[str], schema: type[Any]
+) -> list[Violation]:
+    """A violation for each override that cannot be composed, found by halves."""
+    if len(overrides) < 2:
+        return [each for override in overrides if (each := _violation(composing, override, schema))]
+    try:
+        composing(overrides)
+    except ERRORS:
+        middle = len(overrides) // 2
+        halves = overrides[:middle], overrides[middle:]
+        return [each for half in halves for each in _wrong_overrides(composing, half, schema)]
+    return []
 
 
 @cache

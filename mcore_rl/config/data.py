@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from mcore_rl.config.bounds import InputFile, PositiveInt, Seed, check
 from mcore_rl.errors import Violation
 
 
@@ -39,20 +40,20 @@ class DataConfig:
     chat_template_kwargs: given to the tokenizer's chat template.
     """
 
-    train_files: list[str] = field(default_factory=list)
-    val_files: list[str] = field(default_factory=list)
-    train_batch_size: int = 1024
-    gen_batch_size: int | None = None
-    val_batch_size: int | None = None
-    max_prompt_length: int = 512
-    max_response_length: int = 512
+    train_files: list[InputFile] = field(default_factory=list)
+    val_files: list[InputFile] = field(default_factory=list)
+    train_batch_size: PositiveInt = 1024
+    gen_batch_size: PositiveInt | None = None
+    val_batch_size: PositiveInt | None = None
+    max_prompt_length: PositiveInt = 512
+    max_response_length: PositiveInt = 512
     prompt_key: str = "prompt"
     filter_overlong_prompts: bool = False
     truncation: Truncation = Truncation.error
     shuffle: bool = True
-    seed: int = 1
-    train_max_samples: int | None = None
-    val_max_samples: int | None = None
+    seed: Seed = 1
+    train_max_samples: PositiveInt | None = None
+    val_max_samples: PositiveInt | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -66,34 +67,28 @@ class SftDataConfig:
     truncation: as for prompts, but ``middle`` is refused.
     """
 
-    train_files: list[str] = field(default_factory=list)
-    val_files: list[str] = field(default_factory=list)
-    train_batch_size: int = 256
+    train_files: list[InputFile] = field(default_factory=list)
+    val_files: list[InputFile] = field(default_factory=list)
+    train_batch_size: PositiveInt = 256
     messages_key: str | None = None
     prompt_key: str = "prompt"
     response_key: str = "response"
-    max_length: int = 1024
+    max_length: PositiveInt = 1024
     truncation: Truncation = Truncation.error
     shuffle: bool = True
-    seed: int = 1
-    train_max_samples: int | None = None
-    val_max_samples: int | None = None
+    seed: Seed = 1
+    train_max_samples: PositiveInt | None = None
+    val_max_samples: PositiveInt | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def data_violations(data: DataConfig | SftDataConfig) -> list[Violation]:
     """Every violation within ``data``, not looking at other groups."""
-    sizes = ["train_batch_size", "train_max_samples", "val_max_samples"]
-    if isinstance(data, DataConfig):
-        sizes += ["gen_batch_size", "val_batch_size", "max_prompt_length", "max_response_length"]
-    else:
-        sizes.append("max_length")
-    violations = []
-    for name in sizes:
-        value = getattr(data, name)
-        if value is not None and value < 1:
-            violations.append(Violation(f"data.{name}", value, "must be positive", "Write 1 or more"))
-    if isinstance(data, SftDataConfig) and data.truncation is Truncation.middle:
-        problem = "a conversation without its middle is another one"
-        violations.append(Violation("data.truncation", data.truncation.value, problem, "Write right, left or error"))
-    return violations
+    return check(data, [_truncation_violations], "data.")
+
+
+def _truncation_violations(data: DataConfig | SftDataConfig) -> list[Violation]:
+    if not isinstance(data, SftDataConfig) or data.truncation is not Truncation.middle:
+        return []
+    problem = "a conversation without its middle is another one"
+    return [Violation("data.truncation", data.truncation.value, problem, "Write right, left or error")]

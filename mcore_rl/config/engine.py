@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
+from mcore_rl.config.bounds import (
+    Beta,
+    Interval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seed,
+    Share,
+    check,
+)
 from mcore_rl.errors import Violation
 
 
@@ -87,8 +98,8 @@ class MoeTrainConfig:
     flex_backend: FlexBackend = FlexBackend.deepep
     permute_fusion: bool | None = None
     aux_loss: AuxLoss = AuxLoss.none
-    aux_loss_coeff: float = 0.0
-    z_loss_coeff: float = 0.0
+    aux_loss_coeff: NonNegativeFloat = 0.0
+    z_loss_coeff: NonNegativeFloat = 0.0
 
 
 class Schedule(Enum):
@@ -109,15 +120,15 @@ class OptimizerConfig:
     min_lr_ratio: the share of ``lr`` that a decay ends at.
     """
 
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0
+    lr: Share = 1e-6
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Interval("[0, 1000]")] = 0.01
+    clip_grad: NonNegativeFloat = 1.0
     lr_schedule: Schedule = Schedule.constant
-    lr_warmup_steps: int = 0
-    total_steps: int = 0
-    min_lr_ratio: float = 0.0
+    lr_warmup_steps: NonNegativeInt = 0
+    total_steps: NonNegativeInt = 0
+    min_lr_ratio: Share = 0.0
 
 
 @dataclass(kw_only=True)
@@ -144,10 +155,10 @@ class EngineConfig:
     precision: Precision = Precision.bfloat16
     layer_spec: LayerSpec = LayerSpec.auto
     recompute: Recompute = Recompute.none
-    microbatch_tokens: int | None = None
-    microbatch_sequences: int | None = None
-    max_nonfinite_steps: int = 3
-    seed: int = 1234
+    microbatch_tokens: PositiveInt | None = None
+    microbatch_sequences: PositiveInt | None = None
+    max_nonfinite_steps: PositiveInt = 3
+    seed: Seed = 1234
     overlap_grad_reduce: bool | None = None
     overlap_offload: bool | None = None
     gradient_accumulation_fusion: bool | None = None
@@ -165,67 +176,39 @@ class EngineConfig:
         return accelerator if self.overlap_offload is None else self.overlap_offload
 
 
-def optimizer_violations(optim: OptimizerConfig, key: str = "optim") -> list[Violation]:
-    """Every violation within ``optim``; ``key`` is the dotted prefix that the user writes."""
-    violations = []
-    if optim.lr < 0:
-        violations.append(Violation(f"{key}.lr", optim.lr, "must not be negative", "Write 0 or more"))
-    betas: Sequence[float] = optim.betas  # a value from the command line may be a list of any length
-    if len(betas) != 2:
-        remedy = "Write for example [0.9,0.999]"
-        violations.append(Violation(f"{key}.betas", betas, f"there are two, and not {len(betas)}", remedy))
-    for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=False):
-        if not 0 <= beta < 1:
-            violations.append(Violation(f"{key}.{name}", beta, "must lie in [0, 1)", "Write for example 0.9"))
-    if optim.clip_grad < 0:
-        violations.append(
-            Violation(f"{key}.clip_grad", optim.clip_grad, "must not be negative", "Write 0 for no clipping")
-        )
-    if not 0 <= optim.min_lr_ratio <= 1:
-        violations.append(Violation(f"{key}.min_lr_ratio", optim.min_lr_ratio, "must lie in [0, 1]", "Write 0.1, say"))
-    if optim.lr_warmup_steps < 0:
-        steps = optim.lr_warmup_steps
-        violations.append(Violation(f"{key}.lr_warmup_steps", steps, "must not be negative", "Write 0 or more"))
-    if optim.lr_schedule is not Schedule.constant and optim.total_steps <= optim.lr_warmup_steps:
-        violations.append(
-            Violation(
-                f"{key}.total_steps",
-                optim.total_steps,
-                f"a {optim.lr_schedule.value} schedule must end after its {optim.lr_warmup_steps} steps of warm-up",
-                f"Write more than {optim.lr_warmup_steps}, or {key}.lr_schedule=constant",
-            )
-        )
-    return violations
-
-
 def engine_violations(engine: EngineConfig) -> list[Violation]:
     """Every violation within ``engine``, not looking at a model, a layout or data."""
-    violations = optimizer_violations(engine.optim)
+    return check(engine, [engine_rules])
+
+
+def engine_rules(engine: EngineConfig, prefix: str = "") -> Iterator[Violation]:
+    """The contradictions between settings of ``engine``.  prefix: of their keys, with its dot."""
+    yield from _optimizer_rules(engine.optim, prefix)
     if (engine.microbatch_tokens is None) == (engine.microbatch_sequences is None):
-        violations.append(
-            Violation(
-                "microbatch_tokens",
-                engine.microbatch_tokens,
-                f"either this or microbatch_sequences (={engine.microbatch_sequences}) sets the size, and not both",
-                "Write microbatch_tokens=16384 for packed microbatches, or microbatch_sequences=1",
-            )
+        yield Violation(
+            f"{prefix}microbatch_tokens",
+            engine.microbatch_tokens,
+            f"either this or microbatch_sequences (={engine.microbatch_sequences}) sets the size, and not both",
+            "Write microbatch_tokens=16384 for packed microbatches, or microbatch_sequences=1",
         )
-    for name in ("microbatch_tokens", "microbatch_sequences", "max_nonfinite_steps"):
-        value = getattr(engine, name)
-        if value is not None and value < 1:
-            violations.append(Violation(name, value, "must be positive", "Write 1 or more"))
-    for name in ("aux_loss_coeff", "z_loss_coeff"):
-        if getattr(engine.moe, name) < 0:
-            violations.append(
-                Violation(f"moe.{name}", getattr(engine.moe, name), "must not be negative", "Write 0 or more")
-            )
     if (engine.moe.aux_loss is AuxLoss.none) != (engine.moe.aux_loss_coeff == 0):
-        violations.append(
-            Violation(
-                "moe.aux_loss_coeff",
-                engine.moe.aux_loss_coeff,
-                f"contradicts moe.aux_loss={engine.moe.aux_loss.value}",
-                "Write moe.aux_loss=sequence with a positive coefficient, or moe.aux_loss=none with 0",
-            )
+        yield Violation(
+            f"{prefix}moe.aux_loss_coeff",
+            engine.moe.aux_loss_coeff,
+            f"contradicts moe.aux_loss={engine.moe.aux_loss.value}",
+            "Write moe.aux_loss=sequence with a positive coefficient, or moe.aux_loss=none with 0",
         )
-    return violations
+
+
+def _optimizer_rules(optim: OptimizerConfig, prefix: str) -> Iterator[Violation]:
+    betas: Sequence[float] = optim.betas  # a value from the command line may be a list of any length
+    if len(betas) != 2:
+        problem = f"there are two, and not {len(betas)}"
+        yield Violation(f"{prefix}optim.betas", betas, problem, "Write for example [0.9,0.999]")
+    if optim.lr_schedule is not Schedule.constant and optim.total_steps <= optim.lr_warmup_steps:
+        yield Violation(
+            f"{prefix}optim.total_steps",
+            optim.total_steps,
+            f"a {optim.lr_schedule.value} schedule must end after its {optim.lr_warmup_steps} steps of warm-up",
+            f"Write more than {optim.lr_warmup_steps}, or {prefix}optim.lr_schedule=constant",
+        )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, reward_violations
+from mcore_rl.config.bounds import CrossCheck, InputFile, OutputFile, PositiveInt, check
+from mcore_rl.config.files import place_of
+from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.errors import Violation
@@ -24,41 +28,63 @@ class EvaluateConfig:
     ray_init: the Ray that the engines of ``reward_model`` run in; unused unless that is enabled.
     """
 
-    path: str = ""
+    path: InputFile = ""
     response_key: str = "responses"
     prompt_key: str = "prompt"
-    k: list[int] = field(default_factory=list)
-    max_response_length: int | None = None
+    k: list[PositiveInt] = field(default_factory=list)
+    max_response_length: PositiveInt | None = None
     reward: RewardConfig = field(default_factory=RewardConfig)
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
-    out: str | None = None
+    out: OutputFile | None = None
     overwrite: bool = False
 
 
 def evaluate_violations(config: EvaluateConfig) -> list[Violation]:
-    """Every violation that can be seen without opening a file."""
-    violations = [*reward_violations(config.reward), *reward_model_violations(config.reward_model)]
-    if config.reward_model.enable and config.reward_model.max_length is None:
-        remedy = "Write reward_model.max_length=TOKENS, of the longest conversation"
-        violations.append(Violation("reward_model.max_length", None, "is not set", remedy))
-    if not config.path:
-        violations.append(
-            Violation("path", "", "is not set", "Write path=FILE.parquet, as mcore-rl generate writes it")
-        )
-    wrong = [k for k in config.k if k < 1]
-    if wrong:
-        violations.append(
-            Violation("k", config.k, f"{wrong[0]} is no number of responses", "Write 1 or more, as k=[1,8]")
-        )
-    if len(set(config.k)) < len(config.k):
-        violations.append(Violation("k", config.k, "names a number twice", "Name it once"))
-    longest = config.max_response_length
-    if longest is not None and longest < 1:
-        violations.append(Violation("max_response_length", longest, "must be positive", "Write 1 or more"))
-    if config.reward.overlong.enable and longest is None:
-        problem = "how long a response is too long follows from max_response_length, which is not set"
-        remedy = "Write max_response_length=TOKENS, as it was when they were generated, or enable=false"
-        violations.append(Violation("reward.overlong.enable", True, problem, remedy))
-    return violations
+    """Every violation that can be seen without opening a file; whether ``out`` is there is among them."""
+    rules: list[CrossCheck[EvaluateConfig]] = [
+        lambda config: reward_model_violations(config.reward_model),
+        _judge_violations,
+        _path_violations,
+        _k_violations,
+        _overlong_violations,
+        _out_violations,
+    ]
+    return check(config, rules)
+
+
+def _judge_violations(config: EvaluateConfig) -> list[Violation]:
+    if not config.reward_model.enable or config.reward_model.max_length is not None:
+        return []
+    remedy = "Write reward_model.max_length=TOKENS, of the longest conversation"
+    return [Violation("reward_model.max_length", None, "is not set", remedy)]
+
+
+def _path_violations(config: EvaluateConfig) -> list[Violation]:
+    if config.path:
+        return []
+    return [Violation("path", "", "is not set", "Write path=FILE.parquet, as mcore-rl generate writes it")]
+
+
+def _k_violations(config: EvaluateConfig) -> list[Violation]:
+    if len(set(config.k)) == len(config.k):
+        return []
+    return [Violation("k", config.k, "names a number twice", "Name it once")]
+
+
+def _overlong_violations(config: EvaluateConfig) -> list[Violation]:
+    if not config.reward.overlong.enable or config.max_response_length is not None:
+        return []
+    problem = "how long a response is too long follows from max_response_length, which is not set"
+    remedy = "Write max_response_length=TOKENS, as it was when they were generated, or enable=false"
+    return [Violation("reward.overlong.enable", True, problem, remedy)]
+
+
+def _out_violations(config: EvaluateConfig) -> Iterator[Violation]:
+    if config.out is None:
+        return
+    if place_of(config.out) == place_of(config.path):
+        yield Violation("out", config.out, "is the file with the responses", "Write another name")
+    elif os.path.isfile(place_of(config.out)) and not config.overwrite:
+        yield Violation("out", config.out, "exists", "Write another name, or overwrite=true")

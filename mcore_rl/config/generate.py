@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.config.data import DataConfig, Truncation, data_violations
+from mcore_rl.config.bounds import CrossCheck, InputFile, OutputFile, PositiveInt, Seed, check
+from mcore_rl.config.data import DataConfig, Truncation
+from mcore_rl.config.files import place_of
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.trainer import ModelPathConfig, RayInitConfig
 from mcore_rl.errors import Violation
@@ -20,14 +24,14 @@ class GenerateDataConfig:
     max_prompt_length, max_response_length: tokens, as in ``RolloutConfig``.
     """
 
-    files: list[str] = field(default_factory=list)
-    max_samples: int | None = None
-    max_prompt_length: int = 512
-    max_response_length: int = 512
+    files: list[InputFile] = field(default_factory=list)
+    max_samples: PositiveInt | None = None
+    max_prompt_length: PositiveInt = 512
+    max_response_length: PositiveInt = 512
     prompt_key: str = "prompt"
     filter_overlong_prompts: bool = False
     truncation: Truncation = Truncation.error
-    seed: int = 1
+    seed: Seed = 1
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -56,33 +60,51 @@ class GenerateConfig:
     model: ModelPathConfig = field(default_factory=ModelPathConfig)
     data: GenerateDataConfig = field(default_factory=GenerateDataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    out: str = ""
+    out: OutputFile = ""
     overwrite: bool = False
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
 
 
 def generate_violations(config: GenerateConfig) -> list[Violation]:
-    """Every violation that can be seen without opening a file."""
-    violations = [
-        *data_violations(config.data.prompts),
-        *rollout_config_violations(config.rollout),
-        *routing_violations(config.rollout),
+    """Every violation that can be seen without opening a file; whether ``out`` is there is among them."""
+    rules: list[CrossCheck[GenerateConfig]] = [
+        lambda config: rollout_config_violations(config.rollout),
+        lambda config: routing_violations(config.rollout),
+        _length_violations,
+        _validation_violations,
+        _missing,
+        _out_violations,
     ]
-    if config.data.max_samples is not None and config.data.max_samples < 1:
-        violations.append(Violation("data.max_samples", config.data.max_samples, "must be positive", "Write 1 or more"))
+    return check(config, rules)
+
+
+def _length_violations(config: GenerateConfig) -> Iterator[Violation]:
     for name in ("max_prompt_length", "max_response_length"):
         here, there = getattr(config.data, name), getattr(config.rollout, name)
         if here != there:
             problem = f"differs from data.{name}={here}"
-            violations.append(Violation(f"rollout.{name}", there, problem, f"Leave it out: it is data.{name}"))
+            yield Violation(f"rollout.{name}", there, problem, f"Leave it out: it is data.{name}")
+
+
+def _validation_violations(config: GenerateConfig) -> Iterator[Violation]:
     if config.rollout.val_kwargs != ValidationConfig():
         problem = "says how training validates, and nothing is validated here"
         remedy = "Write rollout.n, rollout.temperature, rollout.top_p and rollout.top_k"
-        violations.append(Violation("rollout.val_kwargs", "...", problem, remedy))
+        yield Violation("rollout.val_kwargs", "...", problem, remedy)
+
+
+def _missing(config: GenerateConfig) -> Iterator[Violation]:
     if not config.model.path:
-        violations.append(Violation("model.path", "", "is not set", "Write model.path=DIR, a Hugging Face checkpoint"))
+        yield Violation("model.path", "", "is not set", "Write model.path=DIR, a Hugging Face checkpoint")
     if not config.data.files:
-        violations.append(Violation("data.files", "[]", "there are no prompts", "Write data.files=[FILE]"))
+        yield Violation("data.files", "[]", "there are no prompts", "Write data.files=[FILE]")
     if not config.out:
-        violations.append(Violation("out", "", "is not set", "Write out=FILE.parquet"))
-    return violations
+        yield Violation("out", "", "is not set", "Write out=FILE.parquet")
+
+
+def _out_violations(config: GenerateConfig) -> Iterator[Violation]:
+    out = place_of(config.out)
+    if config.out and out in map(place_of, config.data.files):
+        yield Violation("out", config.out, "is one of data.files", "Write another name")
+    elif config.out and os.path.isfile(out) and not config.overwrite:
+        yield Violation("out", config.out, "exists", "Write another name, or overwrite=true")

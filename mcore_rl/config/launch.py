@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.compose import ERRORS, all_keys, compose, words
 from mcore_rl.config.measured import take_measured
 from mcore_rl.config.names import meant
-from mcore_rl.config.run import RunConfig
-from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.config.yaml_files import read_yaml
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 LAUNCH = Path(__file__).parents[2] / "launch"  # beside the package, in a checkout of the repository
@@ -57,7 +57,7 @@ def load_words(
 
     recipe, cluster: by name or path; a cluster that is left out is the recipe's.  ``cluster.KEY=VALUE`` changes the
     cluster, any other ``key=value`` the run.  recipe: that of a command that names it in another way.
-    Raises ConfigError where either cannot be told.
+    Raises ConfigError with every violation of either.
     """
     named, of_cluster, of_run, wrong = read_words(texts, "recipe", "cluster", *names)
     recipe = recipe or named.pop("recipe", "")
@@ -66,10 +66,24 @@ def load_words(
         wrong.append(Violation("recipe", "", "is not given", remedy))
     refuse_if_any(wrong)
     run = load_recipe(recipe, of_run)
-    cluster = named.pop("cluster", "") or run.recipe.cluster
-    if not cluster:
-        raise ConfigError([Violation("cluster", "", "is not given", "Write cluster=NAME, of launch/clusters")])
-    return run, load_cluster(cluster, of_cluster), named
+    wrong = planned_violations(run)
+    name = named.pop("cluster", "") or run.recipe.cluster
+    if not name:
+        wrong.append(Violation("cluster", "", "is not given", "Write cluster=NAME, of launch/clusters"))
+        raise ConfigError(wrong)
+    try:
+        cluster = load_cluster(name, of_cluster)
+    except ConfigError as error:
+        raise ConfigError([*wrong, *error.violations]) from error
+    refuse_if_any(wrong)
+    return run, cluster, named
+
+
+def planned_violations(run: RunConfig | SftConfig) -> list[Violation]:
+    """Every violation of a run that is only planned: neither a model nor data need be there."""
+    if isinstance(run, RunConfig):
+        return run_violations(run, planned=True)
+    return sft_violations(run, planned=True)
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
@@ -97,11 +111,10 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
     Raises ConfigError with every violation.
     """
     path = cluster_path(name)
-    _read(path)  # raises if it is not yaml
     refuse_if_any(list(_file_violations(path, ClusterConfig)))
     written = _dotlist(overrides)
     refuse_if_any([each for key, value in written for each in _leaf_violations("", key, value, ClusterConfig)])
-    composed = OmegaConf.merge(OmegaConf.structured(ClusterConfig), OmegaConf.load(path))
+    composed = OmegaConf.merge(OmegaConf.structured(ClusterConfig), OmegaConf.create(read_yaml(path)))
     for key, value in written:
         OmegaConf.update(composed, key, value)
     cluster = OmegaConf.to_object(composed)
@@ -145,7 +158,7 @@ def program_of(path: Path) -> str:
 
 def _program_of(path: Path, above: frozenset[str]) -> str:
     """``program_of``, through the recipes that the defaults name.  above: names already visited, to stop at a cycle."""
-    defaults = _read(path).get("defaults") or []
+    defaults = read_yaml(path).get("defaults") or []
     names = [entry for entry in defaults if isinstance(entry, str) and entry != "_self_"]
     for name in names:
         if name in SCHEMAS:
@@ -177,21 +190,9 @@ def _names(directory: Path) -> list[str]:
     return sorted(path.stem for path in directory.glob("*.yaml"))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([Violation(str(path), "", words(error), "Mend the file")]) from error
-    if values is None:
-        return {}
-    if isinstance(values, dict):
-        return values
-    raise ConfigError([Violation(str(path), "", "holds no keys", "Write `key: value` lines")])
-
-
 def _file_violations(path: Path, schema: type[Any]) -> Iterator[Violation]:
     """A violation for each key of the file that is unknown or whose value has the wrong type."""
-    for key, value in _leaves({key: value for key, value in _read(path).items() if key != "defaults"}):
+    for key, value in _leaves({key: value for key, value in read_yaml(path).items() if key != "defaults"}):
         yield from _leaf_violations(f"{path}: ", key, value, schema)
 
 

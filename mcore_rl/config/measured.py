@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.cluster import ClusterConfig, ReachedRates, ResidualMemory
+from mcore_rl.config.yaml_files import read_limited
 from mcore_rl.errors import ConfigError, Violation
 
 FORMAT, VERSION = "mcore-rl doctor", 1
+MAX_BYTES = 16 << 20
 RATES_KEY, RESIDUALS_KEY = "rates", "residuals"  # keys of a doctor.json
 KEY = "cluster.measured"
 
@@ -39,10 +41,10 @@ def take_measured(cluster: ClusterConfig) -> None:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _error(path, f"cannot be read: {error.strerror}", "Write the path of a doctor.json") from error
-    except ValueError as error:
+        values = json.loads(read_limited(Path(path), MAX_BYTES))
+    except ConfigError as error:
+        raise ConfigError([replace(each, key=KEY, value=path) for each in error.violations]) from error
+    except (ValueError, RecursionError) as error:
         raise _error(path, "is no JSON", "Write the path of a doctor.json, which mcore-rl doctor writes") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise _error(path, "is not what mcore-rl doctor writes", "Write the path of a doctor.json")

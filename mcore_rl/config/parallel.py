@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.config.bounds import PositiveInt, Ranks
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
@@ -21,13 +23,13 @@ class ParallelConfig:
     divide evenly, else optional.
     """
 
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    pipeline_layers: list[int] | None = None
+    tp: Ranks = 1
+    pp: Ranks = 1
+    vpp: Ranks = 1
+    cp: Ranks = 1
+    ep: Ranks = 1
+    etp: Ranks = 1
+    pipeline_layers: list[PositiveInt] | None = None
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
@@ -50,12 +52,23 @@ def parse_sizes(text: str, axes: Sequence[str], key: str) -> dict[str, int]:
             violations.append(Violation(key, part, "no such axis", f"Write some of {', '.join(axes)}"))
         elif axis in sizes:
             violations.append(Violation(key, part, f"{axis} is given twice", "Write it once"))
-        elif not size.isdecimal() or int(size) < 1:
-            violations.append(Violation(key, part, "a size is a positive integer", f"Write {axis}=1 or more"))
+        elif not re.fullmatch("0*[1-9][0-9]{0,5}", size):
+            violations.append(
+                Violation(key, part, "a size is a positive integer, of six digits at most", f"Write {axis}=1 or more")
+            )
         else:
             sizes[axis] = int(size)
     refuse_if_any(violations)
     return sizes
+
+
+def parse_layers(text: str) -> list[int]:
+    """``"16,15,15,15"`` to the layers of each chunk.  Raises ConfigError if a part is no positive integer."""
+    counts = [piece.strip() for piece in text.split(",")]
+    if all(re.fullmatch("0*[1-9][0-9]{0,5}", count) for count in counts):
+        return [int(count) for count in counts]
+    problem, remedy = "is no list of numbers of layers", "Write one for each chunk, as 16,15,15,15"
+    raise ConfigError([Violation("pipeline-layers", text, problem, remedy)])
 
 
 def parse_layout(text: str) -> ParallelConfig:

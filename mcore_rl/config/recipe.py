@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from mcore_rl.config.bounds import Interval, Lines
 
 
 @dataclass(kw_only=True)
@@ -18,12 +20,12 @@ class PublishedConfig:
     note: where the published settings are unclear or differ from the recipe.
     """
 
-    score: float | None = None
+    score: Annotated[float, Interval("[0, 100]")] | None = None
     of_run: str = ""
     metric: str = ""
     source: str = ""
     hardware: str = ""
-    note: str = ""
+    note: Lines = ""
 
 
 @dataclass(kw_only=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
 
+from mcore_rl.config.bounds import InputFile, Interval, NonNegativeFloat, PositiveInt, Seconds, check
 from mcore_rl.errors import Violation
 
 
@@ -54,9 +56,9 @@ class CodeConfig:
     verdict; docs/rewards.md says which.
     """
 
-    timeout_s: float = 6.0
-    memory_mib: int = 512
-    output_kib: int = 64
+    timeout_s: Seconds = 6.0
+    memory_mib: PositiveInt = 512
+    output_kib: PositiveInt = 64
     continuous: bool = False
     allow_weak_confinement: bool = False
     allow_inside_judging: bool = False
@@ -70,8 +72,8 @@ class OverlongConfig:
     """
 
     enable: bool = False
-    length: int = 256
-    penalty_factor: float = 1.0
+    length: PositiveInt = 256
+    penalty_factor: NonNegativeFloat = 1.0
 
 
 @dataclass(kw_only=True)
@@ -84,10 +86,10 @@ class CustomRewardFunction:
     import_timeout_s: limit for importing the file, in each grading process.
     """
 
-    path: str | None = None
+    path: InputFile | None = None
     name: str = "compute_score"
     env: list[str] = field(default_factory=list)
-    import_timeout_s: float = 30.0
+    import_timeout_s: Seconds = 30.0
 
 
 @dataclass(kw_only=True)
@@ -98,8 +100,8 @@ class RewardConfig:
     error_score: the score of a response whose grader raised, hung or gave no number.
     """
 
-    num_workers: int | None = None
-    timeout_s: float = 30.0
+    num_workers: Annotated[int, Interval("[1, 65536]")] | None = None
+    timeout_s: Seconds = 30.0
     error_score: float = 0.0
     gsm8k: Gsm8kConfig = field(default_factory=Gsm8kConfig)
     math: MathConfig = field(default_factory=MathConfig)
@@ -110,20 +112,4 @@ class RewardConfig:
 
 def reward_violations(reward: RewardConfig) -> list[Violation]:
     """Every violation within ``reward``, not looking at other groups."""
-    positive = {
-        "num_workers": reward.num_workers,
-        "timeout_s": reward.timeout_s,
-        "code.timeout_s": reward.code.timeout_s,
-        "code.memory_mib": reward.code.memory_mib,
-        "code.output_kib": reward.code.output_kib,
-        "overlong.length": reward.overlong.length,
-    }
-    violations = [
-        Violation(f"reward.{key}", value, "must be positive", "Write more than 0")
-        for key, value in positive.items()
-        if value is not None and value <= 0
-    ]
-    if reward.overlong.penalty_factor < 0:
-        value = reward.overlong.penalty_factor
-        violations.append(Violation("reward.overlong.penalty_factor", value, "would reward length", "Write 0 or more"))
-    return violations
+    return check(reward, prefix="reward.")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mcore_rl.config.bounds import PositiveInt, check
 from mcore_rl.config.data import Truncation
 from mcore_rl.config.reward import CustomRewardFunction
-from mcore_rl.config.rollout import ServingConfig, serving_violations
+from mcore_rl.config.rollout import MemoryShare, ServingConfig
 from mcore_rl.config.trainer import ModelPathConfig
 from mcore_rl.errors import Violation
 
@@ -26,9 +27,9 @@ class RewardModelConfig(ServingConfig):
 
     enable: bool = False
     model: ModelPathConfig = field(default_factory=ModelPathConfig)
-    max_length: int | None = None
+    max_length: PositiveInt | None = None
     truncation: Truncation = Truncation.error
-    gpu_memory_utilization: float = 0.2
+    gpu_memory_utilization: MemoryShare = 0.2
 
     @property
     def max_model_len(self) -> int:
@@ -38,17 +39,15 @@ class RewardModelConfig(ServingConfig):
 
 
 def reward_model_violations(config: RewardModelConfig) -> list[Violation]:
-    """Every violation within ``config``; none if it is not enabled."""
-    if not config.enable:
+    """Every violation within ``config``; of its rules, none if it is not enabled."""
+    return check(config, [_model_violations], "reward_model.")
+
+
+def _model_violations(config: RewardModelConfig) -> list[Violation]:
+    if not config.enable or config.model.path:
         return []
-    violations = serving_violations(config, "reward_model")
-    if not config.model.path:
-        remedy = "Write reward_model.model.path=DIR, a Hugging Face sequence classifier, or reward_model.enable=false"
-        violations.append(Violation("reward_model.model.path", "", "is not set", remedy))
-    if config.max_length is not None and config.max_length < 1:
-        remedy = "Write 1 or more, or leave it out"
-        violations.append(Violation("reward_model.max_length", config.max_length, "must be positive", remedy))
-    return violations
+    remedy = "Write reward_model.model.path=DIR, a Hugging Face sequence classifier, or reward_model.enable=false"
+    return [Violation("reward_model.model.path", "", "is not set", remedy)]
 
 
 def style_violations(config: RewardModelConfig, custom: CustomRewardFunction, ids: Sequence[str]) -> list[Violation]:

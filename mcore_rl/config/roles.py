@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
+from typing import Annotated, Any
 
 from mcore_rl.config.algorithm import KlPenalty
-from mcore_rl.config.engine import EngineConfig, engine_violations
+from mcore_rl.config.bounds import (
+    CrossCheck,
+    InputDirectory,
+    Interval,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    check,
+)
+from mcore_rl.config.engine import EngineConfig, engine_rules
 from mcore_rl.config.megatron_fields import megatron_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import Violation
@@ -32,19 +44,23 @@ class RoleConfig(EngineConfig):
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
+    def rules(self, key: str) -> list[CrossCheck[Any]]:
+        """What finds contradictions between its settings.  key: the group's name."""
+        return [
+            partial(engine_rules, prefix=f"{key}."),
+            lambda group: megatron_violations(group.megatron, f"{key}.megatron"),
+        ]
+
     def violations(self, key: str) -> list[Violation]:
         """Every violation within the group.  key: the group's name."""
-        return [
-            Violation(f"{key}.{each.key}", each.value, each.problem, each.remedy.replace(" optim.", f" {key}.optim."))
-            for each in engine_violations(self)
-        ] + megatron_violations(self.megatron, f"{key}.megatron")
+        return check(self, self.rules(key), f"{key}.")
 
 
 @dataclass(kw_only=True)
 class FrozenModelConfig(RoleConfig):
     """A frozen model beside the policy, such as a teacher.  path: its weights; None is the actor's first weights."""
 
-    path: str | None = None
+    path: InputDirectory | None = None
 
 
 @dataclass(kw_only=True)
@@ -57,31 +73,18 @@ class TrainedConfig(RoleConfig):
     loss_agg_mode, loss_agg_constant: see ``LossAggregation``; None is ``data.max_response_length``.
     """
 
-    ppo_mini_batch_size: int = 256
-    ppo_epochs: int = 1
+    ppo_mini_batch_size: PositiveInt = 256
+    ppo_epochs: PositiveInt = 1
     shuffle: bool = True
     loss_agg_mode: LossAggregation = LossAggregation.token_mean
-    loss_agg_constant: float | None = None
-
-    def violations(self, key: str) -> list[Violation]:
-        """Every violation within the group, as ``RoleConfig.violations``."""
-        violations = super().violations(key)
-        for name in ("ppo_mini_batch_size", "ppo_epochs"):
-            if getattr(self, name) < 1:
-                violations.append(
-                    Violation(f"{key}.{name}", getattr(self, name), "must be positive", "Write 1 or more")
-                )
-        if self.loss_agg_constant is not None and self.loss_agg_constant <= 0:
-            remedy = "Write a length in tokens"
-            violations.append(Violation(f"{key}.loss_agg_constant", self.loss_agg_constant, "must be positive", remedy))
-        return violations
+    loss_agg_constant: PositiveFloat | None = None
 
 
 @dataclass(kw_only=True)
 class TrainedModelConfig(TrainedConfig):
     """A trained model beside the policy.  path: its first weights; None is the actor's."""
 
-    path: str | None = None
+    path: InputDirectory | None = None
 
 
 @dataclass(kw_only=True)
@@ -107,22 +110,22 @@ class ActorConfig(TrainedConfig):
 
     allow_stale_updates: bool = False
     loss_mode: str = "ppo_clip"
-    clip_ratio: float = 0.2
-    clip_ratio_low: float | None = None
-    clip_ratio_high: float | None = None
-    clip_ratio_c: float | None = 3.0
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-    clip_cov_ratio: float = 0.0002
+    clip_ratio: NonNegativeFloat = 0.2
+    clip_ratio_low: NonNegativeFloat | None = None
+    clip_ratio_high: NonNegativeFloat | None = None
+    clip_ratio_c: Annotated[float, Interval("(1, inf)")] | None = 3.0
+    tau_pos: PositiveFloat = 1.0
+    tau_neg: PositiveFloat = 1.05
+    clip_cov_ratio: PositiveShare = 0.0002
     clip_cov_lb: float = 1.0
     clip_cov_ub: float = 5.0
-    kl_cov_ratio: float = 0.0002
-    ppo_kl_coef: float = 1.0
-    entropy_coeff: float = 0.0
+    kl_cov_ratio: PositiveShare = 0.0002
+    ppo_kl_coef: NonNegativeFloat = 1.0
+    entropy_coeff: NonNegativeFloat = 0.0
     use_kl_loss: bool = False
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: NonNegativeFloat = 0.001
     kl_loss_type: KlPenalty = KlPenalty.k3
-    full_kl_gib: float = 8.0
+    full_kl_gib: NonNegativeFloat = 8.0
 
     @property
     def clip_low(self) -> float:
@@ -134,27 +137,16 @@ class ActorConfig(TrainedConfig):
         """The clip range above 1."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
-    def violations(self, key: str) -> list[Violation]:
-        """Every violation within the group, as ``RoleConfig.violations``."""
-        violations = super().violations(key)
-        names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "entropy_coeff", "kl_loss_coef", "full_kl_gib")
-        for name in (*names, "ppo_kl_coef"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                violations.append(Violation(f"{key}.{name}", value, "must not be negative", "Write 0 or more"))
-        for name in ("tau_pos", "tau_neg"):
-            if getattr(self, name) <= 0:
-                violations.append(Violation(f"{key}.{name}", getattr(self, name), "must be positive", "Write 1.0, say"))
-        for name in ("clip_cov_ratio", "kl_cov_ratio"):
-            if not 0 < getattr(self, name) <= 1:
-                problem = "is a share of the tokens, and must lie in (0, 1]"
-                violations.append(Violation(f"{key}.{name}", getattr(self, name), problem, "Write 0.0002, say"))
-        if self.clip_cov_lb >= self.clip_cov_ub:
-            problem = f"leaves no covariance below clip_cov_ub={self.clip_cov_ub:g}"
-            violations.append(
-                Violation(f"{key}.clip_cov_lb", self.clip_cov_lb, problem, "Write 1.0, and clip_cov_ub=5.0")
-            )
-        return violations
+    def rules(self, key: str) -> list[CrossCheck[Any]]:
+        """As ``RoleConfig.rules``."""
+        return [*super().rules(key), partial(_covariance_violations, key=key)]
+
+
+def _covariance_violations(actor: ActorConfig, key: str) -> list[Violation]:
+    if actor.clip_cov_lb < actor.clip_cov_ub:
+        return []
+    problem = f"leaves no covariance below clip_cov_ub={actor.clip_cov_ub:g}"
+    return [Violation(f"{key}.clip_cov_lb", actor.clip_cov_lb, problem, "Write 1.0, and clip_cov_ub=5.0")]
 
 
 @dataclass(kw_only=True)
@@ -166,12 +158,4 @@ class CriticConfig(TrainedModelConfig):
     cliprange_value: the value loss clips values to within this distance of the old ones; 0 is no clipping.
     """
 
-    cliprange_value: float = 0.5
-
-    def violations(self, key: str) -> list[Violation]:
-        """Every violation within the group, as ``RoleConfig.violations``."""
-        violations = super().violations(key)
-        if self.cliprange_value < 0:
-            remedy = "Write 0.5, or 0 for no clipping"
-            violations.append(Violation(f"{key}.cliprange_value", self.cliprange_value, "must not be negative", remedy))
-        return violations
+    cliprange_value: NonNegativeFloat = 0.5

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import Annotated
 
+from mcore_rl.config.bounds import (
+    Bytes,
+    Interval,
+    Lines,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveShare,
+    Ranks,
+    Seed,
+    check,
+)
 from mcore_rl.config.engine import Device, Precision
 from mcore_rl.config.model import ModelConfig, RopeType
 from mcore_rl.config.parallel import parse_sizes
@@ -17,6 +31,9 @@ CPU_KV_CACHE_BYTES = 2**30  # the default on CPU; vLLM's would be gpu_memory_uti
 CPU_BATCHED_TOKENS = 4096  # per engine step, the default on CPU
 UPDATE_BUCKET_BYTES = 256 << 20  # of a weight update, half of it in flight; a process holds two at most
 VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of it (vocab_parallel_embedding.py, 0.32)
+
+TopK = Annotated[int, Interval("[-1, inf)", "Write -1 to keep all, or 1 or more")]
+MemoryShare = Annotated[float, Interval("(0, 1]", "Write 0.5 beside a trainer on the same device, 0.9 alone")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +110,10 @@ KEEPS_WEIGHTS = (MoeBackend.auto, MoeBackend.triton, MoeBackend.batched_triton)
 class ValidationConfig:
     """How validation samples; all else is as in training.  n: samples per prompt.  The default is greedy."""
 
-    n: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = -1
+    n: PositiveInt = 1
+    temperature: NonNegativeFloat = 0.0
+    top_p: PositiveShare = 1.0
+    top_k: TopK = -1
 
 
 @dataclass(kw_only=True)
@@ -115,15 +132,15 @@ class ServingConfig:
     moe_backend: the kernel of a mixture's experts, see ``MoeBackend``.
     """
 
-    tp: int = 1
-    dp: int = 1
-    ep: int = 1
+    tp: Ranks = 1
+    dp: Ranks = 1
+    ep: Ranks = 1
     device: Device = Device.auto
     dtype: Precision = Precision.bfloat16
-    gpu_memory_utilization: float = 0.5
-    kv_cache_memory_bytes: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: MemoryShare = 0.5
+    kv_cache_memory_bytes: Bytes | None = None
+    max_num_seqs: PositiveInt = 256
+    max_num_batched_tokens: PositiveInt | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     enable_sleep_mode: bool = True
@@ -156,16 +173,16 @@ class RolloutConfig(ServingConfig):
     val_kwargs: how validation samples.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop: list[str] = field(default_factory=list)
-    stop_token_ids: list[int] = field(default_factory=list)
+    n: PositiveInt = 1
+    temperature: NonNegativeFloat = 1.0
+    top_p: PositiveShare = 1.0
+    top_k: TopK = -1
+    stop: list[Lines] = field(default_factory=list)
+    stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
     ignore_eos: bool = False
-    seed: int = 0
-    max_prompt_length: int = 512
-    max_response_length: int = 512
+    seed: Seed = 0
+    max_prompt_length: PositiveInt = 512
+    max_response_length: PositiveInt = 512
     return_routed_experts: bool = False
     val_kwargs: ValidationConfig = field(default_factory=ValidationConfig)
 
@@ -202,54 +219,40 @@ def rollout_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violat
 
 def rollout_config_violations(rollout: RolloutConfig) -> list[Violation]:
     """Every violation within ``rollout``, not looking at a model."""
-    violations = []
-    for name in ("n", "max_prompt_length", "max_response_length"):
-        value = getattr(rollout, name)
-        if value < 1:
-            violations.append(Violation(f"rollout.{name}", value, "must be positive", "Write 1 or more"))
-    violations += serving_violations(rollout, "rollout")
-    if rollout.moe_backend not in KEEPS_WEIGHTS:
-        problem = "rearranges the experts' weights in place, and an update writes them as they are in the checkpoint"
-        remedy = "Write rollout.moe_backend=auto (triton where weights are updated)"
-        violations.append(Violation("rollout.moe_backend", rollout.moe_backend.value, problem, remedy))
-    if "" in rollout.stop:
-        violations.append(Violation("rollout.stop", rollout.stop, "an empty string ends nothing", "Leave it out"))
-    if rollout.temperature == 0 and rollout.n > 1:
-        problem = f"draws the same response rollout.n={rollout.n} times"
-        violations.append(Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0 or rollout.n=1"))
-    validation = rollout.val_kwargs
-    if validation.n < 1:
-        violations.append(Violation("rollout.val_kwargs.n", validation.n, "must be positive", "Write 1 or more"))
-    return violations + _draw_violations(rollout, "rollout") + _draw_violations(validation, "rollout.val_kwargs")
+    rules = (_backend_violations, _greedy_violations, _rollout_draw_violations, _validation_draw_violations)
+    return check(rollout, rules, "rollout.")
 
 
-def serving_violations(config: ServingConfig, key: str) -> list[Violation]:
-    """Every violation in the settings that all engines have.  key: the name of the configuration group."""
-    violations = []
-    for name in ("max_num_seqs", "kv_cache_memory_bytes", "max_num_batched_tokens"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            violations.append(Violation(f"{key}.{name}", value, "must be positive", "Write 1 or more"))
-    share = config.gpu_memory_utilization
-    if not 0 < share <= 1:
-        remedy = "Write 0.5 beside a trainer on the same device, 0.9 alone"
-        violations.append(Violation(f"{key}.gpu_memory_utilization", share, "must lie in (0, 1]", remedy))
-    return violations
+def _backend_violations(rollout: RolloutConfig) -> list[Violation]:
+    if rollout.moe_backend in KEEPS_WEIGHTS:
+        return []
+    problem = "rearranges the experts' weights in place, and an update writes them as they are in the checkpoint"
+    remedy = "Write rollout.moe_backend=auto (triton where weights are updated)"
+    return [Violation("rollout.moe_backend", rollout.moe_backend.value, problem, remedy)]
 
 
-def _draw_violations(draw: RolloutConfig | ValidationConfig, key: str) -> list[Violation]:
-    violations = []
-    if draw.temperature < 0:
-        problem = "must not be negative"
-        violations.append(Violation(f"{key}.temperature", draw.temperature, problem, "Write 1.0, or 0 for greedy"))
-    elif 0 < draw.temperature < MIN_TEMPERATURE:
+def _greedy_violations(rollout: RolloutConfig) -> list[Violation]:
+    if not (rollout.temperature == 0 and rollout.n > 1):
+        return []
+    problem = f"draws the same response rollout.n={rollout.n} times"
+    return [Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0 or rollout.n=1")]
+
+
+def _rollout_draw_violations(rollout: RolloutConfig) -> Iterator[Violation]:
+    return draw_violations(rollout, "rollout")
+
+
+def _validation_draw_violations(rollout: RolloutConfig) -> Iterator[Violation]:
+    return draw_violations(rollout.val_kwargs, "rollout.val_kwargs")
+
+
+def draw_violations(draw: RolloutConfig | ValidationConfig, key: str) -> Iterator[Violation]:
+    """What vLLM would draw in another way than it was asked to.  key: the prefix of the keys."""
+    if 0 < draw.temperature < MIN_TEMPERATURE:
         problem = f"vLLM draws as if it were {MIN_TEMPERATURE:g}"
-        violations.append(Violation(f"{key}.temperature", draw.temperature, problem, "Write 0 for greedy, or more"))
-    if not 0 < draw.top_p <= 1:
-        violations.append(Violation(f"{key}.top_p", draw.top_p, "must lie in (0, 1]", "Write 1.0 to keep all tokens"))
-    if draw.top_k < 1 and draw.top_k != -1:
-        violations.append(Violation(f"{key}.top_k", draw.top_k, "keeps no token", "Write -1 to keep all, or 1 or more"))
-    return violations
+        yield Violation(f"{key}.temperature", draw.temperature, problem, "Write 0 for greedy, or more")
+    if draw.top_k == 0:
+        yield Violation(f"{key}.top_k", draw.top_k, "keeps no token", "Write -1 to keep all, or 1 or more")
 
 
 def context_violations(model: ModelConfig, rollout: RolloutConfig) -> list[Violation]:

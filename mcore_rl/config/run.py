@@ -6,14 +6,18 @@ checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from math import isqrt
 
 from mcore_rl.config.algorithm import AlgorithmConfig, algorithm_violations
 from mcore_rl.config.algorithm_object import ACTOR, REFERENCE
 from mcore_rl.config.algorithm_registry import estimator, policy_loss
+from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.recipe import RecipeConfig
-from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, reward_violations
+from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_groups import RoleGroups, with_role_groups
@@ -67,28 +71,41 @@ class RunConfig(RoleGroups, Composed):
         return estimator(self.algorithm.adv_estimator).greedy
 
 
-def run_violations(run: RunConfig) -> list[Violation]:
-    """Every violation that can be seen without opening a file of data or of a model."""
+def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
+    """Every violation that can be seen without opening a file of data or of a model.
+
+    planned: nothing has to be there to train on or with, as for a plan.
+    """
     unknown = _unknown_parts(run)
-    violations = [
-        *data_violations(run.data),
-        *unknown,
-        *algorithm_violations(run.algorithm),
-        *rollout_config_violations(run.rollout),
-        *routing_violations(run.rollout),
-        *reward_violations(run.reward),
-        *reward_model_violations(run.reward_model),
-        *trainer_violations(run.trainer),
-        *_missing(run),
+    rules: list[CrossCheck[RunConfig]] = [
+        lambda run: data_violations(run.data),
+        lambda run: algorithm_violations(run.algorithm),
+        lambda run: rollout_config_violations(run.rollout),
+        lambda run: routing_violations(run.rollout),
+        lambda run: reward_model_violations(run.reward_model),
+        lambda run: trainer_violations(run.trainer),
+        *(() if planned else (_missing,)),
+        *(partial(_role_violations, role=role) for role in (() if unknown else run.group_rows)),
+        unread_violations,
+        _batch_violations,
+        _gen_batch_violations,
+        _length_violations,
+        _group_violations,
+        _distribution_violations,
+        _parts_violations,
+        _warmup_violations,
+        _loss_violations,
+        _update_violations,
+        _share_violations,
     ]
-    if unknown:
-        return violations  # the rules below read the estimator and the loss
-    for role in run.group_rows:
-        violations += run.role_config(role).violations(role.name)
-    violations += unread_violations(run)
-    if run.data.train_batch_size < 1 or run.rollout.n < 1 or run.trainer.world_size < 1:
-        return violations  # the rules below divide by these
-    return [*violations, *_batch_violations(run), *_algorithm_violations(run), *_share_violations(run)]
+    violations = check(run, rules, beside=unknown)
+    absent = set() if unknown else {each.name for each in ROLES.values() if each.config} - {*run.roles}
+    inherited = [each for each in violations if each.key.split(".")[0] in absent and each.key not in run.written]
+    return [each for each in violations if each not in inherited]
+
+
+def _role_violations(run: RunConfig, role: Role) -> list[Violation]:
+    return run.role_config(role).violations(role.name)
 
 
 def _unknown_parts(run: RunConfig) -> list[Violation]:
@@ -101,40 +118,48 @@ def _unknown_parts(run: RunConfig) -> list[Violation]:
     return violations
 
 
-def _batch_violations(run: RunConfig) -> list[Violation]:
-    violations, size = [], run.data.train_batch_size
+def _batch_violations(run: RunConfig) -> Iterator[Violation]:
+    size = run.data.train_batch_size
     for role in run.trained_rows:
         mini = run.trained_config(role).ppo_mini_batch_size
-        if mini > 0 and size % mini:
-            fitting = max(part for part in range(1, min(mini, size) + 1) if size % part == 0)
+        if size % mini:
+            pairs = ((part, size // part) for part in range(1, isqrt(size) + 1) if size % part == 0)
+            fitting = max(part for pair in pairs for part in pair if part <= mini)
             problem = f"does not divide data.train_batch_size={size}"
-            violations.append(Violation(f"{role.name}.ppo_mini_batch_size", mini, problem, f"Write {fitting}, say"))
+            yield Violation(f"{role.name}.ppo_mini_batch_size", mini, problem, f"Write {fitting}, say")
+
+
+def _gen_batch_violations(run: RunConfig) -> list[Violation]:
+    violations, size = [], run.data.train_batch_size
     drawn, filtering = run.data.gen_batch_size, run.algorithm.filter_groups.enable
     if drawn is not None and not filtering and drawn != size:
         problem = f"differs from data.train_batch_size={size}, and no groups are filtered"
         remedy = "Leave it out, or write algorithm.filter_groups.enable=true"
         violations.append(Violation("data.gen_batch_size", drawn, problem, remedy))
     attempts = run.algorithm.filter_groups.max_num_gen_batches
-    if drawn is not None and filtering and 0 < drawn * attempts < size:
+    if drawn is not None and filtering and drawn * attempts < size:
         problem = f"times algorithm.filter_groups.max_num_gen_batches={attempts} is less than "
         problem += f"data.train_batch_size={size}: a step could not be filled"
         remedy = f"Write {-(-size // attempts)} or more"
         violations.append(Violation("data.gen_batch_size", drawn, problem, remedy))
+    return violations
+
+
+def _length_violations(run: RunConfig) -> Iterator[Violation]:
     overlong, longest = run.reward.overlong, run.data.max_response_length
     if overlong.enable and overlong.length >= longest:
         problem = f"punishes every response, since data.max_response_length={longest}"
         remedy = f"Write {max(1, longest // 4)}, say"
-        violations.append(Violation("reward.overlong.length", overlong.length, problem, remedy))
+        yield Violation("reward.overlong.length", overlong.length, problem, remedy)
     for name in ("max_prompt_length", "max_response_length"):
         here, there = getattr(run.data, name), getattr(run.rollout, name)
         if here != there:
             problem = f"differs from data.{name}={here}"
-            violations.append(Violation(f"rollout.{name}", there, problem, f"Leave it out: it is data.{name}"))
-    return violations
+            yield Violation(f"rollout.{name}", there, problem, f"Leave it out: it is data.{name}")
 
 
-def _algorithm_violations(run: RunConfig) -> list[Violation]:
-    violations, algorithm, n = _loss_violations(run), run.algorithm, run.rollout.n
+def _group_violations(run: RunConfig) -> list[Violation]:
+    violations, algorithm, n = list[Violation](), run.algorithm, run.rollout.n
     name, least = algorithm.adv_estimator, estimator(algorithm.adv_estimator).min_group
     if n < least:
         problem = f"algorithm.adv_estimator={name} compares the samples of a prompt, and needs {least} or more"
@@ -142,7 +167,11 @@ def _algorithm_violations(run: RunConfig) -> list[Violation]:
     if algorithm.filter_groups.enable and n < 2:
         problem = "algorithm.filter_groups.enable looks for groups whose rewards differ, and a group has one sample"
         violations.append(Violation("rollout.n", n, problem, "Write rollout.n=8, say, or enable=false"))
-    drawn = run.rollout
+    return violations
+
+
+def _distribution_violations(run: RunConfig) -> list[Violation]:
+    violations, algorithm, drawn = list[Violation](), run.algorithm, run.rollout
     if drawn.temperature == 0:
         problem = "greedy samples are of no distribution that could be trained"
         violations.append(Violation("rollout.temperature", 0, problem, "Write rollout.temperature=1.0"))
@@ -151,13 +180,14 @@ def _algorithm_violations(run: RunConfig) -> list[Violation]:
         problem = "with top_p or top_k, sampler and trainer mean different distributions, and the ratio says nothing"
         remedy = "Write rollout.top_p=1.0 rollout.top_k=-1, or leave it out"
         violations.append(Violation(f"algorithm.rollout_correction.{reads_ratio[0]}", reads_ratio[1], problem, remedy))
-    if estimator(name).parts:
-        violations += _parts_violations(algorithm)
-    if run.trainer.critic_warmup and len(run.trained_rows) == 1:
-        problem = f"the actor alone is trained: algorithm.adv_estimator={name} needs no values"
-        remedy = "Write trainer.critic_warmup=0 or algorithm.adv_estimator=gae"
-        violations.append(Violation("trainer.critic_warmup", run.trainer.critic_warmup, problem, remedy))
     return violations
+
+
+def _warmup_violations(run: RunConfig) -> Iterator[Violation]:
+    if run.trainer.critic_warmup and len(run.trained_rows) == 1:
+        problem = f"the actor alone is trained: algorithm.adv_estimator={run.algorithm.adv_estimator} needs no values"
+        remedy = "Write trainer.critic_warmup=0 or algorithm.adv_estimator=gae"
+        yield Violation("trainer.critic_warmup", run.trainer.critic_warmup, problem, remedy)
 
 
 def _loss_violations(run: RunConfig) -> list[Violation]:
@@ -175,6 +205,12 @@ def _loss_violations(run: RunConfig) -> list[Violation]:
         problem = f"actor.loss_mode={loss.name} has no ratio, and nobody would read the sampler's log-probs"
         remedy = "Write false and level=token, or another loss"
         violations.append(Violation("algorithm.rollout_correction.bypass_mode", True, problem, remedy))
+    return violations
+
+
+def _update_violations(run: RunConfig) -> list[Violation]:
+    """More updates of a batch than the policy loss is right for."""
+    violations, actor, loss = list[Violation](), run.actor, policy_loss(run.actor.loss_mode)
     if loss.updates_per_batch is None or actor.allow_stale_updates:
         return violations
     size = run.data.train_batch_size
@@ -182,7 +218,7 @@ def _loss_violations(run: RunConfig) -> list[Violation]:
     remedy = "or a loss with a ratio, actor.loss_mode=ppo_clip, or actor.allow_stale_updates=true"
     if actor.ppo_epochs > loss.updates_per_batch:
         violations.append(Violation("actor.ppo_epochs", actor.ppo_epochs, reason, f"Write 1, {remedy}"))
-    if 0 < actor.ppo_mini_batch_size < size and size % actor.ppo_mini_batch_size == 0:
+    if actor.ppo_mini_batch_size < size and size % actor.ppo_mini_batch_size == 0:
         problem = f"is less than data.train_batch_size={size}: {reason}"
         violations.append(
             Violation("actor.ppo_mini_batch_size", actor.ppo_mini_batch_size, problem, f"Write {size}, {remedy}")
@@ -190,8 +226,11 @@ def _loss_violations(run: RunConfig) -> list[Violation]:
     return violations
 
 
-def _parts_violations(algorithm: AlgorithmConfig) -> list[Violation]:
+def _parts_violations(run: RunConfig) -> list[Violation]:
     """Violations of an estimator that reads the parts of the reward."""
+    algorithm = run.algorithm
+    if not estimator(algorithm.adv_estimator).parts:
+        return []
     violations, keys, weights = [], algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if not keys:
         problem = f"{algorithm.adv_estimator} normalizes each part of the reward by itself, and none is named"
@@ -219,17 +258,12 @@ def _share_violations(run: RunConfig) -> list[Violation]:
     return [Violation("reward_model.gpu_memory_utilization", judge, problem, remedy)]
 
 
-def _missing(run: RunConfig) -> list[Violation]:
-    violations = []
+def _missing(run: RunConfig) -> Iterator[Violation]:
     if not run.model.path:
-        remedy = "Write model.path=DIR, a Hugging Face checkpoint"
-        violations.append(Violation("model.path", "", "is not set", remedy))
+        yield Violation("model.path", "", "is not set", "Write model.path=DIR, a Hugging Face checkpoint")
     if not run.data.train_files and not run.trainer.val_only:
-        violations.append(
-            Violation("data.train_files", "[]", "there is nothing to train on", "Write data.train_files=[FILE]")
-        )
+        yield Violation("data.train_files", "[]", "there is nothing to train on", "Write data.train_files=[FILE]")
     validates = run.trainer.val_only or run.trainer.test_freq
     if not run.data.val_files and validates:
         asked = "trainer.val_only" if run.trainer.val_only else f"trainer.test_freq={run.trainer.test_freq}"
-        violations.append(Violation("data.val_files", "[]", f"{asked} needs some", "Write data.val_files=[FILE]"))
-    return violations
+        yield Violation("data.val_files", "[]", f"{asked} needs some", "Write data.val_files=[FILE]")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
+from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import SftDataConfig, data_violations
 from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.role import Role
@@ -38,21 +41,34 @@ class SftConfig(RoleGroups):
         return (ACTOR,)
 
 
-def sft_violations(config: SftConfig) -> list[Violation]:
-    """Every violation that can be seen without opening a file."""
-    violations = [*data_violations(config.data), *trainer_violations(config.trainer)]
-    for role in config.group_rows:
-        violations += config.role_config(role).violations(role.name)
+def sft_violations(config: SftConfig, *, planned: bool = False) -> list[Violation]:
+    """Every violation that can be seen without opening a file.  planned: nothing has to be there to train on."""
+    rules: list[CrossCheck[SftConfig]] = [
+        lambda config: data_violations(config.data),
+        lambda config: trainer_violations(config.trainer),
+        *(partial(_role_violations, role=role) for role in config.group_rows),
+        _warmup_violations,
+        *(() if planned else (_missing,)),
+    ]
+    return check(config, rules)
+
+
+def _role_violations(config: SftConfig, role: Role) -> list[Violation]:
+    return config.role_config(role).violations(role.name)
+
+
+def _warmup_violations(config: SftConfig) -> Iterator[Violation]:
+    if config.trainer.critic_warmup:
+        remedy = "Leave trainer.critic_warmup out"
+        yield Violation("trainer.critic_warmup", config.trainer.critic_warmup, "sft has no critic", remedy)
+
+
+def _missing(config: SftConfig) -> Iterator[Violation]:
     if not config.model.path:
-        violations.append(Violation("model.path", "", "is not set", "Write model.path=DIR, a Hugging Face checkpoint"))
+        yield Violation("model.path", "", "is not set", "Write model.path=DIR, a Hugging Face checkpoint")
     if not config.data.train_files:
-        remedy = "Write data.train_files=[FILE]"
-        violations.append(Violation("data.train_files", "[]", "there is nothing to train on", remedy))
+        yield Violation("data.train_files", "[]", "there is nothing to train on", "Write data.train_files=[FILE]")
     trainer = config.trainer
     if (trainer.val_only or trainer.test_freq) and not config.data.val_files:
         asked = "trainer.val_only" if trainer.val_only else f"trainer.test_freq={trainer.test_freq}"
-        violations.append(Violation("data.val_files", "[]", f"{asked} needs some", "Write data.val_files=[FILE]"))
-    if trainer.critic_warmup:
-        remedy = "Leave trainer.critic_warmup out"
-        violations.append(Violation("trainer.critic_warmup", trainer.critic_warmup, "sft has no critic", remedy))
-    return violations
+        yield Violation("data.val_files", "[]", f"{asked} needs some", "Write data.val_files=[FILE]")

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
 
+from mcore_rl.config.bounds import (
+    InputDirectory,
+    Interval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OutputDirectory,
+    OutputFile,
+    PositiveFloat,
+    PositiveInt,
+    Ranks,
+    Seconds,
+    SecondsOrZero,
+    Share,
+    check,
+)
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import Violation
+
+LARGEST_WORLD = 131072  # processes; no cluster has more
 
 
 class Logger(Enum):
@@ -47,9 +65,9 @@ class WatchdogConfig:
     least_s: the shortest limit that ``factor`` may give, seconds.
     """
 
-    limit_s: float = 7200.0
-    factor: float = 20.0
-    least_s: float = 300.0
+    limit_s: SecondsOrZero = 7200.0
+    factor: Annotated[float, Interval("[1, inf)")] = 20.0
+    least_s: SecondsOrZero = 300.0
 
 
 @dataclass(kw_only=True)
@@ -67,14 +85,14 @@ class GuardConfig:
     divides; 0: in the first update only.
     """
 
-    window: int = 10
-    reward_drop: float = 0.5
-    entropy_share: float = 0.1
-    max_logprob_diff: float = 0.1
-    max_kl: float | None = None
-    max_clip_share: float = 0.9
+    window: NonNegativeInt = 10
+    reward_drop: NonNegativeFloat = 0.5
+    entropy_share: Share = 0.1
+    max_logprob_diff: NonNegativeFloat = 0.1
+    max_kl: NonNegativeFloat | None = None
+    max_clip_share: Share = 0.9
     stop: bool = False
-    check_weights_freq: int = 0
+    check_weights_freq: NonNegativeInt = 0
 
 
 @dataclass(kw_only=True)
@@ -103,30 +121,30 @@ class TrainerConfig:
 
     project_name: str = "mcore_rl"
     experiment_name: str = "run"
-    default_local_dir: str = "runs/run"
+    default_local_dir: OutputDirectory = "runs/run"
     logger: list[Logger] = field(default_factory=lambda: [Logger.console])
-    total_epochs: int = 1
-    total_training_steps: int | None = None
-    save_freq: int = 0
-    test_freq: int = 0
+    total_epochs: PositiveInt = 1
+    total_training_steps: PositiveInt | None = None
+    save_freq: NonNegativeInt = 0
+    test_freq: NonNegativeInt = 0
     val_before_train: bool = True
     val_only: bool = False
     resume_mode: ResumeMode = ResumeMode.auto
-    resume_from_path: str | None = None
+    resume_from_path: InputDirectory | None = None
     async_save: bool = True
-    max_to_keep: int | None = None
-    keep_every: int | None = None
-    critic_warmup: int = 0
-    nnodes: int = 1
-    n_gpus_per_node: int = 1
+    max_to_keep: PositiveInt | None = None
+    keep_every: PositiveInt | None = None
+    critic_warmup: NonNegativeInt = 0
+    nnodes: Ranks = 1
+    n_gpus_per_node: Ranks = 1
     device: Device = Device.auto
     placement: Placement = Placement.colocated
-    log_val_generations: int = 8
+    log_val_generations: NonNegativeInt = 8
     save_rollouts: bool = True
-    profile_steps: list[int] = field(default_factory=list)
-    timeout_s: float = 600.0
-    device_peak_tflops: float | None = None
-    max_restarts: int = 3
+    profile_steps: list[PositiveInt] = field(default_factory=list)
+    timeout_s: Seconds = 600.0
+    device_peak_tflops: PositiveFloat | None = None
+    max_restarts: NonNegativeInt = 3
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     guards: GuardConfig = field(default_factory=GuardConfig)
 
@@ -145,8 +163,8 @@ def is_due(frequency: int, step: int, last_step: int) -> bool:
 class ModelPathConfig:
     """path: a Hugging Face checkpoint directory.  tokenizer_path: the directory of its tokenizer; None is ``path``."""
 
-    path: str = ""
-    tokenizer_path: str | None = None
+    path: InputDirectory = ""
+    tokenizer_path: InputDirectory | None = None
 
 
 @dataclass(kw_only=True)
@@ -158,62 +176,35 @@ class RayInitConfig:
     timeline_json_file: file for Ray's timeline, written at the end; None is none.
     """
 
-    num_cpus: int | None = None
+    num_cpus: PositiveInt | None = None
     address: str | None = None
-    timeline_json_file: str | None = None
+    timeline_json_file: OutputFile | None = None
 
 
 def trainer_violations(trainer: TrainerConfig) -> list[Violation]:
     """Every violation within ``trainer``, not looking at other groups."""
-    violations = []
-    if not trainer.default_local_dir.strip():
-        problem, remedy = "names no directory", "Write the directory of the run, such as runs/first"
-        violations.append(Violation("trainer.default_local_dir", trainer.default_local_dir, problem, remedy))
-    for name in (
-        "total_epochs",
-        "total_training_steps",
-        "max_to_keep",
-        "keep_every",
-        "nnodes",
-        "n_gpus_per_node",
-        "timeout_s",
-    ):
-        value = getattr(trainer, name)
-        if value is not None and value <= 0:
-            violations.append(Violation(f"trainer.{name}", value, "must be positive", "Write 1 or more"))
-    for name in ("save_freq", "test_freq", "critic_warmup", "log_val_generations", "max_restarts"):
-        if getattr(trainer, name) < 0:
-            violations.append(
-                Violation(f"trainer.{name}", getattr(trainer, name), "must not be negative", "Write 0 or more")
-            )
-    guards = trainer.guards
-    for name in ("window", "check_weights_freq", "reward_drop", "entropy_share", "max_logprob_diff", "max_clip_share"):
-        if not getattr(guards, name) >= 0:
-            remedy = "Write 0 or more"
-            violations.append(
-                Violation(f"trainer.guards.{name}", getattr(guards, name), "must not be negative", remedy)
-            )
-    if guards.window == 1:
-        remedy = "Write 2 or more, or 0 for no alarms"
-        violations.append(Violation("trainer.guards.window", 1, "of one step, there is no mean", remedy))
-    watchdog = trainer.watchdog
-    for name, least in (("limit_s", 0.0), ("factor", 1.0), ("least_s", 0.0)):
-        value = getattr(watchdog, name)
-        if not value >= least:
-            remedy = f"Write {least:g} or more"
-            violations.append(Violation(f"trainer.watchdog.{name}", value, f"must be at least {least:g}", remedy))
-    if min(trainer.profile_steps, default=1) < 1:
-        violations.append(
-            Violation("trainer.profile_steps", trainer.profile_steps, "steps count from 1", "Write [2], say")
-        )
-    peak = trainer.device_peak_tflops
-    if peak is not None and not peak > 0:
-        remedy = "Write the TFLOP/s of the device's data sheet, dense, or leave it out"
-        violations.append(Violation("trainer.device_peak_tflops", peak, "must be positive", remedy))
-    if (trainer.resume_mode is ResumeMode.path) != (trainer.resume_from_path is not None):
-        problem = f"goes with trainer.resume_mode=path only, which is {trainer.resume_mode.value}"
-        if trainer.resume_from_path is None:
-            problem = "says nothing, and trainer.resume_mode=path needs it"
-        remedy = "Write both or neither"
-        violations.append(Violation("trainer.resume_from_path", trainer.resume_from_path, problem, remedy))
-    return violations
+    return check(trainer, [_size_violations, _window_violations, _resume_violations], "trainer.")
+
+
+def _size_violations(trainer: TrainerConfig) -> list[Violation]:
+    if trainer.world_size <= LARGEST_WORLD:
+        return []
+    problem = f"with trainer.nnodes={trainer.nnodes} is {trainer.world_size:,} processes"
+    remedy = f"Write fewer: at most {LARGEST_WORLD:,} in all"
+    return [Violation("trainer.n_gpus_per_node", trainer.n_gpus_per_node, problem, remedy)]
+
+
+def _window_violations(trainer: TrainerConfig) -> list[Violation]:
+    if trainer.guards.window != 1:
+        return []
+    remedy = "Write 2 or more, or 0 for no alarms"
+    return [Violation("trainer.guards.window", 1, "of one step, there is no mean", remedy)]
+
+
+def _resume_violations(trainer: TrainerConfig) -> list[Violation]:
+    if (trainer.resume_mode is ResumeMode.path) == (trainer.resume_from_path is not None):
+        return []
+    problem = f"goes with trainer.resume_mode=path only, which is {trainer.resume_mode.value}"
+    if trainer.resume_from_path is None:
+        problem = "says nothing, and trainer.resume_mode=path needs it"
+    return [Violation("trainer.resume_from_path", trainer.resume_from_path, problem, "Write both or neither")]

@@ -22,6 +22,7 @@ from mcore_rl.config.algorithm_registry import (
     policy_loss,
     policy_losses,
 )
+from mcore_rl.config.bounds import Unsound
 from mcore_rl.config.engine import Dispatcher
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
@@ -194,6 +195,8 @@ def unread_violations(run: RunConfig) -> list[Violation]:
 def _violation(run: RunConfig, key: str) -> Violation | None:
     for problem, remedy in (*_of_switches(run, key), *_of_parts(run, key)):
         value = reduce(_at, key.split("."), run)
+        if isinstance(value, Unsound):
+            return None  # its bounds are another violation
         shown = value.value if isinstance(value, Enum) else value
         return Violation(key, shown, f"is not read: {problem}", f"Leave it out, or write {remedy}")
     return None

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from mcore_rl.config.yaml_files import read_yaml
 
 
 @dataclass(kw_only=True)
@@ -45,7 +46,7 @@ def _of_file(directory: Path, name: str, above: frozenset[str]) -> tuple[set[str
     path = directory / f"{name}.yaml"
     if name in above or not path.is_file():
         return set(), name == "train"  # the package's train.yaml chooses an algorithm
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    values = read_yaml(path)
     defaults = values.pop("defaults", [])
     written, chooses = set(_leaves(values)), False
     for entry in defaults:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Annotated
 
+from mcore_rl.config.bounds import Interval, OutputDirectory, Ranks
 from mcore_rl.config.engine import Device
+from mcore_rl.config.options import typed
+
+Minutes = Annotated[float, Interval("(0, 10080]")]  # a week
 
 HELP = "measure this machine or cluster, and say what is wrong before a run does"
 EPILOG = """\
@@ -30,16 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="cluster.KEY=VALUE", help="changes the cluster's yaml")
     parser.add_argument("--cluster", default="", metavar="NAME", help="of launch/clusters, or the path of a yaml file")
     parser.add_argument("--recipe", default="", metavar="NAME", help="of launch/recipes: the run that is to follow")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes to examine (default: this one)")
+    parser.add_argument(
+        "--nodes", type=typed(Ranks), default=1, metavar="N", help="nodes to examine (default: this one)"
+    )
     parser.add_argument("--address", default="", metavar="HOST:PORT", help="of the Ray that runs on them; or auto")
     parser.add_argument("--quick", action="store_true", help="leave out what starts engines or takes minutes")
-    parser.add_argument("--minutes", type=float, default=15.0, help="for all of it; what is late is SKIP (default: 15)")
+    parser.add_argument(
+        "--minutes", type=typed(Minutes), default=15.0, help="for all of it; what is late is SKIP (default: 15)"
+    )
     parser.add_argument("--only", action="append", metavar="CHECK", help="this check alone; may be given several times")
     parser.add_argument("--list", action="store_true", help="the checks and what they need")
     parser.add_argument(
         "--device", default="", choices=[each.value for each in Device], help="instead of the cluster's, or auto"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/doctor"), metavar="DIR",
+        "--out", type=typed(OutputDirectory), default=Path("runs/doctor"), metavar="DIR",
         help="of doctor.json and the logs; every node must see it (default: %(default)s)",
     )  # fmt: skip

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Device
-from mcore_rl.config.launch import load_cluster, load_recipe
+from mcore_rl.config.launch import load_cluster, load_recipe, planned_violations
 from mcore_rl.config.names import meant
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
@@ -37,8 +37,6 @@ def options_problems(options: argparse.Namespace) -> list[Violation]:
             problems.append(Violation("--only", name, "there is no such check", remedy))
     if options.nodes < 1:
         problems.append(Violation("--nodes", options.nodes, "must be positive", "Write 1 or more"))
-    if options.minutes <= 0:
-        problems.append(Violation("--minutes", options.minutes, "must be positive", "Write 15, say"))
     if options.nodes > 1 and not options.address:
         remedy = "Start Ray on them (docs/ray.md) and write --address HOST:PORT; a Slurm job does: cluster.slurm.doctor"
         problems.append(Violation("--nodes", options.nodes, "needs a Ray cluster over the nodes", remedy))
@@ -54,6 +52,7 @@ def options_problems(options: argparse.Namespace) -> list[Violation]:
 def _planned(options: argparse.Namespace) -> tuple[RunConfig | SftConfig | None, ClusterConfig | None]:
     """The recipe and the cluster that were named; a recipe names its own cluster."""
     run = load_recipe(options.recipe) if options.recipe else None
+    refuse_if_any([] if run is None else planned_violations(run))
     name = options.cluster or (run.recipe.cluster if run is not None else "")
     overrides = [text.removeprefix("cluster.") for text in options.overrides]
     return run, load_cluster(name, overrides) if name else None

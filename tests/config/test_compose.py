@@ -84,7 +84,7 @@ def test_sft_has_a_schema_of_its_own() -> None:
         ("rollout.n=2.5", "rollout.n=2.5: Value '2.5' of type 'float' could not be converted to Integer"),
         ("rollout.n=null", "rollout.n=null: "),
         ("actor.precision=float12", "actor.precision=float12: Invalid value 'float12', expected one of [float32"),
-        ("data.train_files=a.parquet", "data.train_files=a.parquet: "),
+        ("data.train_files={a:1}", "data.train_files={a:1}: "),
         ("trainer.logger=[console,disk]", "trainer.logger=[console,disk]: Invalid value 'disk'"),
         ("actor=5", "actor=5: "),
         ("algorithm=grop", "algorithm=grop: there is none of that name. Choose one of cispo, clip_cov"),
@@ -148,3 +148,12 @@ def test_plain_values_hold_no_enums() -> None:
     values = as_dict(compose(RunConfig, "train", ["actor.precision=float32", "trainer.logger=[wandb]"]))
     assert values["actor"]["precision"] == "float32" and values["trainer"]["logger"] == ["wandb"]
     assert yaml.safe_load(yaml.safe_dump(values)) == values | {"actor": values["actor"]}
+
+
+def test_one_item_is_a_list_of_it() -> None:
+    written = ["data.train_files=x.parquet", "trainer.logger=console", "trainer.profile_steps=2"]
+    run = compose(RunConfig, "train", written)
+    assert run.data.train_files == ["x.parquet"] and run.trainer.logger == [Logger.console]
+    assert run.trainer.profile_steps == [2] and set(run.written) == {each.partition("=")[0] for each in written}
+    assert compose(RunConfig, "train", ["data.val_files='a b.parquet'"]).data.val_files == ["a b.parquet"]
+    assert compose(RunConfig, "train", ["algorithm.gdpo_reward_weights=null"]).algorithm.gdpo_reward_weights is None

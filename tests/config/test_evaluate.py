@@ -22,7 +22,7 @@ def test_a_path_is_enough() -> None:
     ("override", "said"),
     [
         ("path=", "path=: is not set. Write path=FILE.parquet"),
-        ("k=[4,0]", "k=[4, 0]: 0 is no number of responses"),
+        ("k=[4,0]", "k[1]=0: must be positive"),
         ("k=[2,2]", "k=[2, 2]: names a number twice"),
         ("max_response_length=0", "max_response_length=0: must be positive"),
         ("reward.overlong.enable=true", "reward.overlong.enable=True: how long a response is too long"),

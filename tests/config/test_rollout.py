@@ -88,7 +88,7 @@ def test_what_vllm_cannot_run_is_refused_with_a_remedy(model: object, layout: Ro
         (dict(temperature=0.0, n=4), "draws the same response rollout.n=4 times"),
         (dict(top_p=0.0), "rollout.top_p=0.0: must lie in (0, 1]"),
         (dict(top_k=0), "rollout.top_k=0: keeps no token. Write -1"),
-        (dict(stop=["", "x"]), "an empty string ends nothing"),
+        (dict(stop=["", "x"]), "rollout.stop[0]=: is empty"),
         (dict(moe_backend=MoeBackend.aiter), "rollout.moe_backend=aiter: rearranges the experts' weights in place"),
         (dict(moe_backend=MoeBackend.flashinfer_trtllm), "Write rollout.moe_backend=auto"),
         (dict(gpu_memory_utilization=1.5), "must lie in (0, 1]. Write 0.5"),

@@ -55,7 +55,7 @@ def test_errors_are_one_message_and_exit_code_2(
     assert "train=0: must be positive" in capsys.readouterr().err
     (tmp_path / "out").write_text("in the way")
     assert tool.main(["arithmetic", "--train", "3", "--val", "3", *out]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "is a file, and no directory" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         tool.main(["gsm8k"])
 

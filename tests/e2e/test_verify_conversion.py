@@ -70,7 +70,7 @@ def test_a_directory_is_held_too(
         (["--model", "deepseek-v3", "--layout", "pp=16"], "Write parallel.pipeline_layers=["),
         (["--model", "tiny-mixtral", "--preset", "z80"], "preset=z80: is no preset of it"),
         (["--model", "tiny-mixtral", "--pipeline-layers", "1,x"], "pipeline-layers=1,x"),
-        (["--hf", "nowhere"], "config.json: cannot be read"),
+        (["--hf", "nowhere"], "--hf=nowhere: there is no such directory"),
     ],
 )
 def test_a_mistake_is_one_message(

@@ -1,19 +1,33 @@
-"""Checks whether a checkpoint's model can be trained and sampled as configured: layouts, lengths, batches."""
+"""Checks whether a checkpoint's model can be trained and sampled as configured: tensors, layouts, lengths, batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
+from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Role
 from mcore_rl.config.roles import RoleConfig
 from mcore_rl.config.rollout import BYTES, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import Violation
+from mcore_rl.families.config_json import read_config
+from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import Layout, layout_violations
+from mcore_rl.weights.table import Table
+
+
+def demand_weights(directory: Path, head: Head) -> None:
+    """Raises CheckpointError unless ``directory`` has the tensors that its config.json describes; reads headers."""
+    family, model = model_of(read_config(directory))
+    with HfCheckpoint.open(directory) as checkpoint:
+        check_checkpoint(checkpoint, Table(family, model, ParallelConfig(), 1, head=head))
 
 
 def model_run_violations(run: RunConfig, models: Mapping[str, ModelConfig]) -> list[Violation]:

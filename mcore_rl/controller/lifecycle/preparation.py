@@ -18,7 +18,7 @@ from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import warn
-from mcore_rl.controller.lifecycle.model_checks import model_run_violations
+from mcore_rl.controller.lifecycle.model_checks import demand_weights, model_run_violations
 from mcore_rl.controller.lifecycle.resume_check import Identity, note_differences
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.step.reward_model import Encoder, prepare_encoder, template_problem
@@ -140,6 +140,8 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         except ConfigError as error:
             violations += error.violations
     refuse_if_any(violations)
+    for role in config.group_rows:
+        demand_weights(Path(config.weights_of(role)), role.head)
     tokenizer = load_tokenizer(config.model.tokenizer_path or directory)
     train, validation = _prompts(config, tokenizer)
     data, data_sources = config.data, _data_sources(config, [train, validation], encoder)

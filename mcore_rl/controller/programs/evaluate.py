@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from mcore_rl.config.bounds import file_violations
+from mcore_rl.config.compose import as_dict
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.reward_model import style_violations
+from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.controller.lifecycle.graded_rows import check_graded_rows
 from mcore_rl.data.responses import ResponseRow, ResponseSet
 from mcore_rl.errors import Violation, refuse_if_any
@@ -27,6 +30,7 @@ from mcore_rl.rewards.estimates import CONFIDENCE, MeanEstimate, interval, major
 from mcore_rl.rewards.score import ERROR_KINDS, RewardRequest, Score
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.tracking.atomic import replaced
+from mcore_rl.tracking.journal import Journal, journal, sum_of
 from mcore_rl.tracking.progress import WorkProgress
 
 if TYPE_CHECKING:
@@ -73,30 +77,45 @@ class SourceReport:
 async def run_evaluate(config: EvaluateConfig) -> int:
     """Grade, show a table, write ``config.out``; returns the exit code 0.
 
+    Killed, the same command goes on with the scores that are there, and writes the same file.
+
     Raises ConfigError and kin with everything that keeps it from starting.
     """
-    refuse_if_any([*evaluate_violations(config), *_place_violations(config)])
+    refuse_if_any([*evaluate_violations(config), *file_violations(config)])
     rows = ResponseSet.load(config.path, config.prompt_key, config.response_key)
     refuse_if_any(_row_violations(config, rows))
     console = Console()
     async with AsyncExitStack() as stack:
+        kept = Journal()
+        if config.out is not None:
+            out = Path(config.out).expanduser()
+            kept = stack.enter_context(journal(out, work_of(config), afresh=config.overwrite))
         scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
         scorer.check_sources(s for s, by_model in zip(rows.data_sources, rows.by_model, strict=True) if not by_model)
         for line in check_graded_rows(scorer, config.custom_reward_function, rows, refuse=False):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         reward_model = await _reward_model(config, stack)
         work = stack.enter_context(WorkProgress("grading", sum(rows.counts), "responses"))
-        graded = await grade_all(scorer, rows, config.max_response_length or 0, lambda: work.advance(1), reward_model)
-    reports = reports_of(graded, config.k, has_lengths=rows.has_lengths, has_finish=rows.has_finish)
-    for source, report in reports.items():
-        console.print(table_of(source, report))
-        for line in _remarks(report):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if config.out is not None:
-        with replaced(Path(config.out).expanduser()) as new:
-            new.write_text(json.dumps(as_json(config.path, reports), indent=2, allow_nan=False) + "\n")
-        console.print(f"numbers: {config.out}", markup=False, highlight=False, soft_wrap=True)
+        graded = await grade_all(
+            scorer, rows, config.max_response_length or 0, lambda: work.advance(1), reward_model, kept
+        )
+        reports = reports_of(graded, config.k, has_lengths=rows.has_lengths, has_finish=rows.has_finish)
+        for source, report in reports.items():
+            console.print(table_of(source, report))
+            for line in _remarks(report):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if config.out is not None:
+            with replaced(Path(config.out).expanduser()) as new:
+                new.write_text(json.dumps(as_json(config.path, reports), indent=2, allow_nan=False) + "\n")
+            console.print(f"numbers: {config.out}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def work_of(config: EvaluateConfig) -> dict[str, Any]:
+    """What the scores follow from: the settings, the responses, the user's function."""
+    settings = as_dict(replace(config, out=None, overwrite=False, k=[], ray_init=RayInitConfig()))
+    own = config.custom_reward_function.path
+    return {"settings": settings, "responses": sum_of(config.path), "function": own and sum_of(own)}
 
 
 async def grade_all(
@@ -105,6 +124,7 @@ async def grade_all(
     max_tokens: int,
     report: Callable[[], None],
     reward_model: RewardModel | None = None,
+    kept: Journal | None = None,
 ) -> list[Graded]:
     """Grades every response; returns the scores in file order.
 
@@ -114,7 +134,10 @@ async def grade_all(
     max_tokens: the limit of a response when it was generated; 0: unknown.
     report: called after each response.
     reward_model: scores the rows that ask for it.
+    kept: the scores that are there already, and where new ones are noted.
     """
+    kept = kept or Journal()
+    there = {(entry["row"], entry["index"]): _score(entry["score"]) for entry in kept.entries}
     graded: list[tuple[ResponseRow, list[Score | None]]] = []
 
     def requests() -> Iterator[tuple[ResponseRow, list[Score | None], int]]:
@@ -122,17 +145,21 @@ async def grade_all(
             scores: list[Score | None] = [None] * len(row.responses)
             graded.append((replace(row, responses=(), columns={}, extra_info={}, messages=[], turns=()), scores))
             for index in range(len(scores)):
-                yield row, scores, index
+                if (row.id, index) in there:
+                    scores[index] = there[row.id, index]
+                    report()
+                else:
+                    yield row, scores, index
 
     waiting = requests()
 
     async def serve() -> None:
         for row, scores, index in waiting:  # all servers draw from the one
             request = request_of(row, index, max_tokens)
-            if reward_model is not None and row.scored_by_model:
-                scores[index] = await reward_model.score(request)
-            else:
-                scores[index] = await scorer.score(request)
+            by_model = reward_model is not None and row.scored_by_model
+            score = await (reward_model if by_model and reward_model else scorer).score(request)
+            scores[index] = score
+            kept.append({"row": row.id, "index": index, "score": asdict(score)})
             report()
 
     servers = [asyncio.create_task(serve()) for _ in range(IN_FLIGHT)]
@@ -142,6 +169,11 @@ async def grade_all(
         for server in servers:
             server.cancel()
     return [Graded(row=row, scores=tuple(each for each in scores if each is not None)) for row, scores in graded]
+
+
+def _score(values: dict[str, Any]) -> Score:
+    """A score as the journal has it."""
+    return Score(**values | {"turn_rewards": tuple(values["turn_rewards"])})
 
 
 async def _reward_model(config: EvaluateConfig, stack: AsyncExitStack) -> RewardModel | None:
@@ -264,19 +296,6 @@ def _remarks(report: SourceReport) -> list[str]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in report.errors.items() if count)
         lines.append(f"not graded, and counted as wrong: {kinds}; the first: {report.example}")
     return lines
-
-
-def _place_violations(config: EvaluateConfig) -> list[Violation]:
-    if config.out is None:
-        return []
-    out = Path(config.out).expanduser().resolve()
-    if out.is_dir():
-        return [Violation("out", config.out, "is a directory", "Write the name of a JSON file in it")]
-    if out == Path(config.path).expanduser().resolve():
-        return [Violation("out", config.out, "is the file with the responses", "Write another name")]
-    if out.exists() and not config.overwrite:
-        return [Violation("out", config.out, "exists", "Write another name, or overwrite=true")]
-    return []
 
 
 def _row_violations(config: EvaluateConfig, rows: ResponseSet) -> list[Violation]:

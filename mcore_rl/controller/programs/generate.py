@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from rich.console import Console
 
+from mcore_rl.config.bounds import file_violations
+from mcore_rl.config.compose import as_dict
 from mcore_rl.config.generate import GenerateConfig, generate_violations
+from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.controller.step.rollout_collection import sampling_of
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.responses import LENGTH, Generated, taken_columns, write_responses
@@ -29,11 +33,14 @@ from mcore_rl.rollout.single_turn import single_turn
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.placement import place_engines
 from mcore_rl.runtime.start import pool_of, start_engines
+from mcore_rl.tracking.journal import Journal, journal, journal_of
 from mcore_rl.tracking.progress import WorkProgress
 
 
 async def run_generate(config: GenerateConfig) -> int:
     """Read prompts, draw responses, write ``config.out``; returns the exit code 0.
+
+    Killed, the same command goes on with the responses that are there, and writes the same file.
 
     Raises ConfigError and kin with everything that keeps it from starting, before any process does.
     """
@@ -43,6 +50,9 @@ async def run_generate(config: GenerateConfig) -> int:
     rollout, out = config.rollout, Path(config.out)
     table = prompts.table()
     async with AsyncExitStack() as stack:
+        kept = stack.enter_context(journal(out, work_of(config, prompts), afresh=config.overwrite))
+        if kept.entries:
+            _say(console, f"going on with {journal_of(out)}, which has {len(kept.entries):,} responses")
         _say(console, "starting Ray and the rollout engines")
         stack.enter_context(ray_cluster(config.ray_init))
         places = await place_engines(rollout.layout, platform)
@@ -51,7 +61,7 @@ async def run_generate(config: GenerateConfig) -> int:
         engines = await start_engines(directory, rollout, places.rollout, platform, logs, stack)
         with WorkProgress("generating", len(prompts) * rollout.n, "tokens") as work:
             sampling = sampling_of(rollout, rollout, rollout.seed)
-            groups = await draw(pool_of(engines, rollout), prompts, rollout.n, sampling, work.advance)
+            groups = await draw(pool_of(engines, rollout), prompts, rollout.n, sampling, work.advance, kept)
             rate = work.rate
         write_responses(out, table, groups)
     every = [each for group in groups for each in group]
@@ -64,7 +74,7 @@ async def run_generate(config: GenerateConfig) -> int:
 
 def prepare(config: GenerateConfig, platform: Platform) -> tuple[GenerateConfig, PromptSet]:
     """``config`` with absolute paths, and the prompts.  Raises as ``run_generate``."""
-    refuse_if_any([*generate_violations(config), *place_violations(config)])
+    refuse_if_any([*generate_violations(config), *file_violations(config)])
     directory = Path(config.model.path).expanduser().resolve()
     out = Path(config.out).expanduser().resolve()
     config = replace(config, model=replace(config.model, path=str(directory)), out=str(out))
@@ -82,18 +92,13 @@ def prepare(config: GenerateConfig, platform: Platform) -> tuple[GenerateConfig,
     return config, prompts
 
 
-def place_violations(config: GenerateConfig) -> list[Violation]:
-    """The violations that keep ``config.out`` from being written."""
-    if not config.out:
-        return []  # generate_violations says so
-    out = Path(config.out).expanduser().resolve()
-    if out.is_dir():
-        return [Violation("out", config.out, "is a directory", "Write the name of a parquet file in it")]
-    if out in [Path(file).expanduser().resolve() for file in config.data.files]:
-        return [Violation("out", config.out, "is one of data.files", "Write another name")]
-    if out.exists() and not config.overwrite:
-        return [Violation("out", config.out, "exists", "Write another name, or overwrite=true")]
-    return []
+def work_of(config: GenerateConfig, prompts: PromptSet) -> dict[str, Any]:
+    """What the responses follow from: the settings, the weights' files, the prompts' tokens."""
+    weights = sorted(Path(config.model.path).glob("*.safetensors"))
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
+    rows = [prompts[index] for index in range(len(prompts))]
+    settings = as_dict(replace(config, out="", overwrite=False, ray_init=RayInitConfig()))
+    return {"settings": settings, "weights": files, "prompts": [(row.id, row.tokens) for row in rows]}
 
 
 def logs_beside(out: Path) -> Path:
@@ -102,21 +107,40 @@ def logs_beside(out: Path) -> Path:
 
 
 async def draw(
-    engine: SampleSource, prompts: PromptSet, n: int, sampling: Sampling, report: Callable[[int], None]
+    engine: SampleSource,
+    prompts: PromptSet,
+    n: int,
+    sampling: Sampling,
+    report: Callable[[int], None],
+    kept: Journal | None = None,
 ) -> list[list[Generated]]:
-    """Samples ``n`` responses to each of ``prompts``, in order.  report: called with each response's token count."""
+    """Samples ``n`` responses to each of ``prompts``, in order.
+
+    report: called with each response's token count.  kept: those that are there already, and where new ones are noted.
+    """
+    kept = kept or Journal()
     rows = [prompts[index] for index in range(len(prompts))]
     places = {row.id: place for place, row in enumerate(rows)}
     assert len(places) == len(rows), "ids name rows"
     by_row: list[dict[int, Generated]] = [{} for _ in rows]
     segments = [prompt_segment(row) for row in rows]
-    requests = requests_of([Prompt(id=row.id, tokens=row.tokens) for row in rows], n)
+    for entry in kept.entries:
+        by_row[places[entry["prompt"]]][entry["index"]] = _generated(entry["response"])
+        report(0)
+    asked = requests_of([Prompt(id=row.id, tokens=row.tokens) for row in rows], n)
+    requests = [each for each in asked if each.index not in by_row[places[each.prompt.id]]]
     async for sample in engine.generate(requests, sampling):
         place = places[sample.prompt_id]
         made = generated(single_turn(rows[place], segments[place], sample, place))
         by_row[place][sample.index] = made
+        kept.append({"prompt": sample.prompt_id, "index": sample.index, "response": asdict(made)})
         report(made.num_tokens)
     return [[group[index] for index in range(n)] for group in by_row]
+
+
+def _generated(values: dict[str, Any]) -> Generated:
+    """A response as the journal has it."""
+    return Generated(**values | {"turns": tuple(values["turns"])})
 
 
 def generated(episode: Episode) -> Generated:

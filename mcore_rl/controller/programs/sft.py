@@ -12,7 +12,7 @@ import torch
 from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.sft import ACTOR, SftConfig, sft_violations
-from mcore_rl.controller.lifecycle.model_checks import model_sft_violations
+from mcore_rl.controller.lifecycle.model_checks import demand_weights, model_sft_violations
 from mcore_rl.controller.lifecycle.preparation import PreparedRun, to_resume, weights_of_roles
 from mcore_rl.controller.lifecycle.resume_check import Identity
 from mcore_rl.controller.lifecycle.start_plan import forecast
@@ -57,6 +57,7 @@ def prepare(config: SftConfig) -> PreparedSft:
     )
     _, model = model_of(read_config(path))
     refuse_if_any(model_sft_violations(config, model))
+    demand_weights(path, ACTOR.head)
     tokenizer, data, trainer = load_tokenizer(config.model.tokenizer_path or path), config.data, config.trainer
     files, title = data.train_files, "data.train_files"
     train = ConversationSet.load(files, data, tokenizer, max_samples=data.train_max_samples, title=title)

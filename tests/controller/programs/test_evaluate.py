@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mcore_rl.config.evaluate import EvaluateConfig
-from mcore_rl.controller.programs.evaluate import default_k, request_of, run_evaluate
+from mcore_rl.controller.programs.evaluate import default_k, request_of, run_evaluate, work_of
 from mcore_rl.data.responses import ResponseSet
 from mcore_rl.errors import ConfigError
-from mcore_rl.rewards.score import RewardRequest
+from mcore_rl.rewards.score import RewardRequest, Score
+from mcore_rl.tracking.journal import journal, journal_of
 from tests.support.composed import composed
 from tests.support.prompt_files import row, write
 
@@ -188,3 +196,61 @@ def test_the_score_counts_what_turns_earned(tmp_path: Path) -> None:
 )
 def test_k_that_nobody_chose(fewest: int, expected: list[int]) -> None:
     assert default_k(fewest) == expected
+
+
+WATCHED = """
+import os, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    with open(HERE / "calls.txt", "a") as calls:
+        calls.write(solution_str.split()[-1] + "\\n")
+    if solution_str.endswith("6") and (HERE / "stay").exists():
+        time.sleep(3600)
+    return {"score": float(len(solution_str) % 3), "acc": float(solution_str.endswith(str(ground_truth)))}
+"""
+
+
+def test_an_evaluation_that_was_killed_goes_on_and_writes_the_same_file(tmp_path: Path, processes: None) -> None:
+    """Killed while the sixth of nine responses is graded: the five before it are not graded again."""
+    path = write(tmp_path / "r.parquet", [sums(n, 3 * n, 3 * n + 1, 3 * n + 2) for n in range(3)])
+    (tmp_path / "grade.py").write_text(WATCHED)
+    out, calls = tmp_path / "out.json", tmp_path / "calls.txt"
+    own = f"custom_reward_function.path={tmp_path / 'grade.py'}"
+    words = [f"path={path}", own, "reward.num_workers=1", "reward.timeout_s=86400"]
+    config = composed(EvaluateConfig, "evaluate", [*words, f"out={out}"])
+    assert asyncio.run(run_evaluate(config)) == 0
+    whole = out.read_bytes()
+    assert len(calls.read_text().split()) == 9 and not journal_of(out).exists()
+    out.unlink(), calls.unlink()
+
+    (tmp_path / "stay").touch()
+    command = [sys.executable, "-m", "mcore_rl.cli", "evaluate", *words, f"out={out}"]
+    run = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (calls.exists() and "6" in calls.read_text().split()):
+        assert run.poll() is None, "it ended before it was killed"
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    (tmp_path / "stay").unlink()
+    assert not out.exists() and len(journal_of(out).read_text().splitlines()) == 1 + 6
+    calls.unlink()
+    assert asyncio.run(run_evaluate(config)) == 0
+    assert sorted(calls.read_text().split()) == ["6", "7", "8"]
+    assert out.read_bytes() == whole and not journal_of(out).exists()
+
+
+def test_scores_of_other_settings_are_not_taken(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.parquet", [sums(4, 4, 5)])
+    out = path.with_suffix(".json")
+    begun = composed(EvaluateConfig, "evaluate", [f"path={path}", f"out={out}"])
+    with suppress(KeyboardInterrupt), journal(out, work_of(begun), afresh=False) as kept:
+        kept.append({"row": "r.parquet:0", "index": 0, "score": asdict(Score(9.0))})
+        raise KeyboardInterrupt
+    other = composed(EvaluateConfig, "evaluate", [f"path={path}", f"out={out}", "reward.gsm8k.score=2"])
+    with pytest.raises(ConfigError, match="was begun by another command"):
+        asyncio.run(run_evaluate(other))
+    assert evaluate(path, "reward.gsm8k.score=2")["gsm8k"]["metrics"]["score"]["value"] == 1.0, "overwrite=true"

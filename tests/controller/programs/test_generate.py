@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +23,12 @@ from mcore_rl.config.engine import Device
 from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.controller.programs.generate import draw, generated, logs_beside, prepare, run_generate
 from mcore_rl.data.prompts import PromptSet
-from mcore_rl.data.responses import Generated
+from mcore_rl.data.responses import Generated, write_responses
 from mcore_rl.episodes import Author, FinishReason
 from mcore_rl.errors import McoreRLError
 from mcore_rl.parallel.device import detect
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
+from mcore_rl.tracking.journal import journal, journal_of
 from tests.support import prompt_files
 from tests.support.composed import composed
 from tests.support.prompt_files import row, write
@@ -133,6 +139,64 @@ def test_samples_come_in_any_order_and_stand_in_theirs(tmp_path: Path) -> None:
         [Generated(f"p.parquet:{n}/{i}", i + 1, "length" if i % 2 else "stop") for i in range(3)] for n in range(3)
     ]
     assert told == [3, 2, 1] * 3
+
+
+def test_responses_that_are_there_are_not_drawn_again(tmp_path: Path) -> None:
+    """Stopped after four of nine samples: the other five are asked for, and the file has the same bytes."""
+    path = write(tmp_path / "p.parquet", rows_of(["a", "b", "c"]))
+    prompts = PromptSet.load([path], DataConfig(), TOKENIZER, max_samples=None, title="data.files")
+    out, told, asked = tmp_path / "o.parquet", list[int](), list[str]()
+
+    class Watched(Backwards):
+        async def generate(self, requests: Sequence[Request], sampling: Sampling) -> AsyncIterator[Sample]:
+            asked.extend(f"{each.prompt.id}/{each.index}" for each in requests)
+            async for sample in super().generate(requests, sampling):
+                yield sample
+
+    def killed(num_tokens: int) -> None:
+        told.append(num_tokens)
+        if len(told) == 4:
+            raise KeyboardInterrupt
+
+    def drawn(report: Callable[[int], None]) -> list[list[Generated]]:
+        with journal(out, {}, afresh=False) as kept:
+            return asyncio.run(draw(Watched(), prompts, 3, Sampling(max_tokens=4), report, kept))  # type: ignore[arg-type]
+
+    with pytest.raises(KeyboardInterrupt):
+        drawn(killed)
+    first, asked[:] = set(asked), []
+    again = drawn(told.append)
+    assert len(first) == 9 and len(asked) == 5 and told[4:8] == [0] * 4
+    whole = asyncio.run(draw(Backwards(), prompts, 3, Sampling(max_tokens=4), told.append))  # type: ignore[arg-type]
+    assert again == whole
+    for name, groups in (("again", again), ("whole", whole)):
+        write_responses(tmp_path / name, prompts.table(), groups)
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+@pytest.mark.tier("full")
+def test_a_generation_that_was_killed_goes_on_and_writes_the_same_file(
+    model: Path, tmp_path: Path, processes: None
+) -> None:
+    """By the command, with a real engine that samples by a seed."""
+    prompts = write(tmp_path / "p.parquet", rows_of([f"What is {n} + {n}?" for n in range(24)]))
+    small = [f"data.max_response_length={LENGTH}", "data.max_prompt_length=64", "rollout.dtype=float32", "rollout.n=2"]
+    engine = [ON_VLLM_DEVICE["rollout"], f"rollout.kv_cache_memory_bytes={16 << 20}", "rollout.max_num_seqs=2"]
+    words = [f"model.path={model}", f"data.files=[{prompts}]", *small, *engine]
+    made = [tmp_path / "whole.parquet", tmp_path / "killed.parquet"]
+    command = [sys.executable, "-m", "mcore_rl.cli", "generate", *words]
+    assert subprocess.run([*command, f"out={made[0]}"]).returncode == 0
+    run = subprocess.Popen([*command, f"out={made[1]}"], start_new_session=True)
+    while not (journal_of(made[1]).exists() and len(journal_of(made[1]).read_text().splitlines()) > 6):
+        assert run.poll() is None, "it ended before it was killed"
+        time.sleep(0.002)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    there = len(journal_of(made[1]).read_text().splitlines()) - 1
+    assert 6 <= there < 48 and not made[1].exists()
+    again = subprocess.run([*command, f"out={made[1]}"], capture_output=True, text=True)
+    assert again.returncode == 0 and f"which has {there} responses" in again.stderr
+    assert made[1].read_bytes() == made[0].read_bytes() and not journal_of(made[1]).exists()
 
 
 def test_a_conversation_keeps_its_turns() -> None:

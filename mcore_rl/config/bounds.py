@@ -1,0 +1,284 @@
+"""What a setting may be, declared beside its field, and the one check of it.
+
+    lr: Annotated[float, Interval("[0, 1]")] = 1e-6
+    train_batch_size: PositiveInt = 1024
+    train_files: list[InputFile] = field(default_factory=list)
+
+``check`` gives all violations of a configuration at once: first those of single settings, then those between settings,
+as far as the settings that a rule reads are sound.  Only ``file_violations`` looks at files.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from mcore_rl.config.files import input_problem, output_problem
+from mcore_rl.errors import Violation
+
+T = TypeVar("T")
+LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e12  # where a range ends at inf
+LONGEST_TEXT = 4096
+CONTROL = ("Cc", "Cs", "Zl", "Zp")  # control characters, bytes that are no UTF-8, separators of lines
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Numbers of an interval, as mathematics writes it: ``(0, 1]`` is 0 < x <= 1.
+
+    ``inf`` is ``LARGEST_INT`` or ``LARGEST_FLOAT``; nothing is infinite.  remedy: what to write instead.
+    """
+
+    text: str
+    remedy: str = ""
+    least: float = field(init=False)
+    most: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        least, most = (float(edge) for edge in self.text[1:-1].split(","))
+        object.__setattr__(self, "least", least)
+        object.__setattr__(self, "most", most)
+
+    def problem(self, value: float) -> str | None:
+        """What is wrong with ``value``; None if nothing is."""
+        if not math.isfinite(value):
+            return "must be a finite number"
+        low = value <= self.least if self.text[0] == "(" else value < self.least
+        high = value >= self.most if self.text[-1] == ")" else value > self.most
+        largest = LARGEST_INT if isinstance(value, int) else LARGEST_FLOAT
+        if (low or high) and self.most <= 1:
+            return f"must lie in {self.text}"
+        if low and self.text.startswith("[0"):
+            return "must not be negative"
+        if low and (self.text.startswith("(0") or (self.text.startswith("[1") and isinstance(value, int))):
+            return "must be positive"
+        if low:
+            return f"must {'exceed' if self.text[0] == '(' else 'be at least'} {self.least:g}"
+        if high:
+            return f"must be at most {self.most:g}"
+        return f"must not exceed {largest:g} either way" if math.isinf(self.most) and abs(value) > largest else None
+
+    def advice(self, value: float) -> str:
+        """What to write instead of ``value``."""
+        if self.remedy:
+            return self.remedy
+        if math.isfinite(value) and value > self.least and math.isfinite(self.most):
+            return f"Write {self.most:g} or less"
+        if math.isfinite(value) and value > self.least:
+            return "Write a smaller number"
+        return f"Write more than {self.least:g}" if self.text[0] == "(" else f"Write {max(self.least, -1e12):g} or more"
+
+
+@dataclass(frozen=True)
+class PathKind:
+    """A path.  kind: ``file`` or ``directory``.  written: whether the program writes it; else it must be there."""
+
+    kind: str
+    written: bool = False
+
+
+@dataclass(frozen=True)
+class FreeText:
+    """A text that may have several lines."""
+
+
+PositiveInt = Annotated[int, Interval("[1, inf)")]
+NonNegativeInt = Annotated[int, Interval("[0, inf)")]
+PositiveFloat = Annotated[float, Interval("(0, inf)")]
+NonNegativeFloat = Annotated[float, Interval("[0, inf)")]
+Share = Annotated[float, Interval("[0, 1]")]
+PositiveShare = Annotated[float, Interval("(0, 1]")]
+Seconds = Annotated[float, Interval("(0, 31536000]")]  # a year
+SecondsOrZero = Annotated[float, Interval("[0, 31536000]")]
+Seed = Annotated[int, Interval("[0, 4294967295]")]  # what NumPy takes
+Ranks = Annotated[int, Interval("[1, 131072]")]  # no cluster has more
+Beta = Annotated[float, Interval("[0, 1)", "Write 0.9, say")]
+Bytes = Annotated[int, Interval("[1, 1e15]")]
+InputFile = Annotated[str, PathKind("file")]
+InputDirectory = Annotated[str, PathKind("directory")]
+OutputFile = Annotated[str, PathKind("file", written=True)]
+OutputDirectory = Annotated[str, PathKind("directory", written=True)]
+Lines = Annotated[str, FreeText()]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A leaf of a schema.
+
+    key: dotted.  kind: the type of its value or, if it is a list, of each.  marks: of its annotation.
+    listed, optional: whether it is a list, or may be None.  default: its value, or what makes it.
+    """
+
+    key: str
+    kind: Any
+    marks: tuple[Any, ...]
+    listed: bool
+    optional: bool
+    default: Any
+
+    def mark(self, kind: type[T]) -> T | None:
+        """Its mark of that type."""
+        return next((each for each in self.marks if isinstance(each, kind)), None)
+
+    @property
+    def range(self) -> Interval | None:
+        """The numbers that it may be; None if it is no number."""
+        return (self.mark(Interval) or ANY) if self.kind in (int, float) else None
+
+
+ANY = Interval("(-inf, inf)")
+
+
+@cache
+def settings(schema: type[Any], prefix: str = "") -> tuple[Setting, ...]:
+    """Every leaf of a schema, in the order of its fields; groups are its fields that are dataclasses."""
+    hints, leaves = get_type_hints(schema, include_extras=True), list[Setting]()
+    for each in fields(schema):
+        if each.metadata.get("omegaconf_ignore"):
+            continue
+        key, hint = f"{prefix}{each.name}", hints[each.name]
+        if is_dataclass(hint):
+            leaves += settings(hint, f"{key}.")  # type: ignore[arg-type]  # a class
+            continue
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        leaves.append(setting_of(key, hint, default))
+    return tuple(leaves)
+
+
+def setting_of(key: str, hint: Any, default: Any) -> Setting:
+    """The setting of a field with the type ``hint``."""
+    marks, listed, optional = list[Any](), False, False
+    while True:
+        origin = get_origin(hint)
+        if origin is Annotated:
+            hint, *more = get_args(hint)
+            marks += more
+        elif origin in (Union, UnionType):
+            (hint,) = (each for each in get_args(hint) if each is not NoneType)
+            optional = True
+        elif origin in (list, tuple):
+            hint, listed = get_args(hint)[0], True
+        else:
+            return Setting(key, hint, tuple(marks), listed, optional, default)
+
+
+def bound_violations(config: Any, prefix: str = "") -> list[Violation]:
+    """Every setting of ``config`` that by itself is out of bounds.  prefix: of the keys, with its dot."""
+    violations = list[Violation]()
+    for each, key, value in _values(config, prefix):
+        if problem := value_problem(each, value):
+            violations.append(Violation(key, value, *problem))
+    return violations
+
+
+def file_violations(config: Any, prefix: str = "") -> list[Violation]:
+    """Every path that is to be read and cannot be, and every path that is to be written and cannot be."""
+    violations = list[Violation]()
+    for each, key, value in _values(config, prefix):
+        place = each.mark(PathKind)
+        if place is None or not value or value_problem(each, value):
+            continue
+        if problem := (output_problem if place.written else input_problem)(value, place.kind):
+            violations.append(Violation(key, value, *problem))
+    return violations
+
+
+def _values(config: Any, prefix: str) -> Iterator[tuple[Setting, str, Any]]:
+    """(setting, key, value) of each leaf; of each item of a list, whose key ends in its number."""
+    for each in settings(type(config)):  # type: ignore[arg-type]  # a class is hashable
+        value = config
+        for name in each.key.split("."):
+            value = getattr(value, name)
+        key = f"{prefix}{each.key}"
+        if isinstance(value, Unsound) or (value is None and each.optional):
+            continue
+        if each.listed and isinstance(value, (list, tuple)):
+            yield from ((each, f"{key}[{number}]", item) for number, item in enumerate(value))
+        else:
+            yield each, key, value
+
+
+def value_problem(each: Setting, value: Any) -> tuple[str, str] | None:
+    """(what is wrong, what to write instead)."""
+    if each.range is not None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return "must be a number", "Write one"
+        problem = each.range.problem(value)
+        return None if problem is None else (problem, each.range.advice(value))
+    return _text_problem(each, value) if each.kind is str else None
+
+
+def _text_problem(each: Setting, value: Any) -> tuple[str, str] | None:
+    if not isinstance(value, str):
+        return "must be a text", "Write one"
+    place = each.mark(PathKind)
+    if place is not None and place.written and place.kind == "directory" and not value.strip():
+        return "names no directory", "Write the directory of the run, such as runs/first"
+    if not value and (each.listed or each.default != ""):
+        return "is empty", "Leave it out, or write a text"
+    free = each.mark(FreeText) is not None
+    if (
+        any(not letter.isprintable() and letter not in "\u00a0\u3000" for letter in value) and not free
+    ) or "\0" in value:
+        return "holds a control character, such as a line break", "Write it in one line"
+    if len(value) > LONGEST_TEXT and not free:
+        return f"has {len(value):,} characters, and at most {LONGEST_TEXT:,} are read", "Write a shorter one"
+    return None
+
+
+class UnsoundReadError(Exception):
+    """A rule reads a setting that is out of bounds."""
+
+
+class Unsound:
+    """Stands for a value that is out of bounds: a rule that reads it ends there, and says nothing about it."""
+
+    def _read(self, *_: object) -> Any:
+        raise UnsoundReadError
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __len__ = __iter__ = _read
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _read
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __format__ = __str__ = __repr__ = __int__ = __float__ = _read
+    __index__ = __contains__ = __getitem__ = __fspath__ = __getattr__ = _read
+    __slots__: ClassVar[tuple[str, ...]] = ()
+
+
+CrossCheck = Callable[[T], Iterable[Violation]]
+
+
+def check(
+    config: T, rules: Iterable[CrossCheck[T]] = (), prefix: str = "", beside: Iterable[Violation] = ()
+) -> list[Violation]:
+    """Every violation of ``config``: of its bounds, then of ``rules``, as far as what a rule reads is within bounds.
+
+    prefix: of the keys of ``config``, with its dot.  beside: further violations of single settings.
+    """
+    violations = [*beside, *bound_violations(config, prefix)]
+    sound = _without(config, {each.key.removeprefix(prefix).partition("[")[0] for each in violations})
+    for rule in rules:
+        try:
+            for each in rule(sound):
+                if not isinstance(each.value, Unsound):
+                    violations.append(each)
+        except UnsoundReadError:
+            continue
+    return violations
+
+
+def _without(config: T, keys: Iterable[str]) -> T:
+    """A copy of ``config`` with ``Unsound`` at ``keys``."""
+    changed: Any = copy.copy(config)
+    for key in keys:
+        *groups, name = key.split(".")
+        group = changed
+        for each in groups:
+            setattr(group, each, copy.copy(getattr(group, each)))
+            group = getattr(group, each)
+        if hasattr(group, name):
+            setattr(group, name, Unsound())
+    return changed  # type: ignore[no-any-return]

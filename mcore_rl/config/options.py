@@ -1,0 +1,74 @@
+"""Typed options for command lines: the bounds of ``bounds.py`` and the paths of ``files.py``, all violations at once.
+
+    parser.add_argument("--num-prompts", type=typed(PositiveInt), default=32)
+    options = read_options(parser, arguments)
+
+``typed`` never raises, so that argparse goes on to the next option; ``read_options`` raises for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from inspect import isfunction
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.bounds import PathKind, setting_of, value_problem
+from mcore_rl.config.files import input_problem, output_problem
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+
+MAX_DIGITS = 40  # Python reads no more than 4300, and takes long for them
+
+
+def typed(kind: Any) -> Callable[[str], Any]:
+    """What ``add_argument`` takes as ``type``: makes a value of ``kind``, or its violations.
+
+    kind: a type of ``bounds.py`` (``PositiveInt``, ``Seconds``, ``InputFile``, ...), whose paths become ``Path``; or a
+    function of the text that raises ConfigError.
+    """
+    return partial(_read, kind) if isfunction(kind) else partial(_typed, kind)
+
+
+def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of ``parser``.  Raises ConfigError with every value that is out of bounds."""
+    options = parser.parse_args(arguments)
+    check_options(options)
+    return options
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises ConfigError with every violation that ``typed`` left in ``options``."""
+    wrong = list[Violation]()
+    for name, value in vars(options).items():
+        key = f"--{name.replace('_', '-')}"
+        for each in value if isinstance(value, list) else [value]:
+            wrong += [replace(one, key=key) for one in each.violations] if isinstance(each, ConfigError) else []
+    refuse_if_any(wrong)
+
+
+def _read(kind: Callable[[str], Any], text: str) -> Any:
+    try:
+        return kind(text)
+    except ConfigError as error:
+        return error
+
+
+def _typed(kind: Any, text: str) -> Any:
+    setting = setting_of("", kind, None)
+    place = setting.mark(PathKind)
+    value: Any = text
+    if setting.range is not None:
+        try:
+            value = setting.kind(text if len(text) <= MAX_DIGITS else "")
+        except ValueError:
+            wanted = "a whole number" if setting.kind is int else "a number"
+            return ConfigError([Violation("", text, f"must be {wanted}", f"Write {wanted}")])
+    problem = value_problem(setting, value)
+    if problem is None and place is not None:
+        problem = (output_problem if place.written else input_problem)(text, place.kind)
+    if problem:
+        return ConfigError([Violation("", text, *problem)])
+    return Path(text).expanduser() if place is not None else value

@@ -1,0 +1,243 @@
+"""What is refused at the front of every command: before torch, without a traceback, and without waiting for ever.
+
+The programs themselves are replaced by one that says that it was reached; some commands are run as a user runs them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+from mcore_rl import cli
+from mcore_rl.config import compose as composing
+from mcore_rl.config.bounds import file_violations
+from mcore_rl.config.run import RunConfig
+from mcore_rl.errors import ConfigError
+from tests.support.composed import composed
+from tests.support.number_oracle import NUMBERS
+
+ROOT = Path(__file__).resolve().parents[2]
+REACHED = 77
+HANGS_S = 300  # for ever, on any machine: what is measured here takes milliseconds
+HEAVY = ("torch", "ray", "megatron", "vllm", "transformers")
+
+
+@pytest.fixture(autouse=True)
+def hang_is_failure() -> Iterator[None]:
+    signal.alarm(HANGS_S)
+    yield
+    signal.alarm(0)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder of things that are not what they are named as, and of some that are."""
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "trap").mkdir()
+    os.mkfifo(tmp_path / "trap" / "config.json")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    return tmp_path
+
+
+def base(program: str, files: Path) -> dict[str, str]:
+    model, file = str(files / "model"), str(files / "file")
+    return {
+        "train": {"model.path": model, "data.train_files": file, "trainer.default_local_dir": str(files / "run")},
+        "sft": {"model.path": model, "data.train_files": file, "trainer.default_local_dir": str(files / "run")},
+        "generate": {"model.path": model, "data.files": file, "out": str(files / "out.parquet")},
+        "evaluate": {"path": file, "out": str(files / "out.json")},
+    }[program]
+
+
+def answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, program: str, *words: str
+) -> tuple[int, str]:
+    """(exit code, what was said); ``REACHED`` if the program would have been run."""
+    made = cli.PROGRAMS[program]
+    monkeypatch.setitem(cli.PROGRAMS, program, type(made)(made.help, made.schema, lambda _: REACHED, check=made.check))
+    code = cli.main([program, *words])
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", cli.PROGRAMS)
+def test_what_is_sound_reaches_the_program(
+    program: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [f"{key}={value}" for key, value in base(program, files).items()]
+    assert answer(capsys, monkeypatch, program, *words) == (REACHED, "")
+
+
+PLACES = [
+    *((program, "model.path", True) for program in ("train", "sft", "generate")),
+    *((program, key, False) for program, key in (("train", "data.train_files"), ("sft", "data.train_files"))),
+    ("generate", "data.files", False),
+    ("evaluate", "path", False),
+    ("train", "custom_reward_function.path", False),
+    ("sft", "model.tokenizer_path", True),
+]
+
+
+@pytest.mark.parametrize(("program", "key", "directory"), PLACES)
+def test_only_files_are_read_as_files(program: str, key: str, directory: bool, files: Path) -> None:
+    wrong = ["pipe", "dangling", "loop", "none", *(["file", "trap"] if directory else ["model"])]
+    places = [str(files / each) for each in wrong] + ["/dev/zero", "/dev/null", str(files / ("x" * 300)), "~nobody_x/a"]
+    made, (*groups, name) = cli.PROGRAMS[program], key.split(".")
+    config = composed(made.schema, program, [f"{name}={value}" for name, value in base(program, files).items()])
+    group = reduce(getattr, groups, config)
+    for place in places:
+        setattr(group, name, [place] if isinstance(getattr(group, name), list) else place)
+        wrong = [*made.check(config), *file_violations(config)]
+        assert [each.key.partition("[")[0] for each in wrong] == [key], (place, wrong)
+
+
+@pytest.mark.parametrize(
+    ("program", "key"),
+    [("generate", "out"), ("evaluate", "out"), ("train", "trainer.default_local_dir"),
+     ("evaluate", "ray_init.timeline_json_file")],
+)  # fmt: skip
+def test_what_cannot_be_written_is_refused_before_the_work(
+    program: str, key: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = [files / "pipe", files / "file" / "below", "/dev/zero"]
+    wrong += [files / "file"] if key == "trainer.default_local_dir" else [files / "model"]
+    for place in wrong:
+        words = [f"{name}={value}" for name, value in (base(program, files) | {key: str(place)}).items()]
+        code, said = answer(capsys, monkeypatch, program, *words)
+        assert code == 2 and f"- {key}=" in said, (place, said)
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/usr/bin/setpriv").exists(), reason="root may read everything")
+def test_what_one_may_not_read_or_write_is_refused(files: Path) -> None:
+    closed = files / "closed"
+    closed.write_text("")
+    closed.chmod(0)
+    code = (
+        "from mcore_rl.config.files import input_problem, output_problem as o; import sys;"
+        f"print(input_problem({str(closed)!r}), o({str(closed)!r}), o('/etc/x.json'))"
+    )
+    for each in (files, *files.parents[:3]):
+        each.chmod(each.stat().st_mode | 0o055) if each != Path("/tmp") else None
+    as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
+    done = subprocess.run([*as_nobody, sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    if done.returncode and "Permission denied" in done.stderr:
+        pytest.skip("another user cannot run this Python")
+    assert done.stdout.count("may not be") == 3, done
+
+
+ODD_WORDS = [
+    ["data.train_files=" + "[" * 3000 + "]" * 3000], ["model.path=" + "x" * 100_000], ["model.path=${model.path}"],
+    ["model.path=${oc.env:NO_SUCH_VARIABLE}"], ["~model"], ["model=null"], ["actor=5"], ["=5"], ["a"], [""],
+    ["trainer.nnodes=1" + "0" * 26], ["trainer.nnodes=1024", "trainer.n_gpus_per_node=1024"],
+    ["trainer.experiment_name=\udcff"], ["actor.megatron={}}"], ["hydra.run.dir=/x"], ["algorithm=/dev/zero.py"],
+    ["--config-dir", "/nonexistent"], ["--config-name", "x y"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", ODD_WORDS, ids=lambda words: " ".join(words)[:40].encode("ascii", "replace").decode())
+def test_odd_words_are_one_message(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, said = answer(capsys, monkeypatch, "train", *words)
+    assert code == 2 and said.startswith("error: ") and "Traceback" not in said, said[:2000]
+    assert len(said) < 5000, "the message is for people"
+
+
+@pytest.mark.parametrize("name", ["pipe", "folder", "none"])
+def test_odd_yaml_files_are_one_message(
+    name: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, said = answer(capsys, monkeypatch, "train", "--config-dir", str(files), "--config-name", name)
+    assert code == 2 and said.startswith("error: ")
+
+
+def test_one_wrong_override_among_many_is_found_without_composing_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composing takes a third of a second: sixty overrides, one by one, took twenty seconds."""
+    count, compose = 0, composing._compose
+
+    def counted(*arguments: object) -> object:
+        nonlocal count
+        count += 1
+        return compose(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(composing, "_compose", counted)
+    sound = [f"trainer.guards.window={number}" for number in range(2, 34)]
+    with pytest.raises(ConfigError) as caught:
+        composing.compose(RunConfig, "train", [*sound[:20], "rollout.nn=3", *sound[20:]])
+    assert [each.key for each in caught.value.violations] == ["rollout.nn"]
+    assert count <= 15
+
+
+COMMANDS = [
+    *(["-m", "mcore_rl.cli", program, "trainer.nnodes=0" if program in ("train", "sft") else "ray_init.num_cpus=0"]
+      for program in cli.PROGRAMS),
+    ["-m", "mcore_rl.cli", "doctor", "--nodes", "0"],
+    ["launch/slurm/submit.py", "recipe=mixtral_8x22b_rloo", "cluster=nvidia_h200", "--dry-run", "rollout.n=0"],
+    ["tools/plan_run.py", "recipe=mixtral_8x22b_rloo", "rollout.n=0", "data.train_batch_size=0"],
+    ["tools/rehearse.py", "recipe=mixtral_8x22b_rloo", "actor.optim.lr=nan"],
+    ["tools/compare_logprobs.py", "--hf", "/dev/null", "--data", "/dev/zero", "--out", "/tmp", "--samples", "0"],
+    ["tools/verify_conversion.py", "--model", "tiny-llama", "--layout", "tp=99999999999"],
+    ["tools/convert_checkpoint.py", "to-megatron", "--hf", "/dev/null", "--out", "/dev/null"],
+    ["tools/make_tiny_model.py", "--data", "/dev/null", "--out", "/dev/null", "--vocab-size", "0"],
+    ["tools/fit_tiny.py", "--steps", "0", "--lr", "nan"],
+    ["tools/prepare_data.py", "arithmetic", "--train", "0", "--out", "/dev/null"],
+    ["tools/report.py", "/dev/zero"],
+]  # fmt: skip
+RUN = """
+import contextlib, io, json, runpy, sys
+for command in json.load(sys.stdin):
+    module, sys.argv = command[0] == "-m", command[1:] if command[0] == "-m" else command
+    code, said = 0, io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            (runpy.run_module if module else runpy.run_path)(sys.argv[0], run_name="__main__")
+        except SystemExit as left:
+            code = left.code
+    print(json.dumps([code, said.getvalue(), sorted(sys.modules)]))
+"""
+
+
+def test_every_command_refuses_before_anything_heavy_is_imported(processes: None) -> None:
+    """In one process, one after another: each has imported what it needs to refuse, and no more."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], cwd=ROOT, capture_output=True, text=True, input=json.dumps(COMMANDS),
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == len(COMMANDS), done.stderr
+    for command, (code, said, modules) in zip(COMMANDS, answers, strict=True):
+        assert code == 2 and said.startswith("error: ") and "Traceback" not in said, (command, code, said)
+        assert not {*HEAVY} & {*modules}, command
+
+
+@pytest.mark.parametrize("number", [0, 5, 7])
+def test_a_user_sees_one_message(number: int, processes: None) -> None:
+    done = subprocess.run(
+        [sys.executable, *COMMANDS[number]], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("error: "), done
+
+
+@pytest.mark.parametrize(
+    "key", ["rollout.n", "data.train_batch_size", "actor.optim.lr", "trainer.nnodes", "rollout.tp"]
+)
+def test_the_planner_refuses_what_training_refuses(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from tools import plan_run
+
+    for text in NUMBERS[key][0][:2]:
+        assert plan_run.main(["recipe=mixtral_8x22b_rloo", f"{key}={text}"]) == 2
+        assert f"- {key}=" in capsys.readouterr().err
