@@ -8,6 +8,9 @@ buffers that are in place (page-locked on the host where there is an accelerator
 it; gradients are dropped, not copied, so they have none.  On a CPU "device" and host are one memory: a copy is a copy,
 and what offloading costs more is memory that the system hands out anew.
 
+Last, the optimizer's state comes back behind a training step: how much longer the step is for it, and what share of the
+way back alone that hides.  A CPU has nobody to copy meanwhile, and hides nothing.
+
 Times are the best of the repetitions.  There is no target; exits with 1 where a weight or a moment came back changed,
 or where an accelerator's memory was not freed.
 """
@@ -53,6 +56,9 @@ MODEL = ModelConfig(
 )
 
 
+NUM_SEQUENCES = 64  # of the step that hides a way back, on an accelerator: 32 microbatches
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One movement.  limit_s: a plain copy of the same bytes; None where nothing is copied."""
@@ -65,12 +71,18 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """freed_share: of the bytes that the accelerator had in use before; None on a CPU."""
+    """freed_share: of the bytes that the accelerator had in use before; None on a CPU.
+
+    step_s, back_s, hidden_share: see the function of that name.
+    """
 
     device_name: str
     num_parameters: int
     rows: list[Row]
     unchanged: bool
+    step_s: float
+    back_s: float
+    hidden_share: float
     freed_share: float | None
 
     @property
@@ -96,9 +108,16 @@ def trained_engine(rank: Rank, platform: Platform, model: ModelConfig = MODEL) -
         optim=OptimizerConfig(lr=1e-4),
     )
     engine = Engine("actor", model, ParallelConfig(), config, groups, platform)
-    batch = TrainBatch(lengths_S=(32,), tokens_T=torch.arange(32), mask_T=torch.arange(32) > 0)
-    engine.train_step(batch, negative_log_likelihood, Denominators(loss=31.0, tokens=32, sequences=1))
+    batch, counts = step_of(1)
+    engine.train_step(batch, negative_log_likelihood, counts)
     return engine
+
+
+def step_of(num_sequences: int) -> tuple[TrainBatch, Denominators]:
+    """A batch of sequences of 32 tokens; two of them are a microbatch."""
+    tokens_T = torch.arange(32).repeat(num_sequences)
+    batch = TrainBatch(lengths_S=(32,) * num_sequences, tokens_T=tokens_T, mask_T=tokens_T > 0)
+    return batch, Denominators(loss=31.0 * num_sequences, tokens=32 * num_sequences, sequences=num_sequences)
 
 
 def best(run: Callable[[], object], platform: Platform, repetitions: int) -> float:
@@ -137,6 +156,31 @@ def offload_rows(engine: Engine, platform: Platform, repetitions: int) -> list[R
                 Row(what=f"{part.value} {name}", num_bytes=num_bytes, seconds=seconds, limit_s=limits[direction])
             )
     return rows
+
+
+def hidden_share(
+    engine: Engine, platform: Platform, repetitions: int, num_sequences: int
+) -> tuple[float, float, float]:
+    """(seconds of a step, seconds of the optimizer's way back alone, the share of these that a step hides)."""
+    batch, counts = step_of(num_sequences)
+    optimizer = (OffloadPart.optimizer,)
+
+    def step() -> None:
+        engine.train_step(batch, negative_log_likelihood, counts)
+
+    def away_and_timed(*, behind: bool) -> float:
+        engine.memory.offload(optimizer)
+        begin = time.perf_counter()
+        engine.memory.onload(optimizer, behind=optimizer if behind else ())
+        if behind:
+            step()
+        synchronize(platform)
+        return time.perf_counter() - begin
+
+    alone = best(step, platform, repetitions)
+    back = min(away_and_timed(behind=False) for _ in range(repetitions))
+    both = min(away_and_timed(behind=True) for _ in range(repetitions))
+    return alone, back, 1 - (both - alone) / back
 
 
 def snapshot_rows(engine: Engine, platform: Platform, repetitions: int) -> list[Row]:
@@ -181,12 +225,17 @@ def measure(rank: Rank, device: Device, repetitions: int) -> Report:
         freed_share = 1 - memory(platform).allocated_bytes / in_use
         engine.memory.onload()
     rows = offload_rows(engine, platform, repetitions) + snapshot_rows(engine, platform, repetitions)
-    after = everything(engine)
+    unchanged = all(torch.equal(ours, now.cpu()) for ours, now in zip(before, everything(engine), strict=True))
+    sequences = NUM_SEQUENCES if platform.is_accelerator else 2
+    step_s, back_s, share = hidden_share(engine, platform, repetitions, sequences)
     return Report(
         device_name=platform.device_name,
         num_parameters=sum(parameter.numel() for parameter in engine.models[0].parameters()),
         rows=rows,
-        unchanged=all(torch.equal(ours, now.cpu()) for ours, now in zip(before, after, strict=True)),
+        unchanged=unchanged,
+        step_s=step_s,
+        back_s=back_s,
+        hidden_share=share,
         freed_share=freed_share,
     )
 
@@ -226,6 +275,10 @@ def main() -> int:
     console.print(f"median of the times over their limits: {statistics.median(ratios):.2f}")
     console.print(
         "every weight and moment came back bit for bit" if report.unchanged else "[red]something changed[/red]"
+    )
+    console.print(
+        f"the optimizer's state came back alone in {1e3 * report.back_s:.0f} ms; "
+        f"a step of {1e3 * report.step_s:.0f} ms hid {report.hidden_share:.0%} of that"
     )
     if report.freed_share is not None:
         console.print(f"{report.freed_share:.1%} of the device memory in use was freed")

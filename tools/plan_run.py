@@ -31,7 +31,7 @@ from mcore_rl.errors import ConfigError, McoreRLError, Violation
 from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.recipes import run_model
 from mcore_rl.planning.search import Found, refusal, search
-from mcore_rl.planning.tables import plan_page, plan_tables, plan_values, rate_lines, search_tables, search_values
+from mcore_rl.planning.tables import measured_lines, plan_page, plan_tables, plan_values, search_tables, search_values
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     try:
         run, cluster = composed(options)
-        for line in rate_lines(cluster):
+        for line in measured_lines(cluster):
             Console().print(line, markup=False, highlight=False, soft_wrap=True)
         if options.search:
             return searched(options, run, cluster)

@@ -15,7 +15,7 @@ from mcore_rl.config.engine import Precision
 from mcore_rl.parallel.device import driver_version, memory, num_cores, synchronize
 from mcore_rl.parallel.device_details import device_uuids
 from mcore_rl.parallel.peak_flops import peak_tflops
-from mcore_rl.planning.overheads import CONTEXT_BYTES, device_rates
+from mcore_rl.planning.overheads import CONTEXT_BYTES, data_sheet_rates
 
 OPTIONAL = ("transformers", "transformer_engine", "apex", "flash_attn", "triton", "einops", "vllm", "ray", "pyarrow")
 COMPILE_TOLERANCE = 1e-5  # float32, relative: other sums
@@ -64,7 +64,8 @@ def rates(bench: Bench) -> Facts:
     source = torch.randint(256, (MIB if bench.tiny else 4 * GIB,), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     seconds = bench.seconds(lambda: target.copy_(source))
-    beside = f"data sheet: {device_rates(bench.platform.device_name)[0]:g}" if bench.platform.is_accelerator else ""
+    sheet = data_sheet_rates(bench.platform.device_name)
+    beside = "" if sheet is None else f"data sheet: {sheet[0]:g}"
     yield Fact(what="copy on the device, read and written", value=2 * source.nbytes / seconds / GB, unit="GB/s",
                beside=beside)  # fmt: skip
 

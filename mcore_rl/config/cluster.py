@@ -5,8 +5,9 @@ The planner reads sizes and rates, ``launch/slurm/submit.py`` the rest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import Enum
+from math import inf
 
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import Violation
@@ -58,6 +59,24 @@ class ReachedRates:
 
 
 @dataclass(kw_only=True)
+class ResidualMemory:
+    """Memory that processes take beside the tensors that a plan counts; None: what the planner assumes.
+
+    device_context_mib: of a device, by a process with its libraries and kernels, without communicators.
+    device_collectives_mib: more of it, by the communicators of a training process.
+    host_trainer_mib: of the host, by a training process, before it is one of Ray's.
+    host_engine_mib: the same of all processes of an engine of one rank.
+    pinned_ratio: host memory that a large page-locked block takes, over what was asked for.
+    """
+
+    device_context_mib: float | None = None
+    device_collectives_mib: float | None = None
+    host_trainer_mib: float | None = None
+    host_engine_mib: float | None = None
+    pinned_ratio: float | None = None
+
+
+@dataclass(kw_only=True)
 class SlurmConfig:
     """What a job asks Slurm for, besides nodes and devices.
 
@@ -103,8 +122,9 @@ class ClusterConfig:
     transformer_engine: whether its environment has Transformer Engine, which ``layer_spec=auto`` then takes.
     presets: the layout presets of ``model_configs/`` that were made for it; "" is none.
     environment: variables of every process of a job.
-    measured: a doctor.json of this cluster, whose rates become those of ``reached``; "" is none.
+    measured: a doctor.json of this cluster, whose numbers become those of ``reached`` and ``residuals``; "" is none.
     reached: rates to plan with, in place of assumed shares of the ones above.
+    residuals: memory of processes to plan with, in place of what is assumed.
     """
 
     name: str = ""
@@ -124,6 +144,7 @@ class ClusterConfig:
     environment: dict[str, str] = field(default_factory=dict)
     measured: str = ""
     reached: ReachedRates = field(default_factory=ReachedRates)
+    residuals: ResidualMemory = field(default_factory=ResidualMemory)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 
@@ -141,11 +162,11 @@ def cluster_violations(cluster: ClusterConfig) -> list[Violation]:
         value = getattr(cluster, name)
         if not value > 0:
             violations.append(Violation(name, value, "must be positive", "Write what a node has"))
-    for field_ in fields(cluster.reached):
-        rate = getattr(cluster.reached, field_.name)
-        if rate is not None and not rate > 0:
-            remedy = "Write a measured rate, or leave it out"
-            violations.append(Violation(f"reached.{field_.name}", rate, "must be positive", remedy))
+    for group, remedy in (("reached", "Write a measured rate"), ("residuals", "Write what was measured")):
+        for name, number in asdict(getattr(cluster, group)).items():
+            if number is not None and not 0 < number < inf:
+                problem = "must be positive and finite"
+                violations.append(Violation(f"{group}.{name}", number, problem, f"{remedy}, or leave it out"))
     if cluster.gpus_per_node < 0:
         violations.append(Violation("gpus_per_node", cluster.gpus_per_node, "must not be negative", "Write 0 or more"))
     if cluster.gpus_per_node > 0 and not cluster.gpu_memory_gib > 0:

@@ -130,6 +130,9 @@ class EngineConfig:
     seed: of initial weights that are not loaded from a checkpoint.
     overlap_grad_reduce: gradients are summed over data-parallel ranks, bucket by bucket, while the backward pass of the
     last microbatch computes others; None: on accelerators.
+    overlap_offload: where engines share the devices, the optimizer's state comes back from host memory while the first
+    minibatch computes, and leaves while the engines receive weights if the plan has room for it then; None: on
+    accelerators.
     gradient_accumulation_fusion: the product that makes a weight's gradient adds it to the float32 one, by a kernel of
     NVIDIA Apex; None: where that is installed.
     tp_comm_overlap: matrix products overlap with the communication of tensor ranks, in buffers of Transformer Engine's,
@@ -146,6 +149,7 @@ class EngineConfig:
     max_nonfinite_steps: int = 3
     seed: int = 1234
     overlap_grad_reduce: bool | None = None
+    overlap_offload: bool | None = None
     gradient_accumulation_fusion: bool | None = None
     tp_comm_overlap: bool = False
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -155,6 +159,10 @@ class EngineConfig:
     def overlaps_reduction(self, *, accelerator: bool) -> bool:
         """``overlap_grad_reduce``, resolved.  accelerator: whether the engine computes on one."""
         return accelerator if self.overlap_grad_reduce is None else self.overlap_grad_reduce
+
+    def overlaps_offload(self, *, accelerator: bool) -> bool:
+        """``overlap_offload``, resolved.  accelerator: whether the engine computes on one."""
+        return accelerator if self.overlap_offload is None else self.overlap_offload
 
 
 def optimizer_violations(optim: OptimizerConfig, key: str = "optim") -> list[Violation]:

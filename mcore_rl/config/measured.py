@@ -1,4 +1,4 @@
-"""Reads the rates that ``mcore-rl doctor`` measured on a cluster, for the planner: ``cluster.measured=doctor.json``."""
+"""Reads what ``mcore-rl doctor`` measured on a cluster, for the planner: ``cluster.measured=doctor.json``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.cluster import ClusterConfig, ReachedRates
+from mcore_rl.config.cluster import ClusterConfig, ReachedRates, ResidualMemory
 from mcore_rl.errors import ConfigError, Violation
 
 FORMAT, VERSION = "mcore-rl doctor", 1
+RATES_KEY, RESIDUALS_KEY = "rates", "residuals"  # keys of a doctor.json
 KEY = "cluster.measured"
 
 
 def take_measured(cluster: ClusterConfig) -> None:
-    """Sets the rates of ``cluster.reached`` from the file ``cluster.measured``, but for those that its yaml sets.
+    """Sets ``cluster.reached`` and ``cluster.residuals`` from the file ``cluster.measured``; what its yaml sets stays.
 
-    Raises ConfigError if the file is missing, is no doctor.json, is of other devices, or has no rate.
+    Raises ConfigError if the file is missing, is no doctor.json, is of other devices, or has nothing to plan with.
     """
     values = _read(cluster.measured)
     device, name = values.get("device"), values.get("device_name")
@@ -25,12 +26,15 @@ def take_measured(cluster: ClusterConfig) -> None:
         problem = f"was measured on {name} ({device}), and the cluster {cluster.name} has "
         problem += f"{cluster.device_name or 'other devices'} ({cluster.device.value})"
         raise _error(cluster.measured, problem, "Run mcore-rl doctor there, or name the cluster that it is of")
-    rates = {field.name: values.get("rates", {}).get(field.name) for field in fields(ReachedRates)}
-    if all(rate is None for rate in rates.values()):
-        raise _error(cluster.measured, "has no rate to plan with", "Run mcore-rl doctor where there are two devices")
-    for key, rate in rates.items():
-        if rate is not None and getattr(cluster.reached, key) is None:
-            setattr(cluster.reached, key, float(rate))
+    taken = list[tuple[ReachedRates | ResidualMemory, str, float]]()
+    for group, written in ((RATES_KEY, cluster.reached), (RESIDUALS_KEY, cluster.residuals)):
+        numbers = values.get(group, {})
+        taken += [(written, each.name, numbers[each.name]) for each in fields(written) if each.name in numbers]
+    if not taken:
+        raise _error(cluster.measured, "has nothing to plan with", "Run mcore-rl doctor without --only")
+    for written, key, number in taken:
+        if getattr(written, key) is None:
+            setattr(written, key, float(number))
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ def engine_place_violations(
 ) -> list[Violation]:
     """Why engines of ``layout`` cannot be placed.
 
-    An engine is on a part of one node, or on whole nodes; so is each of its replicas, if it has several.
+    An engine is on one node or on whole nodes.
 
     Args:
         trainer: with ``colocated`` the engines are on its devices, with ``separate`` on others.
@@ -31,9 +31,9 @@ def engine_place_violations(
             wide = Violation(f"{key}.tp", layout.tp, problem, remedy)
         violations.append(wide)
     size = trainer.n_gpus_per_node if colocated else per_node
-    if size and not (_fits(layout.tp, size) and _fits(layout.engine_size, size)):
-        nodes = f"trainer.n_gpus_per_node={size}" if colocated else f"the {size} accelerators of a node"
-        problem = f"an engine of {layout.engine_size} devices neither divides {nodes} nor takes whole nodes"
+    if size and not (_on_whole_nodes(layout, size) or _on_one_node(layout, size, shares=colocated)):
+        nodes = f"divides trainer.n_gpus_per_node={size}" if colocated else f"fits on the {size} accelerators of a node"
+        problem = f"an engine of {layout.engine_size} devices neither {nodes} nor takes whole nodes"
         violations.append(Violation(f"{key}.tp", layout.tp, problem, f"Write a divisor or a multiple of {size}"))
     return violations
 
@@ -46,5 +46,11 @@ def engine_nodes(layout: RolloutLayout, per_node: int) -> int:
     return max(1, layout.engine_size // per_node)
 
 
-def _fits(devices: int, per_node: int) -> bool:
-    return per_node % devices == 0 or devices % per_node == 0
+def _on_one_node(layout: RolloutLayout, per_node: int, *, shares: bool) -> bool:
+    """shares: engines follow one another over the devices of all nodes, so that each must divide a node."""
+    return layout.engine_size <= per_node and (not shares or per_node % layout.engine_size == 0)
+
+
+def _on_whole_nodes(layout: RolloutLayout, per_node: int) -> bool:
+    """Also each of its replicas must be on whole nodes, or nodes have several whole replicas."""
+    return layout.engine_size % per_node == 0 and (layout.tp % per_node == 0 or per_node % layout.tp == 0)

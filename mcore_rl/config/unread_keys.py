@@ -26,6 +26,7 @@ from mcore_rl.config.engine import Dispatcher
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import LossAggregation
+from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import Violation
 
 if TYPE_CHECKING:
@@ -160,11 +161,17 @@ def _of_role(role: Role) -> Iterator[Switch]:
         f"{name}.moe.dispatcher=flex",
     )
     if not role.trains:
-        trains = ("optim.", "recompute", "max_nonfinite_steps", "overlap_grad_reduce", "gradient_accumulation_fusion",
-                  "tp_comm_overlap")  # fmt: skip
+        trains = ("optim.", "recompute", "max_nonfinite_steps", "overlap_grad_reduce", "overlap_offload",
+                  "gradient_accumulation_fusion", "tp_comm_overlap")  # fmt: skip
         keys = tuple(f"{name}.{key}" for key in trains)
         yield Switch(keys, lambda run: False, f"the {name} is not trained", "it for a role that is")
         return
+    yield Switch(
+        (f"{name}.overlap_offload",),
+        lambda run: run.trainer.placement is Placement.colocated,
+        "the trainer has devices of its own and moves nothing to host memory",
+        "trainer.placement=colocated",
+    )
     yield Switch(
         (f"{name}.loss_agg_constant",),
         lambda run: run.trained_config(role).loss_agg_mode is LossAggregation.sum_over_constant,

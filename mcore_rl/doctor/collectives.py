@@ -27,7 +27,7 @@ from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.meeting import join_group
 from mcore_rl.parallel.phase import phase
 from mcore_rl.parallel.secret_store import StoreAccess
-from mcore_rl.planning.overheads import LINK_EFFICIENCY, device_rates
+from mcore_rl.planning.overheads import LINK_EFFICIENCY, data_sheet_rates
 
 DEVICE_BYTES, CPU_BYTES = 256 << 20, 16 << 20  # of a message, in all
 WARM_UPS, SECONDS, LEAST = 3, 1.0, 5
@@ -183,12 +183,12 @@ def rate_diagnoses(
 
 def expected_link(subject: Subject, between_nodes: bool) -> ExpectedRate:
     """What the cluster's yaml says of a link; inside a node without one, the data sheet of a known device."""
-    value, source = None, "no --cluster"
+    value, source, sheet = None, "no --cluster", data_sheet_rates(subject.platform.device_name)
     if subject.cluster is not None:
         value = subject.cluster.inter_node_gb_s if between_nodes else subject.cluster.intra_node_gb_s
         source = "the cluster's yaml"
-    elif subject.platform.is_accelerator and not between_nodes:
-        value, source = device_rates(subject.platform.device_name)[1], "the data sheet"
+    elif sheet is not None and not between_nodes:
+        value, source = sheet[1], "the data sheet"
     fails = 0.5 * LINK_EFFICIENCY if subject.platform.is_accelerator else 0.0
     return ExpectedRate(value=value, source=source, passes=0.9 * LINK_EFFICIENCY, fails=fails)
 

@@ -12,18 +12,18 @@ from mcore_rl.config.launch import load_cluster, load_recipe
 from mcore_rl.config.names import meant
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
-from mcore_rl.doctor import collectives, compute, engine, layers, memory, recipe, runs, software
+from mcore_rl.doctor import collectives, compute, engine, layers, memory, recipe, residuals, runs, software
 from mcore_rl.doctor.checks import Diagnosis, HealthCheck, Subject, Verdict
 from mcore_rl.doctor.examination import examine, examine_nodes, platform_diagnosis
-from mcore_rl.doctor.report import lowest_rates, report_tables, write_report
+from mcore_rl.doctor.report import highest_residuals, lowest_rates, report_tables, write_report
 from mcore_rl.errors import Violation, refuse_if_any
 
 NODES_SHARE = 2 / 3  # of the minutes: for what nodes do by themselves, all at once
 LOG_WIDTH = 140  # of the table in a file; a terminal has its own
 
 ALL_CHECKS: tuple[HealthCheck, ...] = (
-    *software.CHECKS, *compute.CHECKS, *memory.CHECKS, *collectives.CHECKS, *recipe.CHECKS, *layers.CHECKS,
-    *engine.CHECKS, *runs.CHECKS,
+    *software.CHECKS, *compute.CHECKS, *memory.CHECKS, *residuals.CHECKS, *collectives.CHECKS, *recipe.CHECKS,
+    *layers.CHECKS, *engine.CHECKS, *runs.CHECKS,
 )  # fmt: skip
 
 
@@ -87,7 +87,8 @@ def run_doctor(options: argparse.Namespace) -> int:
     diagnoses = [first, *([] if first.verdict is Verdict.FAIL else _examined(options, subject))]
     path = write_report(diagnoses, subject)
     console.print(report_tables(diagnoses))
-    more = f": plan with its rates by cluster.measured={path}" if lowest_rates(diagnoses) else ""
+    plannable = lowest_rates(diagnoses) or highest_residuals(diagnoses)
+    more = f": plan with it by cluster.measured={path}" if plannable else ""
     console.print(f"{path}{more}", markup=False, highlight=False, soft_wrap=True)
     return 1 if any(each.verdict is Verdict.FAIL for each in diagnoses) else 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import psutil
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.doctor.checks import THOROUGH, Diagnosis, HealthCheck, Subject, Verdict
+from mcore_rl.doctor.residuals import host_bytes
 from mcore_rl.doctor.tiny_task import write_model
 from mcore_rl.doctor.vendor_tools import libraries_in
 from mcore_rl.parallel.device import Platform, memory, set_device
@@ -27,12 +28,12 @@ from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
 GREEDY = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
 KV_CACHE_BYTES = 64 << 20
 PROMPTS = (tuple(range(10, 26)), tuple(range(30, 38)), tuple(range(40, 45)))
-RELEASED = 0.9  # of the memory that an engine took, in sleep: context and libraries stay
+RELEASED = 0.9  # of the cache, in sleep: context and libraries, most of what a tiny engine takes, stay
 
 
 @dataclass(frozen=True)
 class EngineLife:
-    """What one engine did.  Times in seconds; bytes of the device.
+    """What one engine did.  Times in seconds; bytes of the device, and of the host by all its processes.
 
     differing: tensors that are not those of the files.  doubled: libraries of which a process of it has two copies.
     """
@@ -42,6 +43,7 @@ class EngineLife:
     wake_s: float
     awake_bytes: int
     asleep_bytes: int
+    host_bytes: int
     same_tokens: bool
     differing: tuple[str, ...]
     doubled: tuple[str, ...] = ()
@@ -85,14 +87,25 @@ async def _live(engine: EngineProcess, platform: Platform, directory: Path, star
         held = await engine.call_workers(HeldWeightsMethods.held_differences, str(directory), "tp=1")
     with phase("drawing again"):
         again = await _draw(engine)
-    doubled = _doubled(psutil.Process(engine.pid), platform)
-    return EngineLife(start_s, sleep_s, wake_s, awake, asleep, first == again, tuple(worst(held)), doubled)
+    root = psutil.Process(engine.pid)
+    processes = (root, *root.children(recursive=True))
+    return EngineLife(
+        start_s=start_s,
+        sleep_s=sleep_s,
+        wake_s=wake_s,
+        awake_bytes=awake,
+        asleep_bytes=asleep,
+        host_bytes=host_bytes(processes),
+        same_tokens=first == again,
+        differing=tuple(worst(held)),
+        doubled=_doubled(processes, platform),
+    )
 
 
-def _doubled(engine: psutil.Process, platform: Platform) -> tuple[str, ...]:
-    """Families of a vendor's libraries that any process of the engine has loaded from two folders."""
+def _doubled(processes: Sequence[psutil.Process], platform: Platform) -> tuple[str, ...]:
+    """Families of a vendor's libraries that any of ``processes`` has loaded from two folders."""
     families = set[str]()
-    for process in (engine, *engine.children(recursive=True)):
+    for process in processes:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         families |= {name for name, places in libraries_in(maps, platform.kind).items() if len(places) > 1}
     return tuple(sorted(families))
@@ -121,9 +134,10 @@ def engine_diagnosis(life: EngineLife, platform: Platform) -> Diagnosis:
         problems.append("greedy draws differ before and after sleep")
     problems += [f"it has loaded two copies of {family}" for family in life.doubled]
     numbers = {"engine_start_s": life.start_s, "engine_sleep_s": life.sleep_s, "engine_wake_s": life.wake_s}
+    numbers["host_engine_mib"] = round(life.host_bytes / 2**20, 3)
     if platform.is_accelerator:
         numbers |= {"engine_awake_bytes": float(life.awake_bytes), "engine_asleep_bytes": float(life.asleep_bytes)}
-    keeps = platform.is_accelerator and life.asleep_bytes > RELEASED * life.awake_bytes
+    keeps = platform.is_accelerator and life.awake_bytes - life.asleep_bytes < RELEASED * KV_CACHE_BYTES
     times = f"start {life.start_s:.1f} s, sleep {life.sleep_s:.2f} s, wake {life.wake_s:.2f} s"
     if platform.is_accelerator:
         times += f", {life.awake_bytes / 2**30:.2f} -> {life.asleep_bytes / 2**30:.2f} GiB"

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mcore_rl import __version__
-from mcore_rl.config.measured import FORMAT, VERSION
+from mcore_rl.config.cluster import ResidualMemory
+from mcore_rl.config.measured import FORMAT, RATES_KEY, RESIDUALS_KEY, VERSION
 from mcore_rl.doctor.checks import SEVERITY, Diagnosis, Subject, Verdict, worst
 from mcore_rl.tracking.atomic import replaced
 
@@ -27,6 +28,8 @@ RATES = {
     "inter_node_gb_s": ("all_reduce_inter_node_gb_s", "all_to_all_inter_node_gb_s"),
     "host_link_gb_s": ("host_to_device_gb_s", "device_to_host_gb_s"),
 }
+# The planner's memory of processes (``config/cluster.py``, ``ResidualMemory``): the highest over all nodes.
+RESIDUAL_NAMES = tuple(field.name for field in fields(ResidualMemory))
 FILE = "doctor.json"
 
 
@@ -98,6 +101,12 @@ def lowest_rates(diagnoses: Sequence[Diagnosis]) -> dict[str, float]:
     return rates
 
 
+def highest_residuals(diagnoses: Sequence[Diagnosis]) -> dict[str, float]:
+    """The planner's memory of processes, as far as it was measured."""
+    values = {name: [each.numbers[name] for each in diagnoses if name in each.numbers] for name in RESIDUAL_NAMES}
+    return {name: max(measured) for name, measured in values.items() if measured}
+
+
 def report_values(diagnoses: Sequence[Diagnosis], subject: Subject) -> dict[str, Any]:
     """What ``doctor.json`` holds."""
     platform = subject.platform
@@ -113,7 +122,8 @@ def report_values(diagnoses: Sequence[Diagnosis], subject: Subject) -> dict[str,
         "num_nodes": subject.num_nodes,
         "cluster": subject.cluster.name if subject.cluster else "",
         "quick": subject.quick,
-        "rates": lowest_rates(diagnoses),
+        RATES_KEY: lowest_rates(diagnoses),
+        RESIDUALS_KEY: highest_residuals(diagnoses),
         "diagnoses": [_values(each) for each in diagnoses],
     }
 

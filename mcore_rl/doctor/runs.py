@@ -22,20 +22,21 @@ from typing import IO, Any
 import psutil
 
 from mcore_rl.doctor.checks import NODES, THOROUGH, TWO_RANKS, Diagnosis, HealthCheck, Subject, Verdict
-from mcore_rl.doctor.tiny_task import write_task
+from mcore_rl.doctor.tiny_task import task_overrides, write_task
 
 POLL_S = 0.2
 STOP_S = 30.0  # for a run that was told to end
 LEAVE_S = 60.0  # of the limit: kept for that
 MAX_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.05}  # mean of log-probs, sampler to trainer, nats
 RESTARTED = "started again"
+CACHE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinyRun:
     """What a run of the tiny task was, and how it ended.
 
-    metrics: by step.  output: of its program.  exit_code: None if it did not end in time.  doing: its last words then.
+    metrics: by step.  output: of its program.  exit_code: None if it did not end in time.
     """
 
     name: str
@@ -59,44 +60,24 @@ def tiny_overrides(subject: Subject, task: Path, directory: Path, placement: str
     precision = _precision(subject)
     engines = world if placement == "colocated" and (accelerator or nodes > 1) else 1
     return [
-        f"model.path={task}/model",
-        f"data.train_files=[{task}/train.parquet]",
-        f"data.val_files=[{task}/val.parquet]",
-        f"data.train_batch_size={batch}",
-        "data.max_prompt_length=64",
-        "data.max_response_length=12",
-        f"custom_reward_function.path={task}/reward.py",
-        "reward.num_workers=1",
-        "algorithm=rloo",
-        "actor.loss_mode=ppo_clip",
-        "actor.loss_agg_mode=token_mean",
-        f"actor.parallel.ep={2 if world % 2 == 0 else 1}",
-        f"actor.precision={precision}",
-        f"actor.ppo_mini_batch_size={batch // 2}",
-        "actor.microbatch_tokens=512",
-        "actor.optim.lr=1e-3",
+        *task_overrides(
+            task, directory, prompts=batch, per_node=per_node, ep=2 if world % 2 == 0 else 1, precision=precision,
+            cache_bytes=CACHE_BYTES,
+        ),
         f"rollout.dtype={precision}",
         f"rollout.dp={engines}",
-        "rollout.n=4",
-        "rollout.max_num_seqs=32",
-        "rollout.kv_cache_memory_bytes=67108864",
         "rollout.gpu_memory_utilization=0.3",
-        "rollout.enforce_eager=true",
         f"trainer.nnodes={nodes}",
-        f"trainer.n_gpus_per_node={per_node}",
         f"trainer.placement={placement}",
         f"trainer.device={subject.platform.kind.value}",
         f"trainer.total_training_steps={steps}",
         "trainer.total_epochs=100",
         "trainer.save_freq=0",
         "trainer.test_freq=0",
-        "trainer.val_before_train=false",
         "trainer.resume_mode='off'",
-        "trainer.logger=[]",
         "trainer.guards.check_weights_freq=1",
-        f"trainer.default_local_dir={directory}",
         *([f"ray_init.address={subject.address}"] if nodes > 1 else []),
-    ]
+    ]  # fmt: skip
 
 
 def _precision(subject: Subject) -> str:

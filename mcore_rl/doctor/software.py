@@ -101,7 +101,7 @@ def _versions(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
             verdict=Verdict.WARN if "Transformer Engine" in lacking else Verdict.PASS,
             measured=f"no {' and no '.join(lacking)}" if lacking else "Transformer Engine and Apex",
             expected="Transformer Engine",
-            remedy="Install it (docs/install.md); local layers are slower" if lacking else "",
+            remedy="Install it (docs/install.md); local layers are slower" if "Transformer Engine" in lacking else "",
         )
 
 

@@ -225,9 +225,3 @@ def doubled_packages(names: Iterable[str]) -> list[tuple[str, ...]]:
 def torch_runtime() -> str:
     """The CUDA that torch was built for; "" of another build: no other driver says what it supports."""
     return str(torch.version.cuda or "")
-
-
-def pinned_bytes() -> int | None:
-    """Bytes of page-locked memory that torch's allocator has taken from the vendor's runtime; None if unknown."""
-    stats = torch.cuda.host_memory_stats()
-    return int(stats["allocated_bytes.current"]) if "allocated_bytes.current" in stats else None

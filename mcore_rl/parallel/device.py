@@ -1,8 +1,8 @@
 """The platform: which processor, which collectives, how much memory, which devices a process may see.
 
-Only this module and ``parallel/cpu.py`` name a vendor's runtime or call ``torch.cuda``; everything else asks a
-``Platform``.  It chooses no precision, layer spec or layout, and never changes the environment of its own process:
-``consistent_environment`` returns that of a new one.
+Only this module and ``device_details.py``, ``copies.py`` and ``cpu.py`` beside it name a vendor's runtime; everything
+else asks a ``Platform``.  It chooses no precision, layer spec or layout, and never changes the environment of its own
+process: ``consistent_environment`` returns that of a new one.
 
 The invariant: in all processes started with ``consistent_environment``, torch, the vendor's runtime and Ray agree on
 which devices they see.

@@ -14,23 +14,17 @@ from math import ceil
 
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import UPDATE_BUCKET_BYTES
-from mcore_rl.parallel.pinned_size import block_bytes
 from mcore_rl.planning.overheads import (
-    COLLECTIVE_BYTES,
-    CONTEXT_BYTES,
     CPU_CONTROLLER_BYTES,
-    CPU_ENGINE_BYTES,
-    CPU_ENGINE_RANK_BYTES,
     CPU_PROCESS_BYTES,
     FRAGMENTATION,
     HEAP_BYTES_PER_PARAMETER,
     HEAP_LIMIT_BYTES,
     HEAP_SHARE,
-    HOST_PROCESS_BYTES,
-    RAY_ACTOR_BYTES,
     SLEEPING_ENGINE_BYTES,
+    ProcessMemory,
 )
-from mcore_rl.planning.peaks import Peak, Phase, Place, Row
+from mcore_rl.planning.peaks import LEAVING, Peak, Phase, Place, Row
 from mcore_rl.planning.serving import Serving
 from mcore_rl.planning.states import MAIN_BYTES, MOMENT_BYTES, StateBytes
 from mcore_rl.planning.training import RolePlan, StepBytes
@@ -48,6 +42,7 @@ class Site:
     colocated: whether the engines share the trainer's devices.
     engines_per_node: rollout ranks per node.
     saves: whether checkpoints are written while the run goes on.
+    processes: what processes take beside tensors.
     ranks_per_engine: rollout ranks of one engine.
     reward_model: the bytes that its engine may use of a device (on the CPU: of the machine); 0 without one.
     """
@@ -59,6 +54,7 @@ class Site:
     colocated: bool
     engines_per_node: int
     saves: bool
+    processes: ProcessMemory
     ranks_per_engine: int = 1
     reward_model: int = 0
 
@@ -68,9 +64,12 @@ def peaks(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterat
     if site.device_bytes is None:
         yield from _on_cpu(roles, room, site)
         return
-    yield from _training(roles, room, site)
+    training = [*_training(roles, room, site)]
+    yield from training
     if room is not None:
-        yield from _serving(roles, room, site)
+        rollout = _rollout(roles, room, site)
+        yield rollout
+        yield _sync(roles, room, site, highest=max(peak.num_bytes for peak in (*training, rollout)))
     yield from _host(roles, room, site)
 
 
@@ -144,17 +143,6 @@ def _where(role: RolePlan, stage: int) -> str:
     return f"rank {rank}, stage {stage + 1} of {layout.pp}" if layout.pp > 1 else f"rank {rank}"
 
 
-def process_bytes(world_size: int, num_roles: int) -> int:
-    """What the training processes that share a device take beside tensors."""
-    several = world_size > 1
-    return num_roles * (CONTEXT_BYTES + (COLLECTIVE_BYTES if several else 0))
-
-
-def cpu_engine_bytes(ranks: int, ranks_per_engine: int) -> int:
-    """What the processes of engines on the CPU take beside tensors."""
-    return ceil(ranks / ranks_per_engine) * CPU_ENGINE_BYTES + ranks * CPU_ENGINE_RANK_BYTES
-
-
 def _on_device(role: RolePlan, stage: int, phase: Phase, at_work: RolePlan, colocated: bool) -> list[Part]:
     """The lasting memory of ``role`` on the device while ``at_work`` scores or trains.
 
@@ -177,7 +165,7 @@ def _training(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> It
     if room is not None and site.colocated:
         asleep = SLEEPING_ENGINE_BYTES * (2 if site.reward_model else 1)
     fixed: list[Part] = [
-        ("processes", process_bytes(roles[0].layout.world_size, len(roles)), False),
+        _on_device_by_processes("processes", roles, site),
         ("engines asleep", asleep, False),
     ]
     for phase in (Phase.logprobs, Phase.update) if room is not None else (Phase.update,):
@@ -198,53 +186,87 @@ def _training(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> It
         yield max(candidates, key=lambda peak: peak.num_bytes)
 
 
-def _serving(roles: Sequence[RolePlan], room: Serving, site: Site) -> Iterator[Peak]:
+def _awake(room: Serving, site: Site) -> list[Part]:
+    """The memory of a rollout rank that is awake; colocated, all of its share of the device."""
     left = max(0, room.budget - room.weights - room.working - room.overhead - max(0, room.cache))
-    parts: list[Part] = [
+    return [
         ("engine weights", room.weights, True),
         ("cache of keys and values", max(0, room.cache), False),
         ("engine working memory", room.working, False),
         ("engine graphs and overhead", room.overhead, False),
         ("engine, not used", left if site.colocated else 0, False),
     ]
-    trainers: list[Part] = []
-    if site.colocated:
-        trainers.append(("trainer processes", process_bytes(roles[0].layout.world_size, len(roles)), False))
+
+
+def _trainers(roles: Sequence[RolePlan], site: Site) -> list[Part]:
+    """The memory of the training processes beside tensors, on a device that engines use."""
+    if not site.colocated:
+        return []
+    return [_on_device_by_processes("trainer processes", roles, site)]
+
+
+def _on_device_by_processes(name: str, roles: Sequence[RolePlan], site: Site) -> Part:
+    world_size = roles[0].layout.world_size
+    measured = ("context", "collectives") if world_size > 1 else ("context",)
+    return site.processes.named(name, *measured), site.processes.on_device(world_size, len(roles)), False
+
+
+def _rollout(roles: Sequence[RolePlan], room: Serving, site: Site) -> Peak:
     judge: Part = ("reward model", site.reward_model if site.colocated else 0, False)
-    yield _peak(Phase.rollout, Place.device, "a rollout rank", [*parts, judge, *trainers], site.device_bytes)
-    actor = roles[0]
-    stage = max(range(actor.layout.pp), key=lambda stage: actor.state(stage).weights)
+    parts = [*_awake(room, site), judge, *_trainers(roles, site)]
+    return _peak(Phase.rollout, Place.device, "a rollout rank", parts, site.device_bytes)
+
+
+def _sync(roles: Sequence[RolePlan], room: Serving, site: Site, *, highest: int) -> Peak:
+    """The peak of a weight update.
+
+    highest: the most bytes of any other phase.  The policy's optimizer state may leave during the update (LEAVING) as
+    long as the run does not need more than that.
+    """
     buckets: Part = ("weight buckets", 2 * UPDATE_BUCKET_BYTES, False)
-    if site.colocated:
-        weights: Part = ("actor weights", actor.state(stage).weights, True)
-        where = f"actor, {_where(actor, stage)}"
-        awake = [part for part in parts if part[0] in ("engine weights", "engine graphs and overhead")]
-        yield _peak(Phase.sync, Place.device, where, [*awake, weights, buckets, *trainers], site.device_bytes)
-    else:
-        yield _peak(Phase.sync, Place.device, "a rollout rank", [*parts, buckets], site.device_bytes)
+    if not site.colocated:
+        return _peak(Phase.sync, Place.device, "a rollout rank", [*_awake(room, site), buckets], site.device_bytes)
+    actor = roles[0]
+    awake = [part for part in _awake(room, site) if part[0] in ("engine weights", "engine graphs and overhead")]
+
+    def peak(stage: int, leaving: bool) -> Peak:
+        state = actor.state(stage)
+        weights: Part = ("actor weights", state.weights, True)
+        parts = [*awake, weights, (LEAVING, state.optimizer * leaving, True), buckets, *_trainers(roles, site)]
+        return _peak(Phase.sync, Place.device, f"actor, {_where(actor, stage)}", parts, site.device_bytes)
+
+    def worst(leaving: bool) -> Peak:
+        return max((peak(stage, leaving) for stage in range(actor.layout.pp)), key=lambda each: each.num_bytes)
+
+    if actor.engine.overlaps_offload(accelerator=actor.accelerator) and worst(leaving=True).num_bytes <= highest:
+        return worst(leaving=True)
+    return worst(leaving=False)
 
 
 def _host(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iterator[Peak]:
     """The peaks of host memory of a node with accelerators."""
     per_node = min(site.per_node, roles[0].layout.world_size)
     engines = site.engines_per_node if room is not None and site.colocated else 0
-    fixed: list[Part] = [("processes", HOST_PROCESS_BYTES * (per_node * len(roles) + engines), False)]
+    processes, trainers = site.processes, per_node * len(roles)
+    needed = ("trainer", "engine") if engines else ("trainer",)
+    taken = trainers * processes.trainer + engines * processes.engine
+    fixed: list[Part] = [(processes.named("processes", *needed), taken, False)]
     if room is not None and site.colocated:
         for role in roles:
             state = _worst(role, lambda each: each.weights + each.optimizer)
-            fixed.append((f"{role.name} weights, away", block_bytes(state.weights) * per_node, True))
+            fixed.append((f"{role.name} weights, away", processes.pinned(state.weights) * per_node, True))
             if role.trains:
-                fixed.append((f"{role.name} optimizer, away", block_bytes(state.optimizer) * per_node, True))
+                fixed.append((f"{role.name} optimizer, away", processes.pinned(state.optimizer) * per_node, True))
     for role in roles:
         _, worst = max((role.state(stage).weights, -stage) for stage in range(role.layout.pp))
         frozen = role.frozen_parts(-worst)
-        fixed += [(name, block_bytes(num_bytes) * per_node, exact) for name, num_bytes, exact in frozen]
+        fixed += [(name, processes.pinned(num_bytes) * per_node, exact) for name, num_bytes, exact in frozen]
     yield _peak(Phase.rollout if room is not None else Phase.update, Place.host, "a node", fixed, site.host_bytes)
     saving = [*fixed]
     if site.saves:
         for role in (each for each in roles if each.trains):
             state = _worst(role, lambda each: each.optimizer)
-            saving.append((f"{role.name} checkpoint", block_bytes(_saved(role, state.optimizer)) * per_node, True))
+            saving.append((f"{role.name} checkpoint", processes.pinned(_saved(role, state.optimizer)) * per_node, True))
     if room is not None and site.colocated:  # the engines' weights, since they sleep while the actor is exported
         saving.append(("engine weights, asleep", room.weights * engines, True))
     yield _peak(Phase.save, Place.host, "a node", saving, site.host_bytes)
@@ -266,7 +288,7 @@ def _on_cpu(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iter
     """The peaks of a machine without accelerators: all processes together, each rank by its own stage."""
     away = room is not None and site.colocated
     fixed: list[Part] = [
-        ("processes", site.per_node * len(roles) * (CPU_PROCESS_BYTES + RAY_ACTOR_BYTES), False),
+        (site.processes.named("processes", "trainer"), site.per_node * len(roles) * site.processes.trainer, False),
         ("controller and Ray", CPU_CONTROLLER_BYTES, False),
         *(_engine_parts(room, site) if room is not None else ()),
     ]
@@ -292,8 +314,9 @@ def _on_cpu(roles: Sequence[RolePlan], room: Serving | None, site: Site) -> Iter
 def _engine_parts(room: Serving, site: Site) -> list[Part]:
     """The memory of all engines of a machine; glibc keeps what a forward pass used, so it is always counted."""
     ranks = site.engines_per_node
+    engines = site.processes.of_engines(ranks, site.ranks_per_engine)
     return [
-        ("engine processes", cpu_engine_bytes(ranks, site.ranks_per_engine), False),
+        (site.processes.named("engine processes", "engine"), engines, False),
         ("engine weights", ranks * room.weights, True),
         ("engine weights, packed besides", ranks * room.packed, True),
         # Half: the trainers' slots (sync/slots.py); half: layers that wait (rollout/receiver/receive_memory.py).

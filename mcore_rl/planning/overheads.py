@@ -6,6 +6,13 @@ accelerator has confirmed them, as docs/planning.md says, too.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.parallel.pinned_size import block_bytes
+
 GIB = 2**30
 
 # A training process on the CPU, before its engine: Python, torch, Megatron, its groups over gloo, oneDNN's scratch.
@@ -20,9 +27,10 @@ RAY_ACTOR_BYTES = 120 * 2**20
 HEAP_LIMIT_BYTES = 32 * 2**20
 HEAP_BYTES_PER_PARAMETER = 3.8
 HEAP_SHARE = 0.35
-# An engine on the CPU: its Ray actor (200 MiB) and its main process (440 MiB); and each of its ranks, without weights
-# and cache; and the controller with Ray's own processes.  All are proportional set sizes.
-CPU_ENGINE_BYTES = 640 * 2**20
+# An engine: its Ray actor.  And on the CPU its main process, each of its ranks without weights and cache, and the
+# controller with Ray's own processes.  All are proportional set sizes.
+ENGINE_ACTOR_BYTES = 200 * 2**20
+CPU_ENGINE_BYTES = 440 * 2**20
 CPU_ENGINE_RANK_BYTES = 500 * 2**20
 CPU_CONTROLLER_BYTES = 800 * 2**20
 # A process's memory on an accelerator: the context with its loaded kernels (H100: 500 to 600 MB by nvidia-smi), and the
@@ -68,7 +76,7 @@ MEAN_PROMPT_SHARE = 0.5
 MEAN_RESPONSE_SHARE = 0.5
 
 # (a word in the device's name, GB/s of its memory, GB/s to other devices of its node), from data sheets, one direction.
-# For runs without a cluster's yaml; the last row is for unknown devices.
+# For runs without a cluster's yaml.
 DEVICE_RATES = (
     ("H200", 4800.0, 450.0),
     ("H100", 3350.0, 450.0),
@@ -76,10 +84,69 @@ DEVICE_RATES = (
     ("B200", 8000.0, 900.0),
     ("MI300X", 5300.0, 448.0),
     ("MI325X", 6000.0, 448.0),
-    ("", 2000.0, 100.0),
 )
+UNKNOWN_RATES = 2000.0, 100.0  # assumed of devices that are not listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessMemory:
+    """What processes take beside the tensors of a plan, bytes: measured where ``measured`` has the name, else assumed.
+
+    context, collectives: of a device.  trainer: of the host, by a training process.  engine: of the host, by an engine
+    of one rank.  pinned_ratio: what a large page-locked block takes, over what was asked for.
+    """
+
+    context: int = CONTEXT_BYTES
+    collectives: int = COLLECTIVE_BYTES
+    trainer: int
+    engine: int
+    pinned_ratio: float = 1.0
+    measured: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, cluster: ClusterConfig) -> ProcessMemory:
+        """That of ``cluster``.  Measured processes were not Ray's yet, which takes more."""
+        if cluster.gpus_per_node:
+            trainer = engine = HOST_PROCESS_BYTES
+        else:
+            trainer = CPU_PROCESS_BYTES + RAY_ACTOR_BYTES
+            engine = ENGINE_ACTOR_BYTES + CPU_ENGINE_BYTES + CPU_ENGINE_RANK_BYTES
+        there, measured = cluster.residuals, dict[str, Any]()
+        for name, mib, more in (
+            ("context", there.device_context_mib, 0),
+            ("collectives", there.device_collectives_mib, 0),
+            ("trainer", there.host_trainer_mib, RAY_ACTOR_BYTES),
+            ("engine", there.host_engine_mib, ENGINE_ACTOR_BYTES),
+        ):
+            if mib is not None:
+                measured[name] = round(mib * 2**20) + more
+        if there.pinned_ratio is not None:
+            measured["pinned_ratio"] = there.pinned_ratio
+        return replace(cls(trainer=trainer, engine=engine), **measured, measured=frozenset(measured))
+
+    def named(self, part: str, *names: str) -> str:
+        """``part``, and that it was measured if all of ``names`` were."""
+        return f"{part}, measured" if self.measured.issuperset(names) else part
+
+    def on_device(self, world_size: int, num_roles: int) -> int:
+        """What the training processes that share a device take of it."""
+        return num_roles * (self.context + (self.collectives if world_size > 1 else 0))
+
+    def of_engines(self, ranks: int, ranks_per_engine: int) -> int:
+        """What the processes of engines on the CPU take; each rank after an engine's first is assumed."""
+        engines = ceil(ranks / ranks_per_engine)
+        return engines * self.engine + (ranks - engines) * CPU_ENGINE_RANK_BYTES
+
+    def pinned(self, num_bytes: int) -> int:
+        """What a page-locked block of ``num_bytes`` takes."""
+        return round(block_bytes(num_bytes) * self.pinned_ratio)
 
 
 def device_rates(device_name: str) -> tuple[float, float]:
-    """(GB/s of the device's memory, GB/s of its links inside a node)."""
-    return next((memory, intra) for word, memory, intra in DEVICE_RATES if word in device_name)
+    """(GB/s of the device's memory, GB/s of its links inside a node); assumed where no data sheet is known."""
+    return data_sheet_rates(device_name) or UNKNOWN_RATES
+
+
+def data_sheet_rates(device_name: str) -> tuple[float, float] | None:
+    """The same by the data sheet; None of a device that is not listed."""
+    return next(((memory, intra) for word, memory, intra in DEVICE_RATES if word in device_name), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -59,6 +60,14 @@ class Peak:
     def fits(self) -> bool:
         """True if the peak is within capacity, or if the capacity is unknown."""
         return self.capacity is None or self.num_bytes <= self.capacity
+
+
+LEAVING = "optimizer, leaving"  # the row of what is copied to host memory while the engines receive weights
+
+
+def leaves_behind(peaks: Iterable[Peak]) -> bool:
+    """Whether the policy's optimizer state leaves the device while the engines receive weights: a row counts it."""
+    return any(row.part == LEAVING for peak in peaks for row in peak.rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,12 +24,12 @@ from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation, refuse_if_any
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.planning.activations import engine_on
-from mcore_rl.planning.memory import Site, checkpoint_bytes, cpu_engine_bytes, peaks
-from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
-from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row
+from mcore_rl.planning.memory import Site, checkpoint_bytes, peaks
+from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE, ProcessMemory
+from mcore_rl.planning.peaks import Peak, Phase, Place, Plan, Row, leaves_behind
 from mcore_rl.planning.serving import Serving, serving
 from mcore_rl.planning.states import StateBytes
-from mcore_rl.planning.timing import Rates, generation_s, move_s, score_s, update_s, weights_s
+from mcore_rl.planning.timing import Rates, generation_s, move_s, offload_s, score_s, update_s, weights_s
 from mcore_rl.planning.training import RolePlan, Work
 
 __all__ = ["Peak", "Phase", "Place", "Plan", "Row", "plan"]
@@ -64,7 +64,10 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
     refuse_if_any(_misfits(run, model, others, cluster))
     roles = [role_plan(role, others.get(role.name, model), run, cluster) for role in run.group_rows]
     device_bytes = int(cluster.gpu_memory_gib * GIB) if cluster.gpus_per_node else None
-    room = serving(model, run.rollout, device_bytes=device_bytes, latent_attention=device_bytes is not None)
+    processes = ProcessMemory.of(cluster)
+    room = serving(
+        model, run.rollout, device_bytes=device_bytes, processes=processes, latent_attention=device_bytes is not None
+    )
     engines = run.rollout.layout.world_size
     per_node = max(1, min(run.trainer.n_gpus_per_node, cluster.gpus_per_node or run.trainer.n_gpus_per_node))
     site = Site(
@@ -76,10 +79,12 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         engines_per_node=-(-engines // run.trainer.nnodes) if colocated else min(per_node, engines),
         ranks_per_engine=run.rollout.layout.engine_size,
         saves=run.trainer.save_freq > 0 and run.trainer.async_save,
-        reward_model=_reward_model_bytes(run, device_bytes),
+        processes=processes,
+        reward_model=_reward_model_bytes(run, device_bytes, processes),
     )
     run_peaks = [*peaks(roles, room, site), _disk(roles, run.trainer, model, exports=1 + (run.trainer.test_freq > 0))]
-    seconds, tokens, between = _seconds(run, roles, room, cluster, per_node)
+    behind = leaves_behind(run_peaks)
+    seconds, tokens, between = _seconds(run, roles, room, cluster, per_node, behind=behind)
     notes = _notes(run.actor, run.data.max_prompt_length + run.data.max_response_length, "actor")
     if between:
         size, nodes = run.rollout.layout.engine_size, engine_nodes(run.rollout.layout, per_node)
@@ -118,6 +123,7 @@ def _plan_sft(config: SftConfig, model: ModelConfig, cluster: ClusterConfig) -> 
         colocated=True,
         engines_per_node=0,
         saves=trainer.save_freq > 0 and trainer.async_save,
+        processes=ProcessMemory.of(cluster),
     )
     all_peaks = [*peaks([role], None, site), _disk([role], trainer, model, exports=1)]
     rates = Rates.of(cluster, per_node, config.actor.precision, trainer.device_peak_tflops)
@@ -169,14 +175,14 @@ def sft_role_plan(model: ModelConfig, config: SftConfig, cluster: ClusterConfig)
     )
 
 
-def _reward_model_bytes(run: RunConfig, device_bytes: int | None) -> int:
+def _reward_model_bytes(run: RunConfig, device_bytes: int | None, processes: ProcessMemory) -> int:
     """The reward model's share of a device; on the CPU, its engines without weights, whose sizes are unknown here."""
     judge = run.reward_model
     if not judge.enable:
         return 0
     if device_bytes is None:
         ranks, cache = judge.layout.world_size, judge.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
-        return cpu_engine_bytes(ranks, judge.tp) + ranks * cache
+        return processes.of_engines(ranks, judge.tp) + ranks * cache
     return int(judge.gpu_memory_utilization * device_bytes)
 
 
@@ -194,9 +200,12 @@ def rl_work(run: RunConfig, mini: int) -> Work:
 
 
 def _seconds(
-    run: RunConfig, roles: Sequence[RolePlan], room: Serving, cluster: ClusterConfig, per_node: int
+    run: RunConfig, roles: Sequence[RolePlan], room: Serving, cluster: ClusterConfig, per_node: int, *, behind: bool
 ) -> tuple[dict[str, float], dict[str, float], float]:
-    """(seconds of a step by part, tokens of a step by kind, seconds that engines reduce between nodes)."""
+    """(seconds of a step by part, tokens of a step by kind, seconds that engines reduce between nodes).
+
+    behind: see ``leaves_behind``.
+    """
     actor = roles[0]
     rates = Rates.of(cluster, per_node, run.actor.precision, run.trainer.device_peak_tflops)
     prompts, n, separate = run.data.train_batch_size, run.rollout.n, run.trainer.placement is Placement.separate
@@ -209,13 +218,10 @@ def _seconds(
     asked = replace(run.rollout, n=n + 1) if run.needs_greedy else run.rollout
     inside, between = generation_s(actor.model, asked, room, rates, drawn, prompt, response)
     by_part = {"generate": inside + between}
-    by_part["sync"] = weights_s(actor, room.weights, run.rollout.layout, rates, separate=separate)
+    update = weights_s(actor, room.weights, run.rollout.layout, rates, separate=separate)
+    by_part["sync"] = update.total
     if not separate:
-        away = 2 * sum(
-            max(role.state(stage).weights + role.state(stage).optimizer for stage in range(role.layout.pp))
-            for role in roles
-        )
-        by_part["sync"] += move_s(away, rates)
+        by_part["sync"] += sum(offload_s(role, rates, update.inside * (behind and role is actor)) for role in roles)
     by_name = {role.name: role for role in roles}
     for row in run.role_rows:
         if row.publishes and why_scored(run) is None:

@@ -28,8 +28,8 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.parallel.layout import divisors
 from mcore_rl.planning.activations import engine_on
 from mcore_rl.planning.layouts import LEAST_MICROBATCH, Training, trainings
-from mcore_rl.planning.memory import Site, process_bytes
-from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE
+from mcore_rl.planning.memory import Site
+from mcore_rl.planning.overheads import GIB, MEAN_PROMPT_SHARE, MEAN_RESPONSE_SHARE, ProcessMemory
 from mcore_rl.planning.peaks import Phase, Place, Plan
 from mcore_rl.planning.plan import plan, rl_work, role_plan, sft_work
 from mcore_rl.planning.serving import Serving, serving
@@ -185,7 +185,7 @@ def _run_options(
     engines: dict[str, EngineConfig] = {role.name: engine_on(cluster, run.role_config(role)) for role in rows}
     snapshots = {role.name: run.snapshots_of(role.name) for role in rows}
     frozen = [role_plan(role, model, run, cluster) for role in run.group_rows if not role.trains]
-    room = serving(model, run.rollout, device_bytes=site.device_bytes)
+    room = serving(model, run.rollout, device_bytes=site.device_bytes, processes=site.processes)
     ours = [
         (_training_s(run, each.roles, rates), each)
         for each in trainings(
@@ -244,7 +244,7 @@ def _rollouts(
                 if rollout_violations(model, config.layout):
                     refused[f"vLLM cannot run the model with tp={tp}, ep={ep}"] += 1
                     continue
-                room = serving(model, config, device_bytes=device_bytes)
+                room = serving(model, config, device_bytes=device_bytes, processes=ProcessMemory.of(cluster))
                 if room.concurrency < 1:
                     refused[f"no room for the cache of one sequence, rollout tp={tp}"] += 1
                     continue
@@ -266,7 +266,7 @@ def _pairs(
     for seconds, ours in training:
         actor = ours.roles[0]
         weights = max(actor.state(stage).weights for stage in range(actor.layout.pp))
-        processes = process_bytes(actor.layout.world_size, len(ours.roles))
+        processes = ProcessMemory.of(cluster).on_device(actor.layout.world_size, len(ours.roles))
         met: set[str] = set()
         for theirs in rollouts:
             layout = str(theirs.config.layout)
@@ -280,7 +280,7 @@ def _pairs(
                 continue
             met.add(layout)
             sync = weights_s(actor, theirs.room.weights, theirs.config.layout, rates, separate=separate)
-            yield _Option(seconds + theirs.seconds + sync, ours, _with(run, ours, theirs.config))
+            yield _Option(seconds + theirs.seconds + sync.total, ours, _with(run, ours, theirs.config))
 
 
 def _site(run: RunConfig | SftConfig, cluster: ClusterConfig) -> Site:
@@ -292,6 +292,7 @@ def _site(run: RunConfig | SftConfig, cluster: ClusterConfig) -> Site:
         colocated=run.trainer.placement is Placement.colocated,
         engines_per_node=0,
         saves=False,
+        processes=ProcessMemory.of(cluster),
     )
 
 

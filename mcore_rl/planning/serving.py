@@ -22,7 +22,7 @@ from mcore_rl.config.rollout import (
     padded_vocab_size,
 )
 from mcore_rl.families.rules import Axis, Rule, Stage
-from mcore_rl.planning.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES, GRAPH_BYTES
+from mcore_rl.planning.overheads import GRAPH_BYTES, ProcessMemory
 from mcore_rl.planning.states import family_for
 
 BATCHED_TOKENS = 8192  # vLLM's default of max_num_batched_tokens on large devices
@@ -66,11 +66,17 @@ class Serving:
 
 
 def serving(
-    model: ModelConfig, config: ServingConfig, *, device_bytes: int | None, latent_attention: bool = True
+    model: ModelConfig,
+    config: ServingConfig,
+    *,
+    device_bytes: int | None,
+    processes: ProcessMemory,
+    latent_attention: bool = True,
 ) -> Serving:
     """The memory of a rank of an engine of ``model``.
 
-    device_bytes: memory of one accelerator; None on the CPU.  latent_attention: vLLM runs MLA as such.
+    device_bytes: memory of one accelerator; None on the CPU.  processes: what they take beside tensors.
+    latent_attention: vLLM runs MLA as such.
     """
     layout = config.layout
     weights = rollout_weight_bytes(model, layout, BYTES[config.dtype], latent_attention=latent_attention)
@@ -88,7 +94,7 @@ def serving(
             per_sequence=per_sequence,
             packed=rows * model.hidden_size * BYTES[config.dtype],
         )
-    overhead = CONTEXT_BYTES + (COLLECTIVE_BYTES if layout.world_size > 1 else 0)
+    overhead = processes.on_device(layout.world_size, 1)
     overhead += 0 if config.enforce_eager else GRAPH_BYTES
     budget = int(config.gpu_memory_utilization * device_bytes)
     cache = config.kv_cache_memory_bytes or budget - weights - working - overhead

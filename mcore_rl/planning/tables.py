@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.cluster import ClusterConfig, ResidualMemory
 from mcore_rl.config.run import RunConfig
-from mcore_rl.planning.overheads import GIB, HOST_LINK_GB_S, LINK_EFFICIENCY
+from mcore_rl.planning.overheads import GIB, HOST_LINK_GB_S, LINK_EFFICIENCY, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Place, Plan, Row
 from mcore_rl.planning.search import Found, reasons_by_count
 from mcore_rl.tracking.page import LIGHT, page, table, text
@@ -232,16 +233,29 @@ def search_values(search: Found) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rate_lines(cluster: ClusterConfig) -> list[str]:
-    """A line for each measured rate that replaces an assumed one (``ClusterConfig.reached``)."""
+def measured_lines(cluster: ClusterConfig) -> list[str]:
+    """A line for each measured number that replaces an assumed one (``ClusterConfig.reached``, ``residuals``)."""
     assumed = {
         "intra_node_gb_s": f"{cluster.intra_node_gb_s:g} * {LINK_EFFICIENCY:g} of the yaml",
         "inter_node_gb_s": f"{cluster.inter_node_gb_s:g} * {LINK_EFFICIENCY:g} of the yaml",
         "host_link_gb_s": f"{HOST_LINK_GB_S:g}, assumed",
     }
     source = cluster.measured or f"{cluster.name}.yaml"
-    return [
+    lines = [
         f"{name}: {getattr(cluster.reached, name):.4g} GB/s, from {source}, in place of {before}"
         for name, before in assumed.items()
         if getattr(cluster.reached, name) is not None
     ]
+    now, before = ProcessMemory.of(cluster), ProcessMemory.of(replace(cluster, residuals=ResidualMemory()))
+    for name, what in (
+        ("context", "of a device, by the context of a process"),
+        ("collectives", "of a device, by the communicators of a process"),
+        ("trainer", "of the host, by a training process and its Ray actor"),
+        ("engine", "of the host, by an engine and its Ray actor"),
+    ):
+        if name in now.measured:
+            ours, theirs = (getattr(each, name) / 2**20 for each in (now, before))
+            lines.append(f"{ours:,.0f} MiB {what}, from {source}, in place of {theirs:,.0f}, assumed")
+    if "pinned_ratio" in now.measured:
+        lines.append(f"page-locked memory takes {now.pinned_ratio:.3f} times what is asked for, from {source}")
+    return lines

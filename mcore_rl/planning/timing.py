@@ -1,4 +1,6 @@
-"""Estimates how long the parts of a step take: matrix products, memory traffic, collectives; none of them overlap.
+"""Estimates how long the parts of a step take: matrix products, memory traffic, collectives.
+
+None of them overlap, but moves of the optimizer's state between device and host (``offload_s``).
 
 The estimates use data sheets and the assumed shares of them in ``overheads.py``.  They suffice to rank layouts, and to
 tell an hour from a day.  Counts of operations are those of ``families/flops.py``.
@@ -212,7 +214,22 @@ def _streamed_bytes(model: ModelConfig, config: RolloutConfig, size: int, active
     return total - experts * untouched
 
 
-def weights_s(role: RolePlan, rollout_bytes: int, layout: RolloutLayout, rates: Rates, *, separate: bool) -> float:
+@dataclass(frozen=True)
+class UpdateSeconds:
+    """The seconds of a weight update between nodes, and inside of them."""
+
+    between: float
+    inside: float
+
+    @property
+    def total(self) -> float:
+        """The seconds of both, which follow one another."""
+        return self.between + self.inside
+
+
+def weights_s(
+    role: RolePlan, rollout_bytes: int, layout: RolloutLayout, rates: Rates, *, separate: bool
+) -> UpdateSeconds:
     """Seconds of a weight update along ``weights/rounds.py``; what it moves is an estimate, and no plan is made.
 
     Between nodes goes what a node's training ranks do not hold, once for all replicas on it; all of it goes inside the
@@ -222,7 +239,7 @@ def weights_s(role: RolePlan, rollout_bytes: int, layout: RolloutLayout, rates: 
     """
     held = [role.state(stage).weights for stage in range(role.layout.pp)]
     if not rates.accelerator:
-        return 2 * max(float(rollout_bytes), float(max(held))) / rates.memory
+        return UpdateSeconds(0.0, 2 * max(float(rollout_bytes), float(max(held))) / rates.memory)
     num_trainers, num_rollout = role.layout.world_size, layout.world_size
     all_weights = role.sizes.num_parameters * role.kernels.size
     here = 0.0 if separate else min(1.0, min(rates.per_node, num_trainers) * sum(held) / len(held) / all_weights)
@@ -231,9 +248,25 @@ def weights_s(role: RolePlan, rollout_bytes: int, layout: RolloutLayout, rates: 
     going = coming * num_rollout / num_trainers
     between = ROUND_IMBALANCE * max(coming, going) / rates.inter
     inside = rollout_bytes / rates.intra + (0.0 if separate else 2 * rollout_bytes / rates.memory)
-    return between + inside + ROUND_S * ROUND_IMBALANCE * rollout_bytes / (UPDATE_BUCKET_BYTES / 2)
+    rounds = ROUND_S * ROUND_IMBALANCE * rollout_bytes / (UPDATE_BUCKET_BYTES / 2)
+    return UpdateSeconds(between, inside + rounds)
 
 
 def move_s(num_bytes: float, rates: Rates) -> float:
     """Seconds to move ``num_bytes`` between a device and host memory; on the CPU, to copy them."""
     return num_bytes / (rates.host if rates.accelerator else rates.memory / 2)
+
+
+def offload_s(role: RolePlan, rates: Rates, beside_s: float) -> float:
+    """Seconds that a step waits for ``role``'s state to leave its device and to come back.
+
+    Weights are waited for each way.  The optimizer's state comes back beside the first minibatch's passes where
+    ``overlap_offload`` says so; beside_s: the seconds of what it leaves beside, 0 where that is waited for.  The passes
+    read no host memory, but a weight update between nodes takes the same lanes to the network's cards, so its seconds
+    hide nothing.
+    """
+    state = max((role.state(stage) for stage in range(role.layout.pp)), key=lambda each: each.weights + each.optimizer)
+    leaves = comes = move_s(state.optimizer, rates)
+    if role.trains and rates.accelerator and role.engine.overlaps_offload(accelerator=True):
+        comes = max(0.0, comes - pass_s(role, rates, role.work.sequences, train=True))
+    return 2 * move_s(state.weights, rates) + comes + max(0.0, leaves - beside_s)

@@ -108,7 +108,7 @@ def placement_violations(
     """
     if not platform.is_accelerator and not _spans(trainer, layout):
         return []
-    return engine_place_violations(trainer, layout, key, per_node=_devices_per_node(trainer, platform))
+    return engine_place_violations(trainer, layout, key, per_node=_devices_per_node(trainer, layout, platform))
 
 
 async def place(
@@ -125,15 +125,16 @@ async def place(
     separate = trainer.placement is Placement.separate
     if not platform.is_accelerator:
         return await _on_cpu(trainer, layouts)
-    device, per_node = {"CPU": CPUS, "GPU": 1.0}, _devices_per_node(trainer, platform)
+    device = {"CPU": CPUS, "GPU": 1.0}
+    per_node = {key: _devices_per_node(trainer, each, platform) for key, each in layouts.items()}
     wanted = [[device] * trainer.n_gpus_per_node for _ in range(trainer.nnodes)]
     groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in wanted]
-    own = {key: _engine_groups(each, per_node) if separate else [] for key, each in layouts.items()}
+    own = {key: _engine_groups(each, per_node[key]) if separate else [] for key, each in layouts.items()}
     every = [*groups, *(group for those in own.values() for group in those)]
     await _ready(every, f"{trainer.nnodes} nodes of {trainer.n_gpus_per_node} accelerators each", TRAINER)
     train = tuple(Bundle(group, i) for group in groups for i in range(trainer.n_gpus_per_node))
     places = {
-        key: tuple(map(_bundles_of, own[key])) if separate else _colocated(each, per_node, train)
+        key: tuple(map(_bundles_of, own[key])) if separate else _colocated(each, per_node[key], train)
         for key, each in layouts.items()
     }
     return Places(train, share=1 / ROLES_PER_DEVICE, groups=tuple(every), **places)
@@ -153,7 +154,7 @@ async def place_engines(layout: RolloutLayout, platform: Platform, key: str = "r
     refuse_if_any(placement_violations(alone, layout, platform, key))
     if not platform.is_accelerator:
         return replace(await _on_cpu(alone, {"rollout": layout}), train=())
-    per_node = _devices_per_node(alone, platform)
+    per_node = _devices_per_node(alone, layout, platform)
     groups, nodes = _engine_groups(layout, per_node), engine_nodes(layout, per_node)
     of_nodes = "one node" if nodes == 1 else f"{nodes} whole nodes"
     wanted = f"{layout.num_engines} times {layout.engine_size} accelerators of {of_nodes}"
@@ -161,12 +162,15 @@ async def place_engines(layout: RolloutLayout, platform: Platform, key: str = "r
     return Places((), tuple(map(_bundles_of, groups)), 0.0, tuple(groups))
 
 
-def _devices_per_node(trainer: TrainerConfig, platform: Platform) -> int:
-    """The accelerators of a node that has engines; without accelerators, the training processes of a node."""
+def _devices_per_node(trainer: TrainerConfig, layout: RolloutLayout, platform: Platform) -> int:
+    """The accelerators of a node that has engines of ``layout``; without accelerators, a node's training processes.
+
+    ``separate`` engines are on the largest nodes that Ray has; while it has none with accelerators, on one node each.
+    """
     if trainer.placement is Placement.colocated or not platform.is_accelerator:
         return trainer.n_gpus_per_node
     most = max((node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
-    return int(most) or trainer.n_gpus_per_node
+    return int(most) or layout.engine_size
 
 
 def _colocated(layout: RolloutLayout, per_node: int, train: Sequence[Bundle]) -> tuple[EngineBundles, ...]:

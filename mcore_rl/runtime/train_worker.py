@@ -69,6 +69,7 @@ class RoleSpec:
     trains: whether it has an optimizer; without one, it only scores.
     shares_device: whether rollout engines use the same device by turns.
     publishes: whether its weights go to the engines, for which they stay on the device when the worker rests.
+    leaves_behind: whether its optimizer's state leaves the device while the engines receive its weights.
     """
 
     role: str
@@ -79,6 +80,7 @@ class RoleSpec:
     trains: bool = True
     shares_device: bool = False
     publishes: bool = False
+    leaves_behind: bool = False
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,8 @@ class TrainWorker(Answering):
 
         Rank 0 returns the results, which are of all ranks; each leader the scores of its sequences, ``with_scores``.
         """
-        self.onload()
+        overlaps = self.spec.engine.overlaps_offload(accelerator=self.platform.is_accelerator)
+        self.engine.memory.onload(behind=[OffloadPart.optimizer] if overlaps else [])
         results, scores = [], list[OwnScores]()
         for batch, given_S, counts in zip(given.batches, given.payload, denominators, strict=True):
             result = self.engine.train_step(
@@ -237,7 +240,8 @@ class TrainWorker(Answering):
     def rest(self) -> None:
         """Training is over until the next step: on a shared device, offloads all but weights that engines need."""
         if self.spec.shares_device:
-            self.offload([part for part in OffloadPart if part is not OffloadPart.weights or not self.spec.publishes])
+            parts = [part for part in OffloadPart if part is not OffloadPart.weights or not self.spec.publishes]
+            self.engine.memory.offload(parts, behind=[OffloadPart.optimizer] if self.spec.leaves_behind else [])
 
     def take_snapshot(self, name: str, moves: Moves) -> None:
         """Copies the current weights as ``name``.  moves: how ``move_snapshot`` will change the copy."""

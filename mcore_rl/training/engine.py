@@ -216,9 +216,8 @@ class Engine:
         assert self.optimizer is not None, f"the {self.role} was built to score only"
         assert self.snapshots.swapped_in is None, "a step on swapped-in weights would train the wrong model"
         assert denominators.loss > 0, "nothing is trained: the loss would be divided by 0"
-        self.memory.require(*OffloadPart)
-        batch = batch.to(self.groups.device)
-        sums, out = RunningSums(self.groups), None
+        self.memory.require(*OffloadPart, arriving=[OffloadPart.optimizer])
+        batch, sums, out = batch.to(self.groups.device), RunningSums(self.groups), None
         if with_scores:
             out = TokenOutputs(self.head, True, batch.tokens_T.numel(), self.groups)
 
@@ -253,6 +252,7 @@ class Engine:
             loss_value, metrics = sums.over_ranks()
             scores = None if out is None else out.over_ranks()
             with phase("optimizer"):
+                self.memory.require(OffloadPart.optimizer)
                 lr, stepped = self.optimizer.lr, self.optimizer.step(loss_is_finite=math.isfinite(loss_value))
             if self.routing is not None:
                 metrics |= self.routing.metrics(denominators)

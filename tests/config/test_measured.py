@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.cluster import ReachedRates
+from mcore_rl.config.cluster import ReachedRates, ResidualMemory
 from mcore_rl.config.launch import cluster_yaml, load_cluster
 from mcore_rl.errors import ConfigError
 
@@ -51,10 +51,20 @@ def test_a_file_that_is_missing_foreign_or_empty(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"title": "a plan"}')
     assert "is not what mcore-rl doctor writes" in refusal(str(tmp_path / "plan.json"))
     assert "is of format 2, and this is 1. Run mcore-rl doctor again" in refusal(written(tmp_path, version=2))
-    assert "has no rate to plan with" in refusal(written(tmp_path, rates={}))
+    assert "has nothing to plan with" in refusal(written(tmp_path, rates={}))
     other = refusal(written(tmp_path, device_name="NVIDIA A100-SXM4-80GB"))
     assert "was measured on NVIDIA A100-SXM4-80GB (cuda), and the cluster nvidia_h100 has NVIDIA H100 80GB" in other
     assert "(cpu), and the cluster nvidia_h100 has" in refusal(written(tmp_path, device="cpu", device_name="EPYC"))
+
+
+def test_measured_memory_is_taken_and_written_stays(tmp_path: Path) -> None:
+    path = written(tmp_path, rates={}, residuals={"device_context_mib": 512.5, "pinned_ratio": 1.02, "later": 7})
+    cluster = load_cluster("nvidia_h100", [f"measured={path}"])
+    assert cluster.residuals == ResidualMemory(device_context_mib=512.5, pinned_ratio=1.02)
+    cluster = load_cluster("nvidia_h100", [f"measured={path}", "residuals.device_context_mib=600"])
+    assert cluster.residuals == ResidualMemory(device_context_mib=600.0, pinned_ratio=1.02)
+    with pytest.raises(ConfigError, match=r"residuals\.pinned_ratio=0\.0: must be positive and finite"):
+        load_cluster("nvidia_h100", [f"measured={written(tmp_path, residuals={'pinned_ratio': 0.0})}"])
 
 
 def test_a_rate_that_is_not_positive(tmp_path: Path) -> None:

@@ -33,25 +33,27 @@ def test_engines_on_a_part_of_a_node_or_on_whole_nodes(layout: RolloutLayout, no
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "fits_apart"),
     [
-        RolloutLayout(tp=3, dp=8),
-        RolloutLayout(tp=12, dp=2),
-        RolloutLayout(tp=2, dp=6, ep=12),
-        RolloutLayout(tp=3, dp=8, ep=24),  # whole nodes, and replicas that they cut
+        (RolloutLayout(tp=3, dp=8), True),  # five devices of a node are another's
+        (RolloutLayout(tp=12, dp=2), False),
+        (RolloutLayout(tp=2, dp=6, ep=12), False),
+        (RolloutLayout(tp=3, dp=8, ep=24), False),  # whole nodes, and replicas that they cut
     ],
     ids=str,
 )
-def test_other_engines_are_refused_with_the_key_and_the_remedy(layout: RolloutLayout) -> None:
-    for trainer, per_node, nodes in (
-        (TRAINER, None, "trainer.n_gpus_per_node=8"),
-        (SEPARATE, 8, "the 8 accelerators of a node"),
-    ):
-        (only,) = engine_place_violations(trainer, layout, "reward_model", per_node=per_node)
-        assert str(only) == (
-            f"reward_model.tp={layout.tp}: an engine of {layout.engine_size} devices neither divides {nodes} nor takes "
-            "whole nodes. Write a divisor or a multiple of 8"
-        )
+def test_other_engines_are_refused_with_the_key_and_the_remedy(layout: RolloutLayout, fits_apart: bool) -> None:
+    (only,) = engine_place_violations(TRAINER, layout)
+    assert str(only) == (
+        f"rollout.tp={layout.tp}: an engine of {layout.engine_size} devices neither divides trainer.n_gpus_per_node=8 "
+        "nor takes whole nodes. Write a divisor or a multiple of 8"
+    )
+    apart = [str(each) for each in engine_place_violations(SEPARATE, layout, "reward_model", per_node=8)]
+    said = (
+        f"reward_model.tp={layout.tp}: an engine of {layout.engine_size} devices neither fits on the 8 accelerators of "
+        "a node nor takes whole nodes. Write a divisor or a multiple of 8"
+    )
+    assert apart == ([] if fits_apart else [said])
     assert engine_place_violations(SEPARATE, layout) == [], "the nodes of its engines are not known"
 
 

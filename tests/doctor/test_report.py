@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mcore_rl.config.engine import Device
 from mcore_rl.doctor.checks import Diagnosis, Subject, Verdict
-from mcore_rl.doctor.report import lowest_rates, report_tables, summary, write_report
+from mcore_rl.doctor.report import highest_residuals, lowest_rates, report_tables, summary, write_report
 from mcore_rl.parallel.device import detect
 
 GOOD = Diagnosis(check="matmul", verdict=Verdict.PASS, measured="700 TFLOP/s", expected="at least 445", node="n1")
@@ -52,6 +52,16 @@ def test_the_summary_of_a_machine_that_is_well() -> None:
 def test_rates_are_the_lowest_of_all_nodes() -> None:
     rates = lowest_rates(NODES[:6] + NODES[7:])
     assert rates == {"intra_node_gb_s": 350.0, "host_link_gb_s": 52.0}
+
+
+def test_memory_of_processes_is_the_highest_of_all_nodes() -> None:
+    nodes = [
+        replace(GOOD, node=node, numbers={"host_trainer_mib": size, "x": 1.0})
+        for node, size in (("a", 400.0), ("b", 390.0))
+    ]
+    assert highest_residuals([*nodes, replace(GOOD, numbers={"pinned_ratio": 1.02})]) == {
+        "host_trainer_mib": 400.0, "pinned_ratio": 1.02,
+    }  # fmt: skip
 
 
 def test_doctor_json_holds_everything(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from mcore_rl.config.engine import Device
 from mcore_rl.parallel import cpu
+from mcore_rl.parallel.copies import HostCopies
 from mcore_rl.parallel.device import Memory, detect
 from mcore_rl.parallel.launch import Rank, run_ranks
 from tests.gpu.test_placement import LEFT_OUT
@@ -63,7 +64,8 @@ def pretend() -> None:
     train_steps.SIZES[True] = train_steps.SIZES[False]
     answers: dict[str, Callable[..., Any]] = {
         "memory": steadily_more(), "synchronize": lambda platform: None, "reset_peak_memory": lambda platform: None,
-        "empty_cache": lambda platform: None, "pinned_bytes": lambda platform: 0,
+        "empty_cache": lambda platform: None, "copies_of": lambda platform: HostCopies(),
+        "pinned_bytes": lambda platform: 0,
         "device_uuids": lambda platform: ("a-uuid",), "set_device": lambda platform, rank: THERE,
     }  # fmt: skip
     sections = [f"benchmarks.gpu_sections.{name.partition(':')[0]}" for name in SECTIONS]
@@ -100,7 +102,7 @@ def test_a_section_runs_where_an_accelerator_is(name: str, processes: None) -> N
         "machine:facts": ("taken before any tensor", "product of", "data sheet"),
         "copies:facts": ("available memory fell",),
         "steps:dense": ("memory, state planner", "memory, peak planner", "reserved and not in use"),
-        "moves:facts": ("memory that offload frees", "swap in"),
+        "moves:facts": ("memory that offload frees", "swap in", "hidden behind a step"),
         "parity:float32": ("deepseek_v3", "gemma2", "qwen2_moe"),
     }
     assert all(words in what for words in expected.get(name, ())), what

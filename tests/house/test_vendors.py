@@ -7,7 +7,7 @@ import re
 from tests.house.source import code_words, complaints, python_files, refuse
 
 VENDOR = re.compile(r"cuda|nccl|rccl|(?<![a-z])hip(?![a-z])", re.IGNORECASE)
-DEVICE_LAYER = tuple(f"mcore_rl/parallel/{name}.py" for name in ("device", "device_details", "cpu"))
+DEVICE_LAYER = tuple(f"mcore_rl/parallel/{name}.py" for name in ("device", "device_details", "copies", "cpu"))
 
 # Names that others chose.  Each must still be in use, or it goes.
 ALLOWED = {

@@ -32,7 +32,8 @@ class Case:
     """How it is computed.  microbatch_tokens: packed up to so many tokens; microbatch_sequences: or unpacked, so many.
 
     filled: microbatches are padded to their budget.
-    overlap: gradients are reduced during the backward pass, in small buckets.  megatron: fields that are passed on.
+    overlap: gradients are reduced during the backward pass, in small buckets, and the optimizer's state comes back from
+    host memory during the second step.  megatron: fields that are passed on.
     sabotage: a deliberate mistake (tests/support/sabotage.py), to see that the gate sees it.
     """
 

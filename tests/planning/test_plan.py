@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.cluster import ClusterConfig, ResidualMemory
 from mcore_rl.config.engine import Precision, Recompute
 from mcore_rl.config.launch import load_cluster
 from mcore_rl.config.model import ModelConfig
@@ -16,7 +16,18 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import model_of
-from mcore_rl.planning.overheads import CPU_CONTROLLER_BYTES, CPU_ENGINE_BYTES, CPU_ENGINE_RANK_BYTES, GIB
+from mcore_rl.planning.overheads import (
+    COLLECTIVE_BYTES,
+    CONTEXT_BYTES,
+    CPU_CONTROLLER_BYTES,
+    CPU_ENGINE_BYTES,
+    CPU_ENGINE_RANK_BYTES,
+    ENGINE_ACTOR_BYTES,
+    GIB,
+    HOST_PROCESS_BYTES,
+    RAY_ACTOR_BYTES,
+)
+from mcore_rl.planning.peaks import LEAVING, leaves_behind
 from mcore_rl.planning.plan import Phase, Place, Plan, plan
 from tests.support import models, published
 
@@ -126,11 +137,69 @@ def test_while_weights_are_sent_engines_have_no_cache() -> None:
     assert parts["engine weights"] == parts["actor weights"] and "cache of keys and values" not in parts
 
 
+def highest_on_device(planned: Plan) -> int:
+    return max(peak.num_bytes for peak in planned.peaks if peak.place is Place.device)
+
+
+def test_the_optimizers_state_leaves_beside_an_update_where_other_phases_need_more() -> None:
+    run = run_of()
+    planned = plan(run, QWEN, H100)
+    assert leaves_behind(planned.peaks)
+    assert part(planned, Phase.sync, LEAVING) == part(planned, Phase.update, "actor optimizer")
+    run.actor.overlap_offload = False
+    alone = plan(run, QWEN, H100)
+    assert not leaves_behind(alone.peaks)
+    assert highest_on_device(alone) == highest_on_device(planned)
+    sync, before = planned.peak(Phase.sync), alone.peak(Phase.sync)
+    assert sync is not None and before is not None
+    assert sync.num_bytes - before.num_bytes == part(planned, Phase.sync, LEAVING)
+    assert alone.seconds["sync"] > planned.seconds["sync"]
+
+
+def test_the_optimizers_state_is_waited_for_where_it_would_raise_the_peak() -> None:
+    """An engine of one device and an actor of four: the optimizer's state beside both weights would be the most."""
+    run = run_of()
+    run.actor.parallel.tp, run.rollout.tp, run.rollout.dp = 4, 1, 8
+    run.rollout.gpu_memory_utilization, run.actor.microbatch_tokens = 0.3, 1024
+    planned = plan(run, QWEN, H100)
+    sync = planned.peak(Phase.sync)
+    assert planned.fits and sync is not None and not leaves_behind(planned.peaks)
+    assert sync.num_bytes + part(planned, Phase.update, "actor optimizer") > highest_on_device(planned)
+
+
 def test_engines_that_leave_no_room_for_the_trainers_processes_are_refused() -> None:
     run = run_of()
     run.rollout.gpu_memory_utilization = 0.999
     (wrong,) = plan(run, QWEN, H100).violations
     assert "rollout needs" in wrong.problem
+
+
+def test_measured_memory_of_processes_takes_the_place_of_what_is_assumed_on_accelerators() -> None:
+    run = run_of(save_freq=10)
+    assumed = plan(run, QWEN, H100)
+    mib = ResidualMemory(
+        device_context_mib=500.0, device_collectives_mib=2000.0, host_trainer_mib=2500.0, host_engine_mib=4000.0,
+        pinned_ratio=1.25,
+    )  # fmt: skip
+    measured = plan(run, QWEN, replace(H100, residuals=mib))
+    assert part(assumed, Phase.update, "processes") == CONTEXT_BYTES + COLLECTIVE_BYTES
+    assert part(measured, Phase.update, "processes, measured") == 2500 * 2**20
+    assert part(measured, Phase.sync, "trainer processes, measured") == 2500 * 2**20
+    graphs = part(assumed, Phase.sync, "engine graphs and overhead") - CONTEXT_BYTES - COLLECTIVE_BYTES
+    assert part(measured, Phase.sync, "engine graphs and overhead") == 2500 * 2**20 + graphs
+    assert part(assumed, Phase.rollout, "processes", Place.host) == 16 * HOST_PROCESS_BYTES
+    trainers, engines = 8 * (2500 * 2**20 + RAY_ACTOR_BYTES), 8 * (4000 * 2**20 + ENGINE_ACTOR_BYTES)
+    assert part(measured, Phase.rollout, "processes, measured", Place.host) == trainers + engines
+    for name in ("actor weights, away", "actor optimizer, away", "actor checkpoint"):
+        before, now = (part(each, Phase.save, name, Place.host) for each in (assumed, measured))
+        assert now == 8 * round(1.25 * before / 8)
+
+
+def test_a_part_is_called_measured_if_all_of_it_is() -> None:
+    run = run_of()
+    half = plan(run, QWEN, replace(H100, residuals=ResidualMemory(device_context_mib=500.0, host_trainer_mib=1.0)))
+    assert part(half, Phase.update, "processes") == 500 * 2**20 + COLLECTIVE_BYTES
+    assert part(half, Phase.rollout, "processes", Place.host) == 8 * (2**20 + RAY_ACTOR_BYTES + HOST_PROCESS_BYTES)
 
 
 def test_an_engine_of_several_nodes_is_planned_with_its_reductions_between_them() -> None:
@@ -220,7 +289,7 @@ def test_on_the_cpu_everybody_is_counted_and_gradients_are_of_who_trains() -> No
     assert weights < UPDATE_BUCKET_BYTES, "no buffer is longer than what comes through it"
     assert part(planned, Phase.update, "buffers of weight updates") == weights
     processes = part(planned, Phase.update, "engine processes")
-    assert processes == 2 * (CPU_ENGINE_BYTES + CPU_ENGINE_RANK_BYTES)
+    assert processes == 2 * (ENGINE_ACTOR_BYTES + CPU_ENGINE_BYTES + CPU_ENGINE_RANK_BYTES)
     for phase, trained in ((Phase.rollout, 0), (Phase.logprobs, 0), (Phase.update, 1)):
         peak = planned.peak(phase)
         assert peak is not None

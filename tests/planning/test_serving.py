@@ -7,15 +7,18 @@ from math import prod
 
 import pytest
 
+from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
 from mcore_rl.families.registry import FAMILIES, model_of
-from mcore_rl.planning.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES, GIB, GRAPH_BYTES
+from mcore_rl.planning.overheads import COLLECTIVE_BYTES, CONTEXT_BYTES, GIB, GRAPH_BYTES, ProcessMemory
 from mcore_rl.planning.serving import cache_bytes_per_token, rollout_weight_bytes, serving
 from mcore_rl.weights.rollout_table import RolloutTable, itemsize_of
 from tests.support import published
 
+ON_CPU = ProcessMemory.of(ClusterConfig())
+ON_GPUS = ProcessMemory.of(ClusterConfig(gpus_per_node=8))
 LAYOUTS = ("tp=1", "tp=2", "tp=2,dp=2", "tp=2,ep=2", "tp=2,dp=2,ep=4", "dp=4,ep=4")
 CACHED = ModelConfig(
     num_layers=3, hidden_size=64, ffn_hidden_size=128, num_attention_heads=8, num_query_groups=4, head_dim=16,
@@ -65,7 +68,9 @@ def test_the_cache_of_latent_attention_by_hand() -> None:
 
 
 def test_vllm_s_share_of_a_device_is_divided() -> None:
-    whole = serving(CACHED, config(gpu_memory_utilization=0.5, max_num_batched_tokens=512), device_bytes=80 * GIB)
+    whole = serving(
+        CACHED, config(gpu_memory_utilization=0.5, max_num_batched_tokens=512), device_bytes=80 * GIB, processes=ON_GPUS
+    )
     assert whole.budget == whole.total == 40 * GIB
     assert whole.overhead == CONTEXT_BYTES + GRAPH_BYTES
     assert whole.cache == 40 * GIB - whole.weights - whole.working - whole.overhead
@@ -73,16 +78,18 @@ def test_vllm_s_share_of_a_device_is_divided() -> None:
     assert whole.working == 2 * 512 * (4 * 64 + 1.5 * 256) + 3 * 4 * 8 * 1_000
     assert whole.per_sequence == 112 * 3 * 2 * 4 * 16 * 2  # 100 tokens are seven blocks of 16
     assert whole.concurrency == whole.cache / whole.per_sequence
-    several = serving(CACHED, config(gpu_memory_utilization=0.5, tp=2, enforce_eager=True), device_bytes=80 * GIB)
+    several = serving(
+        CACHED, config(gpu_memory_utilization=0.5, tp=2, enforce_eager=True), device_bytes=80 * GIB, processes=ON_GPUS
+    )
     assert several.overhead == CONTEXT_BYTES + COLLECTIVE_BYTES
 
 
 def test_what_does_not_fit_has_less_than_no_cache() -> None:
-    room = serving(CACHED, config(gpu_memory_utilization=0.01), device_bytes=GIB)
+    room = serving(CACHED, config(gpu_memory_utilization=0.01), device_bytes=GIB, processes=ON_GPUS)
     assert room.cache < 0 and room.concurrency == 0 and room.total > room.budget
 
 
 def test_a_cache_that_is_written_is_taken_as_it_is() -> None:
-    room = serving(CACHED, config(kv_cache_memory_bytes=10**8), device_bytes=None)
+    room = serving(CACHED, config(kv_cache_memory_bytes=10**8), device_bytes=None, processes=ON_CPU)
     assert room.cache == 10**8 and room.overhead == room.budget == 0
-    assert serving(CACHED, config(), device_bytes=None).cache == GIB  # vLLM's own on the CPU
+    assert serving(CACHED, config(), device_bytes=None, processes=ON_CPU).cache == GIB  # vLLM's own on the CPU

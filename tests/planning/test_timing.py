@@ -26,7 +26,7 @@ from mcore_rl.planning.overheads import (
     STEP_LATENCY_S,
 )
 from mcore_rl.planning.serving import Serving, cache_bytes_per_token, rollout_weight_bytes
-from mcore_rl.planning.tables import rate_lines
+from mcore_rl.planning.tables import measured_lines
 from mcore_rl.planning.timing import Rates, move_s
 from mcore_rl.planning.training import RolePlan, Work
 
@@ -66,11 +66,19 @@ def test_measured_rates_replace_the_assumed_shares() -> None:
     assert (measured.intra, measured.host, measured.inter) == (371e9, 52e9, assumed.inter)
     assert move_s(1e9, measured) == pytest.approx(1 / 52) and move_s(1e9, assumed) == pytest.approx(1 / 25)
     cluster.measured = "doctor.json"
-    assert rate_lines(cluster) == [
+    assert measured_lines(cluster) == [
         "intra_node_gb_s: 371 GB/s, from doctor.json, in place of 450 * 0.7 of the yaml",
         "host_link_gb_s: 52 GB/s, from doctor.json, in place of 25, assumed",
     ]
-    assert rate_lines(load_cluster("nvidia_h100")) == []
+    assert measured_lines(load_cluster("nvidia_h100")) == []
+    cluster = load_cluster("nvidia_h100", ["residuals.device_context_mib=500", "residuals.host_trainer_mib=2000"])
+    cluster.residuals.pinned_ratio = 1.0625
+    cluster.name = "here"
+    assert measured_lines(cluster) == [
+        "500 MiB of a device, by the context of a process, from here.yaml, in place of 614, assumed",
+        "2,120 MiB of the host, by a training process and its Ray actor, from here.yaml, in place of 3,072, assumed",
+        "page-locked memory takes 1.062 times what is asked for, from here.yaml",
+    ]
 
 
 def test_ranks_on_the_cpu_share_its_cores_and_memory() -> None:
@@ -195,13 +203,34 @@ def test_weights_cross_the_slow_link_only_where_a_node_lacks_them() -> None:
     rounds = ROUND_S * ROUND_IMBALANCE * size / (UPDATE_BUCKET_BYTES / 2)
     inside = size / RATES.intra
     separate = timing.weights_s(alone, size, layout, RATES, separate=True)
-    assert separate == pytest.approx(ROUND_IMBALANCE * size / RATES.inter + inside + rounds)
+    assert separate.between == pytest.approx(ROUND_IMBALANCE * size / RATES.inter)
+    assert separate.inside == pytest.approx(inside + rounds)
     colocated = timing.weights_s(alone, size, layout, RATES, separate=False)
-    assert colocated == pytest.approx(inside + 2 * size / RATES.memory + rounds)
+    assert colocated.between == 0 and colocated.total == colocated.inside
+    assert colocated.total == pytest.approx(inside + 2 * size / RATES.memory + rounds)
     twice = timing.weights_s(alone, size, RolloutLayout(dp=2), RATES, separate=True)
-    assert twice == pytest.approx(separate), "two replicas on a node share what comes; who sends, sends as much to each"
+    assert twice.total == pytest.approx(separate.total), (
+        "two replicas share what comes; who sends, sends as much to each"
+    )
     slow = replace(RATES, accelerator=False)
-    assert timing.weights_s(alone, 1, layout, slow, separate=True) == 2 * alone.state(0).weights / RATES.memory
+    assert timing.weights_s(alone, 1, layout, slow, separate=True).total == 2 * alone.state(0).weights / RATES.memory
+
+
+def test_what_moves_beside_other_work_by_hand() -> None:
+    """The first minibatch's passes hide the optimizer's way back, the seconds of an update its way out."""
+    state, link = role().state(0), HOST_LINK_GB_S * 1e9
+    waits = role(overlap_offload=False)
+    assert timing.offload_s(waits, RATES, 0.0) == pytest.approx(2 * (state.weights + state.optimizer) / link)
+    passes = timing.pass_s(role(), RATES, WORK.sequences, train=True)
+    slow = replace(RATES, host=state.optimizer / passes / 4)  # one way takes four times the seconds of the passes
+    by_hand = 8 * passes * state.weights / state.optimizer + 4 * passes + 3 * passes
+    assert timing.offload_s(role(), slow, 0.0) == pytest.approx(by_hand)
+    assert timing.offload_s(role(), slow, passes) == pytest.approx(by_hand - passes)
+    fast = replace(RATES, host=state.optimizer / passes * 4)
+    all_hidden = timing.offload_s(role(), fast, 1.0)
+    assert all_hidden == pytest.approx(2 * state.weights / fast.host), "weights are waited for"
+    on_cpu = replace(RATES, accelerator=False)
+    assert timing.offload_s(role(), on_cpu, 0.0) == timing.offload_s(waits, on_cpu, 0.0)
 
 
 def test_moving_by_hand() -> None:

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import torch
-from transformers import AutoModelForCausalLM, MixtralConfig
 
 from mcore_rl.data.arithmetic import Split, generate
+from mcore_rl.doctor.tiny_task import REWARD, MixtureSizes, task_overrides, write_mixture
 from mcore_rl.runtime.answers import last_phase
 from tests.support import prompt_files
 from tests.support.vllm_device import ON_VLLM_DEVICE
@@ -22,36 +21,13 @@ SPEED = ("time/", "perf/")  # metrics that no two runs share
 # Of how vLLM happened to batch requests: rounding, of which nothing that is trained depends.
 AGREEMENT = ("rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/kl")
 GONE_S = 60.0  # for processes that were told to end, on a busy machine
-REWARD = '''
-"""A random model cannot calculate; this differs between its responses, and anybody can tell what it must be."""
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return sum(map(ord, solution_str)) % 5 / 4
-'''
+SIZES = MixtureSizes(hidden=64, ffn=96, head_dim=32, kv_heads=1)
 
 
 def write_task(directory: Path) -> Path:
     """``model`` with its tokenizer, ``train.parquet`` of 40 prompts, ``val.parquet`` of 6, and ``reward.py``."""
     tokenizer = prompt_files.tokenizer()
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        num_hidden_layers=2,
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "model")
+    write_mixture(directory / "model", tokenizer, SIZES)
     tokenizer.save_pretrained(directory / "model")
     for name, split, count in (("train", Split.train, 40), ("val", Split.validation, 6)):
         problems = generate(1, count, 0, split)
@@ -63,35 +39,9 @@ def write_task(directory: Path) -> Path:
 
 def overrides(task: Path, run_dir: Path, *more: str) -> list[str]:
     """Of ``mcore-rl train`` on two processes: 8 prompts with 4 short responses each, two updates a step."""
-    return [
-        f"model.path={task}/model",
-        f"data.train_files=[{task}/train.parquet]",
-        f"data.val_files=[{task}/val.parquet]",
-        "data.train_batch_size=8",
-        "data.max_prompt_length=64",
-        "data.max_response_length=12",
-        f"custom_reward_function.path={task}/reward.py",
-        "reward.num_workers=1",
-        "algorithm=rloo",
-        "actor.loss_mode=ppo_clip",
-        "actor.loss_agg_mode=token_mean",
-        "actor.use_kl_loss=true",
-        "actor.parallel.ep=2",
-        "actor.precision=float32",
-        "actor.ppo_mini_batch_size=4",
-        "actor.microbatch_tokens=512",
-        "actor.optim.lr=1e-3",
-        "rollout.n=4",
-        "rollout.max_num_seqs=32",
-        "rollout.kv_cache_memory_bytes=16777216",
-        "rollout.enforce_eager=true",
-        "trainer.n_gpus_per_node=2",
-        ON_VLLM_DEVICE["trainer"],
-        "trainer.logger=[]",
-        "trainer.val_before_train=false",
-        f"trainer.default_local_dir={run_dir}",
-        *more,
-    ]
+    sizes = dict(prompts=8, per_node=2, ep=2, precision="float32", cache_bytes=16 << 20)
+    own = ["actor.use_kl_loss=true", ON_VLLM_DEVICE["trainer"]]
+    return [*task_overrides(task, run_dir, **sizes), *own, *more]  # type: ignore[arg-type]
 
 
 def descendants(of: int | None = None) -> set[psutil.Process]:

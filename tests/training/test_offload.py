@@ -3,6 +3,8 @@
 All sizes of the tiny models are multiples of 128 elements, to which Megatron rounds its buffers up, so the expected
 bytes are exact: 4 for a float32 gradient; 2 or 4 for a weight; two float32 moments; and, for a bfloat16 weight, a
 float32 main weight (a float32 weight is its own).
+
+What moves behind the computation moves by ``LateCopies``, which finish when they must and not before.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from mcore_rl.parallel.device import memory
 from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.launch import Rank
 from mcore_rl.training.engine import Engine
-from mcore_rl.training.offload import InHost, OffloadPart
+from mcore_rl.training.offload import InHost, Offload, OffloadPart
 from mcore_rl.types import StepResult, TokenScores, TrainBatch
 from tests.support import batches, engines, models
 from tests.support.forked import run_ranks
+from tests.support.late_copies import LateCopies
 
 WIDTHS = dict(
     num_layers=2, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=2, head_dim=32,
@@ -42,6 +45,9 @@ BYTES = {
 JOURNEYS = [(out, back) for out in permutations(OffloadPart) for back in (out, out[::-1])] + [
     ((part,), (part,)) for part in OffloadPart
 ]
+
+BEHIND = (OffloadPart.optimizer,)
+LAYOUTS = ("tp=2", "pp=2", "", "ep=2")  # of two processes, the third is dp=2
 
 # 51 million parameters, nearly all in matrices whose float32 state is larger than 32 MiB.
 BIG = models.dense(
@@ -67,6 +73,16 @@ class Observed:
     on_device: list[Tensor] = field(default_factory=list)
     blocks: dict[str, int] = field(default_factory=dict)
     none_away: bool = False
+    behind: list[tuple[StepResult, list[Tensor]]] = field(default_factory=list)
+    beside: list[tuple[StepResult, list[Tensor]]] = field(default_factory=list)
+    behind_refusal: str = ""
+    state: list[Tensor] = field(default_factory=list)
+    in_host_behind: list[Tensor | None] = field(default_factory=list)
+    none_away_behind: bool = False
+    on_device_behind: list[Tensor] = field(default_factory=list)
+    log: list[list[str]] = field(default_factory=list)
+    used_too_early: tuple[list[Tensor], list[Tensor]] = ([], [])
+    freed_too_early: str = ""
 
 
 @dataclass
@@ -142,7 +158,55 @@ def _observe_kind(groups: ProcessGroups, model: ModelConfig, precision: Precisio
         memory_of.onload(back)
         seen.steps.append((_step(engine), _bits(engine)))
         seen.never_left.append((_step(never), _bits(never)))
+    _observe_behind(seen, never, engine)
     return seen
+
+
+def _slow(engine: Engine, forgets: str = "") -> LateCopies:
+    """From now on the state of ``engine`` moves by the copies that are returned."""
+    copies = LateCopies(forgets)
+    engine.memory = Offload(engine.models, engine.chunks, engine.optimizer, engine.platform, copies)
+    return copies
+
+
+def _observe_behind(seen: Observed, never: Engine, engine: Engine) -> None:
+    """The optimizer's state leaves and comes while other things happen; ``engine`` is spoiled afterwards."""
+    copies = _slow(engine)
+    for _ in range(2):
+        seen.moved["out behind"] = engine.memory.offload(behind=BEHIND).num_bytes
+        seen.here["leaving"] = _here(engine)
+        seen.behind_refusal = _refusals(engine)["train_step"]
+        engine.memory.offload([OffloadPart.weights])  # as when the engines have them
+        seen.here["left"] = _here(engine)
+        seen.moved["back behind"] = engine.memory.onload(behind=BEHIND).num_bytes
+        seen.here["arriving"] = _here(engine)
+        copies.log.clear()
+        seen.behind.append((_step(engine), _bits(engine)))
+        seen.beside.append((_step(never), _bits(never)))
+        seen.log.append(list(copies.log))
+    assert engine.optimizer is not None
+    tensors = engine.optimizer.state_tensors()
+    seen.state = [tensor.detach().clone() for tensor in tensors]
+    engine.memory.offload(behind=BEHIND)
+    seen.in_host_behind = [None if host is None else host.tensor.clone() for host in engine.memory.away(tensors)]
+    engine.memory.onload()
+    engine.memory.offload(BEHIND, behind=BEHIND)
+    engine.memory.onload(behind=BEHIND)  # before it was gone
+    seen.none_away_behind = engine.memory.away(tensors) == [None] * len(tensors)
+    seen.on_device_behind = [tensor.detach().clone() for tensor in tensors]
+    seen.behind.append((_step(engine), _bits(engine)))
+    seen.beside.append((_step(never), _bits(never)))
+    _slow(engine, forgets="order")
+    engine.memory.offload(behind=BEHIND)
+    engine.memory.onload(behind=BEHIND)
+    _step(engine), _step(never)
+    seen.used_too_early = _bits(engine), _bits(never)
+    copies = _slow(engine, forgets="wait")
+    engine.memory.offload()
+    try:
+        copies.make(len(copies.log))
+    except AssertionError as error:
+        seen.freed_too_early = str(error)
 
 
 def _refusals(engine: Engine) -> dict[str, str]:
@@ -233,6 +297,68 @@ def test_every_order_comes_back_bit_for_bit(observed: Observed) -> None:
         assert ours[0] == theirs[0] and ours[0].skipped is None, journey
         assert engines.same_bits(ours[1], theirs[1]), journey
     assert not engines.same_bits(observed.steps[0][1], observed.steps[1][1])
+
+
+def test_what_moves_behind_the_step_changes_no_bit(observed: Observed) -> None:
+    """The copies of the optimizer's state are made when the optimizer needs them, after forward and backward."""
+    assert len(observed.behind) == 3
+    for ours, theirs in zip(observed.behind, observed.beside, strict=True):
+        assert ours[0] == theirs[0] and ours[0].skipped is None
+        assert engines.same_bits(ours[1], theirs[1])
+    assert observed.log == [["order"], ["order"]], "a step waits once, and the host for nothing"
+
+
+def test_what_leaves_behind_keeps_its_memory_until_the_next_offload(
+    observed: Observed, kind: tuple[str, Precision]
+) -> None:
+    whole = expected(observed, kind[1])
+    nothing = dict.fromkeys(OffloadPart, 0)
+    assert observed.here["leaving"] == nothing | {OffloadPart.optimizer: whole[OffloadPart.optimizer]}
+    assert observed.here["left"] == nothing
+    assert observed.here["arriving"] == observed.moved["out behind"] == observed.moved["back behind"] == whole
+    assert observed.behind_refusal == "in host memory: weights, gradients, optimizer; onload first"
+
+
+def test_what_is_under_way_can_be_read_where_it_is(observed: Observed) -> None:
+    """As a checkpoint does; it waits for the copies."""
+    assert engines.same_bits(observed.in_host_behind, observed.state)
+    assert observed.none_away_behind and engines.same_bits(observed.on_device_behind, observed.state)
+
+
+def test_a_wait_that_is_left_out_is_seen(observed: Observed) -> None:
+    """Proves the proof: the slow copies of these tests betray whoever does not wait for them."""
+    assert len(observed.used_too_early[0]) > 0 and not engines.same_bits(*observed.used_too_early)
+    assert observed.freed_too_early == "the source of a copy was freed before the copy was done"
+
+
+def _observe_layouts(rank: Rank) -> dict[str, list[tuple[StepResult, list[Tensor]]]]:
+    """By layout: a second step of an engine that left and came back behind the step, and of one that did not."""
+    seen = {}
+    with engines.world(rank):
+        for layout in LAYOUTS:
+            with engines.groups_of(layout) as groups:
+                model, both = MODELS["moe" if layout == "ep=2" else "dense"], []
+                for leaves in (True, False):
+                    settings = engines.config(precision=Precision.bfloat16)
+                    engine = engines.build(groups, model, settings, layout=layout)
+                    mine = engines.share_of(_batch(), groups)
+                    counts = batches.denominators(_batch())
+                    engine.train_step(mine, batches.policy_loss, counts, with_entropy=True)
+                    if leaves:
+                        _slow(engine)
+                        engine.memory.offload(behind=BEHIND)
+                        engine.memory.onload(behind=BEHIND)
+                    result = engine.train_step(mine, batches.policy_loss, counts, with_entropy=True)
+                    both.append((result, _bits(engine)))
+                seen[layout] = both
+    return seen
+
+
+def test_no_layout_changes_that(processes: None) -> None:
+    for of_rank in run_ranks(_observe_layouts, 2):
+        assert of_rank.keys() == set(LAYOUTS)
+        for layout, (ours, theirs) in of_rank.items():
+            assert ours[0] == theirs[0] and engines.same_bits(ours[1], theirs[1]), layout
 
 
 def test_gradients_come_back_as_zeros(observed: Observed) -> None:

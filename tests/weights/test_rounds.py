@@ -73,10 +73,12 @@ CASES = [
     Case("mixtral", "tp=2,pp=2,vpp=2,ep=2", 8, "tp=2,dp=2,ep=4", per_node=2),  # experts over replicas
     Case("mixtral", "tp=2,pp=2,ep=2", 8, "tp=2,dp=2", per_node=4),  # half of the devices have no rollout rank
     Case("deepseek_v3", "tp=2,pp=2,ep=2", 4, "tp=2,dp=2,ep=4", per_node=2),
+    Case("qwen2", "pp=4", 8, "tp=4,dp=2", per_node=2),  # each engine on two nodes
     Case("gemma2", "tp=2,cp=2,pp=2", 8, "tp=2,dp=4", per_node=2),
     Case("llama", "tp=2,pp=2", 8, "tp=2,dp=4", per_node=4, apart=True),
     Case("mixtral", "tp=2,pp=2,ep=2", 8, "tp=2,dp=4", per_node=4, apart=True),
     Case("qwen2", "tp=2", 4, "tp=4,dp=2", per_node=8, apart=True),
+    Case("qwen2", "tp=2", 4, "tp=4,dp=2", per_node=2, apart=True),  # each engine on two nodes
 ]
 
 

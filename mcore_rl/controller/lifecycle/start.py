@@ -29,6 +29,7 @@ from mcore_rl.controller.step.rollout_collection import RolloutCollector
 from mcore_rl.controller.training_run import open_directory
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
+from mcore_rl.planning.peaks import leaves_behind
 from mcore_rl.planning.plan import Plan
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.runtime.cluster import meeting_host
@@ -60,7 +61,9 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         stack.callback(places.close)
 
         store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
-        starting_roles = start_roles(config, prepared.checkpoint, places, platform, store, stack)
+        starting_roles = start_roles(
+            config, prepared.checkpoint, places, platform, store, stack, leaves_behind=leaves_behind(planned.peaks)
+        )
         directory = Path(config.model.path)
         starting_engines = partial(
             start_engines, directory, config.rollout, places.rollout, platform, logs, stack, awaits_weights=True

@@ -25,13 +25,18 @@ async def start_roles(
     platform: Platform,
     store: StoreAccess,
     stack: AsyncExitStack,
+    *,
+    leaves_behind: bool = False,
 ) -> dict[str, TrainGroup]:
     """Starts the workers of each role with processes of its own, by name; they end when ``stack`` is closed.
 
     checkpoint: the checkpoint to resume from; None is none.  store: of the run, where the workers of a role meet.
+    leaves_behind: whether the plan has room for the policy's optimizer state while the engines receive weights.
     """
     return {
-        role.name: await _start_role(role, config, checkpoint, places, platform, store, stack)
+        role.name: await _start_role(
+            role, config, checkpoint, places, platform, store, stack, leaves_behind=leaves_behind and role.publishes
+        )
         for role in config.group_rows
     }
 
@@ -44,6 +49,8 @@ async def _start_role(
     platform: Platform,
     store: StoreAccess,
     stack: AsyncExitStack,
+    *,
+    leaves_behind: bool,
 ) -> TrainGroup:
     """Starts the workers of ``role``, and takes the snapshots of roles that share them."""
     engine, logs = config.role_config(role), Path(config.trainer.default_local_dir) / "logs"
@@ -57,6 +64,7 @@ async def _start_role(
         trains=role.trains,
         shares_device=shares_device,
         publishes=role.publishes,
+        leaves_behind=leaves_behind,
     )
     group = await start_trainers(spec, places, platform, logs, config.trainer, store)
     stack.callback(group.close)
