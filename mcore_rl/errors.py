@@ -145,6 +145,10 @@ class DeadWorkerError(WorkerError):
     """It died, hung, or lost its device or its peers: begun again, the run may well get on, unlike after an error."""
 
 
+class RunDirectoryError(McoreRLError):
+    """The run directory vanished, or another run has it; the message says where the run was saved."""
+
+
 class AlarmError(McoreRLError):
     """A guard stopped the run; the message says what went wrong, and what to do."""
 

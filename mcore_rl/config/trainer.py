@@ -38,7 +38,9 @@ class Placement(Enum):
 
 @dataclass(kw_only=True)
 class WatchdogConfig:
-    """When a call of the workers counts as hung; the run then shows each rank's phase and stacks, and ends.
+    """When a call of training workers or engines counts as hung; it is then told of with stacks, and taken for a death.
+
+    For an engine that draws or scores, the time without any progress counts in place of a call's.
 
     limit_s: seconds after which any call counts as hung; 0: no call ever does.
     factor: a call that was answered twice or more counts as hung after this many times its longest duration so far.
@@ -164,6 +166,9 @@ class RayInitConfig:
 def trainer_violations(trainer: TrainerConfig) -> list[Violation]:
     """Every violation within ``trainer``, not looking at other groups."""
     violations = []
+    if not trainer.default_local_dir.strip():
+        problem, remedy = "names no directory", "Write the directory of the run, such as runs/first"
+        violations.append(Violation("trainer.default_local_dir", trainer.default_local_dir, problem, remedy))
     for name in (
         "total_epochs",
         "total_training_steps",

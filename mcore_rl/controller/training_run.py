@@ -27,11 +27,13 @@ from mcore_rl.controller.lifecycle.saving import Saver
 from mcore_rl.controller.lifecycle.start_plan import write_plan
 from mcore_rl.controller.step.profiling import profiled
 from mcore_rl.controller.step.utilization import device_peak, utilization
+from mcore_rl.errors import CheckpointError, RunDirectoryError
 from mcore_rl.parallel.device import Platform
 from mcore_rl.planning.plan import Plan
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.train_group import TrainGroup
 from mcore_rl.tracking.clock import Clock
+from mcore_rl.tracking.run_owner import RunOwner
 from mcore_rl.tracking.sinks import Tracker
 
 C = TypeVar("C", RunConfig, SftConfig)
@@ -44,6 +46,7 @@ class TrainingRun(ABC, Generic[C, P]):
 
     prepared: what was read before they were started.  groups: the worker group of each role that has one, by the name
     of the role.  progress: of the steps that are complete.  preemption: whether a signal asked the run to leave.
+    owner: holds the run directory; None: nobody checks it.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class TrainingRun(ABC, Generic[C, P]):
         self.tracker, self.groups = tracker, dict(groups)
         self.directory, self.progress = Path(config.trainer.default_local_dir), prepared.progress
         self.preemption, self.clock = Preemption(), Clock()
+        self.owner: RunOwner | None = None
         self.device_peak = device_peak(config.trainer, config.actor.precision, platform)
         trained = [self.groups[role.name] for role in config.role_rows if role.trains]
         self.saver = Saver(
@@ -110,6 +114,29 @@ class TrainingRun(ABC, Generic[C, P]):
         """Make sure that the last complete step has a checkpoint.  Raises CheckpointError if it cannot be written."""
         await self.saver.conclude(self.progress_now())
 
+    async def check_directory(self) -> None:
+        """Make sure that the run directory is still there and still this run's.
+
+        RunDirectoryError: it is gone, and the last step is saved elsewhere, if it can be; or another run has it.
+        """
+        if self.owner is None:
+            return
+        if (gone := self.owner.check(warn)) is None:
+            return
+        for place in gone.places:
+            self.saver.move_to(place)
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+                await self.conclude_saving()
+            except (OSError, CheckpointError) as error:
+                warn(f"{place}: the run cannot be saved there: {error}")
+                continue
+            raise RunDirectoryError(
+                f"{gone}. Step {self.progress.step} is saved in {place}: "
+                f"the same command with trainer.default_local_dir={place} goes on from there"
+            )
+        raise RunDirectoryError(f"{gone}. Step {self.progress.step} could not be saved anywhere")
+
     async def export(self, name: str) -> Path:
         """Write the first trained role as a Hugging Face checkpoint to ``RUN/hf/NAME``, and return that path."""
         target, role = self.directory / "hf" / name, next(row for row in self.config.role_rows if row.trains)
@@ -120,8 +147,8 @@ class TrainingRun(ABC, Generic[C, P]):
 async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, float]]]) -> None:
     """Take every step that is left, with validation and checkpoints in between.
 
-    Raises Preempted if a signal asked the run to leave (``run.progress`` is then the last complete step), and
-    AlarmError if a guard stopped it.
+    Raises Preempted if a signal asked the run to leave (``run.progress`` is then the last complete step), AlarmError if
+    a guard stopped it, and RunDirectoryError if its directory is gone.
 
     Args:
         train_step: takes step number N (from 1) and returns its metrics.
@@ -140,6 +167,7 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
         seconds = run.clock.step()
         speed = run.rates(metrics, seconds) | utilization(metrics, seconds, trainer.world_size, run.device_peak)
         run.tracker.log(step, metrics | seconds | speed | run.saver.metrics())
+        await run.check_directory()
         # After the line in metrics.jsonl, which no checkpoint may lack; the time it takes is the next step's.
         if is_due(trainer.save_freq, step, run.num_steps) or run.saver.failed:
             await run.save()
@@ -147,20 +175,26 @@ async def every_step(run: R, train_step: Callable[[R, int], Awaitable[dict[str, 
         run.preemption.raise_if_asked()
 
 
-def open_directory(
-    config: RunConfig | SftConfig, prepared: PreparedRun, planned: Plan, stack: AsyncExitStack
-) -> Tracker:
-    """Open the run directory, write the plan into it and start Ray; ``stack`` closes them.
-
-    Checkpoints after the step that the run resumes from are set aside, unless the run only validates.
-    """
+def open_directory(config: RunConfig | SftConfig, prepared: PreparedRun, stack: AsyncExitStack) -> Tracker:
+    """Open the loggers and start Ray; ``stack`` closes them.  Nothing of an earlier run in the directory changes."""
     trainer, directory = config.trainer, Path(config.trainer.default_local_dir)
     resumed = None if prepared.checkpoint is None else prepared.progress.step
-    opening = Tracker.open(directory, trainer, as_dict(config), prepared.num_steps, resumed_step=resumed)
+    opening = Tracker.open(
+        directory, trainer, as_dict(config), prepared.num_steps, resumed_step=resumed, begin=False
+    )  # fmt: skip
     tracker = stack.enter_context(opening)
-    write_plan(planned, directory)
-    if not trainer.val_only:
-        run_checkpoints.set_aside_later(directory, prepared.progress.step)
     tracker.now("starting Ray")
     stack.enter_context(ray_cluster(config.ray_init, partial(run_checkpoints.how_to_go_on, directory)))
     return tracker
+
+
+def begin_records(config: RunConfig | SftConfig, prepared: PreparedRun, planned: Plan, tracker: Tracker) -> None:
+    """Begin the records of a run whose processes are up; those of a fresh run's forerunners are moved aside.
+
+    Checkpoints after the step that the run resumes from are set aside, unless the run only validates.
+    """
+    directory = Path(config.trainer.default_local_dir)
+    tracker.begin()
+    write_plan(planned, directory)
+    if not config.trainer.val_only:
+        run_checkpoints.set_aside_later(directory, prepared.progress.step)

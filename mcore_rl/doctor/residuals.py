@@ -85,7 +85,7 @@ def measure_process(rank: Rank, platform: Platform, directory: Path, num_trainer
     own = psutil.Process().memory_full_info()
     host = own.uss + (own.rss - own.uss) // num_trainers - (0 if platform.is_accelerator else counted)
     collectives = 0 if free is None else free - memory(platform).free_bytes - memory(platform).reserved_bytes - context
-    store.set(f"measured {rank.rank}", "")
+    store.set(f"measured {rank.rank}", b"")
     return ProcessResiduals(host=host, context=context, collectives=max(0, collectives))
 
 
@@ -94,7 +94,7 @@ def _watch(platform: Platform, store: SecretStore, device: int) -> None:
     set_device(platform, device)
     torch.ones(1, device=platform.device_type)
     synchronize(platform)
-    store.set(f"free {device}", str(memory(platform).free_bytes))
+    store.set(f"free {device}", str(memory(platform).free_bytes).encode())
     with phase("watching a device"):
         store.get(f"measured {device}")
 

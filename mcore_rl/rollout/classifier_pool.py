@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 
 from mcore_rl.rollout.protocol import Classifier
 
@@ -13,7 +13,7 @@ KEEP_WEIGHTS = 1  # level of sleep: nobody will send these weights again
 class ClassifierPool:
     """Scores texts with ``engines`` of one reward model, which must be awake at first.
 
-    It raises what an engine raises, so that a dead engine ends the run.
+    It raises what an engine raises; in a run, ``controller.lifecycle.reward_engines`` restarts engines that died.
     The invariant: no engine receives a text while it sleeps; texts that arrive meanwhile wait.
     """
 
@@ -44,9 +44,16 @@ class ClassifierPool:
         """Waits until all texts are scored, then releases the accelerators' memory; weights move to host memory."""
         self._awake.clear()
         await self._idle.wait()
-        await asyncio.gather(*(engine.sleep(KEEP_WEIGHTS) for engine in self._engines))
+        await _all(engine.sleep(KEEP_WEIGHTS) for engine in self._engines)
 
     async def wake(self) -> None:
         """Moves the weights back to the accelerators; waiting texts go on."""
-        await asyncio.gather(*(engine.wake() for engine in self._engines))
+        await _all(engine.wake() for engine in self._engines)
         self._awake.set()
+
+
+async def _all(calls: Iterable[Awaitable[None]]) -> None:
+    """Raises the first failure of ``calls`` once all have answered."""
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, BaseException):
+            raise answer

@@ -7,7 +7,10 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,7 +29,11 @@ from mcore_rl.runtime.scratch import scratch
 from mcore_rl.tracking.secrets import secret_names
 
 LOOPBACK = "127.0.0.1"
-KNOCK_S = 10.0  # the time limit for a head node to accept a connection
+KNOCK_S = 8.0  # the time limit for a head node to accept a connection, and for its first words
+ASK = "import sys; from ray._raylet import GcsClient; print(flush=True); GcsClient(address=sys.argv[1])"
+SETTINGS = 4  # a frame's type (RFC 9113, 6.5)
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
+SETTINGS_HEAD = bytes(9)  # of a frame: 3 bytes of length, type, flags, 4 of the stream
 
 
 @contextmanager
@@ -113,10 +120,47 @@ def _read_authentication_anew() -> None:
 
 
 def _knock(address: str) -> None:
-    """Raises OSError or ValueError at once if nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    """Raises OSError or ValueError if what is at HOST:PORT does not speak as Ray does, which would try for minutes.
+
+    Ray speaks gRPC, whose servers answer the first bytes of a client with a frame of settings (RFC 9113, 3.4).
+    """
     host, colon, port = address.rpartition(":")
-    if colon and "/" not in address:  # neither "auto" nor a URL of Ray's client
-        socket.create_connection((host, int(port)), KNOCK_S).close()
+    if not colon or "/" in address:  # "auto", or a URL of Ray's client
+        return
+    with socket.create_connection((host, int(port)), KNOCK_S) as connection:
+        connection.sendall(HTTP2_PREFACE)
+        answer, until = b"", time.monotonic() + KNOCK_S
+        while len(answer) < len(SETTINGS_HEAD):
+            connection.settimeout(max(0.001, until - time.monotonic()))
+            try:
+                more = connection.recv(len(SETTINGS_HEAD) - len(answer))
+            except TimeoutError:
+                raise OSError(f"something listens and says nothing for {KNOCK_S:.0f} s") from None
+            answer += more
+            if not more:
+                break
+    if len(answer) < len(SETTINGS_HEAD) or answer[3] != SETTINGS:
+        raise OSError("something else listens there, which speaks no gRPC")
+    _ask_for_cluster(address)
+
+
+def _ask_for_cluster(address: str) -> None:
+    """Raises OSError if the gRPC server at ``address`` does not answer a client of Ray's head.
+
+    The client keeps to no time limit, so it runs in a process of its own.  A refusal of this user is left to
+    ``ray.init``, which explains it.
+    """
+    command = [sys.executable, "-c", ASK, address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as asks:
+        assert asks.stdout is not None
+        asks.stdout.readline()  # it has imported Ray
+        try:
+            _, said = asks.communicate(timeout=KNOCK_S)
+        except subprocess.TimeoutExpired:
+            asks.kill()
+            raise OSError(f"a server of gRPC that has not answered as Ray's head does, for {KNOCK_S:.0f} s") from None
+    if asks.returncode and "authenticat" not in said.lower():
+        raise OSError(f"a server of gRPC that is no head of Ray's ({said.strip().splitlines()[-1]})")
 
 
 def meeting_host(config: RayInitConfig) -> str:

@@ -1,9 +1,12 @@
-"""The controller's client of an engine on one or more nodes of the cluster: typed methods, which call a Ray actor."""
+"""The controller's client of an engine on one or more nodes of the cluster: typed methods, which call a Ray actor.
+
+The invariant: no call waits for ever (``engine_watch``).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +16,22 @@ import ray
 from ray.exceptions import RayError
 
 from mcore_rl.config.rollout import ServingConfig
+from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.errors import DeadEngineError, McoreRLError
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
-from mcore_rl.rollout.protocol import EnginePart, Request, Sample, Sampling
+from mcore_rl.rollout.protocol import Classifier, EnginePart, Request, RolloutEngine, Sample, Sampling
 from mcore_rl.rollout.remote_engine import RemoteEngine, Verb
+from mcore_rl.runtime.engine_watch import EngineWatch
+from mcore_rl.runtime.hung_engine import EnginePlace
+from mcore_rl.runtime.watchdog import Watchdog
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+CLOSE_S = 60.0  # how long an engine may take to end regularly
+# Between them an engine makes no progress.
+PAUSES = (RolloutEngine.pause.__name__, RolloutEngine.start_update.__name__)
+GOES_ON = (RolloutEngine.resume.__name__, RolloutEngine.finish_update.__name__, RolloutEngine.fail_update.__name__)
 PEERS_S = 5.0  # how long the death of one part of an engine may take to be known after that of another
 
 
@@ -46,14 +57,23 @@ class EngineClient(RemoteEngine):
     of any part is the engine's.
 
     parts: one per node.
+    watchdog: says when the engine hangs; None: by the default limits.
     """
 
-    def __init__(self, name: str, parts: Sequence[PartSpec]) -> None:
+    def __init__(self, name: str, parts: Sequence[PartSpec], watchdog: Watchdog | None = None) -> None:
         super().__init__(name)
+        self._watchdog = watchdog or Watchdog(WatchdogConfig())
         self._parts = list(parts)
         self._workers = [part.new_worker() for part in parts]
         self._ends: list[asyncio.Task[DeadEngineError]] = []  # of the parts that do not answer
         self._started: tuple[Any, ...] | None = None
+        self.hang_watch = self._new_watch()
+
+    def _new_watch(self) -> EngineWatch:
+        worker = self._workers[0]
+        return EngineWatch(
+            self._name, self._watchdog, lambda: _value(worker.perform.remote("statistics", (), {})), self.kill
+        )
 
     async def start(self, directory: Path, config: ServingConfig, *, awaits_weights: bool = False) -> None:
         """Starts the engine with the weights of ``directory``, or without any; see ``start_engine``."""
@@ -65,18 +85,22 @@ class EngineClient(RemoteEngine):
         assert self._started is not None, "start the engine first"
         await self.shutdown()
         self._workers = [part.new_worker() for part in self._parts]
+        self.hang_watch = self._new_watch()
         await self._start("starting again")
 
     async def _start(self, doing: str) -> None:
         """Starts all parts, which wait for one another; raises the error of the first that fails."""
         assert self._started is not None
         directory, config, awaits_weights = self._started
+        actors = [await self._answered(doing, "whereabouts", worker.whereabouts.remote()) for worker in self._workers]
+        parts = list(zip(actors, self._parts, strict=True))
+        self.hang_watch.places = [EnginePlace(actor, None, part.log) for actor, part in parts]
         nodes = await self._nodes(doing)
         calls = [
             worker.start.remote(directory, config, part.cores, part.device_ids, part.log, awaits_weights, node)
             for worker, part, node in zip(self._workers, self._parts, nodes, strict=True)
         ]
-        starting = [asyncio.ensure_future(self._answered(doing, call)) for call in calls]
+        starting = [asyncio.ensure_future(self._answered(doing, "start", call)) for call in calls]
         try:
             for started in asyncio.as_completed(starting):
                 await started
@@ -84,6 +108,10 @@ class EngineClient(RemoteEngine):
             for each in starting:
                 each.cancel()
             await asyncio.gather(*starting, return_exceptions=True)
+        leaders = [await self._answered(doing, "leader", worker.leader.remote()) for worker in self._workers]
+        self.hang_watch.places = [
+            EnginePlace(actor, leader, part.log) for leader, (actor, part) in zip(leaders, parts, strict=True)
+        ]
         self._ends = [asyncio.ensure_future(self._end(worker)) for worker in self._workers[1:]]
 
     async def _nodes(self, doing: str) -> list[EngineNode]:
@@ -91,8 +119,8 @@ class EngineClient(RemoteEngine):
         count = len(self._workers)
         if count == 1:
             return [ONE_NODE]
-        meeting = await self._answered(doing, self._workers[0].meeting.remote())
-        addresses = [await self._answered(doing, worker.address.remote()) for worker in self._workers]
+        meeting = await self._answered(doing, "meeting", self._workers[0].meeting.remote())
+        addresses = [await self._answered(doing, "address", worker.address.remote()) for worker in self._workers]
         return [
             EngineNode(nnodes=count, node_rank=rank, address=address, meeting=meeting)
             for rank, address in enumerate(addresses)
@@ -111,8 +139,11 @@ class EngineClient(RemoteEngine):
         finishing = self._workers[0].generate.options(num_returns="streaming").remote(list(requests), sampling)
         unfinished = len(requests)
         try:
-            async for call in finishing:
-                sample = await self._answered(f"generating {unfinished} samples", call)
+            while True:
+                doing = f"generating {unfinished} samples"
+                sample = await self.hang_watch.at_work(doing, self._from_parts(doing, _next_of(finishing)))
+                if sample is None:
+                    break
                 unfinished -= 1
                 yield sample
         finally:
@@ -138,10 +169,25 @@ class EngineClient(RemoteEngine):
         self._ends = []
 
     async def _ask(self, doing: str, verb: Verb[P, T], *args: P.args, **options: P.kwargs) -> T:
-        answer: T = await self._answered(doing, self._workers[0].perform.remote(verb.__name__, args, options))
+        name = verb.__name__
+        call = self._workers[0].perform.remote(name, args, options)
+        if name == Classifier.classify.__name__:
+            scores: T = await self.hang_watch.at_work(doing, self._from_parts(doing, _value(call)))
+            return scores
+        if name in PAUSES:
+            self.hang_watch.paused = True
+        # What a worker is told takes as long as that method does.
+        method = args[0].__name__ if name == RolloutEngine.call_workers.__name__ else name  # type: ignore[attr-defined]
+        answer: T = await self._answered(doing, method, call)
+        if name in GOES_ON:
+            self.hang_watch.paused = False
         return answer
 
-    async def _answered(self, doing: str, call: Any) -> Any:
+    async def _answered(self, doing: str, method: str, call: Any) -> Any:
+        """As ``_from_parts``, within the time that the watchdog gives ``method``."""
+        return await self.hang_watch.answered(doing, method, self._from_parts(doing, _value(call)))
+
+    async def _from_parts(self, doing: str, call: Awaitable[Any]) -> Any:
         """Returns the result of a method of ``RolloutWorker``, or raises the error that it returned.
 
         doing: what the engine was doing, for the message of the DeadEngineError if an actor or a part is gone.
@@ -172,5 +218,16 @@ async def _answer_of(call: Any, name: str, doing: str) -> Any:
 
 
 async def _closed(worker: Any) -> None:
-    with suppress(RayError):  # the actor is gone already
-        await worker.close.remote()
+    with suppress(RayError, TimeoutError):  # the actor is gone already, or hangs
+        await asyncio.wait_for(_value(worker.close.remote()), CLOSE_S)
+
+
+async def _value(call: Any) -> Any:
+    """The result of a call of Ray's, as a coroutine."""
+    return await call
+
+
+async def _next_of(samples: Any) -> Any:
+    """The next sample, or error; None at their end."""
+    call = await anext(samples, None)
+    return None if call is None else await call

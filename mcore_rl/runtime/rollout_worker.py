@@ -7,10 +7,15 @@ with the actor.  ``engine_client.py`` is the controller's side.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import os
+import signal
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
+
+import ray
 
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig
 from mcore_rl.errors import McoreRLError
@@ -19,6 +24,7 @@ from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Request, Sample, Sampling
 from mcore_rl.rollout.remote_engine import perform
 from mcore_rl.rollout.worker_methods import WEIGHT_RECEIVER
+from mcore_rl.runtime.answers import Whereabouts, stacks_file
 from mcore_rl.runtime.cluster import this_host
 from mcore_rl.runtime.each_node import store_at
 
@@ -33,6 +39,14 @@ class RolloutWorker:
         self._name = name
         self._engine: EngineProcess | None = None
         self._stack = ExitStack()
+
+    async def whereabouts(self) -> Whereabouts:
+        """The process id and node of this actor."""
+        return Whereabouts(os.getpid(), ray.get_runtime_context().get_node_id())
+
+    async def leader(self) -> int:
+        """The process id of the engine that was started, which leads the process group of all its processes."""
+        return self._live.leader
 
     async def address(self) -> str:
         """The address at which other nodes of the cluster reach this one."""
@@ -50,6 +64,8 @@ class RolloutWorker:
         """Starts the engine; see ``start_engine``.  Returns the error if it fails."""
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
+            self._stacks = stacks_file(log).open("a")  # as long as the process lives
+            faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
             engine = start_engine(
                 self._name,
                 directory,

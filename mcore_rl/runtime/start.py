@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from mcore_rl.config.rollout import RolloutConfig, ServingConfig
-from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.config.trainer import TrainerConfig, WatchdogConfig
 from mcore_rl.parallel.cpu import UNCOMPILED
 from mcore_rl.parallel.device import Platform, num_cores
 from mcore_rl.parallel.layout import Layout
@@ -52,7 +52,7 @@ async def start_trainers(
         .remote(rank, world_size, files[rank])
         for rank, place in enumerate(places.train)
     ]
-    layout, watchdog = Layout.of(spec.parallel, world_size), Watchdog(trainer.watchdog)
+    layout, watchdog = Layout.of(spec.parallel, world_size), Watchdog(trainer.watchdog, trainer.timeout_s)
     group = TrainGroup(WorkerGroup(spec.role, workers, layout, ["its node"] * world_size, files, watchdog))
     try:
         await group.join(store, spec, trainer.timeout_s)
@@ -73,6 +73,7 @@ async def start_engines(
     *,
     name: str = "engine",
     awaits_weights: bool = False,
+    watchdog: Watchdog | None = None,
 ) -> list[EngineClient]:
     """Starts an engine in each of ``bundles`` and waits until all are ready; closing ``stack`` ends them.
 
@@ -81,6 +82,7 @@ async def start_engines(
     name: the engines are called by it and a number.
     awaits_weights: an update comes before the first sample, at the start and after each restart, so that no engine
     reads the checkpoint.
+    watchdog: says when an engine hangs; it learns from the calls of all of them.  None: by the default limits.
     On CPU the engines share this machine's cores, each, and each of its parts on other nodes, with cores of its own if
     there are enough.
     """
@@ -102,8 +104,9 @@ async def start_engines(
             device_ids=None if ids is None else [each for rank in ids[number * devices :][:devices] for each in rank],
         )
 
+    watchdog = watchdog or Watchdog(WatchdogConfig())
     engines = [
-        EngineClient(f"{name} {engine}", [part(engine, node) for node in range(nodes)])
+        EngineClient(f"{name} {engine}", [part(engine, node) for node in range(nodes)], watchdog)
         for engine in range(len(bundles))
     ]
     starting = [engine.start(directory, config, awaits_weights=awaits_weights) for engine in engines]

@@ -1,7 +1,8 @@
-"""Detects a call of the workers that takes too long, and reports what every rank is doing.
+"""Detects a call of workers or engines that takes too long, and reports what every training rank is doing.
 
 Workers that hang in a collective, or in C with Python's lock held, cannot answer a call.  So each gets a signal, on its
-own machine, at which it writes its stacks as in a crash.  Everything else is read from the run's logs.
+own machine, at which it writes its stacks as in a crash.  Everything else is read from the run's logs.  ``hung_engine``
+does the same for an engine.
 """
 
 from __future__ import annotations
@@ -28,11 +29,19 @@ ENOUGH = 2  # calls of a method before its longest duration counts
 COLLECTIVE = re.compile(r'File ".*distributed_c10d\.py", line \d+ in (?!wrapper)(\w+)')
 
 
-class Watchdog:
-    """How long a call of each method may take, derived from how long its calls took so far."""
+# Calls in which trainers and engines wait for each other.  Who waits for one that hangs gives up by itself, when the
+# transport's own limit is over; only who still has not answered after that hangs.
+BOTH_SIDES = ("open", "publish", "sync_open", "sync_receive")
 
-    def __init__(self, config: WatchdogConfig) -> None:
-        self._config = config
+
+class Watchdog:
+    """How long a call of each method may take, derived from how long its calls took so far.
+
+    transport_s: the longest wait of a member of a weight update for another (``Address.timeout_s``).
+    """
+
+    def __init__(self, config: WatchdogConfig, transport_s: float = 0.0) -> None:
+        self._config, self._transport_s = config, transport_s
         self._longest: dict[str, float] = defaultdict(float)
         self._count: dict[str, int] = defaultdict(int)
 
@@ -41,9 +50,10 @@ class Watchdog:
         config = self._config
         if not config.limit_s:
             return float("inf")
-        if self._count[method] < ENOUGH:
-            return config.limit_s
-        return min(config.limit_s, max(config.least_s, config.factor * self._longest[method]))
+        limit_s = config.limit_s
+        if self._count[method] >= ENOUGH:
+            limit_s = min(limit_s, max(config.least_s, config.factor * self._longest[method]))
+        return limit_s + self._transport_s if method in BOTH_SIDES else limit_s
 
     def took(self, method: str, seconds: float) -> None:
         """Records that a call of ``method`` was answered after ``seconds``."""
@@ -106,9 +116,19 @@ def look_at(
     return hung
 
 
+def hang_file(directory: Path) -> Path:
+    """The path of a new report of a hang in ``directory``: ``hang_<time>.txt``."""
+    path = directory / time.strftime("hang_%Y%m%d-%H%M%S.txt")
+    number = 1
+    while path.exists():  # two engines may hang at once
+        number += 1
+        path = directory / time.strftime(f"hang_%Y%m%d-%H%M%S_{number}.txt")
+    return path
+
+
 def write_hung(directory: Path, what: str, hung: Sequence[Hung]) -> Path:
     """Writes ``hang_<time>.txt`` to ``directory``: ``what`` as a title, then every rank's stacks.  Returns its path."""
-    path = directory / time.strftime("hang_%Y%m%d-%H%M%S.txt")
+    path = hang_file(directory)
     parts = [f"{each.title} on {each.host}: {each.line()}\n{each.stacks}" for each in hung]
     path.write_text("\n".join([what, "", *parts]))
     return path

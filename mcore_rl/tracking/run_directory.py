@@ -5,6 +5,7 @@
     metrics.jsonl      one object a step
     rollouts/ validation/   samples, step_N.parquet
     logs/              of loggers and workers
+    owner.json         who runs here, while it does (``run_owner``)
     earlier/N/         records of earlier runs in the same directory; nothing of a user's is deleted
 
 No file holds the value of a secret of the environment; see ``secrets``.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 from rich.console import Console
 
 from mcore_rl.config.trainer import Logger, TrainerConfig
-from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.tracking.console import ConsoleSink
 from mcore_rl.tracking.jsonl import MetricsFile
 from mcore_rl.tracking.metrics import metric_of
@@ -94,11 +94,25 @@ class RunDirectorySink:
             writing.result()
 
 
+def _records(
+    run_dir: Path, config: Mapping[str, Any], total_steps: int, resumed_step: int | None, devices: Mapping[str, Any]
+) -> RunDirectorySink:
+    try:
+        prepare(run_dir, config, total_steps, resumed_step, devices)
+        return RunDirectorySink(run_dir, -1 if resumed_step is None else resumed_step)
+    except OSError as error:
+        remedy = "Give a directory that can be written"
+        violation = Violation("trainer.default_local_dir", run_dir, f"cannot be written: {error}", remedy)
+        raise ConfigError([violation]) from error
+
+
 class Tracker:
     """Records a run: ``with Tracker.open(...) as tracker:``; leaving the block closes it and restores the terminal."""
 
-    def __init__(self, sinks: Sequence[Sink], last_step: int = -1) -> None:
-        self._sinks = tuple(sinks)
+    def __init__(
+        self, sinks: Sequence[Sink], last_step: int = -1, records: Callable[[], RunDirectorySink] | None = None
+    ) -> None:
+        self._sinks, self._records = tuple(sinks), records
         self._warned: set[str] = set()
         self._last_step = last_step
 
@@ -113,13 +127,14 @@ class Tracker:
         *,
         resumed_step: int | None = None,
         devices: Mapping[str, Any] | None = None,
+        begin: bool = True,
     ) -> Tracker:
         """Create the run directory and start the loggers.
 
         config: the composed configuration; may hold enums and dataclasses.  total_steps: of the whole run.  console:
         instead of standard output.  resumed_step: the step whose checkpoint the run continues; records of later steps
         are dropped.  None: a fresh run; records of another run are moved to ``earlier/N``.  devices: the workers'
-        hardware, for environment.json.
+        hardware, for environment.json.  begin: False: nothing that is in the directory changes before ``begin``.
         Raises ConfigError with every violation: the directory cannot be written, a logger cannot start.
         """
         run_dir, keep = Path(run_dir), -1 if resumed_step is None else resumed_step
@@ -131,12 +146,9 @@ class Tracker:
         }
         sinks: list[Sink] = []
         violations: list[Violation] = []
-        try:
-            prepare(run_dir, values, total_steps, resumed_step, devices or {})
-            sinks.append(RunDirectorySink(run_dir, keep))
-        except OSError as error:
-            remedy = "Give a directory that can be written"
-            refuse_if_any([Violation("trainer.default_local_dir", run_dir, f"cannot be written: {error}", remedy)])
+        records = partial(_records, run_dir, values, total_steps, resumed_step, devices or {})
+        if begin:
+            sinks.append(records())
         for logger, make in makers.items():
             if logger not in trainer.logger or (logger is Logger.console and violations):
                 continue
@@ -148,7 +160,12 @@ class Tracker:
         if violations:
             cls(sinks).close()
         refuse_if_any(violations)
-        return cls(sinks, keep)
+        return cls(sinks, keep, None if begin else records)
+
+    def begin(self) -> None:
+        """Begin to record, where ``open`` did not.  Raises ConfigError: the directory cannot be written."""
+        assert self._records is not None, "it has begun"
+        self._sinks, self._records = (self._records(), *self._sinks), None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step, once a step, validation included; keys are in ``metrics.METRICS``.

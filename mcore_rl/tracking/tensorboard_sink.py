@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ class TensorboardSink:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
         self._num_shown = trainer.log_val_generations
-        self._writer: Any = SummaryWriter(log_dir=str(run_dir / "logs" / "tensorboard"), purge_step=first_step or None)
+        self._new_writer: Any = partial(
+            SummaryWriter, log_dir=str(run_dir / "logs" / "tensorboard"), purge_step=first_step or None
+        )
+
+    @cached_property
+    def _writer(self) -> Any:
+        """Made for the first step, since its file hides what others have written."""
+        return self._new_writer()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the step's metrics under their own names."""
@@ -41,7 +49,8 @@ class TensorboardSink:
 
     def close(self) -> None:
         """Close the event file."""
-        self._writer.close()
+        if "_writer" in self.__dict__:
+            self._writer.close()
 
 
 def _indented(value: Any) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import uuid
+import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,17 @@ from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.samples import Rows
 from mcore_rl.tracking.secrets import redact
 
+# Seconds that wandb's server has to answer: at the start, and at the end of the run for what is not sent yet.  wandb's
+# own limits are 90, and none.
+INIT_S, FINISH_S = 30.0, 600.0
+
 
 class WandbSink:
     """A wandb run, of ``trainer.project_name`` and ``trainer.experiment_name``; its files go to ``logs/wandb``.
 
-    resumed: continue the wandb run of this run directory.  Raises whatever wandb raises.
+    Where its server does not answer, the run is recorded offline, with a warning.
+
+    resumed: continue the wandb run of this run directory.  Raises whatever else wandb raises.
     """
 
     name = "wandb"
@@ -28,19 +36,37 @@ class WandbSink:
         self._wandb: Any = wandb
         self._num_shown = trainer.log_val_generations
         logs = run_dir / "logs"
+        self._id: str | None
+        self._id_file, self._id = logs / "wandb_id", _run_id(logs / "wandb_id", resumed)
         sys.argv[1:] = redact(sys.argv[1:])  # wandb writes them down (wandb_settings.py, 0.31, _args)
-        self._run: Any = wandb.init(
+        start = partial(
+            wandb.init,
             project=redact(trainer.project_name),
             name=redact(trainer.experiment_name),
             config=dict(config),
             dir=str(logs),
-            id=_run_id(logs / "wandb_id", resumed),
+            id=self._id,
             resume="allow",
-            settings=wandb.Settings(console="off"),  # do not capture the live line
+            # console: wandb must not capture the live line.
+            settings=wandb.Settings(console="off", init_timeout=INIT_S, finish_timeout=FINISH_S),
         )
+        try:
+            self._run: Any = start()
+        except wandb.errors.CommError as error:
+            if isinstance(error, wandb.errors.AuthenticationError):
+                raise
+            why = redact(str(error).splitlines()[0])
+            remedy = f"The run goes on offline; send it later: wandb sync {logs}/wandb/offline-run-*"
+            warnings.warn(f"wandb: its server does not answer ({why}). {remedy}", RuntimeWarning, stacklevel=2)
+            wandb.teardown()  # its service takes the id for used
+            self._run = start(mode="offline")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the step's metrics under their own names."""
+        if self._id is not None:  # only now, so that a start that fails leaves the id of the run before
+            with replaced(self._id_file) as new:
+                new.write_text(self._id + "\n", encoding="utf-8")
+            self._id = None
         self._run.log(dict(metrics), step=step)
 
     def samples(self, step: int, kind: str, rows: Rows) -> None:
@@ -62,10 +88,7 @@ class WandbSink:
 def _run_id(path: Path, resumed: bool) -> str:
     if resumed and path.is_file():
         return path.read_text(encoding="utf-8").strip()
-    run_id = uuid.uuid4().hex[:12]
-    with replaced(path) as new:
-        new.write_text(run_id + "\n", encoding="utf-8")
-    return run_id
+    return uuid.uuid4().hex[:12]
 
 
 def _cell(value: Any) -> Any:

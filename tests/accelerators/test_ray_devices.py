@@ -91,6 +91,12 @@ def small_worker() -> type:
             assert verb == "watch"
             await asyncio.sleep(1000)
 
+        def whereabouts(self) -> None:
+            """Where its processes are, which nobody asks after here."""
+
+        def leader(self) -> int:
+            return 0
+
         def close(self) -> None:
             pass
 

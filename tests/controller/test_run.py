@@ -1,13 +1,14 @@
 """Real runs, from configuration to weights: what a step must say of itself, resuming bit for bit, and deaths.
 
 Two starts for all of it: a run of three steps, of which the engine is killed at the end, and one that goes on from the
-second step's checkpoint, of which a training worker is killed.
+second step's checkpoint, of which the engine is stopped and then a training worker killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 from dataclasses import dataclass, field
@@ -19,11 +20,15 @@ import pytest
 
 from mcore_rl.config.compose import compose
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints
 from mcore_rl.controller.lifecycle.start import open_run
 from mcore_rl.controller.loop import train
 from mcore_rl.controller.run import Run
 from mcore_rl.errors import DeadEngineError, WorkerError
+from mcore_rl.rollout.engine.process_group import is_tracker
+from mcore_rl.runtime.engine_client import EngineClient
+from mcore_rl.runtime.watchdog import Watchdog
 from tests.support import prompt_files
 from tests.support.run_task import AGREEMENT, SPEED, holders_of, is_in, nothing_left, overrides, write_task
 
@@ -84,6 +89,26 @@ async def kill_the_engine(run: Run) -> None:
     await run.collector.collect(STEPS + 1, run.next_rows, run.reporting("drawing"))
 
 
+class Impatient(Watchdog):
+    """Of an engine that is meant to hang: what it does at once, it must within 5 s."""
+
+    def limit_s(self, method: str) -> float:
+        return 5.0 if method in ("wake", "start_update") else float("inf")
+
+
+async def stop_the_engine(run: Run) -> DeadEngineError:
+    """And wake it."""
+    (engine,) = run.weights._updater.engines.values()
+    assert isinstance(engine, EngineClient)
+    engine.hang_watch.watchdog = Impatient(WatchdogConfig())
+    for each in holders_of(run.directory / "logs" / "engine-0.log"):
+        if not is_tracker(each):
+            each.send_signal(signal.SIGSTOP)
+    with pytest.raises(DeadEngineError) as hang:
+        await run.devices.to_engines(STEPS + 1)
+    return hang.value
+
+
 async def kill_a_worker(run: Run) -> None:
     """While it waits, in a step, for its peer, which cannot come because it is stopped."""
     logs = [run.directory / "logs" / f"actor-rank-{rank}.log" for rank in range(2)]
@@ -97,6 +122,15 @@ async def kill_a_worker(run: Run) -> None:
     finally:
         if peer.is_running():
             peer.send_signal(signal.SIGCONT)
+
+
+async def stop_the_engine_and_kill_a_worker(run: Run) -> None:
+    """What is raised for the worker has the hang as its cause."""
+    hang = await stop_the_engine(run)
+    try:
+        await kill_a_worker(run)
+    except WorkerError as death:
+        raise death from hang
 
 
 async def observe(observed: Observed, settings: RunConfig, kill: Any) -> None:
@@ -133,7 +167,7 @@ def resumed(task: Path, whole: Observed, tmp_path_factory: pytest.TempPathFactor
     """From the checkpoint of ``whole``; steps are only counted on where the directory is told of them."""
     directory = tmp_path_factory.mktemp("resumed")
     shutil.copytree(whole.directory / "checkpoints" / f"step_{SAVED}", directory / "checkpoints" / f"step_{SAVED}")
-    return run(task, directory, kill_a_worker)
+    return run(task, directory, stop_the_engine_and_kill_a_worker)
 
 
 def test_every_step_says_all_there_is_to_say(whole: Observed) -> None:
@@ -235,6 +269,17 @@ def test_checkpoints_are_saved_when_they_are_due(whole: Observed) -> None:
 def test_a_killed_engine_ends_the_run_with_its_name(whole: Observed) -> None:
     assert isinstance(whole.death, DeadEngineError)
     assert "engine 0" in str(whole.death)
+
+
+def test_an_engine_that_stands_still_is_told_of_and_killed(resumed: Observed) -> None:
+    assert resumed.death is not None
+    hang = resumed.death.__cause__
+    assert isinstance(hang, DeadEngineError)
+    said = str(hang).splitlines()
+    assert said[0] == "engine 0 hangs while waking up: no answer for 5 s (trainer.watchdog says how long is too long)"
+    assert re.fullmatch(r"  its server, process \d+: stopped \(state T\): somebody sent it SIGSTOP", said[1])
+    assert re.fullmatch(r"  vLLM's process below it, process \d+: stopped \(state T\): .*", said[2])
+    assert re.fullmatch(r"  its Ray actor, process \d+: waits \(state S\)", said[3])
 
 
 def test_a_killed_worker_ends_the_run_with_its_rank_and_phase(resumed: Observed) -> None:

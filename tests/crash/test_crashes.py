@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1
+from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1
 
 import pytest
 
@@ -58,6 +58,13 @@ def engine(moment: Moment, which: int) -> Blow:
     return Blow(moment, "engine-0.log", exit_code=GOES_ON, words=words)
 
 
+def stopped(moment: Moment, which: int, doing: str) -> Blow:
+    """The engine stands still.  doing: while what it is noticed."""
+    words = rf"engine 0 hangs while {doing}(.|\n)*stopped \(state T\)(.|\n)*engine 0: started again, {which} of 3"
+    words += r"(.|\n)*engine 0: ready after"
+    return Blow(moment, "engine-0.log", SIGSTOP, exit_code=GOES_ON, words=words)
+
+
 def ray(moment: Moment, name: str) -> Blow:
     """A process of Ray's dies."""
     words = rf"error: Ray's .*{name}, process \d+\) died\. .* is complete: the same command goes on from there"
@@ -95,6 +102,11 @@ LIVES = {
     "workers, publishing and saving": [worker(doing(2, "publish"), 1, 1), worker(writing(2), 0, 2)],
     "engines": [engine(grading(2), 1), engine(doing(2, UPDATE), 2), engine(drawing(3), 3)],
     "engines, asleep": [engine(doing(2, "score"), 1), engine(doing(2, "publish"), 2), engine(writing(2), 3)],
+    "engines, stopped": [
+        stopped(drawing(2), 1, r"generating \d+ samples"),
+        stopped(doing(2, "score"), 2, "waking up"),
+        stopped(grading(3), 3, r"(generating \d+ samples|going to sleep)"),
+    ],
     "Ray": [ray(drawing(2), "gcs_server"), ray(doing(2, UPDATE), "raylet"), ray(writing(2), "gcs_server")],
     "signals": [
         told(doing(2, UPDATE), SIGUSR1, 2),
@@ -109,7 +121,13 @@ LIVES = {
 }
 # Two processes as if on two nodes: weights go in rounds and through a device's memory, not through one shared memory.
 TWO_NODES = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1")
-SETTINGS = {"a worker and an engine": TWO_NODES, "workers, publishing and saving": TWO_NODES}
+# What took a second hangs after 20; a member of a weight update waits 60 for another.
+IMPATIENT = ("trainer.watchdog.least_s=20", "trainer.timeout_s=60")
+SETTINGS = {
+    "a worker and an engine": TWO_NODES,
+    "workers, publishing and saving": TWO_NODES,
+    "engines, stopped": IMPATIENT,
+}
 # In the tier `test`; the others are of the tier `full`: ``pytest --tier=full tests/crash``.
 QUICK = ("a worker and an engine",)
 
@@ -137,6 +155,29 @@ def test_deaths_change_no_bit(name: str, undisturbed: Undisturbed, tmp_path: Pat
         if not begun:
             run = start(undisturbed.task, tmp_path / "run", traces, *more)
         assert run.finish() == 0, run.said()
+    bits = bits_of(tmp_path / "run")
+    assert bits.metrics == undisturbed.bits.metrics
+    assert bits.rollouts == undisturbed.bits.rollouts
+    assert bits.states == undisturbed.bits.states and bits.states
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.tier("full")
+@pytest.mark.parametrize("nodes", [(), TWO_NODES], ids=["shared memory", "rounds"])
+def test_an_engine_that_stands_still_while_it_receives_changes_no_bit(
+    nodes: tuple[str, ...], undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """The training ranks, which wait for it, give up by themselves, and send all of it again to the next one."""
+    with nothing_survives(tmp_path) as traces:
+        run = start(undisturbed.task, tmp_path / "run", traces, *IMPATIENT, *nodes)
+        run.until(doing(3, "score"))
+        victims = run.victims("engine-0.log")
+        run.until(doing(3, "publish"))
+        run.hit(victims, SIGSTOP)
+        run.until(says(r"engine 0 hangs while (running sync_receive|finishing the update to version 3)"))
+        run.until(says(r"engine 0: started again, 1 of 3(.|\n)*engine 0: ready after"))
+        assert run.finish() == 0, run.said()
+        assert "restart 1 of 3" not in run.said(), "no training process was at fault"
     bits = bits_of(tmp_path / "run")
     assert bits.metrics == undisturbed.bits.metrics
     assert bits.rollouts == undisturbed.bits.rollouts

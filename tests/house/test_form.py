@@ -23,6 +23,7 @@ READS_ENVIRONMENT = (
     "mcore_rl/parallel/meeting.py",  # sets the interface of collectives, which their libraries read there alone
     "mcore_rl/rollout/engine/environment.py",
     "mcore_rl/runtime/cluster.py",  # whether the user keeps Ray's files: Ray's own variable
+    "mcore_rl/tracking/run_owner.py",  # which Slurm job it runs in: that is said nowhere else
     "mcore_rl/tracking/secrets.py",
 )
 PATCHES_MODULES = (

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +19,7 @@ import ray
 
 from mcore_rl.config.trainer import RayInitConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.runtime import cluster
 from mcore_rl.runtime.cluster import ray_cluster, this_host
 from tests.support.outsider import as_another_user
 
@@ -65,3 +71,56 @@ def test_a_cluster_that_does_not_answer_is_refused_at_once() -> None:
         with refusal, ray_cluster(RayInitConfig(address=address)):
             pass
     assert not ray.is_initialized()
+
+
+@contextmanager
+def answering(answer: bytes | None) -> Iterator[str]:
+    """The address of a server that says ``answer`` to whoever comes; None: it accepts, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    with connection:
+                        connection.recv(100)
+                        connection.sendall(answer or b"")
+
+        if answer is not None:
+            threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "something else listens there, which speaks no gRPC"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "something else listens there, which speaks no gRPC"),
+        (b"\x00", "something else listens there, which speaks no gRPC"),
+        (None, "something listens and says nothing for 1 s"),
+    ],
+)
+def test_what_is_no_ray_is_refused(answer: bytes | None, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if answer is None:
+        assert cluster.KNOCK_S < 10
+        monkeypatch.setattr(cluster, "KNOCK_S", 1.0)
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray would try for minutes"))
+    with answering(answer) as address:
+        said = re.escape(f"ray_init.address={address}: no Ray cluster answers there: {why}. Start one with")
+        with pytest.raises(ConfigError, match=said), ray_cluster(RayInitConfig(address=address)):
+            pass
+
+
+def test_a_server_of_grpc_that_is_no_ray_is_refused(monkeypatch: pytest.MonkeyPatch, processes: None) -> None:
+    grpc = pytest.importorskip("grpc")
+    server = grpc.server(ThreadPoolExecutor(1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray would try for minutes"))
+    try:
+        said = r"a server of gRPC that is no head of Ray's \(ray.exceptions.RpcError: RPC error: Method not found!\)"
+        with pytest.raises(ConfigError, match=said), ray_cluster(RayInitConfig(address=address)):
+            pass
+    finally:
+        server.stop(0)

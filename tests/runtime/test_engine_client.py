@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from torch.distributed import TCPStore
 
 from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.config.trainer import WatchdogConfig
 from mcore_rl.errors import DeadEngineError, RolloutError
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
-from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling
+from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, Statistics
 from mcore_rl.rollout.worker_methods import HeldWeightsMethods
+from mcore_rl.runtime import engine_watch
 from mcore_rl.runtime.engine_client import EngineClient, PartSpec
+from mcore_rl.runtime.engine_watch import WORK, EngineWatch
+from mcore_rl.runtime.hung_engine import EnginePlace
+from mcore_rl.runtime.watchdog import Watchdog
 from tests.support.answerers import Scripted, ScriptedEngine, ScriptedPart
+from tests.support.run_task import still_alive
 
 SAMPLING = Sampling(max_tokens=4)
 
@@ -124,6 +133,109 @@ def test_an_actor_that_is_gone_is_a_dead_engine_and_can_be_shut_down() -> None:
     with pytest.raises(DeadEngineError, match="engine 9 died while going to sleep"):
         asyncio.run(engine.sleep())
     asyncio.run(engine.shutdown())
+
+
+HUNG = r"engine 8 hangs while {}: {} \(trainer.watchdog says how long is too long\)"
+
+
+def hasty(limit_s: float = 1.0) -> Watchdog:
+    """Of an engine that is meant to hang: it cannot take too long for this."""
+    return Watchdog(WatchdogConfig(limit_s=limit_s))
+
+
+def test_an_actor_that_stands_still_is_told_of_and_killed(tmp_path: Path) -> None:
+    engine = new_engine("engine 8")
+
+    async def hang() -> str:
+        where = await engine._workers[0].whereabouts.remote()
+        actors.append(psutil.Process(where.pid))
+        actors[0].send_signal(signal.SIGSTOP)
+        engine.hang_watch.watchdog, engine.hang_watch.places = (
+            hasty(),
+            [EnginePlace(where, None, tmp_path / "engine-8.log")],
+        )
+        with pytest.raises(DeadEngineError, match=HUNG.format("waking up", "no answer for 1 s")) as error:
+            await engine.wake()
+        with pytest.raises(DeadEngineError):
+            await engine.version()
+        return str(error.value)
+
+    actors = list[psutil.Process]()
+    said = asyncio.run(hang()).splitlines()
+    (actor,) = actors
+    assert said[1] == f"  its Ray actor, process {actor.pid}: stopped (state T): somebody sent it SIGSTOP"
+    (report,) = tmp_path.glob("hang_*.txt")
+    assert said[2] == f"The stacks of its processes are in {report}"
+    assert report.read_text().startswith(said[0]) and "no stacks: a stopped process cannot" in report.read_text()
+    assert not still_alive([actor])
+
+
+def test_samples_that_never_come_without_any_progress_are_a_hung_engine() -> None:
+    engine = new_engine("engine 8")
+    engine.hang_watch.watchdog = hasty()
+
+    async def draw() -> None:
+        calls = [gather(engine.generate([request(name), request("forever")], SAMPLING)) for name in ("a", "b")]
+        for end in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(end, DeadEngineError) and "no progress for" in str(end), end
+
+    asyncio.run(draw())
+
+
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for _ in range(4):  # what else runs
+            await _turn()
+
+
+async def _turn() -> None:
+    await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "paused", "expected"),
+    [
+        ([0] * 1000, False, "hung"),  # its server answers, and its core counts nothing
+        ([*range(200), *[200] * 1000], False, "hung"),  # it stopped after a while
+        ([*range(4000)], False, "lives"),  # one long response: tokens, and no sample for hours
+        ([0] * 1000, True, "lives"),  # an update is under way
+    ],
+)
+def test_progress_is_what_the_scheduler_counts(
+    tokens: list[int], paused: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, counts = Clock(), iter(tokens)
+
+    async def statistics(*_: Any) -> Statistics:
+        return Statistics(generated_tokens=next(counts, tokens[-1]))
+
+    monkeypatch.setattr(engine_watch.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(engine_watch, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": clock.sleep}))
+    dog = Watchdog(WatchdogConfig(limit_s=1000, least_s=100, factor=2))
+    engine = EngineWatch("engine 8", dog, statistics, pytest.fail)
+    engine.paused = paused
+
+    async def watch() -> str:
+        silent = asyncio.ensure_future(engine._silent())
+        while clock.now < 3000:
+            if silent.done():
+                assert silent.result() > dog.limit_s(WORK)
+                return "hung"
+            await asyncio.sleep(0)
+        silent.cancel()
+        await asyncio.wait([silent])
+        return "lives"
+
+    assert asyncio.run(watch()) == expected
 
 
 def engine_on_two_nodes(name: str) -> EngineClient:

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from mcore_rl.errors import ConfigError, DeadEngineError, McoreRLError, RolloutError, Violation
 from mcore_rl.parallel.phase import phase
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
-from mcore_rl.rollout.protocol import EngineMemory, FinishReason, Request, Sample, Sampling, VersionSpan
+from mcore_rl.rollout.protocol import EngineMemory, FinishReason, Request, Sample, Sampling, Statistics, VersionSpan
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.rollout_worker import RolloutWorker
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
@@ -141,6 +141,9 @@ class ScriptedEngine:
 
     async def version(self) -> int:
         return 7
+
+    async def statistics(self) -> Statistics:
+        return Statistics()
 
     async def watch(self) -> None:
         import asyncio

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 
-from mcore_rl.rollout.engine.process_group import is_tracker
+from mcore_rl.rollout.engine.process_group import is_helper, is_tracker
 from mcore_rl.runtime.answers import last_phase
 from tests.support.hostile import under_hostile_parent
 from tests.support.run_task import AGREEMENT, GONE_S, SPEED, holders_of, overrides
@@ -106,11 +106,15 @@ class Started:
 
     def strike(self, name: str, number: int = signal.SIGKILL) -> bool:
         """Send the signal ``number`` to ``victims(name)``; whether there were any."""
+        return self.hit(self.victims(name), number)
+
+    def hit(self, victims: Sequence[psutil.Process], number: int = signal.SIGKILL) -> bool:
+        """Send the signal ``number`` to ``victims``, but none to stand still to an engine's guard."""
         self.heard = self.output.stat().st_size
-        victims = self.victims(name)
         for each in victims:
             with suppress(psutil.NoSuchProcess):
-                each.send_signal(number)
+                if number != signal.SIGSTOP or not is_helper(each):
+                    each.send_signal(number)
         return bool(victims)
 
     def finish(self, patience_s: float = PATIENCE_S) -> int:

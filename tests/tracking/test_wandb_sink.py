@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import struct
 from collections.abc import Iterator
 from functools import partial
@@ -17,6 +18,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from mcore_rl.config.trainer import Logger, TrainerConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.tracking import wandb_sink
 from mcore_rl.tracking.sinks import Tracker
 from mcore_rl.tracking.wandb_sink import _run_id
 
@@ -81,6 +83,8 @@ def test_an_offline_run_holds_metrics_config_and_the_first_samples(
 def test_a_resumed_run_goes_on_as_the_same_run_of_wandb(tmp_path: Path) -> None:
     path = tmp_path / "wandb_id"
     first = _run_id(path, resumed=False)
+    assert not path.exists(), "a start that fails leaves the id that was there"
+    path.write_text(first + "\n")
     assert _run_id(path, resumed=True) == first
     assert _run_id(path, resumed=False) != first
 
@@ -89,3 +93,25 @@ def test_wandbs_own_refusal_is_shown_with_the_remedy(tmp_path: Path, monkeypatch
     monkeypatch.setenv("WANDB_MODE", "sometimes")
     with pytest.raises(ConfigError, match=r"(?s)trainer.logger=wandb: cannot start: .*sometimes.*WANDB_MODE=offline"):
         Tracker.open(tmp_path, TRAINER, {}, 2)
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["it accepts and never answers", "a closed port"])
+def test_a_server_that_does_not_answer_lets_the_run_go_on_offline(
+    listens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: None
+) -> None:
+    monkeypatch.setattr(wandb_sink, "INIT_S", 2.0)
+    for name, value in (("MODE", "online"), ("SILENT", "true"), ("API_KEY", "0" * 40)):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listens:
+            server.listen(50)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        with (
+            pytest.warns(RuntimeWarning, match=r"wandb: its server does not answer \(.*\)\. The run goes on offline"),
+            Tracker.open(tmp_path, TRAINER, {"lr": 1e-6}, 2, Console(file=io.StringIO())) as tracker,
+        ):
+            tracker.log(1, {"reward/mean": 0.25})
+        wandb.teardown()
+    (directory,) = (tmp_path / "logs/wandb").glob("offline-run-*")
+    assert [(row["_step"], row["reward/mean"]) for row in history(directory)] == [(1, 0.25)]

@@ -1,4 +1,4 @@
-"""Restarts dead engines, and the whole run if a training process dies.
+"""Restarts engines that died or hung, and the whole run if a training process did.
 
 A training process that dies leaves its peers in the middle of a step, so all restart from the newest checkpoint.  A
 restarted engine has no weights; ``weight_sync`` sends it the actor's, and ``resending_pool`` sends
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
@@ -22,7 +22,6 @@ from mcore_rl.controller.lifecycle.messages import stop_explained, warn
 from mcore_rl.controller.lifecycle.preemption import Preempted
 from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints, how_to_go_on
 from mcore_rl.errors import DeadEngineError, DeadWorkerError
-from mcore_rl.rollout.pool import EnginePool
 from mcore_rl.runtime.engine_client import EngineClient
 
 C = TypeVar("C", RunConfig, SftConfig)
@@ -31,19 +30,25 @@ ANSWER_S = 30.0  # the time limit for an engine to prove that it is alive
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 
 
+class Pool(Protocol):
+    """What works with engines and must know when those that died are alive again."""
+
+    def mark_alive(self) -> None:
+        """Uses every engine again."""
+        ...
+
+
 class EngineRestarter:
-    """Restarts engines that died.
+    """Restarts engines that died; the client of one that hung has killed it.
 
     Args:
-        engines: the rollout engines.
-        pool: generates with all of them; is told when all are alive again.
+        engines: the rollout's, or those of a reward model.
+        pool: works with all of them.
         limit: restarts in the whole run, of all engines together; 0: every death ends the run.
         warn: receives a message about each death and each restart.
     """
 
-    def __init__(
-        self, engines: Sequence[EngineClient], pool: EnginePool, limit: int, *, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, engines: Sequence[EngineClient], pool: Pool, limit: int, *, warn: Callable[[str], None]) -> None:
         self._engines, self._pool, self._limit, self._warn = list(engines), pool, limit, warn
         self.num_restarts = 0
 
@@ -143,7 +148,7 @@ async def run_with_restarts(config: C, attempt: Callable[[C], Awaitable[T]]) -> 
 
 async def _is_alive(engine: EngineClient) -> bool:
     try:
-        await asyncio.wait_for(engine.version(), ANSWER_S)
+        await asyncio.wait_for(engine.version(), ANSWER_S)  # vLLM's own loop answers it
     except (DeadEngineError, TimeoutError):
         return False
     return True

@@ -82,10 +82,18 @@ def to_resume(
     return checkpoint, progress
 
 
+def weights_of_roles(config: RunConfig | SftConfig) -> dict[str, Path]:
+    """The Hugging Face checkpoints of the roles' first weights, by the configuration keys that name them."""
+    return {
+        (role.weights if role.weights and config.has_weights(role) else "model.path"): Path(config.weights_of(role))
+        for role in config.role_rows
+    }
+
+
 def complete(config: RunConfig) -> RunConfig:
     """``config`` with the defaults that follow from other fields, and with absolute paths."""
     path = str(Path(config.model.path).resolve()) if config.model.path else ""
-    place = str(Path(config.trainer.default_local_dir).resolve())
+    place = config.trainer.default_local_dir and str(Path(config.trainer.default_local_dir).resolve())
     longest = float(config.data.max_response_length)
     judge, room = config.reward_model, config.data.max_prompt_length + config.data.max_response_length
     roles = {role.name: _complete_role(getattr(config, role.name), longest) for role in ROLES.values() if role.config}
@@ -143,7 +151,8 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
         if data.gen_batch_size is not None:
             sampler.batches_per_epoch(data.gen_batch_size, "data.gen_batch_size")
         num_steps = num_steps or per_epoch * config.trainer.total_epochs
-    identity = Identity.of(as_dict(config), [role.name for role in config.role_rows if role.trains])
+    trained = [role.name for role in config.role_rows if role.trains]
+    identity = Identity.of(as_dict(config), trained, weights_of_roles(config))
     checkpoint, progress = to_resume(config, identity, sampler)
     kl = KlController(config.algorithm.kl_ctrl)
     if checkpoint is not None:

@@ -1,28 +1,37 @@
 """Records in each checkpoint what its run is, and checks on resume whether the run is still the same.
 
-A resume with another model, other training data or other roles is refused.  Every other difference is allowed, and
-shown to the user.
+A resume with another model, other weights (the KL reference is made of them again), another tokenizer or template,
+other training data or other roles is refused.  So are other rewards and other validation data, unless the checkpoint is
+named by ``trainer.resume_from_path``.  Every other difference is allowed, and shown to the user.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.checkpoints.manifest import sum_of
+from mcore_rl.config.trainer import ResumeMode
 from mcore_rl.controller.lifecycle.messages import note
+from mcore_rl.controller.lifecycle.run_contents import TEMPLATE, TOKENIZER, Sums, contents_of
 from mcore_rl.errors import CheckpointError, Violation, refuse_if_any
 from mcore_rl.families.config_json import read_config
 from mcore_rl.tracking.run_directory import plain
 from mcore_rl.tracking.secrets import redact
 
 RUN = "run.json"
+# What may change where the user names the checkpoint: how results are judged, but not what was learned.
+JUDGES = ("custom_reward_function.path", "reward_model.model.path", "reward_model.model", "data.val_files")
+MEANT = ". If the change is meant, name the checkpoint: trainer.resume_mode=path trainer.resume_from_path="
 ANEW = "Write what the checkpoint was made with, or begin another run with trainer.resume_mode=off"
 # Keys of places only: the run directory, the checkpoint to resume from, the Ray cluster.
 NOT_COMPARED = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path", "ray_init.")
+# The keys of what has no key of its own.
+KEYS = {TOKENIZER: "model.tokenizer_path", TEMPLATE: "model.tokenizer_path"}
+MAX_FILES = 3
 # Fields of config.json that affect neither weights nor results.
 UNIMPORTANT = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype")
 
@@ -35,21 +44,28 @@ class Identity:
     model: the content of its config.json.
     data: name, bytes and checksum of each training file.
     roles: the names of the trained roles.
+    contents: checksums of all else that a resume depends on (``run_contents``); {} in checkpoints of older versions,
+    with which nothing is compared.
     """
 
     config: dict[str, Any]
     model: dict[str, Any]
     data: list[list[Any]]
     roles: list[str]
+    contents: dict[str, Sums] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], roles: Sequence[str]) -> Identity:
-        """The identity of the run of ``config``.  Reads every training file once."""
+    def of(cls, config: Mapping[str, Any], roles: Sequence[str], weights: Mapping[str, Path]) -> Identity:
+        """The identity of the run of ``config``.  Reads every data file once, and samples of the weights.
+
+        weights: the Hugging Face checkpoints of its roles, by the configuration keys that name them.
+        """
         values = json.loads(json.dumps(plain(config)))
         model = read_config(Path(values["model"]["path"]))
         sums = [(Path(name).name, sum_of(Path(name))) for name in values["data"]["train_files"]]
         data = [[name, file_sum.num_bytes, file_sum.checksum] for name, file_sum in sums]
-        return cls(config=redact(values), model=model, data=data, roles=list(roles))
+        contents = contents_of(values, weights)
+        return cls(config=redact(values), model=model, data=data, roles=list(roles), contents=contents)
 
     @classmethod
     def read(cls, checkpoint: Path) -> Identity:
@@ -71,13 +87,40 @@ class Identity:
         ConfigError, with every violation: it is another run.
         """
         theirs = Identity.read(checkpoint)
-        refuse_if_any(list(self._refused(theirs)))
+        changed = {key: said for key, said in self._changed(theirs) if key in JUDGES and self._is_named}
+        refuse_if_any([*self._refused(theirs), *self._refused_contents(theirs, checkpoint)])
         ours, before = _flat(self.config), _flat(theirs.config)
-        return [
+        return [f"{key}: {said}" for key, said in changed.items()] + [
             f"{key}: {before.get(key)} when the checkpoint was made, now {ours.get(key)}"
             for key in sorted(ours.keys() | before.keys())
             if ours.get(key) != before.get(key) and not key.startswith(NOT_COMPARED)
         ]
+
+    @property
+    def _is_named(self) -> bool:
+        """Whether the user named the checkpoint to resume from."""
+        return bool(self.config.get("trainer", {}).get("resume_mode") == ResumeMode.path.value)
+
+    def _changed(self, theirs: Identity) -> Iterator[tuple[str, str]]:
+        """The keys whose files have other content than they had, and which files."""
+        for key, sums in self.contents.items():
+            before = theirs.contents.get(key)
+            if before is None or before == sums:
+                continue
+            files = [name for name in sorted(before.keys() | sums.keys()) if before.get(name) != sums.get(name)]
+            shown = ", ".join(files[:MAX_FILES]) + (f" and {len(files) - MAX_FILES} more" if files[MAX_FILES:] else "")
+            yield key, f"{shown} differ{'s' if len(files) == 1 else ''} from what the checkpoint was made with"
+
+    def _refused_contents(self, theirs: Identity, checkpoint: Path) -> Iterator[Violation]:
+        flat = _flat(self.config)
+        for key, said in self._changed(theirs):
+            if key in JUDGES and self._is_named:
+                continue
+            written = KEYS.get(key, key)
+            why = "; the KL reference would be another one" if key == "model.path" else ""
+            problem = f"{f'its {key}: ' if key in KEYS else ''}{said}{why}"
+            remedy = f"{ANEW}{MEANT}{checkpoint}" if key in JUDGES else ANEW
+            yield Violation(written, flat.get(written) or flat.get("model.path"), problem, remedy)
 
     def _refused(self, theirs: Identity) -> Iterator[Violation]:
         names = self.model.keys() | theirs.model.keys()

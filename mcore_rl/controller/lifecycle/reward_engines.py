@@ -1,7 +1,11 @@
-"""Starts the engines of a reward model: beside a trainer, or alone, for responses that were generated before."""
+"""Starts the engines of a reward model: beside a trainer, or alone, for responses that were generated before.
+
+Engines that die or hang are restarted beside a trainer, and their texts are scored again.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -9,14 +13,55 @@ from pathlib import Path
 
 from mcore_rl.config.evaluate import EvaluateConfig
 from mcore_rl.config.run import RunConfig
+from mcore_rl.controller.lifecycle.fault_tolerance import EngineRestarter
+from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.programs.generate import logs_beside
 from mcore_rl.controller.step.reward_model import Encoder, RewardModel, prepare_encoder
+from mcore_rl.errors import DeadEngineError
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.rollout.classifier_pool import ClassifierPool
 from mcore_rl.runtime.cluster import ray_cluster
+from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.placement import EngineBundles, place_engines
 from mcore_rl.runtime.start import start_engines
 from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.runtime.watchdog import Watchdog
+
+
+class RestartingPool(ClassifierPool):
+    """A pool whose engines are restarted when they die; their weights are on the disk, so nothing is sent to them.
+
+    max_restarts: of all engines together; 0: every death is raised.
+    """
+
+    def __init__(self, engines: Sequence[EngineClient], max_restarts: int) -> None:
+        super().__init__(engines)
+        self._restarter = EngineRestarter(engines, self, max_restarts, warn=warn)
+        self._num_recoveries, self._recovering = 0, asyncio.Lock()
+
+    async def classify(self, tokens: Sequence[int]) -> float | str:
+        """See ``ClassifierPool.classify``.  Raises DeadEngineError if the restart limit is reached."""
+        while True:
+            num_recoveries = self._num_recoveries
+            try:
+                return await super().classify(tokens)
+            except DeadEngineError as error:
+                death = error
+            async with self._recovering:  # one death ends the calls of many texts
+                if self._num_recoveries == num_recoveries:
+                    await self._restarter.restart_dead(death)
+                    self._num_recoveries += 1
+
+    def mark_alive(self) -> None:
+        """Nothing is to be done: no engine is left out because it died."""
+
+    async def sleep(self) -> None:
+        """See ``ClassifierPool.sleep``."""
+        await self._restarter.repeat(super().sleep)
+
+    async def wake(self) -> None:
+        """See ``ClassifierPool.wake``."""
+        await self._restarter.repeat(super().wake)
 
 
 async def start_reward_model(
@@ -33,9 +78,13 @@ async def start_reward_model(
     trainers: the workers whose devices the engines share; the engines then sleep until they are woken.  None: the
     engines have devices of their own.
     """
-    judge, name = config.reward_model, "reward engine"
-    engines = await start_engines(Path(judge.model.path), judge, bundles, platform, logs, stack, trainers, name=name)
-    reward_model = RewardModel(encoder, ClassifierPool(engines), config.reward)
+    judge, name, max_restarts, watchdog = config.reward_model, "reward engine", 0, None
+    if isinstance(config, RunConfig):
+        max_restarts, watchdog = config.trainer.max_restarts, Watchdog(config.trainer.watchdog)
+    engines = await start_engines(
+        Path(judge.model.path), judge, bundles, platform, logs, stack, trainers, name=name, watchdog=watchdog
+    )
+    reward_model = RewardModel(encoder, RestartingPool(engines, max_restarts), config.reward)
     stack.callback(reward_model.close)
     if trainers is not None:
         await reward_model.sleep()

@@ -55,6 +55,10 @@ class Saver:
         self._metrics: dict[str, float] = {}
         self._num_bytes = 0  # of the last checkpoint, all ranks; 0 before the first
 
+    def move_to(self, directory: Path) -> None:
+        """Writes to another run directory from now on, which has no checkpoint yet."""
+        self._directory, self.saved_step = directory, -1
+
     @property
     def failed(self) -> bool:
         """True if the last save failed and will be retried."""

@@ -26,7 +26,7 @@ from mcore_rl.controller.lifecycle.transport import weight_transport
 from mcore_rl.controller.lifecycle.weight_sync import WeightSync
 from mcore_rl.controller.run import Run
 from mcore_rl.controller.step.rollout_collection import RolloutCollector
-from mcore_rl.controller.training_run import open_directory
+from mcore_rl.controller.training_run import begin_records, open_directory
 from mcore_rl.parallel.device import Platform, detect
 from mcore_rl.parallel.secret_store import StoreAccess, StoreServer
 from mcore_rl.planning.peaks import leaves_behind
@@ -37,6 +37,7 @@ from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.placement import Places, place
 from mcore_rl.runtime.start import pool_of, start_engines
 from mcore_rl.runtime.train_group import TrainGroup
+from mcore_rl.runtime.watchdog import Watchdog
 from mcore_rl.sync.update import WeightUpdater
 from mcore_rl.training.offload import OffloadPart
 
@@ -55,19 +56,20 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         stack.enter_context(_one_thread())
         scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
         scorer.check_sources(prepared.data_sources)
-        tracker = open_directory(config, prepared, planned, stack)
+        tracker = open_directory(config, prepared, stack)
         judge = config.reward_model
         places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)
         stack.callback(places.close)
 
         store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
-        starting_roles = start_roles(
-            config, prepared.checkpoint, places, platform, store, stack, leaves_behind=leaves_behind(planned.peaks)
-        )
+        leaves = leaves_behind(planned.peaks)
+        starting_roles = start_roles(config, prepared.checkpoint, places, platform, store, stack, leaves_behind=leaves)
         directory = Path(config.model.path)
+        watchdog = Watchdog(trainer.watchdog, trainer.timeout_s)
         starting_engines = partial(
-            start_engines, directory, config.rollout, places.rollout, platform, logs, stack, awaits_weights=True
-        )
+            start_engines, directory, config.rollout, places.rollout, platform, logs, stack, awaits_weights=True,
+            watchdog=watchdog,
+        )  # fmt: skip
         colocated, policy = trainer.placement is Placement.colocated, config.policy.name
         if colocated and platform.is_accelerator:  # engines measure what the trainer left free of a device
             tracker.now("starting the trainer")
@@ -89,6 +91,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         devices = DeviceSharing(trainer.placement, groups[policy], pool, weights, restarter, reward_model)
         samples = ResendingPool(pool, restarter, devices, weights)
         collector = RolloutCollector(samples, scorer, config, reward_model)
+        begin_records(config, prepared, planned, tracker)
         run = Run(config, platform, tracker, prepared, groups, collector, devices, weights)
         stack.push_async_callback(run.saver.close)
         yield run

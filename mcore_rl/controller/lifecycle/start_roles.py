@@ -30,7 +30,8 @@ async def start_roles(
 ) -> dict[str, TrainGroup]:
     """Starts the workers of each role with processes of its own, by name; they end when ``stack`` is closed.
 
-    checkpoint: the checkpoint to resume from; None is none.  store: of the run, where the workers of a role meet.
+    checkpoint: the checkpoint to resume from; None is none.
+    store: of the run, where the workers of a role meet.
     leaves_behind: whether the plan has room for the policy's optimizer state while the engines receive weights.
     """
     return {

@@ -9,12 +9,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.sft import sft_violations
 from mcore_rl.controller.lifecycle.fault_tolerance import run_with_restarts
-from mcore_rl.controller.lifecycle.messages import outcome
+from mcore_rl.controller.lifecycle.messages import note, outcome
 from mcore_rl.controller.lifecycle.preemption import REQUEUE, Preempted, Preemption
 from mcore_rl.controller.training_run import C, R
+from mcore_rl.errors import refuse_if_any
 from mcore_rl.tracking.report import write_report
 from mcore_rl.tracking.run_files import read_run
+from mcore_rl.tracking.run_owner import RunOwner
 from mcore_rl.tracking.verdict import best, gain
 
 
@@ -23,6 +27,7 @@ async def run_program(
 ) -> int:
     """Train to the end, export the final weights, write the report.
 
+    The run owns its directory until it has ended: another start there is refused.
     A run of which a training process dies begins again from its newest checkpoint, ``trainer.max_restarts`` times.
     Ctrl-C ends the processes and says how to go on; it raises KeyboardInterrupt or a subclass.
 
@@ -33,12 +38,15 @@ async def run_program(
     Returns:
         The exit code: 0, or ``REQUEUE`` if a signal made the run leave before its end.
     """
+    refuse_if_any(run_violations(config) if isinstance(config, RunConfig) else sft_violations(config))
+    directory = Path(config.trainer.default_local_dir).resolve()
+    owner = RunOwner(directory, say=note)
 
     async def attempt(config: C) -> Path | None:
         preemption = Preemption()
 
         async def begin(run: R) -> None:
-            run.preemption = preemption
+            run.preemption, run.owner = preemption, owner
             await train(run)
 
         async with AsyncExitStack() as stack:
@@ -51,13 +59,13 @@ async def run_program(
                 exported = await run.export("final")
         return exported
 
-    try:
-        exported = await run_with_restarts(config, attempt)
-    except Preempted as left:
-        outcome(str(left))
-        return REQUEUE
-    directory = Path(config.trainer.default_local_dir)
-    report = write_report(directory)
+    with owner:
+        try:
+            exported = await run_with_restarts(config, attempt)
+        except Preempted as left:
+            outcome(str(left))
+            return REQUEUE
+        report = write_report(directory)
     if (learned := what_was_learned(directory)) is not None:
         Console().print(learned)
     if exported is not None:

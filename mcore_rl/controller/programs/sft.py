@@ -13,14 +13,14 @@ from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.sft import ACTOR, SftConfig, sft_violations
 from mcore_rl.controller.lifecycle.model_checks import model_sft_violations
-from mcore_rl.controller.lifecycle.preparation import PreparedRun, to_resume
+from mcore_rl.controller.lifecycle.preparation import PreparedRun, to_resume, weights_of_roles
 from mcore_rl.controller.lifecycle.resume_check import Identity
 from mcore_rl.controller.lifecycle.start_plan import forecast
 from mcore_rl.controller.lifecycle.start_roles import start_roles
 from mcore_rl.controller.programs.program import run_program
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.utilization import Passes, tflop
-from mcore_rl.controller.training_run import TrainingRun, every_step, open_directory
+from mcore_rl.controller.training_run import TrainingRun, begin_records, every_step, open_directory
 from mcore_rl.data.conversations import Conversation, ConversationSet
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -66,7 +66,7 @@ def prepare(config: SftConfig) -> PreparedSft:
         validation = ConversationSet.load(files, data, tokenizer, max_samples=data.val_max_samples, title=title)
     sampler = PromptSampler(len(train), data.seed, data.shuffle)
     per_epoch = sampler.batches_per_epoch(data.train_batch_size)
-    identity = Identity.of(as_dict(config), [role.name for role in config.role_rows])
+    identity = Identity.of(as_dict(config), [role.name for role in config.role_rows], weights_of_roles(config))
     checkpoint, progress = to_resume(config, identity, sampler)
     return PreparedSft(
         config=config,
@@ -123,12 +123,13 @@ async def open_run(config: SftConfig) -> AsyncIterator[SftRun]:
     platform = detect(config.trainer.device)
     planned = forecast(config, platform, prepared.models)
     async with AsyncExitStack() as stack:
-        tracker = open_directory(config, prepared, planned, stack)
+        tracker = open_directory(config, prepared, stack)
         tracker.now("starting the trainer")
         places = await place_trainers(config.trainer, platform)
         stack.callback(places.close)
         store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
         groups = await start_roles(config, prepared.checkpoint, places, platform, store, stack)
+        begin_records(config, prepared, planned, tracker)
         run = SftRun(config, platform, tracker, prepared, groups)
         stack.push_async_callback(run.saver.close)
         yield run

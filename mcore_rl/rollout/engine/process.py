@@ -144,6 +144,7 @@ class EngineProcess(RemoteEngine):
         self._process, self._connection = process, connection
         self._log, self._scratch, self._temporary = settings.log, settings.scratch, temporary
         self._doing = "starting"
+        self.leader = 0  # the process id that the child gives as its own; 0: it has not yet
         self._started: Future[None] = Future()
         self._dead: DeadEngineError | None = None
         self._callers: dict[int, _Caller] = {}
@@ -247,7 +248,9 @@ class EngineProcess(RemoteEngine):
         with suppress(EOFError, OSError):
             while True:
                 call, kind, value = pickle.loads(self._connection.recv_bytes())
-                if kind == "phase":
+                if kind == "leader":
+                    self.leader = value
+                elif kind == "phase":
                     self._doing = value
                 elif call == START:
                     self._started.set_exception(value) if kind == "error" else self._started.set_result(None)

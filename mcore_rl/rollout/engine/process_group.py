@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from mcore_rl.rollout.engine import guard
+
 SHARED_MEMORY = "/dev/shm/vllm_"  # files of vLLM's CPU kernels to communicate, removed at a regular end only
 
 
@@ -17,6 +19,13 @@ def is_tracker(process: psutil.Process) -> bool:
     """True for Python's resource trackers, which clean up after other processes and then end by themselves."""
     with suppress(psutil.Error):
         return any("resource_tracker" in word for word in process.cmdline())
+    return False
+
+
+def is_helper(process: psutil.Process) -> bool:
+    """True for trackers and for the engine's guard: they end by themselves, once the engine has."""
+    with suppress(psutil.Error):
+        return is_tracker(process) or guard.__file__ in process.cmdline()
     return False
 
 

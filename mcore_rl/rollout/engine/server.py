@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -65,6 +67,7 @@ def serve(settings: Settings, connection: Connection) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(log, stream.fileno())
+    faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)  # also of processes that vLLM forks from here
     _have_own_tracker()
     if sys.platform == "linux" and not settings.platform.is_accelerator:
         os.sched_setaffinity(0, settings.cores)
@@ -90,6 +93,7 @@ class _Server:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def run(self, settings: Settings) -> None:
+        self._send(START, "leader", os.getpid())
         engine = await self._start(settings)
         if engine is None:
             return
@@ -184,10 +188,16 @@ def _have_own_tracker() -> None:
 
 
 def _have_guard(scratch: Path) -> IO[bytes]:
-    """Starts the guard, which ends this process group when the returned file is closed, as by the process's death."""
+    """Starts the guard, which ends this process group when its program ends, or when the returned file is closed.
+
+    The process's death closes it.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
     reading, writing = os.pipe()
-    command = [sys.executable, "-I", "-S", guard.__file__, str(reading), str(os.getpgrp()), str(scratch)]
-    subprocess.Popen(command, pass_fds=[reading], stdin=subprocess.DEVNULL, start_new_session=True)
+    ends = [reading, parent.sentinel]
+    command = [sys.executable, "-I", "-S", guard.__file__, *map(str, ends), str(os.getpgrp()), str(scratch)]
+    subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL, start_new_session=True)
     os.close(reading)
     return open(writing, "wb", buffering=0)
 

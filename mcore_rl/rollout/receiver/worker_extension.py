@@ -17,6 +17,8 @@ Invariant: from the moment an update begins until one is complete, this worker r
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -128,6 +130,7 @@ class WeightReceiver:
         return _answer(lambda: dict(self._sync_channel().live.names_of_heads))
 
     def _sync_open(self, opening: bytes) -> int:
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # stacks into the engine's log, if it hangs
         self._sync_close()
         asked = Opening.unpacked(opening)
         parallel = self.vllm_config.parallel_config

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from mcore_rl.controller.lifecycle import run_contents
 from mcore_rl.controller.lifecycle.resume_check import RUN, Identity, note_differences
 from mcore_rl.errors import CheckpointError, ConfigError
 
@@ -20,9 +25,20 @@ def config(tmp_path: Path) -> dict[str, Any]:
         (tmp_path / f"{name}.parquet").write_text(name)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "mixtral", "hidden_size": 64}))
+    save_file({"norm.weight": torch.arange(8.0)}, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    settings = {"model_max_length": 9, "chat_template": "{{ messages }}", "transformers_version": "5"}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "reward.py").write_text("def compute_score(*_): return 1.0")
+    (tmp_path / "val.parquet").write_text("val")
     return {
         "model": {"path": str(tmp_path / "model")},
-        "data": {"train_files": [str(tmp_path / "one.parquet"), str(tmp_path / "two.parquet")], "seed": 1},
+        "data": {
+            "train_files": [str(tmp_path / "one.parquet"), str(tmp_path / "two.parquet")],
+            "val_files": [str(tmp_path / "val.parquet")],
+            "seed": 1,
+        },
+        "custom_reward_function": {"path": str(tmp_path / "reward.py")},
         "actor": {"optim": {"lr": 1e-6}, "parallel": {"tp": 1}},
         "algorithm": {"adv_estimator": "rloo"},
         "trainer": {"default_local_dir": "runs/a", "resume_mode": "auto", "save_freq": 10},
@@ -32,12 +48,16 @@ def config(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def checkpoint(config: dict[str, Any], tmp_path: Path) -> Path:
     (tmp_path / "step_1").mkdir()
-    Identity.of(config, ["actor"]).keep(tmp_path / "step_1")
+    identity_of(config).keep(tmp_path / "step_1")
     return tmp_path / "step_1"
 
 
+def identity_of(config: dict[str, Any], roles: Sequence[str] = ("actor",)) -> Identity:
+    return Identity.of(config, roles, {"model.path": Path(config["model"]["path"])})
+
+
 def test_the_same_run_has_nothing_to_tell(config: dict[str, Any], checkpoint: Path) -> None:
-    assert Identity.of(config, ["actor"]).check(checkpoint) == []
+    assert identity_of(config).check(checkpoint) == []
     assert Identity.read(checkpoint).config == config
 
 
@@ -45,7 +65,7 @@ def test_other_settings_are_told(config: dict[str, Any], checkpoint: Path, capsy
     config["actor"]["optim"]["lr"] = 2e-6
     config["actor"]["parallel"] = {"tp": 2, "pp": 2}
     config["trainer"] |= {"default_local_dir": "runs/b", "resume_mode": "path", "save_freq": 5}
-    identity = Identity.of(config, ["actor"])
+    identity = identity_of(config)
     assert identity.check(checkpoint) == [
         "actor.optim.lr: 1e-06 when the checkpoint was made, now 2e-06",
         "actor.parallel.pp: None when the checkpoint was made, now 2",
@@ -58,14 +78,20 @@ def test_other_settings_are_told(config: dict[str, Any], checkpoint: Path, capsy
 
 
 def test_a_model_and_data_that_moved_are_the_same(config: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
+    shutil.copytree(tmp_path / "model", tmp_path / "elsewhere")  # written now: times do not count
+    for name in ("reward.py", "val.parquet"):
+        shutil.copy(tmp_path / name, tmp_path / "elsewhere")
+    config["custom_reward_function"]["path"] = str(tmp_path / "elsewhere" / "reward.py")
+    config["data"]["val_files"] = [str(tmp_path / "elsewhere" / "val.parquet")]
     values = {"model_type": "mixtral", "hidden_size": 64, "transformers_version": "9", "use_cache": False}
     (tmp_path / "elsewhere" / "config.json").write_text(json.dumps(values))
     (tmp_path / "elsewhere" / "other.parquet").write_text("two")
     config["model"]["path"] = str(tmp_path / "elsewhere")
     config["data"]["train_files"][1] = str(tmp_path / "elsewhere" / "other.parquet")
-    differences = Identity.of(config, ["actor"]).check(checkpoint)
-    assert [line.partition(":")[0] for line in differences] == ["data.train_files", "model.path"]
+    differences = identity_of(config).check(checkpoint)
+    assert [line.partition(":")[0] for line in differences] == [
+        "custom_reward_function.path", "data.train_files", "data.val_files", "model.path",
+    ]  # fmt: skip
 
 
 def _other_model(config: dict[str, Any], place: Path) -> None:
@@ -102,14 +128,14 @@ def test_another_run_is_refused(
     changed = copy.deepcopy(config)
     change(changed, tmp_path)
     with pytest.raises(ConfigError, match=said):
-        Identity.of(changed, ["actor"]).check(checkpoint)
+        identity_of(changed).check(checkpoint)
 
 
 def test_everything_is_refused_at_once(config: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     _other_model(config, tmp_path)
     _fewer(config, tmp_path)
     with pytest.raises(ConfigError) as refused:
-        Identity.of(config, ["actor", "critic"]).check(checkpoint)
+        identity_of(config, ["actor", "critic"]).check(checkpoint)
     keys = [violation.key for violation in refused.value.violations]
     assert keys == ["model.path", "data.train_files", "algorithm.adv_estimator"]
     assert "trains actor and critic; the checkpoint has actor. Write what" in str(refused.value)
@@ -117,11 +143,114 @@ def test_everything_is_refused_at_once(config: dict[str, Any], checkpoint: Path,
 
 def test_validation_alone_needs_no_training_data(config: dict[str, Any], checkpoint: Path) -> None:
     config["data"]["train_files"] = []
-    assert len(Identity.of(config, ["actor"]).check(checkpoint)) == 1
+    assert len(identity_of(config).check(checkpoint)) == 1
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}"])
 def test_what_cannot_be_read_is_named(config: dict[str, Any], checkpoint: Path, text: str) -> None:
     (checkpoint / RUN).write_text(text)
     with pytest.raises(CheckpointError, match=r"run.json cannot be read: .*Resume from another step"):
-        Identity.of(config, ["actor"]).check(checkpoint)
+        identity_of(config).check(checkpoint)
+
+
+def _settings(place: Path, **changes: str) -> None:
+    path = place / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+CONTENTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "weights": (
+        lambda place: save_file({"norm.weight": torch.arange(8.0) + 1}, place / "model" / "model.safetensors"),
+        r"model\.path=.*: model.safetensors differs from .*; the KL reference would be another one\. Write what",
+    ),
+    "a weight's file": (
+        lambda place: shutil.copy(place / "model" / "model.safetensors", place / "model" / "more.safetensors"),
+        r"model\.path=.*: more.safetensors differs",
+    ),
+    "tokenizer": (
+        lambda place: (place / "model" / "tokenizer.json").write_text("[]"),
+        r"model\.tokenizer_path=.*: its tokenizer: tokenizer.json differs",
+    ),
+    "its settings": (
+        lambda place: _settings(place, unk_token="?"),
+        r"model\.tokenizer_path=.*: its tokenizer: tokenizer_config.json differs",
+    ),
+    "chat template": (
+        lambda place: _settings(place, chat_template="{{ m }}"),
+        r"model\.tokenizer_path=.*: its chat template: tokenizer_config.json differs",
+    ),
+    "a template's file": (
+        lambda place: (place / "model" / "chat_template.jinja").write_text("{{ m }}"),
+        r"model\.tokenizer_path=.*: its chat template: chat_template.jinja differs",
+    ),
+    "rewards": (
+        lambda place: (place / "reward.py").write_text("def compute_score(*_): return 0.0"),
+        r"custom_reward_function\.path=.*: reward.py differs .*If the change is meant, name the checkpoint: trainer",
+    ),
+    "validation data": (
+        lambda place: (place / "val.parquet").write_text("lav"),
+        r"data\.val_files=.*: file 1 differs from .*trainer\.resume_mode=path trainer\.resume_from_path=.*step_1",
+    ),
+}
+
+
+@pytest.mark.parametrize("changed", CONTENTS)
+def test_other_content_at_the_same_place_is_refused(
+    changed: str, config: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    change, said = CONTENTS[changed]
+    change(tmp_path)
+    with pytest.raises(ConfigError, match=said) as refused:
+        identity_of(config).check(checkpoint)
+    assert len(refused.value.violations) == 1
+    config["trainer"]["resume_mode"] = "path"
+    if changed in ("rewards", "validation data"):
+        (told,) = identity_of(config).check(checkpoint)
+        assert "differs from what the checkpoint was made with" in told
+    else:
+        with pytest.raises(ConfigError, match="differs"):
+            identity_of(config).check(checkpoint)
+
+
+def test_all_contents_are_told_at_once(config: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    for change, _ in CONTENTS.values():
+        change(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        identity_of(config).check(checkpoint)
+    keys = [violation.key for violation in refused.value.violations]
+    assert keys == [
+        "model.path", "model.tokenizer_path", "model.tokenizer_path", "custom_reward_function.path", "data.val_files",
+    ]  # fmt: skip
+
+
+def test_what_makes_no_difference_is_none(config: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    _settings(tmp_path, transformers_version="9", name_or_path="elsewhere")
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (1, 1))
+    assert identity_of(config).check(checkpoint) == []
+
+
+def test_a_checkpoint_of_an_older_version_is_taken(config: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    values = json.loads((checkpoint / RUN).read_text())
+    del values["contents"]
+    (checkpoint / RUN).write_text(json.dumps(values))
+    CONTENTS["weights"][0](tmp_path)
+    assert identity_of(config).check(checkpoint) == []
+
+
+def test_of_large_weights_pieces_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, limit in (("WHOLE_BYTES", 1000), ("HEADER_BYTES", 100), ("PIECES", 5), ("PIECE_BYTES", 10)):
+        monkeypatch.setattr(run_contents, name, limit)
+    path, data = tmp_path / "model.safetensors", bytearray(2000)
+    path.write_bytes(data)
+    before = run_contents.weights_of(tmp_path)
+    assert before["model.safetensors"].startswith("2000 bytes, sampled xxh3:")
+    seen = 0
+    for place in range(0, 2000, 5):
+        path.write_bytes(data[:place] + b"x" + data[place + 1 :])
+        seen += run_contents.weights_of(tmp_path) != before
+    assert seen == (100 + 5 * 10) / 5, "the header and five pieces"
+    path.write_bytes(data[:-10] + b"x" * 10)
+    assert run_contents.weights_of(tmp_path) != before, "the last bytes too"
+    path.write_bytes(data[:-1])
+    assert run_contents.weights_of(tmp_path) != before

@@ -37,16 +37,19 @@ def program(directory: Path, log: Path, mode: str, temporary: Path) -> subproces
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)})
 
 
-@pytest.mark.parametrize("mode", ["stay", "end"])
+@pytest.mark.parametrize("mode", ["stay", "stopped", "end"])
 def test_no_process_outlives_the_program(mode: str, tmp_path: Path, processes: None) -> None:
-    """Killed, or at its end without a word, while the engine is still starting; nor is a temporary file left."""
+    """Killed, or at its end without a word, while the engine is still starting; nor is a temporary file left.
+
+    An engine that is stopped does not notice its program's end; its guard does.
+    """
     rollouts.write("llama", tmp_path)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    with program(tmp_path, tmp_path / "log", mode, temporary) as parent:
+    with program(tmp_path, tmp_path / "log", "end" if mode == "end" else "stay", temporary) as parent:
         assert parent.stdout is not None
         leader = int(parent.stdout.readline())
-        if mode == "stay":
+        if mode != "end":
             deadline = time.monotonic() + 30
             while not group_of(leader):  # it leads a group once it runs
                 assert time.monotonic() < deadline and psutil.pid_exists(leader)
@@ -55,6 +58,8 @@ def test_no_process_outlives_the_program(mode: str, tmp_path: Path, processes: N
             while len(psutil.Process(leader).threads()) < 2:  # that which ends it with its parent
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
+            if mode == "stopped":
+                os.kill(leader, signal.SIGSTOP)
             parent.send_signal(signal.SIGKILL)
         parent.wait(30)
         wait_until_gone(leader)

@@ -1,0 +1,188 @@
+"""Around a run's steps: whose directory it is, what a start that fails leaves alone, and a directory that vanishes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.config.trainer import TrainerConfig
+from mcore_rl.controller import training_run
+from mcore_rl.controller.lifecycle import run_checkpoints
+from mcore_rl.controller.lifecycle.run_checkpoints import Progress
+from mcore_rl.controller.programs import program, sft, train
+from mcore_rl.controller.training_run import TrainingRun, every_step
+from mcore_rl.errors import ConfigError, RunDirectoryError
+from mcore_rl.tracking.run_owner import OWNER, RunOwner
+from tests.support.composed import composed
+from tests.support.prompt_files import user, write
+from tests.support.run_task import overrides, write_task
+
+NO_RAY = "ray_init.address=127.0.0.1:9"  # nothing listens there
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_task(tmp_path_factory.mktemp("task"))
+    rows = [{"prompt": user("1 + 1"), "response": "2"}] * 8
+    write(directory / "conversations.parquet", rows)
+    return directory
+
+
+def start_train(task: Path, place: Path, *more: str) -> int:
+    return asyncio.run(train.run_training(composed(RunConfig, "train", overrides(task, place, *more))))
+
+
+def start_sft(task: Path, place: Path, *more: str) -> int:
+    words = [
+        f"model.path={task}/model", f"data.train_files=[{task}/conversations.parquet]", "data.train_batch_size=8",
+        "data.max_length=64", "actor.parallel.ep=2", "trainer.n_gpus_per_node=2", "trainer.device=cpu",
+        "trainer.logger=[]", f"trainer.default_local_dir={place}",
+    ]  # fmt: skip
+    return asyncio.run(sft.run_sft(composed(SftConfig, "sft", [*words, *more])))
+
+
+STARTS = {"train": start_train, "sft": start_sft}
+Start = Callable[..., int]
+
+
+@pytest.fixture(params=STARTS)
+def start(request: pytest.FixtureRequest) -> Start:
+    return STARTS[request.param]
+
+
+def records(directory: Path) -> Path:
+    """Of a run of long ago, as a run leaves them."""
+    (directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
+    for name in ("config.yaml", "environment.json", "report.html", "plan.json"):
+        (directory / name).write_text(name)
+    for name in ("rollouts", "validation", "checkpoints/step_1.incomplete/actor", "hf/final", "logs"):
+        (directory / name).mkdir(parents=True)
+    (directory / "rollouts" / "step_1.parquet").touch()
+    (directory / "logs" / "wandb_id").write_text("abc\n")
+    return directory
+
+
+def content(directory: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(directory)): path.read_text() if path.is_file() else "" for path in directory.rglob("*")
+    }
+
+
+def test_a_start_that_fails_changes_nothing(start: Start, task: Path, tmp_path: Path) -> None:
+    before = content(records(tmp_path))
+    for mode in ("trainer.resume_mode=off", "trainer.resume_mode=auto"):
+        with pytest.raises(ConfigError, match=r"ray_init\.address"):
+            start(task, tmp_path, NO_RAY, mode)
+        assert content(tmp_path) == before
+
+
+def test_a_second_start_is_refused_before_it_changes_anything(start: Start, task: Path, tmp_path: Path) -> None:
+    with RunOwner(records(tmp_path), say=pytest.fail):
+        before = content(tmp_path)
+        with pytest.raises(ConfigError, match="belongs to another run, which is going on: process") as refused:
+            start(task, tmp_path, "trainer.resume_mode=off")
+        assert len(refused.value.violations) == 1 and content(tmp_path) == before
+
+
+def test_no_directory_is_none(start: Start, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for written in ("", "' '"):
+        with pytest.raises(ConfigError, match=r"trainer.default_local_dir= *: names no directory. Write the"):
+            start(task, Path("x"), f"trainer.default_local_dir={written}")
+    assert not list(tmp_path.iterdir())
+
+
+class Writer:
+    """Saves checkpoints without ranks."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.saved_step, self.failed, self.saved = directory, 0, False, list[Path]()
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def move_to(self, directory: Path) -> None:
+        self.directory, self.saved_step = directory, -1
+
+    async def conclude(self, progress: Progress) -> None:
+        assert self.saved_step != progress.step
+        self.saved.append(run_checkpoints.finish(run_checkpoints.begin(self.directory, progress, ["actor"]), {}))
+
+    save = conclude
+
+
+class Counting(TrainingRun[Any, Any]):
+    """Steps that only count."""
+
+    validates_first = False
+
+    def __init__(self, directory: Path) -> None:
+        sampler = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+        trainer = TrainerConfig(default_local_dir=str(directory))
+        self.config = SimpleNamespace(trainer=trainer)
+        self.prepared = SimpleNamespace(num_steps=5, sampler=sampler)  # type: ignore[assignment]
+        self.tracker = SimpleNamespace(log=lambda step, metrics: None)  # type: ignore[assignment]
+        self.groups, self.directory, self.progress = {}, directory, Progress()
+        self.preemption, self.clock, self.device_peak = training_run.Preemption(), training_run.Clock(), None
+        self.saver: Any = Writer(directory)
+        self.owner = None
+
+    async def validate(self, step: int) -> dict[str, float]:
+        return {}
+
+    def rates(self, metrics: Any, seconds: Any) -> dict[str, float]:
+        return {}
+
+
+def lose(directory: Path, how: str) -> None:
+    if how == "moved":
+        directory.rename(directory.with_name("elsewhere"))
+        return
+    shutil.rmtree(directory)
+    if how == "the place is taken":
+        directory.with_name("run-rescued").touch()
+
+
+@pytest.mark.parametrize(
+    ("how", "place"), [("moved", "elsewhere"), ("removed", "run-rescued"), ("the place is taken", "home/run-rescued")]
+)
+def test_a_run_whose_directory_vanishes_says_so_at_the_next_step_and_saves_elsewhere(
+    how: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path / "home")
+    run = Counting(tmp_path / "run")
+
+    @asynccontextmanager
+    async def open_run(config: Any) -> AsyncIterator[Counting]:
+        yield run
+
+    async def step(run: Counting, number: int) -> dict[str, float]:
+        assert number <= 3, "it ends with the step in which it is noticed"
+        if number == 3:
+            lose(run.directory, how)
+        return {}
+
+    config = composed(RunConfig, "train", [f"trainer.default_local_dir={tmp_path}/run", "trainer.max_restarts=3"])
+    monkeypatch.setattr(program, "run_violations", lambda config: [])
+    monkeypatch.setattr(training_run, "utilization", lambda *_: {})
+    with pytest.raises(RunDirectoryError) as error:
+        asyncio.run(program.run_program(replace(config), open_run, lambda run: every_step(run, step)))
+    saved = tmp_path / place
+    assert run.saver.saved == [saved / "checkpoints" / "step_3"]
+    assert f"trainer.default_local_dir={saved} goes on from there" in str(error.value)
+    assert run_checkpoints.to_resume(replace(config.trainer, default_local_dir=str(saved)), pytest.fail) is not None
+    assert how != "the place is taken" or "run-rescued: the run cannot be saved there" in capsys.readouterr().err
+    assert not (tmp_path / "run" / OWNER).exists() and os.path.isdir(tmp_path)
