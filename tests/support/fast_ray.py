@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -23,9 +23,9 @@ def forked_ray(directory: Path) -> Iterator[None]:
     fast_python.write_program(program, {fast_python.WORKER: ranks, fast_python.ENGINE: [ENGINE_SERVER.address]})
     connect = cluster._connect
 
-    def connect_forking(config: RayInitConfig) -> None:
+    def connect_forking(config: RayInitConfig, folder: Path, stack: ExitStack) -> None:
         with mock.patch.object(sys, "executable", str(program)):
-            connect(config)
+            connect(config, folder, stack)
 
     with mock.patch.object(cluster, "_connect", connect_forking):
         yield
