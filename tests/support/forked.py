@@ -16,6 +16,7 @@ import multiprocessing.context
 import os
 import pickle
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -77,6 +78,7 @@ def become_fresh(environ: Mapping[str, str]) -> None:
     os.environ |= environ
     for name in _environment_of_server() - environ.keys():
         os.environ.pop(name, None)
+    tempfile.tempdir = None  # imports may have read TMPDIR
     if "OMP_NUM_THREADS" in environ:
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     torch.default_generator.seed()  # by chance, as in a fresh process; Python sees to its own

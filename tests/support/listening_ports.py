@@ -46,5 +46,6 @@ def reach(address: str) -> str:
 
 def documented() -> set[tuple[str, str]]:
     """The rows of the table of ports that a run on one machine opens."""
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)
+    on_one_machine = PAGE.read_text().partition("## The ports of a run")[2].partition("With several nodes:")[0]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|", on_one_machine, re.MULTILINE)
     return {(who.strip(), where.strip()) for _, who, where in rows if where.strip() in ("all", "loopback", "node")}
