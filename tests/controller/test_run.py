@@ -26,7 +26,7 @@ from mcore_rl.controller.lifecycle.start import open_run
 from mcore_rl.controller.loop import train
 from mcore_rl.controller.run import Run
 from mcore_rl.errors import DeadEngineError, WorkerError
-from mcore_rl.rollout.engine.process_group import is_tracker
+from mcore_rl.rollout.engine.process_group import is_helper
 from mcore_rl.runtime.engine_client import EngineClient
 from mcore_rl.runtime.watchdog import Watchdog
 from tests.support import prompt_files
@@ -102,7 +102,7 @@ async def stop_the_engine(run: Run) -> DeadEngineError:
     assert isinstance(engine, EngineClient)
     engine.hang_watch.watchdog = Impatient(WatchdogConfig())
     for each in holders_of(run.directory / "logs" / "engine-0.log"):
-        if not is_tracker(each):
+        if not is_helper(each):
             each.send_signal(signal.SIGSTOP)
     with pytest.raises(DeadEngineError) as hang:
         await run.devices.to_engines(STEPS + 1)

@@ -91,12 +91,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
     output, names = observed.directory.with_name("output"), observed.directory.with_name("left")
     if can_have_one():
         command = in_private_tmp(command, tmp_path_factory.getbasetemp(), names)
+    inherited = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}  # torch sets it
     with output.open("wb") as file:
         top = subprocess.Popen(
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **SECRETS, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"},
+            env={**inherited, **SECRETS, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"},
         )
         try:
             while top.poll() is None:
