@@ -91,7 +91,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, processes: None) -> Observed:
     output, names = observed.directory.with_name("output"), observed.directory.with_name("left")
     if can_have_one():
         command = in_private_tmp(command, tmp_path_factory.getbasetemp(), names)
-    inherited = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}  # torch sets it
+    # Torch sets this one when it is imported, as it was here.
+    inherited = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     with output.open("wb") as file:
         top = subprocess.Popen(
             command,
