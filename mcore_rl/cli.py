@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen.overrides += more
     errors = Console(stderr=True)
     try:
-        check_options(chosen)
+        check_options(chosen, top)
         if chosen.program == DOCTOR:
             return _doctor(chosen)
         program = PROGRAMS[chosen.program]

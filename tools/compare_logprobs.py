@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 
 def ask(arguments: argparse.Namespace, console: Console) -> LogprobReport:
     """Measure, behind a line that says what is done."""
-    check_options(arguments)
+    check_options(arguments, parser())
     draws = ValidationConfig(temperature=arguments.temperature, top_p=arguments.top_p, top_k=arguments.top_k)
     refuse_if_any([replace(each, key=f"-{each.key.replace('_', '-')}") for each in draw_violations(draws, "-")])
     if not arguments.out.parent.is_dir():

@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     console, errors = Console(), Console(stderr=True, soft_wrap=True)
     started = time.perf_counter()
     try:
-        check_options(arguments)
+        check_options(arguments, parser())
         if arguments.command == "inspect":
             show_contents(arguments.directory, arguments.config, console)
             return 0

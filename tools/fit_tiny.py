@@ -231,7 +231,7 @@ def main() -> int:
     """Run the fit; 0 when it learned, 1 when it did not, 2 on a user error."""
     arguments, console = parser().parse_args(), Console()
     try:
-        check_options(arguments)
+        check_options(arguments, parser())
         parallel = replace(arguments.layout, pipeline_layers=arguments.pipeline_layers)
         settings = Settings(
             processes=arguments.processes,

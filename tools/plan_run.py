@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_intermixed_args(arguments)
     errors = Console(stderr=True)
     try:
-        check_options(options)
+        check_options(options, parser())
         run, cluster = composed(options)
         for line in measured_lines(cluster):
             Console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     console, errors = Console(), Console(stderr=True, soft_wrap=True)
     try:
-        check_options(arguments)
+        check_options(arguments, parser())
         with errors.status(f"{arguments.dataset}: reading") as status:
             rows = rows_of(arguments)
             for split, of_split in rows.items():

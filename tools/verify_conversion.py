@@ -154,7 +154,7 @@ def main() -> int:
     """Prove, print, and say by the exit code whether all is proven."""
     arguments, console, errors = parser().parse_args(), Console(), Console(stderr=True)
     try:
-        check_options(arguments)
+        check_options(arguments, parser())
         config = wanted_config(arguments)
         parallel, world_size, rollout = read_layouts(arguments)
         report, model = prove(config, parallel, world_size, rollout, arguments.hf, errors)

@@ -222,25 +222,27 @@ class _StandIn:
     def __setstate__(self, state: object) -> None: ...
 
 
+# The classes of DCP's metadata, (module, name): each holds data and does nothing when it is made.
+METADATA_CLASSES = frozenset(
+    {("torch.distributed.checkpoint.metadata", name) for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )}
+    | {("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")}
+    | {("torch.distributed.checkpoint.planner", name) for name in (
+        "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
+    )}
+    | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("builtins", "set"), ("builtins", "slice")}
+    | {("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib", "Path")}
+)  # fmt: skip
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Finds the classes of DCP's metadata; Megatron's become stand-ins, and everything else is refused."""
 
-    _ALLOWED = frozenset(
-        {("torch.distributed.checkpoint.metadata", name) for name in (
-            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-        )}
-        | {("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")}
-        | {("torch.distributed.checkpoint.planner", name) for name in (
-            "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
-        )}
-        | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("builtins", "set"), ("builtins", "slice")}
-        | {("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib", "Path")}
-    )  # fmt: skip
-
     def find_class(self, module: str, name: str) -> Any:
         """The class ``name`` of ``module``.  Raises UnpicklingError for one that such a file may not hold."""
-        if (module, name) in self._ALLOWED:
+        if (module, name) in METADATA_CLASSES:
             return super().find_class(module, name)
         if module.partition(".")[0] == "megatron":
             return _StandIn

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import isfunction
@@ -35,18 +35,29 @@ def typed(kind: Any) -> Callable[[str], Any]:
 def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of ``parser``.  Raises ConfigError with every value that is out of bounds."""
     options = parser.parse_args(arguments)
-    check_options(options)
+    check_options(options, parser)
     return options
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Raises ConfigError with every violation that ``typed`` left in ``options``."""
+def check_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Raises ConfigError with every violation that ``typed`` left in ``options``, which ``parser`` made."""
+    positional = set(_positional(parser))
     wrong = list[Violation]()
     for name, value in vars(options).items():
-        key = f"--{name.replace('_', '-')}"
+        key = name if name in positional else f"--{name.replace('_', '-')}"
         for each in value if isinstance(value, list) else [value]:
             wrong += [replace(one, key=key) for one in each.violations] if isinstance(each, ConfigError) else []
     refuse_if_any(wrong)
+
+
+def _positional(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Names of the arguments without dashes, subcommands' too; argparse has no public way to ask for them."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _positional(each)
+        elif not action.option_strings:
+            yield action.dest
 
 
 def _read(kind: Callable[[str], Any], text: str) -> Any:

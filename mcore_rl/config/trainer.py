@@ -13,7 +13,6 @@ from mcore_rl.config.bounds import (
     NonNegativeInt,
     OutputDirectory,
     OutputFile,
-    PositiveFloat,
     PositiveInt,
     Ranks,
     Seconds,
@@ -24,6 +23,7 @@ from mcore_rl.config.bounds import (
 from mcore_rl.config.engine import Device
 from mcore_rl.errors import Violation
 
+PeakTflops = Annotated[float, Interval("(0, inf)", "Write what the device's data sheet says, in TFLOP/s")]
 LARGEST_WORLD = 131072  # processes; no cluster has more
 
 
@@ -143,7 +143,7 @@ class TrainerConfig:
     save_rollouts: bool = True
     profile_steps: list[PositiveInt] = field(default_factory=list)
     timeout_s: Seconds = 600.0
-    device_peak_tflops: PositiveFloat | None = None
+    device_peak_tflops: PeakTflops | None = None
     max_restarts: NonNegativeInt = 3
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     guards: GuardConfig = field(default_factory=GuardConfig)

@@ -214,12 +214,17 @@ class _Confined:
         stack.callback(_end, self.process)
 
     def outcome(self, broken: Ending | None) -> Outcome:
-        """What came of it.  broken: the limit that was broken, if any.  ConfinementError: it was never confined."""
+        """What came of it.  broken: the limit that was broken, if any.
+
+        ConfinementError: it ended before it was confined, and not because it was ended here, as a program is whose
+        tests have ended.
+        """
+        ended_here = self.process.poll() is None
         _end(self.process)
         held, errors, code = _content(self._status), _content(self._stderr).strip(), self.process.returncode
         if code == -signal.SIGXCPU:
             broken = Ending.timeout
-        if not held and broken is None:
+        if not held and broken is None and not ended_here:
             raise ConfinementError(f"no program can be run here (exit code {code}): {errors[-1000:]}")
         lines = tuple(_content(self._result).splitlines())
         return Outcome(

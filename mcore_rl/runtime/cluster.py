@@ -32,6 +32,8 @@ LOOPBACK = "127.0.0.1"
 KNOCK_S = 8.0  # the time limit for a head node to accept a connection, and for its first words
 ASK = "import sys; from ray._raylet import GcsClient; print(flush=True); GcsClient(address=sys.argv[1])"
 SETTINGS = 4  # a frame's type (RFC 9113, 6.5)
+# Ray's monitor shows its numbers to anyone, at one port of a machine; where it cannot listen, it says so in its log.
+NO_MONITOR_PORT = {"AUTOSCALER_METRIC_PORT": "-1"}
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
 SETTINGS_HEAD = bytes(9)  # of a frame: 3 bytes of length, type, flags, 4 of the stream
 
@@ -76,7 +78,7 @@ def _connect(config: RayInitConfig, folder: Path, stack: ExitStack) -> None:
         stack.enter_context(_token(folder))
         kept = os.environ.get("RAY_TMPDIR")  # whoever sets it wants Ray's logs to stay
         alone = {"VLLM_HOST_IP": LOOPBACK, **interfaces(LOOPBACK)}  # what all that Ray starts here listens at
-        with inherited_environment({**dict.fromkeys(hidden), **alone}):
+        with inherited_environment({**dict.fromkeys(hidden), **alone, **NO_MONITOR_PORT}):
             # "local": never a cluster that others run here
             ray.init(address="local", num_cpus=cpus, _temp_dir=f"{kept or folder}/ray", **options)
         return

@@ -26,9 +26,18 @@ PREFIX = "mcore-rl-"
 MAX_BASE = 20  # characters of the folder above: Ray's sockets are 85 further down
 
 
+_open: list[Path] = []  # this program's folder, while there is one
+
+
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """The folder, which is also where this program and all that it starts put temporary files (TMPDIR)."""
+    """The folder, which is also where this program and all that it starts put temporary files (TMPDIR).
+
+    Within it, it is the same folder again.
+    """
+    if _open:
+        yield _open[0]
+        return
     base = tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base if len(base) <= MAX_BASE else "/tmp"))  # of mode 0700
     reading, writing = os.pipe()
@@ -42,8 +51,10 @@ def scratch() -> Iterator[Path]:
     try:
         with inherited_environment({"TMPDIR": str(folder)}):
             tempfile.tempdir = None  # Python has read TMPDIR already
+            _open.append(folder)
             yield folder
     finally:
+        _open.clear()
         tempfile.tempdir = before
         shutil.rmtree(folder, ignore_errors=True)
         os.close(writing)

@@ -9,6 +9,7 @@ Weights only: optimizer, random state and the order of data belong to a run (``r
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from mcore_rl.checkpoints.convert import HF
-from mcore_rl.checkpoints.distcp import DistributedCheckpoint
+from mcore_rl.checkpoints.distcp import METADATA_CLASSES, DistributedCheckpoint
 from mcore_rl.checkpoints.distcp_writer import CONTENT
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.megatron_checkpoint import MAX_PADDING
@@ -38,8 +39,20 @@ from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.checkpoints.stored_keys import LAYER, StoredKeys, parse
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.agreement import together
+from mcore_rl.parallel.plain_objects import data_classes
 
 Shards = dict[str, ShardedTensor]
+# What ranks tell each other of a checkpoint, (module, name): Megatron's description of it, torch's plans and failures.
+EXCHANGED = (
+    METADATA_CLASSES
+    | {("megatron.core.dist_checkpointing.mapping", name) for name in ("ShardedObject", "ShardedTensor")}
+    | {("torch.distributed.checkpoint.planner", name) for name in ("LoadItemType", "LoadPlan", "ReadItem")}
+    | {("torch.distributed.checkpoint.storage", "WriteResult")}
+    | {("torch.distributed.checkpoint.api", "CheckpointException")}
+    | {("traceback", name) for name in ("FrameSummary", "StackSummary")}
+    | {("builtins", name) for name, error in vars(builtins).items()
+       if isinstance(error, type) and issubclass(error, Exception)}
+)  # fmt: skip
 MISMATCH = "Give a checkpoint of this model"
 
 
@@ -62,7 +75,8 @@ def load_megatron(models: Sequence[torch.nn.Module], directory: Path | str) -> N
             return live, _as_stored(live, stored, models)
 
     live, wanted = together(plan, None, device)
-    loaded = dist_checkpointing.load(dict(wanted), str(directory))
+    with data_classes(EXCHANGED):
+        loaded = dist_checkpointing.load(dict(wanted), str(directory))
     for name, shard in live.items():
         shard.data.copy_(loaded[name].view(shard.data.shape))
 
@@ -90,7 +104,8 @@ def save_megatron(models: Sequence[torch.nn.Module], directory: Path | str, sour
     incomplete = incomplete.with_name(incomplete.name + ".incomplete")
 
     try:
-        dist_checkpointing.save(dict(live), str(incomplete), _PlainWriter("torch_dist", 1), **CONTENT)
+        with data_classes(EXCHANGED):
+            dist_checkpointing.save(dict(live), str(incomplete), _PlainWriter("torch_dist", 1), **CONTENT)
     except CheckpointException as error:  # raised on all ranks, with what each of them met
         failures = "; ".join(f"rank {rank}: {met[0]}" for rank, met in error.failures.items())
         problem = f"cannot be written: {failures}. Mend that, remove {incomplete}, and try again"

@@ -68,7 +68,7 @@ def test_every_mistake_is_said_at_once(tmp_path: Path) -> None:
         ("--layers", "is no list of numbers of layers"),
         ("--data", "is a device, and no file"),
         ("--out", "is a directory, and no file"),
-        ("--runs", "there is no such directory"),
+        ("runs", "there is no such directory"),
     ]
     assert len(str(caught.value)) < 2000, "a value of thousands of digits is cut"
 

@@ -7,7 +7,6 @@ import pytest
 from mcore_rl.config.engine import Recompute
 from mcore_rl.config.launch import cluster_names, load_cluster
 from mcore_rl.config.run import RunConfig
-from mcore_rl.errors import ConfigError
 from mcore_rl.families.checkpoints import HARDWARE, Preset, known_checkpoints, published_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.planning.plan import plan
@@ -15,7 +14,6 @@ from tests.support.published import MODEL_CONFIGS
 
 CLUSTERS = {cluster.presets: cluster for cluster in map(load_cluster, cluster_names()) if cluster.presets}
 KNOWN = {name: each for name, each in known_checkpoints(MODEL_CONFIGS).items() if each.presets}
-ENGINE_OF_SEVERAL_NODES = ("deepseek-v3",)  # which this version does not start
 
 
 def run_of(preset: Preset, share: float, longest: int) -> RunConfig:
@@ -40,10 +38,5 @@ def test_presets_fit(name: str) -> None:
     _, model = model_of(published_config(checkpoint, MODEL_CONFIGS))
     for hardware, preset in checkpoint.presets.items():
         longest = min(4096, model.max_position_embeddings)
-        if name in ENGINE_OF_SEVERAL_NODES:
-            with pytest.raises(ConfigError, match=r"an engine of \d+ devices does not divide") as raised:
-                plan(run_of(preset, 0.6, longest), model, CLUSTERS[hardware])
-            assert len(raised.value.violations) == 1
-            continue
         plans = [plan(run_of(preset, share, longest), model, CLUSTERS[hardware]) for share in (0.6, 0.8, 0.85)]
         assert any(each.fits for each in plans), (hardware, [str(each) for each in plans[0].violations])

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+from typing import Any
+
 import pytest
 
 from mcore_rl.config.reward import CodeConfig, RewardConfig
@@ -237,6 +243,22 @@ def test_what_tests_do_with_programs(program: str, tests: str) -> None:
 def test_tests_that_reach_nothing_pass_nobody(tests: str, message: str) -> None:
     outcome = judged("def f(): return []", tests)
     assert (outcome.values, outcome.message) == ((False,), message)
+
+
+def test_a_program_that_has_not_begun_when_its_tests_end_is_no_failure_of_confinement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its process is stopped where it starts, as a busy machine may do."""
+
+    class Stopped(subprocess.Popen[bytes]):
+        def __init__(self, command: list[str], **others: Any) -> None:
+            super().__init__(command, **others)
+            if json.loads(command[-1])["role"] == "program":
+                os.kill(self.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr("mcore_rl.rewards.confinement.subprocess.Popen", Stopped)
+    outcome = judged("def f(): return []", "def g(): pass\nif g():\n    assert f()")
+    assert (outcome.values, outcome.message) == ((False,), "the tests reached no check")
 
 
 def test_the_judge_never_asks_the_program_what_is_equal() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 # What docs/gpu_facts.md names; what these declare, without their extras, comes with them.
 KEPT = (
     "torch", "numpy", "megatron-core", "hydra-core", "omegaconf", "antlr4-python3-runtime", "psutil", "PyYAML",
-    "transformers", "pytest", "pytest-timeout", "pytest-xdist",
+    "msgspec", "transformers", "pytest", "pytest-timeout", "pytest-xdist",
 )  # fmt: skip
 # Ours, and what Python itself brings.  Apex and Transformer Engine are hidden wherever they are installed from.
 NEVER_HIDDEN = {"mcore_rl", "benchmarks", "tests", "tools", "launch"}

@@ -172,7 +172,7 @@ def test_the_command_writes_reports_and_a_comparison(run_dir: Path, tmp_path: Pa
         [*command[:2], str(tmp_path / "none")], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert failed.returncode == 2
-    assert "run_dir=" in failed.stderr and "Traceback" not in failed.stderr
+    assert "- run_dir=" in failed.stderr and "Traceback" not in failed.stderr
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")

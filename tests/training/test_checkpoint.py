@@ -7,6 +7,8 @@ bit; padding of the vocabulary is zero.
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import shutil
 from collections.abc import Callable, Sequence
@@ -19,13 +21,15 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from mcore_rl.checkpoints.convert import HF, to_hf, to_megatron
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.launch import Rank
-from mcore_rl.training.checkpoint import _PlainWriter, load_megatron, save_megatron
+from mcore_rl.parallel.plain_objects import data_classes
+from mcore_rl.training.checkpoint import EXCHANGED, _PlainWriter, load_megatron, save_megatron
 from mcore_rl.training.engine import Engine
 from tests.support import checkpoints, engines, full_weights, hf_reference
 from tests.support.forked import run_ranks
@@ -89,9 +93,9 @@ class _Runs:
                 keys += [] if torch.equal(tensor, wanted) else [key]
             return keys
 
-    def save(self, name: str, layout: str) -> None:
+    def save(self, name: str, layout: str, out: Path | None = None) -> None:
         with engines.groups_of(layout) as groups:
-            out = self.root / f"saved-{name}-{layout}"
+            out = out or self.root / f"saved-{name}-{layout}"
             save_megatron(self.engine(name, layout, groups).models, out, self.root / name)
 
     def save_stacked(self, name: str, layout: str, prefix: str) -> None:
@@ -116,7 +120,8 @@ class _Runs:
                 "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight", moment, (0, self.rank.rank, 4)
             )
             state["random"] = ShardedObject("rng_state", b"state", (4,), (self.rank.rank,), replica_id=0)
-            dist_checkpointing.save(state | {"iteration": 7}, str(out), _PlainWriter("torch_dist", 1))
+            with data_classes(EXCHANGED):
+                dist_checkpointing.save(state | {"iteration": 7}, str(out), _PlainWriter("torch_dist", 1))
 
     def megatron_alone(self, name: str, layout: str) -> list[str]:
         """Megatron's loader by itself, strict: no key may be missing and none left over."""
@@ -127,7 +132,8 @@ class _Runs:
                 state = model.sharded_state_dict(metadata=_metadata())
                 # Transformer Engine's own state, which holds no weight: Megatron-LM's strictness log_all drops it too.
                 states[str(n)] = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
-            loaded = dist_checkpointing.load(states, str(self.root / f"{name}-megatron"), strict="raise_all")
+            with data_classes(EXCHANGED):
+                loaded = dist_checkpointing.load(states, str(self.root / f"{name}-megatron"), strict="raise_all")
             for n, model in enumerate(models):
                 missing = model.load_state_dict(loaded[str(n)], strict=False).missing_keys
                 assert all(key.endswith("_extra_state") for key in missing)
@@ -178,13 +184,20 @@ def _on_four(rank: Rank, root: Path) -> dict[object, object]:
             results["stacked", name] = runs.wrong(name, "pp=2,tp=2", load, any_padding=True)  # saved as it was
         results["other layers"] = _refusal(runs, "llama", "tp=2,pp=2", root / "shallow")
         results["other family"] = _refusal(runs, "qwen2", "tp=2,pp=2", root / "llama-megatron")
-        results["again"] = _refused_save(runs)
+        results["again"] = _refused_save(runs, "llama")
+        if rank.rank == 2:
+            FileSystemWriter.write_data = _no_space
+        results["disk is full"] = _refused_save(runs, "qwen3_moe", root / "full")
     return results
 
 
-def _refused_save(runs: _Runs) -> str:
+def _no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _refused_save(runs: _Runs, name: str, out: Path | None = None) -> str:
     try:
-        runs.save("llama", SAVES["llama"])
+        runs.save(name, SAVES[name], out)
     except CheckpointError as error:
         return str(error)
     return "saved"
@@ -244,6 +257,10 @@ def test_a_model_of_another_depth_or_family_is_refused_on_every_rank(on_four: li
 
 def test_nothing_is_overwritten(on_four: list[dict[object, object]]) -> None:
     assert all("exists and holds files" in str(of_rank["again"]) for of_rank in on_four)
+
+
+def test_a_full_disk_is_said_on_every_rank(on_four: list[dict[object, object]]) -> None:
+    assert all("cannot be written: rank 2: [Errno 28] No space left" in str(each["disk is full"]) for each in on_four)
 
 
 def _on_one(rank: Rank, root: Path) -> list[str]:

@@ -16,6 +16,7 @@ from mcore_rl.controller.lifecycle.messages import note, outcome
 from mcore_rl.controller.lifecycle.preemption import REQUEUE, Preempted, Preemption
 from mcore_rl.controller.training_run import C, R
 from mcore_rl.errors import refuse_if_any
+from mcore_rl.runtime.scratch import scratch
 from mcore_rl.tracking.report import write_report
 from mcore_rl.tracking.run_files import read_run
 from mcore_rl.tracking.run_owner import RunOwner
@@ -59,7 +60,7 @@ async def run_program(
                 exported = await run.export("final")
         return exported
 
-    with owner:
+    with owner, scratch():  # before anything is imported or started that makes temporary files, as wandb does
         try:
             exported = await run_with_restarts(config, attempt)
         except Preempted as left:

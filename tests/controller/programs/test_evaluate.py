@@ -215,7 +215,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_an_evaluation_that_was_killed_goes_on_and_writes_the_same_file(tmp_path: Path, processes: None) -> None:
-    """Killed while the sixth of nine responses is graded: the five before it are not graded again."""
+    """Killed while the seventh of nine responses is graded: the six before it are not graded again.
+
+    Every start tries the function once, with the first row's ground truth as the response: the first call is that.
+    """
     path = write(tmp_path / "r.parquet", [sums(n, 3 * n, 3 * n + 1, 3 * n + 2) for n in range(3)])
     (tmp_path / "grade.py").write_text(WATCHED)
     out, calls = tmp_path / "out.json", tmp_path / "calls.txt"
@@ -224,7 +227,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_writes_the_same_file(tmp_path
     config = composed(EvaluateConfig, "evaluate", [*words, f"out={out}"])
     assert asyncio.run(run_evaluate(config)) == 0
     whole = out.read_bytes()
-    assert len(calls.read_text().split()) == 9 and not journal_of(out).exists()
+    assert calls.read_text().split() == ["0", *"012345678"] and not journal_of(out).exists()
     out.unlink(), calls.unlink()
 
     (tmp_path / "stay").touch()
@@ -239,7 +242,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_writes_the_same_file(tmp_path
     assert not out.exists() and len(journal_of(out).read_text().splitlines()) == 1 + 6
     calls.unlink()
     assert asyncio.run(run_evaluate(config)) == 0
-    assert sorted(calls.read_text().split()) == ["6", "7", "8"]
+    assert calls.read_text().split() == ["0", "6", "7", "8"]
     assert out.read_bytes() == whole and not journal_of(out).exists()
 
 

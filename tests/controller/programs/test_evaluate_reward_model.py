@@ -84,7 +84,7 @@ def test_without_each_other_they_are_refused(tmp_path: Path) -> None:
         evaluate(path)
     path = prompt_files.write(tmp_path / "s.parquet", rows("rule")[-1:])
     with pytest.raises(ConfigError, match="no row asks for it"):
-        evaluate(path, "reward_model.enable=true", "reward_model.model.path=m", "reward_model.max_length=64")
+        evaluate(path, "reward_model.enable=true", f"reward_model.model.path={tmp_path}", "reward_model.max_length=64")
     wrong = ["reward_model.enable=true", f"reward_model.model.path={tmp_path}", "reward_model.max_length=64"]
     with pytest.raises(ConfigError, match=r"reward_model\.model\.path.*config\.json: cannot be read"):
         evaluate(reward_models.write_rows(path, rows("model")), *wrong)

@@ -28,6 +28,7 @@ from mcore_rl.tracking.run_owner import OWNER, RunOwner
 from tests.support.composed import composed
 from tests.support.prompt_files import user, write
 from tests.support.run_task import overrides, write_task
+from tests.support.vllm_device import ON_VLLM_DEVICE
 
 NO_RAY = "ray_init.address=127.0.0.1:9"  # nothing listens there
 
@@ -47,7 +48,7 @@ def start_train(task: Path, place: Path, *more: str) -> int:
 def start_sft(task: Path, place: Path, *more: str) -> int:
     words = [
         f"model.path={task}/model", f"data.train_files=[{task}/conversations.parquet]", "data.train_batch_size=8",
-        "data.max_length=64", "actor.parallel.ep=2", "trainer.n_gpus_per_node=2", "trainer.device=cpu",
+        "data.max_length=64", "actor.parallel.ep=2", "trainer.n_gpus_per_node=2", ON_VLLM_DEVICE["trainer"],
         "trainer.logger=[]", f"trainer.default_local_dir={place}",
     ]  # fmt: skip
     return asyncio.run(sft.run_sft(composed(SftConfig, "sft", [*words, *more])))
@@ -58,7 +59,7 @@ Start = Callable[..., int]
 
 
 @pytest.fixture(params=STARTS)
-def start(request: pytest.FixtureRequest) -> Start:
+def start(request: pytest.FixtureRequest, processes: None) -> Start:
     return STARTS[request.param]
 
 
@@ -159,7 +160,12 @@ def lose(directory: Path, how: str) -> None:
     ("how", "place"), [("moved", "elsewhere"), ("removed", "run-rescued"), ("the place is taken", "home/run-rescued")]
 )
 def test_a_run_whose_directory_vanishes_says_so_at_the_next_step_and_saves_elsewhere(
-    how: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    how: str,
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    processes: None,
 ) -> None:
     (tmp_path / "home").mkdir()
     monkeypatch.chdir(tmp_path / "home")

@@ -65,8 +65,7 @@ def test_a_rank_that_is_killed_ends_the_engine_with_its_cause(engine: EngineProc
     maps = [part.path for process in group_of(engine.pid) for part in process.memory_maps()]
     mapped = {Path(path) for path in maps if path.startswith(("/dev/shm/vllm_", "/dev/shm/psm_"))}
     assert len({file.name.partition("_")[0] for file in mapped}) == 2, "its kernels' memory and Python's"
-    sockets = list(engine._scratch.iterdir())
-    assert sockets and all(each.is_socket() for each in sockets)
+    assert any(each.is_socket() for each in engine._scratch.iterdir())
 
     worker = next(process for process in group_of(engine.pid) if shared_memory_of([process]))
 
