@@ -119,8 +119,9 @@ class ModelConfig:
     num_query_groups: key/value heads.  head_dim: width of one query or key head (``num_attention_heads * head_dim``
     need not equal ``hidden_size``).  ffn_hidden_size: inner width of the dense MLP; unused by layers with experts.
     tie_output: the output projection is the embedding matrix.  qkv_bias: biases on q, k and v (Qwen2).
-    qk_norm: RMSNorm over each query and key head (Qwen3).  mla: latent attention instead of grouped queries; head_dim
-    is then the sum of its two parts, and num_query_groups equals num_attention_heads.
+    qk_norm: RMSNorm over each query and key head (Qwen3); with joint_qk_norm, over all query heads of a token at once
+    and over all its key heads (OLMoE).  mla: latent attention instead of grouped queries; head_dim is then the sum of
+    its two parts, and num_query_groups equals num_attention_heads.
     sliding_window: a token in one of the ``sliding_layers`` (from 0) sees itself and the ``sliding_window - 1`` tokens
     before it.  softmax_scale: on query-key products; None is ``head_dim ** -0.5`` (for latent attention with yarn,
     ``families`` multiplies it by what the checkpoint's mscale gives).  attention_soft_cap, output_soft_cap:
@@ -144,6 +145,7 @@ class ModelConfig:
     tie_output: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     mla: MlaConfig | None = None
     sliding_window: int | None = None
     sliding_layers: list[int] = field(default_factory=list)
@@ -190,6 +192,9 @@ def model_violations(model: ModelConfig) -> list[Violation]:
         value = getattr(model, name)
         if value is not None and not value > 0:
             violations.append(Violation(f"model.{name}", value, "must be positive", "Write a positive number, or null"))
+    if model.joint_qk_norm and not model.qk_norm:
+        problem = "says over what model.qk_norm=false norms"
+        violations.append(Violation("model.joint_qk_norm", True, problem, "Write model.qk_norm=true"))
     if model.sandwich_norm and model.moe is not None:
         problem = "no norm can stand behind experts, whose outputs are summed later"
         violations.append(Violation("model.sandwich_norm", True, problem, "Write model.sandwich_norm=false"))

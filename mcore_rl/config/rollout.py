@@ -321,6 +321,9 @@ def _tensor_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violat
     if model.mla is None and groups % layout.tp and layout.tp % groups:
         problem = f"neither divides model.num_query_groups={groups} nor is a multiple of it"
         violations.append(Violation("rollout.tp", layout.tp, problem, "Write a rollout.tp that is one or the other"))
+    elif model.joint_qk_norm and layout.tp > groups:  # it gathers a shared head once for every rank (models/olmoe.py)
+        problem = f"exceeds model.num_query_groups={groups}, over all of which vLLM 0.32 norms the keys at once"
+        violations.append(Violation("rollout.tp", layout.tp, problem, f"Write a rollout.tp of {groups} or less"))
     return violations
 
 

@@ -106,6 +106,11 @@ QK_NORM = (
     Rule(ATTENTION + "q_layernorm.weight", (hf(HF_ATTENTION + "q_norm.weight", "head"),)),
     Rule(ATTENTION + "k_layernorm.weight", (hf(HF_ATTENTION + "k_norm.weight", "head"),)),
 )
+# A norm over all heads of a token: each tensor rank holds the weights of its own heads.
+JOINT_QK_NORM = (
+    Rule(ATTENTION + "q_layernorm.weight", (hf(HF_ATTENTION + "q_norm.weight", "query"),), split, axis=Axis.tensor),
+    Rule(ATTENTION + "k_layernorm.weight", (hf(HF_ATTENTION + "k_norm.weight", "key"),), split, axis=Axis.tensor),
+)
 
 
 def gated_mlp(local: str, theirs: str, width: str, layers: Layers) -> tuple[Rule, ...]:

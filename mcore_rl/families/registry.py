@@ -14,6 +14,7 @@ from mcore_rl.families import (
     llama,
     mistral,
     mixtral,
+    olmoe,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -31,6 +32,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "gemma2": gemma2.FAMILY,
+    "olmoe": olmoe.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
 }
 

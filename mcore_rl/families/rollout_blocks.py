@@ -61,6 +61,7 @@ GROUPED_ATTENTION = (
 )
 QKV_BIAS = (Rule(HF_ATTENTION + "qkv_proj.bias", grouped_qkv_tensors("bias"), replicated_qkv, axis=Axis.tensor),)
 QK_NORM = (norm("self_attn.q_norm", "head"), norm("self_attn.k_norm", "head"))
+JOINT_QK_NORM = (norm("self_attn.q_norm", "query"), norm("self_attn.k_norm", "key"))  # of all heads, on every rank
 
 
 def gated_mlp(prefix: str, width: str, layers: Layers, axis: Axis = Axis.tensor) -> tuple[Rule, ...]:

@@ -66,6 +66,8 @@ def family_for(model: ModelConfig) -> Family:
     if model.sandwich_norm:
         return FAMILIES["gemma2"]
     if moe is not None:
+        if model.joint_qk_norm:
+            return FAMILIES["olmoe"]
         return FAMILIES["qwen2_moe" if moe.shared_gate else "qwen3_moe" if model.qk_norm else "mixtral"]
     return FAMILIES["qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"]
 

@@ -26,6 +26,7 @@ from mcore_rl.config.engine import LayerSpec
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.training.attention import PackedAttention
+from mcore_rl.training.joint_norm import JointHeadNorm
 from mcore_rl.training.latent_attention import LatentAttention, ReplicatedLinear
 from mcore_rl.training.norm import RMSNorm
 from mcore_rl.training.router import Router
@@ -69,12 +70,13 @@ def _local_attention(model: ModelConfig, output_linear: type) -> ModuleSpec:
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     core = ModuleSpec(module=PackedAttention, params={"soft_cap": model.attention_soft_cap})
     if model.mla is None:
+        query_norm, key_norm = _head_norms(model)
         attention = SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=core,
             linear_proj=output_linear,
-            q_layernorm=RMSNorm if model.qk_norm else IdentityOp,
-            k_layernorm=RMSNorm if model.qk_norm else IdentityOp,
+            q_layernorm=query_norm,
+            k_layernorm=key_norm,
         )
         return ModuleSpec(module=SelfAttention, params=params, submodules=attention)
     latent_attention = MLASelfAttentionSubmodules(
@@ -89,6 +91,19 @@ def _local_attention(model: ModelConfig, output_linear: type) -> ModuleSpec:
         kv_layernorm=RMSNorm,
     )
     return ModuleSpec(module=LatentAttention, params=params | {"model": model}, submodules=latent_attention)
+
+
+def _head_norms(model: ModelConfig) -> tuple[Any, Any]:
+    """What queries and keys pass between their projection and the rotation."""
+    if not model.qk_norm:
+        return IdentityOp, IdentityOp
+    if not model.joint_qk_norm:
+        return RMSNorm, RMSNorm
+    query, key = (
+        ModuleSpec(module=JointHeadNorm, params={"num_heads": heads})
+        for heads in (model.num_attention_heads, model.num_query_groups)
+    )
+    return query, key
 
 
 def transformer_engine_lacks(model: ModelConfig, parallel: ParallelConfig) -> str | None:
@@ -109,7 +124,7 @@ def _transformer_engine_layer(model: ModelConfig, config: TransformerConfig, *, 
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=model.qk_norm or model.mla is not None,  # of latents: fused into the up projections
+        qk_layernorm=config.qk_layernorm or model.mla is not None,  # of latents: fused into the up projections
         multi_latent_attention=model.mla is not None,
     )
     if model.mla is not None:
@@ -117,6 +132,9 @@ def _transformer_engine_layer(model: ModelConfig, config: TransformerConfig, *, 
         attention.module, attention.params = LatentAttention, attention.params | {"model": model}
         widths = {"k_channels": model.head_dim, "v_channels": model.mla.v_head_dim}
         attention.submodules.core_attention = ModuleSpec(module=attention.submodules.core_attention, params=widths)
+    if model.joint_qk_norm:
+        attention = spec.submodules.self_attention.submodules
+        attention.q_layernorm, attention.k_layernorm = _head_norms(model)
     if has_experts:
         spec.submodules.mlp.submodules.router = Router
     return spec

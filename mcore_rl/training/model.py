@@ -68,7 +68,8 @@ def transformer_config(
         num_query_groups=model.num_query_groups,
         layernorm_epsilon=model.norm_epsilon,
         add_qkv_bias=model.qkv_bias,
-        qk_layernorm=model.qk_norm,
+        # Of whole heads; a joint norm is split over tensor ranks, and its gradients are not to be summed by name.
+        qk_layernorm=model.qk_norm and not model.joint_qk_norm,
         normalization="RMSNorm",
         activation_func=_ACTIVATIONS[model.activation],
         gated_linear_unit=True,

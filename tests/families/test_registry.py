@@ -45,6 +45,7 @@ PUBLISHED_PARAMETERS = {
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "Qwen/Qwen1.5-MoE-A2.7B-Chat": 14_315_784_192,
+    "allenai/OLMoE-1B-7B-0924-Instruct": 6_919_161_856,
     "deepseek-ai/DeepSeek-V3": 671_026_419_200,
 }
 

@@ -38,7 +38,7 @@ def test_every_family_is_traced(model_type: str, training: str, world_size: int,
 
 
 @pytest.mark.parametrize(("training", "world_size", "rollout"), EXPERT_LAYOUTS)
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe"])
 def test_every_family_with_experts_is_traced(model_type: str, training: str, world_size: int, rollout: str) -> None:
     counts, failures = trace(TINY[model_type], parse_layout(training), world_size, parse_rollout_layout(rollout))
     assert failures == []
@@ -53,7 +53,7 @@ def test_a_reduced_model_is_cut_like_the_whole_one(name: str) -> None:
     assert small.num_layers == 4
     assert (small.num_query_groups < 4) == (whole.num_query_groups < 4)
     assert (small.num_query_groups < small.num_attention_heads) == (whole.num_query_groups < whole.num_attention_heads)
-    for field in ("tie_output", "qkv_bias", "qk_norm", "sandwich_norm"):
+    for field in ("tie_output", "qkv_bias", "qk_norm", "joint_qk_norm", "sandwich_norm"):
         assert getattr(small, field) == getattr(whole, field)
     assert (small.mla is None, small.moe is None) == (whole.mla is None, whole.moe is None)
     if whole.moe and small.moe:

@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -54,6 +55,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES),
     "qwen2_moe": Qwen2MoeConfig(**SIZES, **MOE, shared_expert_intermediate_size=80),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE),
+    "olmoe": OlmoeConfig(**SIZES | dict(intermediate_size=EXPERT_FFN), num_experts=EXPERTS, num_experts_per_tok=2),
     "gemma2": Gemma2Config(**SIZES | dict(tie_word_embeddings=True)),
     "deepseek_v3": DeepseekV3Config(
         **SIZES | LATENT | dict(num_key_value_heads=HEADS, head_dim=8), n_routed_experts=EXPERTS, n_shared_experts=1,
@@ -61,7 +63,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         topk_method="noaux_tc", scoring_func="sigmoid",
     ),
 }  # fmt: skip
-MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe")
 
 
 @pytest.fixture(scope="module")

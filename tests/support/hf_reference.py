@@ -17,6 +17,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -56,7 +58,10 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
         cls, config = Qwen2MoeForCausalLM, _qwen2_moe(model, shared)
     elif model.moe is not None:
         experts = dict(num_experts_per_tok=model.moe.top_k)
-        if model.moe.norm_topk_prob and not model.qk_norm:
+        if model.joint_qk_norm:
+            assert not model.moe.norm_topk_prob and model.moe.ffn_hidden_size == model.ffn_hidden_size
+            cls, config = OlmoeForCausalLM, OlmoeConfig(**shared, num_experts=model.moe.num_experts, **experts)
+        elif model.moe.norm_topk_prob and not model.qk_norm:
             cls, config = MixtralForCausalLM, MixtralConfig(
                 **(shared | {"intermediate_size": model.moe.ffn_hidden_size}),
                 num_local_experts=model.moe.num_experts, **experts,

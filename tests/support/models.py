@@ -75,6 +75,13 @@ def qwen2_moe(dense_layers: tuple[int, ...] = (0, 2), *, norm_topk_prob: bool = 
     return dense(moe=experts, qkv_bias=True)
 
 
+def olmoe(**changes: object) -> ModelConfig:
+    """OLMoE-style: experts whose probabilities are not renormalised, one norm over all heads of a token."""
+    experts = MoeConfig(num_experts=8, top_k=3, ffn_hidden_size=32, norm_topk_prob=False)
+    settings = dict(moe=experts, ffn_hidden_size=32, head_dim=12, qk_norm=True, joint_qk_norm=True)
+    return dense(**(settings | changes))
+
+
 # In the terms of a DeepSeek checkpoint.
 DEEPSEEK_MSCALE = {"mscale": 0.7, "mscale_all_dim": 1.3}
 

@@ -27,6 +27,7 @@ MODELS: dict[str, ModelConfig] = {
     "qwen3": models.dense(qk_norm=True, **SIZES),
     "mixtral": models.moe(ffn_hidden_size=64, **SIZES),
     "gemma2": models.gemma2(embedding_scale=8.0, **SIZES),
+    "olmoe": models.olmoe(hidden_size=128, head_dim=32),
     "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True, **SIZES),
 }
 PROMPTS = [Prompt(id=str(n), tokens=tuple(range(3 + n, 9 + 2 * n))) for n in range(4)]
