@@ -16,13 +16,15 @@ class RopeType(Enum):
 
     default: ``rotary_base ** (-2i / d)``.  linear: all frequencies divided by ``factor`` (position interpolation).
     llama3: low frequencies divided by ``factor``, high ones kept, a ramp between (Llama 3.1).  yarn: a ramp over
-    dimensions and a factor on cosine and sine (arXiv:2309.00071).
+    dimensions and a factor on cosine and sine (arXiv:2309.00071).  longrope: each frequency divided by a number of its
+    own, and a factor on cosine and sine (arXiv:2402.13753).
     """
 
     default = "default"
     linear = "linear"
     llama3 = "llama3"
     yarn = "yarn"
+    longrope = "longrope"
 
 
 class Activation(Enum):
@@ -44,11 +46,13 @@ class RopeConfig:
     """Rotary position embedding.  In parentheses: the types that read a field.
 
     factor: of the context extension (linear, llama3, yarn).
-    original_max_position_embeddings: context length of the pre-training, tokens (llama3, yarn).
+    partial_rotary_factor: share of each head that is rotated, its first dimensions (all types).
+    original_max_position_embeddings: context length of the pre-training, tokens (llama3, yarn, longrope).
     low_freq_factor, high_freq_factor: bounds of the ramp (llama3).
     beta_fast, beta_slow: bounds of the ramp, in rotations (yarn).
     truncate: round those bounds to whole dimensions (yarn).
-    attention_factor: multiplies cosine and sine (yarn); already computed from a checkpoint's mscale and mscale_all_dim.
+    attention_factor: multiplies cosine and sine (yarn, longrope); already computed from a checkpoint's mscale and
+    mscale_all_dim.  short_factor: divisors of the frequencies, for contexts of the pre-training's length (longrope).
     """
 
     type: RopeType = RopeType.default
@@ -60,6 +64,8 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    partial_rotary_factor: float = 1.0
+    short_factor: list[float] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -157,6 +163,11 @@ class ModelConfig:
     embedding_scale: float = 1.0
     moe: MoeConfig | None = None
 
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the rotated part of a head, for grouped-query attention."""
+        return int(self.head_dim * self.rope.partial_rotary_factor)
+
     def has_experts(self, layer: int) -> bool:
         """Whether ``layer`` (from 0) has a mixture of experts instead of the dense MLP."""
         return self.moe is not None and layer not in self.moe.dense_layers
@@ -182,6 +193,10 @@ def model_violations(model: ModelConfig) -> list[Violation]:
         )
     if model.mla is None and model.head_dim % 2:
         violations.append(Violation("model.head_dim", model.head_dim, "RoPE rotates pairs", "Write an even number"))
+    elif model.mla is None and (model.rotary_dim % 2 or not 0 < model.rotary_dim <= model.head_dim):
+        share, problem = model.rope.partial_rotary_factor, f"rotates {model.rotary_dim} of {model.head_dim} dimensions"
+        remedy = "Write a share of an even number of dimensions, at most 1"
+        violations.append(Violation("model.rope.partial_rotary_factor", share, problem, remedy))
     if model.sliding_layers and not (model.sliding_window or 0) > 0:
         problem = f"model.sliding_layers={model.sliding_layers} have a window"
         violations.append(

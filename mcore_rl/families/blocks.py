@@ -91,15 +91,16 @@ def grouped_qkv_tensors(kind: str, *dims: str) -> tuple[HfTensor, ...]:
     )
 
 
+OUTPUT_PROJECTION = Rule(
+    ATTENTION + "linear_proj.weight",
+    (hf(HF_ATTENTION + "o_proj.weight", "hidden", "query"),),
+    split,
+    dim=1,
+    axis=Axis.tensor,
+)
 GROUPED_ATTENTION = (
     Rule(ATTENTION + "linear_qkv.weight", grouped_qkv_tensors("weight", "hidden"), grouped_qkv, axis=Axis.tensor),
-    Rule(
-        ATTENTION + "linear_proj.weight",
-        (hf(HF_ATTENTION + "o_proj.weight", "hidden", "query"),),
-        split,
-        dim=1,
-        axis=Axis.tensor,
-    ),
+    OUTPUT_PROJECTION,
 )
 QKV_BIAS = (Rule(ATTENTION + "linear_qkv.bias", grouped_qkv_tensors("bias"), grouped_qkv, axis=Axis.tensor),)
 QK_NORM = (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from mcore_rl.config.model import Activation, ModelConfig
+from mcore_rl.config.model import Activation, ModelConfig, RopeConfig
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rope import read_rope
 
@@ -31,8 +32,16 @@ class Defaults:
     tie_word_embeddings: bool = False
 
 
-def read_decoder(fields: Fields, defaults: Defaults) -> ModelConfig:
-    """A decoder of SiLU-gated MLPs without windows, biases or experts: the common base of the families."""
+def read_decoder(
+    fields: Fields,
+    defaults: Defaults,
+    *,
+    rope: Callable[[Fields, float, int], tuple[float, RopeConfig, float]] = read_rope,
+) -> ModelConfig:
+    """A decoder of SiLU-gated MLPs without windows, biases or experts: the common base of the families.
+
+    rope: ``read_rope``, or the family's own.
+    """
     model = read_sizes(fields, defaults)
     heads, hidden = model.num_attention_heads, model.hidden_size
     head_dim = fields.optional("head_dim", int, defaults.head_dim)
@@ -43,7 +52,7 @@ def read_decoder(fields: Fields, defaults: Defaults) -> ModelConfig:
         head_dim = hidden // heads
     model.head_dim = head_dim or 0
     fields.demand("hidden_act", "silu", because="gates the MLP by another function")
-    model.rotary_base, model.rope, _ = read_rope(fields, defaults.rope_theta, model.max_position_embeddings)
+    model.rotary_base, model.rope, _ = rope(fields, defaults.rope_theta, model.max_position_embeddings)
     return model
 
 

@@ -21,7 +21,7 @@ from mcore_rl.families.blocks import (
 from mcore_rl.families.decoder import Defaults, read_sizes
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
-from mcore_rl.families.rope import read_rope
+from mcore_rl.families.rope import LATENT_KINDS, read_rope
 from mcore_rl.families.rules import Axis, Layers, Rule, hf, split
 
 
@@ -92,7 +92,7 @@ def read(fields: Fields) -> ModelConfig:
     fields.demand("head_dim", rotated, None, because="contradicts qk_rope_head_dim")
     fields.demand("qk_head_dim", model.head_dim, because="contradicts qk_nope_head_dim and qk_rope_head_dim")
     longest = model.max_position_embeddings
-    model.rotary_base, model.rope, scale = read_rope(fields, DEFAULTS.rope_theta, longest, latent=True)
+    model.rotary_base, model.rope, scale = read_rope(fields, DEFAULTS.rope_theta, longest, kinds=LATENT_KINDS)
     if scale != 1:
         model.softmax_scale = model.head_dim**-0.5 * scale  # ``yarn_apply_mscale`` in modeling_deepseek_v3.py
     model.moe = _read_experts(fields, model.num_layers)

@@ -15,6 +15,7 @@ from mcore_rl.families import (
     mistral,
     mixtral,
     olmoe,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": qwen3_moe.FAMILY,
     "gemma2": gemma2.FAMILY,
     "olmoe": olmoe.FAMILY,
+    "phi3": phi3.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
 }
 
@@ -50,6 +52,7 @@ _WRITTEN = {
     "model.softmax_scale": "query_pre_attn_scalar",
     "model.attention_soft_cap": "attn_logit_softcapping",
     "model.output_soft_cap": "final_logit_softcapping",
+    "model.rope.partial_rotary_factor": "partial_rotary_factor",
     "model.mla.q_lora_rank": "q_lora_rank",
     "model.mla.kv_lora_rank": "kv_lora_rank",
     "model.mla.qk_nope_head_dim": "qk_nope_head_dim",

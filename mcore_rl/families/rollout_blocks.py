@@ -49,15 +49,16 @@ ENDS = (
     ),
 )
 NORMS = (norm("input_layernorm"), norm("post_attention_layernorm"))
+OUTPUT_PROJECTION = Rule(
+    HF_ATTENTION + "o_proj.weight",
+    (hf(HF_ATTENTION + "o_proj.weight", "hidden", "query"),),
+    split,
+    dim=1,
+    axis=Axis.tensor,
+)
 GROUPED_ATTENTION = (
     Rule(HF_ATTENTION + "qkv_proj.weight", grouped_qkv_tensors("weight", "hidden"), replicated_qkv, axis=Axis.tensor),
-    Rule(
-        HF_ATTENTION + "o_proj.weight",
-        (hf(HF_ATTENTION + "o_proj.weight", "hidden", "query"),),
-        split,
-        dim=1,
-        axis=Axis.tensor,
-    ),
+    OUTPUT_PROJECTION,
 )
 QKV_BIAS = (Rule(HF_ATTENTION + "qkv_proj.bias", grouped_qkv_tensors("bias"), replicated_qkv, axis=Axis.tensor),)
 QK_NORM = (norm("self_attn.q_norm", "head"), norm("self_attn.k_norm", "head"))

@@ -2,14 +2,15 @@
 
 Until version 4 transformers wrote ``rope_theta`` and ``rope_scaling``; since 5 it writes ``rope_parameters`` with both
 inside.  Numbers are those of modeling_rope_utils.py in transformers 5.19.  Frequencies that change with the length of
-the input cannot be trained: longrope is refused, and dynamic NTK equals the default up to ``max_position_embeddings``
-(``_compute_dynamic_ntk_parameters``: the base is multiplied by a power of 1), which is our longest sequence.
+the input cannot be trained: longrope is read for the lengths of the pre-training alone (phi3), and dynamic NTK equals
+the default up to ``max_position_embeddings`` (``_compute_dynamic_ntk_parameters``: the base is multiplied by a power of
+1), which is our longest sequence.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mcore_rl.config.model import RopeConfig, RopeType
 from mcore_rl.families.fields import Fields, same
@@ -21,13 +22,20 @@ Reader = Callable[[Fields, int], tuple[RopeConfig, float]]
 
 
 def read_rope(
-    fields: Fields, default_theta: float, max_position_embeddings: int, *, latent: bool = False
+    fields: Fields,
+    default_theta: float,
+    max_position_embeddings: int,
+    *,
+    kinds: Mapping[str, Reader] | None = None,
+    partial: bool = False,
 ) -> tuple[float, RopeConfig, float]:
     """(base, rope configuration, factor of ``mscale_all_dim`` on the softmax scale of latent attention).
 
-    default_theta: of the configuration class.  latent: the model rotates a part of each head, as DeepSeek's.
+    default_theta: of the configuration class.  kinds: the readers of the rope types that the family has; None: those of
+    most families.  partial: the family reads ``partial_rotary_factor``.
     """
-    readers = _LATENT_READERS if latent else _READERS
+    readers = _KINDS if kinds is None else kinds
+    share = fields.take("partial_rotary_factor", float, 1.0) if partial else 1.0
     name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     inner = fields.inside(name)
     other = fields.inside("rope_parameters" if name == "rope_scaling" else "rope_scaling")
@@ -35,11 +43,14 @@ def read_rope(
         fields.refuse("rope_parameters", "stands beside another rope_scaling", "Keep one of the two")
     theta = fields.take("rope_theta", float, default_theta)
     if inner is None:
-        return theta, RopeConfig(), 1.0
+        return theta, RopeConfig(partial_rotary_factor=share), 1.0
     base = inner.take("rope_theta", float, theta)
     if "rope_theta" in fields.values and base != theta:
         fields.refuse("rope_theta", f"stands beside {name}.rope_theta={base}", "Keep one of the two")
-    inner.demand("partial_rotary_factor", 1, None, because="rotates a part of each head only")
+    if partial:
+        share = inner.take("partial_rotary_factor", float, share)
+    else:
+        inner.demand("partial_rotary_factor", 1, None, because="rotates a part of each head only")
     kind = inner.take("type", str, "default")
     if "rope_type" in inner.values:
         spelt, kind = kind, inner.take("rope_type", str, "default")
@@ -52,6 +63,7 @@ def read_rope(
         spelling = "rope_type" if "rope_type" in inner.values else "type"
         inner.refuse(spelling, "is not supported", f"Choose a checkpoint with one of {', '.join(readers)}")
         inner.ignore(*inner.values)  # one violation is enough
+    rope.partial_rotary_factor = share
     fields.close(inner)
     return base, rope, scale
 
@@ -70,7 +82,8 @@ def _trained(inner: Fields, longest: int) -> int:
     return max(trained, 1)
 
 
-def _default(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+def read_default(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+    """Frequencies as they are."""
     return RopeConfig(), 1.0
 
 
@@ -141,12 +154,12 @@ def _latent_yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
     return _yarn(inner, longest)
 
 
-_READERS: dict[str, Reader] = {
-    "default": _default,
+_KINDS: dict[str, Reader] = {
+    "default": read_default,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
 }
-# vLLM 0.32 takes every other type for yarn here.
-_LATENT_READERS: dict[str, Reader] = {"default": _default, "yarn": _latent_yarn}
+# Of latent attention, where vLLM 0.32 takes every other type for yarn.
+LATENT_KINDS: dict[str, Reader] = {"default": read_default, "yarn": _latent_yarn}

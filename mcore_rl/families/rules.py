@@ -36,7 +36,9 @@ SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "head": lambda model: model.head_dim,
     "query": lambda model: model.num_attention_heads * model.head_dim,
     "key": lambda model: model.num_query_groups * model.head_dim,
+    "query_key_value": lambda model: (model.num_attention_heads + 2 * model.num_query_groups) * model.head_dim,
     "ffn": lambda model: model.ffn_hidden_size,
+    "gate_and_up": lambda model: 2 * model.ffn_hidden_size,
     "experts": lambda model: _moe(model).num_experts,
     "expert_ffn": lambda model: _moe(model).ffn_hidden_size,
     "shared_ffn": lambda model: _moe(model).shared_ffn_hidden_size,
@@ -173,6 +175,23 @@ def replicated_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int
         part = sizes[source] * sharing // num_shards
         ranges.append(Range(source, index // sharing * part, (index // sharing + 1) * part))
     return ShardRanges.of(ranges)
+
+
+def sections(layout: ShardLayout, *parts: str) -> ShardLayout:
+    """``layout`` of one tensor that is several, one after another: a projection that is fused in the checkpoint.
+
+    parts: their sizes, keys of ``SIZES``.
+    """
+
+    def of_parts(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
+        inner = [SIZES[part](model) for part in parts]
+        starts = [sum(inner[:source]) for source in range(len(inner))]
+        assert list(sizes) == [sum(inner)], f"{sizes} are not {inner} one after another"
+        shard = layout(model, inner, num_shards, index)
+        moved = [Range(0, starts[each.source] + each.begin, starts[each.source] + each.end) for each in shard.ranges]
+        return ShardRanges.of(moved, shard.size)
+
+    return of_parts
 
 
 def padded_vocab(multiple: int) -> ShardLayout:

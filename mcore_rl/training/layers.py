@@ -29,6 +29,7 @@ from mcore_rl.training.attention import PackedAttention
 from mcore_rl.training.joint_norm import JointHeadNorm
 from mcore_rl.training.latent_attention import LatentAttention, ReplicatedLinear
 from mcore_rl.training.norm import RMSNorm
+from mcore_rl.training.rope import ScaledKeyPart
 from mcore_rl.training.router import Router
 from mcore_rl.training.sandwich import NormedRowParallelLinear
 
@@ -95,6 +96,10 @@ def _local_attention(model: ModelConfig, output_linear: type) -> ModuleSpec:
 
 def _head_norms(model: ModelConfig) -> tuple[Any, Any]:
     """What queries and keys pass between their projection and the rotation."""
+    factor, rotated = model.rope.attention_factor, model.rotary_dim
+    if factor != 1.0 and rotated < model.head_dim:
+        assert not model.qk_norm, "the scale of the rotation stands where the norm of the keys would"
+        return IdentityOp, ModuleSpec(module=ScaledKeyPart, params={"scale": factor**2, "rotary_dim": rotated})
     if not model.qk_norm:
         return IdentityOp, IdentityOp
     if not model.joint_qk_norm:
@@ -132,7 +137,7 @@ def _transformer_engine_layer(model: ModelConfig, config: TransformerConfig, *, 
         attention.module, attention.params = LatentAttention, attention.params | {"model": model}
         widths = {"k_channels": model.head_dim, "v_channels": model.mla.v_head_dim}
         attention.submodules.core_attention = ModuleSpec(module=attention.submodules.core_attention, params=widths)
-    if model.joint_qk_norm:
+    if model.mla is None and not config.qk_layernorm:
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = _head_norms(model)
     if has_experts:

@@ -2,11 +2,13 @@
 
 Megatron computes its own (models/common/embeddings/rotary_pos_embedding.py), with Llama 3.1's constants written in and
 in another order of operations; ``set_frequencies`` replaces them.  Positions, packing and context parallelism stay
-Megatron's.  Frequencies that change with the length of the input (dynamic NTK, longrope) are deliberately not here.
+Megatron's.  Frequencies that change with the length of the input (dynamic NTK, longrope beyond the pre-training's
+length) are deliberately not here.
 
-The attention factor of yarn multiplies cosine and sine, so scores of wholly rotated queries and keys carry its square.
-We put that square into the softmax scale (``score_scale``), because Transformer Engine's fused rotation of packed
-sequences silently drops the factor (rope_utils.py, ``apply_rotary_pos_emb``).
+The attention factor of yarn and longrope multiplies cosine and sine, so that the rotated part of a query-key product
+carries its square.  Where heads are rotated wholly, we put that square into the softmax scale (``score_scale``), and
+where they are rotated in part, that part of the key is multiplied by it (``ScaledKeyPart``): Transformer Engine's fused
+rotation of packed sequences silently drops the factor (rope_utils.py, ``apply_rotary_pos_emb``).
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ def inverse_frequencies(rope: RopeConfig, base: float, dim: int) -> Tensor:
             return _llama3(rope, frequencies)
         if rope.type is RopeType.yarn:
             return _yarn(rope, powers, base, dim)
+        if rope.type is RopeType.longrope:
+            return 1.0 / (torch.tensor(rope.short_factor, dtype=torch.float32) * powers)
         assert rope.type is RopeType.default, f"rope type {rope.type} has no frequencies"
         return frequencies
 
@@ -79,10 +83,25 @@ def set_frequencies(embedding: RotaryEmbedding, frequencies: Tensor) -> None:
 
 
 def score_scale(model: ModelConfig) -> float:
-    """The factor on query-key products: ``model.softmax_scale`` times the square of the rope's attention factor.
+    """The factor on query-key products of grouped-query attention.
 
-    For grouped-query attention, which rotates whole heads.
+    It is ``model.softmax_scale``, times the square of the rope's attention factor where all of a head is rotated.
     """
     assert model.mla is None, "latent attention rotates a part of each head"
     scale = model.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
-    return scale * model.rope.attention_factor**2
+    return scale if model.rotary_dim < model.head_dim else scale * model.rope.attention_factor**2
+
+
+class ScaledKeyPart(torch.nn.Module):
+    """Multiplies the first ``rotary_dim`` elements of each key head by ``scale``; stands where a key norm would.
+
+    It is built as Megatron builds one; config, hidden_size and eps are accepted and not used.
+    """
+
+    def __init__(self, config: object, hidden_size: int, eps: float, scale: float, rotary_dim: int) -> None:
+        super().__init__()
+        self.scale, self.rotary_dim = scale, rotary_dim
+
+    def forward(self, key: Tensor) -> Tensor:
+        """key: [..., head_dim]; the result has its shape and dtype."""
+        return torch.cat([key[..., : self.rotary_dim] * self.scale, key[..., self.rotary_dim :]], dim=-1)

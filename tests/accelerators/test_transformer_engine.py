@@ -26,7 +26,19 @@ from tests.support import models
 from tests.support.transformer_engine_stub import VERSION
 
 FOLDER = Path(sys.prefix) / "transformer_engine"
-FAMILIES = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2-moe", "qwen3-moe", "gemma2", "deepseek-v3", "olmoe"}
+FAMILIES = {
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen2-moe",
+    "qwen3-moe",
+    "gemma2",
+    "deepseek-v3",
+    "olmoe",
+    "phi3",
+}
 WITH_EXPERTS = {"mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "olmoe"}
 Outcomes = dict[str, dict[str, dict[str, Any]]]
 

@@ -23,6 +23,7 @@ IGNORED_BY_FAMILY = {
     "qwen3_moe": {"sliding_window", "max_window_layers"},
     "gemma2": set(),
     "olmoe": set(),
+    "phi3": {"original_max_position_embeddings"},  # nothing reads it without longrope
     "deepseek_v3": {"num_nextn_predict_layers"},
 }
 
@@ -108,6 +109,16 @@ def test_what_is_not_implemented_is_refused_by_name(name: str, field: str, value
         ("qwen2_moe", "qkv_bias", False),
         ("qwen2_moe", "shared_expert_intermediate_size", 0),
         ("qwen3_moe", "use_sliding_window", True),
+        ("olmoe", "clip_qkv", 8.0),
+        ("olmoe", "norm_topk_prob", True),
+        ("olmoe", "rms_norm_eps", 1e-6),
+        ("olmoe", "head_dim", 16),
+        ("olmoe", "tie_word_embeddings", True),
+        ("phi3", "resid_pdrop", 0.1),
+        ("phi3", "embd_pdrop", 0.1),
+        ("phi3", "head_dim", 16),
+        ("phi3", "full_attn_mod", 2),
+        ("phi3", "lm_head_bias", True),
         ("gemma2", "hidden_activation", "gelu"),
         ("gemma2", "tie_word_embeddings", False),
         ("gemma2", "use_bidirectional_attention", True),

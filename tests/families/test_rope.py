@@ -38,7 +38,7 @@ SCALINGS: list[dict[str, Any] | None] = [
 def assert_transformers_numbers(facts: dict[str, Any]) -> ModelConfig:
     _, model = model_of(facts)
     reference = AutoModelForCausalLM.from_config(class_config({**facts, "num_hidden_layers": 2, "vocab_size": 8})).model
-    dim = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
+    dim = model.rotary_dim if model.mla is None else model.mla.qk_rope_head_dim
     frequencies = inverse_frequencies(model.rope, model.rotary_base, dim)
     assert torch.equal(frequencies, reference.rotary_emb.inv_freq)
     assert model.rope.attention_factor == reference.rotary_emb.attention_scaling
@@ -147,3 +147,31 @@ def test_the_long_checkpoints() -> None:
     assert deepseek.rope.attention_factor == 1.0
     _, llama = model_of(FACTS["meta-llama/Llama-3.1-8B-Instruct"])
     assert (llama.rope.type, llama.rope.original_max_position_embeddings) == (RopeType.llama3, 8192)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("factor", 8.0),
+        ("attention_factor", 1.5),
+        ("short_mscale", 1.1),
+        ("short_factor", [1.0] * 11),
+        ("short_factor", [1.0] * 11 + [0.0]),
+        ("long_factor", None),
+        ("original_max_position_embeddings", 64),
+        ("type", "yarn"),
+    ],
+)
+def test_longrope_is_refused_where_transformers_and_vllm_part(field: str, value: object) -> None:
+    scaling = {**TINY["phi3"]["rope_scaling"], field: value}
+    wanted = "rope_scaling" if value == [1.0] * 11 else f"rope_scaling.{field}"
+    assert wanted in refused({**TINY["phi3"], "rope_scaling": scaling})
+
+
+def test_longrope_ends_where_its_first_frequencies_do() -> None:
+    _, model = model_of({**TINY["phi3"], "rope_scaling": {**TINY["phi3"]["rope_scaling"], "type": "su"}})
+    assert model == model_of(TINY["phi3"])[1]
+    assert (model.max_position_embeddings, model.rotary_dim, model.head_dim) == (256, 24, 32)
+    plain = {key: value for key, value in TINY["phi3"].items() if key != "rope_scaling"}
+    assert model_of(plain)[1].max_position_embeddings == 1024
+    assert "partial_rotary_factor" in refused({**plain, "partial_rotary_factor": 0.6})  # 19 of 32 dimensions

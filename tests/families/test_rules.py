@@ -19,6 +19,7 @@ from mcore_rl.families.rules import (
     hf,
     padded_vocab,
     replicated_qkv,
+    sections,
     split,
     whole,
 )
@@ -72,6 +73,17 @@ def test_replicated_qkv_gives_each_query_head_its_own_key_head(num_shards: int) 
         groups = sorted({head // (HEADS // GROUPS) for head in heads})
         expected = np.concatenate([query[list(heads)], key[groups], value[groups]]).reshape(-1)
         np.testing.assert_array_equal(laid_out(replicated_qkv, QKV, num_shards, index), expected)
+
+
+@pytest.mark.parametrize("layout", [grouped_qkv, replicated_qkv])
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_a_fused_tensor_is_cut_like_its_parts(layout: ShardLayout, num_shards: int) -> None:
+    fused = sections(layout, "query", "key", "key")
+    for index in range(num_shards):
+        expected = laid_out(layout, QKV, num_shards, index)
+        np.testing.assert_array_equal(laid_out(fused, [np.concatenate(QKV)], num_shards, index), expected)
+    with pytest.raises(AssertionError, match="one after another"):
+        fused(MODEL, [31], num_shards, 0)
 
 
 def test_split_takes_the_same_part_of_gate_and_up() -> None:
@@ -135,7 +147,7 @@ def test_empty_ranges_are_left_out_and_size_stays() -> None:
 def test_sizes_by_hand() -> None:
     by_hand = {
         "one": 1, "vocab": 10, "hidden": 6, "head": 2, "query": 16, "key": 8, "ffn": 8, "experts": 4, "expert_ffn": 4,
-        "shared_ffn": 12, "query_latent": 3, "latent": 5, "latent_and_rope": 7, "key_and_value": 8 * 7, "value": 24,
+        "query_key_value": 32, "gate_and_up": 16, "shared_ffn": 12, "query_latent": 3, "latent": 5, "latent_and_rope": 7, "key_and_value": 8 * 7, "value": 24,
     }  # fmt: skip
     assert {name: size(MODEL) for name, size in SIZES.items()} == by_hand
 

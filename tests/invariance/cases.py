@@ -86,6 +86,7 @@ MODELS: dict[str, ModelConfig] = {
     "windowed": models.windowed(),
     "gemma2": models.gemma2(),
     "olmoe": models.olmoe(),
+    "phi3": models.phi3(),
     # Sixty-four tokens of pre-training: the ramps of llama3 and yarn then lie within the 8 frequencies of a head.
     "rope_linear": models.with_rope(RopeConfig(type=RopeType.linear, factor=3.0)),
     "rope_llama3": models.with_rope(RopeConfig(type=RopeType.llama3, factor=8.0, original_max_position_embeddings=64)),
@@ -260,6 +261,8 @@ def all_cases() -> list[Case]:
     for layout in ("tp=2", "cp=2"):
         cases.append(Case(problem=Problem(model="qk_norm"), layout=layout, world_size=2))
         cases.append(Case(problem=Problem(model="qwen_moe"), layout=layout, world_size=2))
+    for layout in ("tp=2", "cp=2", "pp=2"):
+        cases.append(Case(problem=Problem(model="phi3"), layout=layout, world_size=2))
     for layout in ("tp=2,etp=1", "ep=2", "cp=2"):
         cases.append(Case(problem=Problem(model="olmoe"), layout=layout, world_size=2))
     cases.append(Case(problem=DENSE, layout="pp=2", world_size=2, pipeline_layers=(3, 1)))

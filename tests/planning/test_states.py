@@ -172,7 +172,7 @@ def test_every_checkpoint_is_given_tables_of_its_own_sizes() -> None:
         chosen = family_for(model)
         for table in ("weights", "rollout"):
             ours, theirs = (
-                sorted(rule.hf_shapes(model) for rule in getattr(each, table) if rule.only(model))
+                sorted(rule.local_shape(model, 1) for rule in getattr(each, table) if rule.only(model))
                 for each in (chosen, FAMILIES[family.name])
             )
             assert ours == theirs, (hf_id, table)

@@ -20,6 +20,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     OlmoeConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -56,6 +57,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2_moe": Qwen2MoeConfig(**SIZES, **MOE, shared_expert_intermediate_size=80),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE),
     "olmoe": OlmoeConfig(**SIZES | dict(intermediate_size=EXPERT_FFN), num_experts=EXPERTS, num_experts_per_tok=2),
+    "phi3": Phi3Config(**SIZES | dict(tie_word_embeddings=True), pad_token_id=0),
     "gemma2": Gemma2Config(**SIZES | dict(tie_word_embeddings=True)),
     "deepseek_v3": DeepseekV3Config(
         **SIZES | LATENT | dict(num_key_value_heads=HEADS, head_dim=8), n_routed_experts=EXPERTS, n_shared_experts=1,

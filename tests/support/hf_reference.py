@@ -19,6 +19,8 @@ from transformers import (
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -71,6 +73,8 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
                 **shared, moe_intermediate_size=model.moe.ffn_hidden_size, num_experts=model.moe.num_experts,
                 norm_topk_prob=model.moe.norm_topk_prob, **experts,
             )  # fmt: skip
+    elif model.rope.type is RopeType.longrope:
+        cls, config = Phi3ForCausalLM, _phi3(model, shared)
     elif model.sandwich_norm:
         cls, config = Gemma2ForCausalLM, _gemma2(model, shared)
     elif model.sliding_window is not None:
@@ -100,8 +104,11 @@ def rope_parameters(model: ModelConfig) -> dict[str, object]:
     """The field of that name in a config of transformers."""
     rope = model.rope
     values: dict[str, object] = {"rope_type": rope.type.value, "rope_theta": model.rotary_base}
-    if rope.type is not RopeType.default:
+    if rope.type not in (RopeType.default, RopeType.longrope):
         values["factor"] = rope.factor
+    if rope.type is RopeType.longrope:
+        values |= {"partial_rotary_factor": rope.partial_rotary_factor, "short_factor": rope.short_factor}
+        values["long_factor"] = [2.0 * factor for factor in rope.short_factor]
     if rope.type in (RopeType.llama3, RopeType.yarn):
         values["original_max_position_embeddings"] = rope.original_max_position_embeddings
     if rope.type is RopeType.llama3:
@@ -123,6 +130,20 @@ def _gemma2(model: ModelConfig, shared: dict[str, object]) -> Gemma2Config:
         layer_types=sliding,
         final_logit_softcapping=model.output_soft_cap,
         attn_logit_softcapping=model.attention_soft_cap,
+        pad_token_id=None,  # else that token's embedding would get no gradient
+    )
+
+
+def _phi3(model: ModelConfig, shared: dict[str, object]) -> Phi3Config:
+    assert model.sliding_layers == list(range(model.num_layers)), "the window is in every layer"
+    assert model.max_position_embeddings == model.rope.original_max_position_embeddings
+    factor = model.max_position_embeddings ** (
+        model.rope.attention_factor**2 - 1
+    )  # arXiv:2402.13753, its root's inverse
+    return Phi3Config(
+        **shared | {"max_position_embeddings": round(factor * model.max_position_embeddings)},
+        original_max_position_embeddings=model.max_position_embeddings,
+        sliding_window=model.sliding_window,
         pad_token_id=None,  # else that token's embedding would get no gradient
     )
 
@@ -197,7 +218,11 @@ def full_weights(reference: PreTrainedModel, model: ModelConfig, *, gradients: b
         mlp = theirs + "mlp."
         if not model.has_experts(layer):
             full[ours + "mlp.linear_fc1.layer_norm_weight"] = norm
-            full |= _gated_mlp(value, ours + "mlp.", mlp)
+            if model.rope.type is RopeType.longrope:
+                full[ours + "mlp.linear_fc1.weight"] = value(mlp + "gate_up_proj.weight")
+                full[ours + "mlp.linear_fc2.weight"] = value(mlp + "down_proj.weight")
+            else:
+                full |= _gated_mlp(value, ours + "mlp.", mlp)
         else:
             full[ours + "pre_mlp_layernorm.weight"] = norm
             full |= _experts(value, model, ours + "mlp.", mlp)
@@ -209,7 +234,13 @@ def _attention(value: Callable[[str], Tensor], model: ModelConfig, ours: str, th
     full[ours + "self_attention.linear_qkv.layer_norm_weight"] = value(theirs + "input_layernorm.weight")
     full[ours + "self_attention.linear_proj.weight"] = value(attention + "o_proj.weight")
     for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
-        parts = [value(f"{attention}{part}_proj.{kind}") for part in "qkv"]
+        if model.rope.type is RopeType.longrope:  # Phi-3 fuses its projections
+            key = model.num_query_groups * model.head_dim
+            parts = list(
+                value(attention + "qkv_proj.weight").split([model.num_attention_heads * model.head_dim, key, key])
+            )
+        else:
+            parts = [value(f"{attention}{part}_proj.{kind}") for part in "qkv"]
         # Megatron keeps each key/value head behind the query heads that share it.
         grouped = [part.view(model.num_query_groups, -1, *part.shape[1:]) for part in parts]
         full[f"{ours}self_attention.linear_qkv.{kind}"] = torch.cat(grouped, dim=1).flatten(0, 1)

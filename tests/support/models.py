@@ -82,6 +82,26 @@ def olmoe(**changes: object) -> ModelConfig:
     return dense(**(settings | changes))
 
 
+def phi3_rope(head_dim: int) -> RopeConfig:
+    """Phi-4-mini's rope: a divisor for each frequency of the rotated part."""
+    return RopeConfig(
+        type=RopeType.longrope,
+        original_max_position_embeddings=128,
+        partial_rotary_factor=0.75,
+        attention_factor=math.sqrt(1 + math.log(4) / math.log(128)),
+        short_factor=[1.0 + n * n % 5 / 2 for n in range(head_dim * 3 // 8)],
+    )
+
+
+def phi3(**changes: object) -> ModelConfig:
+    """Phi-4-mini-style: three quarters of a head are rotated, by frequencies with a divisor each; a window everywhere.
+
+    The context is four times the pre-training's, of which the model keeps the latter.
+    """
+    settings = dict(rope=phi3_rope(16), hidden_size=64, tie_output=True, sliding_window=6, sliding_layers=[0, 1, 2, 3])
+    return dense(**(settings | changes))
+
+
 # In the terms of a DeepSeek checkpoint.
 DEEPSEEK_MSCALE = {"mscale": 0.7, "mscale_all_dim": 1.3}
 
