@@ -55,7 +55,7 @@ def owned_parts(table: Table, prefer: int | None = None) -> dict[str, list[Owned
             by_name[piece.hf].append(piece)
             given[owner] += prod(piece.shape)
         for name, pieces in by_name.items():
-            parts[name].append(_part(name, owner, local, pieces))
+            parts[name] += [OwnedPart(name, owner, local, *run) for run in _runs(pieces, local.rule.dim)]
     for held in parts.values():
         held.sort(key=lambda part: part.region.start)
     problems = [problem for name, held in parts.items() if (problem := _cover_problem(table, name, held))]
@@ -81,14 +81,23 @@ def _holders(table: Table) -> list[tuple[LocalTensor, list[int]]]:
     return list(holders.values())
 
 
-def _part(name: str, owner: int, local: LocalTensor, pieces: list[Piece]) -> OwnedPart:
-    dim = local.rule.dim
-    ordered = tuple(sorted(pieces, key=lambda piece: piece.hf_start))
-    shape = list(ordered[0].shape)
-    shape[dim] = sum(piece.shape[dim] for piece in ordered)
-    end = ordered[-1].hf_start[dim] + ordered[-1].shape[dim]
-    assert end - ordered[0].hf_start[dim] == shape[dim], f"{local.name} holds ranges of {name} that do not meet"
-    return OwnedPart(name, owner, local, TensorSlice(ordered[0].hf_start, tuple(shape)), ordered)
+def _runs(pieces: list[Piece], dim: int) -> list[tuple[TensorSlice, tuple[Piece, ...]]]:
+    """(region, its pieces in order) for each run of ``pieces`` of one tensor that follow one another along ``dim``.
+
+    A rank holds one run of a tensor, or several where projections are fused in the checkpoint.
+    """
+    runs: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: piece.hf_start):
+        last = runs[-1][-1] if runs else None
+        if last is None or last.hf_start[dim] + last.shape[dim] != piece.hf_start[dim]:
+            runs.append([])
+        runs[-1].append(piece)
+    found = []
+    for run in runs:
+        shape = list(run[0].shape)
+        shape[dim] = sum(piece.shape[dim] for piece in run)
+        found.append((TensorSlice(run[0].hf_start, tuple(shape)), tuple(run)))
+    return found
 
 
 def _cover_problem(table: Table, name: str, parts: list[OwnedPart]) -> str | None:

@@ -128,6 +128,8 @@ class ModelConfig:
     qk_norm: RMSNorm over each query and key head (Qwen3); with joint_qk_norm, over all query heads of a token at once
     and over all its key heads (OLMoE).  mla: latent attention instead of grouped queries; head_dim is then the sum of
     its two parts, and num_query_groups equals num_attention_heads.
+    local_rotary_base: the rotary base of the sliding layers, whose frequencies ``rope`` does not change (Gemma 3);
+    None: all layers rotate alike.
     sliding_window: a token in one of the ``sliding_layers`` (from 0) sees itself and the ``sliding_window - 1`` tokens
     before it.  softmax_scale: on query-key products; None is ``head_dim ** -0.5`` (for latent attention with yarn,
     ``families`` multiplies it by what the checkpoint's mscale gives).  attention_soft_cap, output_soft_cap:
@@ -153,6 +155,7 @@ class ModelConfig:
     qk_norm: bool = False
     joint_qk_norm: bool = False
     mla: MlaConfig | None = None
+    local_rotary_base: float | None = None
     sliding_window: int | None = None
     sliding_layers: list[int] = field(default_factory=list)
     softmax_scale: float | None = None
@@ -202,6 +205,10 @@ def model_violations(model: ModelConfig) -> list[Violation]:
         violations.append(
             Violation("model.sliding_window", model.sliding_window, problem, "Write its tokens, 1 or more")
         )
+    if model.local_rotary_base is not None and not (model.sliding_layers and model.rope.attention_factor == 1.0):
+        problem = "is of sliding layers, which the model lacks, or is not alone: all layers share the scale of scores"
+        remedy = "Write null, or model.rope without an attention factor"
+        violations.append(Violation("model.local_rotary_base", model.local_rotary_base, problem, remedy))
     violations += _layer_violations("model.sliding_layers", model.sliding_layers, model.num_layers)
     for name in ("softmax_scale", "attention_soft_cap", "output_soft_cap"):
         value = getattr(model, name)

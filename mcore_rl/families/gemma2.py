@@ -61,15 +61,20 @@ def read(fields: Fields) -> ModelConfig:
     window = fields.take("sliding_window", int, 4096)
     set_window(model, window, layers)
     model.activation = Activation.gelu_tanh
-    scalar = fields.take("query_pre_attn_scalar", float, 256.0)
-    if scalar <= 0:
-        fields.refuse("query_pre_attn_scalar", "scores are divided by its root", "Write a positive number")
-    model.softmax_scale = max(scalar, 1e-9) ** -0.5
+    model.softmax_scale = read_softmax_scale(fields)
     model.attention_soft_cap = fields.optional("attn_logit_softcapping", float, 50.0)
     model.output_soft_cap = fields.optional("final_logit_softcapping", float, 30.0)
     model.zero_centered_norm = model.sandwich_norm = True
     model.embedding_scale = model.hidden_size**0.5
     return model
+
+
+def read_softmax_scale(fields: Fields) -> float:
+    """The factor on scores, from ``query_pre_attn_scalar``."""
+    scalar = fields.take("query_pre_attn_scalar", float, 256.0)
+    if scalar <= 0:
+        fields.refuse("query_pre_attn_scalar", "scores are divided by its root", "Write a positive number")
+    return max(scalar, 1e-9) ** -0.5
 
 
 WEIGHTS = (

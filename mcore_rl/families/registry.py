@@ -11,6 +11,7 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families import (
     deepseek_v3,
     gemma2,
+    gemma3,
     llama,
     mistral,
     mixtral,
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "gemma2": gemma2.FAMILY,
+    "gemma3_text": gemma3.FAMILY,
     "olmoe": olmoe.FAMILY,
     "phi3": phi3.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,

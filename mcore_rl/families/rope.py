@@ -44,10 +44,22 @@ def read_rope(
     theta = fields.take("rope_theta", float, default_theta)
     if inner is None:
         return theta, RopeConfig(partial_rotary_factor=share), 1.0
-    base = inner.take("rope_theta", float, theta)
+    base, rope, scale = read_parameters(inner, theta, max_position_embeddings, readers, share if partial else None)
     if "rope_theta" in fields.values and base != theta:
         fields.refuse("rope_theta", f"stands beside {name}.rope_theta={base}", "Keep one of the two")
-    if partial:
+    fields.close(inner)
+    return base, rope, scale
+
+
+def read_parameters(
+    inner: Fields, theta: float, longest: int, kinds: Mapping[str, Reader], share: float | None = None
+) -> tuple[float, RopeConfig, float]:
+    """``read_rope`` of the mapping alone, which the caller closes.
+
+    theta, share: what stands outside it; share is None for a family that does not read ``partial_rotary_factor``.
+    """
+    base = inner.take("rope_theta", float, theta)
+    if share is not None:
         share = inner.take("partial_rotary_factor", float, share)
     else:
         inner.demand("partial_rotary_factor", 1, None, because="rotates a part of each head only")
@@ -57,14 +69,13 @@ def read_rope(
         if "type" in inner.values and not same(spelt, kind):
             inner.refuse("type", f"stands beside rope_type={kind}", "Keep one of the two")
     rope, scale = RopeConfig(), 1.0
-    if kind in readers:
-        rope, scale = readers[kind](inner, max_position_embeddings)
+    if kind in kinds:
+        rope, scale = kinds[kind](inner, longest)
     else:
         spelling = "rope_type" if "rope_type" in inner.values else "type"
-        inner.refuse(spelling, "is not supported", f"Choose a checkpoint with one of {', '.join(readers)}")
+        inner.refuse(spelling, "is not supported", f"Choose a checkpoint with one of {', '.join(kinds)}")
         inner.ignore(*inner.values)  # one violation is enough
-    rope.partial_rotary_factor = share
-    fields.close(inner)
+    rope.partial_rotary_factor = 1.0 if share is None else share
     return base, rope, scale
 
 
@@ -87,7 +98,8 @@ def read_default(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
     return RopeConfig(), 1.0
 
 
-def _linear(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+def read_linear(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+    """Frequencies divided by one number."""
     return RopeConfig(type=RopeType.linear, factor=_factor(inner)), 1.0
 
 
@@ -156,7 +168,7 @@ def _latent_yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
 
 _KINDS: dict[str, Reader] = {
     "default": read_default,
-    "linear": _linear,
+    "linear": read_linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

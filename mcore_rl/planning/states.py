@@ -64,7 +64,7 @@ def family_for(model: ModelConfig) -> Family:
     if model.mla is not None:
         return FAMILIES["deepseek_v3"]
     if model.sandwich_norm:
-        return FAMILIES["gemma2"]
+        return FAMILIES["gemma3_text" if model.qk_norm else "gemma2"]
     if moe is not None:
         if model.joint_qk_norm:
             return FAMILIES["olmoe"]

@@ -32,6 +32,7 @@ from mcore_rl.training.norm import RMSNorm
 from mcore_rl.training.rope import ScaledKeyPart
 from mcore_rl.training.router import Router
 from mcore_rl.training.sandwich import NormedRowParallelLinear
+from mcore_rl.training.two_base_attention import TwoBaseAttention
 
 _ATTENTION_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _LATENT_ATTENTION_KEYS = {
@@ -79,6 +80,8 @@ def _local_attention(model: ModelConfig, output_linear: type) -> ModuleSpec:
             q_layernorm=query_norm,
             k_layernorm=key_norm,
         )
+        if model.local_rotary_base is not None:
+            return ModuleSpec(module=TwoBaseAttention, params=params, submodules=attention)
         return ModuleSpec(module=SelfAttention, params=params, submodules=attention)
     latent_attention = MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear,

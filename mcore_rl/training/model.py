@@ -24,7 +24,7 @@ from mcore_rl.parallel.groups import ProcessGroups
 from mcore_rl.parallel.layout import place_layers
 from mcore_rl.training.fusions import UNFUSED, Fusions
 from mcore_rl.training.layers import block_spec
-from mcore_rl.training.rope import inverse_frequencies, score_scale, set_frequencies
+from mcore_rl.training.rope import frequency_sets, score_scale, set_frequencies
 from mcore_rl.training.value_head import ValueHead
 
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
@@ -187,8 +187,7 @@ def build_chunks(
             vp_stage=vp_stage if parallel.vpp > 1 else None,
         )
         if model.mla is None:
-            frequencies = inverse_frequencies(model.rope, model.rotary_base, model.rotary_dim)
-            set_frequencies(chunk.rotary_pos_emb, frequencies)
+            set_frequencies(chunk.rotary_pos_emb, *frequency_sets(model))
         if chunk_index == 0 and model.embedding_scale != 1.0:
             _scale_embeddings(chunk, model.embedding_scale, config.params_dtype)
         _reduce_experts_over_their_own_group(chunk)

@@ -44,6 +44,14 @@ def inverse_frequencies(rope: RopeConfig, base: float, dim: int) -> Tensor:
         return frequencies
 
 
+def frequency_sets(model: ModelConfig) -> list[Tensor]:
+    """The frequencies of all layers, or of those without a window and then of those with one."""
+    sets = [inverse_frequencies(model.rope, model.rotary_base, model.rotary_dim)]
+    if model.local_rotary_base is not None:
+        sets.append(inverse_frequencies(RopeConfig(), model.local_rotary_base, model.rotary_dim))
+    return sets
+
+
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     """Waves longer than the pre-training over ``low_freq_factor`` are slowed by ``factor``, short ones are kept."""
     trained = rope.original_max_position_embeddings
@@ -73,13 +81,25 @@ def _yarn(rope: RopeConfig, powers: Tensor, base: float, dim: int) -> Tensor:
     return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
-def set_frequencies(embedding: RotaryEmbedding, frequencies: Tensor) -> None:
-    """Make Megatron's ``embedding`` rotate by ``frequencies``; they move to the device of its own."""
-    assert frequencies.shape == embedding.inv_freq.shape, (
-        f"{tuple(frequencies.shape)} frequencies for {tuple(embedding.inv_freq.shape)}"
-    )
+def set_frequencies(embedding: RotaryEmbedding, *frequencies: Tensor) -> None:
+    """Make Megatron's ``embedding`` rotate by ``frequencies``; they move to the device of its own.
+
+    Several sets stand beside one another in what it returns; each layer takes its own (``angles_of``).
+    """
+    for each in frequencies:
+        assert each.shape == embedding.inv_freq.shape, (
+            f"{tuple(each.shape)} frequencies for {tuple(embedding.inv_freq.shape)}"
+        )
     assert embedding.seq_len_interpolation_factor is None, "positions would be divided a second time"
-    embedding.inv_freq = frequencies.to(embedding.inv_freq.device)
+    embedding.inv_freq = torch.cat(frequencies).to(embedding.inv_freq.device)
+
+
+def angles_of(rotary_pos_emb: Tensor, index: int, num_sets: int) -> Tensor:
+    """Set ``index`` of the angles of an embedding with ``num_sets`` sets of frequencies.
+
+    rotary_pos_emb: [length, 1, 1, 2 * num_sets * frequencies], Megatron's: each angle twice, in halves.
+    """
+    return rotary_pos_emb.unflatten(-1, (2, num_sets, -1))[..., index, :].flatten(-2)
 
 
 def score_scale(model: ModelConfig) -> float:

@@ -22,6 +22,7 @@ from tests.support.published import FACTS, TINY, class_config, meta_model, saved
 
 # As the model cards and safetensors indices count; DeepSeek-V3 without the multi-token prediction layer.
 PUBLISHED_PARAMETERS = {
+    "google/gemma-3-1b-it": 999_885_952,
     "google/gemma-2-2b-it": 2_614_341_888,
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
     "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
@@ -81,6 +82,20 @@ def test_the_table_and_the_model_are_those_of_transformers(hf_id: str) -> None:
     assert_same_numbers(model, reference.model, reference.config)
 
 
+def assert_same_rotation(model: ModelConfig, embedding: Any, parameters: dict[str, Any]) -> None:
+    """Bases, factors and widths of the rotation, for Gemma 3 of both kinds of layers."""
+    wide = model.rotary_dim if model.mla is None else model.mla.qk_rope_head_dim
+    if "full_attention" not in parameters:
+        kinds = [("", model.rotary_base, parameters)]
+    else:
+        bases = {"full_attention": model.rotary_base, "sliding_attention": model.local_rotary_base}
+        kinds = [(f"{kind}_", base, parameters[kind]) for kind, base in bases.items()]
+    for prefix, base, values in kinds:
+        assert getattr(embedding, f"{prefix}attention_scaling") == model.rope.attention_factor
+        assert values["rope_theta"] == base
+        assert getattr(embedding, f"{prefix}inv_freq").numel() == wide // 2
+
+
 def assert_same_numbers(model: ModelConfig, reference: Any, config: Any) -> None:
     """What transformers' modules made of the configuration, where no weight's shape tells."""
     assert config.tie_word_embeddings == model.tie_output
@@ -89,12 +104,7 @@ def assert_same_numbers(model: ModelConfig, reference: Any, config: Any) -> None
         longest = config.original_max_position_embeddings
         assert model.rope.short_factor == config.rope_parameters["short_factor"]
     assert longest == model.max_position_embeddings
-    assert (
-        reference.rotary_emb.inv_freq.numel()
-        == (model.rotary_dim if model.mla is None else model.mla.qk_rope_head_dim) // 2
-    )
-    assert reference.rotary_emb.attention_scaling == model.rope.attention_factor
-    assert config.rope_parameters["rope_theta"] == model.rotary_base
+    assert_same_rotation(model, reference.rotary_emb, config.rope_parameters)
     scale = model.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
     whole_model = config.sliding_window if config.model_type in ("mistral", "mixtral", "phi3") else None
     embedding = reference.embed_tokens

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.model import ModelConfig, RopeType
 from mcore_rl.families.registry import model_of
-from mcore_rl.training.rope import inverse_frequencies
+from mcore_rl.training.rope import frequency_sets, inverse_frequencies
 from tests.families.test_fields import refused
 from tests.support.published import FACTS, TINY, class_config
 
@@ -37,7 +37,15 @@ SCALINGS: list[dict[str, Any] | None] = [
 
 def assert_transformers_numbers(facts: dict[str, Any]) -> ModelConfig:
     _, model = model_of(facts)
-    reference = AutoModelForCausalLM.from_config(class_config({**facts, "num_hidden_layers": 2, "vocab_size": 8})).model
+    layers = 2 if model.local_rotary_base is None else model.num_layers  # of both kinds
+    small = class_config({**facts, "num_hidden_layers": layers, "vocab_size": 8})
+    reference = AutoModelForCausalLM.from_config(small).model
+    if model.local_rotary_base is not None:
+        ours, embedding = frequency_sets(model), reference.rotary_emb
+        assert torch.equal(ours[0], embedding.full_attention_inv_freq)
+        assert torch.equal(ours[1], embedding.sliding_attention_inv_freq)
+        assert embedding.full_attention_attention_scaling == embedding.sliding_attention_attention_scaling == 1.0
+        return model
     dim = model.rotary_dim if model.mla is None else model.mla.qk_rope_head_dim
     frequencies = inverse_frequencies(model.rope, model.rotary_base, dim)
     assert torch.equal(frequencies, reference.rotary_emb.inv_freq)

@@ -147,7 +147,8 @@ def test_empty_ranges_are_left_out_and_size_stays() -> None:
 def test_sizes_by_hand() -> None:
     by_hand = {
         "one": 1, "vocab": 10, "hidden": 6, "head": 2, "query": 16, "key": 8, "ffn": 8, "experts": 4, "expert_ffn": 4,
-        "query_key_value": 32, "gate_and_up": 16, "shared_ffn": 12, "query_latent": 3, "latent": 5, "latent_and_rope": 7, "key_and_value": 8 * 7, "value": 24,
+        "shared_ffn": 12, "query_latent": 3, "latent": 5, "latent_and_rope": 7, "key_and_value": 8 * 7, "value": 24,
+        "query_key_value": 32, "gate_and_up": 16,
     }  # fmt: skip
     assert {name: size(MODEL) for name, size in SIZES.items()} == by_hand
 

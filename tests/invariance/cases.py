@@ -85,6 +85,7 @@ MODELS: dict[str, ModelConfig] = {
     "deepseek_v3_halves": models.deepseek_v3(interleaved=False, yarn=True),
     "windowed": models.windowed(),
     "gemma2": models.gemma2(),
+    "gemma3": models.gemma3(),
     "olmoe": models.olmoe(),
     "phi3": models.phi3(),
     # Sixty-four tokens of pre-training: the ramps of llama3 and yarn then lie within the 8 frequencies of a head.
@@ -263,6 +264,7 @@ def all_cases() -> list[Case]:
         cases.append(Case(problem=Problem(model="qwen_moe"), layout=layout, world_size=2))
     for layout in ("tp=2", "cp=2", "pp=2"):
         cases.append(Case(problem=Problem(model="phi3"), layout=layout, world_size=2))
+        cases.append(Case(problem=Problem(model="gemma3"), layout=layout, world_size=2))
     for layout in ("tp=2,etp=1", "ep=2", "cp=2"):
         cases.append(Case(problem=Problem(model="olmoe"), layout=layout, world_size=2))
     cases.append(Case(problem=DENSE, layout="pp=2", world_size=2, pipeline_layers=(3, 1)))

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -58,6 +59,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE),
     "olmoe": OlmoeConfig(**SIZES | dict(intermediate_size=EXPERT_FFN), num_experts=EXPERTS, num_experts_per_tok=2),
     "phi3": Phi3Config(**SIZES | dict(tie_word_embeddings=True), pad_token_id=0),
+    "gemma3_text": Gemma3TextConfig(**SIZES | dict(tie_word_embeddings=True)),
     "gemma2": Gemma2Config(**SIZES | dict(tie_word_embeddings=True)),
     "deepseek_v3": DeepseekV3Config(
         **SIZES | LATENT | dict(num_key_value_heads=HEADS, head_dim=8), n_routed_experts=EXPERTS, n_shared_experts=1,

@@ -28,6 +28,7 @@ MODELS: dict[str, ModelConfig] = {
     "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True),
     "gemma2": models.gemma2(),
     "deepseek_v3": models.deepseek_v3(),
+    "gemma3_text": models.gemma3(),
     "phi3": models.phi3(),
     "olmoe": models.olmoe(num_query_groups=4),  # vLLM takes no more ranks than these
 }

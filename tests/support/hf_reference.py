@@ -11,6 +11,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -75,6 +77,8 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
             )  # fmt: skip
     elif model.rope.type is RopeType.longrope:
         cls, config = Phi3ForCausalLM, _phi3(model, shared)
+    elif model.sandwich_norm and model.qk_norm:
+        cls, config = Gemma3ForCausalLM, _gemma3(model, shared)
     elif model.sandwich_norm:
         cls, config = Gemma2ForCausalLM, _gemma2(model, shared)
     elif model.sliding_window is not None:
@@ -120,16 +124,26 @@ def rope_parameters(model: ModelConfig) -> dict[str, object]:
 
 
 def _gemma2(model: ModelConfig, shared: dict[str, object]) -> Gemma2Config:
+    return Gemma2Config(**shared, **_gemma(model), attn_logit_softcapping=model.attention_soft_cap)
+
+
+def _gemma3(model: ModelConfig, shared: dict[str, object]) -> Gemma3TextConfig:
+    assert model.attention_soft_cap is None and model.local_rotary_base is not None
+    local = {"rope_type": "default", "rope_theta": model.local_rotary_base}
+    ropes = {"full_attention": shared["rope_parameters"], "sliding_attention": local}
+    return Gemma3TextConfig(**shared | {"rope_parameters": ropes}, **_gemma(model))
+
+
+def _gemma(model: ModelConfig) -> dict[str, object]:
+    """The fields that Gemma 2 and 3 share."""
     assert model.zero_centered_norm and model.activation is Activation.gelu_tanh and model.softmax_scale is not None
     assert model.embedding_scale == model.hidden_size**0.5
     sliding = ["sliding_attention" if n in model.sliding_layers else "full_attention" for n in range(model.num_layers)]
-    return Gemma2Config(
-        **shared,
+    return dict(
         query_pre_attn_scalar=round(model.softmax_scale**-2),
         sliding_window=model.sliding_window,
         layer_types=sliding,
         final_logit_softcapping=model.output_soft_cap,
-        attn_logit_softcapping=model.attention_soft_cap,
         pad_token_id=None,  # else that token's embedding would get no gradient
     )
 

@@ -82,6 +82,25 @@ def olmoe(**changes: object) -> ModelConfig:
     return dense(**(settings | changes))
 
 
+def gemma3(**changes: object) -> ModelConfig:
+    """Gemma-3-style: two layers with a window for each without, which rotates by another base and slower."""
+    settings = dict(
+        activation=Activation.gelu_tanh,
+        tie_output=True,
+        qk_norm=True,
+        rope=RopeConfig(type=RopeType.linear, factor=3.0),
+        local_rotary_base=500.0,
+        sliding_window=6,
+        sliding_layers=[0, 1, 3],
+        softmax_scale=8**-0.5,
+        output_soft_cap=1.5,
+        zero_centered_norm=True,
+        sandwich_norm=True,
+        embedding_scale=48**0.5,
+    )
+    return dense(**(settings | changes))
+
+
 def phi3_rope(head_dim: int) -> RopeConfig:
     """Phi-4-mini's rope: a divisor for each frequency of the rotated part."""
     return RopeConfig(

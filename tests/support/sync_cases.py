@@ -27,6 +27,7 @@ MODELS: dict[str, ModelConfig] = {
     "qwen3": models.dense(qk_norm=True, **SIZES),
     "mixtral": models.moe(ffn_hidden_size=64, **SIZES),
     "gemma2": models.gemma2(embedding_scale=8.0, **SIZES),
+    "gemma3_text": models.gemma3(embedding_scale=8.0, **SIZES),
     "phi3": models.phi3(hidden_size=128, head_dim=32, rope=models.phi3_rope(32)),
     "olmoe": models.olmoe(hidden_size=128, head_dim=32),
     "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True, **SIZES),

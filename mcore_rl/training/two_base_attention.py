@@ -1,0 +1,26 @@
+"""Self-attention of a model whose layers with a window rotate by other frequencies than those without (Gemma 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+from mcore_rl.training.rope import angles_of
+
+
+class TwoBaseAttention(SelfAttention):  # type: ignore[misc]  # Megatron is untyped
+    """Megatron's ``SelfAttention``, which takes its own half of the angles that all layers are given.
+
+    The rotary embedding has both sets of frequencies (``rope.frequency_sets``), the second for layers with a window.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **rest: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Megatron's arguments and results."""
+        index = int(self.core_attention.window is not None)
+        own = angles_of(rotary_pos_emb, index, 2)
+        out: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, rotary_pos_emb=own, **rest)
+        return out
