@@ -23,7 +23,8 @@ from tests.support.vllm_device import VLLM_DEVICE
 SIZES = dict(hidden_size=64, head_dim=32)
 MODELS: dict[str, ModelConfig] = {
     "llama": models.dense(**SIZES),
-    "qwen2": models.dense(tie_output=True, qkv_bias=True, hidden_size=128, head_dim=32),
+    # One key/value head: two ranks share it, in training as in vLLM.
+    "qwen2": models.dense(tie_output=True, qkv_bias=True, hidden_size=128, head_dim=32, num_query_groups=1),
     "qwen3": models.dense(qk_norm=True, **SIZES),
     "mixtral": models.moe(ffn_hidden_size=64, **SIZES),
     "gemma2": models.gemma2(embedding_scale=8.0, **SIZES),
