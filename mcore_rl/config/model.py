@@ -121,6 +121,7 @@ class ModelConfig:
     tie_output: the output projection is the embedding matrix.  qkv_bias: biases on q, k and v (Qwen2).
     qk_norm: RMSNorm over each query and key head (Qwen3).  mla: latent attention instead of grouped queries; head_dim
     is then the sum of its two parts, and num_query_groups equals num_attention_heads.
+    rotary_percent: the share of each query and key head, from its beginning, that RoPE rotates (GLM-4.5).
     sliding_window: a token in one of the ``sliding_layers`` (from 0) sees itself and the ``sliding_window - 1`` tokens
     before it.  softmax_scale: on query-key products; None is ``head_dim ** -0.5`` (for latent attention with yarn,
     ``families`` multiplies it by what the checkpoint's mscale gives).  attention_soft_cap, output_soft_cap:
@@ -138,6 +139,7 @@ class ModelConfig:
     vocab_size: int
     max_position_embeddings: int
     rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
     rope: RopeConfig = field(default_factory=RopeConfig)
     norm_epsilon: float = 1e-5
     activation: Activation = Activation.silu
@@ -154,6 +156,11 @@ class ModelConfig:
     sandwich_norm: bool = False
     embedding_scale: float = 1.0
     moe: MoeConfig | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """The rotated width of a query or key head."""
+        return int(self.head_dim * self.rotary_percent) if self.mla is None else self.mla.qk_rope_head_dim
 
     def has_experts(self, layer: int) -> bool:
         """Whether ``layer`` (from 0) has a mixture of experts instead of the dense MLP."""
@@ -180,6 +187,7 @@ def model_violations(model: ModelConfig) -> list[Violation]:
         )
     if model.mla is None and model.head_dim % 2:
         violations.append(Violation("model.head_dim", model.head_dim, "RoPE rotates pairs", "Write an even number"))
+    violations += _rotary_percent_violations(model)
     if model.sliding_layers and not (model.sliding_window or 0) > 0:
         problem = f"model.sliding_layers={model.sliding_layers} have a window"
         violations.append(
@@ -198,6 +206,23 @@ def model_violations(model: ModelConfig) -> list[Violation]:
     if model.moe is not None:
         violations += _moe_violations(model, model.moe)
     return violations
+
+
+def _rotary_percent_violations(model: ModelConfig) -> list[Violation]:
+    share = model.rotary_percent
+    if share == 1:
+        return []
+    problems = {
+        "is no share of a head": not 0 < share < 1,
+        "latent attention has widths of its own for it": model.mla is not None,
+        # Of whole heads it is a factor on the scores (``training/rope.py``); of a part it would not be.
+        f"yarn's attention_factor={model.rope.attention_factor:g} scales a part of each score then, which is not supported":
+            model.rope.attention_factor != 1,
+        f"rotates {model.rotary_dim} of model.head_dim={model.head_dim}, and RoPE rotates pairs":
+            0 < share < 1 and (model.rotary_dim < 2 or model.rotary_dim % 2 > 0),
+    }  # fmt: skip
+    remedy = "Write 1, or a share that rotates an even number"
+    return [Violation("model.rotary_percent", share, problem, remedy) for problem, holds in problems.items() if holds]
 
 
 def _layer_violations(key: str, layers: list[int], num_layers: int) -> list[Violation]:

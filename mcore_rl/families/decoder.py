@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.model import Activation, ModelConfig
 from mcore_rl.families.fields import Fields
-from mcore_rl.families.rope import read_rope
+from mcore_rl.families.rope import read_partial_rotary_factor, read_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -31,8 +31,11 @@ class Defaults:
     tie_word_embeddings: bool = False
 
 
-def read_decoder(fields: Fields, defaults: Defaults) -> ModelConfig:
-    """A decoder of SiLU-gated MLPs without windows, biases or experts: the common base of the families."""
+def read_decoder(fields: Fields, defaults: Defaults, *, partial_rotary_factor: float | None = None) -> ModelConfig:
+    """A decoder of SiLU-gated MLPs without windows, biases or experts: the common base of the families.
+
+    partial_rotary_factor: the class's default; None: the family rotates whole heads.
+    """
     model = read_sizes(fields, defaults)
     heads, hidden = model.num_attention_heads, model.hidden_size
     head_dim = fields.optional("head_dim", int, defaults.head_dim)
@@ -43,7 +46,11 @@ def read_decoder(fields: Fields, defaults: Defaults) -> ModelConfig:
         head_dim = hidden // heads
     model.head_dim = head_dim or 0
     fields.demand("hidden_act", "silu", because="gates the MLP by another function")
-    model.rotary_base, model.rope, _ = read_rope(fields, defaults.rope_theta, model.max_position_embeddings)
+    if partial_rotary_factor is not None:
+        model.rotary_percent = read_partial_rotary_factor(fields, partial_rotary_factor)
+    partial = partial_rotary_factor is not None
+    longest = model.max_position_embeddings
+    model.rotary_base, model.rope, _ = read_rope(fields, defaults.rope_theta, longest, partial=partial)
     return model
 
 

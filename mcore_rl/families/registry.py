@@ -11,6 +11,7 @@ from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families import (
     deepseek_v3,
     gemma2,
+    glm4_moe,
     llama,
     mistral,
     mixtral,
@@ -32,6 +33,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": qwen3_moe.FAMILY,
     "gemma2": gemma2.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
 }
 
 # Key in ``model_violations`` -> the field of config.json that the user wrote.
@@ -44,6 +46,7 @@ _WRITTEN = {
     "model.head_dim": "head_dim",
     "model.vocab_size": "vocab_size",
     "model.max_position_embeddings": "max_position_embeddings",
+    "model.rotary_percent": "partial_rotary_factor",
     "model.sliding_window": "sliding_window",
     "model.softmax_scale": "query_pre_attn_scalar",
     "model.attention_soft_cap": "attn_logit_softcapping",

@@ -20,12 +20,33 @@ _LLAMA3_RAMP = "needs low_freq_factor below high_freq_factor"
 Reader = Callable[[Fields, int], tuple[RopeConfig, float]]
 
 
+def read_partial_rotary_factor(fields: Fields, default: float) -> float:
+    """The rotated share of each head: beside ``rope_theta``, or with it in the rope's own fields."""
+    share = fields.take("partial_rotary_factor", float, default)
+    for name in ("rope_parameters", "rope_scaling"):
+        inner = Fields(fields.values[name]) if isinstance(fields.values.get(name), dict) else None
+        if inner is None or "partial_rotary_factor" not in inner.values:
+            continue
+        inside = inner.take("partial_rotary_factor", float, default)
+        fields.violations += inner.violations
+        if "partial_rotary_factor" in fields.values and inside != share:
+            fields.refuse("partial_rotary_factor", f"stands beside {name}'s of {inside}", "Keep one of the two")
+        share = inside
+    return share
+
+
 def read_rope(
-    fields: Fields, default_theta: float, max_position_embeddings: int, *, latent: bool = False
+    fields: Fields,
+    default_theta: float,
+    max_position_embeddings: int,
+    *,
+    latent: bool = False,
+    partial: bool = False,
 ) -> tuple[float, RopeConfig, float]:
     """(base, rope configuration, factor of ``mscale_all_dim`` on the softmax scale of latent attention).
 
-    default_theta: of the configuration class.  latent: the model rotates a part of each head, as DeepSeek's.
+    default_theta: of the configuration class.  latent: the model rotates a part of each head, as DeepSeek's.  partial: the
+    family reads ``partial_rotary_factor`` itself.
     """
     readers = _LATENT_READERS if latent else _READERS
     name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
@@ -39,7 +60,10 @@ def read_rope(
     base = inner.take("rope_theta", float, theta)
     if "rope_theta" in fields.values and base != theta:
         fields.refuse("rope_theta", f"stands beside {name}.rope_theta={base}", "Keep one of the two")
-    inner.demand("partial_rotary_factor", 1, None, because="rotates a part of each head only")
+    if partial:
+        inner.ignore("partial_rotary_factor")
+    else:
+        inner.demand("partial_rotary_factor", 1, None, because="rotates a part of each head only")
     kind = inner.take("type", str, "default")
     if "rope_type" in inner.values:
         spelt, kind = kind, inner.take("rope_type", str, "default")

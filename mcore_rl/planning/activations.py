@@ -161,7 +161,7 @@ def _attention(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, l
     if parallel.cp > 1:  # keys and values of all context ranks; backward does not read the projection again
         inputs = e * q + 2 * e * k * parallel.cp
     if not kernels.fused:
-        inputs += 4 * e * model.head_dim  # cosines and sines, for queries and for keys
+        inputs += 4 * e * model.rotary_dim  # cosines and sines, for queries and for keys
     if model.qk_norm:
         inputs += (q + k) * ((4 + e) if not kernels.fused else e)
     joined = kernels.one_by_one and model.attention_soft_cap is None

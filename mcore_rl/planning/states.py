@@ -65,6 +65,8 @@ def family_for(model: ModelConfig) -> Family:
         return FAMILIES["deepseek_v3"]
     if model.sandwich_norm:
         return FAMILIES["gemma2"]
+    if moe is not None and moe.expert_bias:
+        return FAMILIES["glm4_moe"]
     if moe is not None:
         return FAMILIES["qwen2_moe" if moe.shared_gate else "qwen3_moe" if model.qk_norm else "mixtral"]
     return FAMILIES["qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"]

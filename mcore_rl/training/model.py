@@ -181,11 +181,12 @@ def build_chunks(
             post_process=is_last,
             share_embeddings_and_output_weights=model.tie_output and head is Head.lm,
             position_embedding_type="rope",
+            rotary_percent=model.rotary_percent,
             rotary_base=model.rotary_base,  # type: ignore[arg-type]
             vp_stage=vp_stage if parallel.vpp > 1 else None,
         )
         if model.mla is None:
-            frequencies = inverse_frequencies(model.rope, model.rotary_base, model.head_dim)
+            frequencies = inverse_frequencies(model.rope, model.rotary_base, model.rotary_dim)
             set_frequencies(chunk.rotary_pos_emb, frequencies)
         if chunk_index == 0 and model.embedding_scale != 1.0:
             _scale_embeddings(chunk, model.embedding_scale, config.params_dtype)

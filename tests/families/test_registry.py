@@ -17,9 +17,10 @@ from mcore_rl.config.model import Activation, ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.weights.table import Table
-from tests.support.published import FACTS, TINY, class_config, meta_model, saved_shapes
+from tests.support.published import FACTS, TINY, WRITTEN, class_config, meta_model, saved_shapes
 
-# As the model cards and safetensors indices count; DeepSeek-V3 without the multi-token prediction layer.
+# As the model cards and safetensors indices count; DeepSeek-V3 and GLM-4.5 without
+# the multi-token prediction layer (with it GLM-4.5 has 358,337,791,296, and Air 110,468,824,832).
 PUBLISHED_PARAMETERS = {
     "google/gemma-2-2b-it": 2_614_341_888,
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
@@ -46,6 +47,8 @@ PUBLISHED_PARAMETERS = {
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "Qwen/Qwen1.5-MoE-A2.7B-Chat": 14_315_784_192,
     "deepseek-ai/DeepSeek-V3": 671_026_419_200,
+    "zai-org/GLM-4.5": 352_797_829_024,
+    "zai-org/GLM-4.5-Air": 106_852_251_264,
 }
 
 
@@ -82,6 +85,7 @@ def assert_same_numbers(model: ModelConfig, reference: Any, config: Any) -> None
     assert config.max_position_embeddings == model.max_position_embeddings
     assert reference.rotary_emb.attention_scaling == model.rope.attention_factor
     assert config.rope_parameters["rope_theta"] == model.rotary_base
+    assert 2 * reference.rotary_emb.inv_freq.numel() == model.rotary_dim
     scale = model.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
     whole_model = config.sliding_window if config.model_type in ("mistral", "mixtral") else None
     embedding = reference.embed_tokens
@@ -108,7 +112,7 @@ def test_what_transformers_5_writes_reads_the_same(hf_id: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_left_out_has_the_default_of_the_class(name: str) -> None:
-    heading = {"architectures": list(FAMILIES[name].architectures), "model_type": name}
+    heading = {"architectures": list(FAMILIES[name].architectures), "model_type": name} | WRITTEN.get(name, {})
     written = CONFIG_MAPPING[name](**heading).to_dict()
     assert model_of(heading) == model_of(written)
     assert shapes(heading) == saved_shapes(meta_model(heading))

@@ -38,8 +38,7 @@ SCALINGS: list[dict[str, Any] | None] = [
 def assert_transformers_numbers(facts: dict[str, Any]) -> ModelConfig:
     _, model = model_of(facts)
     reference = AutoModelForCausalLM.from_config(class_config({**facts, "num_hidden_layers": 2, "vocab_size": 8})).model
-    dim = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
-    frequencies = inverse_frequencies(model.rope, model.rotary_base, dim)
+    frequencies = inverse_frequencies(model.rope, model.rotary_base, model.rotary_dim)
     assert torch.equal(frequencies, reference.rotary_emb.inv_freq)
     assert model.rope.attention_factor == reference.rotary_emb.attention_scaling
     return model

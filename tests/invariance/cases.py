@@ -85,6 +85,7 @@ MODELS: dict[str, ModelConfig] = {
     "deepseek_v3": models.deepseek_v3(),
     "deepseek_v3_yarn": models.deepseek_v3(q_lora_rank=None, yarn=True),
     "deepseek_v3_halves": models.deepseek_v3(interleaved=False, yarn=True),
+    "glm4_moe": models.glm4_moe(),
     "windowed": models.windowed(),
     "gemma2": models.gemma2(),
     # Sixty-four tokens of pre-training: the ramps of llama3 and yarn then lie within the 8 frequencies of a head.
@@ -114,6 +115,7 @@ GEMMA2 = Problem(model="gemma2", temperature=0.7)
 QWEN2_MOE = Problem(model="qwen2_moe")
 ONE_KEY_HEAD = Problem(model="one_key_head")
 DEEPSEEK = Problem(model="deepseek_v3", aux=AuxLoss.sequence, z=1e-2)
+GLM4_MOE = Problem(model="glm4_moe")
 CRITIC = Problem(model="tied", head=Head.value)
 
 
@@ -185,6 +187,8 @@ def _mixed_layer_cases() -> list[Case]:
     cases.append(Case(problem=yarn, layout="pp=2,cp=2", world_size=4, recompute=Recompute.full))
     for layout, world_size in (("tp=2,etp=1", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2,etp=2", 4), ("ep=4", 4)):
         cases.append(Case(problem=QWEN2_MOE, layout=layout, world_size=world_size))
+    for layout, world_size in (("tp=2,etp=1", 2), ("pp=2", 2), ("cp=2", 2), ("tp=4,ep=2,etp=2", 4), ("pp=2,ep=2", 4)):
+        cases.append(Case(problem=GLM4_MOE, layout=layout, world_size=world_size))
     for problem, layout in ((DEEPSEEK, "ep=2"), (QWEN2_MOE, "tp=2,ep=2,etp=1")):
         cases.append(Case(problem=problem, layout=layout, world_size=2, dispatcher=Dispatcher.allgather))
     return cases

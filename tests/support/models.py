@@ -75,6 +75,21 @@ def qwen2_moe(dense_layers: tuple[int, ...] = (0, 2), *, norm_topk_prob: bool = 
     return dense(moe=experts, qkv_bias=True)
 
 
+def glm4_moe(**changes: object) -> ModelConfig:
+    """GLM-4.5-style: half of each head rotated, biases and norms on queries and keys, a dense layer, biased sigmoids."""
+    experts = MoeConfig(
+        num_experts=8,
+        top_k=2,
+        ffn_hidden_size=32,
+        dense_layers=[0],
+        shared_ffn_hidden_size=64,
+        score=RouterScore.sigmoid,
+        expert_bias=True,
+        routed_scaling_factor=1.3,
+    )
+    return dense(**({"moe": experts, "qkv_bias": True, "qk_norm": True, "rotary_percent": 0.5} | changes))
+
+
 # In the terms of a DeepSeek checkpoint.
 DEEPSEEK_MSCALE = {"mscale": 0.7, "mscale_all_dim": 1.3}
 

@@ -29,6 +29,7 @@ MODELS: dict[str, ModelConfig] = {
     "mixtral": models.moe(ffn_hidden_size=64, **SIZES),
     "gemma2": models.gemma2(embedding_scale=8.0, **SIZES),
     "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True, **SIZES),
+    "glm4_moe": models.glm4_moe(**SIZES),
 }
 PROMPTS = [Prompt(id=str(n), tokens=tuple(range(3 + n, 9 + 2 * n))) for n in range(4)]
 GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True)
