@@ -46,7 +46,6 @@ class RopeConfig:
     """Rotary position embedding.  In parentheses: the types that read a field.
 
     factor: of the context extension (linear, llama3, yarn).
-    partial_rotary_factor: share of each head that is rotated, its first dimensions (all types).
     original_max_position_embeddings: context length of the pre-training, tokens (llama3, yarn, longrope).
     low_freq_factor, high_freq_factor: bounds of the ramp (llama3).
     beta_fast, beta_slow: bounds of the ramp, in rotations (yarn).
@@ -64,7 +63,6 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    partial_rotary_factor: float = 1.0
     short_factor: list[float] = field(default_factory=list)
 
 
@@ -128,6 +126,7 @@ class ModelConfig:
     qk_norm: RMSNorm over each query and key head (Qwen3); with joint_qk_norm, over all query heads of a token at once
     and over all its key heads (OLMoE).  mla: latent attention instead of grouped queries; head_dim is then the sum of
     its two parts, and num_query_groups equals num_attention_heads.
+    rotary_percent: the share of each query and key head, from its beginning, that RoPE rotates (GLM-4.5, Phi-4-mini).
     local_rotary_base: the rotary base of the sliding layers, whose frequencies ``rope`` does not change (Gemma 3);
     None: all layers rotate alike.
     sliding_window: a token in one of the ``sliding_layers`` (from 0) sees itself and the ``sliding_window - 1`` tokens
@@ -147,6 +146,7 @@ class ModelConfig:
     vocab_size: int
     max_position_embeddings: int
     rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
     rope: RopeConfig = field(default_factory=RopeConfig)
     norm_epsilon: float = 1e-5
     activation: Activation = Activation.silu
@@ -168,8 +168,8 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Width of the rotated part of a head, for grouped-query attention."""
-        return int(self.head_dim * self.rope.partial_rotary_factor)
+        """The rotated width of a query or key head."""
+        return int(self.head_dim * self.rotary_percent) if self.mla is None else self.mla.qk_rope_head_dim
 
     def has_experts(self, layer: int) -> bool:
         """Whether ``layer`` (from 0) has a mixture of experts instead of the dense MLP."""
@@ -196,10 +196,7 @@ def model_violations(model: ModelConfig) -> list[Violation]:
         )
     if model.mla is None and model.head_dim % 2:
         violations.append(Violation("model.head_dim", model.head_dim, "RoPE rotates pairs", "Write an even number"))
-    elif model.mla is None and (model.rotary_dim % 2 or not 0 < model.rotary_dim <= model.head_dim):
-        share, problem = model.rope.partial_rotary_factor, f"rotates {model.rotary_dim} of {model.head_dim} dimensions"
-        remedy = "Write a share of an even number of dimensions, at most 1"
-        violations.append(Violation("model.rope.partial_rotary_factor", share, problem, remedy))
+    violations += _rotary_percent_violations(model)
     if model.sliding_layers and not (model.sliding_window or 0) > 0:
         problem = f"model.sliding_layers={model.sliding_layers} have a window"
         violations.append(
@@ -225,6 +222,20 @@ def model_violations(model: ModelConfig) -> list[Violation]:
     if model.moe is not None:
         violations += _moe_violations(model, model.moe)
     return violations
+
+
+def _rotary_percent_violations(model: ModelConfig) -> list[Violation]:
+    share = model.rotary_percent
+    if share == 1:
+        return []
+    problems = {
+        "is no share of a head": not 0 < share < 1,
+        "latent attention has widths of its own for it": model.mla is not None,
+        f"rotates {model.rotary_dim} of model.head_dim={model.head_dim}, and RoPE rotates pairs":
+            0 < share < 1 and (model.rotary_dim < 2 or model.rotary_dim % 2 > 0),
+    }  # fmt: skip
+    remedy = "Write 1, or a share that rotates an even number"
+    return [Violation("model.rotary_percent", share, problem, remedy) for problem, holds in problems.items() if holds]
 
 
 def _layer_violations(key: str, layers: list[int], num_layers: int) -> list[Violation]:

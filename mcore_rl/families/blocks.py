@@ -129,6 +129,10 @@ def gated_mlp(local: str, theirs: str, width: str, layers: Layers) -> tuple[Rule
 
 
 DENSE_MLP = gated_mlp(LAYER + "mlp.", HF_MLP, "ffn", Layers.dense)
+# DeepSeek's names, and those of families after it.
+SHARED_EXPERTS = gated_mlp(LAYER + "mlp.shared_experts.", HF_MLP + "shared_experts.", "shared_ffn", Layers.experts)
+BIAS_OF_EXPERTS = hf(HF_MLP + "gate.e_score_correction_bias", "experts")
+ROUTER_BIAS = Rule(LAYER + "mlp.router.expert_bias", (BIAS_OF_EXPERTS,), layers=Layers.experts, dtype="float32")
 
 
 def experts(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mcore_rl.config.model import Activation, ModelConfig, RopeConfig
+from mcore_rl.config.model import Activation, ModelConfig
 from mcore_rl.families.fields import Fields
-from mcore_rl.families.rope import read_rope
+from mcore_rl.families.rope import Reader, read_partial_rotary_factor, read_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -36,11 +36,13 @@ def read_decoder(
     fields: Fields,
     defaults: Defaults,
     *,
-    rope: Callable[[Fields, float, int], tuple[float, RopeConfig, float]] = read_rope,
+    partial_rotary_factor: float | None = None,
+    kinds: Mapping[str, Reader] | None = None,
 ) -> ModelConfig:
     """A decoder of SiLU-gated MLPs without windows, biases or experts: the common base of the families.
 
-    rope: ``read_rope``, or the family's own.
+    partial_rotary_factor: the class's default; None: the family rotates whole heads.  kinds: of
+    ``read_rope``.
     """
     model = read_sizes(fields, defaults)
     heads, hidden = model.num_attention_heads, model.hidden_size
@@ -52,7 +54,11 @@ def read_decoder(
         head_dim = hidden // heads
     model.head_dim = head_dim or 0
     fields.demand("hidden_act", "silu", because="gates the MLP by another function")
-    model.rotary_base, model.rope, _ = rope(fields, defaults.rope_theta, model.max_position_embeddings)
+    if partial_rotary_factor is not None:
+        model.rotary_percent = read_partial_rotary_factor(fields, partial_rotary_factor)
+    partial = partial_rotary_factor is not None
+    longest = model.max_position_embeddings
+    model.rotary_base, model.rope, _ = read_rope(fields, defaults.rope_theta, longest, kinds=kinds, partial=partial)
     return model
 
 

@@ -13,10 +13,10 @@ from mcore_rl.families.blocks import (
     ENDS,
     HF_ATTENTION,
     HF_MLP,
-    LAYER,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
     UNFUSED_NORMS,
     experts,
-    gated_mlp,
 )
 from mcore_rl.families.decoder import Defaults, read_sizes
 from mcore_rl.families.family import Family
@@ -41,7 +41,6 @@ LATENT_DOWN = hf(HF_ATTENTION + "kv_a_proj_with_mqa.weight", "latent_and_rope", 
 LATENT_NORM = hf(HF_ATTENTION + "kv_a_layernorm.weight", "latent")
 LATENT_UP = hf(HF_ATTENTION + "kv_b_proj.weight", "key_and_value", "latent")
 OUTPUT = hf(HF_ATTENTION + "o_proj.weight", "hidden", "value")
-BIAS = hf(HF_MLP + "gate.e_score_correction_bias", "experts")
 
 LATENT_ATTENTION = (
     Rule(ATTENTION + "linear_q_proj.weight", (QUERY,), split, axis=Axis.tensor, only=_query_at_once),
@@ -62,7 +61,6 @@ LATENT_ATTENTION = (
     Rule(ATTENTION + "linear_kv_up_proj.weight", (LATENT_UP,), split, axis=Axis.tensor),
     Rule(ATTENTION + "linear_proj.weight", (OUTPUT,), split, dim=1, axis=Axis.tensor),
 )
-ROUTER_BIAS = Rule(LAYER + "mlp.router.expert_bias", (BIAS,), layers=Layers.experts, dtype="float32")
 
 DEFAULTS = Defaults(
     vocab_size=129280,
@@ -141,7 +139,7 @@ WEIGHTS = (
     *DENSE_MLP,
     *experts(HF_MLP),
     ROUTER_BIAS,
-    *gated_mlp(LAYER + "mlp.shared_experts.", HF_MLP + "shared_experts.", "shared_ffn", Layers.experts),
+    *SHARED_EXPERTS,
 )
 _ROLLOUT_ATTENTION = (
     Rule(QUERY_NORM.name, (QUERY_NORM,), only=_query_latent),
@@ -163,7 +161,7 @@ _ROLLOUT = (
     *_ROLLOUT_ATTENTION,
     *rollout.DENSE_MLP,
     *rollout.experts(HF_MLP),
-    Rule(BIAS.name, (BIAS,), layers=Layers.experts, dtype="float32"),
+    rollout.ROUTER_BIAS,
     *rollout.gated_mlp(HF_MLP + "shared_experts.", "shared_ffn", Layers.experts, Axis.shared_expert),
 )
 ROLLOUT = (*_ROLLOUT, *_FUSED)

@@ -23,7 +23,7 @@ from mcore_rl.families.blocks import (
 from mcore_rl.families.decoder import Defaults, read_decoder, window_every_layer
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
-from mcore_rl.families.rope import read_default, read_rope
+from mcore_rl.families.rope import Reader, read_default
 from mcore_rl.families.rules import Axis, Rule, ShardLayout, grouped_qkv, hf, replicated_qkv, sections, split
 
 DEFAULTS = Defaults(
@@ -39,7 +39,7 @@ DEFAULTS = Defaults(
 
 def read(fields: Fields) -> ModelConfig:
     """Reads ``Phi3Config``; ``sliding_window`` is in every layer, unless it is null."""
-    model = read_decoder(fields, DEFAULTS, rope=_read_rope)
+    model = read_decoder(fields, DEFAULTS, partial_rotary_factor=1.0, kinds=_kinds(fields))
     width = model.hidden_size // max(model.num_attention_heads, 1)
     fields.demand("head_dim", width, None, because=f"is not {width}, by which transformers counts longrope's factors")
     model.head_dim = width
@@ -60,15 +60,14 @@ def read(fields: Fields) -> ModelConfig:
     return model
 
 
-def _read_rope(fields: Fields, default_theta: float, longest: int) -> tuple[float, RopeConfig, float]:
-    """``read_rope`` with longrope, also under its older name, in heads that may be rotated in part."""
+def _kinds(fields: Fields) -> dict[str, Reader]:
+    """The rope types; longrope also by its older name."""
     trained = fields.take("original_max_position_embeddings", int, 4096)  # transformers prefers it to the one inside
 
     def longrope(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
         return _longrope(inner, longest, max(trained, 2)), 1.0
 
-    kinds = {"default": read_default, "longrope": longrope, "su": longrope}
-    return read_rope(fields, default_theta, longest, kinds=kinds, partial=True)
+    return {"default": read_default, "longrope": longrope, "su": longrope}
 
 
 def _longrope(inner: Fields, longest: int, trained: int) -> RopeConfig:

@@ -12,6 +12,7 @@ from mcore_rl.families import (
     deepseek_v3,
     gemma2,
     gemma3,
+    glm4_moe,
     llama,
     mistral,
     mixtral,
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": olmoe.FAMILY,
     "phi3": phi3.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
 }
 
 # Key in ``model_violations`` -> the field of config.json that the user wrote.
@@ -50,11 +52,11 @@ _WRITTEN = {
     "model.head_dim": "head_dim",
     "model.vocab_size": "vocab_size",
     "model.max_position_embeddings": "max_position_embeddings",
+    "model.rotary_percent": "partial_rotary_factor",
     "model.sliding_window": "sliding_window",
     "model.softmax_scale": "query_pre_attn_scalar",
     "model.attention_soft_cap": "attn_logit_softcapping",
     "model.output_soft_cap": "final_logit_softcapping",
-    "model.rope.partial_rotary_factor": "partial_rotary_factor",
     "model.mla.q_lora_rank": "q_lora_rank",
     "model.mla.kv_lora_rank": "kv_lora_rank",
     "model.mla.qk_nope_head_dim": "qk_nope_head_dim",

@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mcore_rl.config.rollout import VOCAB_PADDING
-from mcore_rl.families.blocks import EMBEDDING_TENSOR, HF_ATTENTION, HF_LAYER, HF_MLP, grouped_qkv_tensors, untied
+from mcore_rl.families.blocks import (
+    BIAS_OF_EXPERTS,
+    EMBEDDING_TENSOR,
+    HF_ATTENTION,
+    HF_LAYER,
+    HF_MLP,
+    grouped_qkv_tensors,
+    untied,
+)
 from mcore_rl.families.rules import (
     Axis,
     HfTensor,
@@ -76,10 +84,17 @@ def gated_mlp(prefix: str, width: str, layers: Layers, axis: Axis = Axis.tensor)
 
 
 DENSE_MLP = gated_mlp(HF_MLP, "ffn", Layers.dense)
+ROUTER_BIAS = Rule(BIAS_OF_EXPERTS.name, (BIAS_OF_EXPERTS,), layers=Layers.experts, dtype="float32")
 
 
-def experts(theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, ...]:
-    """Router and stacked experts below ``theirs`` (ends in a dot)."""
+def experts(
+    theirs: str,
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    router_dtype: str | None = None,
+) -> tuple[Rule, ...]:
+    """Router and stacked experts below ``theirs`` (ends in a dot).  router_dtype: None: the model's."""
     each = theirs + "experts.{e}."
     stored = theirs + "experts.routed_experts."
     router = hf(theirs + "gate.weight", "experts", "hidden")
@@ -87,7 +102,7 @@ def experts(theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str
     w2 = (hf(f"{each}{down}.weight", "hidden", "expert_ffn"),)
     one = Rule(stored + "w13_weight", w13, split, axis=Axis.expert_tensor, layers=Layers.experts, stacked=True)
     return (
-        same(router, Layers.experts),
+        replace(same(router, Layers.experts), dtype=router_dtype),
         one,
         replace(one, name=stored + "w2_weight", hf=w2, dim=1),
     )

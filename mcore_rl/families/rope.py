@@ -21,6 +21,21 @@ _LLAMA3_RAMP = "needs low_freq_factor below high_freq_factor"
 Reader = Callable[[Fields, int], tuple[RopeConfig, float]]
 
 
+def read_partial_rotary_factor(fields: Fields, default: float) -> float:
+    """The rotated share of each head: beside ``rope_theta``, or with it in the rope's own fields."""
+    share = fields.take("partial_rotary_factor", float, default)
+    for name in ("rope_parameters", "rope_scaling"):
+        inner = Fields(fields.values[name]) if isinstance(fields.values.get(name), dict) else None
+        if inner is None or "partial_rotary_factor" not in inner.values:
+            continue
+        inside = inner.take("partial_rotary_factor", float, default)
+        fields.violations += inner.violations
+        if "partial_rotary_factor" in fields.values and inside != share:
+            fields.refuse("partial_rotary_factor", f"stands beside {name}'s of {inside}", "Keep one of the two")
+        share = inside
+    return share
+
+
 def read_rope(
     fields: Fields,
     default_theta: float,
@@ -32,10 +47,9 @@ def read_rope(
     """(base, rope configuration, factor of ``mscale_all_dim`` on the softmax scale of latent attention).
 
     default_theta: of the configuration class.  kinds: the readers of the rope types that the family has; None: those of
-    most families.  partial: the family reads ``partial_rotary_factor``.
+    most.  partial: the family reads ``partial_rotary_factor`` itself.
     """
     readers = _KINDS if kinds is None else kinds
-    share = fields.take("partial_rotary_factor", float, 1.0) if partial else 1.0
     name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     inner = fields.inside(name)
     other = fields.inside("rope_parameters" if name == "rope_scaling" else "rope_scaling")
@@ -43,8 +57,8 @@ def read_rope(
         fields.refuse("rope_parameters", "stands beside another rope_scaling", "Keep one of the two")
     theta = fields.take("rope_theta", float, default_theta)
     if inner is None:
-        return theta, RopeConfig(partial_rotary_factor=share), 1.0
-    base, rope, scale = read_parameters(inner, theta, max_position_embeddings, readers, share if partial else None)
+        return theta, RopeConfig(), 1.0
+    base, rope, scale = read_parameters(inner, theta, max_position_embeddings, readers, partial=partial)
     if "rope_theta" in fields.values and base != theta:
         fields.refuse("rope_theta", f"stands beside {name}.rope_theta={base}", "Keep one of the two")
     fields.close(inner)
@@ -52,15 +66,12 @@ def read_rope(
 
 
 def read_parameters(
-    inner: Fields, theta: float, longest: int, kinds: Mapping[str, Reader], share: float | None = None
+    inner: Fields, theta: float, longest: int, kinds: Mapping[str, Reader], *, partial: bool = False
 ) -> tuple[float, RopeConfig, float]:
-    """``read_rope`` of the mapping alone, which the caller closes.
-
-    theta, share: what stands outside it; share is None for a family that does not read ``partial_rotary_factor``.
-    """
+    """``read_rope`` of the mapping alone, which the caller closes.  theta: what stands outside it."""
     base = inner.take("rope_theta", float, theta)
-    if share is not None:
-        share = inner.take("partial_rotary_factor", float, share)
+    if partial:
+        inner.ignore("partial_rotary_factor")
     else:
         inner.demand("partial_rotary_factor", 1, None, because="rotates a part of each head only")
     kind = inner.take("type", str, "default")
@@ -75,7 +86,6 @@ def read_parameters(
         spelling = "rope_type" if "rope_type" in inner.values else "type"
         inner.refuse(spelling, "is not supported", f"Choose a checkpoint with one of {', '.join(kinds)}")
         inner.ignore(*inner.values)  # one violation is enough
-    rope.partial_rotary_factor = 1.0 if share is None else share
     return base, rope, scale
 
 

@@ -149,17 +149,23 @@ def split(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shar
 
 
 def grouped_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
-    """Megatron's ``linear_qkv``: for each key/value head its query heads, the key head, the value head.
+    """Megatron's ``linear_qkv``: for each key/value head its query heads, the key head, the value head; cut evenly.
 
-    ``get_query_key_value_tensors`` in megatron/core/transformer/attention.py, 0.16.1.
+    More shards than key/value heads cut through heads, and no row has a copy: Megatron gathers the outputs
+    (``get_query_key_value_tensors`` in megatron/core/transformer/attention.py, 0.16.1).
     """
-    groups = model.num_query_groups
-    assert groups % num_shards == 0, f"{groups} key/value heads over {num_shards} shards"
-    mine = range(index * groups // num_shards, (index + 1) * groups // num_shards)
+    groups, rows = model.num_query_groups, sum(sizes)
+    assert rows % num_shards == 0, f"{rows} rows of queries, keys and values over {num_shards} shards"
+    begin, end = index * rows // num_shards, (index + 1) * rows // num_shards
     heads = [size // groups for size in sizes]
-    return ShardRanges.of(
-        [Range(source, group * head, (group + 1) * head) for group in mine for source, head in enumerate(heads)]
-    )
+    ranges, row = [], 0
+    for group in range(groups):
+        for source, head in enumerate(heads):
+            first, last = max(begin, row), min(end, row + head)
+            start = group * head - row
+            ranges.append(Range(source, start + first, start + max(first, last)))
+            row += head
+    return ShardRanges.of(ranges)
 
 
 def replicated_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:

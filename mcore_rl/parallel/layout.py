@@ -180,7 +180,7 @@ def nearest_layouts(
     ranked = []
     for pp in (size for size in divisors(world_size) if size <= model.num_layers):
         stage = world_size // pp
-        tp_cp = [(tp, cp) for tp in divisors(gcd(stage, limits["tp"])) for cp in divisors(stage // tp)]
+        tp_cp = [(tp, cp) for tp in tensor_sizes(model, stage) for cp in divisors(stage // tp)]
         ep_etp = [(ep, etp) for ep in divisors(gcd(stage, limits["ep"])) for etp in divisors(stage // ep)]
         dense = [(_far(tp, parallel.tp) + _far(cp, parallel.cp), tp, cp) for tp, cp in tp_cp if cp <= _max_cp(model)]
         expert = [
@@ -237,12 +237,8 @@ def _world_violations(parallel: ParallelConfig, world_size: int) -> list[Violati
 
 
 def divisor_limits(model: ModelConfig) -> dict[str, dict[str, int]]:
-    """axis -> {key: number that the axis must divide}.
-
-    Megatron (transformer/attention.py, 0.16.1) can also run more tensor ranks than key/value heads, by gathering the
-    fused projection; we refuse that, because a rank would then hold a part of a head.
-    """
-    tp = {"model.num_attention_heads": model.num_attention_heads, "model.num_query_groups": model.num_query_groups}
+    """axis -> {key: number that the axis must divide}; of tp, ``tensor_sizes`` asks for more."""
+    tp = {"model.num_attention_heads": model.num_attention_heads}
     if not all(model.has_experts(layer) for layer in range(model.num_layers)):
         tp["model.ffn_hidden_size"] = model.ffn_hidden_size
     if model.moe is None:
@@ -251,6 +247,29 @@ def divisor_limits(model: ModelConfig) -> dict[str, dict[str, int]]:
         tp["model.moe.shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
     ep = {"model.moe.num_experts": model.moe.num_experts}
     return {"tp": tp, "ep": ep, "etp": {"model.moe.ffn_hidden_size": model.moe.ffn_hidden_size}}
+
+
+def tensor_sizes(model: ModelConfig, ranks: int) -> list[int]:
+    """The sizes of tp that ``model`` allows and that divide ``ranks``, ascending."""
+    fit = divisors(gcd(ranks, *divisor_limits(model)["tp"].values()))
+    return [tp for tp in fit if _key_heads_problem(model, tp) is None]
+
+
+def _key_heads_problem(model: ModelConfig, tp: int) -> str | None:
+    """Why ``tp`` ranks cannot share the key/value heads, or None.
+
+    With more ranks than key/value heads, Megatron cuts the rows of the fused projection evenly, gathers its outputs,
+    and each rank takes its query heads and the key/value head that they share (transformer/attention.py:1398, 0.16.1).
+    """
+    groups, heads = model.num_query_groups, model.num_attention_heads
+    if groups % tp and tp % groups:
+        return f"neither divides model.num_query_groups={groups} nor is a multiple of it"
+    if groups % tp and model.joint_qk_norm:
+        return f"does not divide model.num_query_groups={groups}, over all of which one norm of the keys goes"
+    rows = (heads + 2 * groups) * model.head_dim
+    if groups % tp and rows % tp:
+        return f"does not divide the {rows} rows of the query, key and value projections"
+    return None
 
 
 def _max_cp(model: ModelConfig) -> int:
@@ -263,7 +282,8 @@ def _model_violations(model: ModelConfig, parallel: ParallelConfig) -> list[Viol
     violations = []
     for axis, by_key in divisor_limits(model).items():
         size = getattr(parallel, axis)
-        allowed = _nearest(divisors(gcd(*by_key.values())), size)
+        limit = gcd(*by_key.values())
+        allowed = _nearest(tensor_sizes(model, limit) if axis == "tp" else divisors(limit), size)
         for key, number in by_key.items():
             if number % size == 0:
                 continue
@@ -272,6 +292,9 @@ def _model_violations(model: ModelConfig, parallel: ParallelConfig) -> list[Viol
             else:
                 problem, remedy = f"does not divide {key}={number}", f"Write parallel.{axis}={allowed}"
             violations.append(Violation(f"parallel.{axis}", size, problem, remedy))
+        problem_of_keys = _key_heads_problem(model, size) if axis == "tp" else None
+        if problem_of_keys is not None:
+            violations.append(Violation("parallel.tp", size, problem_of_keys, f"Write parallel.tp={allowed}"))
     if parallel.cp > _max_cp(model):
         longest = f"model.max_position_embeddings={model.max_position_embeddings}"
         problem = f"cuts a sequence into {2 * parallel.cp} pieces, more than {longest} has tokens"

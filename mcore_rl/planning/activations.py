@@ -9,7 +9,8 @@ split rows between the linears (sequence parallelism) and widths inside them.
 Symbols, all for one rank: e bytes per element; widths h hidden, q and k of the query and key heads, f of the MLP:
 
     norm, twice     local (4 + 2 e) h / tp: a float32 copy, the quotient, the product.  Fused: 2 e h / tp
-    attention       e (q + 2 k): the fused projection.  e (q + k): rotated.  4 heads: sums of exponents.  e q: the
+    attention       e (q + 2 k): the fused projection; of all ranks where key/value heads are fewer, since values are
+                    a view of what is gathered.  e (q + k): rotated.  4 heads: sums of exponents.  e q: the
                     output, and e q once more where sequences are attended one by one and joined
     gated MLP       3 e f: the fused projection and its product
     experts         for each row sent to an expert: e h, and 3 e f of the expert
@@ -150,17 +151,22 @@ def _attention(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, l
     e, tp, heads = kernels.size, parallel.tp, model.num_attention_heads / parallel.tp
     if model.mla is not None:
         return _latent_attention(model, parallel, kernels, longest)
-    q, k = heads * model.head_dim, model.num_query_groups / tp * model.head_dim
-    inputs = e * (q + 2 * k) + e * (q + k)
+    q, k = heads * model.head_dim, max(1, model.num_query_groups / tp) * model.head_dim
+    projected = q + 2 * k
+    gathered = 0.0  # beside the projection, in backward: its gradient in all ranks' heads, and cut for each rank
+    if tp > model.num_query_groups:
+        projected = (model.num_attention_heads + 2 * model.num_query_groups) * model.head_dim
+        gathered = 2 * e * projected
+    inputs = e * projected + e * (q + k)
     if parallel.cp > 1:  # keys and values of all context ranks; backward does not read the projection again
         inputs = e * q + 2 * e * k * parallel.cp
     if not kernels.fused:
-        inputs += 4 * e * model.head_dim  # cosines and sines, for queries and for keys
+        inputs += 4 * e * model.rotary_dim  # cosines and sines, for queries and for keys
     if model.qk_norm:
         inputs += (q + k) * ((4 + e) if not kernels.fused else e)
     joined = kernels.one_by_one and model.attention_soft_cap is None
     core = 4 * heads + (e * q if joined else 0)
-    return inputs + core + e * q, core, 2 * e * (q + 2 * k)
+    return inputs + core + e * q, core, 2 * e * (q + 2 * k) + gathered
 
 
 def _latent_attention(

@@ -12,7 +12,7 @@ from mcore_rl.config.engine import EngineConfig, Recompute
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Role
-from mcore_rl.parallel.layout import Layout, balanced_layers, divisor_limits, divisors
+from mcore_rl.parallel.layout import Layout, balanced_layers, divisor_limits, divisors, tensor_sizes
 from mcore_rl.planning.memory import Site, peaks
 from mcore_rl.planning.peaks import Phase
 from mcore_rl.planning.serving import Serving
@@ -109,7 +109,7 @@ def layouts(model: ModelConfig, world_size: int, per_node: int, longest: int) ->
     limits = {axis: gcd(*by_key.values()) for axis, by_key in divisor_limits(model).items()}
     for pp in (size for size in divisors(world_size) if size <= model.num_layers):
         stage = world_size // pp
-        for tp in (size for size in divisors(gcd(stage, limits["tp"])) if size <= per_node):
+        for tp in (size for size in tensor_sizes(model, stage) if size <= per_node):
             for cp in (size for size in divisors(stage // tp) if size <= MAX_CP):
                 if cp > 1 and longest < SHORTEST_CP * cp:
                     continue

@@ -65,6 +65,8 @@ def family_for(model: ModelConfig) -> Family:
         return FAMILIES["deepseek_v3"]
     if model.sandwich_norm:
         return FAMILIES["gemma3_text" if model.qk_norm else "gemma2"]
+    if moe is not None and moe.expert_bias:
+        return FAMILIES["glm4_moe"]
     if moe is not None:
         if model.joint_qk_norm:
             return FAMILIES["olmoe"]

@@ -115,9 +115,12 @@ def layer_communication_s(role: RolePlan, rates: Rates) -> float:
     row = e * model.hidden_size
     # Two gathers and two reduce-scatters of the whole rows in attention and MLP (arXiv:2205.05198, section 4.2.2).
     seconds = 4 * rates.ring(row, layout.tp) * num_layers
+    if model.num_query_groups < layout.tp:  # queries, keys and values are gathered, and their gradients scattered
+        heads = model.num_attention_heads + 2 * model.num_query_groups
+        seconds += rates.ring(e * heads * model.head_dim, layout.tp) * num_layers
     if layout.cp > 1:
         keys = model.num_query_groups if model.mla is None else model.num_attention_heads
-        width = 2 * e * keys * model.head_dim / layout.tp * layout.cp
+        width = 2 * e * max(1, keys / layout.tp) * model.head_dim * layout.cp
         seconds += rates.ring(width, layout.cp, layout.tp) * num_layers
     if model.moe is not None:
         sparse = sum(model.has_experts(layer) for layer in range(model.num_layers)) / layout.pp

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from math import lcm, prod
+from math import gcd, lcm, prod
 from typing import Any
 
 import numpy as np
@@ -39,14 +39,16 @@ def reduced_config(
     """A Hugging Face ``config`` of the same family, as small as the layouts let it be; every axis still divides.
 
     Ratios that decide how tensors are cut stay: whether a key/value head has several query heads, whether there are
-    fewer key/value heads than rollout ranks, dense layers before those with experts.
+    fewer key/value heads than ranks on either side, dense layers before those with experts.
     """
     both = lcm(parallel.tp, rollout.tp)
     given = config["num_key_value_heads"] if "num_key_value_heads" in config else config["num_attention_heads"]
-    shared = rollout.tp > given  # several rollout ranks hold one key/value head
-    groups = parallel.tp if shared and rollout.tp % parallel.tp == 0 else both
+    # Several ranks share one key/value head where there are more of them.
+    groups = lcm(*(tp for tp in (parallel.tp, rollout.tp) if tp <= given))
     one_to_one = given == config["num_attention_heads"]
-    heads = groups if one_to_one else lcm(2 * groups, 2 * rollout.tp)
+    heads = groups if one_to_one else 2 * lcm(groups, both)
+    # The rows of one key/value head are shared by as many ranks, evenly.
+    head_dim = lcm(head_dim, parallel.tp // gcd(parallel.tp, 2 * groups))
     small = dict(config)
     num_layers = sum(parallel.pipeline_layers or [2] * (parallel.pp * parallel.vpp))
     changes: dict[str, Any] = {
@@ -59,6 +61,7 @@ def reduced_config(
         "num_nextn_predict_layers": 0,
         "max_window_layers": num_layers,
         "layer_types": None,
+        "partial_rotary_factor": 0.5,
     }
     changes |= dict.fromkeys(EXPERT_WIDTHS, 2 * both * parallel.etp)
     changes |= {name: parts * head_dim // 4 for name, parts in LATENTS.items()}
@@ -70,6 +73,8 @@ def reduced_config(
         changes["mlp_only_layers"] = [layer for layer in config.get("mlp_only_layers", ()) if layer < num_layers]
     small |= {name: value for name, value in changes.items() if config.get(name) is not None}
     small.pop("quantization_config", None)
+    if "short_factor" in (config.get("rope_scaling") or {}):  # a number for each frequency of the whole width
+        small.pop("rope_scaling")
     return small
 
 

@@ -182,7 +182,7 @@ def build_chunks(
             post_process=is_last,
             share_embeddings_and_output_weights=model.tie_output and head is Head.lm,
             position_embedding_type="rope",
-            rotary_percent=model.rotary_dim / model.head_dim if model.mla is None else 1.0,
+            rotary_percent=model.rotary_percent,
             rotary_base=model.rotary_base,  # type: ignore[arg-type]
             vp_stage=vp_stage if parallel.vpp > 1 else None,
         )

@@ -32,7 +32,7 @@ from tests.support.forked import run_ranks
 
 Case = tuple[str, str, int]  # family, layout, world size
 BUCKET_BYTES = 30_000  # some tensors are larger
-DENSE = (("tp=2", 2), ("pp=2", 2), ("", 2), ("tp=2,pp=2", 4), ("pp=2,vpp=2,cp=2", 4))
+DENSE = (("tp=2", 2), ("pp=2", 2), ("", 2), ("tp=2,pp=2", 4), ("tp=4", 4), ("pp=2,vpp=2,cp=2", 4))
 EXPERTS = (("ep=2", 2), ("etp=2", 2), ("tp=2,ep=2,etp=1", 4), ("pp=2,ep=2", 4))
 
 

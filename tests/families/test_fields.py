@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.families.fields import IGNORED, NEUTRAL, Fields, same
 from mcore_rl.families.registry import FAMILIES, model_of
-from tests.support.published import FACTS, TINY
+from tests.support.published import FACTS, TINY, WRITTEN
 
 # Beside IGNORED: what the family says changes nothing, and what nothing reads while windows are off.
 IGNORED_BY_FAMILY = {
@@ -26,7 +26,10 @@ IGNORED_BY_FAMILY = {
     "olmoe": set(),
     "phi3": {"original_max_position_embeddings"},  # nothing reads it without longrope
     "deepseek_v3": {"num_nextn_predict_layers"},
+    "glm4_moe": {"num_nextn_predict_layers"},
 }
+# What other families refuse.
+IMPLEMENTED = {"glm4_moe": {"attention_bias"}}
 
 
 def refused(config: dict[str, Any]) -> dict[str, Violation]:
@@ -56,7 +59,8 @@ def other(name: str, value: Any) -> Any:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_field_of_the_class_matters_is_refused_or_is_listed(name: str) -> None:
     """No field that transformers' class knows can be changed without a different model, a refusal or a listing."""
-    written = CONFIG_MAPPING[name](architectures=list(FAMILIES[name].architectures)).to_dict()
+    architectures = list(FAMILIES[name].architectures)
+    written = CONFIG_MAPPING[name](architectures=architectures, **WRITTEN.get(name, {})).to_dict()
     plain = dict(written)
     if name.startswith("qwen"):  # windows as the checkpoints write them, with a size and switched off
         plain |= {"sliding_window": 4096, "max_window_layers": 28}
@@ -94,6 +98,9 @@ def test_an_unknown_field_is_refused_by_name(name: str, extra: dict[str, Any]) -
     [("attention_bias", True), ("attention_dropout", 0.1), ("hidden_act", "relu"), ("is_encoder_decoder", True)],
 )
 def test_what_is_not_implemented_is_refused_by_name(name: str, field: str, value: object) -> None:
+    if field in IMPLEMENTED.get(name, ()):
+        assert model_of({**TINY[name], field: value}) != model_of({**TINY[name], field: False})
+        return
     assert list(refused({**TINY[name], field: value})) == [field]
 
 
@@ -140,6 +147,11 @@ def test_what_is_not_implemented_is_refused_by_name(name: str, field: str, value
         ("deepseek_v3", "head_dim", 48),
         ("deepseek_v3", "qk_head_dim", 32),
         ("deepseek_v3", "n_shared_experts", 0),
+        ("glm4_moe", "n_shared_experts", 0),
+        ("glm4_moe", "head_dim", None),
+        ("glm4_moe", "tie_word_embeddings", True),
+        ("glm4_moe", "partial_rotary_factor", 0.3),  # 9 of 32
+        ("glm4_moe", "partial_rotary_factor", 1.5),
     ],
 )
 def test_what_a_family_does_not_have_is_refused_by_name(name: str, field: str, value: object) -> None:

@@ -18,9 +18,10 @@ from mcore_rl.config.model import Activation, ModelConfig, RopeType
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.weights.table import Table
-from tests.support.published import FACTS, TINY, class_config, meta_model, saved_shapes
+from tests.support.published import FACTS, TINY, WRITTEN, class_config, meta_model, saved_shapes
 
-# As the model cards and safetensors indices count; DeepSeek-V3 without the multi-token prediction layer.
+# As the model cards and safetensors indices count; DeepSeek-V3 and GLM-4.5 without
+# the multi-token prediction layer (with it GLM-4.5 has 358,337,791,296, and Air 110,468,824,832).
 PUBLISHED_PARAMETERS = {
     "google/gemma-3-1b-it": 999_885_952,
     "google/gemma-2-2b-it": 2_614_341_888,
@@ -52,6 +53,8 @@ PUBLISHED_PARAMETERS = {
     "microsoft/Phi-4-mini-instruct": 3_836_021_760,
     "allenai/OLMoE-1B-7B-0924-Instruct": 6_919_161_856,
     "deepseek-ai/DeepSeek-V3": 671_026_419_200,
+    "zai-org/GLM-4.5": 352_797_829_024,
+    "zai-org/GLM-4.5-Air": 106_852_251_264,
 }
 
 
@@ -84,7 +87,6 @@ def test_the_table_and_the_model_are_those_of_transformers(hf_id: str) -> None:
 
 def assert_same_rotation(model: ModelConfig, embedding: Any, parameters: dict[str, Any]) -> None:
     """Bases, factors and widths of the rotation, for Gemma 3 of both kinds of layers."""
-    wide = model.rotary_dim if model.mla is None else model.mla.qk_rope_head_dim
     if "full_attention" not in parameters:
         kinds = [("", model.rotary_base, parameters)]
     else:
@@ -93,7 +95,7 @@ def assert_same_rotation(model: ModelConfig, embedding: Any, parameters: dict[st
     for prefix, base, values in kinds:
         assert getattr(embedding, f"{prefix}attention_scaling") == model.rope.attention_factor
         assert values["rope_theta"] == base
-        assert getattr(embedding, f"{prefix}inv_freq").numel() == wide // 2
+        assert 2 * getattr(embedding, f"{prefix}inv_freq").numel() == model.rotary_dim
 
 
 def assert_same_numbers(model: ModelConfig, reference: Any, config: Any) -> None:
@@ -132,7 +134,7 @@ def test_what_transformers_5_writes_reads_the_same(hf_id: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_left_out_has_the_default_of_the_class(name: str) -> None:
-    heading = {"architectures": list(FAMILIES[name].architectures), "model_type": name}
+    heading = {"architectures": list(FAMILIES[name].architectures), "model_type": name} | WRITTEN.get(name, {})
     written = CONFIG_MAPPING[name](**heading).to_dict()
     assert model_of(heading) == model_of(written)
     assert shapes(heading) == saved_shapes(meta_model(heading))

@@ -46,8 +46,7 @@ def assert_transformers_numbers(facts: dict[str, Any]) -> ModelConfig:
         assert torch.equal(ours[1], embedding.sliding_attention_inv_freq)
         assert embedding.full_attention_attention_scaling == embedding.sliding_attention_attention_scaling == 1.0
         return model
-    dim = model.rotary_dim if model.mla is None else model.mla.qk_rope_head_dim
-    frequencies = inverse_frequencies(model.rope, model.rotary_base, dim)
+    frequencies = inverse_frequencies(model.rope, model.rotary_base, model.rotary_dim)
     assert torch.equal(frequencies, reference.rotary_emb.inv_freq)
     assert model.rope.attention_factor == reference.rotary_emb.attention_scaling
     return model

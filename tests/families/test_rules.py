@@ -57,7 +57,7 @@ def numbered(*sizes: int) -> list[np.ndarray]:
 QKV = numbered(HEADS * HEAD_DIM, GROUPS * HEAD_DIM, GROUPS * HEAD_DIM)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 4])
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 8, 16])  # 8 and 16: parts of heads
 def test_grouped_qkv_keeps_each_key_head_behind_its_query_heads(num_shards: int) -> None:
     by_group = [part.reshape(GROUPS, -1) for part in QKV]
     expected = np.split(np.concatenate(by_group, axis=1).reshape(-1), num_shards)
@@ -135,8 +135,8 @@ def test_every_element_is_held_and_none_twice_by_one_shard(
 def test_what_does_not_divide_is_ours_to_refuse_earlier() -> None:
     with pytest.raises(AssertionError, match="over 3 shards"):
         split(MODEL, [8], 3, 0)
-    with pytest.raises(AssertionError, match="4 key/value heads over 8 shards"):
-        grouped_qkv(MODEL, [16, 8, 8], 8, 0)
+    with pytest.raises(AssertionError, match="32 rows of queries, keys and values over 5 shards"):
+        grouped_qkv(MODEL, [16, 8, 8], 5, 0)
 
 
 def test_empty_ranges_are_left_out_and_size_stays() -> None:

@@ -77,12 +77,15 @@ MODELS: dict[str, ModelConfig] = {
     "tied": models.dense(tie_output=True, qkv_bias=True),
     "qk_norm": models.dense(qk_norm=True),
     "moe": models.moe(),
+    # With tp beyond the key/value heads, ranks hold parts of heads; biases too.
+    "one_key_head": models.dense(num_query_groups=1, qkv_bias=True),
     "qwen_moe": models.moe(norm_topk_prob=False, qk_norm=True),
     "qwen2_moe": models.qwen2_moe(),
     "qwen2_moe_norm": models.qwen2_moe((1,), norm_topk_prob=True),
     "deepseek_v3": models.deepseek_v3(),
     "deepseek_v3_yarn": models.deepseek_v3(q_lora_rank=None, yarn=True),
     "deepseek_v3_halves": models.deepseek_v3(interleaved=False, yarn=True),
+    "glm4_moe": models.glm4_moe(),
     "windowed": models.windowed(),
     "gemma2": models.gemma2(),
     "gemma3": models.gemma3(),
@@ -113,7 +116,9 @@ BATCH_AUX = Problem(model="moe", aux=AuxLoss.batch)
 REPLAY = Problem(model="moe", replay=True)
 GEMMA2 = Problem(model="gemma2", temperature=0.7)
 QWEN2_MOE = Problem(model="qwen2_moe")
+ONE_KEY_HEAD = Problem(model="one_key_head")
 DEEPSEEK = Problem(model="deepseek_v3", aux=AuxLoss.sequence, z=1e-2)
+GLM4_MOE = Problem(model="glm4_moe")
 CRITIC = Problem(model="tied", head=Head.value)
 
 
@@ -185,8 +190,23 @@ def _mixed_layer_cases() -> list[Case]:
     cases.append(Case(problem=yarn, layout="pp=2,cp=2", world_size=4, recompute=Recompute.full))
     for layout, world_size in (("tp=2,etp=1", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2,etp=2", 4), ("ep=4", 4)):
         cases.append(Case(problem=QWEN2_MOE, layout=layout, world_size=world_size))
+    for layout, world_size in (("tp=2,etp=1", 2), ("pp=2", 2), ("cp=2", 2), ("tp=4,ep=2,etp=2", 4), ("pp=2,ep=2", 4)):
+        cases.append(Case(problem=GLM4_MOE, layout=layout, world_size=world_size))
     for problem, layout in ((DEEPSEEK, "ep=2"), (QWEN2_MOE, "tp=2,ep=2,etp=1")):
         cases.append(Case(problem=problem, layout=layout, world_size=2, dispatcher=Dispatcher.allgather))
+    return cases
+
+
+def _shared_key_head_cases() -> list[Case]:
+    """More tensor ranks than key/value heads: several ranks take one key head, and none has all of its rows."""
+    cases = [
+        Case(problem=ONE_KEY_HEAD, layout=layout, world_size=world_size)
+        for layout, world_size in (("tp=2", 2), ("tp=4", 4), ("tp=2,cp=2", 4), ("tp=2,pp=2,vpp=2", 4))
+    ]
+    cases.append(replace(cases[1], microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.full))
+    cases.append(Case(problem=GEMMA2, layout="tp=4", world_size=4))
+    cases.append(Case(problem=Problem(model="qwen_moe"), layout="tp=4,ep=2,etp=2", world_size=4))
+    cases.append(Case(problem=DENSE, layout="tp=4", world_size=8, recompute=Recompute.selective))
     return cases
 
 
@@ -255,6 +275,7 @@ def all_cases() -> list[Case]:
     cases += _expert_cases()
     cases += _mixed_layer_cases()
     cases += _attention_cases()
+    cases += _shared_key_head_cases()
     cases += _overlap_cases()
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         cases.append(Case(problem=CRITIC, layout=layout, world_size=world_size))

@@ -52,6 +52,7 @@ MIXED = replace(  # dense layers beside layers with experts, one of them shared
     num_query_groups=24,
     moe=MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=24, dense_layers=[0], shared_ffn_hidden_size=60),
 )
+FEW = replace(DENSE, num_query_groups=1, head_dim=1)
 
 MEGATRON_GROUPS = {
     "tp": parallel_state.get_tensor_model_parallel_group,
@@ -174,6 +175,8 @@ def keys(model: ModelConfig, text: str, world_size: int) -> list[str]:
 def test_layouts_that_fit_have_no_violation() -> None:
     assert keys(MIXTRAL, "tp=8,pp=4,vpp=2,cp=2,ep=8,etp=2", 128) == []
     assert keys(DENSE, "tp=4,cp=2", 8) == []
+    assert keys(DENSE, "tp=8", 8) == []  # two ranks for each of 4 key/value heads
+    assert keys(MIXTRAL, "tp=16,ep=8", 16) == []
     assert keys(MIXED, "tp=4,ep=2,etp=2", 4) == []
     assert keys(replace(MIXED, ffn_hidden_size=81), "tp=4,etp=1", 4) == ["parallel.tp"]
     assert layout_violations(DENSE, ParallelConfig(pp=4, pipeline_layers=[3, 4, 3, 3]), 8) == []
@@ -182,8 +185,9 @@ def test_layouts_that_fit_have_no_violation() -> None:
 @pytest.mark.parametrize(
     ("model", "text", "world_size", "expected", "remedy"),
     [
-        (DENSE, "tp=3", 3, "parallel.tp", "Write parallel.tp=1, 2 or 4"),  # heads and groups; 96 columns divide by 3
-        (DENSE, "tp=8", 8, "parallel.tp", "Write parallel.tp=1, 2 or 4"),  # groups alone
+        (DENSE, "tp=3", 3, "parallel.tp", "Write parallel.tp=2, 4 or 8"),  # heads and groups; 96 columns divide by 3
+        (MIXTRAL, "tp=12", 12, "parallel.tp", "Write parallel.tp=4, 8 or 16"),  # 48 heads, and not 8 key/value heads
+        (FEW, "tp=8", 8, "parallel.tp", "Write parallel.tp=1 or 2"),  # 10 rows of a fused projection
         (DENSE, "vpp=13", 1, "parallel.vpp", "Write parallel.vpp=1, or parallel.pp=2 or more"),
         (DENSE, "pp=14", 14, "parallel.pp", "Make pp * vpp at most 13"),
         (DENSE, "ep=2", 2, "parallel.ep", "Write parallel.ep=1"),
@@ -207,17 +211,17 @@ def test_each_misfit_is_named_with_its_remedy(
 
 
 def test_all_violations_come_at_once_and_the_last_names_layouts_that_fit() -> None:
-    violations = layout_violations(MIXTRAL, parse_layout("tp=16,pp=3,cp=2,ep=3,etp=3"), 64)
+    violations = layout_violations(MIXTRAL, parse_layout("tp=12,pp=3,cp=2,ep=3,etp=3"), 64)
     assert [violation.key for violation in violations] == [
         "world_size",
         "world_size",
-        "parallel.tp",  # 48 heads divide by 16; 8 key/value heads do not
+        "parallel.tp",  # 48 heads divide by 12; 8 key/value heads do not, nor are there 12 for each
         "parallel.ep",
         "parallel.etp",
         "parallel.pp",
     ]
     assert ["Nearest layouts" in violation.remedy for violation in violations] == [False] * 5 + [True]
-    nearest = nearest_layouts(MIXTRAL, parse_layout("tp=16,pp=3,cp=2,ep=3,etp=3"), 64)
+    nearest = nearest_layouts(MIXTRAL, parse_layout("tp=12,pp=3,cp=2,ep=3,etp=3"), 64)
     assert f"fit 64 processes: {layout_text(nearest[0])}; {layout_text(nearest[1])}" in violations[-1].remedy
 
 

@@ -35,6 +35,7 @@ CASES = [
         ("tp=2", Precision.bfloat16, Recompute.none),
     )
 ]
+CASES.append((replace(WIDE, num_query_groups=1), "tp=2", Precision.bfloat16, Recompute.none))
 
 
 def saved_bytes(rank: Rank, cases: list[tuple[ModelConfig, str, Precision, Recompute]]) -> list[int]:

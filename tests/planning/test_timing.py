@@ -109,6 +109,14 @@ def test_tensor_ranks_exchange_rows_four_times_a_layer() -> None:
     assert timing.layer_communication_s(role("tp=2", 2), RATES) == pytest.approx(4 * 4 * row)
 
 
+def test_more_ranks_than_key_heads_exchange_their_rows() -> None:
+    """4 query heads, 2 of keys and 2 of values, of 16 each; and every context rank has a whole key/value head."""
+    row, projected = 2 * 64 * 3 / 4 / 1e10, 2 * 8 * 16 * 3 / 4 / 1e10
+    assert timing.layer_communication_s(role("tp=4", 4), RATES) == pytest.approx(4 * (4 * row + projected))
+    across = timing.layer_communication_s(role("tp=4,cp=2", 8), RATES)
+    assert across == pytest.approx(4 * (4 * row + projected) + 4 * 2 * 2 * 16 * 2 / 2 / 1e10)
+
+
 def test_context_ranks_gather_keys_and_values() -> None:
     """2 groups of 16, keys and values, of both ranks."""
     assert timing.layer_communication_s(role("cp=2", 2), RATES) == pytest.approx(4 * 2 * 2 * 2 * 16 * 2 / 2 / 1e10)

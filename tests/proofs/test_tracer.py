@@ -22,7 +22,7 @@ from tests.support import direct_rollout, models
 from tests.support.published import FACTS, TINY
 
 MIXTRAL = models.moe(ffn_hidden_size=64, num_attention_heads=8, num_query_groups=4)
-DENSE_LAYOUTS = [("tp=2,pp=2,vpp=2", 8, "tp=4"), ("tp=4,cp=2", 8, "tp=2,dp=2"), ("pp=4", 4, "")]
+DENSE_LAYOUTS = [("tp=2,pp=2,vpp=2", 8, "tp=4"), ("tp=4,cp=2", 8, "tp=2,dp=2"), ("pp=4", 4, ""), ("tp=8", 8, "tp=4")]
 EXPERT_LAYOUTS = [
     ("tp=4,pp=2,ep=8", 16, "tp=4,dp=2,ep=8"),
     ("tp=2,pp=2,ep=2,etp=2", 8, "tp=4"),
@@ -38,7 +38,7 @@ def test_every_family_is_traced(model_type: str, training: str, world_size: int,
 
 
 @pytest.mark.parametrize(("training", "world_size", "rollout"), EXPERT_LAYOUTS)
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe"])
 def test_every_family_with_experts_is_traced(model_type: str, training: str, world_size: int, rollout: str) -> None:
     counts, failures = trace(TINY[model_type], parse_layout(training), world_size, parse_rollout_layout(rollout))
     assert failures == []

@@ -13,6 +13,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -58,6 +60,8 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
     )
     if model.mla is not None:
         cls, config = DeepseekV3ForCausalLM, _deepseek_v3(model, shared)
+    elif model.moe is not None and model.moe.expert_bias:
+        cls, config = Glm4MoeForCausalLM, _glm4_moe(model, shared)
     elif model.moe is not None and model.moe.shared_gate:
         cls, config = Qwen2MoeForCausalLM, _qwen2_moe(model, shared)
     elif model.moe is not None:
@@ -108,11 +112,12 @@ def rope_parameters(model: ModelConfig) -> dict[str, object]:
     """The field of that name in a config of transformers."""
     rope = model.rope
     values: dict[str, object] = {"rope_type": rope.type.value, "rope_theta": model.rotary_base}
+    if model.rotary_percent != 1:
+        values["partial_rotary_factor"] = model.rotary_percent
     if rope.type not in (RopeType.default, RopeType.longrope):
         values["factor"] = rope.factor
     if rope.type is RopeType.longrope:
-        values |= {"partial_rotary_factor": rope.partial_rotary_factor, "short_factor": rope.short_factor}
-        values["long_factor"] = [2.0 * factor for factor in rope.short_factor]
+        values |= {"short_factor": rope.short_factor, "long_factor": [2.0 * each for each in rope.short_factor]}
     if rope.type in (RopeType.llama3, RopeType.yarn):
         values["original_max_position_embeddings"] = rope.original_max_position_embeddings
     if rope.type is RopeType.llama3:
@@ -200,6 +205,27 @@ def _deepseek_v3(model: ModelConfig, shared: dict[str, object]) -> DeepseekV3Con
         n_group=moe.num_groups,
         topk_group=moe.top_k_groups,
         routed_scaling_factor=moe.routed_scaling_factor,
+    )
+
+
+def _glm4_moe(model: ModelConfig, shared: dict[str, object]) -> Glm4MoeConfig:
+    moe = model.moe
+    assert moe is not None and moe.score is RouterScore.sigmoid
+    assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
+    return Glm4MoeConfig(
+        **shared,
+        attention_bias=model.qkv_bias,
+        use_qk_norm=model.qk_norm,
+        n_routed_experts=moe.num_experts,
+        num_experts_per_tok=moe.top_k,
+        moe_intermediate_size=moe.ffn_hidden_size,
+        n_shared_experts=moe.shared_ffn_hidden_size // moe.ffn_hidden_size,
+        first_k_dense_replace=len(moe.dense_layers),
+        norm_topk_prob=moe.norm_topk_prob,
+        n_group=moe.num_groups,
+        topk_group=moe.top_k_groups,
+        routed_scaling_factor=moe.routed_scaling_factor,
+        num_mtp_layers=0,
     )
 
 
@@ -299,7 +325,7 @@ def _experts(value: Callable[[str], Tensor], model: ModelConfig, ours: str, thei
     if model.moe.expert_bias:
         full[ours + "router.expert_bias"] = value(theirs + "gate.e_score_correction_bias")
     if model.moe.shared_ffn_hidden_size:
-        name = "shared_experts" if model.mla is not None else "shared_expert"
+        name = "shared_expert" if model.moe.shared_gate else "shared_experts"
         full |= _gated_mlp(value, ours + "shared_experts.", f"{theirs}{name}.")
     if model.moe.shared_gate:
         full[ours + "shared_experts.gate_weight"] = value(theirs + "shared_expert_gate.weight")

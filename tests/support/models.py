@@ -106,7 +106,6 @@ def phi3_rope(head_dim: int) -> RopeConfig:
     return RopeConfig(
         type=RopeType.longrope,
         original_max_position_embeddings=128,
-        partial_rotary_factor=0.75,
         attention_factor=math.sqrt(1 + math.log(4) / math.log(128)),
         short_factor=[1.0 + n * n % 5 / 2 for n in range(head_dim * 3 // 8)],
     )
@@ -117,8 +116,24 @@ def phi3(**changes: object) -> ModelConfig:
 
     The context is four times the pre-training's, of which the model keeps the latter.
     """
-    settings = dict(rope=phi3_rope(16), hidden_size=64, tie_output=True, sliding_window=6, sliding_layers=[0, 1, 2, 3])
+    settings = dict(rope=phi3_rope(16), rotary_percent=0.75, hidden_size=64, tie_output=True)
+    settings |= dict(sliding_window=6, sliding_layers=[0, 1, 2, 3])
     return dense(**(settings | changes))
+
+
+def glm4_moe(**changes: object) -> ModelConfig:
+    """GLM-4.5-style: half of each head rotated, biases and norms on queries and keys, a dense layer, biased sigmoids."""
+    experts = MoeConfig(
+        num_experts=8,
+        top_k=2,
+        ffn_hidden_size=32,
+        dense_layers=[0],
+        shared_ffn_hidden_size=64,
+        score=RouterScore.sigmoid,
+        expert_bias=True,
+        routed_scaling_factor=1.3,
+    )
+    return dense(**({"moe": experts, "qkv_bias": True, "qk_norm": True, "rotary_percent": 0.5} | changes))
 
 
 # In the terms of a DeepSeek checkpoint.

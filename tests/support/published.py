@@ -16,6 +16,9 @@ MODEL_CONFIGS = ROOT / "model_configs"
 FACTS: dict[str, dict[str, Any]] = json.loads((MODEL_CONFIGS / "hf_configs.json").read_text(encoding="utf-8"))
 TINY = {facts["model_type"]: facts for hf_id, facts in FACTS.items() if hf_id.startswith("tiny-")}
 
+# What every checkpoint of a family writes, because the class's default is none of vLLM's.
+WRITTEN = {"glm4_moe": {"head_dim": 128}}
+
 
 def class_config(facts: dict[str, Any]) -> PreTrainedConfig:
     """transformers' configuration object; weights are never quantised here."""

@@ -23,7 +23,8 @@ from tests.support.vllm_device import VLLM_DEVICE
 SIZES = dict(hidden_size=64, head_dim=32)
 MODELS: dict[str, ModelConfig] = {
     "llama": models.dense(**SIZES),
-    "qwen2": models.dense(tie_output=True, qkv_bias=True, hidden_size=128, head_dim=32),
+    # One key/value head: two ranks share it, in training as in vLLM.
+    "qwen2": models.dense(tie_output=True, qkv_bias=True, hidden_size=128, head_dim=32, num_query_groups=1),
     "qwen3": models.dense(qk_norm=True, **SIZES),
     "mixtral": models.moe(ffn_hidden_size=64, **SIZES),
     "gemma2": models.gemma2(embedding_scale=8.0, **SIZES),
@@ -31,6 +32,7 @@ MODELS: dict[str, ModelConfig] = {
     "phi3": models.phi3(hidden_size=128, head_dim=32, rope=models.phi3_rope(32)),
     "olmoe": models.olmoe(hidden_size=128, head_dim=32),
     "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True, **SIZES),
+    "glm4_moe": models.glm4_moe(**SIZES),
 }
 PROMPTS = [Prompt(id=str(n), tokens=tuple(range(3 + n, 9 + 2 * n))) for n in range(4)]
 GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True)

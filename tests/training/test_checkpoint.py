@@ -37,7 +37,7 @@ from tests.support.forked import run_ranks
 Load = Callable[[Sequence[torch.nn.Module]], None]
 LOADS = (
     *((name, "tp=2,pp=2") for name in checkpoints.MODELS),
-    ("qwen2", ""), ("qwen2", "pp=2,vpp=2"), ("mixtral", "ep=4"), ("mixtral", "tp=2,ep=2,etp=2"),
+    ("qwen2", ""), ("qwen2", "tp=4"), ("qwen2", "pp=2,vpp=2"), ("mixtral", "ep=4"), ("mixtral", "tp=2,ep=2,etp=2"),
     ("deepseek_v3", "pp=2,ep=2"), ("deepseek_v3", "etp=2,ep=2"),
 )  # fmt: skip
 ALONE = ("qwen2", "mixtral", "deepseek_v3")

@@ -73,7 +73,10 @@ def test_everything_wrong_is_said_at_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"layout": "tp=4"}, "parallel.tp=4: does not divide model.num_query_groups=2. Write parallel.tp=1 or 2"),
+        (
+            {"layout": "tp=4", "model": models.dense(num_attention_heads=12, num_query_groups=6)},
+            "parallel.tp=4: neither divides model.num_query_groups=6 nor is a multiple of it. Write parallel.tp=2, 3 or 6",
+        ),
         ({"layout": "ep=2"}, "parallel.ep=2: the model has no experts. Write parallel.ep=1"),
         ({"layout": "pp=2", "model": models.dense(num_layers=3)}, "Write parallel.pipeline_layers=[2,1]"),
         ({"layout": "pp=8", "world_size": 8}, "pp=8 * vpp=1 is 8 chunks for 4 layers"),

@@ -39,6 +39,8 @@ DENSE = [
     ("tp=4,pp=2,vpp=2", 16, "tp=2,dp=3"),
     ("tp=2,cp=2,pp=4", 16, "tp=8,dp=2"),  # more rollout ranks than key/value heads
     ("pp=4", 8, "tp=8"),
+    ("tp=8,pp=2", 16, "tp=2"),  # more training ranks than key/value heads, which then hold parts of heads
+    ("tp=8", 8, "tp=8,dp=2"),
 ]
 
 
