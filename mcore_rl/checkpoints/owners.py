@@ -92,12 +92,12 @@ def _runs(pieces: list[Piece], dim: int) -> list[tuple[TensorSlice, tuple[Piece,
         if last is None or last.hf_start[dim] + last.shape[dim] != piece.hf_start[dim]:
             runs.append([])
         runs[-1].append(piece)
-    found = []
+    joined = []
     for run in runs:
         shape = list(run[0].shape)
         shape[dim] = sum(piece.shape[dim] for piece in run)
-        found.append((TensorSlice(run[0].hf_start, tuple(shape)), tuple(run)))
-    return found
+        joined.append((TensorSlice(run[0].hf_start, tuple(shape)), tuple(run)))
+    return joined
 
 
 def _cover_problem(table: Table, name: str, parts: list[OwnedPart]) -> str | None:

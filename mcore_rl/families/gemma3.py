@@ -75,10 +75,10 @@ def _read_ropes(fields: Fields, longest: int) -> tuple[float, RopeConfig, float]
             continue
         is_global = name == "full_attention"
         given = base if is_global else local
-        found, changed, _ = read_parameters(inner, given, longest, _GLOBAL_KINDS if is_global else _LOCAL_KINDS)
-        if top in fields.values and found != given:
-            fields.refuse(top, f"stands beside rope_parameters.{name}.rope_theta={found}", "Keep one of the two")
-        base, rope, local = (found, changed, local) if is_global else (base, rope, found)
+        theta, changed, _ = read_parameters(inner, given, longest, _GLOBAL_KINDS if is_global else _LOCAL_KINDS)
+        if top in fields.values and theta != given:
+            fields.refuse(top, f"stands beside rope_parameters.{name}.rope_theta={theta}", "Keep one of the two")
+        base, rope, local = (theta, changed, local) if is_global else (base, rope, theta)
         both.close(inner)
     fields.close(both)
     return base, rope, local

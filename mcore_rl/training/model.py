@@ -68,8 +68,6 @@ def transformer_config(
         num_query_groups=model.num_query_groups,
         layernorm_epsilon=model.norm_epsilon,
         add_qkv_bias=model.qkv_bias,
-        # Of whole heads; a joint norm is split over tensor ranks, and its gradients are not to be summed by name.
-        qk_layernorm=model.qk_norm and not model.joint_qk_norm,
         normalization="RMSNorm",
         activation_func=_ACTIVATIONS[model.activation],
         gated_linear_unit=True,
@@ -119,7 +117,8 @@ def _passed_on(engine: EngineConfig) -> dict[str, Any]:
 
 
 def _attention(model: ModelConfig) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
+    # A joint norm is split over tensor ranks: its gradients are not to be summed over them (``training/joint_norm.py``).
+    settings: dict[str, Any] = {"qk_layernorm": model.qk_norm and not model.joint_qk_norm}
     if model.mla is None:
         settings |= {"kv_channels": model.head_dim, "softmax_scale": score_scale(model)}
     else:

@@ -49,7 +49,7 @@ def engine(layout: RolloutLayout) -> dict[str, object]:
 CASES = [(model_type, "tp=2,pp=2", 4, rollout) for model_type in TINY for rollout in ("tp=2", "tp=4")]
 CASES += [
     (model_type, training, world_size, rollout)
-    for model_type in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe")
+    for model_type in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe")
     for training, world_size, rollout in (
         ("tp=2,pp=2,ep=2,etp=2", 8, "tp=2,dp=2,ep=2"),
         ("tp=4,pp=2,ep=4", 8, "tp=2,dp=2,ep=4"),
@@ -95,6 +95,10 @@ def check(
         ("Qwen/Qwen3-235B-A22B", "tp=4,dp=2,ep=8"),
         ("deepseek-ai/DeepSeek-V3", "tp=8,dp=2,ep=16"),
         ("google/gemma-2-2b-it", "tp=4"),
+        ("google/gemma-3-1b-it", "tp=4"),
+        ("microsoft/phi-4", "tp=2"),
+        ("microsoft/Phi-4-mini-instruct", "tp=8"),
+        ("allenai/OLMoE-1B-7B-0924-Instruct", "tp=8"),
         ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "tp=4"),
     ],
 )

@@ -231,6 +231,14 @@ def _overlap_cases() -> list[Case]:
     return cases
 
 
+def _feature_cases() -> list[Case]:
+    """What one family alone has: norms over all heads, rotations of a part of a head, two rotary bases."""
+    layouts = dict.fromkeys(("phi3", "gemma3"), ("tp=2", "cp=2", "pp=2")) | {"olmoe": ("tp=2,etp=1", "ep=2", "cp=2")}
+    return [
+        Case(problem=Problem(model=name), layout=layout, world_size=2) for name in layouts for layout in layouts[name]
+    ]
+
+
 def all_cases() -> list[Case]:
     """Every case of the gate, without duplicates."""
     cases: list[Case] = []
@@ -277,17 +285,13 @@ def all_cases() -> list[Case]:
     cases += _attention_cases()
     cases += _shared_key_head_cases()
     cases += _overlap_cases()
+    cases += _feature_cases()
     for layout, world_size in (("tp=2", 2), ("pp=2", 2), ("cp=2", 2), ("pp=2,tp=2", 4)):
         cases.append(Case(problem=CRITIC, layout=layout, world_size=world_size))
         cases.append(Case(problem=Problem(model="tied"), layout=layout, world_size=world_size))
     for layout in ("tp=2", "cp=2"):
         cases.append(Case(problem=Problem(model="qk_norm"), layout=layout, world_size=2))
         cases.append(Case(problem=Problem(model="qwen_moe"), layout=layout, world_size=2))
-    for layout in ("tp=2", "cp=2", "pp=2"):
-        cases.append(Case(problem=Problem(model="phi3"), layout=layout, world_size=2))
-        cases.append(Case(problem=Problem(model="gemma3"), layout=layout, world_size=2))
-    for layout in ("tp=2,etp=1", "ep=2", "cp=2"):
-        cases.append(Case(problem=Problem(model="olmoe"), layout=layout, world_size=2))
     cases.append(Case(problem=DENSE, layout="pp=2", world_size=2, pipeline_layers=(3, 1)))
     cases.append(Case(problem=MOE, layout="pp=2,vpp=2", world_size=2, pipeline_layers=(1, 1, 1, 1)))
     for layout in ("tp=2,etp=1", "pp=2", "cp=2", "ep=2"):

@@ -25,6 +25,7 @@ from transformers import (
     OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -58,42 +59,7 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
         initializer_range=0.1,
         attn_implementation="eager",
     )
-    if model.mla is not None:
-        cls, config = DeepseekV3ForCausalLM, _deepseek_v3(model, shared)
-    elif model.moe is not None and model.moe.expert_bias:
-        cls, config = Glm4MoeForCausalLM, _glm4_moe(model, shared)
-    elif model.moe is not None and model.moe.shared_gate:
-        cls, config = Qwen2MoeForCausalLM, _qwen2_moe(model, shared)
-    elif model.moe is not None:
-        experts = dict(num_experts_per_tok=model.moe.top_k)
-        if model.joint_qk_norm:
-            assert not model.moe.norm_topk_prob and model.moe.ffn_hidden_size == model.ffn_hidden_size
-            cls, config = OlmoeForCausalLM, OlmoeConfig(**shared, num_experts=model.moe.num_experts, **experts)
-        elif model.moe.norm_topk_prob and not model.qk_norm:
-            cls, config = MixtralForCausalLM, MixtralConfig(
-                **(shared | {"intermediate_size": model.moe.ffn_hidden_size}),
-                num_local_experts=model.moe.num_experts, **experts,
-            )  # fmt: skip
-        else:
-            cls, config = Qwen3MoeForCausalLM, Qwen3MoeConfig(
-                **shared, moe_intermediate_size=model.moe.ffn_hidden_size, num_experts=model.moe.num_experts,
-                norm_topk_prob=model.moe.norm_topk_prob, **experts,
-            )  # fmt: skip
-    elif model.rope.type is RopeType.longrope:
-        cls, config = Phi3ForCausalLM, _phi3(model, shared)
-    elif model.sandwich_norm and model.qk_norm:
-        cls, config = Gemma3ForCausalLM, _gemma3(model, shared)
-    elif model.sandwich_norm:
-        cls, config = Gemma2ForCausalLM, _gemma2(model, shared)
-    elif model.sliding_window is not None:
-        assert model.sliding_layers == list(range(model.num_layers)), "Mistral has the window in every layer"
-        cls, config = MistralForCausalLM, MistralConfig(**shared, sliding_window=model.sliding_window)
-    elif model.qk_norm:
-        cls, config = Qwen3ForCausalLM, Qwen3Config(**shared)
-    elif model.qkv_bias:
-        cls, config = Qwen2ForCausalLM, Qwen2Config(**shared)
-    else:
-        cls, config = LlamaForCausalLM, LlamaConfig(**shared)
+    cls, config = _class_and_config(model, shared)
     torch.manual_seed(seed)
     reference = cls(config).to(dtype)
     with torch.no_grad():
@@ -106,6 +72,46 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn_like(buffer))
     return reference.eval()
+
+
+def _class_and_config(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The class of transformers that computes ``model``, by its features.  shared: the fields of every class."""
+    if model.mla is not None:
+        return DeepseekV3ForCausalLM, _deepseek_v3(model, shared)
+    elif model.moe is not None and model.moe.expert_bias:
+        return Glm4MoeForCausalLM, _glm4_moe(model, shared)
+    elif model.moe is not None and model.moe.shared_gate:
+        return Qwen2MoeForCausalLM, _qwen2_moe(model, shared)
+    elif model.moe is not None:
+        experts = dict(num_experts_per_tok=model.moe.top_k)
+        if model.joint_qk_norm:
+            assert not model.moe.norm_topk_prob and model.moe.ffn_hidden_size == model.ffn_hidden_size
+            return OlmoeForCausalLM, OlmoeConfig(**shared, num_experts=model.moe.num_experts, **experts)
+        elif model.moe.norm_topk_prob and not model.qk_norm:
+            return MixtralForCausalLM, MixtralConfig(
+                **(shared | {"intermediate_size": model.moe.ffn_hidden_size}),
+                num_local_experts=model.moe.num_experts, **experts,
+            )  # fmt: skip
+        else:
+            return Qwen3MoeForCausalLM, Qwen3MoeConfig(
+                **shared, moe_intermediate_size=model.moe.ffn_hidden_size, num_experts=model.moe.num_experts,
+                norm_topk_prob=model.moe.norm_topk_prob, **experts,
+            )  # fmt: skip
+    elif model.rope.type is RopeType.longrope:
+        return Phi3ForCausalLM, _phi3(model, shared)
+    elif model.sandwich_norm and model.qk_norm:
+        return Gemma3ForCausalLM, _gemma3(model, shared)
+    elif model.sandwich_norm:
+        return Gemma2ForCausalLM, _gemma2(model, shared)
+    elif model.sliding_window is not None:
+        assert model.sliding_layers == list(range(model.num_layers)), "Mistral has the window in every layer"
+        return MistralForCausalLM, MistralConfig(**shared, sliding_window=model.sliding_window)
+    elif model.qk_norm:
+        return Qwen3ForCausalLM, Qwen3Config(**shared)
+    elif model.qkv_bias:
+        return Qwen2ForCausalLM, Qwen2Config(**shared)
+    else:
+        return LlamaForCausalLM, LlamaConfig(**shared)
 
 
 def rope_parameters(model: ModelConfig) -> dict[str, object]:
