@@ -74,7 +74,7 @@ def read_softmax_scale(fields: Fields) -> float:
     scalar = fields.take("query_pre_attn_scalar", float, 256.0)
     if scalar <= 0:
         fields.refuse("query_pre_attn_scalar", "scores are divided by its root", "Write a positive number")
-    return max(scalar, 1e-9) ** -0.5
+    return float(max(scalar, 1e-9) ** -0.5)
 
 
 WEIGHTS = (
