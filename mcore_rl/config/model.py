@@ -231,6 +231,9 @@ def _rotary_percent_violations(model: ModelConfig) -> list[Violation]:
     problems = {
         "is no share of a head": not 0 < share < 1,
         "latent attention has widths of its own for it": model.mla is not None,
+        # The factor on the rotated part of keys stands where their norm would (``training/layers.py``).
+        f"model.rope.attention_factor={model.rope.attention_factor:g} and model.qk_norm exclude each other then":
+            model.rope.attention_factor != 1 and model.qk_norm,
         f"rotates {model.rotary_dim} of model.head_dim={model.head_dim}, and RoPE rotates pairs":
             0 < share < 1 and (model.rotary_dim < 2 or model.rotary_dim % 2 > 0),
     }  # fmt: skip

@@ -117,7 +117,7 @@ def _passed_on(engine: EngineConfig) -> dict[str, Any]:
 
 
 def _attention(model: ModelConfig) -> dict[str, Any]:
-    # A joint norm is split over tensor ranks: its gradients are not to be summed over them (``training/joint_norm.py``).
+    # A joint norm is split over tensor ranks: Megatron must not sum its gradients (``training/joint_norm.py``).
     settings: dict[str, Any] = {"qk_layernorm": model.qk_norm and not model.joint_qk_norm}
     if model.mla is None:
         settings |= {"kv_channels": model.head_dim, "softmax_scale": score_scale(model)}

@@ -192,6 +192,24 @@ def test_integers_pass_for_floats_and_nulls_for_what_is_optional() -> None:
     assert (model.num_query_groups, model.head_dim) == (4, 16)
 
 
+def test_gemma_3_has_a_rope_for_each_kind_of_layer_in_either_spelling() -> None:
+    older = {key: value for key, value in TINY["gemma3_text"].items() if not key.startswith("rope")}
+    both = {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    }
+    assert model_of({**older, "rope_parameters": both}) == model_of(TINY["gemma3_text"])
+    assert list(refused({**older, "rope_parameters": both, "rope_theta": 3.0})) == ["rope_theta"]
+    assert list(refused({**older, "rope_parameters": both, "rope_scaling": {"rope_type": "default"}})) == [
+        "rope_scaling"
+    ]
+    stretched = {**both, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}
+    assert list(refused({**older, "rope_parameters": stretched})) == ["rope_parameters.sliding_attention.rope_type"]
+    assert list(refused({**older, "rope_parameters": {"rope_type": "default"}})) == ["rope_parameters.rope_type"]
+    _, plain = model_of({**older, "layer_types": ["full_attention"] * 6})
+    assert plain.sliding_layers == [] and plain.local_rotary_base is None
+
+
 def test_windows() -> None:
     def window(name: str, **changes: object) -> tuple[int | None, list[int]]:
         _, model = model_of({**TINY[name], **changes})

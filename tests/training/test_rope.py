@@ -11,7 +11,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mcore_rl.config.model import RopeConfig, RopeType
-from mcore_rl.training.rope import inverse_frequencies, score_scale, set_frequencies
+from mcore_rl.training.rope import (
+    ScaledKeyPart,
+    angles_of,
+    frequency_sets,
+    inverse_frequencies,
+    score_scale,
+    set_frequencies,
+)
 from tests.support import hf_reference, models
 
 DEFAULT = RopeConfig()
@@ -88,3 +95,28 @@ def test_score_scale_carries_the_square_of_the_attention_factor() -> None:
     yarn = RopeConfig(type=RopeType.yarn, factor=4.0, original_max_position_embeddings=64, attention_factor=1.5)
     assert score_scale(models.with_rope(yarn)) == 2.25 / 4
     assert score_scale(models.with_rope(yarn, softmax_scale=0.5)) == 2.25 / 2
+
+
+def test_a_factor_on_a_part_of_each_head_is_not_in_the_scale_of_scores() -> None:
+    model = models.phi3()
+    assert model.rope.attention_factor > 1 and score_scale(model) == 16**-0.5
+    query, key = torch.randn(2, 5, 16).double()
+    scaled = ScaledKeyPart(config=None, hidden_size=16, eps=1e-5, scale=2.25, rotary_dim=12)(key)
+    # as if both had been multiplied by 1.5, in that part
+    both = query[:, :12] * 1.5 @ (key[:, :12] * 1.5).T + query[:, 12:] @ key[:, 12:].T
+    torch.testing.assert_close(query @ scaled.T, both)
+
+
+def test_each_kind_of_layer_takes_its_own_angles() -> None:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    def embedding(*frequencies: torch.Tensor) -> torch.Tensor:
+        rotary = RotaryEmbedding(kv_channels=16, rotary_percent=1.0, use_cpu_initialization=True, cp_group=None)
+        set_frequencies(rotary, *frequencies)
+        angles = rotary.get_freqs_non_repeated(40)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]  # as its forward pass does
+
+    sets = frequency_sets(models.gemma3())
+    assert len(sets) == 2 and len(frequency_sets(models.gemma2())) == 1
+    for index, frequencies in enumerate(sets):
+        assert torch.equal(angles_of(embedding(*sets), index, 2), embedding(frequencies))
