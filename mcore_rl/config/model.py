@@ -94,7 +94,7 @@ class MoeConfig:
     score: see ``RouterScore``.
     expert_bias: a per-expert bias that affects which experts are chosen, but not their weights (arXiv:2408.15664).
     num_groups, top_k_groups: experts are in groups, and a token chooses only from its best ``top_k_groups``, ranked by
-    the sum of their two best experts.
+    their best expert, with ``expert_bias`` by the sum of their two best.
     routed_scaling_factor: multiplies the weights of the chosen experts, after the renormalisation.
     """
 
@@ -212,15 +212,15 @@ def _rotary_percent_violations(model: ModelConfig) -> list[Violation]:
     share = model.rotary_percent
     if share == 1:
         return []
+    factor, rotated = model.rope.attention_factor, model.rotary_dim
+    pairs = f"rotates {rotated} of model.head_dim={model.head_dim}, and RoPE rotates pairs"
     problems = {
         "is no share of a head": not 0 < share < 1,
         "latent attention has widths of its own for it": model.mla is not None,
         # Of whole heads it is a factor on the scores (``training/rope.py``); of a part it would not be.
-        f"yarn's attention_factor={model.rope.attention_factor:g} scales a part of each score then, which is not supported":
-            model.rope.attention_factor != 1,
-        f"rotates {model.rotary_dim} of model.head_dim={model.head_dim}, and RoPE rotates pairs":
-            0 < share < 1 and (model.rotary_dim < 2 or model.rotary_dim % 2 > 0),
-    }  # fmt: skip
+        f"yarn's attention_factor={factor:g} would scale a part of each score, which is not supported": factor != 1,
+        pairs: model.mla is None and 0 < share < 1 and (rotated < 2 or rotated % 2 > 0),
+    }
     remedy = "Write 1, or a share that rotates an even number"
     return [Violation("model.rotary_percent", share, problem, remedy) for problem, holds in problems.items() if holds]
 
@@ -294,7 +294,7 @@ def _moe_violations(model: ModelConfig, moe: MoeConfig) -> list[Violation]:
             f"a token chooses from between 1 and {groups}", f"Write 1 to {moe.num_groups}",
         ),
         (
-            "num_groups", not limited or moe.num_experts >= 2 * moe.num_groups,
+            "num_groups", not (limited and moe.expert_bias) or moe.num_experts >= 2 * moe.num_groups,
             f"groups of {experts} are ranked by their two best experts", f"Write {moe.num_experts // 2} or less",
         ),
         (

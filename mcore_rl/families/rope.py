@@ -45,8 +45,8 @@ def read_rope(
 ) -> tuple[float, RopeConfig, float]:
     """(base, rope configuration, factor of ``mscale_all_dim`` on the softmax scale of latent attention).
 
-    default_theta: of the configuration class.  latent: the model rotates a part of each head, as DeepSeek's.  partial: the
-    family reads ``partial_rotary_factor`` itself.
+    default_theta: of the configuration class.  latent: the model rotates a part of each head, as DeepSeek's.  partial:
+    the family reads ``partial_rotary_factor`` itself.
     """
     readers = _LATENT_READERS if latent else _READERS
     name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"

@@ -35,7 +35,14 @@ from tests.support import batches, checkpoints, engines, full_weights, hf_refere
 from tests.support.forked import run_ranks
 
 TOLERANCE = 1e-5
-DENSE_LAYOUTS = ("tp=2", "tp=4", "pp=2", "cp=2", "pp=2,vpp=2", "tp=2,pp=2")  # over 4 ranks: what is left is data parallel
+DENSE_LAYOUTS = (
+    "tp=2",
+    "tp=4",
+    "pp=2",
+    "cp=2",
+    "pp=2,vpp=2",
+    "tp=2,pp=2",
+)  # over 4 ranks: what is left is data parallel
 EXPERT_LAYOUTS = ("ep=2", "tp=2,ep=2,etp=1", "tp=2,etp=2", "etp=2,ep=2", "pp=2,ep=2")
 
 

@@ -49,7 +49,7 @@ def engine(layout: RolloutLayout) -> dict[str, object]:
 CASES = [(model_type, "tp=2,pp=2", 4, rollout) for model_type in TINY for rollout in ("tp=2", "tp=4")]
 CASES += [
     (model_type, training, world_size, rollout)
-    for model_type in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe")
+    for model_type in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe")
     for training, world_size, rollout in (
         ("tp=2,pp=2,ep=2,etp=2", 8, "tp=2,dp=2,ep=2"),
         ("tp=4,pp=2,ep=4", 8, "tp=2,dp=2,ep=4"),

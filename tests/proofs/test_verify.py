@@ -45,7 +45,13 @@ def failures(report: ProofReport) -> str:
 @pytest.mark.parametrize("family", list(FAMILIES))
 @pytest.mark.parametrize(
     ("training", "world_size", "rollout"),
-    [("", 1, ""), ("tp=2,pp=2", 8, "tp=2,dp=2"), ("pp=2,vpp=2,cp=2", 4, "tp=2"), ("tp=2", 2, "tp=4"), ("tp=4", 4, "tp=2")],
+    [
+        ("", 1, ""),
+        ("tp=2,pp=2", 8, "tp=2,dp=2"),
+        ("pp=2,vpp=2,cp=2", 4, "tp=2"),
+        ("tp=2", 2, "tp=4"),
+        ("tp=4", 4, "tp=2"),
+    ],
 )
 def test_every_family_is_proven(family: str, training: str, world_size: int, rollout: str) -> None:
     report = proof(FAMILIES[family], checkpoints.MODELS[family], training, world_size, rollout, family)

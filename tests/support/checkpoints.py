@@ -28,6 +28,7 @@ MODELS: dict[str, ModelConfig] = {
     "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True),
     "gemma2": models.gemma2(),
     "deepseek_v3": models.deepseek_v3(),
+    "deepseek_v2": models.deepseek_v2(),
     "glm4_moe": models.glm4_moe(),
 }
 WITH_EXPERTS = tuple(name for name, model in MODELS.items() if model.moe is not None)

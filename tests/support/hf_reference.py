@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma2Config,
@@ -52,7 +54,9 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
         initializer_range=0.1,
         attn_implementation="eager",
     )
-    if model.mla is not None:
+    if model.mla is not None and model.moe is not None and not model.moe.expert_bias:
+        cls, config = DeepseekV2ForCausalLM, _deepseek_v2(model, shared)
+    elif model.mla is not None:
         cls, config = DeepseekV3ForCausalLM, _deepseek_v3(model, shared)
     elif model.moe is not None and model.moe.expert_bias:
         cls, config = Glm4MoeForCausalLM, _glm4_moe(model, shared)
@@ -83,6 +87,9 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
         cls, config = LlamaForCausalLM, LlamaConfig(**shared)
     torch.manual_seed(seed)
     reference = cls(config).to(dtype)
+    for name, module in reference.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = model.norm_epsilon  # transformers has 1e-6 written in for the norms of latents
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if "norm" in name:
@@ -148,7 +155,6 @@ def _deepseek_v3(model: ModelConfig, shared: dict[str, object]) -> DeepseekV3Con
     mla, moe = model.mla, model.moe
     assert mla is not None and moe is not None and moe.score is RouterScore.sigmoid and moe.expert_bias
     assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
-    assert model.norm_epsilon == 1e-6, "transformers has it written in for the norms of latents"
     return DeepseekV3Config(
         **{name: value for name, value in shared.items() if name != "head_dim"},
         q_lora_rank=mla.q_lora_rank,
@@ -163,6 +169,29 @@ def _deepseek_v3(model: ModelConfig, shared: dict[str, object]) -> DeepseekV3Con
         n_shared_experts=moe.shared_ffn_hidden_size // moe.ffn_hidden_size,
         first_k_dense_replace=len(moe.dense_layers),
         norm_topk_prob=moe.norm_topk_prob,
+        n_group=moe.num_groups,
+        topk_group=moe.top_k_groups,
+        routed_scaling_factor=moe.routed_scaling_factor,
+    )
+
+
+def _deepseek_v2(model: ModelConfig, shared: dict[str, object]) -> DeepseekV2Config:
+    mla, moe = model.mla, model.moe
+    assert mla is not None and moe is not None and moe.score is RouterScore.softmax and not moe.norm_topk_prob
+    assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
+    return DeepseekV2Config(
+        **{name: value for name, value in shared.items() if name != "head_dim"},
+        q_lora_rank=mla.q_lora_rank,
+        kv_lora_rank=mla.kv_lora_rank,
+        qk_nope_head_dim=mla.qk_nope_head_dim,
+        qk_rope_head_dim=mla.qk_rope_head_dim,
+        v_head_dim=mla.v_head_dim,
+        n_routed_experts=moe.num_experts,
+        num_experts_per_tok=moe.top_k,
+        moe_intermediate_size=moe.ffn_hidden_size,
+        n_shared_experts=moe.shared_ffn_hidden_size // moe.ffn_hidden_size,
+        first_k_dense_replace=len(moe.dense_layers),
+        topk_method="group_limited_greedy" if moe.num_groups > 1 else "greedy",
         n_group=moe.num_groups,
         topk_group=moe.top_k_groups,
         routed_scaling_factor=moe.routed_scaling_factor,
