@@ -94,6 +94,11 @@ def check(
         ("Qwen/Qwen2.5-72B-Instruct", "tp=16"),
         ("Qwen/Qwen3-235B-A22B", "tp=4,dp=2,ep=8"),
         ("deepseek-ai/DeepSeek-V3", "tp=8,dp=2,ep=16"),
+        ("deepseek-ai/DeepSeek-V2", "tp=8"),
+        ("moonshotai/Moonlight-16B-A3B", "tp=2,dp=2,ep=4"),
+        ("moonshotai/Kimi-K2-Instruct", "tp=16,ep=16"),
+        ("zai-org/GLM-4.5", "tp=16"),
+        ("zai-org/GLM-4.5-Air", "tp=4,dp=2,ep=8"),
         ("google/gemma-2-2b-it", "tp=4"),
         ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "tp=4"),
     ],
@@ -110,3 +115,5 @@ def test_full_size_shapes_are_those_of_vllm(vllm: VllmProcess, name: str, rollou
             name: parameter.shape for name, parameter in held.items()
         }
         assert all(tuple(stored[name].experts) == parameter.experts for name, parameter in held.items())
+        dtypes = {name: tensor.rule.dtype or "bfloat16" for name, tensor in stored.items()}
+        assert dtypes == {name: parameter.dtype for name, parameter in held.items()}

@@ -21,6 +21,7 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -54,37 +55,7 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
         initializer_range=0.1,
         attn_implementation="eager",
     )
-    if model.mla is not None and model.moe is not None and not model.moe.expert_bias:
-        cls, config = DeepseekV2ForCausalLM, _deepseek_v2(model, shared)
-    elif model.mla is not None:
-        cls, config = DeepseekV3ForCausalLM, _deepseek_v3(model, shared)
-    elif model.moe is not None and model.moe.expert_bias:
-        cls, config = Glm4MoeForCausalLM, _glm4_moe(model, shared)
-    elif model.moe is not None and model.moe.shared_gate:
-        cls, config = Qwen2MoeForCausalLM, _qwen2_moe(model, shared)
-    elif model.moe is not None:
-        experts = dict(num_experts_per_tok=model.moe.top_k)
-        if model.moe.norm_topk_prob and not model.qk_norm:
-            cls, config = MixtralForCausalLM, MixtralConfig(
-                **(shared | {"intermediate_size": model.moe.ffn_hidden_size}),
-                num_local_experts=model.moe.num_experts, **experts,
-            )  # fmt: skip
-        else:
-            cls, config = Qwen3MoeForCausalLM, Qwen3MoeConfig(
-                **shared, moe_intermediate_size=model.moe.ffn_hidden_size, num_experts=model.moe.num_experts,
-                norm_topk_prob=model.moe.norm_topk_prob, **experts,
-            )  # fmt: skip
-    elif model.sandwich_norm:
-        cls, config = Gemma2ForCausalLM, _gemma2(model, shared)
-    elif model.sliding_window is not None:
-        assert model.sliding_layers == list(range(model.num_layers)), "Mistral has the window in every layer"
-        cls, config = MistralForCausalLM, MistralConfig(**shared, sliding_window=model.sliding_window)
-    elif model.qk_norm:
-        cls, config = Qwen3ForCausalLM, Qwen3Config(**shared)
-    elif model.qkv_bias:
-        cls, config = Qwen2ForCausalLM, Qwen2Config(**shared)
-    else:
-        cls, config = LlamaForCausalLM, LlamaConfig(**shared)
+    cls, config = _described(model, shared)
     torch.manual_seed(seed)
     reference = cls(config).to(dtype)
     for name, module in reference.named_modules():
@@ -100,6 +71,40 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn_like(buffer))
     return reference.eval()
+
+
+def _described(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """transformers' class for ``model``, and its configuration."""
+    if model.mla is not None and model.moe is not None and not model.moe.expert_bias:
+        return DeepseekV2ForCausalLM, _deepseek_v2(model, shared)
+    if model.mla is not None:
+        return DeepseekV3ForCausalLM, _deepseek_v3(model, shared)
+    if model.moe is not None and model.moe.expert_bias:
+        return Glm4MoeForCausalLM, _glm4_moe(model, shared)
+    if model.moe is not None and model.moe.shared_gate:
+        return Qwen2MoeForCausalLM, _qwen2_moe(model, shared)
+    if model.moe is not None:
+        experts = dict(num_experts_per_tok=model.moe.top_k)
+        if model.moe.norm_topk_prob and not model.qk_norm:
+            return MixtralForCausalLM, MixtralConfig(
+                **(shared | {"intermediate_size": model.moe.ffn_hidden_size}),
+                num_local_experts=model.moe.num_experts, **experts,
+            )  # fmt: skip
+        else:
+            return Qwen3MoeForCausalLM, Qwen3MoeConfig(
+                **shared, moe_intermediate_size=model.moe.ffn_hidden_size, num_experts=model.moe.num_experts,
+                norm_topk_prob=model.moe.norm_topk_prob, **experts,
+            )  # fmt: skip
+    if model.sandwich_norm:
+        return Gemma2ForCausalLM, _gemma2(model, shared)
+    if model.sliding_window is not None:
+        assert model.sliding_layers == list(range(model.num_layers)), "Mistral has the window in every layer"
+        return MistralForCausalLM, MistralConfig(**shared, sliding_window=model.sliding_window)
+    if model.qk_norm:
+        return Qwen3ForCausalLM, Qwen3Config(**shared)
+    if model.qkv_bias:
+        return Qwen2ForCausalLM, Qwen2Config(**shared)
+    return LlamaForCausalLM, LlamaConfig(**shared)
 
 
 def rope_parameters(model: ModelConfig) -> dict[str, object]:
