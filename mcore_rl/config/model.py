@@ -98,7 +98,7 @@ class MoeConfig:
     score: see ``RouterScore``.
     expert_bias: a per-expert bias that affects which experts are chosen, but not their weights (arXiv:2408.15664).
     num_groups, top_k_groups: experts are in groups, and a token chooses only from its best ``top_k_groups``, ranked by
-    the sum of their two best experts.
+    their best expert, with ``expert_bias`` by the sum of their two best.
     routed_scaling_factor: multiplies the weights of the chosen experts, after the renormalisation.
     """
 
@@ -228,14 +228,16 @@ def _rotary_percent_violations(model: ModelConfig) -> list[Violation]:
     share = model.rotary_percent
     if share == 1:
         return []
+    factor, rotated = model.rope.attention_factor, model.rotary_dim
+    pairs = f"rotates {rotated} of model.head_dim={model.head_dim}, and RoPE rotates pairs"
     problems = {
         "is no share of a head": not 0 < share < 1,
         "latent attention has widths of its own for it": model.mla is not None,
-        # The factor on the rotated part of keys stands where their norm would (``training/layers.py``).
-        f"model.rope.attention_factor={model.rope.attention_factor:g} and model.qk_norm exclude each other then":
-            model.rope.attention_factor != 1 and model.qk_norm,
-        f"rotates {model.rotary_dim} of model.head_dim={model.head_dim}, and RoPE rotates pairs":
-            0 < share < 1 and (model.rotary_dim < 2 or model.rotary_dim % 2 > 0),
+        # Of whole heads it is a factor on the scores; of a part, on that part of the keys (``training/rope.py``), in the
+        # place of their norm, and held against transformers for longrope alone.
+        f"attention_factor={factor:g} would scale a part of each score: for longrope without qk_norm alone":
+            factor != 1 and (model.qk_norm or model.rope.type is not RopeType.longrope),
+        pairs: model.mla is None and 0 < share < 1 and (rotated < 2 or rotated % 2 > 0),
     }  # fmt: skip
     remedy = "Write 1, or a share that rotates an even number"
     return [Violation("model.rotary_percent", share, problem, remedy) for problem, holds in problems.items() if holds]
@@ -310,7 +312,7 @@ def _moe_violations(model: ModelConfig, moe: MoeConfig) -> list[Violation]:
             f"a token chooses from between 1 and {groups}", f"Write 1 to {moe.num_groups}",
         ),
         (
-            "num_groups", not limited or moe.num_experts >= 2 * moe.num_groups,
+            "num_groups", not (limited and moe.expert_bias) or moe.num_experts >= 2 * moe.num_groups,
             f"groups of {experts} are ranked by their two best experts", f"Write {moe.num_experts // 2} or less",
         ),
         (

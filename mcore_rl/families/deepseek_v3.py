@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention, dense first layers, many small experts chosen by biased sigmoid scores.
+"""DeepSeek-V3 and R1, Moonlight, Kimi-K2: latent attention, dense first layers, small experts, biased sigmoid scores.
 
 The multi-token prediction layers behind the last layer are left out: they are not part of the policy.
 """
@@ -75,10 +75,20 @@ DEFAULTS = Defaults(
 
 def read(fields: Fields) -> ModelConfig:
     """Reads ``DeepseekV3Config``, and the fields that only the checkpoint's own code has."""
-    model = read_sizes(fields, DEFAULTS)
+    model = read_latent_attention(fields, DEFAULTS)
+    model.moe = _read_experts(fields, model.num_layers)
+    fields.ignore("num_nextn_predict_layers", "num_mtp_layers")  # see above
+    return model
+
+
+def read_latent_attention(fields: Fields, defaults: Defaults) -> ModelConfig:
+    """The sizes, positions and latent attention of DeepSeek-V2 and V3; the family adds the experts.
+
+    ``rms_norm_eps`` is that of every norm, as in vLLM and Megatron.  transformers' norms of the latents have 1e-6
+    whatever it says, which differs for Moonlight's 1e-5.
+    """
+    model = read_sizes(fields, defaults)
     fields.demand("hidden_act", "silu", because="gates the MLP by another function")
-    # transformers' norms of the latents keep their own default whatever the configuration says; vLLM's do not
-    fields.demand("rms_norm_eps", 1e-6, because="means different norms of the latents to different readers")
     if model.num_query_groups != model.num_attention_heads:
         problem = f"is {model.num_query_groups}, and each of num_attention_heads={model.num_attention_heads} has a key"
         fields.refuse("num_key_value_heads", problem, f"Write {model.num_attention_heads}")
@@ -90,11 +100,9 @@ def read(fields: Fields) -> ModelConfig:
     fields.demand("head_dim", rotated, None, because="contradicts qk_rope_head_dim")
     fields.demand("qk_head_dim", model.head_dim, because="contradicts qk_nope_head_dim and qk_rope_head_dim")
     longest = model.max_position_embeddings
-    model.rotary_base, model.rope, scale = read_rope(fields, DEFAULTS.rope_theta, longest, kinds=LATENT_KINDS)
+    model.rotary_base, model.rope, scale = read_rope(fields, defaults.rope_theta, longest, kinds=LATENT_KINDS)
     if scale != 1:
         model.softmax_scale = model.head_dim**-0.5 * scale  # ``yarn_apply_mscale`` in modeling_deepseek_v3.py
-    model.moe = _read_experts(fields, model.num_layers)
-    fields.ignore("num_nextn_predict_layers", "num_mtp_layers")  # see above
     return model
 
 
@@ -171,6 +179,7 @@ FAMILY = Family(
     name="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM",),
     model_type="deepseek_v3",
+    other_model_types=("kimi_k2",),
     read=read,
     weights=WEIGHTS,
     rollout=ROLLOUT,

@@ -14,7 +14,8 @@ from mcore_rl.families.rules import Rule
 class Family:
     """One model family.
 
-    architectures, model_type: as in ``config.json``; together they decide the family.
+    architectures, model_type: as in ``config.json``; together they decide the family.  other_model_types: what
+    checkpoints of the same architecture and the same fields write instead (Kimi-K2).
     read: makes the ``ModelConfig``; it takes every field that could change a number, or lists why it may be ignored.
     weights: Megatron's tensors.  rollout: vLLM's tensors.
     rollout_without_latent: vLLM's tensors if latent attention is off (``VLLM_MLA_DISABLE``); for families that have it.
@@ -31,6 +32,7 @@ class Family:
     weights: tuple[Rule, ...]
     rollout: tuple[Rule, ...]
     rollout_without_latent: tuple[Rule, ...] = ()
+    other_model_types: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     extra_layers: bool = False
     block_fp8: bool = False

@@ -59,7 +59,7 @@ PARTIAL_ROTARY_FACTOR = 0.5  # the class's default
 
 
 def read(fields: Fields) -> ModelConfig:
-    """Reads ``Glm4MoeConfig``."""
+    """Reads ``Glm4MoeConfig``, which says which of biases and norms there are."""
     model = read_decoder(fields, DEFAULTS, partial_rotary_factor=PARTIAL_ROTARY_FACTOR)
     if fields.values.get("head_dim") is None:
         fields.refuse("head_dim", "is missing, and vLLM 0.32 does not compute it", "Write the width of a head")

@@ -9,6 +9,7 @@ from typing import Any
 from mcore_rl.config.model import ModelConfig, model_violations
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families import (
+    deepseek_v2,
     deepseek_v3,
     gemma2,
     gemma3,
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": olmoe.FAMILY,
     "phi3": phi3.FAMILY,
     "deepseek_v3": deepseek_v3.FAMILY,
+    "deepseek_v2": deepseek_v2.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
 }
 
@@ -85,7 +87,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
             remedy = "Start a critic from the checkpoint of a causal language model: it gets a value head of its own"
         raise ConfigError([Violation("config.json: architectures", names, problem, remedy)])
     model_type = config.get("model_type")
-    if model_type != family.model_type:
+    if model_type not in (family.model_type, *family.other_model_types):
         problem = f"does not go with architectures={family.architectures[0]}"
         remedy = f"Restore the checkpoint's own config.json, which says {family.model_type}"
         raise ConfigError([Violation("config.json: model_type", model_type, problem, remedy)])

@@ -62,7 +62,7 @@ def family_for(model: ModelConfig) -> Family:
     """A family whose tables have exactly the tensors of ``model``; chosen by the model's features, not by its name."""
     moe = model.moe
     if model.mla is not None:
-        return FAMILIES["deepseek_v3"]
+        return FAMILIES["deepseek_v2" if moe is not None and not moe.expert_bias else "deepseek_v3"]
     if model.sandwich_norm:
         return FAMILIES["gemma3_text" if model.qk_norm else "gemma2"]
     if moe is not None and moe.expert_bias:

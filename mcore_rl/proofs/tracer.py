@@ -68,7 +68,8 @@ def reduced_config(
     if any(name in config for name in EXPERTS):
         num_experts = 2 * lcm(2, parallel.ep, rollout.ep)  # two groups of two, or more
         changes |= dict.fromkeys(EXPERTS, num_experts)
-        changes |= {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+        grouped = (config.get("n_group") or 1) > 1
+        changes |= {"num_experts_per_tok": 2, "n_group": 2 if grouped else 1, "topk_group": 1}
         changes["first_k_dense_replace"] = min(config.get("first_k_dense_replace", 0), num_layers // 2)
         changes["mlp_only_layers"] = [layer for layer in config.get("mlp_only_layers", ()) if layer < num_layers]
     small |= {name: value for name, value in changes.items() if config.get(name) is not None}

@@ -147,8 +147,9 @@ def _experts(model: ModelConfig, layer_spec: LayerSpec) -> dict[str, Any]:
         "moe_shared_expert_gate": moe.shared_gate,
         "moe_router_pre_softmax": not moe.norm_topk_prob,
         "moe_router_score_function": moe.score.value,
-        # Sigmoids in float32, as in transformers (models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3TopkRouter).
-        "moe_router_dtype": "fp32" if moe.score is RouterScore.sigmoid else None,
+        # In float32 as in transformers, where scores are sigmoids (DeepseekV3TopkRouter, Glm4MoeTopkRouter) and in
+        # DeepSeek-V2 (DeepseekV2TopkRouter).
+        "moe_router_dtype": "fp32" if moe.score is RouterScore.sigmoid or model.mla is not None else None,
         "moe_router_enable_expert_bias": moe.expert_bias,
         "moe_router_bias_update_rate": 0.0,  # it stays fixed
         "moe_router_num_groups": moe.num_groups if limited else None,

@@ -2,7 +2,7 @@
 
 It chooses experts as transformers does (qwen2_moe, mixtral, deepseek_v3), not as Megatron does: Megatron ranks a group
 of experts by the sum of its best ``top_k // top_k_groups`` (transformer/moe/moe_utils.py:554), where DeepSeek-V3 takes
-the best two, and it always renormalises sigmoids.
+the best two and DeepSeek-V2 the best, and it always renormalises sigmoids.
 
 Megatron computes auxiliary losses over one microbatch of one rank, so their gradients depend on the microbatch size, DP
 and CP.  Here every loss is a sum over this rank's tokens divided by counts of the whole global batch, which are known
@@ -176,7 +176,12 @@ class Router(TopKRouter):
             if self.expert_bias is not None:
                 ranked_ME = ranked_ME + self.expert_bias
             if config.moe_router_group_topk is not None:
-                ranked_ME = within_best_groups(ranked_ME, config.moe_router_num_groups, config.moe_router_group_topk)
+                ranked_ME = within_best_groups(
+                    ranked_ME,
+                    config.moe_router_num_groups,
+                    config.moe_router_group_topk,
+                    num_best=1 if self.expert_bias is None else 2,
+                )
             choices_MK = ranked_ME.topk(self.topk).indices
         weights_MK = scores_ME.gather(1, choices_MK)
         if not config.moe_router_pre_softmax:
@@ -226,13 +231,14 @@ class Router(TopKRouter):
         return MoEAuxLossAutoScaler.apply(probs_ME, loss)
 
 
-def within_best_groups(ranked_ME: Tensor, num_groups: int, num_kept: int) -> Tensor:
+def within_best_groups(ranked_ME: Tensor, num_groups: int, num_kept: int, *, num_best: int) -> Tensor:
     """``ranked_ME`` with -inf outside of each token's ``num_kept`` best groups of neighbouring experts.
 
-    The score of a group is the sum of its two best (arXiv:2412.19437, section 2.1.2).
+    The score of a group is the sum of its ``num_best`` best: two of biased scores (arXiv:2412.19437, section 2.1.2),
+    else one (arXiv:2405.04434, section 2.2.2); vLLM decides so too (fused_moe's ``grouped_topk``).
     """
     grouped_MGE = ranked_ME.unflatten(1, (num_groups, -1))
-    kept_MK = grouped_MGE.topk(2).values.sum(-1).topk(num_kept).indices
+    kept_MK = grouped_MGE.topk(num_best).values.sum(-1).topk(num_kept).indices
     is_out_MG = torch.ones_like(grouped_MGE[..., 0], dtype=torch.bool).scatter(1, kept_MK, False)
     return grouped_MGE.masked_fill(is_out_MG[..., None], float("-inf")).flatten(1)
 

@@ -26,21 +26,9 @@ from tests.support import models
 from tests.support.transformer_engine_stub import VERSION
 
 FOLDER = Path(sys.prefix) / "transformer_engine"
-FAMILIES = {
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen2-moe",
-    "qwen3-moe",
-    "gemma2",
-    "deepseek-v3",
-    "olmoe",
-    "phi3",
-    "gemma3",
-}
-WITH_EXPERTS = {"mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "olmoe"}
+WITH_EXPERTS = {"mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "deepseek-v2", "glm4-moe", "olmoe"}
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", *WITH_EXPERTS}
+WITH_ROUTER_BIAS = {"deepseek-v3", "glm4-moe"}
 Outcomes = dict[str, dict[str, dict[str, Any]]]
 
 
@@ -66,8 +54,9 @@ def test_every_family_constructs_and_binds_in_two_layouts(outcomes: Outcomes) ->
                 assert outcome["lacks"].startswith(lacks)
                 continue
             assert outcome["transformer_engine"], (family, layout)
-            # Bound are all parameters; of deepseek_v3 also the two layers' buffers of expert biases.
-            assert outcome["bound"] - outcome["parameters"] == (2 if family == "deepseek-v3" else 0), (family, layout)
+            # Bound are all parameters, and of two layers the buffers of expert biases where there are any.
+            buffers = 2 if family in WITH_ROUTER_BIAS else 0
+            assert outcome["bound"] - outcome["parameters"] == buffers, (family, layout)
             assert outcome["mlp"] == ("TEGroupedMLP" if family in WITH_EXPERTS else "MLP"), (family, layout)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.config.model import ModelConfig, RouterScore, model_violations
+from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType, RouterScore, model_violations
 from tests.support import models
 
 QWEN, DEEPSEEK = models.qwen2_moe(), models.deepseek_v3()
@@ -49,6 +49,15 @@ def test_a_sound_model_has_no_violation(model: ModelConfig) -> None:
     [
         (models.dense(hidden_size=0), "model.hidden_size", "1 or more"),
         (models.dense(num_query_groups=3), "model.num_query_groups", "[1, 2, 4]"),
+        (models.dense(rotary_percent=0.2), "model.rotary_percent", "rotates an even number"),  # 3 of 16
+        (models.dense(rotary_percent=0.05), "model.rotary_percent", "rotates an even number"),
+        (models.dense(rotary_percent=1.5), "model.rotary_percent", "Write 1"),
+        (models.deepseek_v3(rotary_percent=0.5), "model.rotary_percent", "Write 1"),
+        (
+            models.with_rope(RopeConfig(type=RopeType.yarn, factor=2.0, attention_factor=1.1), rotary_percent=0.5),
+            "model.rotary_percent",
+            "Write 1",
+        ),
         (models.dense(head_dim=15), "model.head_dim", "even"),
         (models.dense(sliding_layers=[0]), "model.sliding_window", "1 or more"),
         (models.dense(sliding_layers=[4], sliding_window=3), "model.sliding_layers", "Leave them out"),

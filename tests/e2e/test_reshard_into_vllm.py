@@ -49,7 +49,7 @@ def engine(layout: RolloutLayout) -> dict[str, object]:
 CASES = [(model_type, "tp=2,pp=2", 4, rollout) for model_type in TINY for rollout in ("tp=2", "tp=4")]
 CASES += [
     (model_type, training, world_size, rollout)
-    for model_type in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe")
+    for model_type in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "olmoe")
     for training, world_size, rollout in (
         ("tp=2,pp=2,ep=2,etp=2", 8, "tp=2,dp=2,ep=2"),
         ("tp=4,pp=2,ep=4", 8, "tp=2,dp=2,ep=4"),
@@ -94,6 +94,11 @@ def check(
         ("Qwen/Qwen2.5-72B-Instruct", "tp=16"),
         ("Qwen/Qwen3-235B-A22B", "tp=4,dp=2,ep=8"),
         ("deepseek-ai/DeepSeek-V3", "tp=8,dp=2,ep=16"),
+        ("deepseek-ai/DeepSeek-V2", "tp=8"),
+        ("moonshotai/Moonlight-16B-A3B", "tp=2,dp=2,ep=4"),
+        ("moonshotai/Kimi-K2-Instruct", "tp=16,ep=16"),
+        ("zai-org/GLM-4.5", "tp=16"),
+        ("zai-org/GLM-4.5-Air", "tp=4,dp=2,ep=8"),
         ("google/gemma-2-2b-it", "tp=4"),
         ("google/gemma-3-1b-it", "tp=4"),
         ("microsoft/phi-4", "tp=2"),
@@ -114,3 +119,5 @@ def test_full_size_shapes_are_those_of_vllm(vllm: VllmProcess, name: str, rollou
             name: parameter.shape for name, parameter in held.items()
         }
         assert all(tuple(stored[name].experts) == parameter.experts for name, parameter in held.items())
+        dtypes = {name: tensor.rule.dtype or "bfloat16" for name, tensor in stored.items()}
+        assert dtypes == {name: parameter.dtype for name, parameter in held.items()}

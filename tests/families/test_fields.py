@@ -26,6 +26,7 @@ IGNORED_BY_FAMILY = {
     "olmoe": set(),
     "phi3": {"original_max_position_embeddings"},  # nothing reads it without longrope
     "deepseek_v3": {"num_nextn_predict_layers"},
+    "deepseek_v2": set(),
     "glm4_moe": {"num_nextn_predict_layers"},
 }
 # What other families refuse.
@@ -142,11 +143,16 @@ def test_what_is_not_implemented_is_refused_by_name(name: str, field: str, value
         ("deepseek_v3", "topk_method", "greedy"),
         ("deepseek_v3", "moe_layer_freq", 2),
         ("deepseek_v3", "rope_interleave", False),
-        ("deepseek_v3", "rms_norm_eps", 1e-5),
         ("deepseek_v3", "num_key_value_heads", 2),
         ("deepseek_v3", "head_dim", 48),
         ("deepseek_v3", "qk_head_dim", 32),
         ("deepseek_v3", "n_shared_experts", 0),
+        ("deepseek_v2", "scoring_func", "sigmoid"),
+        ("deepseek_v2", "topk_method", "noaux_tc"),
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v2", "moe_layer_freq", 2),
+        ("deepseek_v2", "n_group", None),
+        ("deepseek_v2", "n_shared_experts", 0),
         ("glm4_moe", "n_shared_experts", 0),
         ("glm4_moe", "head_dim", None),
         ("glm4_moe", "tie_word_embeddings", True),

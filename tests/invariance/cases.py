@@ -85,6 +85,9 @@ MODELS: dict[str, ModelConfig] = {
     "deepseek_v3": models.deepseek_v3(),
     "deepseek_v3_yarn": models.deepseek_v3(q_lora_rank=None, yarn=True),
     "deepseek_v3_halves": models.deepseek_v3(interleaved=False, yarn=True),
+    "deepseek_v2": models.deepseek_v2(),
+    # Moonlight's epsilon is not the 1e-6 that transformers has for latents; one so large shows where it is.
+    "moonlight": models.deepseek_v3(q_lora_rank=None, norm_epsilon=1e-2),
     "glm4_moe": models.glm4_moe(),
     "windowed": models.windowed(),
     "gemma2": models.gemma2(),
@@ -118,6 +121,7 @@ GEMMA2 = Problem(model="gemma2", temperature=0.7)
 QWEN2_MOE = Problem(model="qwen2_moe")
 ONE_KEY_HEAD = Problem(model="one_key_head")
 DEEPSEEK = Problem(model="deepseek_v3", aux=AuxLoss.sequence, z=1e-2)
+DEEPSEEK_V2 = Problem(model="deepseek_v2", aux=AuxLoss.sequence)
 GLM4_MOE = Problem(model="glm4_moe")
 CRITIC = Problem(model="tied", head=Head.value)
 
@@ -192,6 +196,8 @@ def _mixed_layer_cases() -> list[Case]:
         cases.append(Case(problem=QWEN2_MOE, layout=layout, world_size=world_size))
     for layout, world_size in (("tp=2,etp=1", 2), ("pp=2", 2), ("cp=2", 2), ("tp=4,ep=2,etp=2", 4), ("pp=2,ep=2", 4)):
         cases.append(Case(problem=GLM4_MOE, layout=layout, world_size=world_size))
+    for layout, world_size in (("tp=2,etp=1", 2), ("ep=2", 2), ("cp=2", 2), ("pp=2,tp=2,etp=2", 4)):
+        cases.append(Case(problem=DEEPSEEK_V2, layout=layout, world_size=world_size))
     for problem, layout in ((DEEPSEEK, "ep=2"), (QWEN2_MOE, "tp=2,ep=2,etp=1")):
         cases.append(Case(problem=problem, layout=layout, world_size=2, dispatcher=Dispatcher.allgather))
     return cases
@@ -329,4 +335,5 @@ SABOTAGED = [
     Case(problem=MOE, layout="ep=2", world_size=2, sabotage="shifted_expert"),
     Case(problem=MOE, layout="tp=2,etp=1", world_size=2, sabotage="experts_reduced_as_dense"),
     Case(problem=DEEPSEEK, layout="tp=2,etp=1", world_size=2, sabotage="unsummed_replicas"),
+    Case(problem=ONE_KEY_HEAD, layout="tp=2", world_size=2, sabotage="unsummed_key_heads"),
 ]

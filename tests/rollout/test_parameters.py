@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -66,8 +68,17 @@ CONFIGS: dict[str, PretrainedConfig] = {
         moe_intermediate_size=EXPERT_FFN, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
         topk_method="noaux_tc", scoring_func="sigmoid",
     ),
+    "deepseek_v2": DeepseekV2Config(
+        **SIZES | LATENT | dict(num_key_value_heads=HEADS, head_dim=8), n_routed_experts=EXPERTS, n_shared_experts=1,
+        moe_intermediate_size=EXPERT_FFN, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
+        topk_method="group_limited_greedy",
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **SIZES, attention_bias=True, use_qk_norm=True, n_routed_experts=EXPERTS, num_experts_per_tok=2,
+        moe_intermediate_size=EXPERT_FFN, num_mtp_layers=0,
+    ),
 }  # fmt: skip
-MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe")
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "olmoe")
 
 
 @pytest.fixture(scope="module")

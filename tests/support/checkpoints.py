@@ -31,6 +31,7 @@ MODELS: dict[str, ModelConfig] = {
     "gemma3_text": models.gemma3(),
     "phi3": models.phi3(),
     "olmoe": models.olmoe(num_query_groups=4),  # vLLM takes no more ranks than these
+    "deepseek_v2": models.deepseek_v2(),
     "glm4_moe": models.glm4_moe(),
 }
 WITH_EXPERTS = tuple(name for name, model in MODELS.items() if model.moe is not None)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma2Config,
@@ -59,9 +61,12 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
         initializer_range=0.1,
         attn_implementation="eager",
     )
-    cls, config = _class_and_config(model, shared)
+    cls, config = _described(model, shared)
     torch.manual_seed(seed)
     reference = cls(config).to(dtype)
+    for name, module in reference.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = model.norm_epsilon  # transformers has 1e-6 written in for the norms of latents
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if "norm" in name:
@@ -74,20 +79,22 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
     return reference.eval()
 
 
-def _class_and_config(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class of transformers that computes ``model``, by its features.  shared: the fields of every class."""
+def _described(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """transformers' class for ``model``, and its configuration."""
+    if model.mla is not None and model.moe is not None and not model.moe.expert_bias:
+        return DeepseekV2ForCausalLM, _deepseek_v2(model, shared)
     if model.mla is not None:
         return DeepseekV3ForCausalLM, _deepseek_v3(model, shared)
-    elif model.moe is not None and model.moe.expert_bias:
+    if model.moe is not None and model.moe.expert_bias:
         return Glm4MoeForCausalLM, _glm4_moe(model, shared)
-    elif model.moe is not None and model.moe.shared_gate:
+    if model.moe is not None and model.moe.shared_gate:
         return Qwen2MoeForCausalLM, _qwen2_moe(model, shared)
-    elif model.moe is not None:
+    if model.moe is not None:
         experts = dict(num_experts_per_tok=model.moe.top_k)
         if model.joint_qk_norm:
             assert not model.moe.norm_topk_prob and model.moe.ffn_hidden_size == model.ffn_hidden_size
             return OlmoeForCausalLM, OlmoeConfig(**shared, num_experts=model.moe.num_experts, **experts)
-        elif model.moe.norm_topk_prob and not model.qk_norm:
+        if model.moe.norm_topk_prob and not model.qk_norm:
             return MixtralForCausalLM, MixtralConfig(
                 **(shared | {"intermediate_size": model.moe.ffn_hidden_size}),
                 num_local_experts=model.moe.num_experts, **experts,
@@ -97,21 +104,20 @@ def _class_and_config(model: ModelConfig, shared: dict[str, object]) -> tuple[ty
                 **shared, moe_intermediate_size=model.moe.ffn_hidden_size, num_experts=model.moe.num_experts,
                 norm_topk_prob=model.moe.norm_topk_prob, **experts,
             )  # fmt: skip
-    elif model.rope.type is RopeType.longrope:
+    if model.rope.type is RopeType.longrope:
         return Phi3ForCausalLM, _phi3(model, shared)
-    elif model.sandwich_norm and model.qk_norm:
+    if model.sandwich_norm and model.qk_norm:
         return Gemma3ForCausalLM, _gemma3(model, shared)
-    elif model.sandwich_norm:
+    if model.sandwich_norm:
         return Gemma2ForCausalLM, _gemma2(model, shared)
-    elif model.sliding_window is not None:
+    if model.sliding_window is not None:
         assert model.sliding_layers == list(range(model.num_layers)), "Mistral has the window in every layer"
         return MistralForCausalLM, MistralConfig(**shared, sliding_window=model.sliding_window)
-    elif model.qk_norm:
+    if model.qk_norm:
         return Qwen3ForCausalLM, Qwen3Config(**shared)
-    elif model.qkv_bias:
+    if model.qkv_bias:
         return Qwen2ForCausalLM, Qwen2Config(**shared)
-    else:
-        return LlamaForCausalLM, LlamaConfig(**shared)
+    return LlamaForCausalLM, LlamaConfig(**shared)
 
 
 def rope_parameters(model: ModelConfig) -> dict[str, object]:
@@ -193,7 +199,6 @@ def _deepseek_v3(model: ModelConfig, shared: dict[str, object]) -> DeepseekV3Con
     mla, moe = model.mla, model.moe
     assert mla is not None and moe is not None and moe.score is RouterScore.sigmoid and moe.expert_bias
     assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
-    assert model.norm_epsilon == 1e-6, "transformers has it written in for the norms of latents"
     return DeepseekV3Config(
         **{name: value for name, value in shared.items() if name != "head_dim"},
         q_lora_rank=mla.q_lora_rank,
@@ -208,6 +213,29 @@ def _deepseek_v3(model: ModelConfig, shared: dict[str, object]) -> DeepseekV3Con
         n_shared_experts=moe.shared_ffn_hidden_size // moe.ffn_hidden_size,
         first_k_dense_replace=len(moe.dense_layers),
         norm_topk_prob=moe.norm_topk_prob,
+        n_group=moe.num_groups,
+        topk_group=moe.top_k_groups,
+        routed_scaling_factor=moe.routed_scaling_factor,
+    )
+
+
+def _deepseek_v2(model: ModelConfig, shared: dict[str, object]) -> DeepseekV2Config:
+    mla, moe = model.mla, model.moe
+    assert mla is not None and moe is not None and moe.score is RouterScore.softmax and not moe.norm_topk_prob
+    assert moe.dense_layers == list(range(len(moe.dense_layers))), "the first layers are the dense ones"
+    return DeepseekV2Config(
+        **{name: value for name, value in shared.items() if name != "head_dim"},
+        q_lora_rank=mla.q_lora_rank,
+        kv_lora_rank=mla.kv_lora_rank,
+        qk_nope_head_dim=mla.qk_nope_head_dim,
+        qk_rope_head_dim=mla.qk_rope_head_dim,
+        v_head_dim=mla.v_head_dim,
+        n_routed_experts=moe.num_experts,
+        num_experts_per_tok=moe.top_k,
+        moe_intermediate_size=moe.ffn_hidden_size,
+        n_shared_experts=moe.shared_ffn_hidden_size // moe.ffn_hidden_size,
+        first_k_dense_replace=len(moe.dense_layers),
+        topk_method="group_limited_greedy" if moe.num_groups > 1 else "greedy",
         n_group=moe.num_groups,
         topk_group=moe.top_k_groups,
         routed_scaling_factor=moe.routed_scaling_factor,

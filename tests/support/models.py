@@ -8,6 +8,7 @@ key/value heads than heads.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mcore_rl.config.model import Activation, MlaConfig, ModelConfig, MoeConfig, RopeConfig, RopeType, RouterScore
 
@@ -121,8 +122,16 @@ def phi3(**changes: object) -> ModelConfig:
     return dense(**(settings | changes))
 
 
+def deepseek_v2(**changes: object) -> ModelConfig:
+    """DeepSeek-V2-style: V3's attention with yarn; softmax scores, groups of experts that the best of each ranks."""
+    model = deepseek_v3(yarn=True)
+    assert model.moe is not None
+    experts = replace(model.moe, score=RouterScore.softmax, expert_bias=False, norm_topk_prob=False)
+    return replace(model, **({"moe": experts} | changes))  # type: ignore[arg-type]
+
+
 def glm4_moe(**changes: object) -> ModelConfig:
-    """GLM-4.5-style: half of each head rotated, biases and norms on queries and keys, a dense layer, biased sigmoids."""
+    """GLM-4.5-style: heads half rotated, biases and norms on queries and keys, a dense layer, biased sigmoids."""
     experts = MoeConfig(
         num_experts=8,
         top_k=2,

@@ -17,13 +17,21 @@ FACTS: dict[str, dict[str, Any]] = json.loads((MODEL_CONFIGS / "hf_configs.json"
 TINY = {facts["model_type"]: facts for hf_id, facts in FACTS.items() if hf_id.startswith("tiny-")}
 
 # What every checkpoint of a family writes, because the class's default is none of vLLM's.
-WRITTEN = {"glm4_moe": {"head_dim": 128}}
+WRITTEN = {
+    "glm4_moe": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
+}
+
+
+def class_type(facts: dict[str, Any]) -> str:
+    """transformers' model type of ``facts``; vLLM reads Kimi-K2 by the same class."""
+    return {"kimi_k2": "deepseek_v3"}.get(facts["model_type"], facts["model_type"])
 
 
 def class_config(facts: dict[str, Any]) -> PreTrainedConfig:
     """transformers' configuration object; weights are never quantised here."""
     values = {key: value for key, value in facts.items() if key not in ("model_type", "quantization_config")}
-    return CONFIG_MAPPING[facts["model_type"]](**copy.deepcopy(values))  # it fills in what it is given
+    return CONFIG_MAPPING[class_type(facts)](**copy.deepcopy(values))  # it fills in what it is given
 
 
 def meta_model(facts: dict[str, Any]) -> PreTrainedModel:

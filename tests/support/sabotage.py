@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mcore_rl.training.engine import Engine
@@ -24,6 +25,19 @@ def _unsummed_replicas(engine: Engine) -> None:
     for module in engine.models[0].modules():
         if isinstance(module, ReplicatedLinear):
             module.weight.sequence_parallel = False  # type: ignore[assignment]
+
+
+def _unsummed_key_heads(engine: Engine) -> None:
+    """Gradients of a key/value head that several tensor ranks take are those of the first of them alone."""
+    for module in engine.models[0].modules():
+        if isinstance(module, SelfAttention) and dist.get_rank() == 1:
+            project = module.get_query_key_value_tensors
+
+            def alone(*args: object, project: Callable = project, **kwargs: object) -> tuple[torch.Tensor, ...]:
+                query, key, value = project(*args, **kwargs)
+                return query, key.detach(), value.detach()
+
+            module.get_query_key_value_tensors = alone  # type: ignore[method-assign]
 
 
 def _averaged_over_data_ranks(engine: Engine) -> None:
@@ -84,6 +98,7 @@ def _shifted_expert(engine: Engine) -> None:
 SABOTAGE: dict[str, Callable[[Engine], None]] = {
     "unsummed_norms": _unsummed_norms,
     "unsummed_replicas": _unsummed_replicas,
+    "unsummed_key_heads": _unsummed_key_heads,
     "averaged_over_data_ranks": _averaged_over_data_ranks,
     "mean_of_microbatches": _mean_of_microbatches,
     "experts_reduced_as_dense": _experts_reduced_as_dense,

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.engine import Precision
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model import MlaConfig, ModelConfig, RopeConfig
 from mcore_rl.config.rollout import RolloutConfig, parse_rollout_layout
 from mcore_rl.rollout.engine.engine_node import ONE_NODE, EngineNode
 from mcore_rl.rollout.engine.process import EngineProcess
@@ -33,6 +33,14 @@ MODELS: dict[str, ModelConfig] = {
     "olmoe": models.olmoe(hidden_size=128, head_dim=32),
     "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True, **SIZES),
     "glm4_moe": models.glm4_moe(**SIZES),
+    # Widths that vLLM's attention on the CPU knows.
+    "deepseek_v2": models.deepseek_v2(
+        mla=MlaConfig(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32),
+        head_dim=48,
+        hidden_size=64,
+        rope=RopeConfig(),
+        softmax_scale=None,
+    ),
 }
 PROMPTS = [Prompt(id=str(n), tokens=tuple(range(3 + n, 9 + 2 * n))) for n in range(4)]
 GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True)

@@ -75,7 +75,7 @@ def test_everything_wrong_is_said_at_once() -> None:
     [
         (
             {"layout": "tp=4", "model": models.dense(num_attention_heads=12, num_query_groups=6)},
-            "parallel.tp=4: neither divides model.num_query_groups=6 nor is a multiple of it. Write parallel.tp=2, 3 or 6",
+            "parallel.tp=4: neither divides model.num_query_groups=6 nor is a multiple of it. Write parallel.tp=2, 3",
         ),
         ({"layout": "ep=2"}, "parallel.ep=2: the model has no experts. Write parallel.ep=1"),
         ({"layout": "pp=2", "model": models.dense(num_layers=3)}, "Write parallel.pipeline_layers=[2,1]"),

@@ -124,8 +124,12 @@ def test_the_two_best_of_a_group_rank_it() -> None:
     #  the best expert stands in the first group, the best pair in the second
     ranked_ME = torch.tensor([[9.0, 0.0, 0.0, 6.0, 5.0, 0.0, 7.0, 1.0, 1.0]])
     inf = float("inf")
-    assert within_best_groups(ranked_ME, 3, 1).tolist() == [[-inf, -inf, -inf, 6, 5, 0, -inf, -inf, -inf]]
-    assert within_best_groups(ranked_ME, 3, 2).tolist() == [[9, 0, 0, 6, 5, 0, -inf, -inf, -inf]]
+    one, two = (within_best_groups(ranked_ME, 3, kept, num_best=2).tolist() for kept in (1, 2))
+    assert one == [[-inf, -inf, -inf, 6, 5, 0, -inf, -inf, -inf]]
+    assert two == [[9, 0, 0, 6, 5, 0, -inf, -inf, -inf]]
+    one, two = (within_best_groups(ranked_ME, 3, kept, num_best=1).tolist() for kept in (1, 2))
+    assert one == [[9, 0, 0, -inf, -inf, -inf, -inf, -inf, -inf]]
+    assert two == [[9, 0, 0, -inf, -inf, -inf, 7, 1, 1]]
 
 
 def test_the_balance_loss_of_sigmoids_is_that_of_the_formula() -> None:
