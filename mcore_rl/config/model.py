@@ -233,8 +233,8 @@ def _rotary_percent_violations(model: ModelConfig) -> list[Violation]:
     problems = {
         "is no share of a head": not 0 < share < 1,
         "latent attention has widths of its own for it": model.mla is not None,
-        # Of whole heads it is a factor on the scores; of a part, on that part of the keys (``training/rope.py``), in the
-        # place of their norm, and held against transformers for longrope alone.
+        # Of whole heads it is a factor on the scores; of a part, on that part of the keys (``training/rope.py``), where
+        # their norm would stand, and held against transformers for longrope alone.
         f"attention_factor={factor:g} would scale a part of each score: for longrope without qk_norm alone":
             factor != 1 and (model.qk_norm or model.rope.type is not RopeType.longrope),
         pairs: model.mla is None and 0 < share < 1 and (rotated < 2 or rotated % 2 > 0),
