@@ -23,6 +23,7 @@ from mcore_rl.checkpoints.distcp import DistributedCheckpoint
 from mcore_rl.checkpoints.distcp_writer import ARCHIVE_BYTES, DistcpWriter
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
+from mcore_rl.checkpoints.kept_model import demand_kept_model
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.megatron_checkpoint import MegatronCheckpoint, Readable, plan_stored, write_stored
 from mcore_rl.checkpoints.new_directory import NewDirectory
@@ -84,7 +85,7 @@ def open_hf(directory: Path) -> tuple[HfCheckpoint, Table]:
 def open_megatron(directory: Path, config: Path | None = None) -> MegatronCheckpoint:
     """The Megatron checkpoint in ``directory``, checked against the config.json in ``config`` (None: its own).
 
-    Raises as ``read_model`` and ``MegatronCheckpoint`` do.
+    Raises as ``read_model``, ``demand_kept_model`` and ``MegatronCheckpoint`` do.
     """
     stored = DistributedCheckpoint.open(directory)
     place = directory / HF if config is None else config
@@ -92,18 +93,22 @@ def open_megatron(directory: Path, config: Path | None = None) -> MegatronCheckp
         problem = f"it has no {HF}/{CONFIG}, so nothing says what model it is. Give the model's with --config DIR"
         raise CheckpointError(str(directory), [problem])
     _, family, model = read_model(place)
+    if config is not None:
+        demand_kept_model(directory, directory / HF, model)
     return MegatronCheckpoint(stored, family, model)
 
 
 def open_run(directory: Path, config: Path | None = None) -> RunWeights | None:
     """The weights in a run's checkpoint, ``RUN/checkpoints/step_N`` or a role in it; None if it is not one.
 
-    config: as in ``open_megatron``.  Raises as ``read_model`` and ``RunWeights`` do.
+    config: as in ``open_megatron``.  Raises as ``read_model``, ``demand_kept_model`` and ``RunWeights`` do.
     """
     role = role_directory(directory)
     if role is None:
         return None
     _, family, model = read_model(role / SIDECAR_FILES if config is None else config)
+    if config is not None:
+        demand_kept_model(directory, role / SIDECAR_FILES, model)
     return RunWeights(role, family, model)
 
 

@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 from mcore_rl.errors import RolloutError
 from mcore_rl.families.config_json import CONFIG, read_config
+from mcore_rl.proofs.effective_config import EffectiveConfig
 
 T = TypeVar("T")
 
@@ -114,6 +115,13 @@ class VllmProcess:
                 (source / CONFIG).write_text(json.dumps(dict(hf_config)))
             return self._run(_describe, source, layout, dtype)
 
+    def effective_config(
+        self, hf_dir: Path, *, latent_attention: bool = True, dtype: str = "bfloat16"
+    ) -> EffectiveConfig:
+        """The configuration that vLLM's modules compute with in ``dtype``, given ``hf_dir``."""
+        (found,) = self._run(_configured, hf_dir, _layout(1, 1, False, None, latent_attention), dtype)
+        return found
+
     def load_directly(
         self,
         hf_dir: Path,
@@ -161,6 +169,16 @@ def _describe(source: Path, layout: _Layout, dtype: str) -> list[dict[str, Param
     except Exception as error:  # noqa: BLE001  vLLM raises what pickle cannot carry
         return _reason(error)
     return described
+
+
+def _configured(source: Path, layout: _Layout, dtype: str) -> list[EffectiveConfig] | str:
+    try:
+        with _standing_as(0, layout):
+            from mcore_rl.rollout.receiver.effective_config import effective_config
+
+            return [effective_config(_model(source, layout, 0, dtype, _ParametersOnMeta())[0])]
+    except Exception as error:  # noqa: BLE001  as above
+        return _reason(error)
 
 
 def _load(source: Path, layout: _Layout, dtype: str) -> list[dict[str, NDArray[np.float32]]] | str:
@@ -244,15 +262,17 @@ def _model(
     source: Path, layout: _Layout, rank: int, dtype: str, memory: AbstractContextManager[Any]
 ) -> tuple[nn.Module, Any]:
     """(vLLM's model as ``rank`` builds it, parameters not set; its ``VllmConfig``).  memory: active while it builds."""
-    from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import CacheConfig, DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     _import_architecture(source)
+    model_config = ModelConfig(
+        model=str(source), skip_tokenizer_init=True, generation_config="vllm", dtype=dtype, enforce_eager=True
+    )
     config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(source), skip_tokenizer_init=True, generation_config="vllm", dtype=dtype, enforce_eager=True
-        ),
+        model_config=model_config,
+        cache_config=CacheConfig(sliding_window=_window_of_all_layers(model_config)),
         parallel_config=ParallelConfig(
             tensor_parallel_size=layout.tp,
             data_parallel_size=layout.dp,
@@ -265,6 +285,15 @@ def _model(
     )
     with set_default_torch_dtype(config.model_config.dtype), memory:
         return initialize_model(config), config
+
+
+def _window_of_all_layers(model_config: Any) -> int | None:
+    """The window that layers have that are given none of their own; as ``create_engine_config`` in arg_utils.py."""
+    types = model_config.hf_text_config.to_dict().get("layer_types")
+    if types is not None and set(types) != {"sliding_attention"}:
+        return None
+    window: int | None = model_config.get_sliding_window()
+    return window
 
 
 def _import_architecture(source: Path) -> None:

@@ -18,6 +18,7 @@ from mcore_rl.reports.logprobs.report import (
     Evidence,
     LogprobReport,
     MismatchCause,
+    Replay,
     Scored,
     Top1,
     exceeded,
@@ -52,6 +53,10 @@ def moved(by: float, seed: int = 1) -> np.ndarray:
 
 def found_in(given: Scored, evidence: Evidence, dtype: str = "float32") -> dict[MismatchCause, bool | None]:
     return {finding.cause: finding.found for finding in findings(given, evidence, dtype)}
+
+
+def replay(differs: float, logprobs: np.ndarray, name: str = TRANSFORMERS) -> Evidence:
+    return Evidence(replays={name: Replay(differs=differs, logprobs=logprobs)})
 
 
 # Statistics
@@ -187,10 +192,10 @@ def test_sampling_is_not_blamed_for_noise() -> None:
 
 def test_routing_is_the_cause_where_replay_mends_it() -> None:
     given = scored(**{MEGATRON: moved(0.2)})
-    mended = Evidence(routing_differs=0.03, replayed=moved(NOISE))
+    mended = replay(0.03, moved(NOISE))
     assert found_in(given, mended)[MismatchCause.routing] is True
-    assert found_in(given, dataclasses.replace(mended, routing_differs=0.0))[MismatchCause.routing] is False
-    assert found_in(given, dataclasses.replace(mended, replayed=moved(0.19)))[MismatchCause.routing] is False
+    assert found_in(given, replay(0.0, moved(NOISE)))[MismatchCause.routing] is False
+    assert found_in(given, replay(0.03, moved(0.19)))[MismatchCause.routing] is False
     assert found_in(given, Evidence())[MismatchCause.routing] is None
 
 
@@ -202,7 +207,7 @@ def test_routing_is_the_cause_of_a_few_large_differences() -> None:
     given = scored(**{MEGATRON: elsewhere})
     reference = given.logprobs[TRANSFORMERS]
     assert abs(mended - reference).mean() > 0.5 * abs(elsewhere - reference).mean()
-    assert found_in(given, Evidence(routing_differs=0.01, replayed=mended))[MismatchCause.routing] is True
+    assert found_in(given, replay(0.01, mended))[MismatchCause.routing] is True
 
 
 def test_precision_is_the_cause_where_float32_agrees() -> None:
