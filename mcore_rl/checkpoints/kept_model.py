@@ -8,8 +8,8 @@ config.json; one of another tool may have none, of which nothing can be said.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,16 @@ def demand_kept_model(directory: Path, kept: Path, model: ModelConfig) -> None:
 
 def model_differences(one: ModelConfig, other: ModelConfig) -> list[tuple[str, Any, Any]]:
     """(field, its value in ``one``, in ``other``) of every field that changes numbers and is not the same."""
-    flat, others = _flat(asdict(one)), _flat(asdict(other))
-    names = [name for name in dict.fromkeys([*flat, *others]) if name not in NOT_COMPARED]
-    return [(name, flat.get(name), others.get(name)) for name in names if flat.get(name) != others.get(name)]
+    return list(_differences(asdict(one), asdict(other)))
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name, mine in one.items():
+        theirs = other[name]
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            yield from _differences(mine, theirs, f"{prefix}{name}.")
+        elif mine != theirs and name not in NOT_COMPARED:
+            yield f"{prefix}{name}", mine, theirs
 
 
 def _model_of_any_head(config: dict[str, Any]) -> ModelConfig:
@@ -53,15 +60,5 @@ def _model_of_any_head(config: dict[str, Any]) -> ModelConfig:
     return model_of(config | {"architectures": causal})[1]
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
 def _json(value: Any) -> str:
-    return json.dumps(value.value if isinstance(value, Enum) else value)
+    return json.dumps(value, default=lambda enum: enum.value)

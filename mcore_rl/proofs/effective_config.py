@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ParamSpec
 
 import torch
 from torch import Tensor, nn
 
+P = ParamSpec("P")
 # Plain values, as JSON has them: they come from other processes.
 Value = bool | int | float | str | list[float] | None
 EffectiveConfig = dict[str, dict[str, Value]]  # place in the model -> field, named as in ``config.model`` -> value
@@ -110,9 +112,9 @@ def _frequencies_shown(values: Sequence[float]) -> str:
         base = (values[0] / values[-1]) ** (pairs / (pairs - 1))
         fitted = [values[0] * base ** (-i / pairs) for i in range(pairs)]
         if all(_close(a, b, COARSER[FREQUENCIES]) for a, b in zip(values, fitted, strict=True)):
-            slowed = "" if _close(values[0], 1.0, COARSER[FREQUENCIES]) else f" divided by {1 / values[0]:.6g}"
-            return f"{pairs} pairs of base {base:.6g}{slowed}"
-    return f"{pairs} pairs from {values[0]:.6g} over {values[pairs // 2]:.6g} to {values[-1]:.6g}"
+            slowed = "" if _close(values[0], 1.0, COARSER[FREQUENCIES]) else f" divided by {1 / values[0]:.3g}"
+            return f"{pairs} pairs of base {float(f'{base:.3g}'):g}{slowed}"
+    return f"{pairs} pairs from {values[0]:.4g} over {values[pairs // 2]:.4g} to {values[-1]:.4g}"
 
 
 def _places(places: Sequence[str]) -> str:
@@ -126,6 +128,18 @@ def _places(places: Sequence[str]) -> str:
 
 
 # What readers share
+
+
+def readable(read: Callable[P, Mapping[str, Value]], *args: P.args, **options: P.kwargs) -> dict[str, Value]:
+    """What ``read`` finds; nothing where a module lacks what it asks for.
+
+    Another kernel, device or version may keep a field elsewhere.  That must stop no run: the field is not compared, and
+    ``unread`` names it.
+    """
+    try:
+        return dict(read(*args, **options))
+    except (AttributeError, KeyError, TypeError):
+        return {}
 
 
 def norm_fields(modules: Iterable[nn.Module], hidden_size: int) -> dict[str, Value]:

@@ -11,17 +11,19 @@ compute with, because weights alone do not make a model, and then every weight.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import DeadEngineError, DeadWorkerError, SyncError
-from mcore_rl.proofs.effective_config import EffectiveConfig, config_differences, joined
+from mcore_rl.proofs.effective_config import EffectiveConfig, config_differences, joined, unread
 from mcore_rl.rollout.protocol import Pause, RolloutEngine
 from mcore_rl.rollout.worker_methods import Answer, WeightReceiverMethods, answer_of
 from mcore_rl.sync.check import Expected, HeldFingerprints, differences
 from mcore_rl.sync.publish import Published
 
+logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 MAX_SHOWN = 20
@@ -88,6 +90,8 @@ class WeightUpdater:
             config = joined(await _call(engine, WeightReceiverMethods.sync_configuration))
             if config not in configs.values():  # engines that are alike are named once
                 configs[f"rollout rank {rank}"] = config
+        for holder, names in unread(configs).items():
+            logger.warning("Not compared, because %s does not tell: %s", holder, ", ".join(names))
         if problems := config_differences(configs):
             head = "The engines compute another model than the trainer, and would with the same weights:"
             raise SyncError("\n  - ".join([head, *problems]) + "\n" + REMEDY)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.role import Head
@@ -19,6 +20,7 @@ from mcore_rl.proofs.effective_config import (
     activation_name,
     layer_place,
     norm_fields,
+    readable,
     rotary_fields,
     routing_fields,
 )
@@ -35,7 +37,7 @@ def effective_config(chunks: Sequence[GPTModel], model: ModelConfig, head: Head 
     found: EffectiveConfig = {}
     for chunk in chunks:
         for layer in chunk.decoder.layers:
-            found[layer_place(layer.layer_number - 1)] = dict(_layer_fields(layer, chunk))
+            found[layer_place(layer.layer_number - 1)] = _layer_fields(layer, chunk)
         ends = found.setdefault(MODEL, {})
         if chunk.pre_process:
             ends["embedding_scale"] = _embedding_scale(chunk)
@@ -54,14 +56,17 @@ def _embedding_scale(chunk: GPTModel) -> float:
     return hooks[0].factor if hooks else 1.0
 
 
-def _layer_fields(layer: Any, chunk: GPTModel) -> Iterator[tuple[str, Value]]:
+def _layer_fields(layer: Any, chunk: GPTModel) -> dict[str, Value]:
     config = layer.config
-    yield from norm_fields(layer.modules(), config.hidden_size).items()
-    yield "zero_centered_norm", config.layernorm_zero_centered_gamma
-    yield "activation", activation_name(config.activation_func)
-    yield from _attention_fields(layer.self_attention, chunk).items()
+    fields = norm_fields(layer.modules(), config.hidden_size)
+    fields |= {
+        "zero_centered_norm": config.layernorm_zero_centered_gamma,
+        "activation": activation_name(config.activation_func),
+    }
+    fields |= readable(_attention_fields, layer.self_attention, chunk)
     if isinstance(layer.mlp, MoELayer):
-        yield from _routing_fields(layer.mlp.router).items()
+        fields |= readable(_routing_fields, layer.mlp.router)
+    return fields
 
 
 def _attention_fields(attention: Any, chunk: GPTModel) -> dict[str, Value]:
@@ -87,8 +92,6 @@ def _attention_fields(attention: Any, chunk: GPTModel) -> dict[str, Value]:
 
 
 def _window(config: Any, layer_number: int) -> int | None:
-    from megatron.core.transformer.utils import is_layer_window_attention
-
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
     return config.window_size[0] + 1 if windowed else None
 

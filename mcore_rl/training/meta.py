@@ -35,9 +35,15 @@ META = torch.device("meta")
 
 @contextmanager
 def meta_chunks(
-    model: ModelConfig, parallel: ParallelConfig, world_size: int, rank: int, *, head: Head = Head.lm
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    world_size: int,
+    rank: int,
+    *,
+    head: Head = Head.lm,
+    device: torch.device = META,
 ) -> Iterator[list[GPTModel]]:
-    """The model chunks of ``rank``, with local layers and parameters on the meta device.
+    """The model chunks of ``rank``, with local layers and parameters on the meta device, or on ``device``, not set.
 
     Within the context Megatron's groups are those of ``rank``.  Raises ConfigError if the layout does not fit.
     """
@@ -46,10 +52,10 @@ def meta_chunks(
     layout = Layout.of(parallel, world_size)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        groups = init_groups(layout, detect(Device.cpu), META, seed=0)
+        groups = init_groups(layout, detect(Device.cpu), device, seed=0)
         config = transformer_config(model, parallel, EngineConfig(), LayerSpec.local)
         config.use_cpu_initialization, config.perform_initialization = True, False
-        with META:
+        with device:
             yield build_chunks(model, config, parallel, LayerSpec.local, groups, head=head)
     finally:
         destroy_groups()

@@ -208,8 +208,11 @@ def test_no_directory_and_no_model_are_refused(root: Path, tmp_path: Path) -> No
 
 
 def test_a_megatron_checkpoint_of_another_model_is_refused(root: Path, tmp_path: Path) -> None:
-    with _refused(root / "megatron", tmp_path / "out", CheckpointError, "is missing", "has no place in this llama"):
+    with _refused(root / "megatron", tmp_path / "out", CheckpointError, "ffn_hidden_size: 64 in its own", "moe: {"):
         to_hf(root / "megatron", tmp_path / "out", config=root / "llama", report=_quiet)
+    nameless = shutil.copytree(root / "megatron", tmp_path / "nameless", ignore=shutil.ignore_patterns(HF))
+    with _refused(nameless, tmp_path / "out", CheckpointError, "is missing", "has no place in this llama"):
+        to_hf(nameless, tmp_path / "out", config=root / "llama", report=_quiet)
 
 
 def _flip(path: Path, needle: Tensor) -> None:

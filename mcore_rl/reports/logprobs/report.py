@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.arrays import Float64Array, Int64Array
+from mcore_rl.config.engine import Precision
 from mcore_rl.proofs.effective_config import EffectiveConfig, config_differences, unread
 
 VLLM, TRANSFORMERS, MEGATRON = "vllm", "transformers", "megatron"
@@ -28,6 +29,21 @@ RATIO_BOUNDS = (0.8, 1.2)  # PPO's clip range of 0.2 (arXiv:1707.06347)
 ROUNDING = 1e-4  # nats: effect of the order of float32 sums on a log-prob; measured maxima are in docs/logprobs.md
 EXPLAINED = 0.5  # a cause explains the difference if removing it leaves at most this share of the mean
 MAX_WORST, MAX_NAMED = 10, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What every pair must keep, in nats: the largest difference of a token, and the mean over all tokens."""
+
+    max_abs: float
+    mean_abs: float
+
+
+# What no pair of sound scorers came near; docs/logprobs.md has the measurements.
+LIMITS = {
+    Precision.float32: Limits(max_abs=1e-4, mean_abs=1e-5),
+    Precision.bfloat16: Limits(max_abs=1.0, mean_abs=0.03),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +177,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobReport:
-    """The report.  settings: of the question.  verdict: one sentence.  exceeded: exceeded thresholds, in words."""
+    """The report.  settings: of the question.  verdict: one sentence.  exceeded: exceeded limits, in words."""
 
     settings: dict[str, Any]
     num_tokens: int
@@ -171,6 +187,11 @@ class LogprobReport:
     top1: Top1 | None
     worst: tuple[WorstToken, ...]
     exceeded: tuple[str, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no limit is exceeded, and all scorers have the same model, whether or not their numbers show it."""
+        return not self.exceeded and not any(each.found for each in self.findings if each.cause in MODEL)
 
     def as_json(self) -> dict[str, Any]:
         """The report as a dictionary that ``json.dump`` can write."""
@@ -218,12 +239,12 @@ def largest_differences(scored: Scored, count: int = MAX_WORST) -> Int64Array:
     return np.argsort(-np.ptp(rows, axis=0), kind="stable")[:count]
 
 
-def exceeded(pairs: Sequence[PairStatistics], max_abs: float | None, mean_abs: float | None) -> tuple[str, ...]:
-    """The thresholds that pairs exceed, in words; NaN exceeds every threshold.  None: no threshold."""
+def exceeded(pairs: Sequence[PairStatistics], limits: Limits) -> tuple[str, ...]:
+    """The limits that pairs exceed, in words; NaN exceeds every limit."""
     messages = []
     for pair in pairs:
-        for what, value, limit in (("maximum", pair.max_abs, max_abs), ("mean", pair.mean_abs, mean_abs)):
-            if limit is not None and not value <= limit:
+        for what, value, limit in (("maximum", pair.max_abs, limits.max_abs), ("mean", pair.mean_abs, limits.mean_abs)):
+            if not value <= limit:
                 messages.append(f"{pair.first} and {pair.second}: {what} {value:.2e} exceeds {limit:g}")
     return tuple(messages)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,13 @@ from mcore_rl.reports.logprobs.question import (
     settings_of,
 )
 from mcore_rl.reports.logprobs.report import (
+    LIMITS,
     MEGATRON,
     PAIRS,
     TRANSFORMERS,
     VLLM,
     Evidence,
+    Limits,
     LogprobReport,
     Replay,
     Scored,
@@ -92,19 +94,24 @@ def report(
     max_abs: float | None = None,
     mean_abs: float | None = None,
 ) -> LogprobReport:
-    """The report on ``measured``.  tokenizer: decodes tokens.  max_abs, mean_abs: thresholds, in nats."""
+    """The report on ``measured``.  tokenizer: decodes tokens.  max_abs, mean_abs: other limits than ``LIMITS``."""
+    limits = LIMITS[question.dtype]
+    limits = Limits(
+        max_abs=limits.max_abs if max_abs is None else max_abs,
+        mean_abs=limits.mean_abs if mean_abs is None else mean_abs,
+    )
     evidence = replace(measured.evidence, **_retokenised(measured.samples, tokenizer))
     pairs = tuple(statistics(first, second, measured.scored) for first, second in PAIRS)
     causes = findings(measured.scored, evidence, question.dtype.value)
     return LogprobReport(
-        settings=settings_of(question),
+        settings=settings_of(question) | {"limits": asdict(limits)},
         num_tokens=len(measured.scored.token_N),
         verdict=verdict(pairs, causes),
         findings=causes,
         pairs=pairs,
         top1=measured.top1,
         worst=_worst(measured, tokenizer),
-        exceeded=exceeded(pairs, max_abs, mean_abs),
+        exceeded=exceeded(pairs, limits),
     )
 
 

@@ -6,7 +6,7 @@ transformers 5.19.  Some of it is written into its code: what no module keeps is
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from mcore_rl.proofs.effective_config import (
     activation_name,
     layer_place,
     norm_fields,
+    readable,
     rotary_fields,
     routing_fields,
 )
@@ -41,34 +42,40 @@ def effective_config(model: Any) -> EffectiveConfig:
     found: EffectiveConfig = {MODEL: ends, FINAL_NORM: norm_fields([decoder.norm], hidden_size)}
     for number, layer in enumerate(decoder.layers):
         kind = (config.get("layer_types") or [SLIDING] * (number + 1))[number]
-        found[layer_place(number)] = dict(_layer_fields(layer, decoder.rotary_emb, config, kind, hidden_size))
+        modules = list(layer.modules())
+        fields = norm_fields(modules, hidden_size) | readable(_mlp_fields, modules)
+        fields |= readable(_attention_fields, layer.self_attn, decoder.rotary_emb, config, kind)
+        if "experts" in layer.mlp._modules:
+            fields |= readable(_routing_fields, layer.mlp)
+        found[layer_place(number)] = fields
     return found
 
 
-def _layer_fields(
-    layer: Any, rotary: Any, config: dict[str, Any], kind: str, hidden_size: int
-) -> Iterator[tuple[str, Value]]:
-    modules = list(layer.modules())
-    yield from norm_fields(modules, hidden_size).items()
-    yield "zero_centered_norm", _zero_centered(next(each for each in modules if "Norm" in type(each).__name__))
+def _mlp_fields(modules: Sequence[Any]) -> dict[str, Value]:
     functions = [functions["act_fn"] for each in modules if "act_fn" in (functions := vars(each) | each._modules)]
-    yield "activation", " and ".join(sorted({activation_name(function) for function in functions}))
-    attention = layer.self_attn
-    own = vars(attention)
-    buffers = rotary._buffers
+    named: dict[str, Value] = {}
+    if functions:
+        named["activation"] = " and ".join(sorted({activation_name(function) for function in functions}))
+    return named | {
+        "zero_centered_norm": any(_zero_centered(each) for each in modules if "Norm" in type(each).__name__)
+    }
+
+
+def _attention_fields(attention: Any, rotary: Any, config: dict[str, Any], kind: str) -> dict[str, Value]:
+    own, buffers = vars(attention), rotary._buffers
     prefix = "" if "inv_freq" in buffers else f"{kind}_"  # some families rotate by the kind of the layer
-    factor = vars(rotary)[f"{prefix}attention_scaling"]
-    head_dim = own.get("qk_head_dim", own.get("head_dim"))
-    yield from rotary_fields(_floats(buffers[f"{prefix}inv_freq"]), factor, own["scaling"], head_dim).items()
-    yield "num_attention_heads", config["num_attention_heads"]
+    frequencies, factor = _floats(buffers[f"{prefix}inv_freq"]), vars(rotary)[f"{prefix}attention_scaling"]
+    fields = rotary_fields(frequencies, factor, own["scaling"], own.get("qk_head_dim", own.get("head_dim")))
+    fields |= {
+        "rotary_interleaved": config.get("rope_interleave", _interleaved(attention)),
+        "num_attention_heads": config["num_attention_heads"],
+        "attention_soft_cap": own.get("attn_logit_softcapping"),
+        # The mask has the window, and is made from the configuration (masking_utils.py).
+        "sliding_window": config.get("sliding_window") if kind == SLIDING else None,
+    }
     if "kv_lora_rank" not in own:
-        yield "num_query_groups", config["num_attention_heads"] // own["num_key_value_groups"]
-    yield "attention_soft_cap", own.get("attn_logit_softcapping")
-    yield "rotary_interleaved", config.get("rope_interleave", _interleaved(attention))
-    # The mask has the window, and the mask is made from the configuration (masking_utils.py).
-    yield "sliding_window", config.get("sliding_window") if kind == SLIDING else None
-    if "experts" in layer.mlp._modules:
-        yield from _routing_fields(layer.mlp).items()
+        fields["num_query_groups"] = config["num_attention_heads"] // own["num_key_value_groups"]
+    return fields
 
 
 def _interleaved(attention: Any) -> bool:

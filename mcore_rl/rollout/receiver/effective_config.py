@@ -6,7 +6,7 @@ cosines and sines that every rotation looks up (layers/rotary_embedding).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -24,6 +24,7 @@ from mcore_rl.proofs.effective_config import (
     frequencies_of,
     layer_place,
     norm_fields,
+    readable,
     rotary_fields,
     routing_fields,
 )
@@ -36,10 +37,17 @@ def effective_config(model: Any) -> EffectiveConfig:
     """The configuration of vLLM's causal language model ``model``, all layers."""
     decoder = model.model
     hidden_size = decoder.embed_tokens.embedding_dim
-    found: EffectiveConfig = {MODEL: _ends(model), FINAL_NORM: norm_fields([decoder.norm], hidden_size)}
+    found: EffectiveConfig = {MODEL: readable(_ends, model), FINAL_NORM: norm_fields([decoder.norm], hidden_size)}
     rotations: dict[RotaryEmbeddingBase, tuple[list[float], float]] = {}  # most layers share one
     for number, layer in enumerate(decoder.layers):
-        found[layer_place(number)] = dict(_layer_fields(layer, hidden_size, rotations))
+        modules = list(layer.modules())
+        fields = norm_fields(modules, hidden_size) | readable(_mlp_fields, modules)
+        for module in modules:
+            if isinstance(module, Attention | MLAAttention):
+                fields |= readable(_attention_fields, layer.self_attn, module, rotations)
+            if isinstance(module, MoERunner):
+                fields |= readable(_routing_fields, module)
+        found[layer_place(number)] = fields
     return found
 
 
@@ -54,18 +62,10 @@ def _ends(model: Any) -> dict[str, Value]:
     }
 
 
-def _layer_fields(layer: nn.Module, hidden_size: int, rotations: dict[Any, Any]) -> Iterator[tuple[str, Value]]:
-    modules = list(layer.modules())
-    yield from norm_fields(modules, hidden_size).items()
-    yield "zero_centered_norm", any(isinstance(module, GemmaRMSNorm) for module in modules)
+def _mlp_fields(modules: Sequence[nn.Module]) -> dict[str, Value]:
     activations = {name for module in modules if (name := _activation(module)) is not None}
-    if activations:
-        yield "activation", " and ".join(sorted(activations))
-    for module in modules:
-        if isinstance(module, Attention | MLAAttention):
-            yield from _attention_fields(layer.self_attn, module, rotations).items()
-        if isinstance(module, MoERunner):
-            yield from _routing_fields(module).items()
+    named: dict[str, Value] = {"activation": " and ".join(sorted(activations))} if activations else {}
+    return named | {"zero_centered_norm": any(isinstance(module, GemmaRMSNorm) for module in modules)}
 
 
 def _activation(module: nn.Module) -> str | None:
