@@ -75,7 +75,7 @@ def _activation(module: nn.Module) -> str | None:
     if isinstance(module, SiluAndMul):
         return "silu"
     if isinstance(module, GeluAndMul):
-        return {"tanh": "gelu_tanh", "none": "gelu"}[module.approximate]
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
     return None
 
 
