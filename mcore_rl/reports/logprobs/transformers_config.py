@@ -26,6 +26,7 @@ from mcore_rl.proofs.effective_config import (
 )
 
 SLIDING = "sliding_attention"
+ACTIVATIONS = ("act_fn", "activation_fn")  # names of a module's activation
 
 
 @torch.no_grad()
@@ -45,14 +46,17 @@ def effective_config(model: Any) -> EffectiveConfig:
         modules = list(layer.modules())
         fields = norm_fields(modules, hidden_size) | readable(_mlp_fields, modules)
         fields |= readable(_attention_fields, layer.self_attn, decoder.rotary_emb, config, kind)
-        if "experts" in layer.mlp._modules:
-            fields |= readable(_routing_fields, layer.mlp)
+        for module in modules:
+            if {"experts", "gate"} <= module._modules.keys():
+                fields |= readable(_routing_fields, module)
         found[layer_place(number)] = fields
     return found
 
 
 def _mlp_fields(modules: Sequence[Any]) -> dict[str, Value]:
-    functions = [functions["act_fn"] for each in modules if "act_fn" in (functions := vars(each) | each._modules)]
+    functions = [
+        value for each in modules for name, value in (vars(each) | each._modules).items() if name in ACTIVATIONS
+    ]
     named: dict[str, Value] = {}
     if functions:
         named["activation"] = " and ".join(sorted({activation_name(function) for function in functions}))

@@ -42,9 +42,10 @@ def effective_config(model: Any) -> EffectiveConfig:
     for number, layer in enumerate(decoder.layers):
         modules = list(layer.modules())
         fields = norm_fields(modules, hidden_size) | readable(_mlp_fields, modules)
-        for module in modules:
+        for name, module in layer.named_modules():
             if isinstance(module, Attention | MLAAttention):
-                fields |= readable(_attention_fields, layer.self_attn, module, rotations)
+                attention = layer._modules[name.partition(".")[0]]
+                fields |= readable(_attention_fields, attention, module, rotations)
             if isinstance(module, MoERunner):
                 fields |= readable(_routing_fields, module)
         found[layer_place(number)] = fields
