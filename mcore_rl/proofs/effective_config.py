@@ -51,7 +51,7 @@ def joined(parts: Sequence[EffectiveConfig]) -> EffectiveConfig:
             held = whole.setdefault(place, {})
             for name, value in fields.items():
                 if name in held and not _alike(name, held[name], value):
-                    value = f"{_shown(held[name])}, but {_shown(value)} on rank {rank}"
+                    value = f"{_shown(name, held[name])}, but {_shown(name, value)} on rank {rank}"
                 held[name] = value
     return whole
 
@@ -68,7 +68,7 @@ def config_differences(configs: Mapping[str, EffectiveConfig]) -> list[str]:
             values = {holder: fields[name] for holder, fields in held.items() if name in fields}
             first = next(iter(values.values()))
             if not all(_alike(name, first, value) for value in values.values()):
-                said = ", ".join(f"{holder} {_shown(value)}" for holder, value in values.items())
+                said = ", ".join(f"{holder} {_shown(name, value)}" for holder, value in values.items())
                 lines.setdefault((name, said), []).append(place)
     return [f"{name} of {_places(places)}: {said}" for (name, said), places in lines.items()]
 
@@ -99,9 +99,9 @@ def _close(one: float, other: float, rtol: float) -> bool:
     return math.isclose(one, other, rel_tol=rtol)
 
 
-def _shown(value: Value) -> str:
+def _shown(name: str, value: Value) -> str:
     if isinstance(value, list):
-        return _frequencies_shown(value)
+        return _frequencies_shown(value) if name == FREQUENCIES else " and ".join(f"{each:.6g}" for each in value)
     return f"{value:.6g}" if isinstance(value, float) else json.dumps(value).strip('"')
 
 

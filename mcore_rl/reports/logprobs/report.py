@@ -298,7 +298,7 @@ def _configuration(evidence: Evidence) -> Finding:
     if not evidence.configs:
         return Finding(cause=MismatchCause.configuration, found=None, evidence="not examined")
     lines = config_differences(evidence.configs)
-    words = "; ".join(lines) or f"{' and '.join(evidence.configs)} compute with the same fields"
+    words = "; ".join(lines) or f"{', '.join(evidence.configs)}: every field is the same"
     for holder, names in unread(evidence.configs).items():
         words += f"; not read back from {holder}: {', '.join(names)}"
     if evidence.unstated:
