@@ -79,8 +79,8 @@ def unread(configs: Mapping[str, EffectiveConfig]) -> dict[str, list[str]]:
     for holder, config in configs.items():
         others = [other for name, other in configs.items() if name != holder]
         names = (name for place in config for other in others for name in other.get(place, {}).keys() - config[place])
-        if found := sorted(set(names)):
-            missing[holder] = found
+        if lacking := sorted(set(names)):
+            missing[holder] = lacking
     return missing
 
 
@@ -148,14 +148,14 @@ def norm_fields(modules: Iterable[nn.Module], hidden_size: int) -> dict[str, Val
     A norm is known by its vector ``weight`` (``layer_norm_weight`` where Transformer Engine fuses it into a linear) and
     its ``variance_epsilon`` or ``eps``, in transformers, vLLM and Megatron alike.
     """
-    found: dict[str, set[float]] = {}
+    epsilons: dict[str, set[float]] = {}
     for module in modules:
         own = vars(module) | module._parameters
         weight, epsilon = own.get("layer_norm_weight", own.get("weight")), own.get("variance_epsilon", own.get("eps"))
         if isinstance(weight, Tensor) and weight.dim() == 1 and isinstance(epsilon, float):
             name = "norm_epsilon" if len(weight) == hidden_size else "inner_norm_epsilon"
-            found.setdefault(name, set()).add(epsilon)
-    return {name: min(values) if len(values) == 1 else sorted(values) for name, values in found.items()}
+            epsilons.setdefault(name, set()).add(epsilon)
+    return {name: min(values) if len(values) == 1 else sorted(values) for name, values in epsilons.items()}
 
 
 def rotary_fields(frequencies: Sequence[float], factor: float, scale: float, head_dim: int) -> dict[str, Value]:

@@ -119,8 +119,8 @@ class VllmProcess:
         self, hf_dir: Path, *, latent_attention: bool = True, dtype: str = "bfloat16"
     ) -> EffectiveConfig:
         """The configuration that vLLM's modules compute with in ``dtype``, given ``hf_dir``."""
-        (found,) = self._run(_configured, hf_dir, _layout(1, 1, False, None, latent_attention), dtype)
-        return found
+        (config,) = self._run(_configured, hf_dir, _layout(1, 1, False, None, latent_attention), dtype)
+        return config
 
     def load_directly(
         self,

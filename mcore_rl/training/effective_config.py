@@ -34,21 +34,21 @@ def effective_config(chunks: Sequence[GPTModel], model: ModelConfig, head: Head 
     model: of the engine, which applies the soft cap of the logits itself.  head: a value head has no cap, and is never
     tied.
     """
-    found: EffectiveConfig = {}
+    places: EffectiveConfig = {}
     for chunk in chunks:
         for layer in chunk.decoder.layers:
-            found[layer_place(layer.layer_number - 1)] = _layer_fields(layer, chunk)
-        ends = found.setdefault(MODEL, {})
+            places[layer_place(layer.layer_number - 1)] = _layer_fields(layer, chunk)
+        ends = places.setdefault(MODEL, {})
         if chunk.pre_process:
             ends["embedding_scale"] = _embedding_scale(chunk)
         if chunk.post_process:
-            found[FINAL_NORM] = norm_fields([chunk.decoder.final_layernorm], chunk.config.hidden_size)
+            places[FINAL_NORM] = norm_fields([chunk.decoder.final_layernorm], chunk.config.hidden_size)
             if head is Head.lm:
                 ends |= {
                     "output_soft_cap": model.output_soft_cap,
                     "tie_output": chunk.share_embeddings_and_output_weights,
                 }
-    return found
+    return places
 
 
 def _embedding_scale(chunk: GPTModel) -> float:

@@ -107,12 +107,14 @@ def test_another_configuration_of_vllm_is_the_cause(
 
     monkeypatch.setattr(vllm_scorer, "start_engine", start_other)
     code, report, said = run(capsys, tmp_path / "hf", "--max-abs-diff", "100", "--mean-abs-diff", "100")
-    (found,) = (finding for finding in report["findings"] if finding["cause"] == "configuration")
+    (configuration,) = (finding for finding in report["findings"] if finding["cause"] == "configuration")
     if not named:
-        assert code == 0 and not found["found"] and report["verdict"].startswith("They agree"), said
+        assert code == 0 and not configuration["found"] and report["verdict"].startswith("They agree"), said
         return
     assert code == 1 and report["exceeded"] == [], "what was asked for is kept, and the model is another one"
-    assert found["found"] and {line.split(" of ")[0] for line in found["evidence"].split("; ")} == {named}
+    assert configuration["found"] and {line.split(" of ")[0] for line in configuration["evidence"].split("; ")} == {
+        named
+    }
     assert "Cause: the configuration is not the same" in report["verdict"]
     worst = {(pair["first"], pair["second"]): pair["max_abs"] for pair in report["pairs"]}
     assert worst["megatron", "transformers"] <= AGREES < worst["vllm", "transformers"]

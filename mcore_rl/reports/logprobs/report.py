@@ -32,7 +32,7 @@ MAX_WORST, MAX_NAMED = 10, 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class DifferenceLimits:
     """What every pair must keep, in nats: the largest difference of a token, and the mean over all tokens."""
 
     max_abs: float
@@ -41,8 +41,8 @@ class Limits:
 
 # What no pair of sound scorers came near; docs/logprobs.md has the measurements.
 LIMITS = {
-    Precision.float32: Limits(max_abs=1e-4, mean_abs=1e-5),
-    Precision.bfloat16: Limits(max_abs=1.0, mean_abs=0.03),
+    Precision.float32: DifferenceLimits(max_abs=1e-4, mean_abs=1e-5),
+    Precision.bfloat16: DifferenceLimits(max_abs=1.0, mean_abs=0.03),
 }
 
 
@@ -239,7 +239,7 @@ def largest_differences(scored: Scored, count: int = MAX_WORST) -> Int64Array:
     return np.argsort(-np.ptp(rows, axis=0), kind="stable")[:count]
 
 
-def exceeded(pairs: Sequence[PairStatistics], limits: Limits) -> tuple[str, ...]:
+def exceeded(pairs: Sequence[PairStatistics], limits: DifferenceLimits) -> tuple[str, ...]:
     """The limits that pairs exceed, in words; NaN exceeds every limit."""
     messages = []
     for pair in pairs:
@@ -323,18 +323,18 @@ def _sampling(scored: Scored, evidence: Evidence) -> Finding:
 def _routing(scored: Scored, evidence: Evidence) -> Finding:
     if not evidence.replays:
         return Finding(cause=MismatchCause.routing, found=None, evidence="the model has no experts")
-    found, messages = False, []
+    is_cause, messages = False, []
     for name, replay in evidence.replays.items():
         reference = scored.logprobs[name]
         before_N, after_N = np.abs(scored.logprobs[MEGATRON] - reference), np.abs(replay.logprobs - reference)
         before, after = ((float(d_N.mean()), float(d_N.max())) for d_N in (before_N, after_N))
         # Few tokens choose other experts, and these differ much: replay often reduces the maximum, and hardly the mean.
         mended = any(with_ <= EXPLAINED * without for with_, without in zip(after, before, strict=True))
-        found = found or (replay.differs > 0 and mended)
+        is_cause = is_cause or (replay.differs > 0 and mended)
         words = f"{replay.differs:.2%} of tokens and layers chose other experts in Megatron than in {name}"
         words += f"; with those of {name} replayed they differ by {after[0]:.1e} in the mean and {after[1]:.1e} at most"
         messages.append(f"{words} instead of {before[0]:.1e} and {before[1]:.1e}")
-    return Finding(cause=MismatchCause.routing, found=found, evidence="; ".join(messages))
+    return Finding(cause=MismatchCause.routing, found=is_cause, evidence="; ".join(messages))
 
 
 def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Finding:

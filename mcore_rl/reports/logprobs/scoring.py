@@ -36,8 +36,8 @@ from mcore_rl.reports.logprobs.report import (
     PAIRS,
     TRANSFORMERS,
     VLLM,
+    DifferenceLimits,
     Evidence,
-    Limits,
     LogprobReport,
     Replay,
     Scored,
@@ -96,7 +96,7 @@ def report(
 ) -> LogprobReport:
     """The report on ``measured``.  tokenizer: decodes tokens.  max_abs, mean_abs: other limits than ``LIMITS``."""
     limits = LIMITS[question.dtype]
-    limits = Limits(
+    limits = DifferenceLimits(
         max_abs=limits.max_abs if max_abs is None else max_abs,
         mean_abs=limits.mean_abs if mean_abs is None else mean_abs,
     )

@@ -40,7 +40,7 @@ def effective_config(model: Any) -> EffectiveConfig:
         "output_soft_cap": config.get("final_logit_softcapping"),
         "tie_output": model.lm_head.weight is decoder.embed_tokens.weight,
     }
-    found: EffectiveConfig = {MODEL: ends, FINAL_NORM: norm_fields([decoder.norm], hidden_size)}
+    places: EffectiveConfig = {MODEL: ends, FINAL_NORM: norm_fields([decoder.norm], hidden_size)}
     for number, layer in enumerate(decoder.layers):
         kind = (config.get("layer_types") or [SLIDING] * (number + 1))[number]
         modules = list(layer.modules())
@@ -49,8 +49,8 @@ def effective_config(model: Any) -> EffectiveConfig:
         for module in modules:
             if {"experts", "gate"} <= module._modules.keys():
                 fields |= readable(_routing_fields, module)
-        found[layer_place(number)] = fields
-    return found
+        places[layer_place(number)] = fields
+    return places
 
 
 def _mlp_fields(modules: Sequence[Any]) -> dict[str, Value]:

@@ -37,7 +37,7 @@ def effective_config(model: Any) -> EffectiveConfig:
     """The configuration of vLLM's causal language model ``model``, all layers."""
     decoder = model.model
     hidden_size = decoder.embed_tokens.embedding_dim
-    found: EffectiveConfig = {MODEL: readable(_ends, model), FINAL_NORM: norm_fields([decoder.norm], hidden_size)}
+    places: EffectiveConfig = {MODEL: readable(_ends, model), FINAL_NORM: norm_fields([decoder.norm], hidden_size)}
     rotations: dict[RotaryEmbeddingBase, tuple[list[float], float]] = {}  # most layers share one
     for number, layer in enumerate(decoder.layers):
         modules = list(layer.modules())
@@ -48,8 +48,8 @@ def effective_config(model: Any) -> EffectiveConfig:
                 fields |= readable(_attention_fields, attention, module, rotations)
             if isinstance(module, MoERunner):
                 fields |= readable(_routing_fields, module)
-        found[layer_place(number)] = fields
-    return found
+        places[layer_place(number)] = fields
+    return places
 
 
 def _ends(model: Any) -> dict[str, Value]:

@@ -15,8 +15,8 @@ from mcore_rl.reports.logprobs.report import (
     TRANSFORMERS,
     VLLM,
     Bin,
+    DifferenceLimits,
     Evidence,
-    Limits,
     LogprobReport,
     MismatchCause,
     Replay,
@@ -138,12 +138,14 @@ def test_the_worst_tokens_are_those_of_any_two_scorers() -> None:
 
 def test_thresholds() -> None:
     pairs = [statistics(*pair, scored(**{MEGATRON: moved(0.2)})) for pair in PAIRS]
-    assert exceeded(pairs, Limits(max_abs=10.0, mean_abs=10.0)) == ()
-    said = exceeded(pairs, Limits(max_abs=1e-4, mean_abs=10.0))
+    assert exceeded(pairs, DifferenceLimits(max_abs=10.0, mean_abs=10.0)) == ()
+    said = exceeded(pairs, DifferenceLimits(max_abs=1e-4, mean_abs=10.0))
     assert len(said) == 2 and all("megatron" in words and "maximum" in words for words in said)
-    assert len(exceeded(pairs, Limits(max_abs=1e-4, mean_abs=1e-4))) == 4
+    assert len(exceeded(pairs, DifferenceLimits(max_abs=1e-4, mean_abs=1e-4))) == 4
     nothing = [dataclasses.replace(pairs[0], max_abs=math.nan)]
-    assert len(exceeded(nothing, Limits(max_abs=10.0, mean_abs=10.0))) == 1, "what is no number keeps no limit"
+    assert len(exceeded(nothing, DifferenceLimits(max_abs=10.0, mean_abs=10.0))) == 1, (
+        "what is no number keeps no limit"
+    )
 
 
 # Causes

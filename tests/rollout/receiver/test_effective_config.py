@@ -166,6 +166,6 @@ def test_frequencies_are_read_from_rounded_cosines(base: float, dtype: torch.dty
 
     expected = base ** (-torch.arange(64, dtype=torch.float64) / 64)
     angles = torch.outer(torch.arange(5000, dtype=torch.float64), expected)
-    found, factor = frequencies_of((1.25 * angles.cos()).to(dtype), (1.25 * angles.sin()).to(dtype))
-    assert found == pytest.approx(expected.tolist(), rel=1e-5 if dtype is torch.float32 else 5e-4)
+    read, factor = frequencies_of((1.25 * angles.cos()).to(dtype), (1.25 * angles.sin()).to(dtype))
+    assert read == pytest.approx(expected.tolist(), rel=1e-5 if dtype is torch.float32 else 5e-4)
     assert factor == pytest.approx(1.25, rel=1e-3)
