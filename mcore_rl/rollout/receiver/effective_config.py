@@ -71,7 +71,7 @@ def _mlp_fields(modules: Sequence[nn.Module]) -> dict[str, Value]:
 
 def _activation(module: nn.Module) -> str | None:
     if isinstance(module, MoERunner):
-        name = module.moe_config.activation.value
+        name: str = module.moe_config.activation.value
         return ACTIVATIONS.get(name, name)
     if isinstance(module, SiluAndMul):
         return "silu"

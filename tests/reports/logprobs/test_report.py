@@ -143,9 +143,7 @@ def test_thresholds() -> None:
     assert len(said) == 2 and all("megatron" in words and "maximum" in words for words in said)
     assert len(exceeded(pairs, DifferenceLimits(max_abs=1e-4, mean_abs=1e-4))) == 4
     nothing = [dataclasses.replace(pairs[0], max_abs=math.nan)]
-    assert len(exceeded(nothing, DifferenceLimits(max_abs=10.0, mean_abs=10.0))) == 1, (
-        "what is no number keeps no limit"
-    )
+    assert len(exceeded(nothing, DifferenceLimits(max_abs=10.0, mean_abs=10.0))) == 1, "NaN keeps no limit"
 
 
 # Causes
