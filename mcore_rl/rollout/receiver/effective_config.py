@@ -29,9 +29,6 @@ from mcore_rl.proofs.effective_config import (
     routing_fields,
 )
 
-# vLLM's name of the activation of experts, of which the gate is one part (fused_moe/activation.py) -> ours.
-ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_tanh", "gelu": "gelu"}
-
 
 def effective_config(model: Any) -> EffectiveConfig:
     """The configuration of vLLM's causal language model ``model``, all layers."""
@@ -71,8 +68,8 @@ def _mlp_fields(modules: Sequence[nn.Module]) -> dict[str, Value]:
 
 def _activation(module: nn.Module) -> str | None:
     if isinstance(module, MoERunner):
-        name: str = module.moe_config.activation.value
-        return ACTIVATIONS.get(name, name)
+        name: str = module.moe_config.activation.value  # MoEActivation's names are ours
+        return name
     if isinstance(module, SiluAndMul):
         return "silu"
     if isinstance(module, GeluAndMul):
