@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import ParamSpec
 
 import torch
@@ -50,7 +51,7 @@ def joined(parts: Sequence[EffectiveConfig]) -> EffectiveConfig:
         for place, fields in part.items():
             held = whole.setdefault(place, {})
             for name, value in fields.items():
-                if name in held and not _alike(name, held[name], value):
+                if name in held and held[name] != value and not _alike(name, held[name], value):
                     value = f"{_shown(name, held[name])}, but {_shown(name, value)} on rank {rank}"
                 held[name] = value
     return whole
@@ -150,8 +151,9 @@ def norm_fields(modules: Iterable[nn.Module], hidden_size: int) -> dict[str, Val
     """
     epsilons: dict[str, set[float]] = {}
     for module in modules:
-        own = vars(module) | module._parameters
-        weight, epsilon = own.get("layer_norm_weight", own.get("weight")), own.get("variance_epsilon", own.get("eps"))
+        own, parameters = vars(module), module._parameters
+        weight = parameters.get("layer_norm_weight", parameters.get("weight"))
+        epsilon = own.get("variance_epsilon", own.get("eps"))
         if isinstance(weight, Tensor) and weight.dim() == 1 and isinstance(epsilon, float):
             name = "norm_epsilon" if len(weight) == hidden_size else "inner_norm_epsilon"
             epsilons.setdefault(name, set()).add(epsilon)
@@ -188,6 +190,7 @@ def routing_fields(
     }
 
 
+@cache
 def activation_name(function: Callable[[Tensor], Tensor]) -> str:
     """The name of an activation, found by what it makes of some numbers; its own name if it is none that we know."""
     x = torch.tensor([-2.0, -0.5, 1.5], device="cpu")
