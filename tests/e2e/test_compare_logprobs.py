@@ -83,7 +83,7 @@ def test_a_damaged_weight_is_the_cause(tmp_path: Path, capsys: pytest.CaptureFix
 CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_theta": 20000.0}, "rotary_frequencies"),
     ("llama", {"rms_norm_eps": 1e-2}, "norm_epsilon"),
-    ("mixtral", {"num_experts_per_tok": 1}, "moe.top_k"),
+    ("mixtral", {"num_experts_per_tok": 3}, "moe.top_k"),
     ("mixtral", {"intermediate_size": 90}, ""),  # of no whole 16 bytes, on all sides
 ]
 
