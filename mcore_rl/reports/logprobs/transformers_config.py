@@ -83,9 +83,12 @@ def _attention_fields(attention: Any, rotary: Any, config: dict[str, Any], kind:
 
 
 def _interleaved(attention: Any) -> bool:
-    """Whether rotated pairs are neighbours, by the ``rotate_half`` of the file of ``attention``."""
-    rotate_half = vars(sys.modules[type(attention).__module__])["rotate_half"]
-    return bool(rotate_half(torch.tensor([0.0, 1.0, 0.0, 0.0]))[0] != 0)
+    """Whether rotated pairs are neighbours, by the ``rotate_half`` of the file of ``attention``.
+
+    A file without it rotates complex numbers (deepseek_v2), whose two parts are neighbours.
+    """
+    rotate_half = vars(sys.modules[type(attention).__module__]).get("rotate_half")
+    return rotate_half is None or bool(rotate_half(torch.tensor([0.0, 1.0, 0.0, 0.0]))[0] != 0)
 
 
 def _zero_centered(norm: Any) -> bool:
