@@ -16,6 +16,7 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from mcore_rl.proofs.verify import ProofReport
 
 MODEL_CONFIGS = Path(__file__).resolve().parents[1] / "model_configs"
-TRACED = "integers, at reduced size: where a direct load puts them"
 MAX_SHOWN = 20
 
 
@@ -93,32 +93,24 @@ def prove(
     config: Mapping[str, Any], parallel: ParallelConfig, world_size: int, rollout: RolloutLayout | None,
     hf: Path | None, console: Console,
 ) -> tuple[ProofReport, ModelConfig]:  # fmt: skip
-    """The report at full size, and the tracer's check.  Raises ConfigError where a layout does not fit."""
+    """The report at full and at reduced size.  Raises ConfigError where a layout does not fit."""
     family, model = model_of(config)
     violations = layout_violations(model, parallel, world_size)
     refuse_if_any(violations + (rollout_violations(model, rollout) if rollout else []))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")  # what Megatron would like to be installed
         from mcore_rl.checkpoints.hf_directory import HfCheckpoint  # torch and Megatron, when all is checked
-        from mcore_rl.proofs.tracer import trace
-        from mcore_rl.proofs.verify import check, verify
-        from mcore_rl.training.meta import meta_shapes
-        from mcore_rl.weights.rollout_table import RolloutTable
-        from mcore_rl.weights.table import Table
+        from mcore_rl.proofs.prove import Subject, prove
+        from mcore_rl.rollout.parameters import VllmProcess
+        from mcore_rl.training.meta import meta_rank
 
-        with console.status("...") as status:
-            report = verify(
-                Table(family, model, parallel, world_size),
-                RolloutTable(family, model, rollout) if rollout else None,
-                lambda rank: meta_shapes(model, parallel, world_size, rank),
-                checkpoint=HfCheckpoint.open(hf) if hf else None,
-                notice=status.update,
-            )
-            if rollout is not None:
-                status.update(TRACED)
-                traced = check(TRACED, lambda: trace(config, parallel, world_size, rollout))
-                report = replace(report, checks=(*report.checks, traced))
-    return report, model
+        vllm = stack.enter_context(VllmProcess())
+        subject = Subject(
+            config=config, family=family, parallel=parallel, world_size=world_size, rollout=rollout,
+            megatron=meta_rank, vllm=vllm.placements,
+        )  # fmt: skip
+        status = stack.enter_context(console.status("..."))
+        return prove(subject, checkpoint=HfCheckpoint.open(hf) if hf else None, notice=status.update), model
 
 
 def show(report: ProofReport, model: ModelConfig, parallel: ParallelConfig, console: Console) -> None:
