@@ -22,7 +22,6 @@ def hf_shapes(config: Mapping[str, Any], model_type: str) -> HfShapes:
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # seconds
     from transformers.core_model_loading import revert_weight_conversion
-
     from transformers.utils import logging
 
     said = logging.get_verbosity()  # type: ignore[no-untyped-call]

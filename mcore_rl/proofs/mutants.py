@@ -90,7 +90,7 @@ def _changes(rule: Rule, rules: tuple[Rule, ...], model: ModelConfig) -> Iterato
         "dtype": [None, "float32"],
         "absent_ok": [False, True],
         "only": [always, _never],
-        "checkpoint": [None, rule.name, "decoder.layers.self_attention.wrong.weight"],
+        "checkpoint": [*([None] if rule.checkpoint else []), "decoder.layers.{l}.self_attention.wrong.weight"],
     }
     assert choices.keys() | {"name", "hf", "per_expert"} == {field.name for field in fields(Rule)}
     for part, values in choices.items():

@@ -13,7 +13,7 @@ The oracles are asked once for each model and layout, and mutants are integers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -24,11 +24,11 @@ import numpy as np
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, WeightMapError
 from mcore_rl.families.blocks import tied, untied
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
-from mcore_rl.families.rules import Axis, Layers, Rule
+from mcore_rl.families.rules import Axis, Layers, Rule, Stage
 from mcore_rl.proofs.hf_model import hf_shapes
 from mcore_rl.proofs.mutants import UNJUDGED, Mutant, mutants
 from mcore_rl.proofs.placement import (
@@ -44,7 +44,7 @@ from mcore_rl.proofs.placement import (
     idle_axes,
     rank_failures,
 )
-from mcore_rl.proofs.statements import STATEMENTS
+from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
 from mcore_rl.proofs.tracer import EXPERTS, NumberedCheckpoint, reduced_config
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
@@ -132,7 +132,8 @@ def training_case(config: Mapping[str, Any], layout: str, megatron: Megatron) ->
     checkpoint = NumberedCheckpoint(hf_shapes(small, family.model_type))
     ranks = {rank: megatron(model, parallel, world_size, rank) for rank in range(world_size)}
     oracle = TrainingOracle(STATEMENTS[family.name], small, checkpoint, ranks)
-    assert not oracle.failures, oracle.failures
+    if oracle.failures:
+        raise WeightMapError(f"the statement of {family.name}", oracle.failures)
     read = partial(_training_word, model=model, parallel=parallel, world_size=world_size, checkpoint=checkpoint)
     return Case("weights", layout, small, family, model, checkpoint, oracle.placements, read)
 
@@ -269,26 +270,71 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
     training, without_experts = mutant.table == "weights", all(model.moe is None for model in models)
     if rule.layers is Layers.experts and without_experts:
         return "the family has no experts, so the rule makes nothing"
-    if rule.layers is Layers.dense and all(model.moe and not model.moe.dense_layers for model in models):
+    without_dense = all(model.moe and not model.moe.dense_layers for model in models)
+    one_kind = without_experts or without_dense
+    if rule.layers is Layers.dense and without_dense:
         return "the family has experts in every layer, so the rule makes nothing"
     known = {
         "layout": "no axis cuts it, and its one shard is the whole tensor" if rule.axis is Axis.none
         else "it cuts one tensor, whose rows the shards divide evenly, into the same ranges",
         "dim": "no axis cuts it, so no dimension is divided" if rule.axis is Axis.none else None,
         "axis": "without experts the axes of experts cut as tp does" if without_experts else None,
-        "layers": "the family's layers are all of one kind, or the rule is outside the layers",
+        "layers": "the family's layers are all of one kind, or the rule is outside the layers"
+        if one_kind or rule.stage is not Stage.layer
+        else None,
         "stage": None if training else "a rollout rank has every stage; the stage orders what is sent",
         "stacked": "only rollout rules say whether experts are stacked" if training else None,
-        "checkpoint": "its name is its key already" if training else "only training rules are in Megatron's checkpoints",
+        "checkpoint": None if training else "only training rules are in Megatron's checkpoints",
         "absent_ok": None if training else "only training rules are read from a checkpoint",
         "only": "every model of the family has the rule",
     }  # fmt: skip
     return known.get(mutant.part)
 
 
-def score(judged: Iterable[Judged]) -> dict[str, Counter[Verdict]]:
-    """Verdicts by table."""
-    counts: dict[str, Counter[Verdict]] = {}
-    for each in judged:
-        counts.setdefault(each.mutant.table, Counter())[each.verdict] += 1
-    return counts
+@dataclass(frozen=True)
+class FamilyScore:
+    """The verdicts over a family's mutants.  failures: why it could not be judged; empty: it was."""
+
+    family: str
+    judged: tuple[Judged, ...]
+    failures: tuple[str, ...] = ()
+
+    @property
+    def survived(self) -> list[Judged]:
+        """The holes in the proof."""
+        return [each for each in self.judged if each.verdict is Verdict.survived]
+
+    @property
+    def counts(self) -> dict[str, Counter[Verdict]]:
+        """Verdicts by table."""
+        counts: dict[str, Counter[Verdict]] = {}
+        for each in self.judged:
+            counts.setdefault(each.mutant.table, Counter())[each.verdict] += 1
+        return counts
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Why mutants change nothing, and how many."""
+        return Counter(each.why for each in self.judged if each.verdict is Verdict.unchanged)
+
+    def as_json(self) -> dict[str, Any]:
+        """As ``json.dump`` can write it, with every mutant that did not fail."""
+        kept = [each for each in self.judged if each.verdict is not Verdict.failed]
+        return {
+            "family": self.family,
+            "failures": list(self.failures),
+            "tables": {table: {v.value: n for v, n in counts.items()} for table, counts in self.counts.items()},
+            "not_failed": [{"mutant": str(e.mutant), "verdict": e.verdict.value, "why": e.why} for e in kept],
+        }
+
+
+def family_score(config: Mapping[str, Any], megatron: Megatron, vllm: Vllm) -> FamilyScore:
+    """Judge every mutant of the family of ``config``, a small model of it."""
+    family, _ = model_of(config)
+    if family.name not in STATEMENTS:
+        return FamilyScore(family.name, (), (NO_STATEMENT.format(family=family.name),))
+    try:
+        made = cases(config, megatron, vllm)
+    except WeightMapError as error:
+        return FamilyScore(family.name, (), tuple(error.problems))
+    return FamilyScore(family.name, tuple(judge_all(made)))

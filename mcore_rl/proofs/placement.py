@@ -55,8 +55,8 @@ Placement = Mapping[str, Stored]  # of one rank, by the names of its parameters
 class MegatronTensor:
     """What Megatron says of a parameter or persistent buffer.
 
-    dtype: torch's name, where it is not the model's.  layer, expert: in the whole model; None: in none.  stored: its key
-    in a Megatron checkpoint.
+    dtype: torch's name, where it is not the model's.  layer, expert: in the whole model; None: in none.  stored: its
+    key in a Megatron checkpoint.
     """
 
     shape: tuple[int, ...]
@@ -104,8 +104,8 @@ VLLM_HEAD_DIM = 32  # vLLM's attention on a CPU knows few
 class TrainingOracle:
     """Which integers every Megatron parameter of every rank of a layout holds, without a table.
 
-    config: the content of config.json.  ranks: what Megatron says, by the rank's number; copies of a replica may be left
-    out.  ``failures`` names what the statement lacks or contradicts Megatron's modules in.
+    config: the content of config.json.  ranks: what Megatron says, by the rank's number; copies of a replica may be
+    left out.  ``failures`` names what the statement lacks or contradicts Megatron's modules in.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The whole proof of one model, one training layout and one rollout layout: what ``tools/verify_conversion.py`` says.
 
 At full size: names and shapes by Megatron's modules and transformers' model class, exact cover, the reshard plan
-(``verify.py``).  At reduced size, in the same layouts: where every single element is, by oracles that share nothing with
-the tables (``placement.py``), and the plan followed element by element (``tracer.py``).  The rules are the same functions
-of sizes at both; the reduced model keeps what decides how they cut (``reduced_config``).
+(``verify.py``).  At reduced size, in the same layouts: where every single element is, by oracles that share nothing
+with the tables (``placement.py``), and the plan followed element by element (``tracer.py``).  The rules are the same
+functions of sizes at both; the reduced model keeps what decides how they cut (``reduced_config``).
 
 Whatever is wrong becomes a failure of a check; nothing is raised but ConfigError, for what the user wrote.
 """
@@ -35,12 +35,14 @@ from mcore_rl.proofs.placement import (
     placement_failures,
     unreadable,
 )
-from mcore_rl.proofs.statements import STATEMENTS
+from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
 from mcore_rl.proofs.tracer import NumberedCheckpoint, Tracer, reduced_config
 from mcore_rl.proofs.verify import Check, ProofReport, check, verify
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
+
+MAX_LOADED = 64  # ranks of an engine that are loaded: each takes a quarter of a second
 
 READABLE = "every rule: can be read"
 NAMED = "every tensor of transformers' model: taken, on both sides"
@@ -127,8 +129,7 @@ def _named(subject: Subject, table: Table, rollout: RolloutTable | None) -> tupl
 
 def _stated(subject: Subject) -> tuple[str, list[str]]:
     if subject.family.name not in STATEMENTS:
-        remedy = "Write one, from transformers' and Megatron's model definitions"
-        return "", [f"{subject.family.name}: no statement of this family in proofs/statements.py. {remedy}"]
+        return "", [NO_STATEMENT.format(family=subject.family.name)]
     small = reduced_config(subject.config, subject.parallel, subject.rollout or RolloutLayout())
     _, model = model_of(small)
     numbers = NumberedCheckpoint(hf_shapes(small, subject.family.model_type))
@@ -145,9 +146,14 @@ def _stated(subject: Subject) -> tuple[str, list[str]]:
 
 def _loaded(subject: Subject) -> tuple[str, list[str]]:
     """Of one engine: the other replicas of the rollout load the same."""
+    assert subject.rollout is not None
     layout = subject.rollout
-    assert layout is not None
-    four_layers = replace(subject.parallel, pp=2, vpp=1, pipeline_layers=None, ep=1)  # vLLM's layers do not depend on pp
+    if layout.engine_size > MAX_LOADED:  # experts over all replicas: over fewer of them
+        dp = max(1, MAX_LOADED // layout.tp)
+        layout = replace(layout, dp=dp, ep=layout.tp * dp)
+    four_layers = replace(
+        subject.parallel, pp=2, vpp=1, pipeline_layers=None, ep=1
+    )  # vLLM's layers do not depend on pp
     small = reduced_config(subject.config, four_layers, layout, VLLM_HEAD_DIM)
     _, model = model_of(small)
     numbers = NumberedCheckpoint(hf_shapes(small, subject.family.model_type))

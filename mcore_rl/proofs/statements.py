@@ -18,6 +18,9 @@ import numpy as np
 
 from mcore_rl.arrays import Int64Array
 
+NO_STATEMENT = (
+    "{family}: no statement of this family in proofs/statements.py. Write one, from transformers' and Megatron's models"
+)
 Read = Callable[[str], Int64Array]
 
 
@@ -46,8 +49,8 @@ Parameter = Callable[[Read, Holder], Int64Array]
 class Statement:
     """A family's parameters by Megatron's names.
 
-    outside: outside the layers.  layer: within one, dense or with experts, without ``decoder.layers.N.``; ``{e}`` is the
-    expert.  What a model does not have is not looked for.
+    outside: outside the layers.  layer: within one, dense or with experts, without ``decoder.layers.N.``; ``{e}`` is
+    the expert.  What a model does not have is not looked for.
     """
 
     outside: Mapping[str, Parameter]

@@ -75,7 +75,7 @@ def reduced_config(
 
 
 class NumberedCheckpoint:
-    """A Hugging Face checkpoint with tensors of ``shapes`` whose elements are distinct integers, computed on request."""
+    """A Hugging Face checkpoint of tensors of ``shapes`` whose elements are distinct integers, computed on request."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = dict(shapes)

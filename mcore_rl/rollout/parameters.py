@@ -220,7 +220,8 @@ def _placed(model: nn.Module, config: Any, weights: list[tuple[str, torch.Tensor
     with set_current_vllm_config(config):
         model.load_weights(iter(weights))
     return {
-        name: Stored(parameter.detach().long().numpy(), {"dtype": fixed[name]}) for name, parameter in model.named_parameters()
+        name: Stored(parameter.detach().long().numpy(), {"dtype": fixed[name]})
+        for name, parameter in model.named_parameters()
     }
 
 
