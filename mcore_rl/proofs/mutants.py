@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
+from typing import Any
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.family import Family
@@ -38,6 +39,12 @@ class Mutant:
         return f"{self.table}: {self.rule}: {self.part} {self.change}".rstrip()
 
 
+def with_rules(family: Family, table: str, rules: tuple[Rule, ...]) -> Family:
+    """``family`` with other ``rules`` in ``table``."""
+    changes: dict[str, Any] = {table: rules}
+    return replace(family, **changes)
+
+
 def mutants(family: Family, table: str, models: Sequence[ModelConfig]) -> Iterator[Mutant]:
     """Every mutant of a ``table`` of ``family``.
 
@@ -47,7 +54,7 @@ def mutants(family: Family, table: str, models: Sequence[ModelConfig]) -> Iterat
     rules: tuple[Rule, ...] = getattr(family, table)
 
     def made(at: int, part: str, change: str, *new: Rule) -> Mutant:
-        wrong = replace(family, **{table: (*rules[:at], *new, *rules[at + 1 :])})
+        wrong = with_rules(family, table, (*rules[:at], *new, *rules[at + 1 :]))
         return Mutant(table, rules[at].name, part, change, wrong)
 
     for number, rule in enumerate(rules):
@@ -79,7 +86,9 @@ def _changes(rule: Rule, rules: tuple[Rule, ...], model: ModelConfig) -> Iterato
     if len(rule.hf) > 1:
         for place, held in enumerate(rule.hf):
             yield "hf", f"lacks {held.name}", {"hf": rule.hf[:place] + rule.hf[place + 1 :]}
-    layouts = {each.layout for family in FAMILIES.values() for table in TABLES for each in getattr(family, table)}
+    layouts: set[Any] = {
+        each.layout for family in FAMILIES.values() for table in TABLES for each in getattr(family, table)
+    }
     choices: dict[str, list[object]] = {
         "layout": sorted(layouts, key=lambda layout: layout.__qualname__),
         "axis": list(Axis),
@@ -107,7 +116,7 @@ def _with(hf: tuple[HfTensor, ...], place: int, tensor: HfTensor) -> tuple[HfTen
     return (*hf[:place], tensor, *hf[place + 1 :])
 
 
-def _words(value: object) -> str:
+def _words(value: Any) -> str:
     if callable(value):
         return str(value.__qualname__).replace(".<locals>.", " ").strip("_")
     return str(value)
@@ -121,4 +130,4 @@ def _exchanges(family: Family, table: str, models: Sequence[ModelConfig]) -> Ite
         if model is not None and a.hf != b.hf and a.hf_shapes(model) == b.hf_shapes(model):
             wrong = list(rules)
             wrong[first], wrong[second] = replace(a, hf=b.hf), replace(b, hf=a.hf)
-            yield Mutant(table, a.name, "exchanged", f"with {b.name}", replace(family, **{table: tuple(wrong)}))
+            yield Mutant(table, a.name, "exchanged", f"with {b.name}", with_rules(family, table, tuple(wrong)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.rules import Axis, Layers, Rule, Stage
 from mcore_rl.proofs.hf_model import hf_shapes
-from mcore_rl.proofs.mutants import UNJUDGED, Mutant, mutants
+from mcore_rl.proofs.mutants import UNJUDGED, Mutant, mutants, with_rules
 from mcore_rl.proofs.placement import (
     VLLM_HEAD_DIM,
     Megatron,
@@ -229,7 +229,7 @@ class Judge:
         self, number: int, case: Case, old: tuple[Rule, ...], new: tuple[Rule, ...]
     ) -> tuple[bool, str | None]:
         """(whether the changed rules say something else in ``case``, the first failure)."""
-        word = case.read(replace(case.family, **{case.table: new}))
+        word = case.read(with_rules(case.family, case.table, new))
         changed = any(a.axis is not b.axis for a, b in zip(old, new, strict=False))
         for rank, right in case.right.items():
             said, before = word.of(rank), self._before(number, case, rank, old)
@@ -249,7 +249,7 @@ class Judge:
         key = (number, rank, tuple(map(id, old)))
         if key not in self._kept:
             once = tuple({id(rule): rule for rule in old}.values())
-            self._kept[key] = case.read(replace(case.family, **{case.table: once})).of(rank)
+            self._kept[key] = case.read(with_rules(case.family, case.table, once)).of(rank)
         return self._kept[key]
 
 

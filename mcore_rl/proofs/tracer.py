@@ -88,7 +88,7 @@ class NumberedCheckpoint:
 
     def start_of(self, name: str) -> int:
         """The number of the first element of ``name``; those behind it follow in row-major order."""
-        return self._starts[name]
+        return int(self._starts[name])
 
     def name_of(self, number: int) -> str:
         """The tensor and the index of the element ``number``, in words."""
