@@ -24,12 +24,13 @@ def hf_shapes(config: Mapping[str, Any], model_type: str) -> HfShapes:
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.utils import logging
 
-    said = logging.get_verbosity()  # type: ignore[no-untyped-call]
+    said = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of token ids beyond a reduced vocabulary
     values = {name: value for name, value in config.items() if name not in ("model_type", "quantization_config")}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**copy.deepcopy(values)))
-    logging.set_verbosity(said)  # type: ignore[no-untyped-call]
+        made = CONFIG_MAPPING[model_type](**copy.deepcopy(values))  # it fills in what it is given
+        model = AutoModelForCausalLM.from_config(made)  # type: ignore[no-untyped-call]
+    logging.set_verbosity(said)
     state = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]

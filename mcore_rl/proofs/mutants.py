@@ -86,11 +86,10 @@ def _changes(rule: Rule, rules: tuple[Rule, ...], model: ModelConfig) -> Iterato
     if len(rule.hf) > 1:
         for place, held in enumerate(rule.hf):
             yield "hf", f"lacks {held.name}", {"hf": rule.hf[:place] + rule.hf[place + 1 :]}
-    layouts: set[Any] = {
-        each.layout for family in FAMILIES.values() for table in TABLES for each in getattr(family, table)
-    }
+    tables = (getattr(family, table) for family in FAMILIES.values() for table in TABLES)
+    layouts: dict[str, Any] = {_words(each.layout): each.layout for rules in tables for each in rules}
     choices: dict[str, list[object]] = {
-        "layout": sorted(layouts, key=lambda layout: layout.__qualname__),
+        "layout": [layouts[name] for name in sorted(layouts)],
         "axis": list(Axis),
         "stage": list(Stage),
         "layers": list(Layers),

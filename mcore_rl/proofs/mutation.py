@@ -286,7 +286,7 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
         "stacked": "only rollout rules say whether experts are stacked" if training else None,
         "checkpoint": None if training else "only training rules are in Megatron's checkpoints",
         "absent_ok": None if training else "only training rules are read from a checkpoint",
-        "only": "every model of the family has the rule",
+        "only": "every model of the family has the rule" if rule.only in (tied, untied) else None,
     }  # fmt: skip
     return known.get(mutant.part)
 

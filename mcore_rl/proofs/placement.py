@@ -27,7 +27,7 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.rules import Rule
 from mcore_rl.proofs.hf_model import HfShapes
-from mcore_rl.proofs.statements import Holder, Statement
+from mcore_rl.proofs.statements import Holder, Statement, stated
 from mcore_rl.proofs.tracer import NumberedCheckpoint, index, training_tensor
 from mcore_rl.weights.names import canonical
 from mcore_rl.weights.rollout_table import RolloutTable
@@ -130,7 +130,7 @@ class TrainingOracle:
         for chunk, tensors in enumerate(modules.chunks):
             for key, tensor in tensors.items():
                 try:
-                    numbers = self._numbers(key, tensor, holder)
+                    numbers = stated(self._statement, self._whole, key, tensor.layer, tensor.expert, holder)
                 except Exception as error:  # noqa: BLE001  of a line that somebody writes for a new family
                     self.failures.append(f"rank {rank}: {key}: not stated: {type(error).__name__}: {error}")
                     continue
@@ -139,19 +139,6 @@ class TrainingOracle:
                     self.failures.append(f"rank {rank}: {key}: {problem}")
                 placement[_name(chunk, canonical(key) or key)] = Stored(numbers, tensor.facts)
         return placement
-
-    def _numbers(self, key: str, tensor: MegatronTensor, holder: Holder) -> Int64Array:
-        if tensor.layer is None:
-            return self._statement.outside[key](self._whole.__getitem__, holder)
-        within = key.split(".", 3)[3]  # behind decoder.layers.N.
-        if tensor.expert is not None:
-            before, _, behind = within.partition("local_experts.")
-            within = f"{before}local_experts.{{e}}.{behind.partition('.')[2]}"
-
-        def read(name: str) -> Int64Array:
-            return self._whole[f"model.layers.{tensor.layer}.{name.format(e=tensor.expert)}"]
-
-        return self._statement.layer[within](read, holder)
 
 
 def _name(chunk: int, name: str) -> str:

@@ -134,7 +134,7 @@ def _stated(subject: Subject) -> tuple[str, list[str]]:
     _, model = model_of(small)
     numbers = NumberedCheckpoint(hf_shapes(small, subject.family.model_type))
     table = Table(subject.family, model, subject.parallel, subject.world_size)
-    places = {}
+    places: dict[tuple[int, ...], int] = {}
     for rank in range(subject.world_size):
         at = table.layout.coords(rank)
         places.setdefault((at.pp, at.tp, at.ep, at.etp), rank)  # the others hold copies
@@ -151,9 +151,9 @@ def _loaded(subject: Subject) -> tuple[str, list[str]]:
     if layout.engine_size > MAX_LOADED:  # experts over all replicas: over fewer of them
         dp = max(1, MAX_LOADED // layout.tp)
         layout = replace(layout, dp=dp, ep=layout.tp * dp)
-    four_layers = replace(
-        subject.parallel, pp=2, vpp=1, pipeline_layers=None, ep=1
-    )  # vLLM's layers do not depend on pp
+    # vLLM's layers do not depend on pp; of key/value heads that several ranks share there are two, or tp's number.
+    tp = 2 if subject.parallel.tp == 1 and layout.tp % 4 == 0 else subject.parallel.tp
+    four_layers = replace(subject.parallel, tp=tp, pp=2, vpp=1, pipeline_layers=None, ep=1)
     small = reduced_config(subject.config, four_layers, layout, VLLM_HEAD_DIM)
     _, model = model_of(small)
     numbers = NumberedCheckpoint(hf_shapes(small, subject.family.model_type))

@@ -226,3 +226,19 @@ STATEMENTS: dict[str, Statement] = {
         },
     ),
 }
+
+
+def stated(
+    statement: Statement, whole: Mapping[str, Int64Array], key: str, layer: int | None, expert: int | None, rank: Holder
+) -> Int64Array:
+    """The parameter ``key`` of a Megatron module's state dict on ``rank``, cut from the tensors ``whole``.
+
+    layer, expert: of the parameter, in the whole model.  Raises KeyError if nobody stated it.
+    """
+    if layer is None:
+        return statement.outside[key](whole.__getitem__, rank)
+    within = key.split(".", 3)[3]  # behind decoder.layers.N.
+    if expert is not None:
+        before, _, behind = within.partition("local_experts.")
+        within = f"{before}local_experts.{{e}}.{behind.partition('.')[2]}"
+    return statement.layer[within](lambda name: whole[f"model.layers.{layer}.{name.format(e=expert)}"], rank)

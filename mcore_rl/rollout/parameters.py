@@ -20,7 +20,7 @@ import json
 import logging
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -218,7 +218,8 @@ def _placed(model: nn.Module, config: Any, weights: list[tuple[str, torch.Tensor
         fixed[name] = str(parameter.dtype).removeprefix("torch.") if own else None
         parameter.data = torch.full(parameter.shape, NOTHING, dtype=torch.float64)  # exact integers to 2**53
     with set_current_vllm_config(config):
-        model.load_weights(iter(weights))
+        load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], object] = model.load_weights  # type: ignore[assignment]
+        load_weights(iter(weights))
     return {
         name: Stored(parameter.detach().long().numpy(), {"dtype": fixed[name]})
         for name, parameter in model.named_parameters()
