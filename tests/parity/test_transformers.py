@@ -31,8 +31,8 @@ TOLERANCE = 1e-5
 NAMES = tuple(MODELS)
 
 
-# Of the engine: log-probs, entropies, loss, gradients, and parameters that are not what the proof's statement says.
-Side = tuple[torch.Tensor, torch.Tensor, float, Weights, list[str]]
+# Of the engine: log-probs, entropies, loss, gradients, the family, and parameters that are not as the proof states.
+Side = tuple[torch.Tensor, torch.Tensor, float, Weights, str, list[str]]
 
 
 def _not_as_stated(chunk: torch.nn.Module, reference: PreTrainedModel) -> list[str]:
@@ -78,7 +78,7 @@ def _engine_side(rank: Rank, names: tuple[str, ...]) -> dict[str, Side]:
             parameter.data.copy_(parameter.main_grad)
         gradients = full_weights.gather_full(engine.models, start)
         assert scores.logprobs_T is not None and scores.entropy_T is not None
-        results[name] = (scores.logprobs_T, scores.entropy_T, step.loss, gradients, wrong)
+        results[name] = (scores.logprobs_T, scores.entropy_T, step.loss, gradients, reference.config.model_type, wrong)
     destroy_groups()
     return results
 
@@ -117,7 +117,7 @@ def _reference(name: str) -> tuple[torch.Tensor, torch.Tensor, float, Weights]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_loss_and_gradients_agree(name: str, engine_side: dict[str, Side]) -> None:
-    logprobs_T, entropy_T, loss, gradients, _ = engine_side[name]
+    logprobs_T, entropy_T, loss, gradients, *_ = engine_side[name]
     their_logprobs_T, their_entropy_T, their_loss, their_gradients = _reference(name)
     torch.testing.assert_close(logprobs_T, their_logprobs_T, rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(entropy_T, their_entropy_T, rtol=TOLERANCE, atol=TOLERANCE)
@@ -133,3 +133,7 @@ def test_scores_loss_and_gradients_agree(name: str, engine_side: dict[str, Side]
 def test_the_statement_says_what_these_weights_are(name: str, engine_side: dict[str, Side]) -> None:
     """The weights that make the numbers above equal are those that the proof states: keys are keys, and up is up."""
     assert engine_side[name][-1] == []
+
+
+def test_every_statement_is_held_against_transformers(engine_side: dict[str, Side]) -> None:
+    assert {side[-2] for side in engine_side.values()} == STATEMENTS.keys()
