@@ -111,8 +111,14 @@ def _tensors(chunk: GPTModel) -> dict[str, MegatronTensor]:
         tensors[key] = MegatronTensor(
             shape=tuple(value.shape),
             dtype=fixed,
-            layer=next((layer for name, layer in layers.items() if key.startswith(f"{name}.")), None),
-            expert=next((expert for name, expert in experts.items() if key.startswith(f"{name}.")), None),
+            layer=_owner(key, layers),
+            expert=_owner(key, experts),
             stored=stored[key].key,
         )
     return tensors
+
+
+def _owner(key: str, numbers: dict[str, int]) -> int | None:
+    """The number of the module in ``numbers`` that ``key`` is inside of; None: of none."""
+    ends = (place for place, letter in enumerate(key) if letter == ".")
+    return next((numbers[key[:end]] for end in ends if key[:end] in numbers), None)
