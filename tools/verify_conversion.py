@@ -112,12 +112,12 @@ def prove(
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")  # what Megatron would like to be installed
         from mcore_rl.checkpoints.hf_directory import HfCheckpoint  # torch and Megatron, when all is checked
-        from mcore_rl.proofs.prove import Subject, prove
+        from mcore_rl.proofs.prove import ProofSubject, prove
         from mcore_rl.rollout.parameters import VllmProcess
         from mcore_rl.training.meta import meta_rank
 
         vllm = stack.enter_context(VllmProcess())
-        subject = Subject(
+        subject = ProofSubject(
             config=config, family=family, parallel=parallel, world_size=world_size, rollout=rollout,
             megatron=meta_rank, vllm=vllm.placements,
         )  # fmt: skip
@@ -135,7 +135,7 @@ def mutate(name: str, arguments: argparse.Namespace, console: Console) -> int:
                for each in names]  # fmt: skip
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
-        from mcore_rl.proofs.mutation import Verdict, family_score
+        from mcore_rl.proofs.mutation import MutantVerdict, family_score
         from mcore_rl.rollout.parameters import VllmProcess
         from mcore_rl.training.meta import meta_rank
 
@@ -148,7 +148,9 @@ def mutate(name: str, arguments: argparse.Namespace, console: Console) -> int:
         lines = Lines("family", "table", "mutants", "FAILED", "change nothing", "survived", box=None, pad_edge=False)
         for score in scores:
             for table, counts in score.counts.items():
-                numbers = (counts[each] for each in (Verdict.failed, Verdict.unchanged, Verdict.survived))
+                numbers = (
+                    counts[each] for each in (MutantVerdict.failed, MutantVerdict.unchanged, MutantVerdict.survived)
+                )
                 lines.add_row(score.family, table, str(counts.total()), *map(str, numbers))
         console.print(lines)
         for reason, count in sum((score.reasons for score in scores), start=Counter[str]()).most_common():

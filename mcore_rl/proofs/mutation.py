@@ -34,7 +34,7 @@ from mcore_rl.proofs.mutants import UNJUDGED, Mutant, mutants, with_rules
 from mcore_rl.proofs.placement import (
     VLLM_HEAD_DIM,
     Megatron,
-    Placement,
+    ParameterPlacement,
     RolloutWord,
     Said,
     TrainingOracle,
@@ -61,7 +61,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (TIES, NO_TIES, {"q_lora_rank": None})
 
 
 @dataclass(frozen=True)
-class Case:
+class OracleCase:
     """One model, one layout and what the oracle says of it.
 
     table: the field of ``Family`` that it judges.  config: of the model.  right: by rank.  read: makes the word of a
@@ -74,11 +74,11 @@ class Case:
     family: Family
     model: ModelConfig
     checkpoint: NumberedCheckpoint
-    right: Mapping[int, Placement]
+    right: Mapping[int, ParameterPlacement]
     read: Callable[[Family], Word]
 
 
-class Verdict(Enum):
+class MutantVerdict(Enum):
     """What became of a mutant."""
 
     failed = "failed"
@@ -91,7 +91,7 @@ class Judged:
     """A mutant and its verdict.  why: the first failure, the reason why it changes nothing, or what let it live."""
 
     mutant: Mutant
-    verdict: Verdict
+    verdict: MutantVerdict
     why: str
 
 
@@ -100,14 +100,14 @@ class Judged:
 
 def variants(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """``config`` and what it is with each of ``VARIANTS`` that its family has and does not refuse."""
-    found = [dict(config)]
+    made = [dict(config)]
     for changes in VARIANTS:
         changed = dict(config) | changes
-        if changed in found or not changes.keys() <= config.keys() | TIES.keys():
+        if changed in made or not changes.keys() <= config.keys() | TIES.keys():
             continue
         if not _refused(changed):
-            found.append(changed)
-    return found
+            made.append(changed)
+    return made
 
 
 def _refused(config: Mapping[str, Any]) -> bool:
@@ -123,7 +123,7 @@ def has_experts(config: Mapping[str, Any]) -> bool:
     return any(name in config for name in EXPERTS)
 
 
-def training_case(config: Mapping[str, Any], layout: str, megatron: Megatron) -> Case:
+def training_case(config: Mapping[str, Any], layout: str, megatron: Megatron) -> OracleCase:
     """The case of a family's ``weights`` in ``layout``.  Raises WeightMapError if its statement is wrong or missing."""
     parallel = parse_layout(layout)
     world_size = parallel.tp * parallel.pp * max(1, parallel.ep * parallel.etp // parallel.tp)
@@ -135,7 +135,7 @@ def training_case(config: Mapping[str, Any], layout: str, megatron: Megatron) ->
     if oracle.failures:
         raise WeightMapError(f"the statement of {family.name}", oracle.failures)
     read = partial(_training_word, model=model, parallel=parallel, world_size=world_size, checkpoint=checkpoint)
-    return Case("weights", layout, small, family, model, checkpoint, oracle.placements, read)
+    return OracleCase("weights", layout, small, family, model, checkpoint, oracle.placements, read)
 
 
 def _training_word(
@@ -144,7 +144,7 @@ def _training_word(
     return TrainingWord(Table(family, model, parallel, world_size), checkpoint)
 
 
-def rollout_case(config: Mapping[str, Any], layout: str, vllm: Vllm, *, latent_attention: bool = True) -> Case:
+def rollout_case(config: Mapping[str, Any], layout: str, vllm: Vllm, *, latent_attention: bool = True) -> OracleCase:
     """The case of a family's ``rollout``, or of ``rollout_without_latent``, in ``layout``."""
     target = parse_rollout_layout(layout)
     small = reduced_config(config, parse_layout("tp=2,pp=2"), target, VLLM_HEAD_DIM)
@@ -153,7 +153,7 @@ def rollout_case(config: Mapping[str, Any], layout: str, vllm: Vllm, *, latent_a
     right = vllm(small, checkpoint.shapes, target, latent_attention)
     read = partial(_rollout_word, model=model, layout=target, latent=latent_attention, checkpoint=checkpoint)
     table = "rollout" if latent_attention else "rollout_without_latent"
-    return Case(table, layout, small, family, model, checkpoint, right, read)
+    return OracleCase(table, layout, small, family, model, checkpoint, right, read)
 
 
 def _rollout_word(
@@ -162,7 +162,7 @@ def _rollout_word(
     return RolloutWord(RolloutTable(family, model, layout, latent_attention=latent), checkpoint)
 
 
-def cases(config: Mapping[str, Any], megatron: Megatron | None, vllm: Vllm | None) -> list[Case]:
+def cases(config: Mapping[str, Any], megatron: Megatron | None, vllm: Vllm | None) -> list[OracleCase]:
     """All cases of the family of ``config``; without Megatron's or vLLM's where that is None."""
     made, experts = [], has_experts(config)
     for variant in variants(config):
@@ -180,7 +180,7 @@ def cases(config: Mapping[str, Any], megatron: Megatron | None, vllm: Vllm | Non
 # ---- the verdicts ----
 
 
-def judge_all(cases: Sequence[Case]) -> Iterator[Judged]:
+def judge_all(cases: Sequence[OracleCase]) -> Iterator[Judged]:
     """Every mutant of the tables that ``cases`` judge."""
     for table in dict.fromkeys(case.table for case in cases):
         mine = [case for case in cases if case.table == table]
@@ -191,7 +191,7 @@ def judge_all(cases: Sequence[Case]) -> Iterator[Judged]:
 class Judge:
     """Judges the mutants of one table by ``cases``."""
 
-    def __init__(self, cases: Sequence[Case]) -> None:
+    def __init__(self, cases: Sequence[OracleCase]) -> None:
         self._cases = cases
         self._kept: dict[tuple[int, int, tuple[int, ...]], Said] = {}
 
@@ -209,24 +209,28 @@ class Judge:
                 changed, failure = self._failure(number, case, old, new)
             except Exception as error:  # noqa: BLE001  a wrong rule may raise anything
                 why = f"the rule of {mutant.rule} cannot be read: {type(error).__name__}: {error}"
-                return Judged(mutant, Verdict.failed, why)
+                return Judged(mutant, MutantVerdict.failed, why)
             if failure:
-                return Judged(mutant, Verdict.failed, failure)
+                return Judged(mutant, MutantVerdict.failed, failure)
             if changed:
-                return Judged(mutant, Verdict.survived, f"{case.name} says something else and passes")
+                return Judged(mutant, MutantVerdict.survived, f"{case.name} says something else and passes")
         reason = why_unchanged(mutant, (*old, *new)[0], [case.model for case in self._cases])
-        return Judged(mutant, Verdict.unchanged if reason else Verdict.survived, reason or "unchanged without a reason")
+        return Judged(
+            mutant,
+            MutantVerdict.unchanged if reason else MutantVerdict.survived,
+            reason or "unchanged without a reason",
+        )
 
     def _unjudged(self, mutant: Mutant) -> Judged:
         """Of a rule that no model of the cases has: unchanged, if the family refuses the models that would have it."""
         only = next(rule.only for rule in getattr(mutant.family, mutant.table) if rule.name == mutant.rule)
         for wanted, changes in ((tied, TIES), (untied, NO_TIES)):
             if only is wanted and all(_refused(dict(case.config) | changes) for case in self._cases):
-                return Judged(mutant, Verdict.unchanged, f"the family refuses a config.json with {changes}")
-        return Judged(mutant, Verdict.survived, mutant.change)
+                return Judged(mutant, MutantVerdict.unchanged, f"the family refuses a config.json with {changes}")
+        return Judged(mutant, MutantVerdict.survived, mutant.change)
 
     def _failure(
-        self, number: int, case: Case, old: tuple[Rule, ...], new: tuple[Rule, ...]
+        self, number: int, case: OracleCase, old: tuple[Rule, ...], new: tuple[Rule, ...]
     ) -> tuple[bool, str | None]:
         """(whether the changed rules say something else in ``case``, the first failure)."""
         word = case.read(with_rules(case.family, case.table, new))
@@ -245,7 +249,7 @@ class Judge:
             changed = any(not _same(word.of(rank), self._before(number, case, rank, old)) for rank in case.right)
         return changed, None
 
-    def _before(self, number: int, case: Case, rank: int, old: tuple[Rule, ...]) -> Said:
+    def _before(self, number: int, case: OracleCase, rank: int, old: tuple[Rule, ...]) -> Said:
         key = (number, rank, tuple(map(id, old)))
         if key not in self._kept:
             once = tuple({id(rule): rule for rule in old}.values())
@@ -302,12 +306,12 @@ class FamilyScore:
     @property
     def survived(self) -> list[Judged]:
         """The holes in the proof."""
-        return [each for each in self.judged if each.verdict is Verdict.survived]
+        return [each for each in self.judged if each.verdict is MutantVerdict.survived]
 
     @property
-    def counts(self) -> dict[str, Counter[Verdict]]:
+    def counts(self) -> dict[str, Counter[MutantVerdict]]:
         """Verdicts by table."""
-        counts: dict[str, Counter[Verdict]] = {}
+        counts: dict[str, Counter[MutantVerdict]] = {}
         for each in self.judged:
             counts.setdefault(each.mutant.table, Counter())[each.verdict] += 1
         return counts
@@ -315,11 +319,11 @@ class FamilyScore:
     @property
     def reasons(self) -> Counter[str]:
         """Why mutants change nothing, and how many."""
-        return Counter(each.why for each in self.judged if each.verdict is Verdict.unchanged)
+        return Counter(each.why for each in self.judged if each.verdict is MutantVerdict.unchanged)
 
     def as_json(self) -> dict[str, Any]:
         """As ``json.dump`` can write it, with every mutant that did not fail."""
-        kept = [each for each in self.judged if each.verdict is not Verdict.failed]
+        kept = [each for each in self.judged if each.verdict is not MutantVerdict.failed]
         return {
             "family": self.family,
             "failures": list(self.failures),

@@ -48,7 +48,7 @@ class Stored:
     facts: Mapping[str, object]
 
 
-Placement = Mapping[str, Stored]  # of one rank, by the names of its parameters
+ParameterPlacement = Mapping[str, Stored]  # of one rank, by the names of its parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class MegatronRank:
 # (model, layout, number of ranks, rank) -> what Megatron's modules of the rank say.
 Megatron = Callable[[ModelConfig, ParallelConfig, int, int], MegatronRank]
 # (config.json, shapes of its checkpoint, layout, whether latent attention is on) -> where vLLM puts it, by rank.
-Vllm = Callable[[Mapping[str, Any], HfShapes, RolloutLayout, bool], Mapping[int, Placement]]
+Vllm = Callable[[Mapping[str, Any], HfShapes, RolloutLayout, bool], Mapping[int, ParameterPlacement]]
 VLLM_HEAD_DIM = 32  # vLLM's attention on a CPU knows few
 
 # ---- the oracle of the training side ----
@@ -229,7 +229,11 @@ def module_failures(table: Table, rank: int, modules: MegatronRank) -> Iterator[
 
 
 def rank_failures(
-    rank: str, said: Said, right: Placement, checkpoint: NumberedCheckpoint, only: Collection[str] | None = None
+    rank: str,
+    said: Said,
+    right: ParameterPlacement,
+    checkpoint: NumberedCheckpoint,
+    only: Collection[str] | None = None,
 ) -> Iterator[str]:
     """A message for every parameter of one rank of which ``said`` is not ``right``.
 
@@ -284,7 +288,7 @@ def missing(arrived: Iterable[Int64Array], checkpoint: NumberedCheckpoint) -> It
 
 
 def placement_failures(
-    make: Callable[[], Word], right: Mapping[int, Placement], checkpoint: NumberedCheckpoint, ranks: str
+    make: Callable[[], Word], right: Mapping[int, ParameterPlacement], checkpoint: NumberedCheckpoint, ranks: str
 ) -> list[str]:
     """Everything that a table says and that is not ``right``, by name; what cannot be read is a failure too.
 

@@ -52,7 +52,7 @@ TRACED = "every element, reduced: the plan moves it there"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ProofSubject:
     """What is proven.
 
     config: the content of config.json.  family: of it, or one with other tables.  rollout: None: the training side
@@ -69,7 +69,10 @@ class Subject:
 
 
 def prove(
-    subject: Subject, *, checkpoint: HfCheckpoint | None = None, notice: Callable[[str], None] = lambda proves: None
+    subject: ProofSubject,
+    *,
+    checkpoint: HfCheckpoint | None = None,
+    notice: Callable[[str], None] = lambda proves: None,
 ) -> ProofReport:
     """Prove ``subject``.
 
@@ -101,7 +104,7 @@ def prove(
     return replace(full, checks=tuple(checks))
 
 
-def _report(subject: Subject, checks: tuple[Check, ...]) -> ProofReport:
+def _report(subject: ProofSubject, checks: tuple[Check, ...]) -> ProofReport:
     return ProofReport(
         family=subject.family.name,
         layout=str(subject.parallel),
@@ -113,7 +116,7 @@ def _report(subject: Subject, checks: tuple[Check, ...]) -> ProofReport:
 
 
 def _tables(
-    subject: Subject, model: ModelConfig, tables: list[tuple[Table, RolloutTable | None]]
+    subject: ProofSubject, model: ModelConfig, tables: list[tuple[Table, RolloutTable | None]]
 ) -> tuple[str, list[str]]:
     table = Table(subject.family, model, subject.parallel, subject.world_size)
     rollout = RolloutTable(subject.family, model, subject.rollout) if subject.rollout else None
@@ -121,13 +124,13 @@ def _tables(
     return f"{len(table.rules)} and {len(rollout.rules) if rollout else 0} rules", list(unreadable(table, rollout))
 
 
-def _named(subject: Subject, table: Table, rollout: RolloutTable | None) -> tuple[str, list[str]]:
+def _named(subject: ProofSubject, table: Table, rollout: RolloutTable | None) -> tuple[str, list[str]]:
     """At full size.  What a family lists as ignored is no part of transformers' model."""
     tensors = hf_shapes(subject.config, subject.family.model_type)
     return f"{len(tensors):,} tensors", list(name_failures(table, rollout, tensors))
 
 
-def _stated(subject: Subject) -> tuple[str, list[str]]:
+def _stated(subject: ProofSubject) -> tuple[str, list[str]]:
     if subject.family.name not in STATEMENTS:
         return "", [NO_STATEMENT.format(family=subject.family.name)]
     small = reduced_config(subject.config, subject.parallel, subject.rollout or RolloutLayout())
@@ -144,7 +147,7 @@ def _stated(subject: Subject) -> tuple[str, list[str]]:
     return f"{numbers.num_elements:,} elements, {len(ranks)} ranks", [*oracle.failures, *failures]
 
 
-def _loaded(subject: Subject) -> tuple[str, list[str]]:
+def _loaded(subject: ProofSubject) -> tuple[str, list[str]]:
     """Of one engine: the other replicas of the rollout load the same."""
     assert subject.rollout is not None
     layout = subject.rollout
@@ -167,7 +170,7 @@ def _loaded(subject: Subject) -> tuple[str, list[str]]:
     return f"{numbers.num_elements:,} elements, {len(right)} ranks", failures
 
 
-def _traced(subject: Subject) -> tuple[str, list[str]]:
+def _traced(subject: ProofSubject) -> tuple[str, list[str]]:
     assert subject.rollout is not None
     _, model = model_of(reduced_config(subject.config, subject.parallel, subject.rollout))
     table = Table(subject.family, model, subject.parallel, subject.world_size)

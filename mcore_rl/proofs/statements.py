@@ -21,7 +21,7 @@ from mcore_rl.arrays import Int64Array
 NO_STATEMENT = (
     "{family}: no statement of this family in proofs/statements.py. Write one, from transformers' and Megatron's models"
 )
-Read = Callable[[str], Int64Array]
+ReadHf = Callable[[str], Int64Array]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Holder:
 
 # (reads a Hugging Face tensor by its name, the rank) -> the parameter on that rank.  In a layer, names stand without
 # ``model.layers.N.``; ``{e}`` is the expert.
-Parameter = Callable[[Read, Holder], Int64Array]
+StatedParameter = Callable[[ReadHf, Holder], Int64Array]
 
 
 @dataclass(frozen=True)
@@ -53,46 +53,46 @@ class Statement:
     the expert.  What a model does not have is not looked for.
     """
 
-    outside: Mapping[str, Parameter]
-    layer: Mapping[str, Parameter]
+    outside: Mapping[str, StatedParameter]
+    layer: Mapping[str, StatedParameter]
 
 
-def whole(name: str) -> Parameter:
+def whole(name: str) -> StatedParameter:
     """Every rank holds all of it."""
     return lambda read, rank: read(name)
 
 
-def rows(name: str) -> Parameter:
+def rows(name: str) -> StatedParameter:
     """A column-parallel linear layer: its outputs, which are rows, are cut (ColumnParallelLinear)."""
     return lambda read, rank: np.split(read(name), rank.num_tp, axis=0)[rank.tp]
 
 
-def columns(name: str) -> Parameter:
+def columns(name: str) -> StatedParameter:
     """A row-parallel linear layer: its inputs, which are columns, are cut (RowParallelLinear)."""
     return lambda read, rank: np.split(read(name), rank.num_tp, axis=1)[rank.tp]
 
 
-def gate_up(gate: str, up: str) -> Parameter:
+def gate_up(gate: str, up: str) -> StatedParameter:
     """The first projection of a gated MLP: a rank's rows of the gate, then those of up (``glu`` in mlp.py)."""
     return lambda read, rank: np.concatenate([rows(gate)(read, rank), rows(up)(read, rank)])
 
 
-def expert_columns(name: str) -> Parameter:
+def expert_columns(name: str) -> StatedParameter:
     """``columns`` over the ranks that share an expert."""
     return lambda read, rank: np.split(read(name), rank.num_etp, axis=1)[rank.etp]
 
 
-def expert_gate_up(gate: str, up: str) -> Parameter:
+def expert_gate_up(gate: str, up: str) -> StatedParameter:
     """``gate_up`` over the ranks that share an expert."""
     return lambda read, rank: np.concatenate(
         [np.split(read(name), rank.num_etp, axis=0)[rank.etp] for name in (gate, up)]
     )
 
 
-def vocabulary(name: str) -> Parameter:
+def vocabulary(name: str) -> StatedParameter:
     """Rows of the vocabulary, with zeros behind the last to a multiple of the ranks (VocabParallelEmbedding)."""
 
-    def held(read: Read, rank: Holder) -> Int64Array:
+    def held(read: ReadHf, rank: Holder) -> Int64Array:
         table = read(name)
         padding = np.zeros((-len(table) % rank.num_tp, *table.shape[1:]), dtype=np.int64)
         return np.split(np.concatenate([table, padding]), rank.num_tp)[rank.tp]
@@ -100,19 +100,19 @@ def vocabulary(name: str) -> Parameter:
     return held
 
 
-def output(read: Read, rank: Holder) -> Int64Array:
+def output(read: ReadHf, rank: Holder) -> Int64Array:
     """The output projection; that of a tied model on another stage than the embedding is a copy of the embedding."""
     return vocabulary("model.embed_tokens.weight" if rank.tied else "lm_head.weight")(read, rank)
 
 
-def grouped(query: str, key: str, value: str) -> Parameter:
+def grouped(query: str, key: str, value: str) -> StatedParameter:
     """``linear_qkv``: for each key/value head of a rank its query heads, its key head, its value head.
 
     ``get_query_key_value_tensors`` in megatron/core/transformer/attention.py; transformers' ``repeat_kv`` shares a
     key/value head between neighbouring query heads.
     """
 
-    def held(read: Read, rank: Holder) -> Int64Array:
+    def held(read: ReadHf, rank: Holder) -> Int64Array:
         tensors = [read(name) for name in (query, key, value)]
         by_head = [tensor.reshape(rank.kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
         together = np.concatenate(by_head, axis=1).reshape(-1, *tensors[0].shape[1:])
@@ -121,35 +121,35 @@ def grouped(query: str, key: str, value: str) -> Parameter:
     return held
 
 
-ENDS: dict[str, Parameter] = {
+ENDS: dict[str, StatedParameter] = {
     "embedding.word_embeddings.weight": vocabulary("model.embed_tokens.weight"),
     "decoder.final_layernorm.weight": whole("model.norm.weight"),
     "output_layer.weight": output,
 }
-NORMS: dict[str, Parameter] = {
+NORMS: dict[str, StatedParameter] = {
     "input_layernorm.weight": whole("input_layernorm.weight"),
     "pre_mlp_layernorm.weight": whole("post_attention_layernorm.weight"),
 }
-ATTENTION: dict[str, Parameter] = {
+ATTENTION: dict[str, StatedParameter] = {
     "self_attention.linear_qkv.weight": grouped(
         "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
     ),
     "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight"),
 }
-QKV_BIAS: dict[str, Parameter] = {
+QKV_BIAS: dict[str, StatedParameter] = {
     "self_attention.linear_qkv.bias": grouped(
         "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
     ),
 }
-QK_NORM: dict[str, Parameter] = {
+QK_NORM: dict[str, StatedParameter] = {
     "self_attention.q_layernorm.weight": whole("self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": whole("self_attn.k_norm.weight"),
 }
-MLP: dict[str, Parameter] = {
+MLP: dict[str, StatedParameter] = {
     "mlp.linear_fc1.weight": gate_up("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": columns("mlp.down_proj.weight"),
 }
-EXPERTS: dict[str, Parameter] = {
+EXPERTS: dict[str, StatedParameter] = {
     "mlp.router.weight": whole("mlp.gate.weight"),
     "mlp.experts.local_experts.{e}.linear_fc1.weight": expert_gate_up(
         "mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"

@@ -18,9 +18,9 @@ from mcore_rl.families.family import Family
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.families.rules import Stage
 from mcore_rl.proofs.mutants import TABLES, with_rules
-from mcore_rl.proofs.mutation import Case, Verdict, cases, has_experts, judge_all
-from mcore_rl.proofs.placement import Placement, placement_failures
-from mcore_rl.proofs.prove import LOADED, NAMED, READABLE, STATED, Subject, prove
+from mcore_rl.proofs.mutation import MutantVerdict, OracleCase, cases, has_experts, judge_all
+from mcore_rl.proofs.placement import ParameterPlacement, placement_failures
+from mcore_rl.proofs.prove import LOADED, NAMED, READABLE, STATED, ProofSubject, prove
 from mcore_rl.proofs.tracer import Tracer
 from mcore_rl.rollout.parameters import VllmProcess
 from mcore_rl.training.meta import meta_rank
@@ -37,13 +37,13 @@ def vllm(processes: None) -> Iterator[VllmProcess]:
 
 
 @pytest.fixture(scope="module")
-def cases_of(vllm: VllmProcess) -> Callable[[str], list[Case]]:
+def cases_of(vllm: VllmProcess) -> Callable[[str], list[OracleCase]]:
     """Of a family: its rollout tables in vLLM's layouts, tied and untied, with and without latent attention."""
     return cache(lambda model_type: cases(TINY[model_type], None, vllm.placements))
 
 
 @pytest.mark.parametrize("model_type", list(TINY))
-def test_the_table_is_what_vllm_loads(cases_of: Callable[[str], list[Case]], model_type: str) -> None:
+def test_the_table_is_what_vllm_loads(cases_of: Callable[[str], list[OracleCase]], model_type: str) -> None:
     made = cases_of(model_type)
     assert {case.table for case in made} == {
         table for table in TABLES if table != "weights" and getattr(FAMILIES[model_type], table)
@@ -54,7 +54,7 @@ def test_the_table_is_what_vllm_loads(cases_of: Callable[[str], list[Case]], mod
 
 
 @pytest.mark.parametrize("model_type", list(TINY))
-def test_the_plan_delivers_what_vllm_loads(cases_of: Callable[[str], list[Case]], model_type: str) -> None:
+def test_the_plan_delivers_what_vllm_loads(cases_of: Callable[[str], list[OracleCase]], model_type: str) -> None:
     """The index tracer: from Megatron's tensors, through every copy of the plan, to where vLLM's load puts them."""
     trainings = ["tp=2,pp=2"]
     if has_experts(TINY[model_type]):
@@ -69,7 +69,7 @@ def test_the_plan_delivers_what_vllm_loads(cases_of: Callable[[str], list[Case]]
             for name in case.checkpoint:
                 place[case.checkpoint.read(name)] = tracer.checkpoint.read(name)
 
-            def direct(rank: int, case: Case = case, place: np.ndarray = place) -> dict[str, np.ndarray]:
+            def direct(rank: int, case: OracleCase = case, place: np.ndarray = place) -> dict[str, np.ndarray]:
                 loaded = case.right[rank % len(case.right)]
                 return {name: place[stored.numbers] for name, stored in loaded.items()}
 
@@ -77,10 +77,10 @@ def test_the_plan_delivers_what_vllm_loads(cases_of: Callable[[str], list[Case]]
 
 
 @pytest.mark.parametrize("model_type", list(TINY))
-def test_no_wrong_rollout_table_survives(cases_of: Callable[[str], list[Case]], model_type: str) -> None:
+def test_no_wrong_rollout_table_survives(cases_of: Callable[[str], list[OracleCase]], model_type: str) -> None:
     judged = list(judge_all(cases_of(model_type)))
-    assert [f"{each.mutant}: {each.why}" for each in judged if each.verdict is Verdict.survived] == []
-    assert sum(each.verdict is Verdict.failed for each in judged) > 100
+    assert [f"{each.mutant}: {each.why}" for each in judged if each.verdict is MutantVerdict.survived] == []
+    assert sum(each.verdict is MutantVerdict.failed for each in judged) > 100
 
 
 # ---- the whole proof, of wrong tables ----
@@ -166,13 +166,13 @@ LOADS: dict[str, dict[int, dict]] = {}
 def proven(vllm: VllmProcess, family: Family):  # type: ignore[no-untyped-def]
     """The proof of a small llama with the tables of ``family``; vLLM loads it once."""
 
-    def load(config: object, shapes: object, layout: RolloutLayout, latent: bool) -> dict[int, Placement]:
+    def load(config: object, shapes: object, layout: RolloutLayout, latent: bool) -> dict[int, ParameterPlacement]:
         if "llama" not in LOADS:
             LOADS["llama"] = vllm.placements(config, shapes, layout, latent)  # type: ignore[arg-type]
         return LOADS["llama"]
 
     return prove(
-        Subject(
+        ProofSubject(
             config=TINY["llama"], family=family, parallel=parse_layout("tp=2,pp=2"), world_size=4,
             rollout=parse_rollout_layout("tp=2"), megatron=meta_rank, vllm=load,
         )

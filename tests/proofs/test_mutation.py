@@ -15,7 +15,7 @@ from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.families.rules import Axis, Rule, Stage, hf
 from mcore_rl.proofs import mutation, statements
 from mcore_rl.proofs.mutants import UNJUDGED, mutants, with_rules
-from mcore_rl.proofs.mutation import Judge, Verdict, cases, family_score, judge_all, training_case
+from mcore_rl.proofs.mutation import Judge, MutantVerdict, cases, family_score, judge_all, training_case
 from mcore_rl.proofs.placement import placement_failures
 from mcore_rl.proofs.statements import STATEMENTS, Statement, grouped, whole
 from mcore_rl.training.meta import meta_rank
@@ -31,8 +31,8 @@ def test_no_wrong_training_table_survives(name: str) -> None:
     for case in made:
         assert placement_failures(lambda case=case: case.read(case.family), case.right, case.checkpoint, "rank") == []
     judged = list(judge_all(made))
-    assert [f"{each.mutant}: {each.why}" for each in judged if each.verdict is Verdict.survived] == []
-    assert sum(each.verdict is Verdict.failed for each in judged) > 150
+    assert [f"{each.mutant}: {each.why}" for each in judged if each.verdict is MutantVerdict.survived] == []
+    assert sum(each.verdict is MutantVerdict.failed for each in judged) > 150
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if mutation.has_experts(TINY[name])])
@@ -74,7 +74,7 @@ def test_a_hole_is_a_survivor() -> None:
     for rank in blind:  # what the wrong table says is right here
         blind[rank] |= {key: word for key, word in case.read(wrong).of(rank) if "linear_qkv" in key}
     assert dict(said.of(0))[name] is not blind[0][name]
-    lived = [j for j in judge_all([replace(case, right=blind)]) if j.verdict is Verdict.survived]
+    lived = [j for j in judge_all([replace(case, right=blind)]) if j.verdict is MutantVerdict.survived]
     assert any(
         "k_proj.weight and model.layers.{l}.self_attn.v_proj.weight change places" in str(j.mutant) for j in lived
     )
@@ -84,7 +84,7 @@ def test_a_hole_is_a_survivor() -> None:
     unjudged = with_rules(case.family, "weights", (*case.family.weights, nobody))
     judged = [Judge([replace(case, family=unjudged)])(each) for each in mutants(unjudged, "weights", [case.model])
               if each.rule == nobody.name]  # fmt: skip
-    assert [each.verdict for each in judged] == [Verdict.survived]
+    assert [each.verdict for each in judged] == [MutantVerdict.survived]
 
 
 def test_an_idle_axis_is_named() -> None:
