@@ -119,7 +119,7 @@ def test_a_wrong_statement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = "self_attn.q_proj.weight", "self_attn.k_proj.weight"
     said = stated("llama", monkeypatch, **{qkv: grouped(query, key, key)})
     assert "the statement: model.layers.0.self_attn.v_proj.weight: 128 of its 128 elements are in no parameter" in said
-    assert "its statement makes shape" in stated("llama", monkeypatch, **{qkv: whole(query)})
+    assert "its statement makes shape" in stated("llama", monkeypatch, **{qkv: whole(key)})
 
 
 def test_a_family_without_a_statement_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
