@@ -87,9 +87,9 @@ def _changes(rule: Rule, rules: tuple[Rule, ...], model: ModelConfig) -> Iterato
         for place, held in enumerate(rule.hf):
             yield "hf", f"lacks {held.name}", {"hf": rule.hf[:place] + rule.hf[place + 1 :]}
     tables = (getattr(family, table) for family in FAMILIES.values() for table in TABLES)
-    layouts: dict[str, Any] = {_words(each.layout): each.layout for rules in tables for each in rules}
+    layouts: list[Any] = list(dict.fromkeys(each.layout for rules in tables for each in rules))
     choices: dict[str, list[object]] = {
-        "layout": [layouts[name] for name in sorted(layouts)],
+        "layout": layouts,
         "axis": list(Axis),
         "stage": list(Stage),
         "layers": list(Layers),

@@ -42,6 +42,7 @@ from mcore_rl.proofs.placement import (
     Vllm,
     Word,
     idle_axes,
+    placement_failures,
     rank_failures,
 )
 from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
@@ -177,6 +178,12 @@ def cases(config: Mapping[str, Any], megatron: Megatron | None, vllm: Vllm | Non
     return made
 
 
+def case_failures(case: OracleCase) -> list[str]:
+    """What the right table of ``case`` gets wrong."""
+    read = partial(case.read, case.family)
+    return placement_failures(read, case.right, case.checkpoint, f"{case.table} in {case.name}: rank")
+
+
 # ---- the verdicts ----
 
 
@@ -223,9 +230,10 @@ class Judge:
 
     def _unjudged(self, mutant: Mutant) -> Judged:
         """Of a rule that no model of the cases has: unchanged, if the family refuses the models that would have it."""
-        only = next(rule.only for rule in getattr(mutant.family, mutant.table) if rule.name == mutant.rule)
+        named = [rule for rule in getattr(mutant.family, mutant.table) if rule.name == mutant.rule]
+        nobody = next(rule for rule in named if not any(rule.only(case.model) for case in self._cases))
         for wanted, changes in ((tied, TIES), (untied, NO_TIES)):
-            if only is wanted and all(_refused(dict(case.config) | changes) for case in self._cases):
+            if nobody.only is wanted and all(_refused(dict(case.config) | changes) for case in self._cases):
                 return Judged(mutant, MutantVerdict.unchanged, f"the family refuses a config.json with {changes}")
         return Judged(mutant, MutantVerdict.survived, mutant.change)
 
@@ -341,4 +349,5 @@ def family_score(config: Mapping[str, Any], megatron: Megatron, vllm: Vllm) -> F
         made = cases(config, megatron, vllm)
     except WeightMapError as error:
         return FamilyScore(family.name, (), tuple(error.problems))
-    return FamilyScore(family.name, tuple(judge_all(made)))
+    right = [failure for case in made for failure in case_failures(case)]  # else nothing a mutant says is of use
+    return FamilyScore(family.name, () if right else tuple(judge_all(made)), tuple(right))

@@ -15,7 +15,7 @@ from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.families.rules import Axis, Rule, Stage, hf
 from mcore_rl.proofs import mutation, statements
 from mcore_rl.proofs.mutants import UNJUDGED, mutants, with_rules
-from mcore_rl.proofs.mutation import Judge, MutantVerdict, cases, family_score, judge_all, training_case
+from mcore_rl.proofs.mutation import Judge, MutantVerdict, case_failures, cases, family_score, judge_all, training_case
 from mcore_rl.proofs.placement import placement_failures
 from mcore_rl.proofs.statements import STATEMENTS, Statement, grouped, whole
 from mcore_rl.training.meta import meta_rank
@@ -29,7 +29,7 @@ DENSE = ("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step")  # f
 def test_no_wrong_training_table_survives(name: str) -> None:
     made = cases(TINY[name], meta_rank, None)
     for case in made:
-        assert placement_failures(lambda case=case: case.read(case.family), case.right, case.checkpoint, "rank") == []
+        assert case_failures(case) == []
     judged = list(judge_all(made))
     assert [f"{each.mutant}: {each.why}" for each in judged if each.verdict is MutantVerdict.survived] == []
     assert sum(each.verdict is MutantVerdict.failed for each in judged) > 150
