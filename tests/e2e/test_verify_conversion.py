@@ -5,14 +5,30 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.proofs.statements import STATEMENTS
+from mcore_rl.rollout import parameters
+from mcore_rl.rollout.parameters import VllmProcess
 from tests.house.source import ROOT
 from tests.support import checkpoints
 from tools import verify_conversion
+
+
+@pytest.fixture(scope="module")
+def vllm(processes: None) -> Iterator[VllmProcess]:
+    with VllmProcess() as process:
+        yield process
+
+
+@pytest.fixture
+def one_vllm(vllm: VllmProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool's calls share one process of vLLM, whose import takes 7 s."""
+    monkeypatch.setattr(parameters, "VllmProcess", lambda: nullcontext(vllm))
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
@@ -33,7 +49,7 @@ def test_the_verdict_of_a_process_of_its_own(processes: None) -> None:
     assert done.stderr == ""
 
 
-def test_json(processes: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json(one_vllm: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("--model", "tiny-deepseek-v3", "--layout", "tp=2,ep=4", "--rollout", "tp=2,dp=2,ep=4", "--json")
     code, out, _ = run(capsys, monkeypatch, *arguments)
     report = json.loads(out)
@@ -44,7 +60,7 @@ def test_json(processes: None, capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 def test_a_preset_names_its_layouts(
-    processes: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    one_vllm: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, out, _ = run(capsys, monkeypatch, "--model", "qwen2.5-0.5b", "--preset", "h100_80gb")
     assert code == 0 and "qwen2, 24 layers" in out
@@ -64,7 +80,7 @@ def test_a_directory_is_held_too(
 
 
 def test_the_mutation_score(
-    processes: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    one_vllm: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a table; with a family that nobody made a statement of, as JSON and exit code 1."""
     code, out, _ = run(capsys, monkeypatch, "--mutate", "llama")
