@@ -79,6 +79,7 @@ def read(fields: Fields) -> ModelConfig:
     """Reads ``DeepseekV3Config``, and the fields that only the checkpoint's own code has."""
     model = read_sizes(fields, DEFAULTS)
     fields.demand("hidden_act", "silu", because="gates the MLP by another function")
+    fields.demand("tie_word_embeddings", False, because="leaves the output projection of vLLM 0.32 without weights")
     # transformers' norms of the latents keep their own default whatever the configuration says; vLLM's do not
     fields.demand("rms_norm_eps", 1e-6, because="means different norms of the latents to different readers")
     if model.num_query_groups != model.num_attention_heads:

@@ -31,7 +31,7 @@ from mcore_rl.planning.peaks import Phase, Place
 from mcore_rl.planning.plan import plan
 from mcore_rl.planning.recipes import MODEL_CONFIGS, num_steps, recipe_config_json, recipe_model
 from mcore_rl.proofs.verify import verify
-from mcore_rl.training.meta import meta_shapes
+from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.table import Table
 from tools.verify_conversion import prove
 
@@ -260,6 +260,6 @@ def test_weights_go_right_at_full_size(name: str) -> None:
     if isinstance(run, RunConfig) and "critic" in run.roles:
         family, _ = model_of(config)
         table = Table(family, model, run.critic.parallel, world_size, head=Head.value)
-        shapes = partial(meta_shapes, model, run.critic.parallel, world_size, head=Head.value)
-        critic = verify(table, None, shapes)
+        modules = partial(meta_rank, model, run.critic.parallel, world_size, head=Head.value)
+        critic = verify(table, None, modules)
         assert critic.proven, [check.failures[:3] for check in critic.checks]
