@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_rl.config.model import Activation, ModelConfig
-from mcore_rl.families.fields import Fields
+from mcore_rl.families.fields import FULL, Fields
 from mcore_rl.families.rope import read_rope
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,10 @@ def _or(value: int | None, other: int) -> int:
 
 def window_every_layer(fields: Fields, model: ModelConfig, default: int | None) -> None:
     """Apply ``sliding_window`` to every layer, unless it is null (Mistral, Mixtral).  default: if it is missing."""
-    set_window(model, fields.optional("sliding_window", int, default), list(range(model.num_layers)))
+    window = fields.optional("sliding_window", int, default)
+    set_window(model, window, list(range(model.num_layers)))
+    if window is not None:
+        fields.demand("layer_types", None, because="is read by vLLM alone, and here every layer has a window")
 
 
 def window_some_layers(fields: Fields, model: ModelConfig, sliding: list[int]) -> None:
