@@ -26,6 +26,8 @@ dtype experts_implementation finetuning_task initializer_range keys_to_ignore_at
 output_attentions output_hidden_states return_dict task_specific_params tf_legacy_loss tokenizer_class torch_dtype
 torchscript transformers.js_config transformers_version use_bfloat16 use_cache
 
+pretraining_tp
+
 bos_token_id decoder_start_token_id eos_token_id pad_token_id prefix sep_token_id unk_token_id
 
 id2label label2id num_labels problem_type
@@ -40,8 +42,9 @@ num_beams num_return_sequences output_scores remove_invalid_values repetition_pe
 suppress_tokens target_lookbehind temperature top_k top_p typical_p
 """
 # Fields that cannot change the numbers of the forward pass, paragraph by paragraph: how the file was made and the model
-# is run; ids of tokens, which we take from the tokenizer; labels of classifiers; terms of training, which have settings
-# of their own here; generation, which transformers keeps in generation_config.json now.
+# is run; what transformers declares and no code reads since version 5; ids of tokens, which we take from the tokenizer;
+# labels of classifiers; terms of training, which have settings of their own here; generation, which transformers keeps
+# in generation_config.json now.
 IGNORED = frozenset(_IGNORED.split())
 
 # Field -> (values that change nothing, what another would do).
@@ -58,7 +61,6 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "logit_scale": ((1, None), "scales the logits"),
     "mlp_bias": ((False, None), "adds biases to the MLP"),
     "partial_rotary_factor": ((1, None), "rotates a part of each head only"),
-    "pretraining_tp": ((0, 1, None), "computes the projections in slices, with other rounding"),
     "pruned_heads": (({}, None), "removes attention heads"),
     "qkv_bias": ((False, None), "adds biases to queries, keys and values"),
     "shared_expert_intermediate_size": ((0, None), "adds a shared expert"),

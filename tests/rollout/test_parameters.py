@@ -27,7 +27,9 @@ from transformers import (
 )
 
 from mcore_rl.errors import CheckpointError, RolloutError
-from mcore_rl.rollout.parameters import Parameter, VllmProcess
+from mcore_rl.families.readership import READERSHIP
+from mcore_rl.rollout.parameters import Parameter, VllmProcess, _layout
+from tests.support.config_reads import vllm_reads
 
 Array = NDArray[np.float32]
 Tensors = dict[str, Array]
