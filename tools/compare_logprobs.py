@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ from mcore_rl.config.options import check_options, typed
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import TopK, ValidationConfig, draw_violations, parse_rollout_layout
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
+from mcore_rl.families.config_changes import add_change_options, changed_directory, changes_asked
 
 if TYPE_CHECKING:
     from mcore_rl.reports.logprobs.report import LogprobReport
@@ -62,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
         default="",
         help="of Megatron, as tp=2,pp=2,ep=2; one replica is started here",
     )
+    add_change_options(what)
     what.add_argument("--rollout", type=typed(parse_rollout_layout), default="", help="of vLLM, as tp=2 or tp=2,ep=2")
     beside = "of all three (float32); for bfloat16, transformers and Megatron compute in float32 too, to compare"
     what.add_argument("--dtype", choices=[p.value for p in Precision], default="float32", help=beside)
@@ -162,7 +165,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     console, errors = Console(highlight=False), Console(stderr=True, soft_wrap=True)
     try:
-        compared = ask(arguments, errors)
+        with ExitStack() as stack:
+            arguments.hf = changed_directory(arguments.hf, changes_asked(arguments), stack)
+            compared = ask(arguments, errors)
     except McoreRLError as error:
         if arguments.debug:
             raise

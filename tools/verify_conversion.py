@@ -32,6 +32,7 @@ from mcore_rl.config.parallel import ParallelConfig, parse_layers, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout, rollout_violations
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
+from mcore_rl.families.config_changes import add_change_options, changes_asked
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import Layout, layout_text, layout_violations
@@ -63,16 +64,19 @@ def parser() -> argparse.ArgumentParser:
     rollout = "of vLLM, as tp=8,dp=4,ep=8; without it nothing is proven of the reshard"
     options.add_argument("--rollout", type=typed(parse_rollout_layout), help=rollout)
     options.add_argument("--preset", help="layouts and processes of the model's preset instead, as h100_80gb")
+    add_change_options(options)
     options.add_argument("--json", action="store_true", help="print the report as JSON")
     options.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return options
 
 
 def wanted_config(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The Hugging Face configuration that was asked for."""
+    """The Hugging Face configuration that was asked for, with what is changed of it."""
     if arguments.model is not None:
-        return published_config(find_checkpoint(arguments.model, MODEL_CONFIGS), MODEL_CONFIGS)
-    return read_config(arguments.hf)
+        config = published_config(find_checkpoint(arguments.model, MODEL_CONFIGS), MODEL_CONFIGS)
+    else:
+        config = read_config(arguments.hf)
+    return changes_asked(arguments).apply(config)
 
 
 def read_layouts(arguments: argparse.Namespace) -> tuple[ParallelConfig, int, RolloutLayout | None]:

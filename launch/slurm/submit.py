@@ -120,7 +120,7 @@ def _violations(job: Job) -> list[Violation]:
         violations.append(Violation(RESUME, run.trainer.resume_mode.value, problem, remedy))
     if violations or not run.recipe.checkpoint:
         return violations
-    model = recipe_model(run.recipe)
+    model = recipe_model(run)
     planned = plan(run, model, cluster)
     return list(planned.violations)
 

@@ -105,6 +105,11 @@ class Fields:
         self._prefix = prefix
         self._read: set[str] = set()
 
+    @property
+    def taken(self) -> frozenset[str]:
+        """The names that the family has read so far, there or not."""
+        return frozenset(self._read)
+
     def take(self, name: str, kind: type[T], default: T) -> T:
         """The value of ``name``; ``default`` if it is missing.  An integer passes for a float."""
         value = self.optional(name, kind, default)

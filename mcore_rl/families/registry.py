@@ -66,16 +66,17 @@ def _loaded(point: EntryPoint, taken: Mapping[str, Family]) -> Family:
         raise ConfigError([Violation(f"entry point {point.name}", point.value, problem, remedy)]) from error
     problem = ""
     if not isinstance(family, Family):
-        problem = f"of {source} is no mcore_rl.families.family.Family"
+        problem = "is no mcore_rl.families.family.Family"
     elif family.name != point.name:
-        problem = f"of {source} gives a family of another name, {family.name}"
+        problem = f"gives a family of another name, {family.name}"
     elif family.name in taken:
-        problem = f"of {source} has the name of a family that is there"
+        problem = "has the name of a family that is there"
     elif clash := {name for each in taken.values() for name in each.architectures} & set(family.architectures):
-        problem = f"of {source} reads {', '.join(sorted(clash))}, as a family that is there does"
-    if problem:
-        raise ConfigError([Violation(f"entry point {point.name}", point.value, problem, f"Mend or uninstall {source}")])
-    return family
+        problem = f"reads {', '.join(sorted(clash))}, as a family that is there does"
+    else:
+        return family
+    remedy = f"Mend or uninstall {source}"
+    raise ConfigError([Violation(f"entry point {point.name}", point.value, f"of {source} {problem}", remedy)])
 
 
 FAMILIES: dict[str, Family] = BUILT_IN | _added()
