@@ -33,7 +33,7 @@ from mcore_rl.config.bounds import (
     Seed,
 )
 from mcore_rl.config.engine import Precision
-from mcore_rl.config.options import check_options, typed
+from mcore_rl.config.options import check_options, spelt_as_options, typed
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import TopK, ValidationConfig, draw_violations, parse_rollout_layout
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mcore_rl.reports.logprobs.report import LogprobReport
 
 MAX_WORST_SHOWN = 3
+SPELT = {"parallel.": "--layout "} | {f"rollout.{axis}": f"--rollout {axis}" for axis in ("tp", "dp", "ep")}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -171,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     except McoreRLError as error:
         if arguments.debug:
             raise
-        errors.print(f"error: {error}", markup=False, highlight=False)
+        errors.print(f"error: {spelt_as_options(error, SPELT)}", markup=False, highlight=False)
         return 2
     arguments.out.write_text(json.dumps(compared.as_json(), indent=2) + "\n", encoding="utf-8")
     show(compared, console)

@@ -32,7 +32,7 @@ from rich.progress import (
 from rich.table import Table
 
 from mcore_rl.config.bounds import InputDirectory, OutputDirectory
-from mcore_rl.config.options import check_options, typed
+from mcore_rl.config.options import check_options, spelt_as_options, typed
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.errors import ConfigError, McoreRLError, Violation
 from mcore_rl.families.config_changes import add_change_options, changed_directory, changes_asked
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mcore_rl.checkpoints.convert import Converted
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SPELT = {"parallel.": "--layout "}
 INTERRUPTED = 130  # as a shell reports SIGINT
 
 
@@ -169,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     except McoreRLError as error:
         if arguments.debug:
             raise
-        errors.print(f"error: {error}", markup=False, highlight=False)
+        errors.print(f"error: {spelt_as_options(error, SPELT)}", markup=False, highlight=False)
         return 2
     except KeyboardInterrupt:
         left = arguments.out.with_name(arguments.out.name + ".incomplete") if "out" in arguments else None

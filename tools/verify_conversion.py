@@ -27,7 +27,7 @@ from rich.table import Table as Lines
 
 from mcore_rl.config.bounds import InputDirectory, Ranks
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.options import check_options, typed
+from mcore_rl.config.options import check_options, spelt_as_options, typed
 from mcore_rl.config.parallel import ParallelConfig, parse_layers, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout, rollout_violations
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 MODEL_CONFIGS = Path(__file__).resolve().parents[1] / "model_configs"
 TRACED = "integers, at reduced size: where a direct load puts them"
 MAX_SHOWN = 20
+SPELT = {"parallel.pipeline_layers": "--pipeline-layers", "parallel.": "--layout ", "rollout.": "--rollout "}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -165,7 +166,7 @@ def main() -> int:
     except McoreRLError as error:
         if arguments.debug:
             raise
-        errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"error: {spelt_as_options(error, SPELT)}", markup=False, highlight=False, soft_wrap=True)
         return 2
     if arguments.json:
         json.dump(report.as_json(), sys.stdout, indent=2)

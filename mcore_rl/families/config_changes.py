@@ -168,6 +168,6 @@ def changed_directory(source: Path, changes: ConfigChanges, stack: ExitStack) ->
     """``source`` itself where nothing is changed, else a view of it that ``stack`` removes.  Raises as ``view``."""
     if not changes:
         return source
-    target = Path(stack.enter_context(TemporaryDirectory(prefix="mcore-rl-model-")))
+    target = Path(stack.enter_context(TemporaryDirectory(prefix=f"{source.name}-changed-")))
     changes.view(source, target)
     return target

@@ -15,9 +15,11 @@ from mcore_rl.errors import Violation
 
 T = TypeVar("T")
 
-# How a user leaves a field out, and changes one: the key of a run, the option of a tool.
-IGNORE = "model.ignore_fields=[{0}] of a run, --ignore-field {0} of a tool"
-OVERRIDE = "model.config_overrides.{0}=VALUE of a run, --config-override {0}=VALUE of a tool"
+# How a user leaves a field out: the key of a run, the option of a tool.
+ANYWAY = (
+    "If it changes nothing that you want, leave it out of what is read: "
+    "model.ignore_fields=[{0}] of a run, --ignore-field {0} of a tool"
+)
 
 _IGNORED = """
 _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash _experts_implementation
@@ -178,11 +180,12 @@ class Fields:
             if self._readers is not None and name not in self._readers:
                 self.notes.append(name)
             elif known is not None:
-                rest.demand(name, *known[0], because=known[1])
+                wanted = " or ".join(str(_json(value)) for value in known[0])
+                remedy = f"Choose a checkpoint with {wanted}. {ANYWAY.format(name)}"
+                rest.refuse(name, f"{known[1]}, which is not supported", remedy)
             else:
                 problem = "is a field that this family is not known to have, and it may change the numbers"
-                remedy = f"If it changes none, leave it out of what is read: {IGNORE.format(name)}"
-                rest.refuse(name, problem, remedy)
+                rest.refuse(name, problem, ANYWAY.format(name))
         return rest.violations
 
     def _unsound(self, name: str, problem: str, remedy: str) -> None:

@@ -43,18 +43,15 @@ BUILT_IN: dict[str, Family] = {
 }
 
 
-def _added() -> dict[str, Family]:
-    """The families of other distributions.  ConfigError: every entry point that gives none, or one that is there."""
+def _added() -> tuple[dict[str, Family], list[Violation]]:
+    """The families of other distributions, and what is wrong with their entry points."""
     added, violations = dict[str, Family](), list[Violation]()
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         try:
-            family = _loaded(point, BUILT_IN | added)
+            added[point.name] = _loaded(point, BUILT_IN | added)
         except ConfigError as error:
             violations += error.violations
-        else:
-            added[family.name] = family
-    refuse_if_any(violations)
-    return added
+    return added, violations
 
 
 def _loaded(point: EntryPoint, taken: Mapping[str, Family]) -> Family:
@@ -79,7 +76,8 @@ def _loaded(point: EntryPoint, taken: Mapping[str, Family]) -> Family:
     raise ConfigError([Violation(f"entry point {point.name}", point.value, f"of {source} {problem}", remedy)])
 
 
-FAMILIES: dict[str, Family] = BUILT_IN | _added()
+_ADDED, _WRONG = _added()
+FAMILIES: dict[str, Family] = BUILT_IN | _ADDED
 
 # Key in ``model_violations`` -> the field of config.json that the user wrote.
 _WRITTEN = {
@@ -111,8 +109,9 @@ _WRITTEN = {
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a Hugging Face ``config`` by its ``architectures`` and ``model_type``.
 
-    Raises ConfigError if no family has them, or if the two disagree.
+    Raises ConfigError if no family has them, if the two disagree, or if an installed family is wrong.
     """
+    refuse_if_any(_WRONG)
     names = config.get("architectures")
     known = {architecture: family for family in FAMILIES.values() for architecture in family.architectures}
     value = names[0] if isinstance(names, list) and len(names) == 1 else None

@@ -36,6 +36,7 @@ from mcore_rl.checkpoints.distcp_writer import CONTENT
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.megatron_checkpoint import MAX_PADDING
 from mcore_rl.checkpoints.new_directory import NewDirectory
+from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.stored_keys import LAYER, StoredKeys, parse
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.agreement import together
@@ -64,7 +65,7 @@ def load_megatron(models: Sequence[torch.nn.Module], directory: Path | str) -> N
     ``engine.load_weights(partial(load_megatron, directory=directory))``.
 
     Raises CheckpointError on all ranks, with every violation on any of them: no such checkpoint, a file that is missing
-    or too short, another number of layers, tensors that are missing or of another shape.
+    or too short, another number of layers, tensors that are missing, of another shape, or hold NaN.
     """
     directory = Path(directory)
     device = next(models[0].parameters()).device
@@ -77,8 +78,16 @@ def load_megatron(models: Sequence[torch.nn.Module], directory: Path | str) -> N
     live, wanted = together(plan, None, device)
     with data_classes(EXCHANGED):
         loaded = dist_checkpointing.load(dict(wanted), str(directory))
+    check = NanCheck()
     for name, shard in live.items():
         shard.data.copy_(loaded[name].view(shard.data.shape))
+        check.see(name, shard.data)
+
+    def refuse() -> None:
+        if problems := check.problems():
+            raise CheckpointError(str(directory), problems)
+
+    together(refuse, None, device)
 
 
 @torch.no_grad()
