@@ -164,7 +164,7 @@ def show(compared: LogprobReport, console: Console) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, 1 where a threshold is exceeded, 2 on an error."""
     arguments = parser().parse_args(argv)
-    console, errors = Console(highlight=False), Console(stderr=True, soft_wrap=True)
+    console, errors = Console(highlight=False), Console(stderr=True, emoji=False, soft_wrap=True)
     try:
         with ExitStack() as stack:
             arguments.hf = changed_directory(arguments.hf, changes_asked(arguments), stack)

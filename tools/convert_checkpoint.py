@@ -157,7 +157,7 @@ def show_contents(directory: Path, config: Path | None, console: Console) -> Non
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 when the output was verified and has its name (or was shown), 2 on an error, 130 when interrupted."""
     arguments = parser().parse_args(argv)
-    console, errors = Console(), Console(stderr=True, soft_wrap=True)
+    console, errors = Console(), Console(stderr=True, emoji=False, soft_wrap=True)
     started = time.perf_counter()
     try:
         check_options(arguments, parser())

@@ -157,7 +157,7 @@ def show(report: ProofReport, model: ModelConfig, parallel: ParallelConfig, cons
 
 def main() -> int:
     """Prove, print, and say by the exit code whether all is proven."""
-    arguments, console, errors = parser().parse_args(), Console(), Console(stderr=True)
+    arguments, console, errors = parser().parse_args(), Console(), Console(stderr=True, emoji=False)
     try:
         check_options(arguments, parser())
         config = wanted_config(arguments)

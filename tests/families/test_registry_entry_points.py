@@ -99,7 +99,7 @@ def test_wrong_entry_points_are_named_all_at_once(checkpoint: Path, tmp_path: Pa
         "entry point absent=acme_absent:FAMILY: of acme-families 1.2 cannot be imported: ModuleNotFoundError",
         "entry point missing=acme_families:NOT_THERE: of acme-families 1.2 cannot be imported: AttributeError",
         "entry point no_family=acme_families:NO_FAMILY: of acme-families 1.2 is no mcore_rl.families.family.Family",
-        "entry point other_name=acme_families:OTHER_NAME: of acme-families 1.2 gives a family of another name, something",
+        "entry point other_name=acme_families:OTHER_NAME: of acme-families 1.2 gives a family of another name",
         "entry point llama=acme_families:TAKEN: of acme-families 1.2 has the name of a family that is there",
         "entry point same=acme_families:SAME: of acme-families 1.2 reads AcmeForCausalLM, as a family",
     ):

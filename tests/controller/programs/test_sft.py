@@ -28,6 +28,7 @@ from tests.support.composed import composed
 from tests.support.crash_runs import doing, launch, nothing_survives
 from tests.support.run_task import nothing_left, write_task
 
+POSITIONS = 777
 STEPS, SAVED, BATCH, VALIDATED = 4, 2, 8, 5
 SPEED = ("time/", "perf/")
 # Two implementations in float32, each a mean over a hundred tokens of log-probs that are right to 1e-6.
@@ -63,6 +64,7 @@ def overrides(task: Path, directory: Path, *more: str) -> list[str]:
         f"trainer.save_freq={SAVED}",
         "trainer.profile_steps=[1]",
         f"trainer.default_local_dir={directory}",
+        f"model.config_overrides.max_position_embeddings={POSITIONS}",
         *more,
     ]
 
@@ -178,6 +180,21 @@ def test_every_step_is_told_of(task: Path, whole: Observed) -> None:
 
 
 @pytest.mark.tier("full")
+def test_what_is_changed_of_the_model_is_read_written_and_part_of_the_run(task: Path, whole: Observed) -> None:
+    """One changed config.json: the trainer's, that of the export and the checkpoints, and of the run's identity."""
+    places = ["model", "hf/final", f"checkpoints/step_{STEPS}/actor/hf"]
+    for place in places:
+        config = json.loads((whole.directory / place / "config.json").read_text())
+        assert config["max_position_embeddings"] == POSITIONS, place
+    assert json.loads((task / "model" / "config.json").read_text())["max_position_embeddings"] != POSITIONS
+    identity = json.loads((whole.directory / "checkpoints" / f"step_{STEPS}" / "run.json").read_text())
+    assert identity["model"]["max_position_embeddings"] == POSITIONS
+    assert identity["config"]["model"]["config_overrides"] == {"max_position_embeddings": POSITIONS}
+    assert identity["config"]["model"]["path"] == str(task / "model")
+    with pytest.raises(ConfigError, match="is another model than the checkpoint's: max_position_embeddings 777 there"):
+        sft.prepare(settings(task, whole.directory, f"model.config_overrides.max_position_embeddings={POSITIONS + 1}"))
+
+
 def test_signals_and_deaths_change_no_bit(whole: Observed, struck: Observed) -> None:
     assert list(struck.metrics) == list(whole.metrics)
     for step in whole.metrics:
