@@ -1,4 +1,4 @@
-"""Write mcore_rl/families/readership.py: the fields of config.json that transformers' or vLLM's code of a family reads.
+"""Write mcore_rl/families/readership.json: what transformers' or vLLM's code of each family reads of config.json.
 
 python tools/readership.py            # writes the file from the installed libraries
 python tools/readership.py --check    # exits with 1 where it is out of date
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import sys
 import textwrap
@@ -25,7 +26,7 @@ from pathlib import Path
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import BUILT_IN
 
-FILE = Path(__file__).resolve().parents[1] / "mcore_rl" / "families" / "readership.py"
+FILE = Path(__file__).resolve().parents[1] / "mcore_rl" / "families" / "readership.json"
 NAME = re.compile(r"_?[a-z][a-z0-9_]*")
 CONFIG = re.compile(r"(self|.*_)?(config|cfg)")
 # Configurations of vLLM's own engine, none of which is a config.json.
@@ -58,7 +59,7 @@ HELPERS = {"utils", "interfaces", "interfaces_base", "registry", "adapters", "co
 def names_of(file: Path) -> set[str]:
     """The names that ``file`` may look up.  Where it defines a configuration, fields are attributes of self too."""
     names, text = set[str](), file.read_text(encoding="utf-8")
-    own = DEFINES.search(text) is not None
+    own = "transformers" in file.parts and DEFINES.search(text) is not None
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.Attribute(value=value, attr=attr) if _is_config(value) or (own and _last(value) == "self"):
@@ -77,7 +78,7 @@ def names_of(file: Path) -> set[str]:
                 names.add(name)
             case ast.Dict(keys=keys, values=values) if own:  # attribute_map
                 names.update(name for each in (*keys, *values) if each for name in _strings(each))
-    return names
+    return {name for name in names if NAME.fullmatch(name)}
 
 
 def _last(node: ast.expr) -> str:
@@ -146,13 +147,13 @@ def _vllm_files(architecture: str) -> set[Path]:
     models = vllm / "model_executor" / "models"
     module = _vllm_modules()[architecture]
     wanted = [vllm.parent / Path(*module.split(".")) if "." in module else models / module]
-    found: set[Path] = set()
+    files: set[Path] = set()
     while wanted:
         place = wanted.pop()
         file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-        if file in found or place.name in HELPERS or not file.is_file():
+        if file in files or place.name in HELPERS or not file.is_file():
             continue
-        found.add(file)
+        files.add(file)
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.ImportFrom) or not node.module:
                 continue
@@ -161,7 +162,7 @@ def _vllm_files(architecture: str) -> set[Path]:
                 wanted.append(base / Path(*node.module.split(".")))
             elif node.module.startswith(("vllm.model_executor.models.", "vllm.models.")):
                 wanted.append(vllm.parent / Path(*node.module.split(".")))
-    return found
+    return files
 
 
 @cache
@@ -184,26 +185,15 @@ def version_of(library: str) -> str:
 
 
 def text() -> str:
-    """The module, as it should be written."""
-    lines = [
-        '"""The names in config.json that transformers or vLLM looks up, by family; made by tools/readership.py.',
-        "",
-        f"Of transformers {version_of('transformers')} and vLLM {vllm_version()}; more than are read, never fewer.",
-        '"""',
-        "",
-        "from __future__ import annotations",
-        "",
-        "_SHARED = " + _block(shared()),
-        "_FAMILIES = {",
-    ]
-    for name, family in BUILT_IN.items():
-        lines.append(f'    "{name}": ' + _block(read_by(family) - shared()) + ",")
-    lines += [
-        "}",
-        "SHARED = frozenset(_SHARED.split())",
-        "READERSHIP = {name: frozenset(fields.split()) | SHARED for name, fields in _FAMILIES.items()}",
-    ]
-    return "\n".join(lines) + "\n"
+    """The file, as it should be written."""
+    names = {"shared": _lines(shared())}
+    names |= {name: _lines(read_by(family) - shared()) for name, family in BUILT_IN.items()}
+    made = {"transformers": version_of("transformers"), "vllm": vllm_version(), "names": names}
+    return json.dumps(made, indent=1) + "\n"
+
+
+def _lines(names: frozenset[str]) -> list[str]:
+    return textwrap.wrap(" ".join(sorted(names)), 114, break_on_hyphens=False)
 
 
 def vllm_version() -> str:
@@ -214,11 +204,6 @@ def vllm_version() -> str:
         except metadata.PackageNotFoundError:
             continue
     raise AssertionError("vLLM is not installed")
-
-
-def _block(names: frozenset[str]) -> str:
-    kept = " ".join(sorted(name for name in names if not name.startswith("__")))
-    return '"""\n' + "\n".join(textwrap.wrap(kept, 118, break_on_hyphens=False)) + '\n"""'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

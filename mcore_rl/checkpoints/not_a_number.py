@@ -33,5 +33,5 @@ class NanCheck:
 def _with_nan(maxima: Mapping[str, Sequence[Tensor]]) -> list[str]:
     if not maxima:
         return []
-    found = torch.stack([torch.stack(list(each)).float().max() for each in maxima.values()]).isnan().tolist()
-    return [name for name, is_nan in zip(maxima, found, strict=True) if is_nan]
+    whole = torch.stack([torch.stack(list(each)).float().max() for each in maxima.values()])
+    return [name for name, is_nan in zip(maxima, whole.isnan().tolist(), strict=True) if is_nan]

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from mcore_rl.families.readership import READERSHIP, SHARED
+from mcore_rl.families.readership import FILE, READERSHIP, SHARED
 from mcore_rl.families.registry import BUILT_IN
 from tests.house.source import ROOT
 from tests.support.config_reads import transformers_reads
@@ -28,7 +28,7 @@ def tool() -> ModuleType:
 
 def test_the_record_is_that_of_the_installed_libraries(tool: ModuleType) -> None:
     assert set(READERSHIP) == set(BUILT_IN)
-    assert tool.FILE.read_text(encoding="utf-8") == tool.text(), "write it anew: python tools/readership.py"
+    assert FILE.read_text(encoding="utf-8") == tool.text(), "write it anew: python tools/readership.py"
     assert tool.main(["--check"]) == 0
 
 
@@ -45,7 +45,8 @@ def test_transformers_reads_nothing_that_is_not_recorded(name: str) -> None:
 
 
 def test_every_way_to_look_up_a_name_is_seen(tool: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / "modeling.py"
+    file = tmp_path / "transformers" / "modeling.py"
+    file.parent.mkdir()
     file.write_text(
         "class Model:\n"
         "    names = ('listed', 'too')\n"
