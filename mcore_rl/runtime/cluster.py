@@ -112,6 +112,7 @@ def _token(folder: Path) -> Iterator[None]:
             _read_authentication_anew()
             yield
     finally:
+        path.unlink(missing_ok=True)
         _read_authentication_anew()
 
 
