@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Architecture -> (the nearest that is supported, what it has besides).
+# Architecture -> (the nearest that is supported, what it differs in).
 NEAREST = {
     "ApertusForCausalLM": ("LlamaForCausalLM", "an MLP without a gate and norms over query and key heads"),
     "ArceeForCausalLM": ("LlamaForCausalLM", "an MLP without a gate"),
     "BailingMoeForCausalLM": ("Qwen2MoeForCausalLM", "fused projections"),
     "CohereForCausalLM": ("LlamaForCausalLM", "LayerNorm, attention beside the MLP and scaled logits"),
     "Cohere2ForCausalLM": ("LlamaForCausalLM", "LayerNorm, attention beside the MLP and some layers without positions"),
-    "DeepseekForCausalLM": ("Qwen2MoeForCausalLM", "shared experts without a gate"),
+    "DeepseekForCausalLM": ("Qwen2MoeForCausalLM", "shared experts, which have no gate"),
     "DeepseekV2ForCausalLM": ("DeepseekV3ForCausalLM", "softmax scores of the experts"),
     "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "sparse attention"),
     "DeepseekV4ForCausalLM": ("DeepseekV3ForCausalLM", "sparse attention of another kind"),
@@ -20,7 +20,7 @@ NEAREST = {
     "Ernie4_5_MoeForCausalLM": ("Qwen2MoeForCausalLM", "biased routing"),
     "Exaone4ForCausalLM": ("Qwen3ForCausalLM", "norms behind each block and layers without positions"),
     "FalconForCausalLM": ("LlamaForCausalLM", "LayerNorm and an MLP without a gate"),
-    "GemmaForCausalLM": ("Gemma2ForCausalLM", "neither soft caps nor windows"),
+    "GemmaForCausalLM": ("Gemma2ForCausalLM", "having no soft caps and no windows"),
     "Gemma3ForCausalLM": ("Gemma2ForCausalLM", "norms over query and key heads and two rotary bases"),
     "Gemma3ForConditionalGeneration": ("Gemma2ForCausalLM", "images"),
     "Glm4ForCausalLM": ("LlamaForCausalLM", "partly rotated heads and norms behind each block"),
@@ -40,7 +40,7 @@ NEAREST = {
     "MllamaForConditionalGeneration": ("LlamaForCausalLM", "images"),
     "OlmoForCausalLM": ("LlamaForCausalLM", "LayerNorm without weights"),
     "Olmo2ForCausalLM": ("LlamaForCausalLM", "norms behind each block and over whole queries and keys"),
-    "Olmo3ForCausalLM": ("LlamaForCausalLM", "norms behind each block, and windows in most layers"),
+    "Olmo3ForCausalLM": ("LlamaForCausalLM", "norms behind each block and windows in most layers"),
     "OlmoeForCausalLM": ("Qwen3MoeForCausalLM", "norms over whole queries and keys"),
     "Phi3ForCausalLM": ("LlamaForCausalLM", "fused projections"),
     "PhimoeForCausalLM": ("MixtralForCausalLM", "another routing, LayerNorm and biases"),
@@ -49,8 +49,8 @@ NEAREST = {
     "Qwen3NextForCausalLM": ("Qwen3MoeForCausalLM", "linear attention in most layers"),
     "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", "images"),
     "Qwen3VLMoeForConditionalGeneration": ("Qwen3MoeForCausalLM", "images"),
-    "Qwen3_5ForConditionalGeneration": ("Qwen3ForCausalLM", "linear attention in most layers, and images"),
-    "Qwen3_5MoeForConditionalGeneration": ("Qwen3MoeForCausalLM", "linear attention in most layers, and images"),
+    "Qwen3_5ForConditionalGeneration": ("Qwen3ForCausalLM", "linear attention in most layers and images"),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen3MoeForCausalLM", "linear attention in most layers and images"),
     "SeedOssForCausalLM": ("LlamaForCausalLM", "biases on queries, keys and values"),
     "SmolLM3ForCausalLM": ("LlamaForCausalLM", "layers without positions"),
     "StableLmForCausalLM": ("LlamaForCausalLM", "LayerNorm and partly rotated heads"),
@@ -75,9 +75,9 @@ def advice(architecture: str, config: Mapping[str, Any], supported: Sequence[str
     supported: the architectures that are read here.
     """
     if architecture in NEAREST and architecture not in supported:
-        nearest, besides = NEAREST[architecture]
-        planned = ", and it is planned" if architecture in PLANNED else ""
-        return f"The nearest is {nearest}: this one has {besides} besides{planned}. "
+        nearest, difference = NEAREST[architecture]
+        planned = "; a family for it is planned" if architecture in PLANNED else ""
+        return f"The nearest is {nearest}, and it differs in {difference}{planned}. "
     kind = str(config.get("model_type", "")).lower()
     for what, beginnings in _KINDS:
         if kind.startswith(beginnings):

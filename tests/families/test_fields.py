@@ -208,6 +208,14 @@ def test_integers_pass_for_floats_and_nulls_for_what_is_optional() -> None:
     assert (model.num_query_groups, model.head_dim) == (4, 16)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_another_name_of_the_length_may_not_be_less(name: str) -> None:
+    """vLLM takes the least of them."""
+    longest = model_of(TINY[name])[1].max_position_embeddings
+    assert model_of({**TINY[name], "max_sequence_length": longest})[1] == model_of(TINY[name])[1]
+    assert list(refused({**TINY[name], "max_sequence_length": longest - 1})) == ["max_sequence_length"]
+
+
 def test_windows() -> None:
     def window(name: str, **changes: object) -> tuple[int | None, list[int]]:
         _, model = model_of({**TINY[name], **changes})
