@@ -28,7 +28,11 @@ def run_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
     directory, changes = Path(run.model.path), ConfigChanges.of(run.model)
     if run.model.path and (directory / CONFIG).is_file():
         return changes.apply(read_config(directory))
-    return recipe_config_json(run)
+    if run.recipe.checkpoint:
+        return recipe_config_json(run)
+    problem = "has no config.json, and recipe.checkpoint names no checkpoint of model_configs/"
+    remedy = "Write model.path=DIR, a Hugging Face checkpoint, or recipe.checkpoint=NAME"
+    raise ConfigError([Violation("model.path", run.model.path, problem, remedy)])
 
 
 def recipe_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
@@ -37,9 +41,8 @@ def recipe_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
     Raises ConfigError if the recipe names no checkpoint, or an unknown one, or a change is read by nobody.
     """
     if not run.recipe.checkpoint:
-        problem = "has no config.json, and recipe.checkpoint names no checkpoint of model_configs/"
-        remedy = "Write model.path=DIR, a Hugging Face checkpoint, or recipe.checkpoint=NAME"
-        raise ConfigError([Violation("model.path", run.model.path, problem, remedy)])
+        remedy = "Write recipe.checkpoint=NAME, a checkpoint of model_configs/"
+        raise ConfigError([Violation("recipe.checkpoint", "", "is not set", remedy)])
     published = published_config(find_checkpoint(run.recipe.checkpoint, MODEL_CONFIGS), MODEL_CONFIGS)
     return ConfigChanges.of(run.model).apply(published)
 
