@@ -66,6 +66,7 @@ from mcore_rl.weights.table import Table
 
 RATIO = 0.8
 FASTER = {"load": 10.0, "save": 1.3}  # than any other converter, by processor time
+OTHERS = {"mbridge": ("llama", "mixtral"), "megatron-bridge": ("llama",)}  # 0.3.1 has no bridge for Mixtral
 BESIDE_BYTES = 512 << 20
 SLACK_BYTES = 32 << 20  # of the allocator
 SHARD_BYTES = 1_000_000_000
@@ -279,7 +280,7 @@ def same(one: Path, other: Path) -> None:
 def other_rows(python: Path, name: str, directory: Path, scratch: Path, repetitions: int) -> list[Row]:
     """What other converters take, in another Python."""
     rows = []
-    for converter in ("mbridge", "megatron-bridge"):
+    for converter in (each for each, models in OTHERS.items() if name in models):
         result = scratch.with_name(f"{name}.json")
         words = [converter, name, str(directory), str(scratch), str(result), "--repetitions", str(repetitions)]
         subprocess.run([str(python), str(Path(__file__).with_name("other_converters.py")), *words], check=True)

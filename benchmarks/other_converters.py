@@ -32,8 +32,11 @@ from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.groups import init_groups
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
+from mcore_rl.parallel.plain_objects import data_classes
 from mcore_rl.weights.table import Table
 
+# What these converters' ranks tell each other, (module, name).
+SENT = {("torch", "Size"), ("torch", "bfloat16"), ("torch", "device")}
 Calls = tuple[torch.nn.Module, Callable[[], object], Callable[[Path], object]]  # module, load, save
 # The class by whose name Megatron-Bridge tells how a parameter is split, by the last part of the module's name.
 SPLITS = {
@@ -174,7 +177,7 @@ def measure(rank: Rank, converter: str, name: str, directory: Path, scratch: Pat
 
     rows = []
     read_all(directory)
-    with torch.no_grad():
+    with torch.no_grad(), data_classes(SENT):
         for what, run in (("load", load), ("save", save)):
             sizes: dict[str, int] = {}
             with peak(platform, sizes):

@@ -214,7 +214,7 @@ def test_signals_and_deaths_change_no_bit(whole: Observed, struck: Observed) -> 
         ("data.train_files=[]", "data.train_files=[]: there is nothing to train on"),
         ("data.val_files=[]", "data.val_files=[]: trainer.test_freq=4 needs some"),
         ("trainer.critic_warmup=2", "trainer.critic_warmup=2: sft has no critic"),
-        ("data.max_length=300", "data.max_length=300: exceeds the model's 256 tokens"),
+        ("data.max_length=800", "data.max_length=800: exceeds the model's 777 tokens"),
         ("data.max_length=8", "max_length"),
         ("data.truncation=middle", "data.truncation=middle: a conversation without its middle is another one"),
         ("data.train_batch_size=1", "data.train_batch_size=1: is fewer than the 2 data-parallel ranks"),
