@@ -32,6 +32,7 @@ STEPS = 3
 SAMPLES = 32  # of a step
 AT_ONCE = 8  # that the engine draws: the first are graded while others are drawn
 PATIENCE_S = 500.0  # for anything, on a busy machine
+# The same text for every run, so that a copy of a run is graded by what it was begun with.
 REWARD = '''
 """Writes down each call, so that whoever watches knows how far the drawing is; slow enough to be watched."""
 
@@ -39,7 +40,7 @@ import time
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    with open({calls!r}, "a") as file:
+    with open(__file__.removesuffix("-reward.py") + "-calls", "a") as file:
         file.write("x")
     time.sleep(0.01)
     return sum(map(ord, solution_str)) % 5 / 4
@@ -200,7 +201,7 @@ def start(task: Path, directory: Path, traces: Traces, *more: str, steps: int = 
     calls = directory.with_name(f"{directory.name}-calls")
     reward = directory.with_name(f"{directory.name}-reward.py")
     if not reward.is_file():
-        reward.write_text(REWARD.format(calls=str(calls)))
+        reward.write_text(REWARD)
     settings = overrides(
         task,
         directory,
