@@ -131,15 +131,22 @@ def shared() -> frozenset[str]:
 def read_by(family: Family) -> frozenset[str]:
     """What transformers' code of ``family`` reads (configuration and model) or vLLM's, its imported models included."""
     names: set[str] = set()
-    files = list((_package("transformers") / "models" / family.model_type).glob("*.py"))
-    assert files, f"transformers has no model {family.model_type}"
-    for file in files:
-        if file.name.startswith(("configuration_", "modeling_")):
+    for folder in _transformers_folders(family):
+        for file in [*folder.glob("configuration_*.py"), *folder.glob("modeling_*.py")]:
             names |= names_of(file)
     for architecture in family.architectures:
         for file in _vllm_files(architecture):
             names |= names_of(file)
     return frozenset(names)
+
+
+def _transformers_folders(family: Family) -> set[Path]:
+    """Those whose model files define an architecture of ``family``: some model types have another's folder."""
+    classes = tuple(f"class {architecture}(" for architecture in family.architectures)
+    files = (_package("transformers") / "models").glob("*/modeling_*.py")
+    folders = {file.parent for file in files if any(each in file.read_text(encoding="utf-8") for each in classes)}
+    assert folders, f"transformers has no {' or '.join(family.architectures)}"
+    return folders
 
 
 def _vllm_files(architecture: str) -> set[Path]:
