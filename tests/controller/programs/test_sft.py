@@ -29,6 +29,7 @@ from tests.support.crash_runs import doing, launch, nothing_survives
 from tests.support.run_task import nothing_left, write_task
 
 POSITIONS = 777
+CHANGED = f"model.config_overrides.max_position_embeddings={POSITIONS}"
 STEPS, SAVED, BATCH, VALIDATED = 4, 2, 8, 5
 SPEED = ("time/", "perf/")
 # Two implementations in float32, each a mean over a hundred tokens of log-probs that are right to 1e-6.
@@ -64,7 +65,6 @@ def overrides(task: Path, directory: Path, *more: str) -> list[str]:
         f"trainer.save_freq={SAVED}",
         "trainer.profile_steps=[1]",
         f"trainer.default_local_dir={directory}",
-        f"model.config_overrides.max_position_embeddings={POSITIONS}",
         *more,
     ]
 
@@ -75,7 +75,7 @@ def settings(task: Path, directory: Path, *more: str) -> SftConfig:
 
 def run(task: Path, directory: Path) -> Observed:
     with nothing_left():
-        assert asyncio.run(sft.run_sft(settings(task, directory))) == 0
+        assert asyncio.run(sft.run_sft(settings(task, directory, CHANGED))) == 0
     return observed(directory)
 
 
@@ -107,7 +107,7 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, fast_ray: None) 
 @pytest.fixture(scope="module")
 def struck(task: Path, tmp_path_factory: pytest.TempPathFactory, fast_ray: None) -> Observed:
     directory = tmp_path_factory.mktemp("struck") / "run"
-    words = ["sft", *overrides(task, directory, "trainer.save_freq=0")]
+    words = ["sft", *overrides(task, directory, "trainer.save_freq=0", CHANGED)]
     with nothing_survives(directory.parent) as traces:
         run = launch(words, directory, traces, hostile=True)
         run.until(lambda run: run.num_logged == 1)  # validation before training
@@ -179,7 +179,6 @@ def test_every_step_is_told_of(task: Path, whole: Observed) -> None:
     assert (whole.directory / "report.html").is_file()
 
 
-@pytest.mark.tier("full")
 def test_what_is_changed_of_the_model_is_read_written_and_part_of_the_run(task: Path, whole: Observed) -> None:
     """One changed config.json: the trainer's, that of the export and the checkpoints, and of the run's identity."""
     places = ["model", "hf/final", f"checkpoints/step_{STEPS}/actor/hf"]
@@ -195,6 +194,7 @@ def test_what_is_changed_of_the_model_is_read_written_and_part_of_the_run(task: 
         sft.prepare(settings(task, whole.directory, f"model.config_overrides.max_position_embeddings={POSITIONS + 1}"))
 
 
+@pytest.mark.tier("full")
 def test_signals_and_deaths_change_no_bit(whole: Observed, struck: Observed) -> None:
     assert list(struck.metrics) == list(whole.metrics)
     for step in whole.metrics:
@@ -214,7 +214,7 @@ def test_signals_and_deaths_change_no_bit(whole: Observed, struck: Observed) -> 
         ("data.train_files=[]", "data.train_files=[]: there is nothing to train on"),
         ("data.val_files=[]", "data.val_files=[]: trainer.test_freq=4 needs some"),
         ("trainer.critic_warmup=2", "trainer.critic_warmup=2: sft has no critic"),
-        ("data.max_length=800", "data.max_length=800: exceeds the model's 777 tokens"),
+        ("data.max_length=300", "data.max_length=300: exceeds the model's 256 tokens"),
         ("data.max_length=8", "max_length"),
         ("data.truncation=middle", "data.truncation=middle: a conversation without its middle is another one"),
         ("data.train_batch_size=1", "data.train_batch_size=1: is fewer than the 2 data-parallel ranks"),
