@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -33,15 +34,17 @@ from mcore_rl.config.bounds import (
     Seed,
 )
 from mcore_rl.config.engine import Precision
-from mcore_rl.config.options import check_options, typed
+from mcore_rl.config.options import check_options, spelt_as_options, typed
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import TopK, ValidationConfig, draw_violations, parse_rollout_layout
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
+from mcore_rl.families.config_changes import add_change_options, changed_directory, changes_asked
 
 if TYPE_CHECKING:
     from mcore_rl.reports.logprobs.report import LogprobReport
 
 MAX_WORST_SHOWN = 3
+SPELT = {"parallel.": "--layout "} | {f"rollout.{axis}": f"--rollout {axis}" for axis in ("tp", "dp", "ep")}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
         default="",
         help="of Megatron, as tp=2,pp=2,ep=2; one replica is started here",
     )
+    add_change_options(what)
     what.add_argument("--rollout", type=typed(parse_rollout_layout), default="", help="of vLLM, as tp=2 or tp=2,ep=2")
     beside = "of all three (float32); for bfloat16, transformers and Megatron compute in float32 too, to compare"
     what.add_argument("--dtype", choices=[p.value for p in Precision], default="float32", help=beside)
@@ -165,13 +169,15 @@ def show(compared: LogprobReport, console: Console) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, 1 where the report is not sound, 2 on an error."""
     arguments = parser().parse_args(argv)
-    console, errors = Console(highlight=False), Console(stderr=True, soft_wrap=True)
+    console, errors = Console(highlight=False), Console(stderr=True, emoji=False, soft_wrap=True)
     try:
-        compared = ask(arguments, errors)
+        with ExitStack() as stack:
+            arguments.hf = changed_directory(arguments.hf, changes_asked(arguments), stack)
+            compared = ask(arguments, errors)
     except McoreRLError as error:
         if arguments.debug:
             raise
-        errors.print(f"error: {error}", markup=False, highlight=False)
+        errors.print(f"error: {spelt_as_options(error, SPELT)}", markup=False, highlight=False)
         return 2
     arguments.out.write_text(json.dumps(compared.as_json(), indent=2) + "\n", encoding="utf-8")
     show(compared, console)

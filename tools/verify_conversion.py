@@ -32,11 +32,12 @@ from rich.table import Table as Lines
 
 from mcore_rl.config.bounds import InputDirectory, Ranks
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.options import check_options, typed
+from mcore_rl.config.options import check_options, spelt_as_options, typed
 from mcore_rl.config.parallel import ParallelConfig, parse_layers, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout, rollout_violations
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
+from mcore_rl.families.config_changes import add_change_options, changes_asked
 from mcore_rl.families.config_json import read_config
 from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.parallel.layout import Layout, layout_text, layout_violations
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 MODEL_CONFIGS = Path(__file__).resolve().parents[1] / "model_configs"
 MAX_SHOWN = 20
 TINY = "tiny-{}"  # the small model of a family in model_configs/
+SPELT = {"parallel.pipeline_layers": "--pipeline-layers", "parallel.": "--layout ", "rollout.": "--rollout "}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,16 +77,19 @@ def parser() -> argparse.ArgumentParser:
     rollout = "of vLLM, as tp=8,dp=4,ep=8; without it nothing is proven of the reshard"
     options.add_argument("--rollout", type=typed(parse_rollout_layout), help=rollout)
     options.add_argument("--preset", help="layouts and processes of the model's preset instead, as h100_80gb")
+    add_change_options(options)
     options.add_argument("--json", action="store_true", help="print the report as JSON")
     options.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return options
 
 
 def wanted_config(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The Hugging Face configuration that was asked for."""
+    """The Hugging Face configuration that was asked for, with what is changed of it."""
     if arguments.model is not None:
-        return published_config(find_checkpoint(arguments.model, MODEL_CONFIGS), MODEL_CONFIGS)
-    return read_config(arguments.hf)
+        config = published_config(find_checkpoint(arguments.model, MODEL_CONFIGS), MODEL_CONFIGS)
+    else:
+        config = read_config(arguments.hf)
+    return changes_asked(arguments).apply(config)
 
 
 def read_layouts(arguments: argparse.Namespace) -> tuple[ParallelConfig, int, RolloutLayout | None]:
@@ -193,7 +198,7 @@ def show(report: ProofReport, model: ModelConfig, parallel: ParallelConfig, cons
 
 def main() -> int:
     """Prove, print, and say by the exit code whether all is proven."""
-    arguments, console, errors = parser().parse_args(), Console(), Console(stderr=True)
+    arguments, console, errors = parser().parse_args(), Console(), Console(stderr=True, emoji=False)
     try:
         check_options(arguments, parser())
         if arguments.mutate is not None:
@@ -204,7 +209,7 @@ def main() -> int:
     except McoreRLError as error:
         if arguments.debug:
             raise
-        errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"error: {spelt_as_options(error, SPELT)}", markup=False, highlight=False, soft_wrap=True)
         return 2
     if arguments.json:
         json.dump(report.as_json(), sys.stdout, indent=2)

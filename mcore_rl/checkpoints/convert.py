@@ -27,6 +27,7 @@ from mcore_rl.checkpoints.kept_model import demand_kept_model
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.megatron_checkpoint import MegatronCheckpoint, Readable, plan_stored, write_stored
 from mcore_rl.checkpoints.new_directory import NewDirectory
+from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.run_weights import RunWeights, role_directory
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes
@@ -240,11 +241,13 @@ def _verify(
 ) -> None:
     """Raise CheckpointError unless ``written`` is ``source`` cast to ``specs``: both are read, and checksums compared.
 
+    A tensor that holds NaN is named too.
+
     declared: the tensors that the headers of ``written`` list.
     """
     problems = [f"tensor {name} was written and is not of the model" for name in declared.keys() - specs.keys()]
     total = sum(spec.num_bytes for spec in specs.values())
-    memory = _memory()
+    memory, check = _memory(), NanCheck()
     for name, spec in specs.items():
         held = declared.get(name)
         if held is None or (held.dtype, held.shape) != (spec.dtype, spec.shape):
@@ -255,6 +258,7 @@ def _verify(
         for window in _windows(spec):
             part = _part(memory, window, spec)
             source.read_into(name, window, part)
+            check.see(name, part)
             expected = zlib.crc32(tensor_bytes(part), expected)
             written.read_into(name, window, part.zero_())
             read = zlib.crc32(tensor_bytes(part), read)
@@ -263,4 +267,6 @@ def _verify(
         report("verify", spec.num_bytes, total)
     if problems:
         again = "The disk or the memory is faulty, or the source changed: convert again"
-        raise CheckpointError(str(directory), [f"{problem}. {again}" for problem in problems])
+        problems = [f"{problem}. {again}" for problem in problems]
+    if problems := [*problems, *check.problems()]:
+        raise CheckpointError(str(directory), problems)

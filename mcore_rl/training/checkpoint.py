@@ -37,6 +37,7 @@ from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.kept_model import demand_kept_model
 from mcore_rl.checkpoints.megatron_checkpoint import MAX_PADDING
 from mcore_rl.checkpoints.new_directory import NewDirectory
+from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.stored_keys import LAYER, StoredKeys, parse
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
@@ -67,7 +68,7 @@ def load_megatron(models: Sequence[torch.nn.Module], directory: Path | str, mode
 
     model: what the chunks compute.  Raises CheckpointError on all ranks, with every violation on any of them: no such
     checkpoint, one of another model (``demand_kept_model``), a file that is missing or too short, another number of
-    layers, tensors that are missing or of another shape.
+    layers, tensors that are missing, of another shape, or hold NaN.
     """
     directory = Path(directory)
     device = next(models[0].parameters()).device
@@ -81,8 +82,16 @@ def load_megatron(models: Sequence[torch.nn.Module], directory: Path | str, mode
     live, wanted = together(plan, None, device)
     with data_classes(EXCHANGED):
         loaded = dist_checkpointing.load(dict(wanted), str(directory))
+    check = NanCheck()
     for name, shard in live.items():
         shard.data.copy_(loaded[name].view(shard.data.shape))
+        check.see(name, shard.data)
+
+    def refuse() -> None:
+        if problems := check.problems():
+            raise CheckpointError(str(directory), problems)
+
+    together(refuse, None, device)
 
 
 @torch.no_grad()
