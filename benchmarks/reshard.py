@@ -99,10 +99,10 @@ def measure_proof(name: str, training: str, world_size: int, rollout: str) -> Re
     """Prove a model with the modules of every rank; Megatron's import counts."""
     begin = time.perf_counter()
     warnings.simplefilter("ignore")  # what Megatron would like to be installed
-    from mcore_rl.training.meta import meta_shapes
+    from mcore_rl.training.meta import meta_rank
 
     table, target = tables(name, training, world_size, rollout)
-    report = verify(table, target, lambda rank: meta_shapes(table.model, table.parallel, world_size, rank))
+    report = verify(table, target, lambda rank: meta_rank(table.model, table.parallel, world_size, rank))
     config = published_config(find_checkpoint(name, MODEL_CONFIGS), MODEL_CONFIGS)
     _, traced = trace(config, table.parallel, world_size, target.layout)
     assert report.traffic is not None

@@ -102,7 +102,7 @@ def measure(name: str) -> Result | None:
     if not isinstance(run, RunConfig) or cluster is None or not cluster.gpus_per_node:
         return None
     begun = time.perf_counter()
-    family, model = model_of(recipe_config_json(run.recipe))
+    family, model = model_of(recipe_config_json(run))
     table = Table(family, model, run.actor.parallel, run.trainer.world_size)
     plan = plan_reshard(table, RolloutTable(family, model, run.rollout.layout), 2, sites_of(run))
     rounds = Rounds(plan, UPDATE_BUCKET_BYTES // 2)

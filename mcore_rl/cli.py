@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags := [text for text in more if text.startswith("-")]:
         top.error(f"unrecognized arguments: {' '.join(flags)}")
     chosen.overrides += more
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, emoji=False)
     try:
         check_options(chosen, top)
         if chosen.program == DOCTOR:

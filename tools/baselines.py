@@ -65,13 +65,8 @@ hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct
 ```
 
 Paths in recipes are relative to where the run is started: `models/`, with the last part of the Hugging Face id, and
-`data/`. gemma2_2b_ppo begins with what gemma2_2b_sft leaves. qwen25_math_7b_dapo wants more positions than the model's
-config.json says, as the published run did; change it in your copy:
-
-<!-- run: quick -->
-```bash
-sed -i 's/"max_position_embeddings": 4096/"max_position_embeddings": 32768/' models/Qwen2.5-Math-7B/config.json
-```
+`data/`. gemma2_2b_ppo begins with what gemma2_2b_sft leaves. qwen25_math_7b_dapo reads more positions than the model's
+config.json says, as the published run did, by `model.config_overrides`.
 
 ## Runs
 
@@ -120,7 +115,7 @@ def page() -> str:
 def planned(name: str) -> tuple[Plan, int]:
     """The plan of a recipe on its own cluster, and its steps."""
     run = recipe(name)
-    model, cluster = recipe_model(run.recipe), load_cluster(run.recipe.cluster)
+    model, cluster = recipe_model(run), load_cluster(run.recipe.cluster)
     made = plan(run, model, cluster)
     return made, num_steps(run)
 

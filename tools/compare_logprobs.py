@@ -2,11 +2,12 @@
 
     python tools/compare_logprobs.py --hf Qwen2.5-0.5B --layout tp=2 --data prompts.parquet --out report.json
     python tools/compare_logprobs.py --hf Mixtral-8x7B --megatron step_100 --layout tp=2,ep=2 --rollout tp=2 \\
-        --data prompts.parquet --dtype bfloat16 --mean-abs-diff 0.02 --out report.json
+        --data prompts.parquet --dtype bfloat16 --out report.json
 
 vLLM draws responses with the weights of --hf; transformers scores the same tokens with them, and Megatron in --layout
-with them or with those of --megatron.  docs/logprobs.md says how to read the report.  Exits with 0, with 1 where a
-threshold that was given is exceeded, and with 2 on a mistake of the command line or of what it names.
+with them or with those of --megatron.  docs/logprobs.md says how to read the report.  Exits with 0; with 1 where the
+three have not the same model (weights, configuration) or differ more than rounding does; and with 2 on a mistake of the
+command line or of what it names.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -32,15 +34,17 @@ from mcore_rl.config.bounds import (
     Seed,
 )
 from mcore_rl.config.engine import Precision
-from mcore_rl.config.options import check_options, typed
+from mcore_rl.config.options import check_options, spelt_as_options, typed
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import TopK, ValidationConfig, draw_violations, parse_rollout_layout
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
+from mcore_rl.families.config_changes import add_change_options, changed_directory, changes_asked
 
 if TYPE_CHECKING:
     from mcore_rl.reports.logprobs.report import LogprobReport
 
 MAX_WORST_SHOWN = 3
+SPELT = {"parallel.": "--layout "} | {f"rollout.{axis}": f"--rollout {axis}" for axis in ("tp", "dp", "ep")}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
         default="",
         help="of Megatron, as tp=2,pp=2,ep=2; one replica is started here",
     )
+    add_change_options(what)
     what.add_argument("--rollout", type=typed(parse_rollout_layout), default="", help="of vLLM, as tp=2 or tp=2,ep=2")
     beside = "of all three (float32); for bfloat16, transformers and Megatron compute in float32 too, to compare"
     what.add_argument("--dtype", choices=[p.value for p in Precision], default="float32", help=beside)
@@ -81,10 +86,14 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("--seed", type=typed(Seed), default=0, help="of the draws (0)")
     limits = options.add_argument_group("what is demanded of every pair, in nats; exit code 1 where it is not met")
     limits.add_argument(
-        "--max-abs-diff", type=typed(NonNegativeFloat), help="the largest difference of a token; float32: 1e-4"
+        "--max-abs-diff",
+        type=typed(NonNegativeFloat),
+        help="the largest difference of a token (float32: 1e-4, bfloat16: 1.0)",
     )
     limits.add_argument(
-        "--mean-abs-diff", type=typed(NonNegativeFloat), help="the mean over all tokens; bfloat16: 0.02"
+        "--mean-abs-diff",
+        type=typed(NonNegativeFloat),
+        help="the mean over all tokens (float32: 1e-5, bfloat16: 0.03)",
     )
     options.add_argument("--out", type=typed(OutputFile), required=True, help="where the report goes, as JSON")
     options.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -158,19 +167,21 @@ def show(compared: LogprobReport, console: Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, 1 where a threshold is exceeded, 2 on an error."""
+    """Exit code 0, 1 where the report is not sound, 2 on an error."""
     arguments = parser().parse_args(argv)
-    console, errors = Console(highlight=False), Console(stderr=True, soft_wrap=True)
+    console, errors = Console(highlight=False), Console(stderr=True, emoji=False, soft_wrap=True)
     try:
-        compared = ask(arguments, errors)
+        with ExitStack() as stack:
+            arguments.hf = changed_directory(arguments.hf, changes_asked(arguments), stack)
+            compared = ask(arguments, errors)
     except McoreRLError as error:
         if arguments.debug:
             raise
-        errors.print(f"error: {error}", markup=False, highlight=False)
+        errors.print(f"error: {spelt_as_options(error, SPELT)}", markup=False, highlight=False)
         return 2
     arguments.out.write_text(json.dumps(compared.as_json(), indent=2) + "\n", encoding="utf-8")
     show(compared, console)
-    return 1 if compared.exceeded else 0
+    return 0 if compared.is_sound else 1
 
 
 if __name__ == "__main__":

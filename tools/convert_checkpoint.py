@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,14 +32,18 @@ from rich.progress import (
 from rich.table import Table
 
 from mcore_rl.config.bounds import InputDirectory, OutputDirectory
-from mcore_rl.config.options import check_options, typed
+from mcore_rl.config.options import check_options, spelt_as_options, typed
 from mcore_rl.config.parallel import parse_layout
-from mcore_rl.errors import McoreRLError
+from mcore_rl.errors import ConfigError, McoreRLError, Violation
+from mcore_rl.families.config_changes import add_change_options, changed_directory, changes_asked
+from mcore_rl.families.config_json import CONFIG, read_config
+from mcore_rl.families.registry import unread_fields
 
 if TYPE_CHECKING:
     from mcore_rl.checkpoints.convert import Converted
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SPELT = {"parallel.": "--layout "}
 INTERRUPTED = 130  # as a shell reports SIGINT
 
 
@@ -47,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True, metavar="to-megatron | to-hf | inspect")
     debug = argparse.ArgumentParser(add_help=False)
+    add_change_options(debug)
     debug.add_argument("--debug", action="store_true", help="show the traceback of an error")
     write = argparse.ArgumentParser(add_help=False, parents=[debug])
     write.add_argument(
@@ -92,6 +98,27 @@ class Bars:
         self.progress.advance(self._tasks[stage], num_bytes)
 
 
+def change_config(arguments: argparse.Namespace, stack: ExitStack, console: Console) -> None:
+    """Name a view with the changed config.json, which ``stack`` removes, instead of the directory that has the file.
+
+    Raises ConfigError where there is something to change and no directory is named that has config.json.
+    """
+    option = "hf" if arguments.command == "to-megatron" else "config"
+    if arguments.command == "inspect" and arguments.config is None:
+        option = "directory"
+    source, changes = getattr(arguments, option), changes_asked(arguments)
+    if changes and source is None:
+        remedy = "Name the directory of the config.json with --config DIR"
+        raise ConfigError([Violation("--config-override", "...", "there is no --config that it could change", remedy)])
+    if changes:
+        console.print(f"config.json: {changes.describe(read_config(source))}", markup=False, highlight=False)
+        source = changed_directory(source, changes, stack)
+        setattr(arguments, option, source)
+    if source is not None and (source / CONFIG).is_file() and (unread := unread_fields(read_config(source))):
+        said = f"config.json: nobody reads {', '.join(unread)}; it changes nothing"
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+
+
 def convert(arguments: argparse.Namespace, console: Console) -> Converted:
     """Do what the command line says, behind bars."""
     import torch  # when all is checked
@@ -130,18 +157,20 @@ def show_contents(directory: Path, config: Path | None, console: Console) -> Non
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 when the output was verified and has its name (or was shown), 2 on an error, 130 when interrupted."""
     arguments = parser().parse_args(argv)
-    console, errors = Console(), Console(stderr=True, soft_wrap=True)
+    console, errors = Console(), Console(stderr=True, emoji=False, soft_wrap=True)
     started = time.perf_counter()
     try:
         check_options(arguments, parser())
-        if arguments.command == "inspect":
-            show_contents(arguments.directory, arguments.config, console)
-            return 0
-        done = convert(arguments, errors)
+        with ExitStack() as stack:
+            change_config(arguments, stack, errors)
+            if arguments.command == "inspect":
+                show_contents(arguments.directory, arguments.config, console)
+                return 0
+            done = convert(arguments, errors)
     except McoreRLError as error:
         if arguments.debug:
             raise
-        errors.print(f"error: {error}", markup=False, highlight=False)
+        errors.print(f"error: {spelt_as_options(error, SPELT)}", markup=False, highlight=False)
         return 2
     except KeyboardInterrupt:
         left = arguments.out.with_name(arguments.out.name + ".incomplete") if "out" in arguments else None

@@ -258,7 +258,7 @@ def main() -> int:
         if arguments.debug:
             raise
         # As plain text: a remedy such as pipeline_layers=[3,1] must not be read as markup.
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
 
 

@@ -83,7 +83,7 @@ def main() -> int:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
         model.save_pretrained(arguments.out)
     except McoreRLError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
     count = sum(parameter.numel() for parameter in model.parameters())
     Console().print(

@@ -84,7 +84,7 @@ def searched(options: argparse.Namespace, run: RunConfig | SftConfig, cluster: C
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status; see above."""
     options = parser().parse_intermixed_args(arguments)
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, emoji=False)
     try:
         check_options(options, parser())
         run, cluster = composed(options)

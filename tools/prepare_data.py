@@ -91,7 +91,7 @@ def show(rows: dict[str, list[DatasetRow]], out: Path, console: Console) -> None
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 when every file has its name, 2 on an error, 130 when interrupted."""
     arguments = parser().parse_args(argv)
-    console, errors = Console(), Console(stderr=True, soft_wrap=True)
+    console, errors = Console(), Console(stderr=True, emoji=False, soft_wrap=True)
     try:
         check_options(arguments, parser())
         with errors.status(f"{arguments.dataset}: reading") as status:

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status; see above."""
     options = parser().parse_args(arguments)
     warnings.simplefilter("ignore")  # Megatron's, of kernels that are not there
-    errors = Console(stderr=True)
+    errors = Console(stderr=True, emoji=False)
     try:
         rehearsed(options.words, Console(), errors)
     except (McoreRLError, OSError) as error:

@@ -3,9 +3,12 @@
     python tools/verify_conversion.py --model mixtral-8x22b --layout tp=8,pp=4,ep=8 --rollout tp=8
     python tools/verify_conversion.py --hf Qwen2.5-7B-Instruct --layout tp=2,pp=2 --rollout tp=4,dp=2 --json
     python tools/verify_conversion.py --model deepseek-v3 --preset h200_141gb
+    python tools/verify_conversion.py --mutate
 
-Builds the Megatron modules of every rank on the meta device at full size, and follows distinct integers through the
-tables and the copy plan at a reduced size and the same layouts.  Exits with 0 where everything is proven, 1 where
+Builds the Megatron modules of every rank on the meta device at full size.  At reduced size and in the same layouts it
+numbers every element of a checkpoint, and demands that each is where a statement written by hand says for Megatron,
+and where vLLM's own load puts it.  docs/weights.md says what that proves.  --mutate makes every wrong table that is
+one rule away from a right one, and demands that each is found.  Exits with 0 where everything is proven, 1 where
 something fails, 2 on a mistake of the command line.
 """
 
@@ -15,7 +18,9 @@ import argparse
 import json
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -27,21 +32,23 @@ from rich.table import Table as Lines
 
 from mcore_rl.config.bounds import InputDirectory, Ranks
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.options import check_options, typed
+from mcore_rl.config.options import check_options, spelt_as_options, typed
 from mcore_rl.config.parallel import ParallelConfig, parse_layers, parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout, rollout_violations
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
+from mcore_rl.families.config_changes import add_change_options, changes_asked
 from mcore_rl.families.config_json import read_config
-from mcore_rl.families.registry import model_of
+from mcore_rl.families.registry import FAMILIES, model_of
 from mcore_rl.parallel.layout import Layout, layout_text, layout_violations
 
 if TYPE_CHECKING:
     from mcore_rl.proofs.verify import ProofReport
 
 MODEL_CONFIGS = Path(__file__).resolve().parents[1] / "model_configs"
-TRACED = "integers, at reduced size: where a direct load puts them"
 MAX_SHOWN = 20
+TINY = "tiny-{}"  # the small model of a family in model_configs/
+SPELT = {"parallel.pipeline_layers": "--pipeline-layers", "parallel.": "--layout ", "rollout.": "--rollout "}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,6 +63,13 @@ def parser() -> argparse.ArgumentParser:
         type=typed(InputDirectory),
         help="a directory with config.json and *.safetensors, whose tensors are held too",
     )
+    model.add_argument(
+        "--mutate",
+        nargs="?",
+        const="all",
+        metavar="FAMILY",
+        help="the mutation score of a family (all): survivors must be 0",
+    )
     options.add_argument("--layout", type=typed(parse_layout), default="", help="of training, as tp=8,pp=4,ep=8")
     chunks = "layers of each of the pp*vpp chunks, as 16,15,15,15"
     options.add_argument("--pipeline-layers", type=typed(parse_layers), help=chunks)
@@ -63,16 +77,19 @@ def parser() -> argparse.ArgumentParser:
     rollout = "of vLLM, as tp=8,dp=4,ep=8; without it nothing is proven of the reshard"
     options.add_argument("--rollout", type=typed(parse_rollout_layout), help=rollout)
     options.add_argument("--preset", help="layouts and processes of the model's preset instead, as h100_80gb")
+    add_change_options(options)
     options.add_argument("--json", action="store_true", help="print the report as JSON")
     options.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return options
 
 
 def wanted_config(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The Hugging Face configuration that was asked for."""
+    """The Hugging Face configuration that was asked for, with what is changed of it."""
     if arguments.model is not None:
-        return published_config(find_checkpoint(arguments.model, MODEL_CONFIGS), MODEL_CONFIGS)
-    return read_config(arguments.hf)
+        config = published_config(find_checkpoint(arguments.model, MODEL_CONFIGS), MODEL_CONFIGS)
+    else:
+        config = read_config(arguments.hf)
+    return changes_asked(arguments).apply(config)
 
 
 def read_layouts(arguments: argparse.Namespace) -> tuple[ParallelConfig, int, RolloutLayout | None]:
@@ -93,32 +110,61 @@ def prove(
     config: Mapping[str, Any], parallel: ParallelConfig, world_size: int, rollout: RolloutLayout | None,
     hf: Path | None, console: Console,
 ) -> tuple[ProofReport, ModelConfig]:  # fmt: skip
-    """The report at full size, and the tracer's check.  Raises ConfigError where a layout does not fit."""
+    """The report at full and at reduced size.  Raises ConfigError where a layout does not fit."""
     family, model = model_of(config)
     violations = layout_violations(model, parallel, world_size)
     refuse_if_any(violations + (rollout_violations(model, rollout) if rollout else []))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")  # what Megatron would like to be installed
         from mcore_rl.checkpoints.hf_directory import HfCheckpoint  # torch and Megatron, when all is checked
-        from mcore_rl.proofs.tracer import trace
-        from mcore_rl.proofs.verify import check, verify
-        from mcore_rl.training.meta import meta_shapes
-        from mcore_rl.weights.rollout_table import RolloutTable
-        from mcore_rl.weights.table import Table
+        from mcore_rl.proofs.prove import ProofSubject, prove
+        from mcore_rl.rollout.parameters import VllmProcess
+        from mcore_rl.training.meta import meta_rank
 
-        with console.status("...") as status:
-            report = verify(
-                Table(family, model, parallel, world_size),
-                RolloutTable(family, model, rollout) if rollout else None,
-                lambda rank: meta_shapes(model, parallel, world_size, rank),
-                checkpoint=HfCheckpoint.open(hf) if hf else None,
-                notice=status.update,
-            )
-            if rollout is not None:
-                status.update(TRACED)
-                traced = check(TRACED, lambda: trace(config, parallel, world_size, rollout))
-                report = replace(report, checks=(*report.checks, traced))
-    return report, model
+        vllm = stack.enter_context(VllmProcess())
+        subject = ProofSubject(
+            config=config, family=family, parallel=parallel, world_size=world_size, rollout=rollout,
+            megatron=meta_rank, vllm=vllm.placements,
+        )  # fmt: skip
+        status = stack.enter_context(console.status("..."))
+        return prove(subject, checkpoint=HfCheckpoint.open(hf) if hf else None, notice=status.update), model
+
+
+def mutate(name: str, arguments: argparse.Namespace, console: Console) -> int:
+    """Print the mutation score of family ``name``, or of all; return the exit code."""
+    if name != "all" and name not in FAMILIES:
+        remedy = f"Write one of {', '.join(FAMILIES)}, or nothing for all"
+        raise ConfigError([Violation("mutate", name, "is no family", remedy)])
+    names = list(FAMILIES) if name == "all" else [name]
+    configs = [published_config(find_checkpoint(TINY.format(each.replace("_", "-")), MODEL_CONFIGS), MODEL_CONFIGS)
+               for each in names]  # fmt: skip
+    with warnings.catch_warnings(), ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        from mcore_rl.proofs.mutation import MutantVerdict, family_score
+        from mcore_rl.rollout.parameters import VllmProcess
+        from mcore_rl.training.meta import meta_rank
+
+        vllm = stack.enter_context(VllmProcess())
+        scores = [family_score(config, meta_rank, vllm.placements) for config in configs]
+    if arguments.json:
+        json.dump([score.as_json() for score in scores], sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        lines = Lines("family", "table", "mutants", "FAILED", "change nothing", "survived", box=None, pad_edge=False)
+        for score in scores:
+            for table, counts in score.counts.items():
+                numbers = (
+                    counts[each] for each in (MutantVerdict.failed, MutantVerdict.unchanged, MutantVerdict.survived)
+                )
+                lines.add_row(score.family, table, str(counts.total()), *map(str, numbers))
+        console.print(lines)
+        for reason, count in sum((score.reasons for score in scores), start=Counter[str]()).most_common():
+            console.print(f"{count} change nothing: {reason}", markup=False, highlight=False, soft_wrap=True)
+    problems = [problem for score in scores for problem in score.failures]
+    problems += [f"{score.family}: {each.mutant}: {each.why}" for score in scores for each in score.survived]
+    for problem in [] if arguments.json else problems:
+        console.print(f"[red]FAILED[/red] {escape(problem)}", highlight=False, soft_wrap=True)
+    return 1 if problems else 0
 
 
 def show(report: ProofReport, model: ModelConfig, parallel: ParallelConfig, console: Console) -> None:
@@ -152,16 +198,18 @@ def show(report: ProofReport, model: ModelConfig, parallel: ParallelConfig, cons
 
 def main() -> int:
     """Prove, print, and say by the exit code whether all is proven."""
-    arguments, console, errors = parser().parse_args(), Console(), Console(stderr=True)
+    arguments, console, errors = parser().parse_args(), Console(), Console(stderr=True, emoji=False)
     try:
         check_options(arguments, parser())
+        if arguments.mutate is not None:
+            return mutate(arguments.mutate, arguments, Console())
         config = wanted_config(arguments)
         parallel, world_size, rollout = read_layouts(arguments)
         report, model = prove(config, parallel, world_size, rollout, arguments.hf, errors)
     except McoreRLError as error:
         if arguments.debug:
             raise
-        errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"error: {spelt_as_options(error, SPELT)}", markup=False, highlight=False, soft_wrap=True)
         return 2
     if arguments.json:
         json.dump(report.as_json(), sys.stdout, indent=2)

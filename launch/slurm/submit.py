@@ -120,7 +120,7 @@ def _violations(job: Job) -> list[Violation]:
         violations.append(Violation(RESUME, run.trainer.resume_mode.value, problem, remedy))
     if violations or not run.recipe.checkpoint:
         return violations
-    model = recipe_model(run.recipe)
+    model = recipe_model(run)
     planned = plan(run, model, cluster)
     return list(planned.violations)
 
@@ -240,7 +240,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 2 where something is wrong and nothing was queued."""
     chosen = parse_arguments(arguments)
-    console, errors = Console(soft_wrap=True, highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
+    console, errors = (
+        Console(soft_wrap=True, highlight=False),
+        Console(stderr=True, emoji=False, soft_wrap=True, highlight=False),
+    )
     try:
         job = read_job(chosen.texts, Path.cwd())
         if chosen.dry_run:

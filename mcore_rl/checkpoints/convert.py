@@ -23,9 +23,11 @@ from mcore_rl.checkpoints.distcp import DistributedCheckpoint
 from mcore_rl.checkpoints.distcp_writer import ARCHIVE_BYTES, DistcpWriter
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
+from mcore_rl.checkpoints.kept_model import demand_kept_model
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.megatron_checkpoint import MegatronCheckpoint, Readable, plan_stored, write_stored
 from mcore_rl.checkpoints.new_directory import NewDirectory
+from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.run_weights import RunWeights, role_directory
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes
@@ -84,7 +86,7 @@ def open_hf(directory: Path) -> tuple[HfCheckpoint, Table]:
 def open_megatron(directory: Path, config: Path | None = None) -> MegatronCheckpoint:
     """The Megatron checkpoint in ``directory``, checked against the config.json in ``config`` (None: its own).
 
-    Raises as ``read_model`` and ``MegatronCheckpoint`` do.
+    Raises as ``read_model``, ``demand_kept_model`` and ``MegatronCheckpoint`` do.
     """
     stored = DistributedCheckpoint.open(directory)
     place = directory / HF if config is None else config
@@ -92,18 +94,22 @@ def open_megatron(directory: Path, config: Path | None = None) -> MegatronCheckp
         problem = f"it has no {HF}/{CONFIG}, so nothing says what model it is. Give the model's with --config DIR"
         raise CheckpointError(str(directory), [problem])
     _, family, model = read_model(place)
+    if config is not None:
+        demand_kept_model(directory, directory / HF, model)
     return MegatronCheckpoint(stored, family, model)
 
 
 def open_run(directory: Path, config: Path | None = None) -> RunWeights | None:
     """The weights in a run's checkpoint, ``RUN/checkpoints/step_N`` or a role in it; None if it is not one.
 
-    config: as in ``open_megatron``.  Raises as ``read_model`` and ``RunWeights`` do.
+    config: as in ``open_megatron``.  Raises as ``read_model``, ``demand_kept_model`` and ``RunWeights`` do.
     """
     role = role_directory(directory)
     if role is None:
         return None
     _, family, model = read_model(role / SIDECAR_FILES if config is None else config)
+    if config is not None:
+        demand_kept_model(directory, role / SIDECAR_FILES, model)
     return RunWeights(role, family, model)
 
 
@@ -235,11 +241,13 @@ def _verify(
 ) -> None:
     """Raise CheckpointError unless ``written`` is ``source`` cast to ``specs``: both are read, and checksums compared.
 
+    A tensor that holds NaN is named too.
+
     declared: the tensors that the headers of ``written`` list.
     """
     problems = [f"tensor {name} was written and is not of the model" for name in declared.keys() - specs.keys()]
     total = sum(spec.num_bytes for spec in specs.values())
-    memory = _memory()
+    memory, check = _memory(), NanCheck()
     for name, spec in specs.items():
         held = declared.get(name)
         if held is None or (held.dtype, held.shape) != (spec.dtype, spec.shape):
@@ -250,6 +258,7 @@ def _verify(
         for window in _windows(spec):
             part = _part(memory, window, spec)
             source.read_into(name, window, part)
+            check.see(name, part)
             expected = zlib.crc32(tensor_bytes(part), expected)
             written.read_into(name, window, part.zero_())
             read = zlib.crc32(tensor_bytes(part), read)
@@ -258,4 +267,6 @@ def _verify(
         report("verify", spec.num_bytes, total)
     if problems:
         again = "The disk or the memory is faulty, or the source changed: convert again"
-        raise CheckpointError(str(directory), [f"{problem}. {again}" for problem in problems])
+        problems = [f"{problem}. {again}" for problem in problems]
+    if problems := [*problems, *check.problems()]:
+        raise CheckpointError(str(directory), problems)

@@ -1,6 +1,7 @@
 """The files of a Hugging Face checkpoint beside its weights: configuration, generation settings, tokenizer, code.
 
-They are copied unchanged, except for ``config.json``, which must describe the weights that are written.
+They are copied unchanged, except for ``config.json``, which must describe the weights that are written: their dtype,
+no quantisation, their head, and no layers of multi-token prediction, which are neither trained nor written.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.config_json import CONFIG, read_config
 
-PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
+PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken", "*.bpe", "additional_chat_templates/*.jinja")
+PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 INDEX_SUFFIX = ".index.json"  # of weights, under whatever name
 
 
@@ -30,7 +32,10 @@ def copy_sidecar_files(source: Path, target: Path, dtype: torch.dtype, *, head: 
     try:
         for path in sorted({path for pattern in PATTERNS for path in source.glob(pattern)}):
             if path.is_file() and path.name != CONFIG and not path.name.endswith(INDEX_SUFFIX):
-                shutil.copyfile(path, target / path.name)
+                place = target / path.relative_to(source)
+                if place.parent != target:
+                    place.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, place)
         text = json.dumps(_config_of_weights(config, dtype, head), indent=2, ensure_ascii=False)
         (target / CONFIG).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
@@ -39,8 +44,9 @@ def copy_sidecar_files(source: Path, target: Path, dtype: torch.dtype, *, head: 
 
 
 def _config_of_weights(config: dict[str, Any], dtype: torch.dtype, head: Head) -> dict[str, Any]:
-    """``config`` corrected to describe the written weights: dtype, quantisation, head."""
+    """``config`` corrected to describe the written weights: dtype, quantisation, prediction layers, head."""
     changed = {key: value for key, value in config.items() if key != "quantization_config"}
+    changed |= dict.fromkeys(changed.keys() & set(PREDICTION_LAYERS), 0)
     # transformers 5 writes dtype; before 4.56 it read torch_dtype alone, and reads either since.
     for key in {"dtype", "torch_dtype"} & config.keys() or {"torch_dtype"}:
         changed[key] = str(dtype).removeprefix("torch.")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
+from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
@@ -43,8 +44,8 @@ def load_hf(
     progress: called with the number of bytes just read.  For an engine:
     ``engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=rank))``.
 
-    Raises WeightMapError if modules and table disagree, CheckpointError as ``check_checkpoint`` does and if a file
-    cannot be read to its end.
+    Raises WeightMapError if modules and table disagree, CheckpointError as ``check_checkpoint`` does, if a file cannot
+    be read to its end, and with every tensor of which this rank's part holds NaN.
     """
     bound = bind(chunks, table, rank)
     check_checkpoint(checkpoint, table)
@@ -54,11 +55,15 @@ def load_hf(
         if all(piece.hf in checkpoint.tensors for piece in pieces):
             _zero_padding(each, table)
             wanted += [(checkpoint.tensors[piece.hf], piece, each.tensor) for piece in pieces]
+    check = NanCheck()
     for info, piece, tensor in sorted(wanted, key=_place_in_files):
         out = view_of(tensor.detach(), piece.local_region)
         checkpoint.read_into(piece.hf, piece.hf_region, out)
+        check.see(piece.hf, out)
         if progress is not None:
             progress(out.numel() * info.dtype.itemsize)
+    if problems := check.problems():
+        raise CheckpointError(str(checkpoint.directory), problems)
 
 
 def _place_in_files(wanted: tuple[TensorInfo, Piece, Tensor]) -> tuple[str, int, tuple[int, ...]]:

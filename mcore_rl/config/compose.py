@@ -33,7 +33,8 @@ T = TypeVar("T")
 OURS = "mcore_rl.conf"
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError, ValueError)
 MAX_OVERRIDE, MAX_BRACKETS = 65_536, 64  # hydra's parser takes seconds for more
-FREE = ("chat_template_kwargs", "megatron")  # groups by their last name: may hold keys that no dataclass knows
+# Groups by their last name: they may hold keys that no dataclass knows.
+FREE = ("chat_template_kwargs", "config_overrides", "megatron")
 
 
 def compose(

@@ -11,7 +11,7 @@ from mcore_rl.config.bounds import CrossCheck, InputFile, OutputFile, PositiveIn
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.config.files import place_of
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig, rollout_config_violations, routing_violations
-from mcore_rl.config.trainer import ModelPathConfig, RayInitConfig
+from mcore_rl.config.trainer import PolicyModelConfig, RayInitConfig
 from mcore_rl.errors import Violation
 
 
@@ -57,7 +57,7 @@ class GenerateConfig:
     overwrite: whether ``out`` may be replaced.
     """
 
-    model: ModelPathConfig = field(default_factory=ModelPathConfig)
+    model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     data: GenerateDataConfig = field(default_factory=GenerateDataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     out: OutputFile = ""

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import isfunction
@@ -83,3 +83,14 @@ def _typed(kind: Any, text: str) -> Any:
     if problem:
         return ConfigError([Violation("", text, *problem)])
     return Path(text).expanduser() if place is not None else value
+
+
+def spelt_as_options(error: Exception, options: Mapping[str, str]) -> str:
+    """The message of ``error`` in the words of a tool: its option wherever a key of a run's configuration stands.
+
+    options: beginning of a key -> what the tool's user writes instead, as ``parallel.`` -> ``--layout ``.
+    """
+    text = str(error)
+    for key in sorted(options, key=len, reverse=True):
+        text = text.replace(key, options[key])
+    return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from mcore_rl.config.bounds import Interval, Lines
 
@@ -34,7 +34,6 @@ class RecipeConfig:
 
     title: one line for a table.
     checkpoint: the name of its model in ``model_configs/``; "" is none, and the planner skips the recipe.
-    config_json: fields of the checkpoint's ``config.json`` that must differ for this run; change them in your copy.
     cluster: the name in ``launch/clusters`` for which the layout was chosen.
     datasets: the data sets that ``tools/prepare_data.py`` writes for it.
     published: the result that it reproduces.
@@ -42,7 +41,6 @@ class RecipeConfig:
 
     title: str = ""
     checkpoint: str = ""
-    config_json: dict[str, Any] = field(default_factory=dict)
     cluster: str = ""
     datasets: list[str] = field(default_factory=list)
     published: PublishedConfig = field(default_factory=PublishedConfig)

@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field, replace
 from functools import reduce
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import RoleConfig, TrainedConfig
-from mcore_rl.config.trainer import ModelPathConfig
+from mcore_rl.config.trainer import PolicyModelConfig, TrainerConfig
 
 T = TypeVar("T")
+
+POLICY = "model.path"
+MODEL_VIEW = "model"  # in the run directory: links to the policy's checkpoint beside its changed config.json
 
 
 class RoleGroups:
     """Base class of the configurations of ``mcore-rl train`` and ``sft``, which have one group per role."""
 
-    model: ModelPathConfig
+    model: PolicyModelConfig
+    trainer: TrainerConfig
 
     @property
     def role_rows(self) -> tuple[Role, ...]:
@@ -58,8 +63,13 @@ class RoleGroups:
 
     def weights_of(self, role: Role) -> str:
         """The Hugging Face checkpoint of the role's first weights."""
-        path: str | None = self._value_at(role.weights or "model.path")
-        return path or self.model.path
+        path: str | None = self._value_at(role.weights or POLICY)
+        return self.model_directory if path in (None, "", self.model.path) else path
+
+    @property
+    def model_directory(self) -> str:
+        """The policy's checkpoint as it is read: ``model.path``, or if it is changed its view in the run directory."""
+        return str(Path(self.trainer.default_local_dir) / MODEL_VIEW) if self.model.is_changed else self.model.path
 
     def has_weights(self, role: Role) -> bool:
         """Whether the key that names the role's first weights has a value."""

@@ -255,19 +255,22 @@ def draw_violations(draw: RolloutConfig | ValidationConfig, key: str) -> Iterato
         yield Violation(f"{key}.top_k", draw.top_k, "keeps no token", "Write -1 to keep all, or 1 or more")
 
 
+POSITIONS = "write model.config_overrides.max_position_embeddings=TOKENS"
+
+
 def context_violations(model: ModelConfig, rollout: RolloutConfig) -> list[Violation]:
     """Refuses lengths beyond the model's context or YaRN's reach, and a KV cache too small for one sequence."""
     violations = []
     if rollout.max_model_len > model.max_position_embeddings:
         context = model.max_position_embeddings
         problem = f"with rollout.max_response_length={rollout.max_response_length} exceeds the model's {context} tokens"
-        remedy = f"Lower one of them, to {context} in all"
+        remedy = f"Lower one of them, to {context} in all, or if the model reaches further, {POSITIONS}"
         violations.append(Violation("rollout.max_prompt_length", rollout.max_prompt_length, problem, remedy))
     rope, reach = model.rope, yarn_reach(model)
     if reach is not None and rollout.max_model_len > reach:
         problem = f"with rollout.max_response_length={rollout.max_response_length} exceeds the {reach} tokens that YaRN"
         problem += f" reaches: factor {rope.factor:g} times {rope.original_max_position_embeddings}"
-        remedy = f"Lower one of them, to {reach} in all, or mend rope_parameters in config.json"
+        remedy = f"Lower one of them, to {reach} in all, or write what it means by model.config_overrides.rope_scaling"
         violations.append(Violation("rollout.max_prompt_length", rollout.max_prompt_length, problem, remedy))
     least = kv_bytes_per_token(model, rollout) * rollout.max_model_len
     if rollout.kv_cache_memory_bytes is not None and rollout.kv_cache_memory_bytes < least:

@@ -24,7 +24,7 @@ from mcore_rl.config.role_groups import RoleGroups, with_role_groups
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
-from mcore_rl.config.trainer import ModelPathConfig, Placement, RayInitConfig, TrainerConfig, trainer_violations
+from mcore_rl.config.trainer import Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
 from mcore_rl.config.written_keys import Composed
 from mcore_rl.errors import ConfigError, Violation
@@ -36,7 +36,7 @@ class RunConfig(RoleGroups, Composed):
     """All settings of ``mcore-rl train``.  Beside the groups here it has one for each row of ``role_table.ROLES``."""
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
-    model: ModelPathConfig = field(default_factory=ModelPathConfig)
+    model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

@@ -12,7 +12,7 @@ from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_groups import RoleGroups
 from mcore_rl.config.roles import RoleConfig
-from mcore_rl.config.trainer import ModelPathConfig, RayInitConfig, TrainerConfig, trainer_violations
+from mcore_rl.config.trainer import PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.errors import Violation
 
 ACTOR = Role(
@@ -29,7 +29,7 @@ class SftConfig(RoleGroups):
     """All settings of ``mcore-rl sft``.  ``data.train_batch_size``: conversations per optimizer step."""
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
-    model: ModelPathConfig = field(default_factory=ModelPathConfig)
+    model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     data: SftDataConfig = field(default_factory=SftDataConfig)
     actor: RoleConfig = field(default_factory=RoleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

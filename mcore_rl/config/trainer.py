@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 from mcore_rl.config.bounds import (
     InputDirectory,
@@ -165,6 +165,23 @@ class ModelPathConfig:
 
     path: InputDirectory = ""
     tokenizer_path: InputDirectory | None = None
+
+
+@dataclass(kw_only=True)
+class PolicyModelConfig(ModelPathConfig):
+    """The policy's checkpoint, and what every reader of its ``config.json`` reads otherwise: Megatron, vLLM, the plan.
+
+    config_overrides: field -> value instead of the file's.  ignore_fields: fields that are read as if the file lacked
+    them; for those that change nothing.
+    """
+
+    config_overrides: dict[str, Any] = field(default_factory=dict)
+    ignore_fields: list[str] = field(default_factory=list)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the checkpoint is read with another config.json than its own."""
+        return bool(self.config_overrides or self.ignore_fields)
 
 
 @dataclass(kw_only=True)

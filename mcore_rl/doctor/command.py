@@ -96,7 +96,7 @@ def _examined(options: argparse.Namespace, subject: Subject) -> list[Diagnosis]:
     """What all chosen checks say, those of single nodes first."""
     checks = [check for check in ALL_CHECKS if not options.only or check.name in options.only]
     seconds = 60.0 * options.minutes
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     with console.status("doctor") as status:
 
         def watch(name: str) -> None:

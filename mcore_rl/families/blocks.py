@@ -58,6 +58,7 @@ ENDS = (
         axis=Axis.tensor,
         stage=Stage.last_copy,
         only=tied,
+        checkpoint="embedding.word_embeddings.weight",
     ),
 )
 

@@ -6,10 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mcore_rl.config.model import Activation, ModelConfig
-from mcore_rl.families.fields import Fields
+from mcore_rl.families.fields import FULL, Fields
 from mcore_rl.families.rope import Reader, read_partial_rotary_factor, read_rope
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING = "sliding_attention"
+# Other names under which vLLM looks for the longest sequence; it takes the least of those that are there.
+OTHER_LENGTHS = (
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "model_max_length",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +74,10 @@ def read_decoder(
 def read_sizes(fields: Fields, defaults: Defaults) -> ModelConfig:
     """The sizes alone; the family sets head_dim, activation and rope."""
     heads = fields.take("num_attention_heads", int, defaults.num_attention_heads)
+    longest = fields.take("max_position_embeddings", int, defaults.max_position_embeddings)
+    for name in OTHER_LENGTHS:
+        if type(length := fields.values.get(name)) is int and length >= longest:
+            fields.ignore(name)
     return ModelConfig(
         num_layers=fields.take("num_hidden_layers", int, defaults.num_hidden_layers),
         hidden_size=fields.take("hidden_size", int, defaults.hidden_size),
@@ -73,7 +86,7 @@ def read_sizes(fields: Fields, defaults: Defaults) -> ModelConfig:
         num_query_groups=_or(fields.optional("num_key_value_heads", int, defaults.num_key_value_heads), heads),
         head_dim=0,
         vocab_size=fields.take("vocab_size", int, defaults.vocab_size),
-        max_position_embeddings=fields.take("max_position_embeddings", int, defaults.max_position_embeddings),
+        max_position_embeddings=longest,
         norm_epsilon=fields.take("rms_norm_eps", float, defaults.rms_norm_eps),
         activation=Activation.silu,
         tie_output=fields.take("tie_word_embeddings", bool, defaults.tie_word_embeddings),
@@ -86,7 +99,10 @@ def _or(value: int | None, other: int) -> int:
 
 def window_every_layer(fields: Fields, model: ModelConfig, default: int | None) -> None:
     """Apply ``sliding_window`` to every layer, unless it is null (Mistral, Mixtral).  default: if it is missing."""
-    set_window(model, fields.optional("sliding_window", int, default), list(range(model.num_layers)))
+    window = fields.optional("sliding_window", int, default)
+    set_window(model, window, list(range(model.num_layers)))
+    if window is not None:
+        fields.demand("layer_types", None, because="is read by vLLM alone, and here every layer has a window")
 
 
 def window_some_layers(fields: Fields, model: ModelConfig, sliding: list[int]) -> None:

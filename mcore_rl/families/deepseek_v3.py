@@ -89,6 +89,7 @@ def read_latent_attention(fields: Fields, defaults: Defaults) -> ModelConfig:
     """
     model = read_sizes(fields, defaults)
     fields.demand("hidden_act", "silu", because="gates the MLP by another function")
+    fields.demand("tie_word_embeddings", False, because="leaves the output projection of vLLM 0.32 without weights")
     if model.num_query_groups != model.num_attention_heads:
         problem = f"is {model.num_query_groups}, and each of num_attention_heads={model.num_attention_heads} has a key"
         fields.refuse("num_key_value_heads", problem, f"Write {model.num_attention_heads}")

@@ -23,6 +23,8 @@ class Family:
     are not trained.
     extra_layers: a checkpoint may hold layers beyond ``num_hidden_layers`` (multi-token prediction); they are left out.
     block_fp8: a checkpoint may be in block-wise fp8; loading dequantises it.
+    readers: the names in ``config.json`` that transformers' or vLLM's code of the model reads; other fields are noted
+    and change nothing.  None: those of ``readership``; a family that is not there refuses what ``read`` does not take.
     """
 
     name: str
@@ -36,3 +38,4 @@ class Family:
     ignored: tuple[str, ...] = ()
     extra_layers: bool = False
     block_fp8: bool = False
+    readers: frozenset[str] | None = None

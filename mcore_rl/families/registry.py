@@ -1,9 +1,14 @@
-"""The families by name, and the one that a ``config.json`` belongs to."""
+"""The families by name, and the one that a ``config.json`` belongs to.
+
+An installed distribution adds families of its own by entry points of the group ``mcore_rl.families``: the name is the
+family's, the object a ``Family``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig, model_violations
@@ -26,8 +31,11 @@ from mcore_rl.families import (
 )
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
+from mcore_rl.families.readership import READERSHIP
+from mcore_rl.families.unsupported import advice
 
-FAMILIES: dict[str, Family] = {
+GROUP = "mcore_rl.families"
+BUILT_IN: dict[str, Family] = {
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
     "mixtral": mixtral.FAMILY,
@@ -43,6 +51,43 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": deepseek_v2.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
 }
+
+
+def _added() -> tuple[dict[str, Family], list[Violation]]:
+    """The families of other distributions, and what is wrong with their entry points."""
+    added, violations = dict[str, Family](), list[Violation]()
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        try:
+            added[point.name] = _loaded(point, BUILT_IN | added)
+        except ConfigError as error:
+            violations += error.violations
+    return added, violations
+
+
+def _loaded(point: EntryPoint, taken: Mapping[str, Family]) -> Family:
+    source = f"{point.dist.name} {point.dist.version}" if point.dist else "an installed distribution"
+    try:
+        family = point.load()
+    except Exception as error:  # whatever a foreign module may raise
+        problem, remedy = f"of {source} cannot be imported: {error!r}", f"Mend or uninstall {source}"
+        raise ConfigError([Violation(f"entry point {point.name}", point.value, problem, remedy)]) from error
+    problem = ""
+    if not isinstance(family, Family):
+        problem = "is no mcore_rl.families.family.Family"
+    elif family.name != point.name:
+        problem = f"gives a family of another name, {family.name}"
+    elif family.name in taken:
+        problem = "has the name of a family that is there"
+    elif clash := {name for each in taken.values() for name in each.architectures} & set(family.architectures):
+        problem = f"reads {', '.join(sorted(clash))}, as a family that is there does"
+    else:
+        return family
+    remedy = f"Mend or uninstall {source}"
+    raise ConfigError([Violation(f"entry point {point.name}", point.value, f"of {source} {problem}", remedy)])
+
+
+_ADDED, _WRONG = _added()
+FAMILIES: dict[str, Family] = BUILT_IN | _ADDED
 
 # Key in ``model_violations`` -> the field of config.json that the user wrote.
 _WRITTEN = {
@@ -75,8 +120,9 @@ _WRITTEN = {
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a Hugging Face ``config`` by its ``architectures`` and ``model_type``.
 
-    Raises ConfigError if no family has them, or if the two disagree.
+    Raises ConfigError if no family has them, if the two disagree, or if an installed family is wrong.
     """
+    refuse_if_any(_WRONG)
     names = config.get("architectures")
     known = {architecture: family for family in FAMILIES.values() for architecture in family.architectures}
     value = names[0] if isinstance(names, list) and len(names) == 1 else None
@@ -85,6 +131,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
         problem, remedy = "is not supported", f"Choose a checkpoint of one of {', '.join(known)}"
         if isinstance(value, str) and value.endswith("ForSequenceClassification"):
             remedy = "Start a critic from the checkpoint of a causal language model: it gets a value head of its own"
+        elif isinstance(value, str):
+            remedy = f"{advice(value, config, tuple(known))}{remedy}"
         raise ConfigError([Violation("config.json: architectures", names, problem, remedy)])
     model_type = config.get("model_type")
     if model_type not in (family.model_type, *family.other_model_types):
@@ -97,17 +145,35 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def model_of(config: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     """The family and the model of a Hugging Face ``config``, as ``json.load`` gives it.
 
-    Raises ConfigError with every field that has a wrong type, is not known, or cannot be trained as it is.
+    Raises ConfigError with every field that has a wrong type, or that could change a number and is not implemented.
     """
+    family, model, _ = _read(config)
+    return family, model
+
+
+def unread_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields of ``config`` that neither transformers' nor vLLM's code of its family reads; they change nothing.
+
+    Raises as ``model_of``.
+    """
+    return _read(config)[2]
+
+
+def _read(config: Mapping[str, Any]) -> tuple[Family, ModelConfig, tuple[str, ...]]:
     family = family_of(config)
-    fields = Fields(config)
+    fields = Fields(config, readers=readers_of(family))
     _demand_plain_weights(fields, family)
     model = family.read(fields)
     violations = fields.violations + fields.unread()
     if fields.sound:  # else some sizes are defaults, and a violation would not be about the user's values
         violations += [_as_written(violation) for violation in model_violations(model)]
     refuse_if_any(violations)
-    return family, model
+    return family, model, tuple(fields.notes)
+
+
+def readers_of(family: Family) -> frozenset[str] | None:
+    """The names that transformers' or vLLM's code of ``family`` reads; None: not known."""
+    return READERSHIP.get(family.name) if family.readers is None else family.readers
 
 
 def _as_written(violation: Violation) -> Violation:

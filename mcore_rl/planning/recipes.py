@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
-from mcore_rl.config.recipe import RecipeConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
+from mcore_rl.families.config_changes import ConfigChanges
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
 
@@ -19,36 +19,42 @@ MODEL_CONFIGS = Path(__file__).parents[2] / "model_configs"  # beside the packag
 TRAIN_PROMPTS = {"gsm8k": 7473, "math": 7500, "dapo": 17398}
 
 
-def recipe_config_json(recipe: RecipeConfig) -> dict[str, Any]:
-    """The published ``config.json`` of the recipe's checkpoint, with the recipe's changes.
+def run_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
+    """The ``config.json`` of a run's model, with the run's changes: its own if it is there, else its recipe's.
 
-    Raises ConfigError if the recipe names no checkpoint, or an unknown one.
+    The recipe's is the published one of ``model_configs/``.  Raises ConfigError if neither is known, or a change is
+    read by nobody.
     """
-    if not recipe.checkpoint:
-        remedy = "Write recipe.checkpoint=NAME, a checkpoint of model_configs/"
-        raise ConfigError([Violation("recipe.checkpoint", "", "is not set", remedy)])
-    return published_config(find_checkpoint(recipe.checkpoint, MODEL_CONFIGS), MODEL_CONFIGS) | recipe.config_json
-
-
-def recipe_model(recipe: RecipeConfig) -> ModelConfig:
-    """The model of a recipe.  Raises ConfigError as ``recipe_config_json``, and if the model is not supported."""
-    _, model = model_of(recipe_config_json(recipe))
-    return model
-
-
-def run_model(run: RunConfig | SftConfig) -> ModelConfig:
-    """The model of a run: from the checkpoint's own config.json if it is there, else the published one of its recipe.
-
-    Raises ConfigError if neither is known.
-    """
-    directory = Path(run.model.path)
+    directory, changes = Path(run.model.path), ConfigChanges.of(run.model)
     if run.model.path and (directory / CONFIG).is_file():
-        return model_of(read_config(directory))[1]
+        return changes.apply(read_config(directory))
     if run.recipe.checkpoint:
-        return recipe_model(run.recipe)
+        return recipe_config_json(run)
     problem = "has no config.json, and recipe.checkpoint names no checkpoint of model_configs/"
     remedy = "Write model.path=DIR, a Hugging Face checkpoint, or recipe.checkpoint=NAME"
     raise ConfigError([Violation("model.path", run.model.path, problem, remedy)])
+
+
+def recipe_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:
+    """The published ``config.json`` of the recipe's checkpoint, with the run's changes.
+
+    Raises ConfigError if the recipe names no checkpoint, or an unknown one, or a change is read by nobody.
+    """
+    if not run.recipe.checkpoint:
+        remedy = "Write recipe.checkpoint=NAME, a checkpoint of model_configs/"
+        raise ConfigError([Violation("recipe.checkpoint", "", "is not set", remedy)])
+    published = published_config(find_checkpoint(run.recipe.checkpoint, MODEL_CONFIGS), MODEL_CONFIGS)
+    return ConfigChanges.of(run.model).apply(published)
+
+
+def recipe_model(run: RunConfig | SftConfig) -> ModelConfig:
+    """The model of a run by its recipe.  Raises ConfigError as ``recipe_config_json``, and if it is not supported."""
+    return model_of(recipe_config_json(run))[1]
+
+
+def run_model(run: RunConfig | SftConfig) -> ModelConfig:
+    """The model of a run.  Raises ConfigError as ``run_config_json``, and if it is not supported."""
+    return model_of(run_config_json(run))[1]
 
 
 def num_steps(run: RunConfig | SftConfig) -> int:

@@ -8,6 +8,7 @@ takes part.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from math import gcd, lcm, prod
@@ -80,20 +81,33 @@ def reduced_config(
 
 
 class NumberedCheckpoint:
-    """A Hugging Face checkpoint of ``table``'s model whose elements are distinct integers, computed on request."""
+    """A Hugging Face checkpoint of tensors of ``shapes`` whose elements are distinct integers, computed on request."""
 
-    def __init__(self, table: Table) -> None:
-        self._shapes = {name: info.shape for name, info in table.hf_tensors.items()}
-        sizes = [prod(shape) for shape in self._shapes.values()]
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = dict(shapes)
+        sizes = [prod(shape) for shape in self.shapes.values()]
         self.num_elements = sum(sizes)
-        self._starts = dict(zip(self._shapes, np.cumsum([1, *sizes[:-1]]).tolist(), strict=True))  # 0 is padding
+        self._starts = dict(zip(self.shapes, np.cumsum([1, *sizes[:-1]]).tolist(), strict=True))  # 0 is padding
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
+        return iter(self.shapes)
+
+    def start_of(self, name: str) -> int:
+        """The number of the first element of ``name``; those behind it follow in row-major order."""
+        return int(self._starts[name])
+
+    def name_of(self, number: int) -> str:
+        """The tensor and the index of the element ``number``, in words."""
+        if number <= 0:
+            return "padding" if number == 0 else "nothing"
+        place = bisect(list(self._starts.values()), number) - 1
+        name = list(self._starts)[place]
+        at = np.unravel_index(number - self._starts[name], self.shapes[name])
+        return f"{name}[{', '.join(map(str, at))}]"
 
     def read(self, name: str, region: TensorSlice | None = None) -> Int64Array:
         """The tensor ``name``, or a region of it."""
-        shape, start = self._shapes[name], self._starts[name]
+        shape, start = self.shapes[name], self._starts[name]
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         region = TensorSlice.whole(shape) if region is None else region
         numbers = np.asarray(start, dtype=np.int64)
@@ -131,7 +145,7 @@ class Tracer:
 
     def __init__(self, plan: ReshardPlan) -> None:
         self.plan = plan
-        self.checkpoint = NumberedCheckpoint(plan.table)
+        self.checkpoint = NumberedCheckpoint({name: info.shape for name, info in plan.table.hf_tensors.items()})
         self.locals = lru_cache(maxsize=None)(self._locals)
         self.source = lru_cache(maxsize=4096)(self._source)
 

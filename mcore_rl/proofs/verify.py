@@ -1,15 +1,15 @@
 """The proof of a family's tables for one model, one training layout and one rollout layout, without a GPU.
 
-It builds nothing: the caller's ``shapes_of`` lists the tensors of a rank's modules (``training/meta.py`` builds the
-real ones).  Each check names every tensor that fails it.  Values are proven elsewhere: by the index tracer
-(``proofs/tracer.py``) and by the parity with transformers.
+It builds nothing: the caller's ``modules_of`` says what a rank's modules are (``training/meta.py`` builds the real
+ones).  Each check names every tensor that fails it.  Where single elements are is proven at reduced size
+(``proofs/prove.py``).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, pairwise
 from math import prod
@@ -21,6 +21,7 @@ from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.errors import CheckpointError, WeightMapError
 from mcore_rl.families.rules import Rule, Stage, megatron_vocab
+from mcore_rl.proofs.placement import MegatronRank, module_failures
 from mcore_rl.proofs.reshard_proof import Traffic, reshard_failures, traffic
 from mcore_rl.weights.binding import bind_states
 from mcore_rl.weights.reshard import plan_reshard
@@ -28,7 +29,7 @@ from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.tensor_slice import TensorSlice
 
-ShapesOf = Callable[[int], Sequence[Mapping[str, tuple[int, ...]]]]  # rank -> state dict key -> shape, of each chunk
+ModulesOf = Callable[[int], MegatronRank]  # rank -> what Megatron's modules of it say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +73,20 @@ class ProofReport:
 
 
 def check(proves: str, make: Callable[[], tuple[str, Iterable[str]]]) -> Check:
-    """Run and time ``make``, which returns (counts in words, failures)."""
+    """Run and time ``make``, which returns (counts in words, failures).  An error of it is a failure too."""
     begin = time.perf_counter()
-    counts, failures = make()
-    return Check(proves=proves, found=counts, failures=tuple(failures), seconds=time.perf_counter() - begin)
+    try:
+        counts, made = make()
+        failures = tuple(dict.fromkeys(made))
+    except Exception as error:  # noqa: BLE001  a wrong table may raise anything
+        counts, failures = "", (f"{proves}: it cannot be checked: {type(error).__name__}: {error}",)
+    return Check(proves=proves, found=counts, failures=failures, seconds=time.perf_counter() - begin)
 
 
 def verify(
     table: Table,
     rollout: RolloutTable | None,
-    shapes_of: ShapesOf,
+    modules_of: ModulesOf,
     *,
     checkpoint: HfCheckpoint | None = None,
     itemsize: int = 2,
@@ -89,12 +94,12 @@ def verify(
 ) -> ProofReport:
     """Prove ``table``, and the plan from it to ``rollout`` if one is given.
 
-    shapes_of: parameters and persistent buffers of the real modules, for every rank of ``table``.  checkpoint: also
+    modules_of: what the real modules say, for every rank of ``table``.  checkpoint: also
     compare its names and shapes with the table.  itemsize: bytes of an element on its way to the rollout.  notice:
     called with each claim before it is checked.
     """
     wanted: dict[str, Callable[[], tuple[str, Iterable[str]]]] = {
-        "every parameter of every rank: one rule, its shape": lambda: _parameters(table, shapes_of),
+        "every parameter of every rank: one rule, its shape, layer and expert": lambda: _parameters(table, modules_of),
         "every Hugging Face name: consumed once": lambda: _names(table),
         "every Hugging Face tensor: held exactly": lambda: _cover(table),
     }
@@ -119,11 +124,11 @@ def verify(
     )
 
 
-def _parameters(table: Table, shapes_of: ShapesOf) -> tuple[str, list[str]]:
+def _parameters(table: Table, modules_of: ModulesOf) -> tuple[str, list[str]]:
     failures, count = [], 0
     for rank in range(table.layout.world_size):
-        shapes = shapes_of(rank)
-        states = [{key: torch.empty(shape, device="meta") for key, shape in chunk.items()} for chunk in shapes]
+        modules = modules_of(rank)
+        states = [{key: torch.empty(shape, device="meta") for key, shape in chunk.items()} for chunk in modules.shapes]
         count += sum(map(len, states))
         rules = Counter((local.chunk, local.name) for local in table.tensors(rank))
         failures += [f"rank {rank}: {name} has {n} rules" for (_, name), n in rules.items() if n > 1]
@@ -131,6 +136,7 @@ def _parameters(table: Table, shapes_of: ShapesOf) -> tuple[str, list[str]]:
             bind_states(states, table, rank)
         except WeightMapError as error:
             failures += [f"rank {rank}: {problem}" for problem in error.problems]
+        failures += module_failures(table, rank, modules)
     return f"{count:,} tensors on {table.layout.world_size} ranks", failures
 
 

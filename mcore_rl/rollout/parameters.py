@@ -20,11 +20,12 @@ import json
 import logging
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -34,8 +35,12 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import RolloutError
 from mcore_rl.families.config_json import CONFIG, read_config
+from mcore_rl.proofs.effective_config import EffectiveConfig
+from mcore_rl.proofs.placement import NOTHING, Stored
+from mcore_rl.proofs.tracer import NumberedCheckpoint
 
 T = TypeVar("T")
 
@@ -114,6 +119,13 @@ class VllmProcess:
                 (source / CONFIG).write_text(json.dumps(dict(hf_config)))
             return self._run(_describe, source, layout, dtype)
 
+    def effective_config(
+        self, hf_dir: Path, *, latent_attention: bool = True, dtype: str = "bfloat16"
+    ) -> EffectiveConfig:
+        """The configuration that vLLM's modules compute with in ``dtype``, given ``hf_dir``."""
+        (config,) = self._run(_configured, hf_dir, _layout(1, 1, False, None, latent_attention), dtype)
+        return config
+
     def load_directly(
         self,
         hf_dir: Path,
@@ -127,6 +139,23 @@ class VllmProcess:
         """The parameters of each of ``ranks`` after vLLM loaded ``hf_dir``, float32 (integers to 2**24 are exact)."""
         layout = _layout(tp, dp, expert_parallel, ranks, latent_attention)
         return self._run(_load, hf_dir, layout, "float32")
+
+    def placements(
+        self,
+        hf_config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        layout: RolloutLayout,
+        latent_attention: bool = True,
+    ) -> dict[int, dict[str, Stored]]:
+        """Where vLLM's ``load_weights`` puts each element of a checkpoint, on each rank of an engine of ``layout``.
+
+        hf_config: the content of config.json, of a small model.  shapes: of the checkpoint's tensors; their elements
+        are numbered as ``NumberedCheckpoint`` numbers them, and are exact to 2**53.
+        """
+        ranks = _layout(layout.tp, layout.engine_dp, layout.ep > 1, None, latent_attention)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / CONFIG).write_text(json.dumps(dict(hf_config)))
+            return dict(enumerate(self._run(partial(_place, dict(shapes)), Path(folder), ranks, "bfloat16")))
 
     def _run(self, function: Callable[[Path, _Layout, str], T | str], source: Path, layout: _Layout, dtype: str) -> T:
         read_config(source)  # raises a clear error if it cannot be read
@@ -163,6 +192,16 @@ def _describe(source: Path, layout: _Layout, dtype: str) -> list[dict[str, Param
     return described
 
 
+def _configured(source: Path, layout: _Layout, dtype: str) -> list[EffectiveConfig] | str:
+    try:
+        with _standing_as(0, layout):
+            from mcore_rl.rollout.receiver.effective_config import effective_config
+
+            return [effective_config(_model(source, layout, 0, dtype, _ParametersOnMeta())[0])]
+    except Exception as error:  # noqa: BLE001  as above
+        return _reason(error)
+
+
 def _load(source: Path, layout: _Layout, dtype: str) -> list[dict[str, NDArray[np.float32]]] | str:
     loaded = []
     try:
@@ -172,6 +211,37 @@ def _load(source: Path, layout: _Layout, dtype: str) -> list[dict[str, NDArray[n
     except Exception as error:  # noqa: BLE001  as above
         return _reason(error)
     return loaded
+
+
+def _place(
+    shapes: dict[str, tuple[int, ...]], source: Path, layout: _Layout, dtype: str
+) -> list[dict[str, Stored]] | str:
+    checkpoint, placements = NumberedCheckpoint(shapes), []
+    weights = [(name, torch.from_numpy(checkpoint.read(name)).double()) for name in checkpoint]
+    try:
+        for rank in layout.ranks:
+            with _standing_as(rank, layout):
+                placements.append(_placed(*_model(source, layout, rank, dtype, nullcontext()), weights))
+    except Exception as error:  # noqa: BLE001  as above
+        return _reason(error)
+    return placements
+
+
+def _placed(model: nn.Module, config: Any, weights: list[tuple[str, torch.Tensor]]) -> dict[str, Stored]:
+    from vllm.config import set_current_vllm_config
+
+    fixed = {}
+    for name, parameter in model.named_parameters():
+        own = parameter.dtype != config.model_config.dtype
+        fixed[name] = str(parameter.dtype).removeprefix("torch.") if own else None
+        parameter.data = torch.full(parameter.shape, NOTHING, dtype=torch.float64)  # exact integers to 2**53
+    with set_current_vllm_config(config):
+        load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], object] = model.load_weights  # type: ignore[assignment]
+        load_weights(iter(weights))
+    return {
+        name: Stored(parameter.detach().long().numpy(), {"dtype": fixed[name]})
+        for name, parameter in model.named_parameters()
+    }
 
 
 def _reason(error: Exception) -> str:
@@ -244,15 +314,17 @@ def _model(
     source: Path, layout: _Layout, rank: int, dtype: str, memory: AbstractContextManager[Any]
 ) -> tuple[nn.Module, Any]:
     """(vLLM's model as ``rank`` builds it, parameters not set; its ``VllmConfig``).  memory: active while it builds."""
-    from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import CacheConfig, DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     _import_architecture(source)
+    model_config = ModelConfig(
+        model=str(source), skip_tokenizer_init=True, generation_config="vllm", dtype=dtype, enforce_eager=True
+    )
     config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(source), skip_tokenizer_init=True, generation_config="vllm", dtype=dtype, enforce_eager=True
-        ),
+        model_config=model_config,
+        cache_config=CacheConfig(sliding_window=_window_of_all_layers(model_config)),
         parallel_config=ParallelConfig(
             tensor_parallel_size=layout.tp,
             data_parallel_size=layout.dp,
@@ -265,6 +337,15 @@ def _model(
     )
     with set_default_torch_dtype(config.model_config.dtype), memory:
         return initialize_model(config), config
+
+
+def _window_of_all_layers(model_config: Any) -> int | None:
+    """The window that layers have that are given none of their own; as ``create_engine_config`` in arg_utils.py."""
+    types = model_config.hf_text_config.to_dict().get("layer_types")
+    if types is not None and set(types) != {"sliding_attention"}:
+        return None
+    window: int | None = model_config.get_sliding_window()
+    return window
 
 
 def _import_architecture(source: Path) -> None:

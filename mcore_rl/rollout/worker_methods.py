@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypedDict, TypeVar
 
 from mcore_rl.errors import SyncError
 from mcore_rl.proofs.differences import Differences
+from mcore_rl.proofs.effective_config import EffectiveConfig
 
 T = TypeVar("T")
 
@@ -44,6 +45,10 @@ class WeightReceiverMethods(Protocol):
         """
         ...
 
+    def sync_configuration(self) -> Answer[EffectiveConfig]:
+        """The configuration that this worker's model computes with, read back from its modules; needs no channel."""
+        ...
+
     def sync_fingerprints(self) -> Answer[Sequence[tuple[str, int, int]]]:
         """(name, slot or -1, fingerprint) of every weight that this worker executes with, unpacked."""
         ...
@@ -62,6 +67,10 @@ class HeldWeightsMethods(Protocol):
         directory: a Hugging Face checkpoint.  layout: the engine's, as a user writes it.
         Raises WeightMapError if vLLM's model does not match the family's table.
         """
+        ...
+
+    def held_config(self) -> EffectiveConfig:
+        """The configuration that this worker's model computes with, read back from its modules."""
         ...
 
 

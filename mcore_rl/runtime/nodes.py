@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in _run(_parser().parse_args(arguments)):
             Console().print(line, markup=False, highlight=False, soft_wrap=True)
     except McoreRLError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
     return 0
 

@@ -24,6 +24,7 @@ from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.secret_store import StoreAccess
+from mcore_rl.proofs.effective_config import EffectiveConfig, joined
 from mcore_rl.runtime.shard import Shard
 from mcore_rl.runtime.shared_batch import ShardRef, ShardRefs
 from mcore_rl.runtime.train_worker import (
@@ -232,6 +233,10 @@ class TrainGroup:
     async def connect(self, transport: Transport, layout: RolloutLayout, bucket_bytes: int) -> None:
         """Makes the ranks members of the weight channel to the rollout ranks of ``layout``."""
         await self.workers.all(TrainWorker.connect, transport, layout, bucket_bytes)
+
+    async def configuration(self) -> EffectiveConfig:
+        """The configuration that the ranks compute with, of all layers."""
+        return joined(await self.workers.all(TrainWorker.configuration))
 
     async def opening(self, first_rank: int, attempt: int) -> bytes:
         """``Publisher.opening`` on rank 0."""

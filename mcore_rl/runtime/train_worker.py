@@ -41,6 +41,7 @@ from mcore_rl.parallel.layout import Layout
 from mcore_rl.parallel.meeting import join_group
 from mcore_rl.parallel.phase import mark_phases
 from mcore_rl.parallel.secret_store import StoreAccess
+from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.runtime.answers import Answering
 from mcore_rl.runtime.shard import Shard, WorkerInput, WorkerOutput
 from mcore_rl.sync.check import Expected, expected_weights
@@ -314,6 +315,12 @@ class TrainWorker(Answering):
             dtype=self.engine.dtype,
             bucket_bytes=bucket_bytes,
         )
+
+    def configuration(self) -> EffectiveConfig:
+        """The configuration that this rank's modules compute with."""
+        from mcore_rl.training.effective_config import effective_config
+
+        return effective_config(self.engine.models, self.engine.model, self.engine.head)
 
     def opening(self, first_rank: int, attempt: int) -> bytes:
         """Calls ``Publisher.opening`` on this rank."""

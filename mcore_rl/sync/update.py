@@ -2,30 +2,40 @@
 
 The engines pause and refuse new samples; their workers receive while the training ranks publish; when all of them are
 done, the engines take the version and go on.  Where anything fails, every engine is told that its weights are only
-partly updated, and refuses to draw until an update is complete.  The first update of a channel is checked before
-anything is drawn with it.  After a restart of an engine all join a new channel.
+partly updated, and refuses to draw until an update is complete.  After a restart of an engine all join a new channel.
+
+The first update of a channel is checked before anything is drawn with it: first the configuration that both sides
+compute with, because weights alone do not make a model, and then every weight.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import DeadEngineError, DeadWorkerError, SyncError
+from mcore_rl.proofs.effective_config import EffectiveConfig, config_differences, joined, unread
 from mcore_rl.rollout.protocol import Pause, RolloutEngine
 from mcore_rl.rollout.worker_methods import Answer, WeightReceiverMethods, answer_of
 from mcore_rl.sync.check import Expected, HeldFingerprints, differences
 from mcore_rl.sync.publish import Published
 
+logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 MAX_SHOWN = 20
+REMEDY = "Give both the same config.json: that of model.path, unchanged since the run began"
 
 
 class Trainers(Protocol):
     """The training ranks: each method calls the ``Publisher`` of all of them, ``opening`` of one."""
+
+    async def configuration(self) -> EffectiveConfig:
+        """The configuration that the training ranks compute with, of all layers."""
+        ...
 
     async def opening(self, first_rank: int, attempt: int) -> bytes:
         """``Publisher.opening`` of one training rank."""
@@ -61,8 +71,10 @@ class WeightUpdater:
     async def open(self) -> None:
         """Let all training ranks and workers join one channel.
 
-        Raises SyncError or WeightMapError with what one of them found.
+        Raises SyncError or WeightMapError with what one of them found, and SyncError with every field in which an
+        engine computes another model than the trainers.
         """
+        await self._compare_configurations()
         self._attempt += 1
         openings = {rank: await self.trainers.opening(rank, self._attempt) for rank in self.engines}
         joining = [
@@ -70,6 +82,19 @@ class WeightUpdater:
         ]
         await _all(*joining, self.trainers.open(self._attempt))
         self._is_open, self._is_checked = True, False
+
+    async def _compare_configurations(self) -> None:
+        """Refuses engines whose model is another one than the trainers' with the same weights."""
+        configs = {"the trainer": await self.trainers.configuration()}
+        for rank, engine in self.engines.items():
+            config = joined(await _call(engine, WeightReceiverMethods.sync_configuration))
+            if config not in configs.values():  # engines that are alike are named once
+                configs[f"rollout rank {rank}"] = config
+        for holder, names in unread(configs).items():
+            logger.warning("Not compared, because %s does not tell: %s", holder, ", ".join(names))
+        if problems := config_differences(configs):
+            head = "The engines compute another model than the trainer, and would with the same weights:"
+            raise SyncError("\n  - ".join([head, *problems]) + "\n" + REMEDY)
 
     def rejoin(self) -> None:
         """Let all join a new channel at the next update: a restarted engine is no member of the old one."""

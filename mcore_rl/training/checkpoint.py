@@ -34,9 +34,12 @@ from mcore_rl.checkpoints.convert import HF
 from mcore_rl.checkpoints.distcp import METADATA_CLASSES, DistributedCheckpoint
 from mcore_rl.checkpoints.distcp_writer import CONTENT
 from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
+from mcore_rl.checkpoints.kept_model import demand_kept_model
 from mcore_rl.checkpoints.megatron_checkpoint import MAX_PADDING
 from mcore_rl.checkpoints.new_directory import NewDirectory
+from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.stored_keys import LAYER, StoredKeys, parse
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.parallel.agreement import together
 from mcore_rl.parallel.plain_objects import data_classes
@@ -57,28 +60,38 @@ MISMATCH = "Give a checkpoint of this model"
 
 
 @torch.no_grad()
-def load_megatron(models: Sequence[torch.nn.Module], directory: Path | str) -> None:
+def load_megatron(models: Sequence[torch.nn.Module], directory: Path | str, model: ModelConfig) -> None:
     """Load the Megatron checkpoint in ``directory`` into this rank's model chunks, in place.
 
     Collective over the world.  Any layout loads what any layout saved; dtypes are cast.  For an engine:
-    ``engine.load_weights(partial(load_megatron, directory=directory))``.
+    ``engine.load_weights(partial(load_megatron, directory=directory, model=engine.model))``.
 
-    Raises CheckpointError on all ranks, with every violation on any of them: no such checkpoint, a file that is missing
-    or too short, another number of layers, tensors that are missing or of another shape.
+    model: what the chunks compute.  Raises CheckpointError on all ranks, with every violation on any of them: no such
+    checkpoint, one of another model (``demand_kept_model``), a file that is missing or too short, another number of
+    layers, tensors that are missing, of another shape, or hold NaN.
     """
     directory = Path(directory)
     device = next(models[0].parameters()).device
 
     def plan() -> tuple[Shards, Shards]:
         with DistributedCheckpoint.open(directory) as stored:
+            demand_kept_model(directory, directory / HF, model)
             live = _shards(models)
             return live, _as_stored(live, stored, models)
 
     live, wanted = together(plan, None, device)
     with data_classes(EXCHANGED):
         loaded = dist_checkpointing.load(dict(wanted), str(directory))
+    check = NanCheck()
     for name, shard in live.items():
         shard.data.copy_(loaded[name].view(shard.data.shape))
+        check.see(name, shard.data)
+
+    def refuse() -> None:
+        if problems := check.problems():
+            raise CheckpointError(str(directory), problems)
+
+    together(refuse, None, device)
 
 
 @torch.no_grad()

@@ -189,7 +189,7 @@ def build_chunks(
         if model.mla is None:
             set_frequencies(chunk.rotary_pos_emb, *frequency_sets(model))
         if chunk_index == 0 and model.embedding_scale != 1.0:
-            _scale_embeddings(chunk, model.embedding_scale, config.params_dtype)
+            chunk.embedding.register_forward_hook(ScaledEmbeddings(model.embedding_scale, config.params_dtype))
         _reduce_experts_over_their_own_group(chunk)
         _forget_routing(chunk)
         if is_last and head is Head.value:
@@ -201,10 +201,18 @@ def build_chunks(
     return chunks
 
 
-def _scale_embeddings(chunk: GPTModel, scale: float, dtype: torch.dtype) -> None:
-    # transformers rounds the factor to the weights' dtype (Gemma2TextScaledWordEmbedding), and Gemma was trained so.
-    factor = torch.tensor(scale, dtype=dtype, device="cpu").item()
-    chunk.embedding.register_forward_hook(lambda module, arguments, embeddings: embeddings * factor)
+class ScaledEmbeddings:
+    """The hook that multiplies embeddings by ``factor``.
+
+    transformers rounds it to the weights' dtype (Gemma2TextScaledWordEmbedding), and Gemma was trained so.
+    """
+
+    def __init__(self, scale: float, dtype: torch.dtype) -> None:
+        self.factor: float = torch.tensor(scale, dtype=dtype, device="cpu").item()
+
+    def __call__(self, module: torch.nn.Module, arguments: object, embeddings: torch.Tensor) -> torch.Tensor:
+        """See ``torch.nn.Module.register_forward_hook``."""
+        return embeddings * self.factor
 
 
 def _forget_routing(chunk: GPTModel) -> None:

@@ -125,7 +125,7 @@ def plan_of_72b() -> tuple[Plan, list[int]]:
     """The plan of 72B's recipe, and a rank's blocks at most: weights, their snapshot, optimizer, its copy."""
     run = load_recipe("qwen25_72b_grpo")
     assert isinstance(run, RunConfig)
-    model, parallel = recipe_model(run.recipe), run.actor.parallel
+    model, parallel = recipe_model(run), run.actor.parallel
     states = States(ModelSizes(model), parallel, run.trainer.world_size, Precision.bfloat16)
     weights, optimizer = (
         max(getattr(states.of_stage(stage), part) for stage in range(parallel.pp)) for part in ("weights", "optimizer")

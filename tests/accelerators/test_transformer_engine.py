@@ -1,7 +1,8 @@
 """Every family constructs over Transformer Engine's own modules and binds to our tables; and who plans with its layers.
 
 Its Python is that of the wheel, with a stub of its compiled half (tests/support/transformer_engine_stub.py).  Held is
-that modules take the arguments that Megatron and we give them, and have the parameters that we look for.
+that modules take the arguments that Megatron and we give them, have the parameters that we look for, and tell the same
+configuration as our own layers (``training.effective_config``).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def test_every_family_constructs_and_binds_in_two_layouts(outcomes: Outcomes) ->
             # Bound are all parameters, and of two layers the buffers of expert biases where there are any.
             buffers = 2 if family in WITH_ROUTER_BIAS else 0
             assert outcome["bound"] - outcome["parameters"] == buffers, (family, layout)
+            assert outcome["configured otherwise"] == [] and outcome["unread"] == {}, (family, layout)
             assert outcome["mlp"] == ("TEGroupedMLP" if family in WITH_EXPERTS else "MLP"), (family, layout)
 
 

@@ -50,6 +50,15 @@ def _content(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
 
 
+def _edited(source: Path, target: Path, edit: Callable[[dict[str, Tensor]], None]) -> Path:
+    """A copy of ``source`` in one file, with other tensors."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
+    held = checkpoints.tensors(source)
+    edit(held)
+    save_file(held, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
 @contextmanager
 def _refused(source: Path, out: Path, kind: type[McoreRLError], *patterns: str) -> Iterator[None]:
     """The block raises an error that says all ``patterns``, names nothing ``out`` and leaves ``source`` as it is."""
@@ -88,6 +97,36 @@ def test_there_and_back_is_the_same_to_the_bit(name: str, root: Path, tmp_path: 
     assert (tmp_path / "hf" / "tokenizer.json").exists() and (tmp_path / "hf" / "chat_template.jinja").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "megatron"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_with_nan_are_named_and_nothing_gets_the_name(
+    root: Path, tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    def edit(held: dict[str, Tensor]) -> None:
+        held[NORM][3] = torch.nan
+
+    broken = _edited(root / "mixtral", tmp_path / "broken", edit)
+    with _refused(broken, tmp_path / "out", CheckpointError, f"tensor {NORM} holds NaN"):
+        to_megatron(broken, tmp_path / "out", dtype=dtype, report=_quiet)
+
+
+def test_layers_of_prediction_are_neither_written_nor_promised(root: Path, tmp_path: Path) -> None:
+    """The tensors behind the last layer are not of the policy: what is written says that it has none."""
+    layers = json.loads((root / "deepseek_v3" / "config.json").read_text())["num_hidden_layers"]
+
+    def edit(held: dict[str, Tensor]) -> None:
+        held[f"model.layers.{layers}.eh_proj.weight"] = torch.ones(4, 8)
+
+    source = _edited(root / "deepseek_v3", tmp_path / "source", edit)
+    config = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    to_megatron(source, tmp_path / "megatron", report=_quiet)
+    to_hf(tmp_path / "megatron", tmp_path / "hf", report=_quiet)
+    for written in (tmp_path / "megatron" / HF, tmp_path / "hf"):
+        assert json.loads((written / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    beyond = f"model.layers.{layers}."
+    assert not [name for name in checkpoints.tensors(tmp_path / "hf") if name.startswith(beyond)]
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
@@ -208,8 +247,11 @@ def test_no_directory_and_no_model_are_refused(root: Path, tmp_path: Path) -> No
 
 
 def test_a_megatron_checkpoint_of_another_model_is_refused(root: Path, tmp_path: Path) -> None:
-    with _refused(root / "megatron", tmp_path / "out", CheckpointError, "is missing", "has no place in this llama"):
+    with _refused(root / "megatron", tmp_path / "out", CheckpointError, "ffn_hidden_size: 64 in its own", "moe: {"):
         to_hf(root / "megatron", tmp_path / "out", config=root / "llama", report=_quiet)
+    nameless = shutil.copytree(root / "megatron", tmp_path / "nameless", ignore=shutil.ignore_patterns(HF))
+    with _refused(nameless, tmp_path / "out", CheckpointError, "is missing", "has no place in this llama"):
+        to_hf(nameless, tmp_path / "out", config=root / "llama", report=_quiet)
 
 
 def _flip(path: Path, needle: Tensor) -> None:

@@ -19,6 +19,9 @@ KEPT = (
     "merges.txt",
     "chat_template.jinja",
     "modeling.py",
+    "qwen.tiktoken",
+    "vocab.bpe",
+    "additional_chat_templates/tool_use.jinja",
 )
 LEFT = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json", "README.md", "x.bin")
 
@@ -27,12 +30,14 @@ def _copied(tmp_path: Path, config: dict[str, object], **options: bool) -> dict[
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     target.mkdir()
+    (source / "additional_chat_templates").mkdir()
     for name in (*KEPT, *LEFT):
         (source / name).write_text(name)
     (source / "folder.json").mkdir()
     (source / "config.json").write_text(json.dumps(config))
     copy_sidecar_files(source, target, torch.bfloat16, **options)
-    assert {path.name for path in target.iterdir()} == {*KEPT, "config.json"}
+    written = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
+    assert written == {*KEPT, "config.json"}
     assert all((target / name).read_text() == name for name in KEPT)
     assert json.loads((source / "config.json").read_text()) == config
     values: dict[str, object] = json.loads((target / "config.json").read_text())
@@ -46,6 +51,7 @@ def _copied(tmp_path: Path, config: dict[str, object], **options: bool) -> dict[
         ({"torch_dtype": "float16"}, {"torch_dtype": "bfloat16"}),
         ({"dtype": "float32", "torch_dtype": "float32"}, {"dtype": "bfloat16", "torch_dtype": "bfloat16"}),
         ({}, {"torch_dtype": "bfloat16"}),
+        ({"num_nextn_predict_layers": 1, "dtype": "bfloat16"}, {"num_nextn_predict_layers": 0, "dtype": "bfloat16"}),
         ({"quantization_config": {"quant_method": "fp8"}, "dtype": "bfloat16"}, {"dtype": "bfloat16"}),
     ],
 )

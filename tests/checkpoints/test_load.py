@@ -332,6 +332,19 @@ def test_nothing_is_written_where_the_checkpoint_is_refused(root: Path, tmp_path
     assert all(bool((parameter == 1).all()) for parameter in module.parameters())
 
 
+def test_weights_with_nan_are_named(root: Path, tmp_path: Path) -> None:
+    def edit(held: dict[str, Tensor]) -> None:
+        held[NORM][3] = torch.nan
+        held["model.layers.1.mlp.up_proj.weight"][-1, -1] = torch.nan
+
+    directory = _edited(root, tmp_path, "llama", edit)
+    table, _ = _described(directory)
+    with HfCheckpoint.open(directory) as checkpoint, pytest.raises(CheckpointError) as raised:
+        load_hf([_module_of(table)], checkpoint, table, 0)
+    named = [line.split()[2] for line in str(raised.value).splitlines() if "holds NaN" in line]
+    assert set(named) == {NORM, "model.layers.1.mlp.up_proj.weight"}
+
+
 def _module_of(table: Table) -> torch.nn.Module:
     """Bare parameters under the names of rank 0's modules."""
     root = torch.nn.Module()

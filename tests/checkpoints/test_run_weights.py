@@ -9,7 +9,7 @@ import torch
 
 from mcore_rl.checkpoints.convert import open_run, to_hf
 from mcore_rl.checkpoints.manifest import MANIFEST
-from mcore_rl.checkpoints.rank_state import state_file
+from mcore_rl.checkpoints.rank_state import SIDECAR_FILES, state_file
 from mcore_rl.checkpoints.run_weights import role_directory
 from mcore_rl.errors import CheckpointError
 from tests.support import checkpoints, rank_files
@@ -77,6 +77,9 @@ def test_what_was_never_finished_is_refused(step: Path, tmp_path: Path) -> None:
 def test_another_model_is_refused(step: Path, tmp_path: Path) -> None:
     checkpoints.write("mixtral", tmp_path / "other")
     checkpoints.edit_config(tmp_path / "other", num_hidden_layers=5)
+    with pytest.raises(CheckpointError, match=r"num_layers: 4 in its own hf/config.json, 5 in the one given"):
+        open_run(step, tmp_path / "other")
+    (step / "actor" / SIDECAR_FILES / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"model.layers.4.* is in no file"):
         open_run(step, tmp_path / "other")
 

@@ -58,7 +58,7 @@ def test_everything_wrong_in_a_recipe_is_told_with_its_file(tmp_path: Path) -> N
     assert "2 problems" in said
     assert f"{path}: actor.ppo_minibatch_size=3: there is no such key. Did you mean actor.ppo_mini_batch_size" in said
     assert f"{path}: rollout.n=many: Value 'many' of type 'str' could not be converted to Integer" in said
-    path = recipe(tmp_path, "defaults: [train, _self_]\nrecipe: {config_json: {a: 1}}\nactor: {lr: 1}\n")
+    path = recipe(tmp_path, "defaults: [train, _self_]\nmodel: {config_overrides: {a: 1}}\nactor: {lr: 1}\n")
     said = refusal(load_recipe, path)
     assert "1 problem" in said and f"{path}: actor.lr=1: there is no such key" in said, (
         "any field of config.json may be"

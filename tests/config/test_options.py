@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.bounds import InputDirectory, InputFile, NonNegativeFloat, OutputFile, PositiveInt, Ranks, Seed
-from mcore_rl.config.options import read_options, typed
+from mcore_rl.config.options import read_options, spelt_as_options, typed
 from mcore_rl.config.parallel import parse_layers, parse_layout
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, Violation
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -98,3 +98,11 @@ def test_every_tool_that_has_options_can_be_imported_without_torch() -> None:
         names = [alias.name for node in top if isinstance(node, ast.Import) for alias in node.names]
         assert not {"torch", "transformers", "pyarrow.parquet"} & {*names}, name
         assert importlib.util.find_spec("mcore_rl") is not None
+
+
+def test_an_error_is_told_in_the_words_of_the_tool() -> None:
+    error = ConfigError(
+        [Violation("parallel.tp", 3, "does not divide 8", "Write parallel.tp=2 or parallel.pipeline_layers")]
+    )
+    said = spelt_as_options(error, {"parallel.": "--layout ", "parallel.pipeline_layers": "--pipeline-layers"})
+    assert "--layout tp=3: does not divide 8. Write --layout tp=2 or --pipeline-layers" in said

@@ -6,6 +6,7 @@ A run takes vLLM's import and start, transformers' import and Megatron's on two 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.checkpoints.convert import to_megatron
+from mcore_rl.reports.logprobs import vllm_scorer
 from tests.support import tiny_models
 from tools import compare_logprobs
 
@@ -25,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], hf: Path, *arguments: str) -> tuple[
     out, prompts = hf.with_suffix(".json"), hf.with_suffix(".parquet")
     tiny_models.save_prompts(prompts)
     wanted = ["--hf", str(hf), "--data", str(prompts), "--out", str(out), "--max-tokens", "32"]
-    code = compare_logprobs.main([*wanted, "--max-abs-diff", str(AGREES), *arguments])
+    code = compare_logprobs.main([*wanted, *arguments])
     return code, json.loads(out.read_text()), capsys.readouterr().out
 
 
@@ -44,7 +46,13 @@ def test_experts_over_two_ranks_agree(tmp_path: Path, capsys: pytest.CaptureFixt
     assert max(pair["max_abs"] for pair in report["pairs"]) <= AGREES
     assert min(pair["max_abs"] for pair in report["pairs"]) > 0, "three scorers, and not one of them thrice"
     assert report["top1"]["agreement"] == {"transformers": 1.0, "megatron": 1.0}
-    nothing = {"weights": False, "sampling parameters": False, "routing": False, "precision": False}
+    nothing = {
+        "weights": False,
+        "configuration": False,
+        "sampling parameters": False,
+        "routing": False,
+        "precision": False,
+    }
     assert causes(report) == nothing | {"tokenisation": None}
 
 
@@ -57,16 +65,81 @@ def test_a_damaged_weight_is_the_cause(tmp_path: Path, capsys: pytest.CaptureFix
     tensors[DAMAGED][3, 70:] += 0.5  # of the second tensor-parallel rank
     save_file(tensors, path, {"format": "pt"})
     code, report, said = run(capsys, tmp_path / "hf", "--megatron", str(tmp_path / "megatron"), "--layout", "tp=2")
-    assert code == 1 and len(report["exceeded"]) == 2, said
+    assert code == 1 and len(report["exceeded"]) == 4, said  # maximum and mean of two pairs
     assert "Cause: the weights" in report["verdict"] and report["verdict"] in said
     (weights,) = (finding for finding in report["findings"] if finding["cause"] == "weights")
     assert (
         weights["found"]
         and weights["evidence"] == f"megatron holds 1 tensors otherwise than --hf: {DAMAGED} (by 5.0e-01)"
     )
+    (configuration,) = (finding for finding in report["findings"] if finding["cause"] == "configuration")
+    assert not configuration["found"]
+    assert configuration["evidence"] == "vllm, transformers, megatron: every field is the same"
     assert report["top1"]["agreement"]["transformers"] == 1.0 > report["top1"]["agreement"]["megatron"]
     agree = {(pair["first"], pair["second"]): pair["max_abs"] <= AGREES for pair in report["pairs"]}
     assert agree == {("vllm", "transformers"): True, ("megatron", "transformers"): False, ("vllm", "megatron"): False}
+
+
+CHANGES: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rope_theta": 20000.0}, "rotary_frequencies"),
+    ("llama", {"rms_norm_eps": 1e-2}, "norm_epsilon"),
+    ("mixtral", {"num_experts_per_tok": 3}, "moe.top_k"),
+    ("mixtral", {"intermediate_size": 90}, ""),  # of no whole 16 bytes, on all sides
+]
+
+
+@pytest.mark.tier("full")
+@pytest.mark.parametrize(("family", "changed", "named"), CHANGES)
+def test_another_configuration_of_vllm_is_the_cause(
+    family: str, changed: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, processes: None,
+) -> None:  # fmt: skip
+    """vLLM is given the same weights with another config.json; nothing else knows of it."""
+    shared = {} if named else changed
+    tiny_models.save(family, tmp_path / "hf", **shared)
+    other = shutil.copytree(tmp_path / "hf", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(changed_config(config, changed)))
+    start = vllm_scorer.start_engine
+
+    def start_other(name: str, directory: Path, *args: Any, **options: Any) -> Any:
+        return start(name, other, *args, **options)
+
+    monkeypatch.setattr(vllm_scorer, "start_engine", start_other)
+    code, report, said = run(capsys, tmp_path / "hf", "--max-abs-diff", "100", "--mean-abs-diff", "100")
+    (configuration,) = (finding for finding in report["findings"] if finding["cause"] == "configuration")
+    if not named:
+        assert code == 0 and not configuration["found"] and report["verdict"].startswith("They agree"), said
+        return
+    assert code == 1 and report["exceeded"] == [], "what was asked for is kept, and the model is another one"
+    assert configuration["found"] and {line.split(" of ")[0] for line in configuration["evidence"].split("; ")} == {
+        named
+    }
+    assert "Cause: the configuration is not the same" in report["verdict"]
+    worst = {(pair["first"], pair["second"]): pair["max_abs"] for pair in report["pairs"]}
+    assert worst["megatron", "transformers"] <= AGREES < worst["vllm", "transformers"]
+
+
+def changed_config(config: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """``changed``, the theta where transformers 5 writes it."""
+    if "rope_theta" in changed:
+        return config | {"rope_parameters": config["rope_parameters"] | changed}
+    return config | changed
+
+
+def test_a_checkpoint_trained_with_another_theta_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_models.save("llama", tmp_path / "hf")
+    to_megatron(tmp_path / "hf", tmp_path / "megatron", report=lambda *_: None)
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["rope_theta"] = 10000.0
+    path.write_text(json.dumps(config))
+    tiny_models.save_prompts(tmp_path / "prompts.parquet")
+    asked = ["--data", str(tmp_path / "prompts.parquet"), "--out", str(tmp_path / "report.json")]
+    code = compare_logprobs.main(["--hf", str(tmp_path / "hf"), "--megatron", str(tmp_path / "megatron"), *asked])
+    said = capsys.readouterr().err
+    assert code == 2 and not (tmp_path / "report.json").exists()
+    assert "rotary_base: 500000.0 in its own hf/config.json, 10000.0 in the one given" in said
 
 
 @pytest.fixture(scope="module")

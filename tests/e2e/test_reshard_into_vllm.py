@@ -1,31 +1,33 @@
-"""The index tracer against real vLLM: what the copy plan delivers is what vLLM's own loaders make of a checkpoint.
+"""The rollout tables, and the plans into them, against real vLLM: where its own ``load_weights`` puts every element.
 
-One process of vLLM for the file: its import takes 7 s.
+One process of vLLM for the file: its import takes 7 s.  Every family, every layout, every mutant of a rule.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from mcore_rl.config.parallel import parse_layout
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout
-from mcore_rl.families.registry import model_of
-from mcore_rl.proofs.tracer import NumberedCheckpoint, Tracer, reduced_config
+from mcore_rl.families.family import Family
+from mcore_rl.families.registry import FAMILIES, model_of
+from mcore_rl.families.rules import Stage
+from mcore_rl.proofs.mutants import TABLES, with_rules
+from mcore_rl.proofs.mutation import MutantVerdict, OracleCase, case_failures, cases, has_experts, judge_all
+from mcore_rl.proofs.placement import ParameterPlacement
+from mcore_rl.proofs.prove import LOADED, NAMED, READABLE, STATED, ProofSubject, prove
+from mcore_rl.proofs.tracer import Tracer
 from mcore_rl.rollout.parameters import VllmProcess
+from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.reshard import plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 from tests.support.published import FACTS, TINY
-
-EXACT = 2**24  # integers in float32
-HEAD_DIM = 32  # vLLM's attention on the CPU knows few
 
 
 @pytest.fixture(scope="module")
@@ -34,57 +36,146 @@ def vllm(processes: None) -> Iterator[VllmProcess]:
         yield process
 
 
-def write(config: dict, checkpoint: NumberedCheckpoint, directory: Path) -> None:
-    assert checkpoint.num_elements < EXACT
-    tensors = {name: torch.from_numpy(checkpoint.read(name)).float() for name in checkpoint}
-    save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+@pytest.fixture(scope="module")
+def cases_of(vllm: VllmProcess) -> Callable[[str], list[OracleCase]]:
+    """Of a family: its rollout tables in vLLM's layouts, tied and untied, with and without latent attention."""
+    return cache(lambda model_type: cases(TINY[model_type], None, vllm.placements))
 
 
-def engine(layout: RolloutLayout) -> dict[str, object]:
-    """The arguments of vLLM that a layout means."""
-    return {"tp": layout.tp, "dp": layout.engine_dp, "expert_parallel": layout.ep > 1}
+@pytest.mark.parametrize("model_type", list(TINY))
+def test_the_table_is_what_vllm_loads(cases_of: Callable[[str], list[OracleCase]], model_type: str) -> None:
+    made = cases_of(model_type)
+    assert {case.table for case in made} == {
+        table for table in TABLES if table != "weights" and getattr(FAMILIES[model_type], table)
+    }
+    for case in made:
+        assert case_failures(case) == []
 
 
-CASES = [(model_type, "tp=2,pp=2", 4, rollout) for model_type in TINY for rollout in ("tp=2", "tp=4")]
-CASES += [
-    (model_type, training, world_size, rollout)
-    for model_type in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "olmoe")
-    for training, world_size, rollout in (
-        ("tp=2,pp=2,ep=2,etp=2", 8, "tp=2,dp=2,ep=2"),
-        ("tp=4,pp=2,ep=4", 8, "tp=2,dp=2,ep=4"),
-    )
-]
+@pytest.mark.parametrize("model_type", list(TINY))
+def test_the_plan_delivers_what_vllm_loads(cases_of: Callable[[str], list[OracleCase]], model_type: str) -> None:
+    """The index tracer: from Megatron's tensors, through every copy of the plan, to where vLLM's load puts them."""
+    trainings = ["tp=2,pp=2"]
+    if has_experts(TINY[model_type]):
+        trainings += ["tp=2,pp=2,ep=2,etp=2", "tp=2,pp=2,ep=4,etp=1"]
+    for case in cases_of(model_type):
+        layout, latent = parse_rollout_layout(case.name), case.table == "rollout"
+        for training in trainings if case.config == cases_of(model_type)[-1].config else trainings[:1]:
+            table = Table(case.family, case.model, parse_layout(training), 8 if "ep" in training else 4)
+            tracer = Tracer(plan_reshard(table, RolloutTable(case.family, case.model, layout, latent_attention=latent)))
+            # vLLM was given the checkpoint in transformers' order, and the tracer counts in the table's.
+            place = np.zeros(case.checkpoint.num_elements + 1, dtype=np.int64)
+            for name in case.checkpoint:
+                place[case.checkpoint.read(name)] = tracer.checkpoint.read(name)
+
+            def direct(rank: int, case: OracleCase = case, place: np.ndarray = place) -> dict[str, np.ndarray]:
+                loaded = case.right[rank % len(case.right)]
+                return {name: place[stored.numbers] for name, stored in loaded.items()}
+
+            assert list(tracer.failures(range(layout.world_size), direct)) == [], (case.name, training)
 
 
-@pytest.mark.parametrize(("model_type", "training", "world_size", "rollout"), CASES)
-def test_the_plan_delivers_what_vllm_loads(
-    vllm: VllmProcess, tmp_path: Path, model_type: str, training: str, world_size: int, rollout: str
-) -> None:
-    check(vllm, tmp_path, model_type, (training, world_size, rollout))
+@pytest.mark.parametrize("model_type", list(TINY))
+def test_no_wrong_rollout_table_survives(cases_of: Callable[[str], list[OracleCase]], model_type: str) -> None:
+    judged = list(judge_all(cases_of(model_type)))
+    assert [f"{each.mutant}: {each.why}" for each in judged if each.verdict is MutantVerdict.survived] == []
+    assert sum(each.verdict is MutantVerdict.failed for each in judged) > 100
 
 
-def test_latent_attention_can_be_off(vllm: VllmProcess, tmp_path: Path) -> None:
-    """As small models need it on a CPU: vLLM then keeps the two down projections apart."""
-    check(vllm, tmp_path, "deepseek_v3", ("tp=2,pp=2", 4, "tp=2"), latent_attention=False)
+# ---- the whole proof, of wrong tables ----
 
 
-def check(
-    vllm: VllmProcess, tmp_path: Path, model_type: str, layouts: tuple[str, int, str], *, latent_attention: bool = True
-) -> None:
-    training, world_size, rollout = layouts
-    parallel, layout = parse_layout(training), parse_rollout_layout(rollout)
-    config = reduced_config(TINY[model_type], parallel, layout, HEAD_DIM)
-    family, model = model_of(config)
-    stored = RolloutTable(family, model, layout, latent_attention=latent_attention)
-    tracer = Tracer(plan_reshard(Table(family, model, parallel, world_size), stored))
-    write(config, tracer.checkpoint, tmp_path)
-    loaded = vllm.load_directly(tmp_path, latent_attention=latent_attention, **engine(layout))  # type: ignore[arg-type]
+def mutated(table: str, end: str, **changes: object) -> Family:
+    """Llama with another rule; without changes, without the rule."""
+    family = FAMILIES["llama"]
+    rules = []
+    for rule in getattr(family, table):
+        if not rule.name.endswith(end):
+            rules.append(rule)
+        elif changes:
+            rules.append(replace(rule, **{part: make(rule) for part, make in changes.items()}))  # type: ignore[operator]
+    assert tuple(rules) != getattr(family, table)
+    return with_rules(family, table, tuple(rules))
 
-    def direct(rank: int) -> dict[str, np.ndarray]:
-        return {name: array.astype(np.int64) for name, array in loaded[rank % len(loaded)].items()}
 
-    assert list(tracer.failures(range(layout.world_size), direct)) == []
+def keys_for_values(rule):  # type: ignore[no-untyped-def]
+    return (rule.hf[0], rule.hf[2], rule.hf[1])
+
+
+HEAD = next(rule.hf for rule in FAMILIES["llama"].weights if rule.name == "output_layer.weight")
+NORM = "input_layernorm.weight"
+WRONG: dict[str, tuple[Family, str, str]] = {
+    "keys for values, in vLLM": (
+        mutated("rollout", "qkv_proj.weight", hf=keys_for_values),
+        LOADED,
+        "qkv_proj.weight: its rule puts model.layers.0.self_attn.v_proj.weight[0, 0]",
+    ),
+    "gate for up, in vLLM": (
+        mutated("rollout", "gate_up_proj.weight", hf=lambda rule: rule.hf[::-1]),
+        LOADED,
+        "mlp.gate_up_proj.weight: its rule puts model.layers.0.mlp.up_proj.weight[0, 0] at (0, 0)",
+    ),
+    "no norms in vLLM": (mutated("rollout", NORM), LOADED, f"model.layers.0.{NORM}: no rule makes it"),
+    "keys for values, in Megatron": (
+        mutated("weights", "linear_qkv.weight", hf=keys_for_values),
+        STATED,
+        "where model.layers.0.self_attn.k_proj.weight[0, 0] belongs",
+    ),
+    "the head for the embedding": (
+        mutated("weights", "word_embeddings.weight", hf=lambda rule: HEAD),
+        STATED,
+        "its rule puts lm_head.weight[0, 0] at (0, 0), where model.embed_tokens.weight[0, 0] belongs",
+    ),
+    "no norms on either side": (
+        with_rules(mutated("weights", NORM), "rollout", mutated("rollout", NORM).rollout),
+        NAMED,
+        f"model.layers.1.{NORM} of shape (64,) is in transformers' model, and no training rule takes it",
+    ),
+    "another stage": (
+        mutated("weights", "final_layernorm.weight", stage=lambda rule: Stage.first),
+        STATED,
+        "decoder.final_layernorm.weight: no rule makes it",
+    ),
+    "a dimension that is not there": (
+        mutated("weights", "final_layernorm.weight", dim=lambda rule: 1),
+        READABLE,
+        "the rule of decoder.final_layernorm.weight: it cannot be read: IndexError",
+    ),
+    "no statement": (replace(FAMILIES["llama"], name="llamoid"), STATED, "llamoid: no statement of this family"),
+}
+
+
+@pytest.mark.parametrize("case", list(WRONG))
+def test_a_wrong_table_is_not_proven(vllm: VllmProcess, case: str) -> None:
+    family, check, said = WRONG[case]
+    report = proven(vllm, family)
+    failures = {each.proves: each.failures for each in report.checks}
+    assert any(said in failure for failure in failures[check]), failures
+
+
+def test_the_right_table_is_proven(vllm: VllmProcess) -> None:
+    report = proven(vllm, FAMILIES["llama"])
+    assert report.proven, [each.failures for each in report.checks]
+    assert len(report.checks) == 9
+
+
+LOADS: dict[str, dict[int, dict]] = {}
+
+
+def proven(vllm: VllmProcess, family: Family):  # type: ignore[no-untyped-def]
+    """The proof of a small llama with the tables of ``family``; vLLM loads it once."""
+
+    def load(config: object, shapes: object, layout: RolloutLayout, latent: bool) -> dict[int, ParameterPlacement]:
+        if "llama" not in LOADS:
+            LOADS["llama"] = vllm.placements(config, shapes, layout, latent)  # type: ignore[arg-type]
+        return LOADS["llama"]
+
+    return prove(
+        ProofSubject(
+            config=TINY["llama"], family=family, parallel=parse_layout("tp=2,pp=2"), world_size=4,
+            rollout=parse_rollout_layout("tp=2"), megatron=meta_rank, vllm=load,
+        )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -113,7 +204,10 @@ def test_full_size_shapes_are_those_of_vllm(vllm: VllmProcess, name: str, rollou
     layout, (family, model) = parse_rollout_layout(rollout), model_of(FACTS[name])
     table = RolloutTable(family, model, layout)
     ranks = [0, layout.tp * layout.engine_dp - 1]
-    for rank, held in zip(ranks, vllm.rollout_parameters(config, ranks=ranks, **engine(layout)), strict=True):  # type: ignore[arg-type]
+    built = vllm.rollout_parameters(
+        config, ranks=ranks, tp=layout.tp, dp=layout.engine_dp, expert_parallel=layout.ep > 1
+    )
+    for rank, held in zip(ranks, built, strict=True):
         stored = {tensor.name: tensor for tensor in table.tensors(rank)}
         assert {name: table.shape(tensor) for name, tensor in stored.items()} == {
             name: parameter.shape for name, parameter in held.items()

@@ -57,7 +57,7 @@ def recipe(name: str) -> RunConfig | SftConfig:
 
 @cache
 def family(name: str) -> str:
-    return family_of(recipe_config_json(recipe(name).recipe)).name
+    return family_of(recipe_config_json(recipe(name))).name
 
 
 def shadow(name: str, task: Path, directory: Path) -> RunConfig | SftConfig:

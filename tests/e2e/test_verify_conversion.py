@@ -5,13 +5,30 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from mcore_rl.proofs.statements import STATEMENTS
+from mcore_rl.rollout import parameters
+from mcore_rl.rollout.parameters import VllmProcess
 from tests.house.source import ROOT
 from tests.support import checkpoints
 from tools import verify_conversion
+
+
+@pytest.fixture(scope="module")
+def vllm(processes: None) -> Iterator[VllmProcess]:
+    with VllmProcess() as process:
+        yield process
+
+
+@pytest.fixture
+def one_vllm(vllm: VllmProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool's calls share one process of vLLM, whose import takes 7 s."""
+    monkeypatch.setattr(parameters, "VllmProcess", lambda: nullcontext(vllm))
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
@@ -23,7 +40,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
     return code, said.out, said.err
 
 
-def test_the_verdict_of_a_process_of_its_own() -> None:
+def test_the_verdict_of_a_process_of_its_own(processes: None) -> None:
     command = [sys.executable, "tools/verify_conversion.py", "--model", "tiny-mixtral", "--layout", "tp=2,ep=2"]
     done = subprocess.run([*command, "--rollout", "tp=2"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -32,17 +49,19 @@ def test_the_verdict_of_a_process_of_its_own() -> None:
     assert done.stderr == ""
 
 
-def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json(one_vllm: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("--model", "tiny-deepseek-v3", "--layout", "tp=2,ep=4", "--rollout", "tp=2,dp=2,ep=4", "--json")
     code, out, _ = run(capsys, monkeypatch, *arguments)
     report = json.loads(out)
     assert code == 0 and report["proven"] and report["world_size"] == 4
     assert report["traffic"]["over_bound"] == 1.0
-    assert [len(check["failures"]) for check in report["checks"]] == [0] * 5
+    assert [len(check["failures"]) for check in report["checks"]] == [0] * 9
     assert all(check["found"] for check in report["checks"])
 
 
-def test_a_preset_names_its_layouts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_names_its_layouts(
+    one_vllm: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, out, _ = run(capsys, monkeypatch, "--model", "qwen2.5-0.5b", "--preset", "h100_80gb")
     assert code == 0 and "qwen2, 24 layers" in out
 
@@ -60,6 +79,19 @@ def test_a_directory_is_held_too(
     assert "block_sparse_moe.experts.3.w1.weight" in out
 
 
+def test_the_mutation_score(
+    one_vllm: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a table; with a family that nobody made a statement of, as JSON and exit code 1."""
+    code, out, _ = run(capsys, monkeypatch, "--mutate", "llama")
+    rows = [line.split() for line in out.splitlines() if line.startswith("llama")]
+    assert code == 0 and [row[1] for row in rows] == ["weights", "rollout"], out
+    assert all(int(row[2]) == int(row[3]) + int(row[4]) and row[5] == "0" for row in rows)
+    monkeypatch.delitem(STATEMENTS, "llama")
+    code, out, _ = run(capsys, monkeypatch, "--mutate", "llama", "--json")
+    assert code == 1 and "no statement of this family" in json.loads(out)[0]["failures"][0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -70,6 +102,7 @@ def test_a_directory_is_held_too(
         (["--model", "deepseek-v3", "--layout", "pp=16"], "Write parallel.pipeline_layers=["),
         (["--model", "tiny-mixtral", "--preset", "z80"], "preset=z80: is no preset of it"),
         (["--model", "tiny-mixtral", "--pipeline-layers", "1,x"], "pipeline-layers=1,x"),
+        (["--mutate", "lama"], "mutate=lama: is no family. Write one of llama"),
         (["--hf", "nowhere"], "--hf=nowhere: there is no such directory"),
     ],
 )

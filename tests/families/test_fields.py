@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
 from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.families.fields import IGNORED, NEUTRAL, Fields, same
-from mcore_rl.families.registry import FAMILIES, model_of
+from mcore_rl.families.registry import FAMILIES, model_of, unread_fields
 from tests.support.published import FACTS, TINY, WRITTEN
 
 # Beside IGNORED: what the family says changes nothing, and what nothing reads while windows are off.
@@ -74,46 +74,91 @@ def test_every_field_of_the_class_matters_is_refused_or_is_listed(name: str) -> 
     assert unnoticed - IGNORED == IGNORED_BY_FAMILY[name]
 
 
+# Field -> the families whose code in transformers or vLLM reads it, by their sources (transformers 5.19, vLLM 0.32).
+EXTRAS: dict[str, tuple[object, set[str]]] = {
+    "logit_scale": (0.5, {"llama", "mistral"}),
+    "attn_logit_cap": (20.0, set()),
+    "clip_qkv": (8.0, set()),
+    "dual_chunk_attention_config": ({"chunk_size": 8}, set(FAMILIES)),
+    "quantization": ({"bits": 4}, set(FAMILIES)),
+    "index_topk": (2048, set(FAMILIES)),
+    "some_new_switch": (False, set()),
+    "some_new_size": (None, set()),
+    "rope_interleaved": (False, set()),
+    "sliding_window_size": (4096, set()),
+    "use_qk_norm": (True, set()),
+}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"logit_scale": 0.5},
-        {"attn_logit_cap": 20.0},
-        {"clip_scores": 8.0},
-        {"dual_chunk_attention_config": {"chunk_size": 8}},
-        {"some_new_switch": False},
-        {"some_new_size": None},
-    ],
-)
-def test_an_unknown_field_is_refused_by_name(name: str, extra: dict[str, Any]) -> None:
-    refusals = refused({**TINY[name], **extra})
-    assert list(refusals) == list(extra)
-    violation = refusals[next(iter(extra))]
-    assert "not known" in violation.problem and "copy of config.json" in violation.remedy
+@pytest.mark.parametrize("field", EXTRAS)
+def test_an_unknown_field_is_refused_by_name_if_anybody_reads_it_and_noted_if_not(name: str, field: str) -> None:
+    value, readers = EXTRAS[field]
+    config = {**TINY[name], field: value}
+    refusals = refused(config)
+    if name in readers:
+        assert list(refusals) == [field]
+        assert "may change the numbers" in str(refusals[field]) or "not supported" in str(refusals[field])
+        return
+    assert not refusals and field in unread_fields(config)
+    assert model_of(config) == model_of(TINY[name])
+
+
+def test_a_refused_field_names_both_ways_to_leave_it_out() -> None:
+    remedy = refused({**TINY["llama"], "index_topk": 4})["index_topk"].remedy
+    assert "model.ignore_fields=[index_topk]" in remedy and "--ignore-field index_topk" in remedy
+
+
+def test_a_family_whose_readers_are_not_known_refuses_what_it_does_not_take() -> None:
+    fields = Fields({"some_new_switch": False, "hidden_dropout": 0.0})
+    assert [violation.key for violation in fields.unread()] == ["config.json: some_new_switch"] and not fields.notes
+
+
+NOT_READ = {"attention_bias": {"mixtral", "qwen2", "qwen2_moe"}}  # vLLM's mistral is its llama, which reads it
+WITH_WINDOWS = {"qwen2", "qwen2_moe", "qwen3", "gemma2"}  # see test_windows
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("attention_bias", True), ("attention_dropout", 0.1), ("hidden_act", "relu"), ("is_encoder_decoder", True)],
-)
-def test_what_is_not_implemented_is_refused_by_name(name: str, field: str, value: object) -> None:
+    [
+        ("attention_bias", True), ("attention_dropout", 0.1), ("hidden_act", "relu"), ("is_encoder_decoder", True),
+        ("layer_types", ["sliding_attention", "full_attention"]),
+    ],
+)  # fmt: skip
+def test_what_is_not_implemented_is_refused_by_name_if_anybody_reads_it(name: str, field: str, value: object) -> None:
+    config = {**TINY[name], field: value}
     if field in IMPLEMENTED.get(name, ()):
-        assert model_of({**TINY[name], field: value}) != model_of({**TINY[name], field: False})
-        return
-    assert list(refused({**TINY[name], field: value})) == [field]
+        assert model_of(config) != model_of({**TINY[name], field: False})
+    elif name in NOT_READ.get(field, ()):
+        assert not refused(config) and field in unread_fields(config)
+    elif field != "layer_types" or name not in WITH_WINDOWS:
+        assert list(refused(config)) == [field]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_tools_add_when_they_save_a_copy_changes_nothing(name: str) -> None:
+    """Unsloth, PEFT's merges, trainers: switches of their own, dropout of 0, nulls."""
+    added = {
+        "unsloth_fixed": True, "unsloth_version": "2026.3.3", "_attn_implementation": "eager", "attn_pdrop": 0.0,
+        "hidden_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0, "hidden_dropout_prob": 0.0, "layer_types": None,
+        "neftune_noise_alpha": 0.0, "sliding_window_pattern": None, "pretraining_tp": 2,
+    }  # fmt: skip
+    config = {**TINY[name], **{field: value for field, value in added.items() if field not in TINY[name]}}
+    assert model_of(config) == model_of(TINY[name])
+    assert set(unread_fields(config)) >= {"unsloth_fixed", "unsloth_version", "neftune_noise_alpha"}
 
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [
         ("llama", "mlp_bias", True),
-        ("llama", "pretraining_tp", 2),
         ("llama", "sliding_window", 64),
-        ("llama", "layer_types", ["full_attention"] * 2),
+        ("llama", "layer_types", ["sliding_attention"] * 2),
+        ("llama", "layer_types", "full_attention"),
+        ("mistral", "layer_types", ["full_attention"] * 2),
+        ("qwen3_moe", "shared_expert_intermediate_size", 64),
         ("mixtral", "router_jitter_noise", 0.01),
-        ("qwen2", "use_mrope", True),
         ("qwen2", "head_dim", 64),
         ("qwen2_moe", "qkv_bias", False),
         ("qwen2_moe", "shared_expert_intermediate_size", 0),
@@ -184,7 +229,7 @@ def test_a_value_of_the_wrong_kind_is_refused_by_name(field: str, value: object,
 
 
 def test_everything_wrong_is_said_at_once() -> None:
-    wrong = {"attention_bias": True, "new": 1, "hidden_size": "x", "mlp_bias": True, "hidden_act": "gelu"}
+    wrong = {"attention_bias": True, "logit_scale": 2, "hidden_size": "x", "mlp_bias": True, "hidden_act": "gelu"}
     with pytest.raises(ConfigError, match="5 problems") as raised:
         model_of({**TINY["llama"], **wrong})
     assert {violation.key for violation in raised.value.violations} == {f"config.json: {field}" for field in wrong}
@@ -214,6 +259,14 @@ def test_gemma_3_has_a_rope_for_each_kind_of_layer_in_either_spelling() -> None:
     assert list(refused({**older, "rope_parameters": {"rope_type": "default"}})) == ["rope_parameters.rope_type"]
     _, plain = model_of({**older, "layer_types": ["full_attention"] * 6})
     assert plain.sliding_layers == [] and plain.local_rotary_base is None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_another_name_of_the_length_may_not_be_less(name: str) -> None:
+    """vLLM takes the least of them."""
+    longest = model_of(TINY[name])[1].max_position_embeddings
+    assert model_of({**TINY[name], "max_sequence_length": longest})[1] == model_of(TINY[name])[1]
+    assert list(refused({**TINY[name], "max_sequence_length": longest - 1})) == ["max_sequence_length"]
 
 
 def test_windows() -> None:

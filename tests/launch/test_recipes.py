@@ -31,7 +31,7 @@ from mcore_rl.planning.peaks import Phase, Place
 from mcore_rl.planning.plan import plan
 from mcore_rl.planning.recipes import MODEL_CONFIGS, num_steps, recipe_config_json, recipe_model
 from mcore_rl.proofs.verify import verify
-from mcore_rl.training.meta import meta_shapes
+from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.table import Table
 from tools.verify_conversion import prove
 
@@ -104,7 +104,7 @@ def test_every_row_has_its_recipe() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_composes_and_validates_at_full_size(name: str) -> None:
     run = recipe(name)
-    model = recipe_model(run.recipe)
+    model = recipe_model(run)
     if isinstance(run, SftConfig):
         violations = sft_violations(run) + model_sft_violations(run, model)
     else:
@@ -159,7 +159,7 @@ def test_stands_on_whole_nodes_of_its_cluster(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_is_planned_on_its_cluster_and_fits(name: str) -> None:
     run = recipe(name)
-    model, cluster = recipe_model(run.recipe), load_cluster(run.recipe.cluster)
+    model, cluster = recipe_model(run), load_cluster(run.recipe.cluster)
     made = plan(run, model, cluster)
     assert made.fits, made.violations
     assert made.violations == [] and made.num_gpus >= run.trainer.world_size and made.step_s > 0
@@ -169,7 +169,7 @@ def test_is_planned_on_its_cluster_and_fits(name: str) -> None:
 def test_recomputes_no_more_than_it_must(name: str) -> None:
     """A tenth of a device is left free in the update, and with less recompute, in whatever microbatches, it is not."""
     run = recipe(name)
-    model, cluster = recipe_model(run.recipe), load_cluster(run.recipe.cluster)
+    model, cluster = recipe_model(run), load_cluster(run.recipe.cluster)
 
     def share(*more: str) -> float:
         peaks = plan(load_recipe(name, more), model, cluster).peaks
@@ -188,14 +188,14 @@ def test_recomputes_no_more_than_it_must(name: str) -> None:
 def test_a_plan_is_near_what_was_measured() -> None:
     """grpo_run_deepseek7b_llm.log: 91 to 122 s a step on 8 MI300X, with FSDP and vLLM of 2025."""
     run = rl_recipe("deepseek_7b_grpo_mi300x")
-    made = plan(run, recipe_model(run.recipe), load_cluster(run.recipe.cluster))
+    made = plan(run, recipe_model(run), load_cluster(run.recipe.cluster))
     assert 91 / 2 < made.step_s < 122 * 2
 
 
 def test_what_does_not_fit_is_said() -> None:
     run = load_recipe("mixtral_8x22b_rloo", ["trainer.nnodes=2", "actor.parallel.pp=1", "rollout.dp=2"])
     assert isinstance(run, RunConfig)
-    made = plan(run, recipe_model(run.recipe), load_cluster(run.recipe.cluster))
+    made = plan(run, recipe_model(run), load_cluster(run.recipe.cluster))
     assert not made.fits and made.violations
 
 
@@ -253,13 +253,13 @@ PROVEN = [pytest.param(name, marks=pytest.mark.tier("full" if name in LARGEST el
 @pytest.mark.parametrize("name", PROVEN)
 def test_weights_go_right_at_full_size(name: str) -> None:
     run = recipe(name)
-    config, world_size = recipe_config_json(run.recipe), run.trainer.world_size
+    config, world_size = recipe_config_json(run), run.trainer.world_size
     rollout = run.rollout.layout if isinstance(run, RunConfig) else None
     report, model = prove(config, run.actor.parallel, world_size, rollout, None, Console(quiet=True))
     assert report.proven, [check.failures[:3] for check in report.checks]
     if isinstance(run, RunConfig) and "critic" in run.roles:
         family, _ = model_of(config)
         table = Table(family, model, run.critic.parallel, world_size, head=Head.value)
-        shapes = partial(meta_shapes, model, run.critic.parallel, world_size, head=Head.value)
-        critic = verify(table, None, shapes)
+        modules = partial(meta_rank, model, run.critic.parallel, world_size, head=Head.value)
+        critic = verify(table, None, modules)
         assert critic.proven, [check.failures[:3] for check in critic.checks]

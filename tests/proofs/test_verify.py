@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,8 +16,9 @@ from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import FAMILIES
 from mcore_rl.families.rules import Range, Rule, ShardRanges, Sizes, hf
+from mcore_rl.proofs.placement import MegatronRank
 from mcore_rl.proofs.verify import ProofReport, cover_problem, verify
-from mcore_rl.training.meta import Shapes, meta_shapes
+from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 from mcore_rl.weights.tensor_slice import TensorSlice
@@ -28,14 +29,14 @@ TRAINING, WORLD_SIZE, ROLLOUT = "tp=2,pp=2,ep=2", 8, "tp=4,dp=2"
 
 
 @cache
-def shapes(model_name: str, training: str, world_size: int, rank: int) -> list[Shapes]:
-    return meta_shapes(checkpoints.MODELS[model_name], parse_layout(training), world_size, rank)
+def modules(model_name: str, training: str, world_size: int, rank: int) -> MegatronRank:
+    return meta_rank(checkpoints.MODELS[model_name], parse_layout(training), world_size, rank)
 
 
 def proof(family: Family, model: ModelConfig, training: str, world_size: int, rollout: str, name: str) -> ProofReport:
     table = Table(family, model, parse_layout(training), world_size)
     target = RolloutTable(family, model, parse_rollout_layout(rollout))
-    return verify(table, target, lambda rank: shapes(name, training, world_size, rank))
+    return verify(table, target, lambda rank: modules(name, training, world_size, rank))
 
 
 def failures(report: ProofReport) -> str:
@@ -139,12 +140,12 @@ def test_modules_that_lost_a_tensor_are_named() -> None:
     """A layer of rank 5, an expert of rank 2."""
     table = Table(FAMILIES["mixtral"], MIXTRAL, parse_layout(TRAINING), WORLD_SIZE)
 
-    def damaged(rank: int) -> Iterator[Shapes]:
-        for chunk in shapes("mixtral", TRAINING, WORLD_SIZE, rank):
-            lost = {2: "layers.0.mlp.experts.local_experts.1.", 5: "layers.1."}.get(rank, "nothing")
-            yield {key: shape for key, shape in chunk.items() if lost not in key}
+    def damaged(rank: int) -> MegatronRank:
+        whole = modules("mixtral", TRAINING, WORLD_SIZE, rank)
+        lost = {2: "layers.0.mlp.experts.local_experts.1.", 5: "layers.1."}.get(rank, "nothing")
+        return replace(whole, chunks=[{k: v for k, v in chunk.items() if lost not in k} for chunk in whole.chunks])
 
-    said = failures(verify(table, None, lambda rank: list(damaged(rank))))
+    said = failures(verify(table, None, damaged))
     assert "rank 2: chunk 0: decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight is in the table" in said
     assert "rank 5: chunk 0: decoder.layers.1.input_layernorm.weight is in the table and not in the modules" in said
     assert "rank 3" not in said
@@ -156,7 +157,7 @@ def test_the_checkpoint_is_held_too(tmp_path: Path) -> None:
     model = checkpoints.MODELS["llama"]
     table = Table(FAMILIES["llama"], model)
     with HfCheckpoint.open(tmp_path) as checkpoint:
-        report = verify(table, None, lambda rank: shapes("llama", "", 1, rank), checkpoint=checkpoint)
+        report = verify(table, None, lambda rank: modules("llama", "", 1, rank), checkpoint=checkpoint)
     assert "self_attn.q_proj.bias" in failures(report)
     assert "lm_head.weight of shape (101, 48) is missing" in failures(report)
     assert report.traffic is None and report.rollout is None

@@ -13,7 +13,7 @@ from mcore_rl.families.registry import model_of
 from mcore_rl.parallel.layout import balanced_layers
 from mcore_rl.proofs.tracer import trace
 from mcore_rl.proofs.verify import verify
-from mcore_rl.training.meta import meta_shapes
+from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 from tests.support.published import FACTS
@@ -38,7 +38,7 @@ def test_full_size(name: str, training: str, world_size: int, rollout: str, para
     report = verify(
         table,
         RolloutTable(family, model, target),
-        lambda rank: meta_shapes(model, parallel, world_size, rank),
+        lambda rank: meta_rank(model, parallel, world_size, rank),
     )
     assert [failure for check in report.checks for failure in check.failures] == []
     assert report.traffic is not None and report.traffic.total == report.traffic.bound

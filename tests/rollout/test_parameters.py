@@ -32,7 +32,9 @@ from transformers import (
 )
 
 from mcore_rl.errors import CheckpointError, RolloutError
-from mcore_rl.rollout.parameters import Parameter, VllmProcess
+from mcore_rl.families.readership import READERSHIP
+from mcore_rl.rollout.parameters import Parameter, VllmProcess, _layout
+from tests.support.config_reads import vllm_reads
 
 Array = NDArray[np.float32]
 Tensors = dict[str, Array]
@@ -111,6 +113,18 @@ def rows(array: Array, part: int, parts: int) -> Array:
 def test_vllm_stays_out_of_this_process(vllm: VllmProcess, checkpoints: dict[str, tuple[Path, Tensors]]) -> None:
     vllm.rollout_parameters(checkpoints["llama"][0])
     assert "vllm" not in sys.modules
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_vllm_reads_no_field_that_is_not_recorded(
+    vllm: VllmProcess, checkpoints: dict[str, tuple[Path, Tensors]], family: str
+) -> None:
+    """What vLLM looks up while it makes the model, against the parsed sources (``families/readership.py``)."""
+    folder, _ = checkpoints[family]
+    reads = vllm._process.submit(vllm_reads, folder, _layout(1, 1, False, None, True)).result()
+    assert isinstance(reads, set), reads
+    assert {"hidden_size", "rms_norm_eps", "num_hidden_layers"} <= reads
+    assert reads <= READERSHIP[family]
 
 
 LAYOUTS = [(family, tp, 1, False) for family in CONFIGS for tp in (1, 2, 4)]

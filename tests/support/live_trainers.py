@@ -26,6 +26,7 @@ from mcore_rl.families.registry import FAMILIES
 from mcore_rl.parallel.device import detect
 from mcore_rl.parallel.launch import HOST, Rank
 from mcore_rl.parallel.secret_store import SecretStore, StoreAccess, StoreServer
+from mcore_rl.proofs.effective_config import EffectiveConfig, joined
 from mcore_rl.sync.check import Expected
 from mcore_rl.sync.members import Address
 from mcore_rl.sync.publish import Published, Publisher
@@ -95,6 +96,11 @@ class _Rank:
         from mcore_rl.checkpoints.export import save_hf
 
         save_hf(self.engine.models, self.table, self.rank.rank, directory, source)
+
+    def configuration(self) -> EffectiveConfig:
+        from mcore_rl.training.effective_config import effective_config
+
+        return effective_config(self.engine.models, self.engine.model)
 
     def opening(self, first_rank: int, attempt: int) -> bytes:
         return self.publisher.opening(first_rank, attempt)
@@ -255,6 +261,9 @@ class LiveTrainers:
         """The process that holds a rollout rank, since the channel was opened."""
         member = self._client.get(f"{self.channel}/{attempt}/member/{NUM_RANKS + rollout_rank}")
         return int(msgspec.json.decode(member)[1])
+
+    async def configuration(self) -> EffectiveConfig:
+        return joined(await self.order("configuration"))
 
     async def opening(self, first_rank: int, attempt: int) -> bytes:
         return (await self.order("opening", first_rank, attempt))[0]

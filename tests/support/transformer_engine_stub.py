@@ -111,6 +111,7 @@ def outcome(config: dict[str, Any], layout: str, world_size: int) -> dict[str, A
     from mcore_rl.parallel.device import detect
     from mcore_rl.parallel.groups import destroy_groups, init_groups
     from mcore_rl.parallel.layout import Layout
+    from mcore_rl.proofs.effective_config import config_differences, unread
     from mcore_rl.training.layers import transformer_engine_lacks
     from mcore_rl.training.model import build_chunks, transformer_config
     from mcore_rl.weights.binding import bind
@@ -129,16 +130,39 @@ def outcome(config: dict[str, Any], layout: str, world_size: int) -> dict[str, A
             (chunk,) = build_chunks(model, settings, parallel, spec, groups, head=Head.lm)
         bound = bind([chunk], Table(family, model, parallel, world_size), 0)
         mlp = chunk.decoder.layers[-1].mlp
+        configs = {"transformer engine": configured(chunk, model)}
+        settings = transformer_config(model, parallel, EngineConfig(), LayerSpec.local)
+        settings.use_cpu_initialization, settings.perform_initialization = True, False
+        with torch.device("meta"):
+            (local,) = build_chunks(model, settings, parallel, LayerSpec.local, groups, head=Head.lm)
+        configs["local"] = configured(local, model)
         kinds = {type(module).__module__.partition(".")[0] for module in chunk.modules()}
         return {
             "bound": len(bound),
             "parameters": len(list(chunk.parameters())),
             "mlp": type(getattr(mlp, "experts", mlp)).__name__,
             "transformer_engine": "transformer_engine" in kinds,
+            "configured otherwise": config_differences(configs),
+            "unread": unread(configs),
         }
     finally:
         destroy_groups()
         dist.destroy_process_group()
+
+
+def configured(chunk: Any, model: Any) -> dict[str, dict[str, Any]]:
+    """What the modules of ``chunk`` tell; they are given frequencies, because the meta device has none."""
+    from mcore_rl.training.effective_config import effective_config
+    from mcore_rl.training.latent_attention import LatentAttention
+    from mcore_rl.training.rope import inverse_frequencies
+
+    for module in chunk.modules():
+        if isinstance(module, LatentAttention):
+            width = module.mla.qk_rope_head_dim
+            module.inverse_frequencies = inverse_frequencies(model.rope, model.rotary_base, width)
+    if model.mla is None:
+        chunk.rotary_pos_emb.inv_freq = inverse_frequencies(model.rope, model.rotary_base, model.head_dim)
+    return effective_config([chunk], model)
 
 
 def main(folder: str) -> None:

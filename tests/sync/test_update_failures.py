@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ TOLERANCE = 1e-5
 
 @pytest.mark.parametrize("running", [("qwen2", "tp=2", "a")], indirect=True, ids=["qwen2"])
 def test_a_failing_trainer_and_a_killed_worker(trainers: LiveTrainers, running: Running) -> None:
+    asyncio.run(_another_model(trainers, running.engine, running.b))
     asyncio.run(_a_trainer_fails(trainers, running.engine, running.b))
     asyncio.run(_a_worker_is_killed(trainers, running.engine, running.b))
 
@@ -31,6 +33,20 @@ def test_a_failing_trainer_and_a_killed_worker(trainers: LiveTrainers, running: 
 @pytest.mark.parametrize("running", [("qwen2", "tp=2", "b")], indirect=True, ids=["qwen2"])
 def test_a_restart_receives_the_current_weights(trainers: LiveTrainers, running: Running) -> None:
     asyncio.run(_restarted(trainers, running))
+
+
+async def _another_model(trainers: LiveTrainers, engine: EngineProcess, b: Path) -> None:
+    """The weights are the same, and the trainers compute something else with them."""
+    other = replace(MODELS["qwen2"], norm_epsilon=1e-3, rotary_base=MODELS["qwen2"].rotary_base * 2)
+    await trainers.build("qwen2", other, "pp=2", b, "tp=2")
+    with pytest.raises(SyncError) as caught:
+        await WeightUpdater([engine], parse_rollout_layout("tp=2"), trainers).update(1)
+    epsilon, rope = str(caught.value).splitlines()[1:-1]
+    assert epsilon.endswith("and the final norm: the trainer 0.001, rollout rank 0 1e-05"), epsilon
+    assert "rotary_frequencies of layers 0, 1, 2, 3: the trainer 16 pairs of base 20000, " in rope
+    assert rope.endswith("rollout rank 0 16 pairs of base 10000")
+    with pytest.raises(RolloutError, match=r"(?s)an update of its weights failed.*norm_epsilon"):
+        await greedy(engine)
 
 
 async def _a_trainer_fails(trainers: LiveTrainers, engine: EngineProcess, b: Path) -> None:

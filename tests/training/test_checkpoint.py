@@ -161,7 +161,7 @@ def _live(engine: Engine) -> dict[str, Tensor]:
 
 def _refusal(runs: _Runs, name: str, layout: str, directory: Path) -> str:
     try:
-        runs.wrong(name, layout, partial(load_megatron, directory=directory))
+        runs.wrong(name, layout, partial(load_megatron, directory=directory, model=checkpoints.MODELS[name]))
     except CheckpointError as error:
         return str(error)
     return "accepted"
@@ -172,7 +172,7 @@ def _on_four(rank: Rank, root: Path) -> dict[object, object]:
     with engines.world(rank):
         runs = _Runs(rank, root)
         for name, layout in LOADS:
-            load = partial(load_megatron, directory=root / f"{name}-megatron")
+            load = partial(load_megatron, directory=root / f"{name}-megatron", model=checkpoints.MODELS[name])
             results["load", name, layout] = runs.wrong(name, layout, load)
         for name in ALONE:
             results["alone", name] = runs.megatron_alone(name, "tp=2,pp=2")
@@ -180,10 +180,11 @@ def _on_four(rank: Rank, root: Path) -> dict[object, object]:
             runs.save(name, layout)
         for name, layout, prefix in STACKED:
             runs.save_stacked(name, layout, prefix)
-            load = partial(load_megatron, directory=root / f"stacked-{name}")
+            load = partial(load_megatron, directory=root / f"stacked-{name}", model=checkpoints.MODELS[name])
             results["stacked", name] = runs.wrong(name, "pp=2,tp=2", load, any_padding=True)  # saved as it was
         results["other layers"] = _refusal(runs, "llama", "tp=2,pp=2", root / "shallow")
-        results["other family"] = _refusal(runs, "qwen2", "tp=2,pp=2", root / "llama-megatron")
+        results["other family"] = _refusal(runs, "qwen2", "tp=2,pp=2", root / "nameless")
+        results["other model"] = _refusal(runs, "qwen2", "tp=2,pp=2", root / "llama-megatron")
         results["again"] = _refused_save(runs, "llama")
         if rank.rank == 2:
             FileSystemWriter.write_data = _no_space
@@ -210,7 +211,8 @@ def on_four(root: Path, processes: None) -> list[dict[object, object]]:
 
 
 def _shallow(root: Path) -> None:
-    """``llama-megatron`` without its last layer."""
+    """``llama-megatron`` without its last layer, and one without its configuration."""
+    shutil.copytree(root / "llama-megatron", root / "nameless", ignore=shutil.ignore_patterns(HF))
     shutil.copytree(root / "llama-megatron", root / "shallow")
     path = root / "shallow" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -253,6 +255,7 @@ def test_a_model_of_another_depth_or_family_is_refused_on_every_rank(on_four: li
     for of_rank in on_four:
         assert "expected 4 layers and found 3" in str(of_rank["other layers"])
         assert "linear_qkv.bias is missing" in str(of_rank["other family"])
+        assert "qkv_bias: false in its own hf/config.json, true in the one given" in str(of_rank["other model"])
 
 
 def test_nothing_is_overwritten(on_four: list[dict[object, object]]) -> None:
@@ -266,13 +269,17 @@ def test_a_full_disk_is_said_on_every_rank(on_four: list[dict[object, object]]) 
 def _on_one(rank: Rank, root: Path) -> list[str]:
     with engines.world(rank):
         runs = _Runs(rank, root)
-        wrong = runs.wrong("mixtral", "", partial(load_megatron, directory=root / "mixtral-megatron"))
+        wrong = runs.wrong(
+            "mixtral",
+            "",
+            partial(load_megatron, directory=root / "mixtral-megatron", model=checkpoints.MODELS["mixtral"]),
+        )
         with engines.groups_of() as groups:
             critic = engines.build(groups, checkpoints.MODELS["qwen2"], head=Head.value, trainable=False)
             save_megatron(critic.models, root / "critic", root / "qwen2")
             head = critic.models[0].output_layer.weight.clone()
             critic.models[0].output_layer.weight.data.zero_()
-            critic.load_weights(partial(load_megatron, directory=root / "critic"))
+            critic.load_weights(partial(load_megatron, directory=root / "critic", model=critic.model))
             torch.save(head, root / "head.pt")
             return wrong + ([] if torch.equal(critic.models[0].output_layer.weight, head) else ["value head"])
 

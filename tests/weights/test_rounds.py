@@ -207,7 +207,7 @@ def test_in_the_layout_of_every_recipe_nothing_crosses_twice(name: str) -> None:
     if not isinstance(run, RunConfig):
         pytest.skip("it has no engines")
     layout = run.rollout.layout
-    config = reduced_config(recipe_config_json(run.recipe), run.actor.parallel, layout)
+    config = reduced_config(recipe_config_json(run), run.actor.parallel, layout)
     family, model = model_of(config)
     table = Table(family, model, run.actor.parallel, run.trainer.world_size)
     plan = plan_reshard(table, RolloutTable(family, model, layout), ITEMSIZE, sites_of(run))

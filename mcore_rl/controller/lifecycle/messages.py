@@ -24,7 +24,7 @@ def note(text: str) -> None:
 
 def outcome(text: str) -> None:
     """Shows the result of the run."""
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+    Console(emoji=False).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -38,4 +38,4 @@ def stop_explained(run_dir: Path) -> Iterator[None]:
 
 
 def _say(text: str, style: str | None = None) -> None:
-    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True, emoji=False).print(text, style=style, markup=False, highlight=False, soft_wrap=True)

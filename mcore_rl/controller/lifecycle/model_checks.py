@@ -13,7 +13,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head, Role
 from mcore_rl.config.roles import RoleConfig
-from mcore_rl.config.rollout import BYTES, context_violations, rollout_violations
+from mcore_rl.config.rollout import BYTES, POSITIONS, context_violations, rollout_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import Violation
@@ -108,7 +108,7 @@ def model_sft_violations(config: SftConfig, model: ModelConfig) -> list[Violatio
     violations = list(_layout_violations(model, config.actor, world, "actor"))
     if config.data.max_length > model.max_position_embeddings:
         problem = f"exceeds the model's {model.max_position_embeddings} tokens"
-        remedy = f"Write {model.max_position_embeddings} or less"
+        remedy = f"Write {model.max_position_embeddings} or less, or if the model reaches further, {POSITIONS}"
         violations.append(Violation("data.max_length", config.data.max_length, problem, remedy))
     if not violations and config.data.train_batch_size < (dp := Layout.of(parallel, world).dp):
         problem = f"is fewer than the {dp} data-parallel ranks"

@@ -19,6 +19,7 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.controller.lifecycle import run_checkpoints
 from mcore_rl.controller.lifecycle.messages import warn
 from mcore_rl.controller.lifecycle.model_checks import demand_weights, model_run_violations
+from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.resume_check import Identity, note_differences
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress
 from mcore_rl.controller.step.reward_model import Encoder, prepare_encoder, template_problem
@@ -124,7 +125,8 @@ def prepare(config: RunConfig, platform: Platform) -> Prepared:
     Raises ConfigError and kin with everything that keeps the run from starting.
     """
     refuse_if_any(run_violations(config))
-    directory = Path(config.model.path)
+    directory = Path(config.model_directory)
+    prepare_model(config.model, directory)
     policy = admit(directory, config.rollout, platform)
     models = {
         role.name: policy if role.publishes else model_of(read_config(Path(config.weights_of(role))))[1]

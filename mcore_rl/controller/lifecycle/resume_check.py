@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.checkpoints.manifest import sum_of
+from mcore_rl.config.role_groups import POLICY
 from mcore_rl.config.trainer import ResumeMode
 from mcore_rl.controller.lifecycle.messages import note
 from mcore_rl.controller.lifecycle.run_contents import TEMPLATE, TOKENIZER, Sums, contents_of
@@ -41,7 +42,7 @@ class Identity:
     """What a run is.
 
     config: the composed configuration, without secrets.
-    model: the content of its config.json.
+    model: the content of its config.json, with what the run changes of it.
     data: name, bytes and checksum of each training file.
     roles: the names of the trained roles.
     contents: checksums of all else that a resume depends on (``run_contents``); {} in checkpoints of older versions,
@@ -61,7 +62,7 @@ class Identity:
         weights: the Hugging Face checkpoints of its roles, by the configuration keys that name them.
         """
         values = json.loads(json.dumps(plain(config)))
-        model = read_config(Path(values["model"]["path"]))
+        model = read_config(weights.get(POLICY) or Path(values["model"]["path"]))
         sums = [(Path(name).name, sum_of(Path(name))) for name in values["data"]["train_files"]]
         data = [[name, file_sum.num_bytes, file_sum.checksum] for name, file_sum in sums]
         contents = contents_of(values, weights)

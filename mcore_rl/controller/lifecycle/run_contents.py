@@ -27,6 +27,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "vocab.json",
     "vocab.txt",
+    "vocab.bpe",
     "merges.txt",
     "added_tokens.json",
     "special_tokens_map.json",
@@ -73,7 +74,8 @@ def weights_of(directory: Path) -> Sums:
 
 def _tokenizer_of(directory: Path, tokenizer: str, template: str) -> dict[str, Sums]:
     contents: dict[str, Sums] = {tokenizer: {}, template: {}}
-    contents[tokenizer] |= _whole([directory / name for name in TOKENIZER_FILES if (directory / name).is_file()])
+    named = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    contents[tokenizer] |= _whole([*named, *sorted(directory.glob("*.tiktoken"))])
     contents[template] |= _whole([directory / name for name in TEMPLATE_FILES if (directory / name).is_file()])
     if (directory / SETTINGS).is_file():
         settings = json.loads((directory / SETTINGS).read_text(encoding="utf-8"))

@@ -69,7 +69,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         store = stack.enter_context(StoreServer(meeting_host(config.ray_init))).access
         leaves = leaves_behind(planned.peaks)
         starting_roles = start_roles(config, prepared.checkpoint, places, platform, store, stack, leaves_behind=leaves)
-        directory = Path(config.model.path)
+        directory = Path(config.model_directory)
         watchdog = Watchdog(trainer.watchdog, trainer.timeout_s)
         starting_engines = partial(
             start_engines, directory, config.rollout, places.rollout, platform, logs, stack, awaits_weights=True,

@@ -18,7 +18,9 @@ from rich.console import Console
 from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.generate import GenerateConfig, generate_violations
+from mcore_rl.config.role_groups import MODEL_VIEW
 from mcore_rl.config.trainer import RayInitConfig
+from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.step.rollout_collection import sampling_of
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.responses import LENGTH, Generated, taken_columns, write_responses
@@ -57,7 +59,7 @@ async def run_generate(config: GenerateConfig) -> int:
         stack.enter_context(ray_cluster(config.ray_init))
         places = await place_engines(rollout.layout, platform)
         stack.callback(places.close)
-        directory, logs = Path(config.model.path), logs_beside(out)
+        directory, logs = model_directory(config), logs_beside(out)
         engines = await start_engines(directory, rollout, places.rollout, platform, logs, stack)
         with WorkProgress("generating", len(prompts) * rollout.n, "tokens") as work:
             sampling = sampling_of(rollout, rollout, rollout.seed)
@@ -78,6 +80,8 @@ def prepare(config: GenerateConfig, platform: Platform) -> tuple[GenerateConfig,
     directory = Path(config.model.path).expanduser().resolve()
     out = Path(config.out).expanduser().resolve()
     config = replace(config, model=replace(config.model, path=str(directory)), out=str(out))
+    directory = model_directory(config)
+    prepare_model(config.model, directory)
     admit(directory, config.rollout, platform)
     if not has_tokenizer(directory):
         problem, remedy = "has no tokenizer, so that responses have no text", "Copy the tokenizer's files there"
@@ -99,6 +103,11 @@ def work_of(config: GenerateConfig, prompts: PromptSet) -> dict[str, Any]:
     rows = [prompts[index] for index in range(len(prompts))]
     settings = as_dict(replace(config, out="", overwrite=False, ray_init=RayInitConfig()))
     return {"settings": settings, "weights": files, "prompts": [(row.id, row.tokens) for row in rows]}
+
+
+def model_directory(config: GenerateConfig) -> Path:
+    """The checkpoint as it is read: ``model.path``, or where it is changed its view among the logs."""
+    return logs_beside(Path(config.out)) / MODEL_VIEW if config.model.is_changed else Path(config.model.path)
 
 
 def logs_beside(out: Path) -> Path:

@@ -13,6 +13,7 @@ from mcore_rl.algorithms.cross_entropy import CrossEntropy
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.sft import ACTOR, SftConfig, sft_violations
 from mcore_rl.controller.lifecycle.model_checks import demand_weights, model_sft_violations
+from mcore_rl.controller.lifecycle.model_directory import prepare_model
 from mcore_rl.controller.lifecycle.preparation import PreparedRun, to_resume, weights_of_roles
 from mcore_rl.controller.lifecycle.resume_check import Identity
 from mcore_rl.controller.lifecycle.start_plan import forecast
@@ -55,6 +56,8 @@ def prepare(config: SftConfig) -> PreparedSft:
         model=replace(config.model, path=str(path)),
         trainer=replace(config.trainer, default_local_dir=str(place)),
     )
+    path = Path(config.model_directory)
+    prepare_model(config.model, path)
     _, model = model_of(read_config(path))
     refuse_if_any(model_sft_violations(config, model))
     demand_weights(path, ACTOR.head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from mcore_rl.parallel.phase import phase
 from mcore_rl.proofs.differences import module_differences
 from mcore_rl.reports.logprobs.question import TIE, Pass, Question, VllmSamples, batch_of, floats
 from mcore_rl.training.checkpoint import load_megatron
+from mcore_rl.training.effective_config import effective_config
 from mcore_rl.training.engine import Engine
 from mcore_rl.types import TrainBatch
 from mcore_rl.weights.table import Table
@@ -27,8 +29,11 @@ COLD = TIE / 10  # a temperature so low that the log-prob of the likeliest token
 COLD_LOGPROB = -10.0
 
 
-def score(rank: Rank, question: Question, drawn: VllmSamples, routing_TLK: Tensor | None) -> dict[Precision, Pass]:
-    """Score on one rank of Megatron: a pass in each precision, equal on every rank except ``differing``."""
+def score(rank: Rank, question: Question, drawn: VllmSamples, routings: Mapping[str, Tensor]) -> dict[Precision, Pass]:
+    """Score on one rank of Megatron: a pass in each precision, equal on every rank but for ``differing``, ``config``.
+
+    routings: the expert choices of other scorers, to replay, [T, L, K] each; empty without experts.
+    """
     platform = detect(Device.auto)
     rank.init_process_group(platform)
     layout = Layout.of(question.layout, rank.world_size)
@@ -36,7 +41,7 @@ def score(rank: Rank, question: Question, drawn: VllmSamples, routing_TLK: Tenso
     passes = {}
     for precision in question.precisions:
         with phase("Megatron", dtype=precision.value):
-            passes[precision] = _megatron_pass(groups, platform, precision, question, drawn, routing_TLK)
+            passes[precision] = _megatron_pass(groups, platform, precision, question, drawn, routings)
     destroy_groups()
     return passes
 
@@ -47,7 +52,7 @@ def _megatron_pass(
     precision: Precision,
     question: Question,
     drawn: VllmSamples,
-    routing_TLK: Tensor | None,
+    routings: Mapping[str, Tensor],
 ) -> Pass:
     batch, greedy = batch_of(drawn.samples, drawn.prompts), batch_of(drawn.greedy, drawn.prompts)
     longest = max(*batch.lengths_S, *greedy.lengths_S)
@@ -58,14 +63,14 @@ def _megatron_pass(
     if question.megatron is None:
         engine.load_weights(partial(load_hf, checkpoint=checkpoint, table=table, rank=groups.rank))
     else:
-        engine.load_weights(partial(load_megatron, directory=question.megatron))
+        engine.load_weights(partial(load_megatron, directory=question.megatron, model=plain.model))
     scores_of = partial(engine.score, with_entropy=False)
-    temperature, has_experts = question.sampling.temperature, routing_TLK is not None
-    scores = scores_of(batch, temperature=temperature, record_routing=has_experts)
-    replayed = None
-    if has_experts:
+    temperature = question.sampling.temperature
+    scores = scores_of(batch, temperature=temperature, record_routing=bool(routings))
+    replayed = {}
+    for name, routing_TLK in routings.items():
         again = batch_of(drawn.samples, drawn.prompts, routing_TLK)
-        replayed = _responses(scores_of(again, temperature=temperature).logprobs_T, again)
+        replayed[name] = _responses(scores_of(again, temperature=temperature).logprobs_T, again)
     cold = _responses(scores_of(greedy, temperature=COLD).logprobs_T, greedy)
     return Pass(
         logprobs=_responses(scores.logprobs_T, batch),
@@ -74,6 +79,7 @@ def _megatron_pass(
         routing_TLK=scores.routing_TLK,
         replayed=replayed,
         differing=module_differences(engine.models, table, groups.rank, checkpoint),
+        config=effective_config(engine.models, plain.model),
     )
 
 

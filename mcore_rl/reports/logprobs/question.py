@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from math import lcm
 from pathlib import Path
@@ -22,6 +22,7 @@ from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.errors import Violation
 from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.differences import Differences
+from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.rollout.protocol import Prompt, Sample, Sampling
 from mcore_rl.types import TrainBatch
 
@@ -61,13 +62,14 @@ class VllmSamples:
     """vLLM's results.
 
     samples: drawn as the question asks.  greedy: one greedy sample per prompt.  differing: differences between its
-    weights and the files.
+    weights and the files.  config: what its model computes with.
     """
 
     prompts: Mapping[str, Prompt]
     samples: tuple[Sample, ...]
     greedy: tuple[Sample, ...]
     differing: Differences
+    config: EffectiveConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +79,18 @@ class Pass:
     logprobs: of the samples.  sampled_from: the same under other distributions, by description.
     is_top1: whether each token of the greedy samples is the likeliest here too.
     routing_TLK: expert choices for the samples' tokens, prompts too, int16; None without experts.
-    replayed: log-probs with transformers' expert choices.
-    differing: differences between the weights and the files.
+    replayed: log-probs with the expert choices of other scorers, by scorer.
+    differing: differences between the weights and the files.  config: what the model, or this rank's part of it,
+    computes with.
     """
 
     logprobs: Float64Array
     is_top1: NDArray[np.bool_]
     sampled_from: dict[str, Float64Array]
     routing_TLK: Tensor | None = None
-    replayed: Float64Array | None = None
+    replayed: dict[str, Float64Array] = field(default_factory=dict)
     differing: Differences | None = None
+    config: EffectiveConfig = field(default_factory=dict)
 
 
 def question_violations(question: Question, num_prompts: int) -> list[Violation]:
@@ -114,6 +118,21 @@ def batch_of(samples: Sequence[Sample], prompts: Mapping[str, Prompt], routing_T
         mask_T=torch.tensor(list(chain.from_iterable(mask))),
         routing_TLK=routing_TLK,
     )
+
+
+def recorded_routing(drawn: VllmSamples, other_TLK: Tensor | None) -> Tensor | None:
+    """The experts that vLLM chose for the samples' tokens, prompts too, [T, L, K]; None where it recorded none.
+
+    It never processes the last token of a response, whose choices change no log-prob: those are ``other_TLK``'s.
+    """
+    if other_TLK is None or any(sample.experts is None for sample in drawn.samples):
+        return None
+    routing_TLK, end = other_TLK.clone(), 0
+    for sample in drawn.samples:
+        assert sample.experts is not None
+        begin, end = end, end + len(drawn.prompts[sample.prompt_id].tokens) + len(sample.tokens)
+        routing_TLK[begin : end - 1] = torch.from_numpy(sample.experts)
+    return routing_TLK
 
 
 def floats(values: Tensor) -> Float64Array:

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.arrays import Float64Array, Int64Array
+from mcore_rl.config.engine import Precision
+from mcore_rl.proofs.effective_config import EffectiveConfig, config_differences, unread
 
 VLLM, TRANSFORMERS, MEGATRON = "vllm", "transformers", "megatron"
 SCORERS = (VLLM, TRANSFORMERS, MEGATRON)
@@ -27,6 +29,21 @@ RATIO_BOUNDS = (0.8, 1.2)  # PPO's clip range of 0.2 (arXiv:1707.06347)
 ROUNDING = 1e-4  # nats: effect of the order of float32 sums on a log-prob; measured maxima are in docs/logprobs.md
 EXPLAINED = 0.5  # a cause explains the difference if removing it leaves at most this share of the mean
 MAX_WORST, MAX_NAMED = 10, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class DifferenceLimits:
+    """What every pair must keep, in nats: the largest difference of a token, and the mean over all tokens."""
+
+    max_abs: float
+    mean_abs: float
+
+
+# What no pair of sound scorers came near; docs/logprobs.md has the measurements.
+LIMITS = {
+    Precision.float32: DifferenceLimits(max_abs=1e-4, mean_abs=1e-5),
+    Precision.bfloat16: DifferenceLimits(max_abs=1.0, mean_abs=0.03),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +106,14 @@ class MismatchCause(Enum):
     """A reason why log-probs of the same tokens differ, in the order of examination."""
 
     weights = "weights"
+    configuration = "configuration"
     sampling = "sampling parameters"
     routing = "routing"
     precision = "precision"
     tokenisation = "tokenisation"
+
+
+MODEL = (MismatchCause.weights, MismatchCause.configuration)  # found: the scorers do not have the same model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +143,14 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replay:
+    """differs: share of (token, layer) with other experts in Megatron.  logprobs: Megatron's, with those experts."""
+
+    differs: float
+    logprobs: Float64Array
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """Other measurements; None or empty if not made.
 
@@ -129,8 +158,9 @@ class Evidence:
     float32: log-probs of transformers and Megatron in float32, if the scores have another dtype.
     sampled_from: description -> transformers' log-probs under another distribution that vLLM may have drawn from.
     truncated: whether top-p or top-k cut the distribution.
-    routing_differs: share of (token, layer) with different experts in Megatron and transformers.
-    replayed: Megatron's log-probs with transformers' choices.
+    configs: what each scorer's model computes with, read back from it.
+    unstated: Megatron's weights are of a checkpoint that does not say which configuration it was trained with.
+    replays: scorer -> what Megatron makes of its expert choices: transformers', and vLLM's where it records them.
     num_responses, retokenised: responses with text, and those whose text encodes to other tokens.
     """
 
@@ -138,15 +168,16 @@ class Evidence:
     float32: Mapping[str, Float64Array] = field(default_factory=dict)
     sampled_from: Mapping[str, Float64Array] = field(default_factory=dict)
     truncated: bool = False
-    routing_differs: float | None = None
-    replayed: Float64Array | None = None
+    configs: Mapping[str, EffectiveConfig] = field(default_factory=dict)
+    unstated: bool = False
+    replays: Mapping[str, Replay] = field(default_factory=dict)
     num_responses: int = 0
     retokenised: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobReport:
-    """The report.  settings: of the question.  verdict: one sentence.  exceeded: exceeded thresholds, in words."""
+    """The report.  settings: of the question.  verdict: one sentence.  exceeded: exceeded limits, in words."""
 
     settings: dict[str, Any]
     num_tokens: int
@@ -156,6 +187,11 @@ class LogprobReport:
     top1: Top1 | None
     worst: tuple[WorstToken, ...]
     exceeded: tuple[str, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no limit is exceeded, and all scorers have the same model, whether or not their numbers show it."""
+        return not self.exceeded and not any(each.found for each in self.findings if each.cause in MODEL)
 
     def as_json(self) -> dict[str, Any]:
         """The report as a dictionary that ``json.dump`` can write."""
@@ -203,12 +239,12 @@ def largest_differences(scored: Scored, count: int = MAX_WORST) -> Int64Array:
     return np.argsort(-np.ptp(rows, axis=0), kind="stable")[:count]
 
 
-def exceeded(pairs: Sequence[PairStatistics], max_abs: float | None, mean_abs: float | None) -> tuple[str, ...]:
-    """The thresholds that pairs exceed, in words; NaN exceeds every threshold.  None: no threshold."""
+def exceeded(pairs: Sequence[PairStatistics], limits: DifferenceLimits) -> tuple[str, ...]:
+    """The limits that pairs exceed, in words; NaN exceeds every limit."""
     messages = []
     for pair in pairs:
-        for what, value, limit in (("maximum", pair.max_abs, max_abs), ("mean", pair.mean_abs, mean_abs)):
-            if limit is not None and not value <= limit:
+        for what, value, limit in (("maximum", pair.max_abs, limits.max_abs), ("mean", pair.mean_abs, limits.mean_abs)):
+            if not value <= limit:
                 messages.append(f"{pair.first} and {pair.second}: {what} {value:.2e} exceeds {limit:g}")
     return tuple(messages)
 
@@ -217,6 +253,7 @@ def findings(scored: Scored, evidence: Evidence, dtype: str) -> tuple[Finding, .
     """The outcome for every cause, in the order of ``MismatchCause``.  dtype: of the scores."""
     return (
         _weights(evidence),
+        _configuration(evidence),
         _sampling(scored, evidence),
         _routing(scored, evidence),
         _precision(scored, evidence, dtype),
@@ -230,8 +267,10 @@ def verdict(pairs: Sequence[PairStatistics], outcomes: Sequence[Finding]) -> str
     who = f"{largest.first} and {largest.second} differ most, by {largest.max_abs:.1e}"
     # The scored tokens are the drawn ones, so tokenisation explains nothing here; in training it would.
     causes = [each.cause.value for each in outcomes if each.found and each.cause is not MismatchCause.tokenisation]
-    if MismatchCause.weights.value in causes:
-        return f"{who}. Cause: the weights are not the same; what else was found may follow from it."
+    if wrong := [cause.value for cause in MODEL if cause.value in causes]:
+        verb = "is" if wrong == [MismatchCause.configuration.value] else "are"
+        cause = f"the {' and the '.join(wrong)} {verb} not the same"
+        return f"{who}. Cause: {cause}; what else was found may follow from it."
     if largest.max_abs <= ROUNDING:
         return f"They agree: {who}."
     if not causes:
@@ -255,6 +294,18 @@ def _weights(evidence: Evidence) -> Finding:
     return Finding(cause=MismatchCause.weights, found=True, evidence="; ".join(messages))
 
 
+def _configuration(evidence: Evidence) -> Finding:
+    if not evidence.configs:
+        return Finding(cause=MismatchCause.configuration, found=None, evidence="not examined")
+    lines = config_differences(evidence.configs)
+    words = "; ".join(lines) or f"{', '.join(evidence.configs)}: every field is the same"
+    for holder, names in unread(evidence.configs).items():
+        words += f"; not read back from {holder}: {', '.join(names)}"
+    if evidence.unstated:
+        words += "; the checkpoint of --megatron does not say what it was trained with, so that of --hf was taken"
+    return Finding(cause=MismatchCause.configuration, found=bool(lines), evidence=words)
+
+
 def _sampling(scored: Scored, evidence: Evidence) -> Finding:
     drawn = scored.logprobs[VLLM]
     before = _mean_abs(drawn, scored.logprobs[TRANSFORMERS])
@@ -270,19 +321,20 @@ def _sampling(scored: Scored, evidence: Evidence) -> Finding:
 
 
 def _routing(scored: Scored, evidence: Evidence) -> Finding:
-    if evidence.routing_differs is None or evidence.replayed is None:
+    if not evidence.replays:
         return Finding(cause=MismatchCause.routing, found=None, evidence="the model has no experts")
-    reference = scored.logprobs[TRANSFORMERS]
-    before_N, after_N = np.abs(scored.logprobs[MEGATRON] - reference), np.abs(evidence.replayed - reference)
-    before, after = ((float(d_N.mean()), float(d_N.max())) for d_N in (before_N, after_N))
-    # Few tokens choose other experts, and these differ much: replay often reduces the maximum, and hardly the mean.
-    mended = any(with_ <= EXPLAINED * without for with_, without in zip(after, before, strict=True))
-    words = f"{evidence.routing_differs:.2%} of tokens and layers chose other experts in Megatron than in transformers"
-    words += (
-        f"; with transformers' choices replayed they differ by {after[0]:.1e} in the mean and {after[1]:.1e} at most "
-    )
-    words += f"instead of {before[0]:.1e} and {before[1]:.1e}"
-    return Finding(cause=MismatchCause.routing, found=evidence.routing_differs > 0 and mended, evidence=words)
+    is_cause, messages = False, []
+    for name, replay in evidence.replays.items():
+        reference = scored.logprobs[name]
+        before_N, after_N = np.abs(scored.logprobs[MEGATRON] - reference), np.abs(replay.logprobs - reference)
+        before, after = ((float(d_N.mean()), float(d_N.max())) for d_N in (before_N, after_N))
+        # Few tokens choose other experts, and these differ much: replay often reduces the maximum, and hardly the mean.
+        mended = any(with_ <= EXPLAINED * without for with_, without in zip(after, before, strict=True))
+        is_cause = is_cause or (replay.differs > 0 and mended)
+        words = f"{replay.differs:.2%} of tokens and layers chose other experts in Megatron than in {name}"
+        words += f"; with those of {name} replayed they differ by {after[0]:.1e} in the mean and {after[1]:.1e} at most"
+        messages.append(f"{words} instead of {before[0]:.1e} and {before[1]:.1e}")
+    return Finding(cause=MismatchCause.routing, found=is_cause, evidence="; ".join(messages))
 
 
 def _precision(scored: Scored, evidence: Evidence, dtype: str) -> Finding:

@@ -8,26 +8,38 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from mcore_rl.checkpoints.convert import open_megatron
+from mcore_rl.checkpoints.convert import HF, open_megatron
 from mcore_rl.config.engine import Precision
 from mcore_rl.errors import refuse_if_any
+from mcore_rl.families.config_json import CONFIG
 from mcore_rl.parallel.launch import Rank, run_ranks
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.proofs.differences import worst
-from mcore_rl.reports.logprobs.question import Pass, Question, VllmSamples, question_violations, settings_of
+from mcore_rl.proofs.effective_config import joined
+from mcore_rl.reports.logprobs.question import (
+    Pass,
+    Question,
+    VllmSamples,
+    question_violations,
+    recorded_routing,
+    settings_of,
+)
 from mcore_rl.reports.logprobs.report import (
+    LIMITS,
     MEGATRON,
     PAIRS,
     TRANSFORMERS,
     VLLM,
+    DifferenceLimits,
     Evidence,
     LogprobReport,
+    Replay,
     Scored,
     Top1,
     WorstToken,
@@ -68,10 +80,10 @@ def measure(question: Question, prompts: Sequence[Prompt], notice: Notice = lamb
     notice("transformers scores")
     (theirs,) = run_ranks(_transformers, 1, (question, drawn))
     notice(f"Megatron scores as {question.layout}")
-    routing_TLK = theirs[question.dtype].routing_TLK
+    routings = _routings(drawn, theirs[question.dtype].routing_TLK)
     layout = Layout.of(question.layout, question.world_size)
-    ranks = run_ranks(_megatron, question.world_size, (question, drawn, routing_TLK), layout=layout)
-    return _joined(question, drawn, theirs, ranks)
+    ranks = run_ranks(_megatron, question.world_size, (question, drawn, routings), layout=layout)
+    return _joined(question, drawn, theirs, ranks, routings)
 
 
 def report(
@@ -82,19 +94,24 @@ def report(
     max_abs: float | None = None,
     mean_abs: float | None = None,
 ) -> LogprobReport:
-    """The report on ``measured``.  tokenizer: decodes tokens.  max_abs, mean_abs: thresholds, in nats."""
+    """The report on ``measured``.  tokenizer: decodes tokens.  max_abs, mean_abs: other limits than ``LIMITS``."""
+    limits = LIMITS[question.dtype]
+    limits = DifferenceLimits(
+        max_abs=limits.max_abs if max_abs is None else max_abs,
+        mean_abs=limits.mean_abs if mean_abs is None else mean_abs,
+    )
     evidence = replace(measured.evidence, **_retokenised(measured.samples, tokenizer))
     pairs = tuple(statistics(first, second, measured.scored) for first, second in PAIRS)
     causes = findings(measured.scored, evidence, question.dtype.value)
     return LogprobReport(
-        settings=settings_of(question),
+        settings=settings_of(question) | {"limits": asdict(limits)},
         num_tokens=len(measured.scored.token_N),
         verdict=verdict(pairs, causes),
         findings=causes,
         pairs=pairs,
         top1=measured.top1,
         worst=_worst(measured, tokenizer),
-        exceeded=exceeded(pairs, max_abs, mean_abs),
+        exceeded=exceeded(pairs, limits),
     )
 
 
@@ -139,8 +156,26 @@ def _around(sample: Sample, position: int, tokenizer: Any | None) -> str:
     return f"{tokenizer.decode(before)}[{tokenizer.decode(at)}]{tokenizer.decode(after)}"
 
 
+def _routings(drawn: VllmSamples, theirs_TLK: Tensor | None) -> dict[str, Tensor]:
+    """The experts that transformers, and vLLM where it records them, chose."""
+    if theirs_TLK is None:
+        return {}
+    recorded_TLK = recorded_routing(drawn, theirs_TLK)
+    return {TRANSFORMERS: theirs_TLK} | ({} if recorded_TLK is None else {VLLM: recorded_TLK})
+
+
+def _share_elsewhere(one_TLK: Tensor, other_TLK: Tensor) -> float:
+    """The share of (token, layer) with another set of experts."""
+    one, other = (each.long().sort(-1).values for each in (one_TLK, other_TLK))
+    return float((one != other).any(-1).double().mean())
+
+
 def _joined(
-    question: Question, drawn: VllmSamples, theirs: dict[Precision, Pass], ranks: list[dict[Precision, Pass]]
+    question: Question,
+    drawn: VllmSamples,
+    theirs: dict[Precision, Pass],
+    ranks: list[dict[Precision, Pass]],
+    routings: dict[str, Tensor],
 ) -> Measured:
     reference, ours = theirs[question.dtype], ranks[0][question.dtype]
     drawn_logprobs = np.concatenate([sample.logprobs for sample in drawn.samples]).astype(np.float64)
@@ -151,10 +186,16 @@ def _joined(
         token_N=np.concatenate([sample.tokens for sample in drawn.samples]).astype(np.int64),
         logprobs={VLLM: drawn_logprobs, TRANSFORMERS: reference.logprobs, MEGATRON: ours.logprobs},
     )
-    differs = None
-    if reference.routing_TLK is not None and ours.routing_TLK is not None:
-        one, other = (each.long().sort(-1).values for each in (reference.routing_TLK, ours.routing_TLK))
-        differs = float((one != other).any(-1).double().mean())
+    replays = {}
+    if ours.routing_TLK is not None:
+        for name, routing_TLK in routings.items():
+            share = _share_elsewhere(ours.routing_TLK, routing_TLK)
+            replays[name] = Replay(differs=share, logprobs=ours.replayed[name])
+    configs = {
+        VLLM: drawn.config,
+        TRANSFORMERS: reference.config,
+        MEGATRON: joined([rank[question.dtype].config for rank in ranks]),
+    }
     float32 = {}
     if question.dtype is not Precision.float32:
         whole = Precision.float32
@@ -165,8 +206,9 @@ def _joined(
         float32=float32,
         sampled_from=reference.sampled_from,
         truncated=question.sampling.truncated,
-        routing_differs=differs,
-        replayed=ours.replayed,
+        replays=replays,
+        configs=configs,
+        unstated=question.megatron is not None and not (question.megatron / HF / CONFIG).exists(),
     )
     agreement = {TRANSFORMERS: float(reference.is_top1.mean()), MEGATRON: float(ours.is_top1.mean())}
     top1 = Top1(count=len(ours.is_top1), agreement=agreement)
@@ -179,8 +221,8 @@ def _transformers(rank: Rank, question: Question, drawn: VllmSamples) -> dict[Pr
     return transformers_scorer.score(question, drawn)
 
 
-def _megatron(rank: Rank, question: Question, drawn: VllmSamples, routing_TLK: Tensor | None) -> dict[Precision, Pass]:
+def _megatron(rank: Rank, question: Question, drawn: VllmSamples, routings: dict[str, Tensor]) -> dict[Precision, Pass]:
     warnings.simplefilter("ignore")  # Megatron warns of optional packages
     from mcore_rl.reports.logprobs import megatron_scorer  # here, so that the parent does not import Megatron
 
-    return megatron_scorer.score(rank, question, drawn, routing_TLK)
+    return megatron_scorer.score(rank, question, drawn, routings)

@@ -17,6 +17,7 @@ from mcore_rl.config.engine import Device, Precision
 from mcore_rl.parallel.device import detect, device_of
 from mcore_rl.parallel.phase import phase
 from mcore_rl.reports.logprobs.question import TIE, Pass, Question, VllmSamples, floats
+from mcore_rl.reports.logprobs.transformers_config import effective_config
 from mcore_rl.rollout.protocol import Prompt, Sample, Sampling
 
 EVERYTHING = "the whole distribution at temperature 1"
@@ -32,7 +33,10 @@ def score(question: Question, drawn: VllmSamples) -> dict[Precision, Pass]:
     for precision in question.precisions:
         with phase("transformers", dtype=precision.value):
             dtype = getattr(torch, precision.value)
-            model: Any = AutoModelForCausalLM.from_pretrained(question.hf, dtype=dtype, attn_implementation="eager")
+            # Eager experts, one after another: the grouped product takes widths of whole 16 bytes only (torch 2.13).
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                question.hf, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+            )
             passes[precision] = _transformers_pass(model.to(device), question.sampling, drawn)
             del model
     return passes
@@ -57,7 +61,11 @@ def _transformers_pass(model: Any, sampling: Sampling, drawn: VllmSamples) -> Pa
         tops.append(logits_NV.gather(1, tokens_N1)[:, 0] >= logits_NV.amax(1) - TIE)
     values = {name: floats(torch.cat(parts)) for name, parts in rows.items()}
     return Pass(
-        logprobs=values.pop(""), is_top1=torch.cat(tops).cpu().numpy(), sampled_from=values, routing_TLK=routing_TLK
+        logprobs=values.pop(""),
+        is_top1=torch.cat(tops).cpu().numpy(),
+        sampled_from=values,
+        routing_TLK=routing_TLK,
+        config=effective_config(model),
     )
 
 

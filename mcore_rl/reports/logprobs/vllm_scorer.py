@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import Sequence
 
 from mcore_rl.checkpoints.convert import open_hf
+from mcore_rl.config.engine import Device
 from mcore_rl.config.rollout import RolloutConfig, kv_bytes_per_token
+from mcore_rl.parallel.device import detect
 from mcore_rl.proofs.differences import worst
+from mcore_rl.proofs.effective_config import joined
 from mcore_rl.reports.logprobs.question import Question, VllmSamples
 from mcore_rl.rollout.engine.process import EngineProcess, start_engine
 from mcore_rl.rollout.protocol import Prompt, Request, Sample, Sampling, requests_of
@@ -29,6 +32,8 @@ def draw(question: Question, prompts: Sequence[Prompt]) -> VllmSamples:
         max_response_length=question.sampling.max_tokens,
         enforce_eager=True,  # a few hundred tokens: capturing graphs takes longer
         enable_sleep_mode=False,
+        # vLLM's CPU build records none (engine/admission.py).
+        return_routed_experts=table.model.moe is not None and detect(Device.auto).is_accelerator,
     )
     # Enough for some sequences at once, without taking all memory.
     sequence = kv_bytes_per_token(table.model, rollout) * rollout.max_model_len
@@ -47,6 +52,7 @@ async def _draw(engine: EngineProcess, question: Question, prompts: Sequence[Pro
         samples=await _samples(engine, requests_of(prompts, question.n), question.sampling),
         greedy=await _samples(engine, requests_of(prompts, 1), greedy),
         differing=worst(differences_by_rank),
+        config=joined(await engine.call_workers(HeldWeightsMethods.held_config)),
     )
 
 

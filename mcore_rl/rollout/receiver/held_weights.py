@@ -1,4 +1,4 @@
-"""An extension of vLLM's worker (``worker_extension_cls``) that compares its weights with the files.
+"""An extension of vLLM's worker (``worker_extension_cls``) that holds its model against files and other models.
 
 It needs no trainer and no channel; ``worker_extension`` receives a run's updates.
 """
@@ -13,6 +13,8 @@ import torch
 from mcore_rl.checkpoints.convert import open_hf
 from mcore_rl.config.rollout import parse_rollout_layout
 from mcore_rl.proofs.differences import Differences, piece_differences, worst
+from mcore_rl.proofs.effective_config import EffectiveConfig
+from mcore_rl.rollout.receiver.effective_config import effective_config
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
 from mcore_rl.rollout.worker_methods import HeldWeightsMethods
 from mcore_rl.weights.rollout_table import RolloutTable
@@ -47,6 +49,10 @@ class HeldWeights:
                 pieces = [piece for place, piece in table.pieces(stored) if place == slot]
                 differences.append(piece_differences(held, pieces, checkpoint))
         return worst(differences)
+
+    def held_config(self) -> EffectiveConfig:
+        """See ``HeldWeightsMethods.held_config``."""
+        return effective_config(self.model_runner.get_model())
 
 
 if TYPE_CHECKING:

@@ -28,6 +28,8 @@ from torch import nn
 
 from mcore_rl.errors import McoreRLError, RolloutError, SyncError
 from mcore_rl.families.registry import FAMILIES
+from mcore_rl.proofs.effective_config import EffectiveConfig
+from mcore_rl.rollout.receiver.effective_config import effective_config
 from mcore_rl.rollout.receiver.live_weights import LiveWeights
 from mcore_rl.rollout.receiver.receive_memory import beside, freed_memory_kept
 from mcore_rl.rollout.weight_channel import Incoming, Opening
@@ -120,6 +122,10 @@ class WeightReceiver:
     def sync_receive(self, version: int) -> Answer[None]:
         """See ``WeightReceiverMethods.sync_receive``."""
         return _answer(self._sync_receive, version)
+
+    def sync_configuration(self) -> Answer[EffectiveConfig]:
+        """See ``WeightReceiverMethods.sync_configuration``."""
+        return _answer(lambda: effective_config(self.model_runner.get_model()))
 
     def sync_fingerprints(self) -> Answer[Sequence[tuple[str, int, int]]]:
         """See ``WeightReceiverMethods.sync_fingerprints``."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +60,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def published(model: Path) -> tuple[Path, list[str]]:
+    """The same weights with another config.json, and what makes a run read the model's own."""
+    directory = shutil.copytree(model, model.parent / "published")
+    config = json.loads((model / "config.json").read_text())
+    other = {"rope_parameters": config["rope_parameters"] | {"rope_theta": 1.5}, "attention_dropout": 0.1}
+    (directory / "config.json").write_text(json.dumps(config | other | {"unsloth_fixed": True}))
+    rope = ",".join(f"{name}:{value}" for name, value in config["rope_parameters"].items())
+    words = [f"model.config_overrides={{rope_parameters:{{{rope}}}}}", "model.ignore_fields=[attention_dropout]"]
+    return directory, words
+
+
 def rows_of(questions: Sequence[str]) -> list[dict[str, Any]]:
     return [row(question, str(number), level=number) for number, question in enumerate(questions)]
 
@@ -79,16 +93,20 @@ def greedy(model: Path, tokens: Sequence[int]) -> list[int]:
 
 
 def test_greedy_responses_are_those_of_transformers(
-    model: Path, capsys: pytest.CaptureFixture[str], fast_ray: None
+    model: Path, published: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str], fast_ray: None
 ) -> None:
-    """Two files, one prompt too long and left out; all columns kept, in order; one engine on Ray."""
+    """Two files, one prompt too long and left out; all columns kept, in order; one engine on Ray.
+
+    The engine's config.json is the model's own by ``model.config_overrides`` and ``model.ignore_fields`` alone.
+    """
     folder = model.parent
     long = row("Tom " * 70, "0", level=9)
     first = write(folder / "a.parquet", [*rows_of(QUESTIONS[:2]), long])
     second = write(folder / "b.parquet", [dict(each, note="b") for each in rows_of(QUESTIONS[2:])])
     out = folder / "made" / "answers.parquet"
     files = f"data.files=[{first},{second}]"
-    config = config_of(model, out, files, "data.filter_overlong_prompts=true", "rollout.temperature=0")
+    directory, changes = published
+    config = config_of(directory, out, files, "data.filter_overlong_prompts=true", "rollout.temperature=0", *changes)
     assert asyncio.run(run_generate(config)) == 0
 
     table = pq.read_table(out)
@@ -107,8 +125,9 @@ def test_greedy_responses_are_those_of_transformers(
         assert each["response_num_tokens"] == [len(tokens)]
         assert each["finish_reasons"] == ["stop" if ended else "length"]
     assert [file.name for file in out.parent.iterdir() if file.is_file()] == ["answers.parquet"]
-    assert sorted(file.name for file in logs_beside(out).iterdir()) == ["engine-0.log", "engine-0.stacks"]
+    assert sorted(file.name for file in logs_beside(out).iterdir()) == ["engine-0.log", "engine-0.stacks", "model"]
     said = capsys.readouterr()
+    assert "config.json is read with changes: rope_parameters" in said.err and "unsloth_fixed" in said.err
     assert "data.files: 4 prompts of" in said.err and "1 of 5 left out" in said.err
     assert "answers.parquet: 4 prompts, 1 responses each" in said.out
 

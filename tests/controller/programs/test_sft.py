@@ -28,6 +28,8 @@ from tests.support.composed import composed
 from tests.support.crash_runs import doing, launch, nothing_survives
 from tests.support.run_task import nothing_left, write_task
 
+POSITIONS = 777
+CHANGED = f"model.config_overrides.max_position_embeddings={POSITIONS}"
 STEPS, SAVED, BATCH, VALIDATED = 4, 2, 8, 5
 SPEED = ("time/", "perf/")
 # Two implementations in float32, each a mean over a hundred tokens of log-probs that are right to 1e-6.
@@ -73,7 +75,7 @@ def settings(task: Path, directory: Path, *more: str) -> SftConfig:
 
 def run(task: Path, directory: Path) -> Observed:
     with nothing_left():
-        assert asyncio.run(sft.run_sft(settings(task, directory))) == 0
+        assert asyncio.run(sft.run_sft(settings(task, directory, CHANGED))) == 0
     return observed(directory)
 
 
@@ -105,7 +107,7 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory, fast_ray: None) 
 @pytest.fixture(scope="module")
 def struck(task: Path, tmp_path_factory: pytest.TempPathFactory, fast_ray: None) -> Observed:
     directory = tmp_path_factory.mktemp("struck") / "run"
-    words = ["sft", *overrides(task, directory, "trainer.save_freq=0")]
+    words = ["sft", *overrides(task, directory, "trainer.save_freq=0", CHANGED)]
     with nothing_survives(directory.parent) as traces:
         run = launch(words, directory, traces, hostile=True)
         run.until(lambda run: run.num_logged == 1)  # validation before training
@@ -175,6 +177,21 @@ def test_every_step_is_told_of(task: Path, whole: Observed) -> None:
     names = {path.name for path in (whole.directory / "profiles" / "step_1").iterdir()}
     assert names == {"actor-rank-0.json", "actor-rank-1.json"}
     assert (whole.directory / "report.html").is_file()
+
+
+def test_what_is_changed_of_the_model_is_read_written_and_part_of_the_run(task: Path, whole: Observed) -> None:
+    """One changed config.json: the trainer's, that of the export and the checkpoints, and of the run's identity."""
+    places = ["model", "hf/final", f"checkpoints/step_{STEPS}/actor/hf"]
+    for place in places:
+        config = json.loads((whole.directory / place / "config.json").read_text())
+        assert config["max_position_embeddings"] == POSITIONS, place
+    assert json.loads((task / "model" / "config.json").read_text())["max_position_embeddings"] != POSITIONS
+    identity = json.loads((whole.directory / "checkpoints" / f"step_{STEPS}" / "run.json").read_text())
+    assert identity["model"]["max_position_embeddings"] == POSITIONS
+    assert identity["config"]["model"]["config_overrides"] == {"max_position_embeddings": POSITIONS}
+    assert identity["config"]["model"]["path"] == str(task / "model")
+    with pytest.raises(ConfigError, match="is another model than the checkpoint's: max_position_embeddings 777 there"):
+        sft.prepare(settings(task, whole.directory, f"model.config_overrides.max_position_embeddings={POSITIONS + 1}"))
 
 
 @pytest.mark.tier("full")

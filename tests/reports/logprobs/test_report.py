@@ -15,9 +15,11 @@ from mcore_rl.reports.logprobs.report import (
     TRANSFORMERS,
     VLLM,
     Bin,
+    DifferenceLimits,
     Evidence,
     LogprobReport,
     MismatchCause,
+    Replay,
     Scored,
     Top1,
     exceeded,
@@ -52,6 +54,10 @@ def moved(by: float, seed: int = 1) -> np.ndarray:
 
 def found_in(given: Scored, evidence: Evidence, dtype: str = "float32") -> dict[MismatchCause, bool | None]:
     return {finding.cause: finding.found for finding in findings(given, evidence, dtype)}
+
+
+def replay(differs: float, logprobs: np.ndarray, name: str = TRANSFORMERS) -> Evidence:
+    return Evidence(replays={name: Replay(differs=differs, logprobs=logprobs)})
 
 
 # Statistics
@@ -132,13 +138,12 @@ def test_the_worst_tokens_are_those_of_any_two_scorers() -> None:
 
 def test_thresholds() -> None:
     pairs = [statistics(*pair, scored(**{MEGATRON: moved(0.2)})) for pair in PAIRS]
-    assert exceeded(pairs, None, None) == ()
-    assert exceeded(pairs, 10.0, 10.0) == ()
-    said = exceeded(pairs, 1e-4, None)
+    assert exceeded(pairs, DifferenceLimits(max_abs=10.0, mean_abs=10.0)) == ()
+    said = exceeded(pairs, DifferenceLimits(max_abs=1e-4, mean_abs=10.0))
     assert len(said) == 2 and all("megatron" in words and "maximum" in words for words in said)
-    assert len(exceeded(pairs, 1e-4, 1e-4)) == 4
+    assert len(exceeded(pairs, DifferenceLimits(max_abs=1e-4, mean_abs=1e-4))) == 4
     nothing = [dataclasses.replace(pairs[0], max_abs=math.nan)]
-    assert len(exceeded(nothing, 10.0, None)) == 1, "what is no number keeps no limit"
+    assert len(exceeded(nothing, DifferenceLimits(max_abs=10.0, mean_abs=10.0))) == 1, "NaN keeps no limit"
 
 
 # Causes
@@ -168,6 +173,35 @@ def test_weights_are_named_first() -> None:
     assert found_in(given, Evidence())[MismatchCause.weights] is None
 
 
+def model(**fields: object) -> dict[str, dict[str, object]]:
+    return {"layer 0": {"norm_epsilon": 1e-6, "moe.top_k": 2} | fields}
+
+
+def test_another_configuration_is_found_whatever_the_numbers_say() -> None:
+    given = scored()
+    same = {name: model() for name in (VLLM, TRANSFORMERS, MEGATRON)}
+    assert found_in(given, Evidence(configs=same))[MismatchCause.configuration] is False
+    assert found_in(given, Evidence())[MismatchCause.configuration] is None
+    other = Evidence(configs=same | {VLLM: model(norm_epsilon=1e-3)})
+    causes = findings(given, other, "float32")
+    (configuration,) = (each for each in causes if each.cause is MismatchCause.configuration)
+    assert configuration.evidence == "norm_epsilon of layer 0: vllm 0.001, transformers 1e-06, megatron 1e-06"
+    assert configuration.found
+    pairs = [statistics(*pair, given) for pair in PAIRS]
+    assert "Cause: the configuration is not the same" in verdict(pairs, causes)
+    weights = dataclasses.replace(other, differing_weights={VLLM: {"w": 1.0}})
+    assert "the weights and the configuration are" in verdict(pairs, findings(given, weights, "float32"))
+
+
+def test_what_a_side_does_not_tell_is_said() -> None:
+    told = {VLLM: {"layer 0": {"norm_epsilon": 1e-6}}, TRANSFORMERS: model(), MEGATRON: model()}
+    listed = findings(scored(), Evidence(configs=told, unstated=True), "float32")
+    (configuration,) = (each for each in listed if each.cause is MismatchCause.configuration)
+    assert not configuration.found
+    assert "not read back from vllm: moe.top_k" in configuration.evidence
+    assert "does not say what it was trained with" in configuration.evidence
+
+
 def test_another_temperature_is_found() -> None:
     """vLLM returned raw log-probs, say, and not those after temperature."""
     other = moved(0.5)
@@ -187,10 +221,10 @@ def test_sampling_is_not_blamed_for_noise() -> None:
 
 def test_routing_is_the_cause_where_replay_mends_it() -> None:
     given = scored(**{MEGATRON: moved(0.2)})
-    mended = Evidence(routing_differs=0.03, replayed=moved(NOISE))
+    mended = replay(0.03, moved(NOISE))
     assert found_in(given, mended)[MismatchCause.routing] is True
-    assert found_in(given, dataclasses.replace(mended, routing_differs=0.0))[MismatchCause.routing] is False
-    assert found_in(given, dataclasses.replace(mended, replayed=moved(0.19)))[MismatchCause.routing] is False
+    assert found_in(given, replay(0.0, moved(NOISE)))[MismatchCause.routing] is False
+    assert found_in(given, replay(0.03, moved(0.19)))[MismatchCause.routing] is False
     assert found_in(given, Evidence())[MismatchCause.routing] is None
 
 
@@ -202,7 +236,19 @@ def test_routing_is_the_cause_of_a_few_large_differences() -> None:
     given = scored(**{MEGATRON: elsewhere})
     reference = given.logprobs[TRANSFORMERS]
     assert abs(mended - reference).mean() > 0.5 * abs(elsewhere - reference).mean()
-    assert found_in(given, Evidence(routing_differs=0.01, replayed=mended))[MismatchCause.routing] is True
+    assert found_in(given, replay(0.01, mended))[MismatchCause.routing] is True
+
+
+def test_the_routing_of_vllm_is_compared_where_it_is_recorded() -> None:
+    given = scored(**{VLLM: moved(0.2)})  # Megatron goes where transformers goes, and vLLM does not
+    theirs = Replay(differs=0.0, logprobs=given.logprobs[MEGATRON])
+    went_elsewhere = Replay(differs=0.02, logprobs=given.logprobs[VLLM] + NOISE)
+    evidence = Evidence(replays={TRANSFORMERS: theirs, VLLM: went_elsewhere})
+    (routing,) = (each for each in findings(given, evidence, "float32") if each.cause is MismatchCause.routing)
+    assert (
+        routing.found and "2.00% of tokens and layers chose other experts in Megatron than in vllm" in routing.evidence
+    )
+    assert found_in(given, Evidence(replays={TRANSFORMERS: theirs}))[MismatchCause.routing] is False
 
 
 def test_precision_is_the_cause_where_float32_agrees() -> None:
@@ -244,6 +290,10 @@ def test_the_report_is_json() -> None:
         worst=(),
         exceeded=(),
     )
+    assert report.is_sound
+    assert not dataclasses.replace(report, exceeded=("too far",)).is_sound
+    other = findings(given, Evidence(configs={VLLM: model(), MEGATRON: model(norm_epsilon=1.0)}), "float32")
+    assert not dataclasses.replace(report, findings=other).is_sound
     read = json.loads(json.dumps(report.as_json()))
     assert [finding["cause"] for finding in read["findings"]] == [cause.value for cause in MismatchCause]
     assert read["pairs"][0]["bins"][0]["count"] == 3 and read["top1"]["count"] == 4

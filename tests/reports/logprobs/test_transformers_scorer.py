@@ -57,7 +57,7 @@ def test_a_pass(name: str) -> None:
             for s in samples
         ]
     likeliest = sample([int(outputs[1].logits[0, 0].argmax()), 3], "b")
-    drawn = VllmSamples(prompts=prompts, samples=samples, greedy=(likeliest,), differing={})
+    drawn = VllmSamples(prompts=prompts, samples=samples, greedy=(likeliest,), differing={}, config={})
     sampling = Sampling(max_tokens=4, temperature=0.5, top_k=5)
     with torch.no_grad():
         scored = _transformers_pass(model, sampling, drawn)

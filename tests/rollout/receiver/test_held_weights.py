@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.proofs.effective_config import config_differences, unread
+from mcore_rl.reports.logprobs import transformers_config
 from mcore_rl.rollout.engine.process import EngineProcess
 from mcore_rl.rollout.worker_methods import HELD_WEIGHTS, HeldWeightsMethods
 from tests.support import tiny_models
@@ -58,6 +61,15 @@ def held(engine: EngineProcess, directory: Path) -> list[dict[str, float]]:
 def test_its_own_files(started: tuple[EngineProcess, Path]) -> None:
     engine, directory = started
     assert held(engine, directory) == [{}]
+
+
+def test_its_configuration(started: tuple[EngineProcess, Path]) -> None:
+    """transformers is the oracle, of the same files."""
+    engine, directory = started
+    reference = transformers_config.effective_config(AutoModelForCausalLM.from_pretrained(directory))
+    for of_worker in asyncio.run(engine.call_workers(HeldWeightsMethods.held_config)):
+        configs = {"vllm": of_worker, "transformers": reference}
+        assert config_differences(configs) == [] and unread(configs) == {}
 
 
 def test_other_files(started: tuple[EngineProcess, Path], tmp_path: Path) -> None:

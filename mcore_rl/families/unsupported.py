@@ -1,0 +1,87 @@
+"""What to tell the user of a checkpoint whose architecture no family reads: what is nearest, and what is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Architecture -> (the nearest that is supported, what it differs in).
+NEAREST = {
+    "ApertusForCausalLM": ("LlamaForCausalLM", "an MLP without a gate and norms over query and key heads"),
+    "ArceeForCausalLM": ("LlamaForCausalLM", "an MLP without a gate"),
+    "BailingMoeForCausalLM": ("Qwen2MoeForCausalLM", "fused projections"),
+    "CohereForCausalLM": ("LlamaForCausalLM", "LayerNorm, attention beside the MLP and scaled logits"),
+    "Cohere2ForCausalLM": ("LlamaForCausalLM", "LayerNorm, attention beside the MLP and some layers without positions"),
+    "DeepseekForCausalLM": ("Qwen2MoeForCausalLM", "shared experts, which have no gate"),
+    "DeepseekV2ForCausalLM": ("DeepseekV3ForCausalLM", "softmax scores of the experts"),
+    "DeepseekV32ForCausalLM": ("DeepseekV3ForCausalLM", "sparse attention"),
+    "DeepseekV4ForCausalLM": ("DeepseekV3ForCausalLM", "sparse attention of another kind"),
+    "Ernie4_5ForCausalLM": ("LlamaForCausalLM", "rotation of neighbouring pairs"),
+    "Ernie4_5_MoeForCausalLM": ("Qwen2MoeForCausalLM", "biased routing"),
+    "Exaone4ForCausalLM": ("Qwen3ForCausalLM", "norms behind each block and layers without positions"),
+    "FalconForCausalLM": ("LlamaForCausalLM", "LayerNorm and an MLP without a gate"),
+    "GemmaForCausalLM": ("Gemma2ForCausalLM", "having no soft caps and no windows"),
+    "Gemma3ForCausalLM": ("Gemma2ForCausalLM", "norms over query and key heads and two rotary bases"),
+    "Gemma3ForConditionalGeneration": ("Gemma2ForCausalLM", "images"),
+    "Glm4ForCausalLM": ("LlamaForCausalLM", "partly rotated heads and norms behind each block"),
+    "Glm4MoeForCausalLM": ("DeepseekV3ForCausalLM", "grouped-query attention with partly rotated heads"),
+    "GlmMoeDsaForCausalLM": ("DeepseekV3ForCausalLM", "sparse attention"),
+    "GptOssForCausalLM": ("Qwen3MoeForCausalLM", "attention sinks, biases and a clamped gate"),
+    "GraniteForCausalLM": ("LlamaForCausalLM", "multipliers of embeddings, attention, residuals and logits"),
+    "GraniteMoeForCausalLM": ("MixtralForCausalLM", "multipliers of embeddings, attention, residuals and logits"),
+    "InternLM2ForCausalLM": ("LlamaForCausalLM", "a fused projection"),
+    "KimiK25ForConditionalGeneration": ("DeepseekV3ForCausalLM", "images"),
+    "Llama4ForCausalLM": ("LlamaForCausalLM", "experts, chunked attention and layers without positions"),
+    "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "experts, chunked attention and images"),
+    "MiMoForCausalLM": ("Qwen2ForCausalLM", "layers of multi-token prediction"),
+    "MiniCPMForCausalLM": ("LlamaForCausalLM", "scaled embeddings, residuals and logits"),
+    "MiniMaxM2ForCausalLM": ("Qwen3MoeForCausalLM", "sigmoid routing and partly rotated heads"),
+    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "images"),
+    "MllamaForConditionalGeneration": ("LlamaForCausalLM", "images"),
+    "OlmoForCausalLM": ("LlamaForCausalLM", "LayerNorm without weights"),
+    "Olmo2ForCausalLM": ("LlamaForCausalLM", "norms behind each block and over whole queries and keys"),
+    "Olmo3ForCausalLM": ("LlamaForCausalLM", "norms behind each block and windows in most layers"),
+    "OlmoeForCausalLM": ("Qwen3MoeForCausalLM", "norms over whole queries and keys"),
+    "Phi3ForCausalLM": ("LlamaForCausalLM", "fused projections"),
+    "PhimoeForCausalLM": ("MixtralForCausalLM", "another routing, LayerNorm and biases"),
+    "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM", "images"),
+    "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", "images"),
+    "Qwen3NextForCausalLM": ("Qwen3MoeForCausalLM", "linear attention in most layers"),
+    "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", "images"),
+    "Qwen3VLMoeForConditionalGeneration": ("Qwen3MoeForCausalLM", "images"),
+    "Qwen3_5ForConditionalGeneration": ("Qwen3ForCausalLM", "linear attention in most layers and images"),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen3MoeForCausalLM", "linear attention in most layers and images"),
+    "SeedOssForCausalLM": ("LlamaForCausalLM", "biases on queries, keys and values"),
+    "SmolLM3ForCausalLM": ("LlamaForCausalLM", "layers without positions"),
+    "StableLmForCausalLM": ("LlamaForCausalLM", "LayerNorm and partly rotated heads"),
+    "Starcoder2ForCausalLM": ("LlamaForCausalLM", "LayerNorm, biases and an MLP without a gate"),
+}
+# The families that are planned next.
+PLANNED = (
+    "DeepseekV2ForCausalLM", "Gemma3ForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM",
+    "Phi3ForCausalLM", "Qwen3NextForCausalLM",
+)  # fmt: skip
+# Names of architectures, or beginnings of model types, that tell what a checkpoint is.
+_KINDS = (
+    ("an encoder", ("bert", "roberta", "deberta", "electra", "xlm", "modernbert", "mpnet", "nomic")),
+    ("an encoder-decoder", ("t5", "mt5", "bart", "mbart", "whisper", "pegasus", "m2m", "marian")),
+    ("a state-space model", ("mamba", "rwkv", "falcon_mamba", "nemotron_h", "jamba", "zamba", "bamba")),
+)
+
+
+def advice(architecture: str, config: Mapping[str, Any], supported: Sequence[str]) -> str:
+    """A sentence on ``architecture``, with a blank behind it: what is nearest, and whether it is planned; "": unknown.
+
+    supported: the architectures that are read here.
+    """
+    if architecture in NEAREST and architecture not in supported:
+        nearest, difference = NEAREST[architecture]
+        planned = "; a family for it is planned" if architecture in PLANNED else ""
+        return f"The nearest is {nearest}, and it differs in {difference}{planned}. "
+    kind = str(config.get("model_type", "")).lower()
+    for what, beginnings in _KINDS:
+        if kind.startswith(beginnings):
+            return f"It is {what}, and only decoders of text can be trained. "
+    if any(config.get(part) for part in ("vision_config", "audio_config")):
+        return "It reads more than text, and only decoders of text can be trained. "
+    return ""

@@ -1,0 +1,132 @@
+"""Every single wrong rule that a family's tables could hold by mistake: what the proof must not call proven.
+
+A mutant is a family with one rule changed in one place: deleted, another source of the same shape, sources in another
+order, another axis, layout, stage, dimension or other layers, and so on.  Two rules that have each other's sources are
+one mutant too, because each name is then still consumed once.  ``mutation.py`` judges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import combinations
+from typing import Any
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.families.family import Family
+from mcore_rl.families.registry import FAMILIES
+from mcore_rl.families.rules import Axis, HfTensor, Layers, Rule, Stage, always
+
+UNJUDGED = "unjudged"
+TABLES = ("weights", "rollout", "rollout_without_latent")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One wrong table.
+
+    table: the field of ``Family`` that is wrong.  rule: the name of the rule.  part: what is changed of it, a field of
+    ``Rule``, or another word for what happened to it.  change: how, in words.  family: with the wrong table.
+    """
+
+    table: str
+    rule: str
+    part: str
+    change: str
+    family: Family
+
+    def __str__(self) -> str:
+        return f"{self.table}: {self.rule}: {self.part} {self.change}".rstrip()
+
+
+def with_rules(family: Family, table: str, rules: tuple[Rule, ...]) -> Family:
+    """``family`` with other ``rules`` in ``table``."""
+    changes: dict[str, Any] = {table: rules}
+    return replace(family, **changes)
+
+
+def mutants(family: Family, table: str, models: Sequence[ModelConfig]) -> Iterator[Mutant]:
+    """Every mutant of a ``table`` of ``family``.
+
+    models: of the family, which say what has equal shape.  A rule that none of them has is a mutant of its own, without
+    a change: nobody can judge it.
+    """
+    rules: tuple[Rule, ...] = getattr(family, table)
+
+    def made(at: int, part: str, change: str, *new: Rule) -> Mutant:
+        wrong = with_rules(family, table, (*rules[:at], *new, *rules[at + 1 :]))
+        return Mutant(table, rules[at].name, part, change, wrong)
+
+    for number, rule in enumerate(rules):
+        model = next((model for model in models if rule.only(model)), None)
+        if model is None:
+            yield Mutant(table, rule.name, UNJUDGED, "no model of the cases has it", family)
+            continue
+        yield made(number, "deleted", "")
+        yield made(number, "doubled", "", rule, rule)
+        for part, change, values in _changes(rule, rules, model):
+            try:
+                wrong = replace(rule, **values)  # type: ignore[arg-type]
+            except AssertionError:
+                continue  # a rule that cannot be written
+            yield made(number, part, change, wrong)
+    yield from _exchanges(family, table, models)
+
+
+def _changes(rule: Rule, rules: tuple[Rule, ...], model: ModelConfig) -> Iterator[tuple[str, str, dict[str, object]]]:
+    """(part, change in words, new values of fields) of each way to get ``rule`` wrong."""
+    sources = list(dict.fromkeys(tensor for other in rules if other.only(model) for tensor in other.hf))
+    for place, held in enumerate(rule.hf):
+        for other in sources:
+            if other != held and other.shape(model) == held.shape(model):
+                yield "hf", f"{held.name} is {other.name}", {"hf": _with(rule.hf, place, other)}
+    for first, second in combinations(range(len(rule.hf)), 2):
+        swapped = _with(_with(rule.hf, first, rule.hf[second]), second, rule.hf[first])
+        yield "hf", f"{rule.hf[first].name} and {rule.hf[second].name} change places", {"hf": swapped}
+    if len(rule.hf) > 1:
+        for place, held in enumerate(rule.hf):
+            yield "hf", f"lacks {held.name}", {"hf": rule.hf[:place] + rule.hf[place + 1 :]}
+    tables = (getattr(family, table) for family in FAMILIES.values() for table in TABLES)
+    layouts: list[Any] = list(dict.fromkeys(each.layout for rules in tables for each in rules))
+    choices: dict[str, list[object]] = {
+        "layout": layouts,
+        "axis": list(Axis),
+        "stage": list(Stage),
+        "layers": list(Layers),
+        "dim": list(range(max(len(rule.hf[0].dims), 2))),
+        "stacked": [False, True],
+        "dtype": [None, "float32"],
+        "absent_ok": [False, True],
+        "only": [always, _never],
+        "checkpoint": [*([None] if rule.checkpoint else []), "decoder.layers.{l}.self_attention.wrong.weight"],
+    }
+    assert choices.keys() | {"name", "hf", "per_expert"} == {field.name for field in fields(Rule)}
+    for part, values in choices.items():
+        for value in values:
+            if value != getattr(rule, part):
+                yield part, f"is {_words(value)}", {part: value}
+
+
+def _never(model: ModelConfig) -> bool:
+    return False
+
+
+def _with(hf: tuple[HfTensor, ...], place: int, tensor: HfTensor) -> tuple[HfTensor, ...]:
+    return (*hf[:place], tensor, *hf[place + 1 :])
+
+
+def _words(value: Any) -> str:
+    if callable(value):
+        return str(value.__qualname__).replace(".<locals>.", " ").strip("_")
+    return str(value)
+
+
+def _exchanges(family: Family, table: str, models: Sequence[ModelConfig]) -> Iterator[Mutant]:
+    """Two rules whose sources have equal shapes, with each other's."""
+    rules: tuple[Rule, ...] = getattr(family, table)
+    for (first, a), (second, b) in combinations(enumerate(rules), 2):
+        model = next((model for model in models if a.only(model) and b.only(model)), None)
+        if model is not None and a.hf != b.hf and a.hf_shapes(model) == b.hf_shapes(model):
+            wrong = list(rules)
+            wrong[first], wrong[second] = replace(a, hf=b.hf), replace(b, hf=a.hf)
+            yield Mutant(table, a.name, "exchanged", f"with {b.name}", with_rules(family, table, tuple(wrong)))

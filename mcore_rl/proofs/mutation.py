@@ -1,0 +1,353 @@
+"""The mutation score of a family: how many of its wrong tables (``mutants.py``) the proof names.
+
+A mutant is judged where the proof judges a table (``placement.py``), in several models and layouts of one family: what
+its changed rules say of every parameter is held against the oracles.  It is
+
+- failed: a message names what is wrong;
+- unchanged: in every model and layout it says what the right table says, and ``REASONS`` knows why;
+- survived: neither.  One survivor is a hole in the proof.
+
+The oracles are asked once for each model and layout, and mutants are integers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import ParallelConfig, parse_layout
+from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout
+from mcore_rl.errors import ConfigError, WeightMapError
+from mcore_rl.families.blocks import tied, untied
+from mcore_rl.families.family import Family
+from mcore_rl.families.registry import model_of
+from mcore_rl.families.rules import Axis, Layers, Rule, Stage
+from mcore_rl.proofs.hf_model import hf_shapes
+from mcore_rl.proofs.mutants import UNJUDGED, Mutant, mutants, with_rules
+from mcore_rl.proofs.placement import (
+    VLLM_HEAD_DIM,
+    Megatron,
+    ParameterPlacement,
+    RolloutWord,
+    Said,
+    TrainingOracle,
+    TrainingWord,
+    Vllm,
+    Word,
+    idle_axes,
+    placement_failures,
+    rank_failures,
+)
+from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
+from mcore_rl.proofs.tracer import EXPERTS, NumberedCheckpoint, reduced_config
+from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.table import Table
+
+TRAINING = ("tp=2,pp=2,vpp=2", "tp=2")
+TRAINING_EXPERTS = ("tp=2,pp=2,ep=2,etp=1", "tp=2,pp=2,ep=2,etp=2")
+ROLLOUT = ("tp=4",)
+ROLLOUT_EXPERTS = ("tp=2,dp=2,ep=2", "tp=2,dp=2,ep=4")
+
+# Fields of config.json that decide which rules a family's model has, in the values that its models have.
+TIES: dict[str, Any] = {"tie_word_embeddings": True}
+NO_TIES: dict[str, Any] = {"tie_word_embeddings": False}
+VARIANTS: tuple[dict[str, Any], ...] = (TIES, NO_TIES, {"q_lora_rank": None})
+
+
+@dataclass(frozen=True)
+class OracleCase:
+    """One model, one layout and what the oracle says of it.
+
+    table: the field of ``Family`` that it judges.  config: of the model.  right: by rank.  read: makes the word of a
+    family's table.
+    """
+
+    table: str
+    name: str
+    config: Mapping[str, Any]
+    family: Family
+    model: ModelConfig
+    checkpoint: NumberedCheckpoint
+    right: Mapping[int, ParameterPlacement]
+    read: Callable[[Family], Word]
+
+
+class MutantVerdict(Enum):
+    """What became of a mutant."""
+
+    failed = "failed"
+    unchanged = "unchanged"
+    survived = "survived"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A mutant and its verdict.  why: the first failure, the reason why it changes nothing, or what let it live."""
+
+    mutant: Mutant
+    verdict: MutantVerdict
+    why: str
+
+
+# ---- the cases ----
+
+
+def variants(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """``config`` and what it is with each of ``VARIANTS`` that its family has and does not refuse."""
+    made = [dict(config)]
+    for changes in VARIANTS:
+        changed = dict(config) | changes
+        if changed in made or not changes.keys() <= config.keys() | TIES.keys():
+            continue
+        if not _refused(changed):
+            made.append(changed)
+    return made
+
+
+def _refused(config: Mapping[str, Any]) -> bool:
+    try:
+        model_of(config)
+    except ConfigError:
+        return True
+    return False
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the model of a ``config.json`` has experts."""
+    return any(name in config for name in EXPERTS)
+
+
+def training_case(config: Mapping[str, Any], layout: str, megatron: Megatron) -> OracleCase:
+    """The case of a family's ``weights`` in ``layout``.  Raises WeightMapError if its statement is wrong or missing."""
+    parallel = parse_layout(layout)
+    world_size = parallel.tp * parallel.pp * max(1, parallel.ep * parallel.etp // parallel.tp)
+    small = reduced_config(config, parallel, RolloutLayout())
+    family, model = model_of(small)
+    checkpoint = NumberedCheckpoint(hf_shapes(small, family.model_type))
+    ranks = {rank: megatron(model, parallel, world_size, rank) for rank in range(world_size)}
+    oracle = TrainingOracle(STATEMENTS[family.name], small, checkpoint, ranks)
+    if oracle.failures:
+        raise WeightMapError(f"the statement of {family.name}", oracle.failures)
+    read = partial(_training_word, model=model, parallel=parallel, world_size=world_size, checkpoint=checkpoint)
+    return OracleCase("weights", layout, small, family, model, checkpoint, oracle.placements, read)
+
+
+def _training_word(
+    family: Family, model: ModelConfig, parallel: ParallelConfig, world_size: int, checkpoint: NumberedCheckpoint
+) -> Word:
+    return TrainingWord(Table(family, model, parallel, world_size), checkpoint)
+
+
+def rollout_case(config: Mapping[str, Any], layout: str, vllm: Vllm, *, latent_attention: bool = True) -> OracleCase:
+    """The case of a family's ``rollout``, or of ``rollout_without_latent``, in ``layout``."""
+    target = parse_rollout_layout(layout)
+    small = reduced_config(config, parse_layout("tp=2,pp=2"), target, VLLM_HEAD_DIM)
+    family, model = model_of(small)
+    checkpoint = NumberedCheckpoint(hf_shapes(small, family.model_type))
+    right = vllm(small, checkpoint.shapes, target, latent_attention)
+    read = partial(_rollout_word, model=model, layout=target, latent=latent_attention, checkpoint=checkpoint)
+    table = "rollout" if latent_attention else "rollout_without_latent"
+    return OracleCase(table, layout, small, family, model, checkpoint, right, read)
+
+
+def _rollout_word(
+    family: Family, model: ModelConfig, layout: RolloutLayout, latent: bool, checkpoint: NumberedCheckpoint
+) -> Word:
+    return RolloutWord(RolloutTable(family, model, layout, latent_attention=latent), checkpoint)
+
+
+def cases(config: Mapping[str, Any], megatron: Megatron | None, vllm: Vllm | None) -> list[OracleCase]:
+    """All cases of the family of ``config``; without Megatron's or vLLM's where that is None."""
+    made, experts = [], has_experts(config)
+    for variant in variants(config):
+        if megatron is not None:
+            layouts = (*TRAINING, *(TRAINING_EXPERTS if experts else ()))
+            made += [training_case(variant, layout, megatron) for layout in layouts]
+        if vllm is not None:
+            layouts = (*ROLLOUT, *(ROLLOUT_EXPERTS if experts else ()))
+            made += [rollout_case(variant, layout, vllm) for layout in layouts]
+            if made[-1].family.rollout_without_latent:
+                made += [rollout_case(variant, layout, vllm, latent_attention=False) for layout in layouts]
+    return made
+
+
+def case_failures(case: OracleCase) -> list[str]:
+    """What the right table of ``case`` gets wrong."""
+    read = partial(case.read, case.family)
+    return placement_failures(read, case.right, case.checkpoint, f"{case.table} in {case.name}: rank")
+
+
+# ---- the verdicts ----
+
+
+def judge_all(cases: Sequence[OracleCase]) -> Iterator[Judged]:
+    """Every mutant of the tables that ``cases`` judge."""
+    for table in dict.fromkeys(case.table for case in cases):
+        mine = [case for case in cases if case.table == table]
+        judge = Judge(mine)
+        yield from (judge(mutant) for mutant in mutants(mine[0].family, table, [case.model for case in mine]))
+
+
+class Judge:
+    """Judges the mutants of one table by ``cases``."""
+
+    def __init__(self, cases: Sequence[OracleCase]) -> None:
+        self._cases = cases
+        self._kept: dict[tuple[int, int, tuple[int, ...]], Said] = {}
+
+    def __call__(self, mutant: Mutant) -> Judged:
+        """The verdict over ``mutant``."""
+        if mutant.part == UNJUDGED:
+            return self._unjudged(mutant)
+        right = getattr(self._cases[0].family, mutant.table)
+        wrong = getattr(mutant.family, mutant.table)
+        before, after = (Counter(map(id, rules)) for rules in (right, wrong))
+        old = tuple(rule for rule in right if before[id(rule)] != after[id(rule)])
+        new = tuple(rule for rule in wrong if before[id(rule)] != after[id(rule)])
+        for number, case in enumerate(self._cases):
+            try:
+                changed, failure = self._failure(number, case, old, new)
+            except Exception as error:  # noqa: BLE001  a wrong rule may raise anything
+                why = f"the rule of {mutant.rule} cannot be read: {type(error).__name__}: {error}"
+                return Judged(mutant, MutantVerdict.failed, why)
+            if failure:
+                return Judged(mutant, MutantVerdict.failed, failure)
+            if changed:
+                return Judged(mutant, MutantVerdict.survived, f"{case.name} says something else and passes")
+        reason = why_unchanged(mutant, (*old, *new)[0], [case.model for case in self._cases])
+        return Judged(
+            mutant,
+            MutantVerdict.unchanged if reason else MutantVerdict.survived,
+            reason or "unchanged without a reason",
+        )
+
+    def _unjudged(self, mutant: Mutant) -> Judged:
+        """Of a rule that no model of the cases has: unchanged, if the family refuses the models that would have it."""
+        named = [rule for rule in getattr(mutant.family, mutant.table) if rule.name == mutant.rule]
+        nobody = next(rule for rule in named if not any(rule.only(case.model) for case in self._cases))
+        for wanted, changes in ((tied, TIES), (untied, NO_TIES)):
+            if nobody.only is wanted and all(_refused(dict(case.config) | changes) for case in self._cases):
+                return Judged(mutant, MutantVerdict.unchanged, f"the family refuses a config.json with {changes}")
+        return Judged(mutant, MutantVerdict.survived, mutant.change)
+
+    def _failure(
+        self, number: int, case: OracleCase, old: tuple[Rule, ...], new: tuple[Rule, ...]
+    ) -> tuple[bool, str | None]:
+        """(whether the changed rules say something else in ``case``, the first failure)."""
+        word = case.read(with_rules(case.family, case.table, new))
+        changed = any(a.axis is not b.axis for a, b in zip(old, new, strict=False))
+        for rank, right in case.right.items():
+            said, before = word.of(rank), self._before(number, case, rank, old)
+            if _same(said, before):
+                continue
+            changed = True
+            names = {name for name, _ in before}
+            for failure in rank_failures(f"{case.name}: rank {rank}:", said, right, case.checkpoint, names):
+                return True, failure
+        if changed:
+            for failure in idle_axes(word):
+                return True, failure
+            changed = any(not _same(word.of(rank), self._before(number, case, rank, old)) for rank in case.right)
+        return changed, None
+
+    def _before(self, number: int, case: OracleCase, rank: int, old: tuple[Rule, ...]) -> Said:
+        key = (number, rank, tuple(map(id, old)))
+        if key not in self._kept:
+            once = tuple({id(rule): rule for rule in old}.values())
+            self._kept[key] = case.read(with_rules(case.family, case.table, once)).of(rank)
+        return self._kept[key]
+
+
+def _same(one: Said, other: Said) -> bool:
+    if len(one) != len(other):
+        return False
+    by_name = dict(other)
+    return all(
+        name in by_name
+        and word.facts == by_name[name].facts
+        and np.array_equal(word.numbers, by_name[name].numbers)
+        for name, word in one
+    )  # fmt: skip
+
+
+def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> str | None:
+    """Why ``mutant``, whose ``rule`` was another, changes nothing that a table says; None: there is no known reason."""
+    training, without_experts = mutant.table == "weights", all(model.moe is None for model in models)
+    if rule.layers is Layers.experts and without_experts:
+        return "the family has no experts, so the rule makes nothing"
+    without_dense = all(model.moe and not model.moe.dense_layers for model in models)
+    one_kind = without_experts or without_dense
+    if rule.layers is Layers.dense and without_dense:
+        return "the family has experts in every layer, so the rule makes nothing"
+    known = {
+        "layout": "no axis cuts it, and its one shard is the whole tensor" if rule.axis is Axis.none
+        else "it cuts one tensor, whose rows the shards divide evenly, into the same ranges",
+        "dim": "no axis cuts it, so no dimension is divided" if rule.axis is Axis.none else None,
+        "axis": "without experts the axes of experts cut as tp does" if without_experts else None,
+        "layers": "the family's layers are all of one kind, or the rule is outside the layers"
+        if one_kind or rule.stage is not Stage.layer
+        else None,
+        "stage": None if training else "a rollout rank has every stage; the stage orders what is sent",
+        "stacked": "only rollout rules say whether experts are stacked" if training else None,
+        "checkpoint": None if training else "only training rules are in Megatron's checkpoints",
+        "absent_ok": None if training else "only training rules are read from a checkpoint",
+        "only": "every model of the family has the rule" if rule.only in (tied, untied) else None,
+    }  # fmt: skip
+    return known.get(mutant.part)
+
+
+@dataclass(frozen=True)
+class FamilyScore:
+    """The verdicts over a family's mutants.  failures: why it could not be judged; empty: it was."""
+
+    family: str
+    judged: tuple[Judged, ...]
+    failures: tuple[str, ...] = ()
+
+    @property
+    def survived(self) -> list[Judged]:
+        """The holes in the proof."""
+        return [each for each in self.judged if each.verdict is MutantVerdict.survived]
+
+    @property
+    def counts(self) -> dict[str, Counter[MutantVerdict]]:
+        """Verdicts by table."""
+        counts: dict[str, Counter[MutantVerdict]] = {}
+        for each in self.judged:
+            counts.setdefault(each.mutant.table, Counter())[each.verdict] += 1
+        return counts
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Why mutants change nothing, and how many."""
+        return Counter(each.why for each in self.judged if each.verdict is MutantVerdict.unchanged)
+
+    def as_json(self) -> dict[str, Any]:
+        """As ``json.dump`` can write it, with every mutant that did not fail."""
+        kept = [each for each in self.judged if each.verdict is not MutantVerdict.failed]
+        return {
+            "family": self.family,
+            "failures": list(self.failures),
+            "tables": {table: {v.value: n for v, n in counts.items()} for table, counts in self.counts.items()},
+            "not_failed": [{"mutant": str(e.mutant), "verdict": e.verdict.value, "why": e.why} for e in kept],
+        }
+
+
+def family_score(config: Mapping[str, Any], megatron: Megatron, vllm: Vllm) -> FamilyScore:
+    """Judge every mutant of the family of ``config``, a small model of it."""
+    family, _ = model_of(config)
+    if family.name not in STATEMENTS:
+        return FamilyScore(family.name, (), (NO_STATEMENT.format(family=family.name),))
+    try:
+        made = cases(config, megatron, vllm)
+    except WeightMapError as error:
+        return FamilyScore(family.name, (), tuple(error.problems))
+    right = [failure for case in made for failure in case_failures(case)]  # else nothing a mutant says is of use
+    return FamilyScore(family.name, () if right else tuple(judge_all(made)), tuple(right))

@@ -1,0 +1,179 @@
+"""The whole proof of one model, one training layout and one rollout layout: what ``tools/verify_conversion.py`` says.
+
+At full size: names and shapes by Megatron's modules and transformers' model class, exact cover, the reshard plan
+(``verify.py``).  At reduced size, in the same layouts: where every single element is, by oracles that share nothing
+with the tables (``placement.py``), and the plan followed element by element (``tracer.py``).  The rules are the same
+functions of sizes at both; the reduced model keeps what decides how they cut (``reduced_config``).
+
+Whatever is wrong becomes a failure of a check; nothing is raised but ConfigError, for what the user wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from mcore_rl.checkpoints.hf_directory import HfCheckpoint
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.config.rollout import RolloutLayout, rollout_violations
+from mcore_rl.errors import RolloutError, refuse_if_any
+from mcore_rl.families.family import Family
+from mcore_rl.families.registry import model_of
+from mcore_rl.parallel.layout import layout_violations
+from mcore_rl.proofs.hf_model import hf_shapes
+from mcore_rl.proofs.placement import (
+    VLLM_HEAD_DIM,
+    Megatron,
+    RolloutWord,
+    TrainingOracle,
+    TrainingWord,
+    Vllm,
+    name_failures,
+    placement_failures,
+    unreadable,
+)
+from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
+from mcore_rl.proofs.tracer import NumberedCheckpoint, Tracer, reduced_config
+from mcore_rl.proofs.verify import Check, ProofReport, check, verify
+from mcore_rl.weights.reshard import plan_reshard
+from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.table import Table
+
+MAX_LOADED = 64  # ranks of an engine that are loaded: each takes a quarter of a second
+
+READABLE = "every rule: can be read"
+NAMED = "every tensor of transformers' model: taken, on both sides"
+STATED = "every element, reduced: on the ranks that the statement says"
+LOADED = "every element, reduced: on the ranks where vLLM's load puts it"
+TRACED = "every element, reduced: the plan moves it there"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofSubject:
+    """What is proven.
+
+    config: the content of config.json.  family: of it, or one with other tables.  rollout: None: the training side
+    alone.  megatron, vllm: the oracles.
+    """
+
+    config: Mapping[str, Any]
+    family: Family
+    parallel: ParallelConfig
+    world_size: int
+    rollout: RolloutLayout | None
+    megatron: Megatron
+    vllm: Vllm
+
+
+def prove(
+    subject: ProofSubject,
+    *,
+    checkpoint: HfCheckpoint | None = None,
+    notice: Callable[[str], None] = lambda proves: None,
+) -> ProofReport:
+    """Prove ``subject``.
+
+    checkpoint: also compare its names and shapes with the tables.  notice: called with each claim before it is checked.
+    Raises ConfigError where the configuration or a layout does not fit.
+    """
+    _, model = model_of(subject.config)
+    violations = layout_violations(model, subject.parallel, subject.world_size)
+    refuse_if_any(violations + (rollout_violations(model, subject.rollout) if subject.rollout else []))
+    tables: list[tuple[Table, RolloutTable | None]] = []
+    notice(READABLE)
+    readable = check(READABLE, lambda: _tables(subject, model, tables))
+    if readable.failures:  # whatever reads a table would raise the same
+        return _report(subject, (readable,))
+    table, rollout = tables[0]
+    modules = partial(subject.megatron, model, subject.parallel, subject.world_size)
+    full = verify(table, rollout, modules, checkpoint=checkpoint, notice=notice)
+    rest: dict[str, Callable[[], tuple[str, Iterable[str]]]] = {
+        NAMED: lambda: _named(subject, table, rollout),
+        STATED: lambda: _stated(subject),
+    }
+    if subject.rollout is not None:
+        rest[LOADED] = lambda: _loaded(subject)
+        rest[TRACED] = lambda: _traced(subject)
+    checks = [readable, *full.checks]
+    for proves, make in rest.items():
+        notice(proves)
+        checks.append(check(proves, make))
+    return replace(full, checks=tuple(checks))
+
+
+def _report(subject: ProofSubject, checks: tuple[Check, ...]) -> ProofReport:
+    return ProofReport(
+        family=subject.family.name,
+        layout=str(subject.parallel),
+        world_size=subject.world_size,
+        rollout=None if subject.rollout is None else str(subject.rollout),
+        checks=checks,
+        traffic=None,
+    )
+
+
+def _tables(
+    subject: ProofSubject, model: ModelConfig, tables: list[tuple[Table, RolloutTable | None]]
+) -> tuple[str, list[str]]:
+    table = Table(subject.family, model, subject.parallel, subject.world_size)
+    rollout = RolloutTable(subject.family, model, subject.rollout) if subject.rollout else None
+    tables.append((table, rollout))
+    return f"{len(table.rules)} and {len(rollout.rules) if rollout else 0} rules", list(unreadable(table, rollout))
+
+
+def _named(subject: ProofSubject, table: Table, rollout: RolloutTable | None) -> tuple[str, list[str]]:
+    """At full size.  What a family lists as ignored is no part of transformers' model."""
+    tensors = hf_shapes(subject.config, subject.family.model_type)
+    return f"{len(tensors):,} tensors", list(name_failures(table, rollout, tensors))
+
+
+def _stated(subject: ProofSubject) -> tuple[str, list[str]]:
+    if subject.family.name not in STATEMENTS:
+        return "", [NO_STATEMENT.format(family=subject.family.name)]
+    small = reduced_config(subject.config, subject.parallel, subject.rollout or RolloutLayout())
+    _, model = model_of(small)
+    numbers = NumberedCheckpoint(hf_shapes(small, subject.family.model_type))
+    table = Table(subject.family, model, subject.parallel, subject.world_size)
+    places: dict[tuple[int, ...], int] = {}
+    for rank in range(subject.world_size):
+        at = table.layout.coords(rank)
+        places.setdefault((at.pp, at.tp, at.ep, at.etp), rank)  # the others hold copies
+    ranks = {rank: subject.megatron(model, subject.parallel, subject.world_size, rank) for rank in places.values()}
+    oracle = TrainingOracle(STATEMENTS[subject.family.name], small, numbers, ranks)
+    failures = placement_failures(lambda: TrainingWord(table, numbers), oracle.placements, numbers, "rank")
+    return f"{numbers.num_elements:,} elements, {len(ranks)} ranks", [*oracle.failures, *failures]
+
+
+def _loaded(subject: ProofSubject) -> tuple[str, list[str]]:
+    """Of one engine: the other replicas of the rollout load the same."""
+    assert subject.rollout is not None
+    layout = subject.rollout
+    if layout.engine_size > MAX_LOADED:  # experts over all replicas: over fewer of them
+        dp = max(1, MAX_LOADED // layout.tp)
+        layout = replace(layout, dp=dp, ep=layout.tp * dp)
+    # vLLM's layers do not depend on pp; of key/value heads that several ranks share there are two, or tp's number.
+    tp = 2 if subject.parallel.tp == 1 and layout.tp % 4 == 0 else subject.parallel.tp
+    four_layers = replace(subject.parallel, tp=tp, pp=2, vpp=1, pipeline_layers=None, ep=1)
+    small = reduced_config(subject.config, four_layers, layout, VLLM_HEAD_DIM)
+    _, model = model_of(small)
+    numbers = NumberedCheckpoint(hf_shapes(small, subject.family.model_type))
+    try:
+        right = subject.vllm(small, numbers.shapes, layout, True)
+    except RolloutError as error:
+        return "", [str(error)]
+    failures = placement_failures(
+        lambda: RolloutWord(RolloutTable(subject.family, model, layout), numbers), right, numbers, "rollout rank"
+    )
+    return f"{numbers.num_elements:,} elements, {len(right)} ranks", failures
+
+
+def _traced(subject: ProofSubject) -> tuple[str, list[str]]:
+    assert subject.rollout is not None
+    _, model = model_of(reduced_config(subject.config, subject.parallel, subject.rollout))
+    table = Table(subject.family, model, subject.parallel, subject.world_size)
+    tracer = Tracer(plan_reshard(table, RolloutTable(subject.family, model, subject.rollout)))
+    failures = list(tracer.failures(range(subject.rollout.world_size)))
+    return f"{tracer.checkpoint.num_elements:,} elements, {subject.rollout.world_size} ranks", failures

@@ -1,0 +1,244 @@
+"""Which slice of which Hugging Face tensors every Megatron parameter is: stated by hand, family by family.
+
+The proof compares the families' tables with these lines, so nothing here is taken from them: no rule, no block, no
+``ModelConfig``.  A line is written from two model definitions, transformers' modeling_<family>.py (5.19), which says
+what a tensor is used for, and Megatron-core's (0.16.1), which says how a parameter is used.  What a function below says
+is sliced by numpy from whole tensors.  Where a layer or an expert is, Megatron's own modules say
+(``training/meta.py``).
+
+A family is one entry of ``STATEMENTS``; without one it is not proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_rl.arrays import Int64Array
+
+NO_STATEMENT = (
+    "{family}: no statement of this family in proofs/statements.py. Write one, from transformers' and Megatron's models"
+)
+ReadHf = Callable[[str], Int64Array]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The rank that holds a parameter, and the checkpoint that it is of.
+
+    tp, etp: its place among ``num_tp`` tensor and ``num_etp`` expert tensor ranks.  kv_heads: key/value heads of the
+    model.  tied: whether the output projection is the embedding.
+    """
+
+    tp: int
+    num_tp: int
+    etp: int
+    num_etp: int
+    kv_heads: int
+    tied: bool
+
+
+# (reads a Hugging Face tensor by its name, the rank) -> the parameter on that rank.  In a layer, names stand without
+# ``model.layers.N.``; ``{e}`` is the expert.
+StatedParameter = Callable[[ReadHf, Holder], Int64Array]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A family's parameters by Megatron's names.
+
+    outside: outside the layers.  layer: within one, dense or with experts, without ``decoder.layers.N.``; ``{e}`` is
+    the expert.  What a model does not have is not looked for.
+    """
+
+    outside: Mapping[str, StatedParameter]
+    layer: Mapping[str, StatedParameter]
+
+
+def whole(name: str) -> StatedParameter:
+    """Every rank holds all of it."""
+    return lambda read, rank: read(name)
+
+
+def rows(name: str) -> StatedParameter:
+    """A column-parallel linear layer: its outputs, which are rows, are cut (ColumnParallelLinear)."""
+    return lambda read, rank: np.split(read(name), rank.num_tp, axis=0)[rank.tp]
+
+
+def columns(name: str) -> StatedParameter:
+    """A row-parallel linear layer: its inputs, which are columns, are cut (RowParallelLinear)."""
+    return lambda read, rank: np.split(read(name), rank.num_tp, axis=1)[rank.tp]
+
+
+def gate_up(gate: str, up: str) -> StatedParameter:
+    """The first projection of a gated MLP: a rank's rows of the gate, then those of up (``glu`` in mlp.py)."""
+    return lambda read, rank: np.concatenate([rows(gate)(read, rank), rows(up)(read, rank)])
+
+
+def expert_columns(name: str) -> StatedParameter:
+    """``columns`` over the ranks that share an expert."""
+    return lambda read, rank: np.split(read(name), rank.num_etp, axis=1)[rank.etp]
+
+
+def expert_gate_up(gate: str, up: str) -> StatedParameter:
+    """``gate_up`` over the ranks that share an expert."""
+    return lambda read, rank: np.concatenate(
+        [np.split(read(name), rank.num_etp, axis=0)[rank.etp] for name in (gate, up)]
+    )
+
+
+def vocabulary(name: str) -> StatedParameter:
+    """Rows of the vocabulary, with zeros behind the last to a multiple of the ranks (VocabParallelEmbedding)."""
+
+    def held(read: ReadHf, rank: Holder) -> Int64Array:
+        table = read(name)
+        padding = np.zeros((-len(table) % rank.num_tp, *table.shape[1:]), dtype=np.int64)
+        return np.split(np.concatenate([table, padding]), rank.num_tp)[rank.tp]
+
+    return held
+
+
+def output(read: ReadHf, rank: Holder) -> Int64Array:
+    """The output projection; that of a tied model on another stage than the embedding is a copy of the embedding."""
+    return vocabulary("model.embed_tokens.weight" if rank.tied else "lm_head.weight")(read, rank)
+
+
+def grouped(query: str, key: str, value: str) -> StatedParameter:
+    """``linear_qkv``: for each key/value head of a rank its query heads, its key head, its value head.
+
+    ``get_query_key_value_tensors`` in megatron/core/transformer/attention.py; transformers' ``repeat_kv`` shares a
+    key/value head between neighbouring query heads.
+    """
+
+    def held(read: ReadHf, rank: Holder) -> Int64Array:
+        tensors = [read(name) for name in (query, key, value)]
+        by_head = [tensor.reshape(rank.kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
+        together = np.concatenate(by_head, axis=1).reshape(-1, *tensors[0].shape[1:])
+        return np.split(together, rank.num_tp)[rank.tp]
+
+    return held
+
+
+ENDS: dict[str, StatedParameter] = {
+    "embedding.word_embeddings.weight": vocabulary("model.embed_tokens.weight"),
+    "decoder.final_layernorm.weight": whole("model.norm.weight"),
+    "output_layer.weight": output,
+}
+NORMS: dict[str, StatedParameter] = {
+    "input_layernorm.weight": whole("input_layernorm.weight"),
+    "pre_mlp_layernorm.weight": whole("post_attention_layernorm.weight"),
+}
+ATTENTION: dict[str, StatedParameter] = {
+    "self_attention.linear_qkv.weight": grouped(
+        "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+    ),
+    "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight"),
+}
+QKV_BIAS: dict[str, StatedParameter] = {
+    "self_attention.linear_qkv.bias": grouped(
+        "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
+    ),
+}
+QK_NORM: dict[str, StatedParameter] = {
+    "self_attention.q_layernorm.weight": whole("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": whole("self_attn.k_norm.weight"),
+}
+MLP: dict[str, StatedParameter] = {
+    "mlp.linear_fc1.weight": gate_up("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": columns("mlp.down_proj.weight"),
+}
+EXPERTS: dict[str, StatedParameter] = {
+    "mlp.router.weight": whole("mlp.gate.weight"),
+    "mlp.experts.local_experts.{e}.linear_fc1.weight": expert_gate_up(
+        "mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"
+    ),
+    "mlp.experts.local_experts.{e}.linear_fc2.weight": expert_columns("mlp.experts.{e}.down_proj.weight"),
+}
+
+LLAMA = Statement(ENDS, NORMS | ATTENTION | MLP)
+QWEN3 = Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP)
+
+STATEMENTS: dict[str, Statement] = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | MLP),
+    "qwen3": QWEN3,
+    "mixtral": Statement(
+        ENDS,
+        NORMS
+        | ATTENTION
+        | {  # in modeling_mixtral.py act(w1(x)) * w3(x) goes through w2
+            "mlp.router.weight": whole("block_sparse_moe.gate.weight"),
+            "mlp.experts.local_experts.{e}.linear_fc1.weight": expert_gate_up(
+                "block_sparse_moe.experts.{e}.w1.weight", "block_sparse_moe.experts.{e}.w3.weight"
+            ),
+            "mlp.experts.local_experts.{e}.linear_fc2.weight": expert_columns("block_sparse_moe.experts.{e}.w2.weight"),
+        },
+    ),
+    "qwen2_moe": Statement(
+        ENDS,
+        NORMS
+        | ATTENTION
+        | QKV_BIAS
+        | MLP
+        | EXPERTS
+        | {
+            "mlp.shared_experts.linear_fc1.weight": gate_up(
+                "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
+            ),
+            "mlp.shared_experts.linear_fc2.weight": columns("mlp.shared_expert.down_proj.weight"),
+            "mlp.shared_experts.gate_weight": whole("mlp.shared_expert_gate.weight"),
+        },
+    ),
+    "qwen3_moe": Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP | EXPERTS),
+    "gemma2": Statement(
+        ENDS,
+        ATTENTION
+        | MLP
+        | {  # Gemma2DecoderLayer norms what goes into attention and MLP, and what comes out
+            "input_layernorm.weight": whole("input_layernorm.weight"),
+            "self_attention.linear_proj.post_layernorm.weight": whole("post_attention_layernorm.weight"),
+            "pre_mlp_layernorm.weight": whole("pre_feedforward_layernorm.weight"),
+            "mlp.linear_fc2.post_layernorm.weight": whole("post_feedforward_layernorm.weight"),
+        },
+    ),
+    "deepseek_v3": Statement(
+        ENDS,
+        NORMS
+        | MLP
+        | EXPERTS
+        | {  # multi_latent_attention.py: the down projections are whole on every rank, heads are cut
+            "self_attention.linear_q_proj.weight": rows("self_attn.q_proj.weight"),
+            "self_attention.linear_q_down_proj.weight": whole("self_attn.q_a_proj.weight"),
+            "self_attention.q_layernorm.weight": whole("self_attn.q_a_layernorm.weight"),
+            "self_attention.linear_q_up_proj.weight": rows("self_attn.q_b_proj.weight"),
+            "self_attention.linear_kv_down_proj.weight": whole("self_attn.kv_a_proj_with_mqa.weight"),
+            "self_attention.kv_layernorm.weight": whole("self_attn.kv_a_layernorm.weight"),
+            "self_attention.linear_kv_up_proj.weight": rows("self_attn.kv_b_proj.weight"),
+            "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight"),
+            "mlp.router.expert_bias": whole("mlp.gate.e_score_correction_bias"),
+            "mlp.shared_experts.linear_fc1.weight": gate_up(
+                "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
+            ),
+            "mlp.shared_experts.linear_fc2.weight": columns("mlp.shared_experts.down_proj.weight"),
+        },
+    ),
+}
+
+
+def stated(
+    statement: Statement, whole: Mapping[str, Int64Array], key: str, layer: int | None, expert: int | None, rank: Holder
+) -> Int64Array:
+    """The parameter ``key`` of a Megatron module's state dict on ``rank``, cut from the tensors ``whole``.
+
+    layer, expert: of the parameter, in the whole model.  Raises KeyError if nobody stated it.
+    """
+    if layer is None:
+        return statement.outside[key](whole.__getitem__, rank)
+    within = key.split(".", 3)[3]  # behind decoder.layers.N.
+    if expert is not None:
+        before, _, behind = within.partition("local_experts.")
+        within = f"{before}local_experts.{{e}}.{behind.partition('.')[2]}"
+    return statement.layer[within](lambda name: whole[f"model.layers.{layer}.{name.format(e=expert)}"], rank)

@@ -1,0 +1,131 @@
+"""The configuration that transformers' modules compute with, read back from them (``proofs.effective_config``).
+
+transformers 5.19.  Some of it is written into its code: what no module keeps is found by calling the module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.proofs.effective_config import (
+    FINAL_NORM,
+    MODEL,
+    EffectiveConfig,
+    Value,
+    activation_name,
+    layer_place,
+    norm_fields,
+    readable,
+    rotary_fields,
+    routing_fields,
+)
+
+SLIDING = "sliding_attention"
+ACTIVATIONS = ("act_fn", "activation_fn")  # names of a module's activation
+
+
+@torch.no_grad()
+def effective_config(model: Any) -> EffectiveConfig:
+    """The configuration of transformers' causal language model ``model``, all layers."""
+    decoder, config = model.model, model.config.to_dict()
+    hidden_size = decoder.embed_tokens.embedding_dim
+    scale = decoder.embed_tokens._buffers.get("embed_scale")
+    ends: dict[str, Value] = {
+        "embedding_scale": 1.0 if scale is None else float(scale),
+        "output_soft_cap": config.get("final_logit_softcapping"),
+        "tie_output": model.lm_head.weight is decoder.embed_tokens.weight,
+    }
+    places: EffectiveConfig = {MODEL: ends, FINAL_NORM: norm_fields([decoder.norm], hidden_size)}
+    for number, layer in enumerate(decoder.layers):
+        kind = (config.get("layer_types") or [SLIDING] * (number + 1))[number]
+        modules = list(layer.modules())
+        fields = norm_fields(modules, hidden_size) | readable(_mlp_fields, modules)
+        fields |= readable(_attention_fields, layer.self_attn, decoder.rotary_emb, config, kind)
+        for module in modules:
+            if {"experts", "gate"} <= module._modules.keys():
+                fields |= readable(_routing_fields, module)
+        places[layer_place(number)] = fields
+    return places
+
+
+def _mlp_fields(modules: Sequence[Any]) -> dict[str, Value]:
+    functions = [
+        value for each in modules for name, value in (vars(each) | each._modules).items() if name in ACTIVATIONS
+    ]
+    named: dict[str, Value] = {}
+    if functions:
+        named["activation"] = " and ".join(sorted({activation_name(function) for function in functions}))
+    return named | {
+        "zero_centered_norm": any(_zero_centered(each) for each in modules if "Norm" in type(each).__name__)
+    }
+
+
+def _attention_fields(attention: Any, rotary: Any, config: dict[str, Any], kind: str) -> dict[str, Value]:
+    own, buffers = vars(attention), rotary._buffers
+    prefix = "" if "inv_freq" in buffers else f"{kind}_"  # some families rotate by the kind of the layer
+    frequencies, factor = _floats(buffers[f"{prefix}inv_freq"]), vars(rotary)[f"{prefix}attention_scaling"]
+    fields = rotary_fields(frequencies, factor, own["scaling"], own.get("qk_head_dim", own.get("head_dim")))
+    fields |= {
+        "rotary_interleaved": config.get("rope_interleave", _interleaved(attention)),
+        "num_attention_heads": config["num_attention_heads"],
+        "attention_soft_cap": own.get("attn_logit_softcapping"),
+        # The mask has the window, and is made from the configuration (masking_utils.py).
+        "sliding_window": config.get("sliding_window") if kind == SLIDING else None,
+    }
+    if "kv_lora_rank" not in own:
+        fields["num_query_groups"] = config["num_attention_heads"] // own["num_key_value_groups"]
+    return fields
+
+
+def _interleaved(attention: Any) -> bool:
+    """Whether rotated pairs are neighbours, by the ``rotate_half`` of the file of ``attention``.
+
+    A file without it rotates complex numbers (deepseek_v2), whose two parts are neighbours.
+    """
+    rotate_half = vars(sys.modules[type(attention).__module__]).get("rotate_half")
+    return rotate_half is None or bool(rotate_half(torch.tensor([0.0, 1.0, 0.0, 0.0]))[0] != 0)
+
+
+def _zero_centered(norm: Any) -> bool:
+    """Whether ``norm`` multiplies by one plus its weight: what it makes of ones, whose root mean square is 1."""
+    ones = torch.ones(1, len(norm.weight), dtype=norm.weight.dtype, device=norm.weight.device)
+    made, weight = norm(ones)[0].float(), norm.weight.float()
+    return bool((made - (1 + weight)).abs().mean() < (made - weight).abs().mean())
+
+
+def _routing_fields(block: Any) -> dict[str, Value]:
+    """The router's fields; whether it normalises, and which scores, by what it makes of a random token."""
+    router, settings = block.gate, vars(block) | vars(block.gate)
+    scale = settings.get("routed_scaling_factor", 1.0)
+    device, dtype = router.weight.device, router.weight.dtype
+    token = torch.randn(1, router.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    logits, weights, chosen = (each[0] for each in router(token))
+    score, norm_topk_prob = _scores_and_norm(logits.float(), weights.float() / scale, chosen)
+    return routing_fields(
+        num_experts=len(logits),
+        top_k=len(chosen),
+        score=score,
+        norm_topk_prob=norm_topk_prob,
+        num_groups=settings.get("num_group", settings.get("n_group", 1)),
+        top_k_groups=settings.get("topk_group", 1),
+        scale=scale,
+    )
+
+
+def _scores_and_norm(logits_E: Tensor, weights_K: Tensor, chosen_K: Tensor) -> tuple[str, bool]:
+    errors = {}
+    for score, scores_E in (("softmax", logits_E.softmax(-1)), ("sigmoid", logits_E.sigmoid())):
+        for norm in (True, False):
+            expected_K = scores_E[chosen_K] / (scores_E[chosen_K].sum() if norm else 1.0)
+            errors[score, norm] = float((expected_K - weights_K).abs().max())
+    return min(errors, key=errors.__getitem__)
+
+
+def _floats(values: Tensor) -> list[float]:
+    floats: list[float] = values.detach().double().cpu().tolist()
+    return floats

@@ -1,0 +1,112 @@
+"""The configuration that vLLM's modules compute with, read back inside a worker (``proofs.effective_config``).
+
+vLLM 0.32: the attention's own arguments (layers/attention), the router's (layers/fused_moe/router), and the table of
+cosines and sines that every rotation looks up (layers/rotary_embedding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+from mcore_rl.proofs.effective_config import (
+    FINAL_NORM,
+    MODEL,
+    EffectiveConfig,
+    Value,
+    frequencies_of,
+    layer_place,
+    norm_fields,
+    readable,
+    rotary_fields,
+    routing_fields,
+)
+
+
+def effective_config(model: Any) -> EffectiveConfig:
+    """The configuration of vLLM's causal language model ``model``, all layers."""
+    decoder = model.model
+    hidden_size = decoder.embed_tokens.embedding_dim
+    places: EffectiveConfig = {MODEL: readable(_ends, model), FINAL_NORM: norm_fields([decoder.norm], hidden_size)}
+    rotations: dict[RotaryEmbeddingBase, tuple[list[float], float]] = {}  # most layers share one
+    for number, layer in enumerate(decoder.layers):
+        modules = list(layer.modules())
+        fields = norm_fields(modules, hidden_size) | readable(_mlp_fields, modules)
+        for name, module in layer.named_modules():
+            if isinstance(module, Attention | MLAAttention):
+                attention = layer._modules[name.partition(".")[0]]
+                fields |= readable(_attention_fields, attention, module, rotations)
+            if isinstance(module, MoERunner):
+                fields |= readable(_routing_fields, module)
+        places[layer_place(number)] = fields
+    return places
+
+
+def _ends(model: Any) -> dict[str, Value]:
+    decoder, head = model.model, model._modules.get("lm_head")
+    scale = decoder._buffers.get("normalizer")  # gemma2.py
+    cap = model.logits_processor.soft_cap
+    return {
+        "embedding_scale": 1.0 if scale is None else float(scale),
+        "output_soft_cap": float(cap) if cap else None,
+        "tie_output": head is None or head.weight is decoder.embed_tokens.weight,
+    }
+
+
+def _mlp_fields(modules: Sequence[nn.Module]) -> dict[str, Value]:
+    activations = {name for module in modules if (name := _activation(module)) is not None}
+    named: dict[str, Value] = {"activation": " and ".join(sorted(activations))} if activations else {}
+    return named | {"zero_centered_norm": any(isinstance(module, GemmaRMSNorm) for module in modules)}
+
+
+def _activation(module: nn.Module) -> str | None:
+    if isinstance(module, MoERunner):
+        name: str = module.moe_config.activation.value  # MoEActivation's names are ours
+        return name
+    if isinstance(module, SiluAndMul):
+        return "silu"
+    if isinstance(module, GeluAndMul):
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    return None
+
+
+def _attention_fields(attention: Any, core: Any, rotations: dict[Any, Any]) -> dict[str, Value]:
+    own, cap = vars(attention), vars(core.impl).get("logits_soft_cap")
+    rotary = attention._modules["rotary_emb"]
+    if rotary not in rotations:
+        rotations[rotary] = frequencies_of(*rotary.cos_sin_cache.chunk(2, dim=-1))
+    frequencies, factor = rotations[rotary]
+    head_dim = own.get("qk_head_dim", own.get("head_dim"))
+    fields = rotary_fields(frequencies, factor, core.impl.scale, head_dim)
+    fields |= {
+        "rotary_interleaved": not rotary.is_neox_style,
+        "num_attention_heads": own.get("total_num_heads", own.get("num_heads")),
+        "attention_soft_cap": float(cap) if cap else None,
+        "sliding_window": core.sliding_window,
+    }
+    if "total_num_kv_heads" in own:
+        fields["num_query_groups"] = own["total_num_kv_heads"]
+    return fields
+
+
+def _routing_fields(runner: Any) -> dict[str, Value]:
+    """Routers keep what their scheme reads: the CPU's knows all schemes, the others one each."""
+    own = vars(runner.router)
+    grouped = own.get("use_grouped_topk", own.get("num_expert_group") is not None)
+    groups, kept = (own.get("num_expert_group"), own.get("topk_group")) if grouped else (1, 1)
+    return routing_fields(
+        num_experts=runner.moe_config.num_logical_experts,
+        top_k=own["top_k"],
+        score=own["scoring_func"],
+        norm_topk_prob=own["renormalize"],
+        num_groups=groups or 1,
+        top_k_groups=kept or 1,
+        scale=own.get("routed_scaling_factor", 1.0) * runner.routed_scaling_factor,
+    )

@@ -1,0 +1,32 @@
+"""Every tensor with a NaN is named, and no other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mcore_rl.checkpoints.not_a_number import NanCheck
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("place", [0, 1, 70_000, 99_999])
+def test_one_nan_is_found_wherever_it_is(dtype: torch.dtype, place: int) -> None:
+    check = NanCheck()
+    whole = torch.randn(100_000).to(dtype)
+    whole[3], whole[4] = math.inf, -math.inf
+    check.see("sound", whole)
+    broken = whole.clone()
+    broken[place] = math.nan
+    for name, values in (("broken", broken), ("sound too", whole)):
+        for piece in values.view(100, 1000).split(30):
+            check.see(name, piece.T[::1])
+    assert [problem.split()[1] for problem in check.problems()] == ["broken"]
+
+
+def test_nothing_and_empty_pieces_are_sound() -> None:
+    check = NanCheck()
+    assert check.problems() == []
+    check.see("empty", torch.empty(0, 4))
+    assert check.problems() == []
