@@ -24,7 +24,7 @@ from mcore_rl.families.decoder import Defaults, read_decoder, window_every_layer
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rope import Reader, read_default
-from mcore_rl.families.rules import Axis, Rule, ShardLayout, grouped_qkv, hf, replicated_qkv, sections, split
+from mcore_rl.families.rules import Axis, Rule, Sections, ShardLayout, grouped_qkv, hf, replicated_qkv, split
 
 DEFAULTS = Defaults(
     vocab_size=32064,
@@ -99,13 +99,13 @@ def _numbers(inner: Fields, name: str) -> list[float]:
 
 def _attention(name: str, layout: ShardLayout) -> Rule:
     fused = hf(HF_ATTENTION + "qkv_proj.weight", "query_key_value", "hidden")
-    return Rule(name, (fused,), sections(layout, "query", "key", "key"), axis=Axis.tensor)
+    return Rule(name, (fused,), Sections(layout, ("query", "key", "key")), axis=Axis.tensor)
 
 
 def _mlp(gate_and_up: str, down: str) -> tuple[Rule, ...]:
     fused = hf(HF_MLP + "gate_up_proj.weight", "gate_and_up", "hidden")
     return (
-        Rule(gate_and_up, (fused,), sections(split, "ffn", "ffn"), axis=Axis.tensor),
+        Rule(gate_and_up, (fused,), Sections(split, ("ffn", "ffn")), axis=Axis.tensor),
         Rule(down, (hf(HF_MLP + "down_proj.weight", "hidden", "ffn"),), split, dim=1, axis=Axis.tensor),
     )
 

@@ -183,21 +183,28 @@ def replicated_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int
     return ShardRanges.of(ranges)
 
 
-def sections(layout: ShardLayout, *parts: str) -> ShardLayout:
+@dataclass(frozen=True)
+class Sections:
     """``layout`` of one tensor that is several, one after another: a projection that is fused in the checkpoint.
 
-    parts: their sizes, keys of ``SIZES``.
+    parts: their sizes, keys of ``SIZES``, in the order of the sources that ``layout`` knows.
     """
 
-    def of_parts(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
-        inner = [SIZES[part](model) for part in parts]
-        starts = [sum(inner[:source]) for source in range(len(inner))]
+    layout: ShardLayout
+    parts: tuple[str, ...]
+
+    def __call__(self, model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
+        """As a ``ShardLayout``."""
+        inner = [SIZES[part](model) for part in self.parts]
         assert list(sizes) == [sum(inner)], f"{sizes} are not {inner} one after another"
-        shard = layout(model, inner, num_shards, index)
+        starts = [sum(inner[:source]) for source in range(len(inner))]
+        shard = self.layout(model, inner, num_shards, index)
         moved = [Range(0, starts[each.source] + each.begin, starts[each.source] + each.end) for each in shard.ranges]
         return ShardRanges.of(moved, shard.size)
 
-    return of_parts
+    def __str__(self) -> str:
+        name = getattr(self.layout, "__name__", str(self.layout))
+        return f"{name} of {', '.join(self.parts)}"
 
 
 def padded_vocab(multiple: int) -> ShardLayout:

@@ -33,6 +33,7 @@ COARSER = {
     FREQUENCIES: 2e-3, "rotary_factor": 2**-8, "softmax_scale": 2**-7, "embedding_scale": 2**-8
 }  # fmt: skip
 MAX_ROWS = 4096  # of a table of cosines that are read
+INNER_NORMS = ("q_", "k_", "kv_")  # beginnings of the names of norms of queries, keys and latents
 SHOWN = 8  # layers that a message names one by one
 
 
@@ -143,19 +144,21 @@ def readable(read: Callable[P, Mapping[str, Value]], *args: P.args, **options: P
         return {}
 
 
-def norm_fields(modules: Iterable[nn.Module], hidden_size: int) -> dict[str, Value]:
-    """The epsilons of all norms among ``modules``; those of heads and latents apart, told by their width.
+def norm_fields(modules: Iterable[tuple[str, nn.Module]], hidden_size: int) -> dict[str, Value]:
+    """The epsilons of all norms among ``modules``, by their names; those of heads and latents apart.
 
     A norm is known by its vector ``weight`` (``layer_norm_weight`` where Transformer Engine fuses it into a linear) and
-    its ``variance_epsilon`` or ``eps``, in transformers, vLLM and Megatron alike.
+    its ``variance_epsilon`` or ``eps``, in transformers, vLLM and Megatron alike; one of heads or latents by its width,
+    or by its name where it is as wide as the model (OLMoE's, over all heads).
     """
     epsilons: dict[str, set[float]] = {}
-    for module in modules:
+    for path, module in modules:
         own, parameters = vars(module), module._parameters
         weight = parameters.get("layer_norm_weight", parameters.get("weight"))
         epsilon = own.get("variance_epsilon", own.get("eps"))
         if isinstance(weight, Tensor) and weight.dim() == 1 and isinstance(epsilon, float):
-            name = "norm_epsilon" if len(weight) == hidden_size else "inner_norm_epsilon"
+            inner = len(weight) != hidden_size or path.rpartition(".")[2].startswith(INNER_NORMS)
+            name = "inner_norm_epsilon" if inner else "norm_epsilon"
             epsilons.setdefault(name, set()).add(epsilon)
     return {name: min(values) if len(values) == 1 else sorted(values) for name, values in epsilons.items()}
 

@@ -10,13 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import FAMILIES
-from mcore_rl.families.rules import Axis, HfTensor, Layers, Rule, Stage, always
+from mcore_rl.families.rules import (
+    SIZES,
+    Axis,
+    HfTensor,
+    Layers,
+    Range,
+    Rule,
+    Sections,
+    ShardRanges,
+    Sizes,
+    Stage,
+    always,
+)
 
+T = TypeVar("T")
 UNJUDGED = "unjudged"
 TABLES = ("weights", "rollout", "rollout_without_latent")
 
@@ -81,15 +94,15 @@ def _changes(rule: Rule, rules: tuple[Rule, ...], model: ModelConfig) -> Iterato
             if other != held and other.shape(model) == held.shape(model):
                 yield "hf", f"{held.name} is {other.name}", {"hf": _with(rule.hf, place, other)}
     for first, second in combinations(range(len(rule.hf)), 2):
-        swapped = _with(_with(rule.hf, first, rule.hf[second]), second, rule.hf[first])
-        yield "hf", f"{rule.hf[first].name} and {rule.hf[second].name} change places", {"hf": swapped}
+        change = f"{rule.hf[first].name} and {rule.hf[second].name} change places"
+        yield "hf", change, {"hf": _swapped(rule.hf, first, second)}
     if len(rule.hf) > 1:
         for place, held in enumerate(rule.hf):
             yield "hf", f"lacks {held.name}", {"hf": rule.hf[:place] + rule.hf[place + 1 :]}
     tables = (getattr(family, table) for family in FAMILIES.values() for table in TABLES)
     layouts: list[Any] = list(dict.fromkeys(each.layout for rules in tables for each in rules))
     choices: dict[str, list[object]] = {
-        "layout": layouts,
+        "layout": [*layouts, *_other_sections(rule, layouts)],
         "axis": list(Axis),
         "stage": list(Stage),
         "layers": list(Layers),
@@ -107,6 +120,37 @@ def _changes(rule: Rule, rules: tuple[Rule, ...], model: ModelConfig) -> Iterato
                 yield part, f"is {_words(value)}", {part: value}
 
 
+@dataclass(frozen=True)
+class _Exchanged:
+    """``sections`` that takes two of them for each other: the tensor has its parts in another order."""
+
+    sections: Sections
+    first: int
+    second: int
+
+    def __call__(self, model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
+        inner = [SIZES[part](model) for part in self.sections.parts]
+        order = _swapped(tuple(range(len(inner))), self.first, self.second)
+        shard = self.sections.layout(model, [inner[part] for part in order], num_shards, index)
+        starts = [sum(inner[:part]) for part in order]
+        moved = [Range(0, starts[each.source] + each.begin, starts[each.source] + each.end) for each in shard.ranges]
+        return ShardRanges.of(moved, shard.size)
+
+    def __str__(self) -> str:
+        return f"{self.sections}, of which numbers {self.first} and {self.second} change places"
+
+
+def _other_sections(rule: Rule, layouts: Sequence[Any]) -> Iterator[Any]:
+    """The sections of a fused tensor cut in another way, of exchanged sizes, and one taken for another."""
+    if not isinstance(rule.layout, Sections):
+        return
+    sections = rule.layout
+    yield from (replace(sections, layout=layout) for layout in layouts if not isinstance(layout, Sections))
+    for first, second in combinations(range(len(sections.parts)), 2):
+        yield replace(sections, parts=_swapped(sections.parts, first, second))
+        yield _Exchanged(sections, first, second)
+
+
 def _never(model: ModelConfig) -> bool:
     return False
 
@@ -115,8 +159,14 @@ def _with(hf: tuple[HfTensor, ...], place: int, tensor: HfTensor) -> tuple[HfTen
     return (*hf[:place], tensor, *hf[place + 1 :])
 
 
+def _swapped(values: tuple[T, ...], first: int, second: int) -> tuple[T, ...]:
+    changed = list(values)
+    changed[first], changed[second] = changed[second], changed[first]
+    return tuple(changed)
+
+
 def _words(value: Any) -> str:
-    if callable(value):
+    if callable(value) and hasattr(value, "__qualname__"):
         return str(value.__qualname__).replace(".<locals>.", " ").strip("_")
     return str(value)
 

@@ -28,7 +28,7 @@ from mcore_rl.errors import ConfigError, WeightMapError
 from mcore_rl.families.blocks import tied, untied
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
-from mcore_rl.families.rules import Axis, Layers, Rule, Stage
+from mcore_rl.families.rules import Axis, Layers, Rule, Sections, Stage
 from mcore_rl.proofs.hf_model import hf_shapes
 from mcore_rl.proofs.mutants import UNJUDGED, Mutant, mutants, with_rules
 from mcore_rl.proofs.placement import (
@@ -58,7 +58,9 @@ ROLLOUT_EXPERTS = ("tp=2,dp=2,ep=2", "tp=2,dp=2,ep=4")
 # Fields of config.json that decide which rules a family's model has, in the values that its models have.
 TIES: dict[str, Any] = {"tie_word_embeddings": True}
 NO_TIES: dict[str, Any] = {"tie_word_embeddings": False}
-VARIANTS: tuple[dict[str, Any], ...] = (TIES, NO_TIES, {"q_lora_rank": None})
+VARIANTS: tuple[dict[str, Any], ...] = (
+    TIES, NO_TIES, {"q_lora_rank": None}, {"attention_bias": False}, {"use_qk_norm": False},
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -288,7 +290,8 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
         return "the family has experts in every layer, so the rule makes nothing"
     known = {
         "layout": "no axis cuts it, and its one shard is the whole tensor" if rule.axis is Axis.none
-        else "it cuts one tensor, whose rows the shards divide evenly, into the same ranges",
+        else "it cuts one tensor, whose rows the shards divide evenly, into the same ranges" if len(rule.hf) == 1
+        and not isinstance(rule.layout, Sections) else None,
         "dim": "no axis cuts it, so no dimension is divided" if rule.axis is Axis.none else None,
         "axis": "without experts the axes of experts cut as tp does" if without_experts else None,
         "layers": "the family's layers are all of one kind, or the rule is outside the layers"

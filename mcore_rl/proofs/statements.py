@@ -11,7 +11,7 @@ A family is one entry of ``STATEMENTS``; without one it is not proven.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,11 +112,36 @@ def grouped(query: str, key: str, value: str) -> StatedParameter:
     key/value head between neighbouring query heads.
     """
 
+    return lambda read, rank: _by_head([read(name) for name in (query, key, value)], rank)
+
+
+def _by_head(tensors: Sequence[Int64Array], rank: Holder) -> Int64Array:
+    by_head = [tensor.reshape(rank.kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
+    together = np.concatenate(by_head, axis=1).reshape(-1, *tensors[0].shape[1:])
+    return np.split(together, rank.num_tp)[rank.tp]
+
+
+def fused_grouped(fused: str, output: str) -> StatedParameter:
+    """``grouped`` of one tensor that has all queries, then all keys, then all values (Phi3Attention's ``query_pos``).
+
+    There are as many rows of queries as the projection ``output`` has columns, both ``num_attention_heads * head_dim``;
+    the other rows are half keys, half values.
+    """
+
     def held(read: ReadHf, rank: Holder) -> Int64Array:
-        tensors = [read(name) for name in (query, key, value)]
-        by_head = [tensor.reshape(rank.kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
-        together = np.concatenate(by_head, axis=1).reshape(-1, *tensors[0].shape[1:])
-        return np.split(together, rank.num_tp)[rank.tp]
+        tensor, query = read(fused), read(output).shape[1]
+        key = (len(tensor) - query) // 2
+        return _by_head(np.split(tensor, [query, query + key]), rank)
+
+    return held
+
+
+def fused_gate_up(name: str) -> StatedParameter:
+    """``gate_up`` of one tensor, whose first half is the gate (``chunk`` in Phi3MLP)."""
+
+    def held(read: ReadHf, rank: Holder) -> Int64Array:
+        gate, up = np.split(read(name), 2)
+        return np.concatenate([np.split(half, rank.num_tp)[rank.tp] for half in (gate, up)])
 
     return held
 
@@ -157,6 +182,35 @@ EXPERTS: dict[str, StatedParameter] = {
     "mlp.experts.local_experts.{e}.linear_fc2.weight": expert_columns("mlp.experts.{e}.down_proj.weight"),
 }
 
+SHARED_EXPERTS: dict[str, StatedParameter] = {
+    "mlp.shared_experts.linear_fc1.weight": gate_up(
+        "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
+    ),
+    "mlp.shared_experts.linear_fc2.weight": columns("mlp.shared_experts.down_proj.weight"),
+}
+ROUTER_BIAS: dict[str, StatedParameter] = {
+    "mlp.router.expert_bias": whole("mlp.gate.e_score_correction_bias"),
+}
+# multi_latent_attention.py: the down projections are whole on every rank, heads are cut.  DeepseekV2Attention and
+# DeepseekV3Attention have the same tensors.
+LATENT_ATTENTION: dict[str, StatedParameter] = {
+    "self_attention.linear_q_proj.weight": rows("self_attn.q_proj.weight"),
+    "self_attention.linear_q_down_proj.weight": whole("self_attn.q_a_proj.weight"),
+    "self_attention.q_layernorm.weight": whole("self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.weight": rows("self_attn.q_b_proj.weight"),
+    "self_attention.linear_kv_down_proj.weight": whole("self_attn.kv_a_proj_with_mqa.weight"),
+    "self_attention.kv_layernorm.weight": whole("self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.weight": rows("self_attn.kv_b_proj.weight"),
+    "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight"),
+}
+# Gemma2DecoderLayer and Gemma3DecoderLayer norm what goes into attention and MLP, and what comes out.
+SANDWICH: dict[str, StatedParameter] = {
+    "input_layernorm.weight": whole("input_layernorm.weight"),
+    "self_attention.linear_proj.post_layernorm.weight": whole("post_attention_layernorm.weight"),
+    "pre_mlp_layernorm.weight": whole("pre_feedforward_layernorm.weight"),
+    "mlp.linear_fc2.post_layernorm.weight": whole("post_feedforward_layernorm.weight"),
+}
+
 LLAMA = Statement(ENDS, NORMS | ATTENTION | MLP)
 QWEN3 = Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP)
 
@@ -193,38 +247,33 @@ STATEMENTS: dict[str, Statement] = {
         },
     ),
     "qwen3_moe": Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP | EXPERTS),
-    "gemma2": Statement(
-        ENDS,
-        ATTENTION
-        | MLP
-        | {  # Gemma2DecoderLayer norms what goes into attention and MLP, and what comes out
-            "input_layernorm.weight": whole("input_layernorm.weight"),
-            "self_attention.linear_proj.post_layernorm.weight": whole("post_attention_layernorm.weight"),
-            "pre_mlp_layernorm.weight": whole("pre_feedforward_layernorm.weight"),
-            "mlp.linear_fc2.post_layernorm.weight": whole("post_feedforward_layernorm.weight"),
-        },
-    ),
-    "deepseek_v3": Statement(
+    "gemma2": Statement(ENDS, ATTENTION | MLP | SANDWICH),
+    "gemma3_text": Statement(ENDS, ATTENTION | QK_NORM | MLP | SANDWICH),
+    "olmoe": Statement(
         ENDS,
         NORMS
-        | MLP
+        | ATTENTION
         | EXPERTS
-        | {  # multi_latent_attention.py: the down projections are whole on every rank, heads are cut
-            "self_attention.linear_q_proj.weight": rows("self_attn.q_proj.weight"),
-            "self_attention.linear_q_down_proj.weight": whole("self_attn.q_a_proj.weight"),
-            "self_attention.q_layernorm.weight": whole("self_attn.q_a_layernorm.weight"),
-            "self_attention.linear_q_up_proj.weight": rows("self_attn.q_b_proj.weight"),
-            "self_attention.linear_kv_down_proj.weight": whole("self_attn.kv_a_proj_with_mqa.weight"),
-            "self_attention.kv_layernorm.weight": whole("self_attn.kv_a_layernorm.weight"),
-            "self_attention.linear_kv_up_proj.weight": rows("self_attn.kv_b_proj.weight"),
-            "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight"),
-            "mlp.router.expert_bias": whole("mlp.gate.e_score_correction_bias"),
-            "mlp.shared_experts.linear_fc1.weight": gate_up(
-                "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"
-            ),
-            "mlp.shared_experts.linear_fc2.weight": columns("mlp.shared_experts.down_proj.weight"),
+        | {  # OlmoeAttention norms all heads at once; a rank has the weights of its own (training/joint_norm.py)
+            "self_attention.q_layernorm.weight": rows("self_attn.q_norm.weight"),
+            "self_attention.k_layernorm.weight": rows("self_attn.k_norm.weight"),
         },
     ),
+    "phi3": Statement(
+        ENDS,
+        NORMS
+        | {
+            "self_attention.linear_qkv.weight": fused_grouped("self_attn.qkv_proj.weight", "self_attn.o_proj.weight"),
+            "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight"),
+            "mlp.linear_fc1.weight": fused_gate_up("mlp.gate_up_proj.weight"),
+            "mlp.linear_fc2.weight": columns("mlp.down_proj.weight"),
+        },
+    ),
+    "deepseek_v3": Statement(ENDS, NORMS | LATENT_ATTENTION | MLP | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS),
+    # DeepseekV2TopkRouter has no bias
+    "deepseek_v2": Statement(ENDS, NORMS | LATENT_ATTENTION | MLP | EXPERTS | SHARED_EXPERTS),
+    # Glm4MoeAttention has biases and norms where the configuration says so
+    "glm4_moe": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | QK_NORM | MLP | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS),
 }
 
 

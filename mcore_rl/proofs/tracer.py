@@ -9,7 +9,7 @@ takes part.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import gcd, lcm, prod
 from typing import Any
@@ -61,7 +61,8 @@ def reduced_config(
         "vocab_size": 64 * both - 3,  # padded for both, by Megatron to the ranks and by vLLM to 64
         "num_nextn_predict_layers": 0,
         "max_window_layers": num_layers,
-        "layer_types": None,
+        "layer_types": _both_kinds(config.get("layer_types") or (), num_layers),
+        "sliding_window_pattern": 2,  # of few layers one in two sees all tokens, whatever it was
         "partial_rotary_factor": 0.5,
     }
     changes |= dict.fromkeys(EXPERT_WIDTHS, 2 * both * parallel.etp)
@@ -78,6 +79,12 @@ def reduced_config(
     if "short_factor" in (config.get("rope_scaling") or {}):  # a number for each frequency of the whole width
         small.pop("rope_scaling")
     return small
+
+
+def _both_kinds(types: Sequence[str], num_layers: int) -> list[str]:
+    """``num_layers`` layers in which the kinds of ``types`` take turns."""
+    kinds = list(dict.fromkeys(types))
+    return [kinds[layer % len(kinds)] for layer in range(num_layers)] if kinds else []
 
 
 class NumberedCheckpoint:

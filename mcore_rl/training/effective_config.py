@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from mcore_rl.proofs.effective_config import (
 )
 from mcore_rl.training.latent_attention import LatentAttention
 from mcore_rl.training.model import ScaledEmbeddings
+from mcore_rl.training.rope import ScaledKeyPart
+from mcore_rl.training.two_base_attention import TwoBaseAttention
 
 
 def effective_config(chunks: Sequence[GPTModel], model: ModelConfig, head: Head = Head.lm) -> EffectiveConfig:
@@ -42,7 +45,7 @@ def effective_config(chunks: Sequence[GPTModel], model: ModelConfig, head: Head 
         if chunk.pre_process:
             ends["embedding_scale"] = _embedding_scale(chunk)
         if chunk.post_process:
-            places[FINAL_NORM] = norm_fields([chunk.decoder.final_layernorm], chunk.config.hidden_size)
+            places[FINAL_NORM] = norm_fields([("", chunk.decoder.final_layernorm)], chunk.config.hidden_size)
             if head is Head.lm:
                 ends |= {
                     "output_soft_cap": model.output_soft_cap,
@@ -58,7 +61,7 @@ def _embedding_scale(chunk: GPTModel) -> float:
 
 def _layer_fields(layer: Any, chunk: GPTModel) -> dict[str, Value]:
     config = layer.config
-    fields = norm_fields(layer.modules(), config.hidden_size)
+    fields = norm_fields(layer.named_modules(), config.hidden_size)
     fields |= {
         "zero_centered_norm": config.layernorm_zero_centered_gamma,
         "activation": activation_name(config.activation_func),
@@ -77,7 +80,9 @@ def _attention_fields(attention: Any, chunk: GPTModel) -> dict[str, Value]:
         mla = attention.mla
         head_dim, interleaved = mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.interleaved
     else:
-        frequencies, factor = chunk.rotary_pos_emb.inv_freq, 1.0
+        frequencies, factor = chunk.rotary_pos_emb.inv_freq, _factor_of_a_part(attention)
+        if isinstance(attention, TwoBaseAttention):
+            frequencies = frequencies.chunk(2)[attention.frequency_set]
         head_dim, interleaved = config.kv_channels, config.rotary_interleaved
     fields = rotary_fields(_floats(frequencies), factor, own.get("softmax_scale", config.softmax_scale), head_dim)
     fields |= {
@@ -89,6 +94,12 @@ def _attention_fields(attention: Any, chunk: GPTModel) -> dict[str, Value]:
     if not isinstance(attention, LatentAttention):
         fields["num_query_groups"] = config.num_query_groups
     return fields
+
+
+def _factor_of_a_part(attention: Any) -> float:
+    """The factor on cosine and sine of partly rotated heads, whose square multiplies that part of each key."""
+    scaled = attention.k_layernorm
+    return math.sqrt(scaled.scale) if isinstance(scaled, ScaledKeyPart) else 1.0
 
 
 def _window(config: Any, layer_number: int) -> int | None:

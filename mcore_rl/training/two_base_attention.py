@@ -16,11 +16,15 @@ class TwoBaseAttention(SelfAttention):  # type: ignore[misc]  # Megatron is unty
     The rotary embedding has both sets of frequencies (``rope.frequency_sets``), the second for layers with a window.
     """
 
+    @property
+    def frequency_set(self) -> int:
+        """Which set of frequencies the layer rotates by."""
+        return int(self.core_attention.window is not None)
+
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **rest: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Megatron's arguments and results."""
-        index = int(self.core_attention.window is not None)
-        own = angles_of(rotary_pos_emb, index, 2)
+        own = angles_of(rotary_pos_emb, self.frequency_set, 2)
         out: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, rotary_pos_emb=own, **rest)
         return out

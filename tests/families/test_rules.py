@@ -12,6 +12,7 @@ from mcore_rl.families.rules import (
     Layers,
     Range,
     Rule,
+    Sections,
     ShardLayout,
     ShardRanges,
     Stage,
@@ -19,7 +20,6 @@ from mcore_rl.families.rules import (
     hf,
     padded_vocab,
     replicated_qkv,
-    sections,
     split,
     whole,
 )
@@ -78,7 +78,7 @@ def test_replicated_qkv_gives_each_query_head_its_own_key_head(num_shards: int) 
 @pytest.mark.parametrize("layout", [grouped_qkv, replicated_qkv])
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
 def test_a_fused_tensor_is_cut_like_its_parts(layout: ShardLayout, num_shards: int) -> None:
-    fused = sections(layout, "query", "key", "key")
+    fused = Sections(layout, ("query", "key", "key"))
     for index in range(num_shards):
         expected = laid_out(layout, QKV, num_shards, index)
         np.testing.assert_array_equal(laid_out(fused, [np.concatenate(QKV)], num_shards, index), expected)

@@ -40,11 +40,11 @@ def effective_config(model: Any) -> EffectiveConfig:
         "output_soft_cap": config.get("final_logit_softcapping"),
         "tie_output": model.lm_head.weight is decoder.embed_tokens.weight,
     }
-    places: EffectiveConfig = {MODEL: ends, FINAL_NORM: norm_fields([decoder.norm], hidden_size)}
+    places: EffectiveConfig = {MODEL: ends, FINAL_NORM: norm_fields([("", decoder.norm)], hidden_size)}
     for number, layer in enumerate(decoder.layers):
         kind = (config.get("layer_types") or [SLIDING] * (number + 1))[number]
         modules = list(layer.modules())
-        fields = norm_fields(modules, hidden_size) | readable(_mlp_fields, modules)
+        fields = norm_fields(layer.named_modules(), hidden_size) | readable(_mlp_fields, modules)
         fields |= readable(_attention_fields, layer.self_attn, decoder.rotary_emb, config, kind)
         for module in modules:
             if {"experts", "gate"} <= module._modules.keys():

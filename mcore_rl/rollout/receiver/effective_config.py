@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
 
 from mcore_rl.proofs.effective_config import (
     FINAL_NORM,
@@ -34,11 +34,14 @@ def effective_config(model: Any) -> EffectiveConfig:
     """The configuration of vLLM's causal language model ``model``, all layers."""
     decoder = model.model
     hidden_size = decoder.embed_tokens.embedding_dim
-    places: EffectiveConfig = {MODEL: readable(_ends, model), FINAL_NORM: norm_fields([decoder.norm], hidden_size)}
-    rotations: dict[RotaryEmbeddingBase, tuple[list[float], float]] = {}  # most layers share one
+    places: EffectiveConfig = {
+        MODEL: readable(_ends, model),
+        FINAL_NORM: norm_fields([("", decoder.norm)], hidden_size),
+    }
+    rotations: dict[nn.Module, tuple[list[float], float]] = {}  # most layers share one
     for number, layer in enumerate(decoder.layers):
         modules = list(layer.modules())
-        fields = norm_fields(modules, hidden_size) | readable(_mlp_fields, modules)
+        fields = norm_fields(layer.named_modules(), hidden_size) | readable(_mlp_fields, modules)
         for name, module in layer.named_modules():
             if isinstance(module, Attention | MLAAttention):
                 attention = layer._modules[name.partition(".")[0]]
@@ -81,12 +84,12 @@ def _attention_fields(attention: Any, core: Any, rotations: dict[Any, Any]) -> d
     own, cap = vars(attention), vars(core.impl).get("logits_soft_cap")
     rotary = attention._modules["rotary_emb"]
     if rotary not in rotations:
-        rotations[rotary] = frequencies_of(*rotary.cos_sin_cache.chunk(2, dim=-1))
+        rotations[rotary] = frequencies_of(*_cosines_and_sines(rotary).chunk(2, dim=-1))
     frequencies, factor = rotations[rotary]
     head_dim = own.get("qk_head_dim", own.get("head_dim"))
     fields = rotary_fields(frequencies, factor, core.impl.scale, head_dim)
     fields |= {
-        "rotary_interleaved": not rotary.is_neox_style,
+        "rotary_interleaved": not vars(rotary).get("is_neox_style", True),  # longrope knows no other style
         "num_attention_heads": own.get("total_num_heads", own.get("num_heads")),
         "attention_soft_cap": float(cap) if cap else None,
         "sliding_window": core.sliding_window,
@@ -94,6 +97,15 @@ def _attention_fields(attention: Any, core: Any, rotations: dict[Any, Any]) -> d
     if "total_num_kv_heads" in own:
         fields["num_query_groups"] = own["total_num_kv_heads"]
     return fields
+
+
+def _cosines_and_sines(rotary: Any) -> Tensor:
+    """The rows by position that ``rotary`` looks up; longrope has two sets of them, and uses one (forward)."""
+    if isinstance(rotary, Phi3LongRoPEScaledRotaryEmbedding):
+        rows, trained = rotary.long_short_cos_sin_cache, rotary.original_max_position_embeddings
+        return rows[trained:] if rotary.use_long_rope else rows[:trained]
+    table: Tensor = rotary.cos_sin_cache
+    return table
 
 
 def _routing_fields(runner: Any) -> dict[str, Value]:
