@@ -50,7 +50,7 @@ from mcore_rl.proofs.tracer import EXPERTS, NumberedCheckpoint, reduced_config
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
-TRAINING = ("tp=2,pp=2,vpp=2", "tp=2")
+TRAINING = ("tp=2,pp=2,vpp=2", "tp=2", "pp=2")
 TRAINING_EXPERTS = ("tp=2,pp=2,ep=2,etp=1", "tp=2,pp=2,ep=2,etp=2")
 ROLLOUT = ("tp=4",)
 ROLLOUT_EXPERTS = ("tp=2,dp=2,ep=2", "tp=2,dp=2,ep=4")

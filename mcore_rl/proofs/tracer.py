@@ -40,12 +40,15 @@ def reduced_config(
     """A Hugging Face ``config`` of the same family, as small as the layouts let it be; every axis still divides.
 
     Ratios that decide how tensors are cut stay: whether a key/value head has several query heads, whether there are
-    fewer key/value heads than ranks on either side, dense layers before those with experts.
+    fewer key/value heads than ranks on either side, whether a rank has several of them, dense layers before those with
+    experts.
     """
     both = lcm(parallel.tp, rollout.tp)
     given = config["num_key_value_heads"] if "num_key_value_heads" in config else config["num_attention_heads"]
     # Several ranks share one key/value head where there are more of them.
     groups = lcm(*(tp for tp in (parallel.tp, rollout.tp) if tp <= given))
+    if 2 * groups <= given:  # several on each rank: their order differs between layouts
+        groups *= 2
     one_to_one = given == config["num_attention_heads"]
     heads = groups if one_to_one else 2 * lcm(groups, both)
     # The rows of one key/value head are shared by as many ranks, evenly.
