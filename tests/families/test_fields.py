@@ -30,7 +30,7 @@ IGNORED_BY_FAMILY = {
     "glm4_moe": {"num_nextn_predict_layers"},
 }
 # What other families refuse.
-IMPLEMENTED = {"glm4_moe": {"attention_bias"}}
+IMPLEMENTED = {"glm4_moe": {"attention_bias", "use_qk_norm"}}
 
 
 def refused(config: dict[str, Any]) -> dict[str, Violation]:
@@ -76,9 +76,9 @@ def test_every_field_of_the_class_matters_is_refused_or_is_listed(name: str) -> 
 
 # Field -> the families whose code in transformers or vLLM reads it, by their sources (transformers 5.19, vLLM 0.32).
 EXTRAS: dict[str, tuple[object, set[str]]] = {
-    "logit_scale": (0.5, {"llama", "mistral"}),
+    "logit_scale": (0.5, {"llama", "mistral", "phi3"}),  # vLLM's phi3 is its llama
     "attn_logit_cap": (20.0, set()),
-    "clip_qkv": (8.0, set()),
+    "clip_qkv": (8.0, {"olmoe"}),
     "dual_chunk_attention_config": ({"chunk_size": 8}, set(FAMILIES)),
     "quantization": ({"bits": 4}, set(FAMILIES)),
     "index_topk": (2048, set(FAMILIES)),
@@ -95,6 +95,9 @@ EXTRAS: dict[str, tuple[object, set[str]]] = {
 def test_an_unknown_field_is_refused_by_name_if_anybody_reads_it_and_noted_if_not(name: str, field: str) -> None:
     value, readers = EXTRAS[field]
     config = {**TINY[name], field: value}
+    if field in IMPLEMENTED.get(name, ()):
+        assert model_of(config) != model_of({**TINY[name], field: not value})
+        return
     refusals = refused(config)
     if name in readers:
         assert list(refusals) == [field]
@@ -264,7 +267,7 @@ def test_gemma_3_has_a_rope_for_each_kind_of_layer_in_either_spelling() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_another_name_of_the_length_may_not_be_less(name: str) -> None:
     """vLLM takes the least of them."""
-    longest = model_of(TINY[name])[1].max_position_embeddings
+    longest = TINY[name]["max_position_embeddings"]
     assert model_of({**TINY[name], "max_sequence_length": longest})[1] == model_of(TINY[name])[1]
     assert list(refused({**TINY[name], "max_sequence_length": longest - 1})) == ["max_sequence_length"]
 
