@@ -202,10 +202,6 @@ class Sections:
         moved = [Range(0, starts[each.source] + each.begin, starts[each.source] + each.end) for each in shard.ranges]
         return ShardRanges.of(moved, shard.size)
 
-    def __str__(self) -> str:
-        name = getattr(self.layout, "__name__", str(self.layout))
-        return f"{name} of {', '.join(self.parts)}"
-
 
 def padded_vocab(multiple: int) -> ShardLayout:
     """Rows of the vocabulary, padded with zeros to a multiple of ``multiple`` and of the shards, cut evenly."""

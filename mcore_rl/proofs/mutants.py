@@ -137,7 +137,7 @@ class _Exchanged:
         return ShardRanges.of(moved, shard.size)
 
     def __str__(self) -> str:
-        return f"{self.sections}, of which numbers {self.first} and {self.second} change places"
+        return f"{_words(self.sections)}, of which numbers {self.first} and {self.second} change places"
 
 
 def _other_sections(rule: Rule, layouts: Sequence[Any]) -> Iterator[Any]:
@@ -166,7 +166,9 @@ def _swapped(values: tuple[T, ...], first: int, second: int) -> tuple[T, ...]:
 
 
 def _words(value: Any) -> str:
-    if callable(value) and hasattr(value, "__qualname__"):
+    if isinstance(value, Sections):
+        return f"{_words(value.layout)} of {', '.join(value.parts)}"
+    if callable(value) and not isinstance(value, _Exchanged):
         return str(value.__qualname__).replace(".<locals>.", " ").strip("_")
     return str(value)
 
