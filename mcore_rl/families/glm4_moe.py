@@ -66,11 +66,9 @@ def read(fields: Fields) -> ModelConfig:
     fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
     model.qkv_bias = fields.take("attention_bias", bool, False)
     model.qk_norm = fields.take("use_qk_norm", bool, False)
-    # transformers' other name of the field, and vLLM 0.32 knows this one
-    experts = "num_local_experts" if "num_local_experts" in fields.values else "n_routed_experts"
     width = fields.take("moe_intermediate_size", int, 1408)
     model.moe = MoeConfig(
-        num_experts=fields.take(experts, int, 128),
+        num_experts=fields.take("n_routed_experts", int, 128),
         top_k=fields.take("num_experts_per_tok", int, 8),
         ffn_hidden_size=width,
         norm_topk_prob=fields.take("norm_topk_prob", bool, True),

@@ -182,3 +182,21 @@ def test_longrope_ends_where_its_first_frequencies_do() -> None:
     plain = {key: value for key, value in TINY["phi3"].items() if key != "rope_scaling"}
     assert model_of(plain)[1].max_position_embeddings == 1024
     assert "partial_rotary_factor" in refused({**plain, "partial_rotary_factor": 0.6})  # 19 of 32 dimensions
+
+
+def test_the_rotated_share_stands_beside_theta_or_with_it() -> None:
+    facts = {name: value for name, value in TINY["glm4_moe"].items() if name not in ("rope_theta", "rope_scaling")}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    left_out = {name: value for name, value in facts.items() if name != "partial_rotary_factor"}
+    for config, share in (
+        ({**facts, "rope_parameters": rope}, 0.5),
+        ({**left_out, "rope_parameters": rope}, 0.5),
+        ({**left_out, "rope_parameters": {**rope, "partial_rotary_factor": 0.25}}, 0.25),
+        ({**facts, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}, 0.5),
+    ):
+        model = assert_transformers_numbers(config)
+        assert (model.rotary_percent, model.rotary_dim) == (share, 32 * share)
+    both = {**facts, "rope_parameters": {**rope, "partial_rotary_factor": 0.25}}
+    assert list(refused(both)) == ["partial_rotary_factor"]
+    wrong = {**left_out, "rope_parameters": {**rope, "partial_rotary_factor": "half"}}
+    assert list(refused(wrong)) == ["partial_rotary_factor"]

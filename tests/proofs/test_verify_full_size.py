@@ -25,6 +25,7 @@ from tests.support.published import FACTS
     [
         ("mistralai/Mixtral-8x22B-Instruct-v0.1", "tp=8,pp=4,ep=8", 64, "tp=8", 140_630_071_296),
         ("Qwen/Qwen2.5-72B-Instruct", "tp=8,pp=4", 32, "tp=16", 72_706_203_648),
+        ("meta-llama/Llama-3.1-8B-Instruct", "tp=16", 16, "tp=8", 8_030_261_248),  # 8 key/value heads
         ("Qwen/Qwen3-235B-A22B", "tp=4,pp=4,ep=16", 64, "tp=4,dp=4,ep=16", 235_093_634_560),
         ("deepseek-ai/DeepSeek-V3", "tp=8,pp=8,ep=16", 128, "tp=8,dp=4,ep=32", 671_026_419_200),
     ],

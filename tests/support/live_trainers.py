@@ -73,7 +73,7 @@ class _Rank:
         self.publisher = Publisher(
             self.engine.models,
             self.table,
-            RolloutTable(FAMILIES[name], model, parse_rollout_layout(rollout)),
+            RolloutTable(FAMILIES[name], model, parse_rollout_layout(rollout), latent_attention=False),  # on the CPU
             self.rank.rank,
             transport,
             dtype=torch.float32,
