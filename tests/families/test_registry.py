@@ -22,6 +22,7 @@ from tests.support.published import FACTS, TINY, WRITTEN, class_config, meta_mod
 
 # As the model cards and safetensors indices count; DeepSeek-V3 and GLM-4.5 without
 # the multi-token prediction layer (with it GLM-4.5 has 358,337,791,296, and Air 110,468,824,832).
+# Moonlight's is published in four digits: 15.29e9 without embedding and output, 671,088,640 more.
 PUBLISHED_PARAMETERS = {
     "google/gemma-3-1b-it": 999_885_952,
     "google/gemma-2-2b-it": 2_614_341_888,
