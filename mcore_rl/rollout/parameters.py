@@ -20,10 +20,10 @@ import json
 import logging
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.proofs.effective_config import EffectiveConfig
 from mcore_rl.proofs.placement import NOTHING, Stored
 from mcore_rl.proofs.tracer import NumberedCheckpoint
+from mcore_rl.rollout.vllm_groups import VllmLayout, standing_as
 
 T = TypeVar("T")
 
@@ -56,20 +57,6 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: str
     experts: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layout:
-    """The layout as vLLM's arguments; global rank = data-parallel rank * tp + tensor-parallel rank.
-
-    latent_attention: whether MLA runs as such.  ranks: the global ranks to build.
-    """
-
-    tp: int
-    dp: int
-    expert_parallel: bool
-    latent_attention: bool
-    ranks: tuple[int, ...]
 
 
 class VllmProcess:
@@ -157,7 +144,9 @@ class VllmProcess:
             (Path(folder) / CONFIG).write_text(json.dumps(dict(hf_config)))
             return dict(enumerate(self._run(partial(_place, dict(shapes)), Path(folder), ranks, "bfloat16")))
 
-    def _run(self, function: Callable[[Path, _Layout, str], T | str], source: Path, layout: _Layout, dtype: str) -> T:
+    def _run(
+        self, function: Callable[[Path, VllmLayout, str], T | str], source: Path, layout: VllmLayout, dtype: str
+    ) -> T:
         read_config(source)  # raises a clear error if it cannot be read
         try:
             result = self._process.submit(function, source, layout, dtype).result()
@@ -168,10 +157,10 @@ class VllmProcess:
         return result
 
 
-def _layout(tp: int, dp: int, expert_parallel: bool, ranks: Sequence[int] | None, latent_attention: bool) -> _Layout:
+def _layout(tp: int, dp: int, expert_parallel: bool, ranks: Sequence[int] | None, latent_attention: bool) -> VllmLayout:
     wanted = tuple(range(tp * dp) if ranks is None else ranks)
     assert all(0 <= rank < tp * dp for rank in wanted), f"ranks {wanted} of tp={tp}, dp={dp}"
-    return _Layout(tp=tp, dp=dp, expert_parallel=expert_parallel, latent_attention=latent_attention, ranks=wanted)
+    return VllmLayout(tp=tp, dp=dp, expert_parallel=expert_parallel, latent_attention=latent_attention, ranks=wanted)
 
 
 # Everything below runs in the other process.
@@ -181,20 +170,20 @@ def _be_quiet() -> None:
     logging.disable(logging.ERROR)  # vLLM's messages about an engine, which is never started here
 
 
-def _describe(source: Path, layout: _Layout, dtype: str) -> list[dict[str, Parameter]] | str:
+def _describe(source: Path, layout: VllmLayout, dtype: str) -> list[dict[str, Parameter]] | str:
     described = []
     try:
         for rank in layout.ranks:
-            with _standing_as(rank, layout):
+            with standing_as(rank, layout):
                 described.append(_described(_model(source, layout, rank, dtype, _ParametersOnMeta())[0]))
     except Exception as error:  # noqa: BLE001  vLLM raises what pickle cannot carry
         return _reason(error)
     return described
 
 
-def _configured(source: Path, layout: _Layout, dtype: str) -> list[EffectiveConfig] | str:
+def _configured(source: Path, layout: VllmLayout, dtype: str) -> list[EffectiveConfig] | str:
     try:
-        with _standing_as(0, layout):
+        with standing_as(0, layout):
             from mcore_rl.rollout.receiver.effective_config import effective_config
 
             return [effective_config(_model(source, layout, 0, dtype, _ParametersOnMeta())[0])]
@@ -202,11 +191,11 @@ def _configured(source: Path, layout: _Layout, dtype: str) -> list[EffectiveConf
         return _reason(error)
 
 
-def _load(source: Path, layout: _Layout, dtype: str) -> list[dict[str, NDArray[np.float32]]] | str:
+def _load(source: Path, layout: VllmLayout, dtype: str) -> list[dict[str, NDArray[np.float32]]] | str:
     loaded = []
     try:
         for rank in layout.ranks:
-            with _standing_as(rank, layout):  # also while it loads: some loaders ask for the rank again
+            with standing_as(rank, layout):  # also while it loads: some loaders ask for the rank again
                 loaded.append(_loaded(*_model(source, layout, rank, dtype, nullcontext())))
     except Exception as error:  # noqa: BLE001  as above
         return _reason(error)
@@ -214,13 +203,13 @@ def _load(source: Path, layout: _Layout, dtype: str) -> list[dict[str, NDArray[n
 
 
 def _place(
-    shapes: dict[str, tuple[int, ...]], source: Path, layout: _Layout, dtype: str
+    shapes: dict[str, tuple[int, ...]], source: Path, layout: VllmLayout, dtype: str
 ) -> list[dict[str, Stored]] | str:
     checkpoint, placements = NumberedCheckpoint(shapes), []
     weights = [(name, torch.from_numpy(checkpoint.read(name)).double()) for name in checkpoint]
     try:
         for rank in layout.ranks:
-            with _standing_as(rank, layout):
+            with standing_as(rank, layout):
                 placements.append(_placed(*_model(source, layout, rank, dtype, nullcontext()), weights))
     except Exception as error:  # noqa: BLE001  as above
         return _reason(error)
@@ -311,7 +300,7 @@ class _ParametersOnMeta(TorchFunctionMode):
 
 
 def _model(
-    source: Path, layout: _Layout, rank: int, dtype: str, memory: AbstractContextManager[Any]
+    source: Path, layout: VllmLayout, rank: int, dtype: str, memory: AbstractContextManager[Any]
 ) -> tuple[nn.Module, Any]:
     """(vLLM's model as ``rank`` builds it, parameters not set; its ``VllmConfig``).  memory: active while it builds."""
     from vllm.config import CacheConfig, DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
@@ -361,52 +350,3 @@ def _import_architecture(source: Path) -> None:
         raise ValueError(f"config.json's architectures are {names}, of which vLLM has no model")
     for name in names:
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-
-
-class _Peers:
-    """Stands in for a ProcessGroup while models are built, which only ask for its rank and size."""
-
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
-        self.ranks, self.index = list(ranks), list(ranks).index(rank)
-
-    def rank(self) -> int:
-        return self.index
-
-    def size(self) -> int:
-        return len(self.ranks)
-
-
-@contextmanager
-def _standing_as(rank: int, layout: _Layout) -> Iterator[None]:
-    """While active, vLLM's groups are those that ``initialize_model_parallel`` would make on ``rank``, without peers.
-
-    vllm/distributed/parallel_state.py, 0.32: all ranks are laid out as data parallel x tensor parallel, and expert
-    parallelism spans both.  Building and loading a model only reads sizes and ranks of groups.
-    """
-    from vllm import envs
-    from vllm.distributed import parallel_state
-
-    def group(ranks: Sequence[int]) -> Any:
-        coordinator = object.__new__(parallel_state.GroupCoordinator)  # its own __init__ would wait for the peers
-        coordinator.rank, coordinator.ranks, coordinator.world_size = rank, list(ranks), len(ranks)
-        coordinator.rank_in_group = coordinator.ranks.index(rank)
-        coordinator.device_group = coordinator.cpu_group = _Peers(ranks, rank)
-        coordinator.device = torch.device("cpu")
-        return coordinator
-
-    everyone = range(layout.tp * layout.dp)
-    first = rank // layout.tp * layout.tp
-    groups = dict.fromkeys(("_PP", "_PCP", "_DCP"), group([rank]))
-    groups |= dict.fromkeys(("_TP", "_ETP"), group(range(first, first + layout.tp)))
-    groups |= dict.fromkeys(("_WORLD", "_EP"), group(everyone))
-    groups["_DP"] = group(everyone[rank % layout.tp :: layout.tp])
-    wanted = [(parallel_state, name, value) for name, value in groups.items()]
-    wanted.append((envs, "VLLM_MLA_DISABLE", not layout.latent_attention))
-    before = [(module, name, getattr(module, name)) for module, name, _ in wanted]
-    try:
-        for module, name, value in wanted:
-            setattr(module, name, value)
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
