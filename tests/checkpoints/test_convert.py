@@ -217,7 +217,9 @@ BROKEN: dict[str, tuple[Break, type[McoreRLError], tuple[str, ...]]] = {
         lambda path: checkpoints.edit_config(path, architectures=["MambaForCausalLM"]), ConfigError,
         ("MambaForCausalLM", "is not supported"),
     ),
-    "unknown field": (lambda path: checkpoints.edit_config(path, novel=1), ConfigError, ("novel",)),
+    "field that vLLM reads": (
+        lambda path: checkpoints.edit_config(path, index_topk=4), ConfigError, ("index_topk", "--ignore-field"),
+    ),
     "no config": (lambda path: (path / "config.json").unlink(), CheckpointError, ("config.json: cannot be read",)),
     "no json": (lambda path: (path / "config.json").write_text("{"), CheckpointError, ("config.json: is not JSON",)),
 }  # fmt: skip

@@ -153,10 +153,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--layout", "tp=3"], "parallel.tp=3"),
+        (["--layout", "tp=3"], "--layout tp=3"),
         (["--layout", "xp=2"], "no such axis"),
-        (["--rollout", "tp=2,dp=2"], "rollout.dp=2"),
-        (["--rollout", "tp=3"], "rollout.tp=3"),
+        (["--rollout", "tp=2,dp=2"], "--rollout dp=2"),
+        (["--rollout", "tp=3"], "--rollout tp=3"),
         (["--temperature", "0"], "--temperature=0: must be positive"),
         (["--max-tokens", "4096"], "max_response_length=4096"),
         (["--samples", "0"], "samples=0"),

@@ -96,10 +96,10 @@ def test_the_mutation_score(
     ("arguments", "said"),
     [
         (["--model", "mixtral-8x220b"], "is no known checkpoint"),
-        (["--model", "tiny-mixtral", "--layout", "tp=3"], "parallel.tp=3"),
+        (["--model", "tiny-mixtral", "--layout", "tp=3"], "--layout tp=3"),
         (["--model", "tiny-mixtral", "--layout", "tp=2,xp=3"], "no such axis"),
-        (["--model", "tiny-mixtral", "--rollout", "tp=2,ep=3"], "rollout.ep=3"),
-        (["--model", "deepseek-v3", "--layout", "pp=16"], "Write parallel.pipeline_layers=["),
+        (["--model", "tiny-mixtral", "--rollout", "tp=2,ep=3"], "--rollout ep=3"),
+        (["--model", "deepseek-v3", "--layout", "pp=16"], "Write --pipeline-layers=["),
         (["--model", "tiny-mixtral", "--preset", "z80"], "preset=z80: is no preset of it"),
         (["--model", "tiny-mixtral", "--pipeline-layers", "1,x"], "pipeline-layers=1,x"),
         (["--mutate", "lama"], "mutate=lama: is no family. Write one of llama"),

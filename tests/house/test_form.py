@@ -30,7 +30,7 @@ PATCHES_MODULES = (
     "mcore_rl/parallel/cpu.py",
     "mcore_rl/parallel/plain_objects.py",  # torch's unpickler of what other ranks send, which has no setting
     "mcore_rl/runtime/scratch.py",  # tempfile.tempdir, which Python says to set so
-    "mcore_rl/rollout/parameters.py",  # vLLM's groups, in a process of its own that runs nothing else
+    "mcore_rl/rollout/vllm_groups.py",  # vLLM's groups, in a process of its own that runs nothing else
 )
 
 
