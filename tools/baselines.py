@@ -16,15 +16,16 @@ from pathlib import Path
 
 import yaml
 
-from mcore_rl.config.launch import LAUNCH, load_cluster, load_recipe, recipe_names
+from mcore_rl.config.launch import load_cluster, load_recipe, recipe_names
 from mcore_rl.config.recipe import PublishedConfig, RecipeConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.planning.plan import Plan, plan
 from mcore_rl.planning.recipes import num_steps, recipe_model
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "baselines.md"
-RESULTS = LAUNCH / "results"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "baselines.md"
+RESULTS = ROOT / "launch" / "results"
 BAND = 2.0  # points: between evaluations of one run, and between equal runs on two hosts (verl's pull request 7519)
 NOT_YET = {
     "Qwen2.5-0.5B to 72B-Instruct, GRPO with LoRA": ("54.3 to 96.0", "LoRA"),

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from mcore_rl.config.bounds import InputDirectory, OutputDirectory, PositiveInt, Seed
 from mcore_rl.config.options import read_options, typed
+from mcore_rl.config.resources import MODEL_CONFIGS
 from mcore_rl.errors import ConfigError, McoreRLError, Violation
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
 
-CONFIGS = Path(__file__).resolve().parents[1] / "model_configs"
 SIZES = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 
 
@@ -61,8 +61,8 @@ def main() -> int:
     """Write the checkpoint; 0, or 2 on a user error."""
     try:
         arguments = read_options(parser())
-        known = find_checkpoint(f"tiny-{arguments.family.replace('_', '-')}", CONFIGS)
-        values = published_config(known, CONFIGS) | SIZES
+        known = find_checkpoint(f"tiny-{arguments.family.replace('_', '-')}", MODEL_CONFIGS)
+        values = published_config(known, MODEL_CONFIGS) | SIZES
         pieces = texts(arguments.data)
         import torch  # when all is checked
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -34,6 +34,7 @@ from mcore_rl.config.bounds import InputDirectory, Ranks
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.options import check_options, spelt_as_options, typed
 from mcore_rl.config.parallel import ParallelConfig, parse_layers, parse_layout
+from mcore_rl.config.resources import MODEL_CONFIGS
 from mcore_rl.config.rollout import RolloutLayout, parse_rollout_layout, rollout_violations
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
@@ -45,7 +46,6 @@ from mcore_rl.parallel.layout import Layout, layout_text, layout_violations
 if TYPE_CHECKING:
     from mcore_rl.proofs.verify import ProofReport
 
-MODEL_CONFIGS = Path(__file__).resolve().parents[1] / "model_configs"
 MAX_SHOWN = 20
 TINY = "tiny-{}"  # the small model of a family in model_configs/
 SPELT = {"parallel.pipeline_layers": "--pipeline-layers", "parallel.": "--layout ", "rollout.": "--rollout "}

@@ -32,6 +32,7 @@ from rich.console import Console
 from mcore_rl.config.cluster import ClusterConfig, Container
 from mcore_rl.config.engine import Device
 from mcore_rl.config.launch import cluster_yaml, load_cluster, load_recipe, program_of, read_words, recipe_path
+from mcore_rl.config.resources import SBATCH
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.config.trainer import Placement
@@ -39,7 +40,6 @@ from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
 from mcore_rl.planning.plan import plan
 from mcore_rl.planning.recipes import recipe_model
 
-TEMPLATE = Path(__file__).with_name("train.sbatch")
 RESUME = "trainer.resume_mode"
 CLUSTER = "cluster.yaml"  # as the job has it, for the doctor
 
@@ -157,9 +157,9 @@ def render(job: Job) -> str:
             ['"$python" -m mcore_rl.cli ' + shlex.join([program, *config]), *map(shlex.quote, job.overrides)]
         ),
     }
-    text, place = TEMPLATE.read_text(encoding="utf-8"), re.compile(r"{{(\w+)}}")
+    text, place = SBATCH.read_text(encoding="utf-8"), re.compile(r"{{(\w+)}}")
     asked = set(place.findall(text))
-    assert asked == values.keys(), f"{TEMPLATE.name} asks for others: {asked ^ values.keys()}"
+    assert asked == values.keys(), f"{SBATCH.name} asks for others: {asked ^ values.keys()}"
     return place.sub(lambda name: str(values[name[1]]), text)
 
 

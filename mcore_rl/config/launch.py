@@ -18,14 +18,12 @@ from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.compose import ERRORS, all_keys, compose, words
 from mcore_rl.config.measured import take_measured
 from mcore_rl.config.names import meant
+from mcore_rl.config.resources import CLUSTERS, RECIPES
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.config.yaml_files import read_yaml
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
-LAUNCH = Path(__file__).parents[2] / "launch"  # beside the package, in a checkout of the repository
-RECIPES = LAUNCH / "recipes"
-CLUSTERS = LAUNCH / "clusters"
 SCHEMAS: dict[str, type[RunConfig] | type[SftConfig]] = {"train": RunConfig, "sft": SftConfig}
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.resources import MODEL_CONFIGS
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.errors import ConfigError, Violation
@@ -14,7 +15,6 @@ from mcore_rl.families.config_changes import ConfigChanges
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
 
-MODEL_CONFIGS = Path(__file__).parents[2] / "model_configs"  # beside the package, in a checkout of the repository
 # By the folder that docs/baselines.md tells tools/prepare_data.py to write; of DAPO, each question once.
 TRAIN_PROMPTS = {"gsm8k": 7473, "math": 7500, "dapo": 17398}
 

@@ -17,7 +17,8 @@ from rich.console import Console
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Recompute
-from mcore_rl.config.launch import RECIPES, load_cluster, load_recipe, recipe_names
+from mcore_rl.config.launch import load_cluster, load_recipe, recipe_names
+from mcore_rl.config.resources import MODEL_CONFIGS, RECIPES
 from mcore_rl.config.role import Head
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.config.run import RunConfig, run_violations
@@ -29,7 +30,7 @@ from mcore_rl.families.checkpoints import find_checkpoint
 from mcore_rl.families.registry import model_of
 from mcore_rl.planning.peaks import Phase, Place
 from mcore_rl.planning.plan import plan
-from mcore_rl.planning.recipes import MODEL_CONFIGS, num_steps, recipe_config_json, recipe_model
+from mcore_rl.planning.recipes import num_steps, recipe_config_json, recipe_model
 from mcore_rl.proofs.verify import verify
 from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.table import Table
