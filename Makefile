@@ -34,8 +34,8 @@ help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 train: $(STAMP) ## Teach a tiny mixture of experts to calculate: sft, then GRPO, on this machine
-	@$(BIN)/python tools/prepare_data.py arithmetic --difficulty 1 --train 4000 --val 400 --out $(RUN)/data
-	@$(BIN)/python tools/make_tiny_model.py --data $(RUN)/data --out $(RUN)/model
+	@$(BIN)/mcore-rl prepare arithmetic --difficulty 1 --train 4000 --val 400 --out $(RUN)/data
+	@$(BIN)/mcore-rl prepare tiny-model --data $(RUN)/data --out $(RUN)/model
 	@$(BIN)/mcore-rl sft --config-dir launch/recipes --config-name arithmetic_sft
 	@$(BIN)/mcore-rl train --config-dir launch/recipes --config-name arithmetic_grpo
 

@@ -1,181 +1,132 @@
-"""``mcore-rl train|sft|generate|evaluate|doctor``: overrides to a typed configuration, which is checked and run.
+"""``mcore-rl COMMAND``: one command line for all of it.
 
-Every mistake of the user's is one message and exit code 2, without a traceback; ``--debug`` shows it.
+This module has the table of commands and what they share; a command is imported when it is asked for.  Every mistake
+of the user's is one message and exit code 2, without a traceback; ``--debug`` shows it.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Protocol, cast
 
-from rich.console import Console
+from mcore_rl import __version__
+from mcore_rl.config.options import check_options, spelt_as_options
+from mcore_rl.config.resources import PAGES
+from mcore_rl.errors import McoreRLError
 
-from mcore_rl.config.algorithm_registry import algorithms
-from mcore_rl.config.bounds import InputDirectory, bound_violations, file_violations
-from mcore_rl.config.compose import as_yaml, compose
-from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
-from mcore_rl.config.generate import GenerateConfig, generate_violations
-from mcore_rl.config.options import check_options, typed
-from mcore_rl.config.run import RunConfig, run_violations
-from mcore_rl.config.sft import SftConfig, sft_violations
-from mcore_rl.doctor import arguments as doctor
-from mcore_rl.errors import McoreRLError, Violation, refuse_if_any
-from mcore_rl.tracking.secrets import redacted
-
-EPILOG = """\
-Overrides are hydra's: key=value, lists as key=[a,b], and algorithm=NAME for all that belongs to an algorithm.
-
-  mcore-rl train model.path=MODEL data.train_files=[train.parquet] data.val_files=[test.parquet] \\
-      algorithm=grpo rollout.n=8 actor.parallel.tp=2 actor.parallel.ep=2 trainer.n_gpus_per_node=8
-  mcore-rl train --config-dir my_recipes --config-name gsm8k trainer.total_epochs=3
-  mcore-rl train --cfg algorithm=dapo          what would be run, as yaml, without running it
-"""
-
-
-@dataclass(frozen=True)
-class Program:
-    """One of the main programs.
-
-    run: returns the exit code.  epilog: below its help.  check: every violation, seen before torch or Ray is imported.
-    """
-
-    help: str
-    schema: type[Any]
-    run: Callable[[Any], int]
-    epilog: str = EPILOG
-    check: Callable[[Any], list[Violation]] = bound_violations
-
-
-def _train(config: RunConfig) -> int:
-    from mcore_rl.controller.programs.train import run_training
-
-    return asyncio.run(run_training(config))
-
-
-def _sft(config: SftConfig) -> int:
-    from mcore_rl.controller.programs.sft import run_sft
-
-    return asyncio.run(run_sft(config))
-
-
-def _generate(config: GenerateConfig) -> int:
-    from mcore_rl.controller.programs.generate import run_generate
-
-    return asyncio.run(run_generate(config))
-
-
-def _evaluate(config: EvaluateConfig) -> int:
-    from mcore_rl.controller.programs.evaluate import run_evaluate
-
-    return asyncio.run(run_evaluate(config))
-
-
-def _algorithms() -> str:
-    """A line of each, for people."""
-    lines = [f"  {each.name:<28} {each.about} ({each.paper})" for each in algorithms().values()]
-    own = "  FILE.py                      one of your own (docs/algorithms.md)"
-    return "\n".join(["algorithm=NAME, where NAME is", *lines, own, ""])
-
-
-PROGRAMS = {
-    "train": Program(
-        "reinforcement learning: PPO, GRPO, RLOO and their relatives",
-        RunConfig,
-        _train,
-        f"{EPILOG}\n{_algorithms()}",
-        run_violations,
-    ),
-    "sft": Program("supervised fine-tuning on conversations", SftConfig, _sft, check=sft_violations),
-    "generate": Program(
-        "responses to the prompts of parquet files", GenerateConfig, _generate, check=generate_violations
-    ),
-    "evaluate": Program(
-        "grade generated responses: score, accuracy, pass@k, maj@k",
-        EvaluateConfig,
-        _evaluate,
-        check=evaluate_violations,
-    ),
+ABOUT = "Reinforcement learning for large language models, on Megatron-core: from the first plan to the report."
+PROGRAMS = ("train", "sft", "generate", "evaluate")
+COMMANDS = {
+    "train": "reinforcement learning: PPO, GRPO, RLOO and their relatives",
+    "sft": "supervised fine-tuning on conversations",
+    "generate": "responses to the prompts of parquet files",
+    "evaluate": "grade generated responses: score, accuracy, pass@k, maj@k",
+    "plan": "does a run fit, where does each byte go, how long is a step",
+    "rehearse": "one rank of a run at full size, without its machine",
+    "submit": "run a recipe on a Slurm cluster",
+    "prepare": "make the data that runs read, or a tiny model to try them with",
+    "convert": "a checkpoint from Hugging Face to Megatron, or back",
+    "verify": "prove that a model's weights go right: Hugging Face to Megatron to vLLM",
+    "compare": "vLLM's log-probs against those of transformers and Megatron",
+    "report": "the page of a run, or one that compares several",
+    "doctor": "measure this machine or cluster, and say what is wrong before a run does",
+    "recipes": "the recipes there are, or one of them",
+    "models": "the models that are known by name, or one of them",
 }
+WRONG, INTERRUPTED = 2, 130  # exit codes: a mistake of the user's; Ctrl-C, as a shell says it
 
 
-DOCTOR = "doctor"  # it has options in place of a configuration
+class Command(Protocol):
+    """A module of ``mcore_rl/commands``."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the options and the help; ``--debug`` is there already.
+
+        ``key=value`` words are an argument called ``words``.  A default ``spelt`` says how refusals name options.
+        """
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Does it, and returns the exit code.  Raises McoreRLError for what is the user's to mend."""
 
 
-def _doctor(options: argparse.Namespace) -> int:
-    from mcore_rl.doctor.command import run_doctor
+def command(name: str) -> Command:
+    """The command called ``name``, imported."""
+    if name in PROGRAMS:
+        from mcore_rl.commands import programs
 
-    return run_doctor(options)
+        return programs.PROGRAMS[name]
+    return cast(Command, import_module(f"mcore_rl.commands.{name}"))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    top = argparse.ArgumentParser(prog="mcore-rl", description=__doc__.split("\n")[0])
-    programs = top.add_subparsers(dest="program", required=True, metavar="|".join([*PROGRAMS, DOCTOR]))
-    for name, program in PROGRAMS.items():
-        sub = programs.add_parser(
-            name, help=program.help, description=program.help, epilog=program.epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
-        sub.add_argument("overrides", nargs="*", metavar="key=value", help="see below; --cfg shows all keys")
-        sub.add_argument(
-            "--config-dir", type=typed(InputDirectory), help="of yaml files of your own, found before ours"
-        )
-        sub.add_argument("--config-name", help=f"the yaml file to begin with (default: {name})")
-        sub.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    sub = programs.add_parser(
-        DOCTOR, help=doctor.HELP, description=doctor.HELP, epilog=doctor.EPILOG,
+def overview() -> argparse.ArgumentParser:
+    """What is before the first command: ``--help`` and ``--version``."""
+    table = "\n".join(f"  {name:<10} {about}" for name, about in COMMANDS.items())
+    pages = f"mcore-rl COMMAND --help says more, and the pages in {PAGES} all."
+    top = argparse.ArgumentParser(
+        prog="mcore-rl", description=f"{ABOUT}\n\n{table}", epilog=pages,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    doctor.add_arguments(sub)
-    sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    top.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of these")
+    top.add_argument("--version", action="version", version=f"mcore-rl {__version__}")
     return top
 
 
+def parser(name: str, asked: Command) -> argparse.ArgumentParser:
+    """The options of the command ``asked``, which is called ``name``."""
+    made = argparse.ArgumentParser(prog=f"mcore-rl {name}", formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    made.set_defaults(spelt={})
+    asked.add_arguments(made)
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a program; its exit code: 0, 1 where it says so, 2 on a user's mistake, 130 on Ctrl-C."""
-    top = parser()
-    chosen, more = top.parse_known_args(arguments)  # argparse takes no override after an option by itself
-    if flags := [text for text in more if text.startswith("-")]:
-        top.error(f"unrecognized arguments: {' '.join(flags)}")
-    chosen.overrides += more
-    errors = Console(stderr=True, emoji=False)
+    """Runs a command; its exit code: 0, 1 where it says so, 2 on a user's mistake, 130 on Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] not in COMMANDS:
+        top = overview()
+        top.parse_args(words)
+        top.error("the command comes first")
+    asked = command(words[0])
+    taken = parser(words[0], asked)
+    options, more = taken.parse_known_args(words[1:])  # argparse takes no key=value after an option by itself
+    if more and ("words" not in options or any(text.startswith("-") for text in more)):
+        taken.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        options.words += more
     try:
-        check_options(chosen, top)
-        if chosen.program == DOCTOR:
-            return _doctor(chosen)
-        program = PROGRAMS[chosen.program]
-        config = compose(program.schema, chosen.program, chosen.overrides, chosen.config_dir, chosen.config_name)
-        if chosen.cfg:
-            Console().print(as_yaml(config), markup=False, highlight=False, soft_wrap=True)
-            return 0
-        refuse_if_any([*program.check(config), *file_violations(config)])
-        _keep_what_torch_compiles()
-        return program.run(config)
+        check_options(options, taken)
+        return asked.run(options)
     except McoreRLError as error:
-        if chosen.debug:
+        if options.debug:
             raise
-        notes = [str(note) for note in error.__dict__.get("__notes__", ())]
-        text = redacted("\n".join([f"error: {error}", *notes]))
-        errors.print(text, markup=False, highlight=False, soft_wrap=True)
-        return 2
-    except KeyboardInterrupt:
-        errors.print("Stopped.", markup=False)
-        return 130
+        _tell(f"error: {spelt_as_options(error, options.spelt)}", error)
+        return WRONG
+    except OSError as error:
+        if options.debug or words[0] in PROGRAMS:  # there it may be a bug of ours, and the traceback tells
+            raise
+        _tell(f"error: {error}", error)
+        return WRONG
+    except KeyboardInterrupt as interrupt:
+        _tell("" if _notes(interrupt) else "Stopped.", interrupt)
+        return INTERRUPTED
 
 
-def _keep_what_torch_compiles() -> None:
-    """Lets torch's compiled kernels lie in the user's cache; by itself torch makes a folder in /tmp at its import."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    above = next(path for path in (cache, *cache.parents) if path.exists())
-    if os.access(above, os.W_OK):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "mcore_rl" / "torchinductor"))
+def _notes(error: BaseException) -> list[str]:
+    return [str(note) for note in error.__dict__.get("__notes__", ())]
+
+
+def _tell(text: str, error: BaseException) -> None:
+    """Shows ``text`` and the notes of ``error``, without secrets."""
+    from rich.console import Console
+
+    from mcore_rl.tracking.secrets import redacted
+
+    told = redacted("\n".join(filter(None, [text, *_notes(error)])))
+    Console(stderr=True, emoji=False).print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

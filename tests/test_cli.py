@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -17,11 +19,15 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from mcore_rl.cli import PROGRAMS, main
+from mcore_rl.cli import COMMANDS, main
+from mcore_rl.commands.programs import PROGRAMS
+from mcore_rl.config.bounds import bound_violations
 from mcore_rl.config.compose import compose
+from mcore_rl.config.resources import PAGES
 from mcore_rl.config.run import RunConfig
 from mcore_rl.controller.lifecycle.run_checkpoints import complete_checkpoints
 from mcore_rl.errors import ConfigError, Violation
+from tests.house.source import ROOT
 from tests.support.run_task import GONE_S, overrides, still_alive, write_task
 
 LIMIT_S = 240.0  # for the first step of a run, on a busy machine
@@ -51,23 +57,21 @@ def test_debug_shows_where_an_error_was_raised() -> None:
 def test_where_an_error_was_raised_is_told_below_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stumble(config: object) -> int:
+    def stumble(config: object, check: bool) -> int:
         error = ConfigError([Violation("a", 1, "is wrong", "Write 2")])
         error.add_note("Raised by actor rank 1 on here in build")
         raise error
 
-    program = PROGRAMS["train"]
-    monkeypatch.setitem(PROGRAMS, "train", type(program)(program.help, program.schema, stumble))
+    monkeypatch.setitem(PROGRAMS, "train", replace(PROGRAMS["train"], act=stumble, violations=bound_violations))
     assert main(["train"]) == 2
     assert capsys.readouterr().err.endswith("a=1: is wrong. Write 2\nRaised by actor rank 1 on here in build\n")
 
 
 def test_ctrl_c_is_exit_code_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(config: object) -> int:
+    def interrupted(config: object, check: bool) -> int:
         raise KeyboardInterrupt
 
-    program = PROGRAMS["sft"]
-    monkeypatch.setitem(PROGRAMS, "sft", type(program)(program.help, program.schema, interrupted))
+    monkeypatch.setitem(PROGRAMS, "sft", replace(PROGRAMS["sft"], act=interrupted, violations=bound_violations))
     assert main(["sft"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -93,6 +97,49 @@ def test_what_is_no_command_is_a_usage_error(arguments: list[str], capsys: pytes
         main(arguments)
     assert exit_code.value.code == 2
     assert "usage: mcore-rl" in capsys.readouterr().err
+
+
+def test_every_command_is_a_module_and_is_in_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    modules = {path.stem for path in (ROOT / "mcore_rl" / "commands").glob("*.py")} - {"__init__", "programs"}
+    assert set(COMMANDS) == modules | set(PROGRAMS)
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert left.value.code == 0 and all(f"  {name:<10} {about}\n" in said for name, about in COMMANDS.items())
+    assert str(PAGES) in " ".join(said.split())
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert (left.value.code, capsys.readouterr().out) == (0, f"mcore-rl {metadata.version('mcore_rl')}\n")
+
+
+HELPS = """
+import contextlib, io, json, sys
+from mcore_rl import cli
+for words in [["--help"], *([name, "--help"] for name in cli.COMMANDS)]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        cli.main(words)
+    print(json.dumps([words, len(said.getvalue()), sorted(sys.modules)]))
+"""
+
+
+def test_no_help_imports_anything_heavy() -> None:
+    """In one process, one after another: what the first imports, the others are seen with."""
+    done = subprocess.run([sys.executable, "-c", HELPS], cwd=ROOT, capture_output=True, text=True, check=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == 1 + len(COMMANDS)
+    for words, length, modules in answers:
+        assert length > 200, words
+        assert not {"torch", "ray", "vllm", "hydra", "omegaconf", "megatron", "transformers"} & {*modules}, words
+
+
+def test_a_full_disk_is_told_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "none" / "plan.json"
+    assert main(["plan", "recipe=qwen25_05b_ppo", "--json", str(page)]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 @dataclass

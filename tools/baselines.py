@@ -50,12 +50,12 @@ trains. Scores are therefore other people's, and GPUs and hours are [the planner
 
 <!-- run: quick -->
 ```bash
-python tools/prepare_data.py gsm8k --source openai/gsm8k --out data/gsm8k
-python tools/prepare_data.py math --source DigitalLearningGmbH/MATH-lighteval --out data/math
-python tools/prepare_data.py dapo-math --source BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo
-python tools/prepare_data.py aime24 --source BytedTsinghua-SIA/AIME-2024 --out data/aime24
+mcore-rl prepare gsm8k --source openai/gsm8k --out data/gsm8k
+mcore-rl prepare math --source DigitalLearningGmbH/MATH-lighteval --out data/math
+mcore-rl prepare dapo-math --source BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo
+mcore-rl prepare aime24 --source BytedTsinghua-SIA/AIME-2024 --out data/aime24
 mcore-rl train --config-dir launch/recipes --config-name qwen25_05b_ppo
-python launch/slurm/submit.py recipe=qwen2_7b_grpo cluster=nvidia_h100
+mcore-rl submit recipe=qwen2_7b_grpo cluster=nvidia_h100
 ```
 
 Models come first:

@@ -34,7 +34,7 @@ INTRODUCTION = f"""# Every key and its bounds
 
 Every command checks all values before it imports torch or starts anything, and says everything that is wrong at once:
 the key, the value, what is wrong, what to write instead. The exit code is then 2. `mcore-rl train`, `sft`, `generate`,
-`evaluate`, `tools/plan_run.py`, `tools/rehearse.py` and `launch/slurm/submit.py` share the checks; options of the other
+`evaluate`, `mcore-rl plan`, `mcore-rl rehearse` and `mcore-rl submit` share the checks; options of the other
 tools have the same bounds. What a key means is in the docstring of its dataclass in `mcore_rl/config/`; contradictions
 between keys are refused too, and not listed here.
 

@@ -1,6 +1,6 @@
 """The schema of ``launch/clusters/NAME.yaml``: a cluster's nodes, and how Slurm and a container engine start a job.
 
-The planner reads sizes and rates, ``launch/slurm/submit.py`` the rest.
+The planner reads sizes and rates, ``mcore-rl submit`` the rest.
 """
 
 from __future__ import annotations

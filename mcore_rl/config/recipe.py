@@ -35,7 +35,7 @@ class RecipeConfig:
     title: one line for a table.
     checkpoint: the name of its model in ``model_configs/``; "" is none, and the planner skips the recipe.
     cluster: the name in ``launch/clusters`` for which the layout was chosen.
-    datasets: the data sets that ``tools/prepare_data.py`` writes for it.
+    datasets: the data sets that ``mcore-rl prepare`` writes for it.
     published: the result that it reproduces.
     """
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 from mcore_rl.config.yaml_files import read_yaml
 
 
@@ -31,6 +29,8 @@ def written_keys(overrides: Sequence[str], directory: Path | None, name: str) ->
 
     All of them must have been composed already, and therefore be valid.
     """
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # a tenth of a second; --help needs none
+
     written = set[str]()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if not override.is_delete():

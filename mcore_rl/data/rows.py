@@ -104,7 +104,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 def _read(path: Path, name: str, problems: list[str]) -> pa.Table | None:
     if not path.exists():
-        makers = "tools/prepare_data.py makes data sets, mcore-rl generate responses"
+        makers = "mcore-rl prepare makes data sets, mcore-rl generate responses"
         problems.append(f"{path}: there is no such file. Mend the path, or make it: {makers}")
     elif path.is_dir():
         problems.append(f"{path}: is a directory. Name the parquet files in it")

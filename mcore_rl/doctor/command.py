@@ -1,4 +1,4 @@
-"""``mcore-rl doctor``: its command line, the table of all checks, and the order of an examination."""
+"""``mcore-rl doctor``: what its options mean, the table of all checks, and the order of an examination."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def options_problems(options: argparse.Namespace) -> list[Violation]:
     if options.nodes > 1 and not options.address:
         remedy = "Start Ray on them (docs/ray.md) and write --address HOST:PORT; a Slurm job does: cluster.slurm.doctor"
         problems.append(Violation("--nodes", options.nodes, "needs a Ray cluster over the nodes", remedy))
-    if options.overrides and not (options.cluster or options.recipe):
-        remedy = "Write --cluster NAME, of launch/clusters"
-        problems.append(Violation(options.overrides[0], "", "changes a cluster, and none is named", remedy))
-    for text in options.overrides:
+    if options.words and not (options.cluster or options.recipe):
+        remedy = "Write cluster=NAME too"
+        problems.append(Violation(options.words[0], "", "changes a cluster, and none is named", remedy))
+    for text in options.words:
         if not text.startswith("cluster.") or "=" not in text:
-            problems.append(Violation(text, "", "is no override", "Write cluster.KEY=VALUE"))
+            problems.append(Violation(text, "", "is no override", "Write cluster=NAME or cluster.KEY=VALUE"))
     return problems
 
 
@@ -54,7 +54,7 @@ def _planned(options: argparse.Namespace) -> tuple[RunConfig | SftConfig | None,
     run = load_recipe(options.recipe) if options.recipe else None
     refuse_if_any([] if run is None else planned_violations(run))
     name = options.cluster or (run.recipe.cluster if run is not None else "")
-    overrides = [text.removeprefix("cluster.") for text in options.overrides]
+    overrides = [text.removeprefix("cluster.") for text in options.words]
     return run, load_cluster(name, overrides) if name else None
 
 

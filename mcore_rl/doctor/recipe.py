@@ -29,7 +29,7 @@ def _recipe(subject: Subject, limit_s: float) -> Iterator[Diagnosis]:
         verdict=Verdict.PASS if planned.fits else Verdict.FAIL,
         measured=short_line(planned) if planned.fits else "; ".join(map(str, planned.violations)),
         expected="it fits, by plan",
-        remedy="" if planned.fits else "tools/plan_run.py --search shows layouts that fit",
+        remedy="" if planned.fits else "mcore-rl plan --search shows layouts that fit",
     )
 
 

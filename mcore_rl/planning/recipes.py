@@ -15,7 +15,7 @@ from mcore_rl.families.config_changes import ConfigChanges
 from mcore_rl.families.config_json import CONFIG, read_config
 from mcore_rl.families.registry import model_of
 
-# By the folder that docs/baselines.md tells tools/prepare_data.py to write; of DAPO, each question once.
+# By the folder that docs/baselines.md tells mcore-rl prepare to write; of DAPO, each question once.
 TRAIN_PROMPTS = {"gsm8k": 7473, "math": 7500, "dapo": 17398}
 
 

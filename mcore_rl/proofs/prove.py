@@ -1,4 +1,4 @@
-"""The whole proof of one model, one training layout and one rollout layout: what ``tools/verify_conversion.py`` says.
+"""The whole proof of one model, one training layout and one rollout layout: what ``mcore-rl verify`` says.
 
 At full size: names and shapes by Megatron's modules and transformers' model class, exact cover, the reshard plan
 (``verify.py``).  At reduced size, in the same layouts: where every single element is, by oracles that share nothing

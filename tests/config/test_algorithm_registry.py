@@ -62,7 +62,7 @@ def test_a_run_is_composed_and_checked_before_torch_is_loaded() -> None:
     code = (
         "import sys; from mcore_rl import cli; from mcore_rl.config.compose import compose\n"
         "from mcore_rl.config.run import RunConfig, run_violations\n"
-        "cli.parser().format_help()\n"
+        "cli.parser('train', cli.command('train')).format_help()\n"
         "run_violations(compose(RunConfig, 'train', ['algorithm=rloo', 'actor.ppo_epochs=2']))\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -1,4 +1,4 @@
-"""tools/compare_logprobs.py as a user runs it: vLLM, transformers and Megatron, in processes of their own.
+"""``mcore-rl compare`` as a user runs it: vLLM, transformers and Megatron, in processes of their own.
 
 A run takes vLLM's import and start, transformers' import and Megatron's on two ranks: about 25 s of two cores.
 """
@@ -14,9 +14,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.checkpoints.convert import to_megatron
+from mcore_rl.cli import main
 from mcore_rl.reports.logprobs import vllm_scorer
 from tests.support import tiny_models
-from tools import compare_logprobs
 
 AGREES = 1e-4  # float32; 2e-6 is measured
 DAMAGED = "model.layers.1.mlp.down_proj.weight"
@@ -27,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], hf: Path, *arguments: str) -> tuple[
     out, prompts = hf.with_suffix(".json"), hf.with_suffix(".parquet")
     tiny_models.save_prompts(prompts)
     wanted = ["--hf", str(hf), "--data", str(prompts), "--out", str(out), "--max-tokens", "32"]
-    code = compare_logprobs.main([*wanted, *arguments])
+    code = main(["compare", *wanted, *arguments])
     return code, json.loads(out.read_text()), capsys.readouterr().out
 
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_trained_with_another_theta_is_refused(tmp_path: Path, caps
     path.write_text(json.dumps(config))
     tiny_models.save_prompts(tmp_path / "prompts.parquet")
     asked = ["--data", str(tmp_path / "prompts.parquet"), "--out", str(tmp_path / "report.json")]
-    code = compare_logprobs.main(["--hf", str(tmp_path / "hf"), "--megatron", str(tmp_path / "megatron"), *asked])
+    code = main(["compare", "--hf", str(tmp_path / "hf"), "--megatron", str(tmp_path / "megatron"), *asked])
     said = capsys.readouterr().err
     assert code == 2 and not (tmp_path / "report.json").exists()
     assert "rotary_base: 500000.0 in its own hf/config.json, 10000.0 in the one given" in said
@@ -170,7 +170,7 @@ def test_a_mistake_is_one_message(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     given = ["--hf", str(llama), "--data", str(llama / "prompts.parquet"), "--out", str(tmp_path / "report.json")]
-    assert compare_logprobs.main([*given, *arguments]) == 2
+    assert main(["compare", *given, *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err
     assert err.startswith("error: ") and said in err, err

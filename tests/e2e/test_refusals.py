@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
 import pytest
 
 from mcore_rl import cli
+from mcore_rl.commands.programs import PROGRAMS
 from mcore_rl.config import compose as composing
 from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.run import RunConfig
@@ -67,13 +69,13 @@ def answer(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, program: str, *words: str
 ) -> tuple[int, str]:
     """(exit code, what was said); ``REACHED`` if the program would have been run."""
-    made = cli.PROGRAMS[program]
-    monkeypatch.setitem(cli.PROGRAMS, program, type(made)(made.help, made.schema, lambda _: REACHED, check=made.check))
+    made = PROGRAMS[program]
+    monkeypatch.setitem(PROGRAMS, program, replace(made, act=lambda config, check: REACHED))
     code = cli.main([program, *words])
     return code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("program", cli.PROGRAMS)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_what_is_sound_reaches_the_program(
     program: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,12 +97,12 @@ PLACES = [
 def test_only_files_are_read_as_files(program: str, key: str, directory: bool, files: Path) -> None:
     wrong = ["pipe", "dangling", "loop", "none", *(["file", "trap"] if directory else ["model"])]
     places = [str(files / each) for each in wrong] + ["/dev/zero", "/dev/null", str(files / ("x" * 300)), "~nobody_x/a"]
-    made, (*groups, name) = cli.PROGRAMS[program], key.split(".")
+    made, (*groups, name) = PROGRAMS[program], key.split(".")
     config = composed(made.schema, program, [f"{name}={value}" for name, value in base(program, files).items()])
     group = reduce(getattr, groups, config)
     for place in places:
         setattr(group, name, [place] if isinstance(getattr(group, name), list) else place)
-        wrong = [*made.check(config), *file_violations(config)]
+        wrong = [*made.violations(config), *file_violations(config)]
         assert [each.key.partition("[")[0] for each in wrong] == [key], (place, wrong)
 
 
@@ -183,7 +185,7 @@ def test_one_wrong_override_among_many_is_found_without_composing_each(monkeypat
 
 COMMANDS = [
     *(["-m", "mcore_rl.cli", program, "trainer.nnodes=0" if program in ("train", "sft") else "ray_init.num_cpus=0"]
-      for program in cli.PROGRAMS),
+      for program in PROGRAMS),
     ["-m", "mcore_rl.cli", "doctor", "--nodes", "0"],
     ["launch/slurm/submit.py", "recipe=mixtral_8x22b_rloo", "cluster=nvidia_h200", "--dry-run", "rollout.n=0"],
     ["tools/plan_run.py", "recipe=mixtral_8x22b_rloo", "rollout.n=0", "data.train_batch_size=0"],
@@ -236,8 +238,6 @@ def test_a_user_sees_one_message(number: int, processes: None) -> None:
     "key", ["rollout.n", "data.train_batch_size", "actor.optim.lr", "trainer.nnodes", "rollout.tp"]
 )
 def test_the_planner_refuses_what_training_refuses(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from tools import plan_run
-
     for text in NUMBERS[key][0][:2]:
-        assert plan_run.main(["recipe=mixtral_8x22b_rloo", f"{key}={text}"]) == 2
+        assert cli.main(["plan", "recipe=mixtral_8x22b_rloo", f"{key}={text}"]) == 2
         assert f"- {key}=" in capsys.readouterr().err

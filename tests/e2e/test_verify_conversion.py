@@ -1,4 +1,4 @@
-"""tools/verify_conversion.py as a user runs it: verdict, exit code, JSON, and one message per mistake."""
+"""``mcore-rl verify`` as a user runs it: verdict, exit code, JSON, and one message per mistake."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.cli import main
 from mcore_rl.proofs.statements import STATEMENTS
 from mcore_rl.rollout import parameters
 from mcore_rl.rollout.parameters import VllmProcess
 from tests.house.source import ROOT
 from tests.support import checkpoints
-from tools import verify_conversion
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,8 @@ def one_vllm(vllm: VllmProcess, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error; here, because Megatron's import takes 6 s a process."""
-    monkeypatch.setattr(sys, "argv", ["verify_conversion.py", *arguments])
     monkeypatch.setenv("COLUMNS", "200")
-    code = verify_conversion.main()
+    code = main(["verify", *arguments])
     said = capsys.readouterr()
     return code, said.out, said.err
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from mcore_rl.commands.verify import prove
 from mcore_rl.config.algorithm import KlPenalty
 from mcore_rl.config.data import SftDataConfig
 from mcore_rl.config.engine import Recompute
@@ -34,7 +35,6 @@ from mcore_rl.planning.recipes import num_steps, recipe_config_json, recipe_mode
 from mcore_rl.proofs.verify import verify
 from mcore_rl.training.meta import meta_rank
 from mcore_rl.weights.table import Table
-from tools.verify_conversion import prove
 
 NAMES = [name for name in recipe_names() if not name.startswith("arithmetic")]
 MOST_OVERRIDES = 36

@@ -1,4 +1,4 @@
-"""Recipes rehearsed at full size by tools/rehearse.py: the planner's figures, waits, and this machine's memory."""
+"""Recipes rehearsed at full size by mcore-rl rehearse: the planner's figures, waits, and this machine's memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.cli import main
 from mcore_rl.config.launch import load_recipe, recipe_names
 from mcore_rl.parallel.layout import Layout
 from mcore_rl.rehearsal.stages import ranks_of_stages
 from tests.house.source import ROOT
-from tools.rehearse import main
 
 NEAR = 0.05  # the planner's device peak beside the rehearsal's
 MOST_RESIDENT = 2 << 30
@@ -85,7 +85,7 @@ def test_all_stages_of_interest_are_there() -> None:
     ],
 )
 def test_mistakes_are_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
+    assert main(["rehearse", *words]) == 2
     message = capsys.readouterr().err
     assert said in message
     assert message.count("error: ") == 1

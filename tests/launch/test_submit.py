@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm.submit import Job, main, read_job, render
+from mcore_rl.cli import main
 from mcore_rl.config.launch import load_recipe
 from mcore_rl.errors import ConfigError
+from mcore_rl.runtime.slurm_job import Job, read_job, render
 
 ROOT = Path(__file__).parents[2]
 PLAIN = ["recipe=arithmetic_grpo", "cluster=cpu"]
@@ -140,7 +141,7 @@ def test_a_recipe_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) 
 
 def test_a_dry_run_prints_the_script_and_touches_neither_slurm_nor_the_disk_nor_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from launch.slurm.submit import main; code = main(sys.argv[1:]);"
+        "import sys; from mcore_rl.cli import main; code = main(['submit', *sys.argv[1:]]);"
         "assert not {'torch', 'megatron', 'ray', 'transformers'} & set(sys.modules); sys.exit(code)"
     )
     asked = [*PLAIN, "--dry-run", f"trainer.default_local_dir={tmp_path}/run", "nodes=2"]
@@ -154,5 +155,5 @@ def test_without_slurm_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main([*PLAIN, f"trainer.default_local_dir={tmp_path}/run"]) == 2
+    assert main(["submit", *PLAIN, f"trainer.default_local_dir={tmp_path}/run"]) == 2
     assert "sbatch=: there is no such program here. Submit from a node" in capsys.readouterr().err

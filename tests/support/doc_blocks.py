@@ -22,8 +22,13 @@ BLOCK = re.compile(r"(?:^<!-- (\w+): (.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.MUL
 COMMANDS = ("bash", "console")  # of a console: lines after "$ " are typed, the others are what it says
 # What a quick run leaves out: the training itself, and the cluster.  The command line is read and checked as it stands.
 SHORTCUTS = """
-mcore-rl() { command mcore-rl "$@" --cfg; }
-python() { if [[ $1 == launch/slurm/submit.py ]]; then command python "$@" --dry-run; else command python "$@"; fi; }
+mcore-rl() {
+    case $1 in
+        train | sft | generate | evaluate) command mcore-rl "$@" --cfg ;;
+        submit) command mcore-rl "$@" --dry-run ;;
+        *) command mcore-rl "$@" ;;
+    esac
+}
 """
 
 

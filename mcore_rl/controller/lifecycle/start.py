@@ -55,12 +55,7 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     trainer, logs = config.trainer, Path(config.trainer.default_local_dir) / "logs"
     async with AsyncExitStack() as stack:
         stack.enter_context(_one_thread())
-        scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
-        scorer.check_sources(prepared.data_sources)
-        files = [each for each in (prepared.train, prepared.validation) if each is not None]
-        rows = (each[index] for each in files for index in range(len(each)))
-        for line in check_graded_rows(scorer, config.custom_reward_function, rows):
-            note(line)
+        scorer = stack.enter_context(_scorer(config, prepared))
         tracker = open_directory(config, prepared, stack)
         judge = config.reward_model
         places = await place(trainer, config.rollout.layout, platform, judge.layout if judge.enable else None)
@@ -100,6 +95,26 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
         run = Run(config, platform, tracker, prepared, groups, collector, devices, weights)
         stack.push_async_callback(run.saver.close)
         yield run
+
+
+def check_run(config: RunConfig) -> tuple[Prepared, Plan]:
+    """All that ``open_run`` does before Ray is started: what it reads, and what it plans.  Raises as it does."""
+    config = complete(config)
+    prepared, planned = _prepared(config, detect(config.trainer.device))
+    with _scorer(config, prepared):
+        return prepared, planned
+
+
+@contextmanager
+def _scorer(config: RunConfig, prepared: Prepared) -> Iterator[Scorer]:
+    """While open: what grades, once it has seen that it can grade every row of ``prepared``."""
+    with Scorer(config.reward, config.custom_reward_function) as scorer:
+        scorer.check_sources(prepared.data_sources)
+        files = [each for each in (prepared.train, prepared.validation) if each is not None]
+        rows = (each[index] for each in files for index in range(len(each)))
+        for line in check_graded_rows(scorer, config.custom_reward_function, rows):
+            note(line)
+        yield scorer
 
 
 async def _weight_updater(

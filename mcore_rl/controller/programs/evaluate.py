@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -81,19 +81,13 @@ async def run_evaluate(config: EvaluateConfig) -> int:
 
     Raises ConfigError and kin with everything that keeps it from starting.
     """
-    refuse_if_any([*evaluate_violations(config), *file_violations(config)])
-    rows = ResponseSet.load(config.path, config.prompt_key, config.response_key)
-    refuse_if_any(_row_violations(config, rows))
-    console = Console()
+    rows, console = read_responses(config), Console()
     async with AsyncExitStack() as stack:
         kept = Journal()
         if config.out is not None:
             out = Path(config.out).expanduser()
             kept = stack.enter_context(journal(out, work_of(config), afresh=config.overwrite))
-        scorer = stack.enter_context(Scorer(config.reward, config.custom_reward_function))
-        scorer.check_sources(s for s, by_model in zip(rows.data_sources, rows.by_model, strict=True) if not by_model)
-        for line in check_graded_rows(scorer, config.custom_reward_function, rows, refuse=False):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        scorer = stack.enter_context(_scorer(config, rows, console))
         reward_model = await _reward_model(config, stack)
         work = stack.enter_context(WorkProgress("grading", sum(rows.counts), "responses"))
         graded = await grade_all(
@@ -109,6 +103,32 @@ async def run_evaluate(config: EvaluateConfig) -> int:
                 new.write_text(json.dumps(as_json(config.path, reports), indent=2, allow_nan=False) + "\n")
             console.print(f"numbers: {config.out}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def check_evaluate(config: EvaluateConfig) -> int:
+    """Read and check all that ``run_evaluate`` needs, and grade nothing; returns the exit code 0."""
+    rows, console = read_responses(config), Console()
+    with _scorer(config, rows, console):
+        console.print(f"nothing is wrong: {sum(rows.counts):,} responses. Nothing was graded", highlight=False)
+    return 0
+
+
+def read_responses(config: EvaluateConfig) -> ResponseSet:
+    """The responses to grade.  Raises ConfigError and kin with everything that keeps them from being graded."""
+    refuse_if_any([*evaluate_violations(config), *file_violations(config)])
+    rows = ResponseSet.load(config.path, config.prompt_key, config.response_key)
+    refuse_if_any(_row_violations(config, rows))
+    return rows
+
+
+@contextmanager
+def _scorer(config: EvaluateConfig, rows: ResponseSet, console: Console) -> Iterator[Scorer]:
+    """While open: what grades, once it has seen that it can grade ``rows``."""
+    with Scorer(config.reward, config.custom_reward_function) as scorer:
+        scorer.check_sources(s for s, by_model in zip(rows.data_sources, rows.by_model, strict=True) if not by_model)
+        for line in check_graded_rows(scorer, config.custom_reward_function, rows, refuse=False):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        yield scorer
 
 
 def work_of(config: EvaluateConfig) -> dict[str, Any]:

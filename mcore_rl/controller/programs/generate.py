@@ -74,6 +74,14 @@ async def run_generate(config: GenerateConfig) -> int:
     return 0
 
 
+def check_generate(config: GenerateConfig) -> int:
+    """Read and check all that ``run_generate`` needs, and start nothing; returns the exit code 0."""
+    config, prompts = prepare(config, detect(config.rollout.device))
+    _say(Console(), prompts.describe())
+    _say(Console(), f"nothing is wrong: {len(prompts) * config.rollout.n:,} responses. Nothing was started")
+    return 0
+
+
 def prepare(config: GenerateConfig, platform: Platform) -> tuple[GenerateConfig, PromptSet]:
     """``config`` with absolute paths, and the prompts.  Raises as ``run_generate``."""
     refuse_if_any([*generate_violations(config), *file_violations(config)])

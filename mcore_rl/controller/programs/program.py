@@ -14,8 +14,11 @@ from mcore_rl.config.sft import sft_violations
 from mcore_rl.controller.lifecycle.fault_tolerance import run_with_restarts
 from mcore_rl.controller.lifecycle.messages import note, outcome
 from mcore_rl.controller.lifecycle.preemption import REQUEUE, Preempted, Preemption
+from mcore_rl.controller.lifecycle.preparation import PreparedRun
 from mcore_rl.controller.training_run import C, R
 from mcore_rl.errors import refuse_if_any
+from mcore_rl.planning.plan import Plan
+from mcore_rl.planning.tables import plan_tables
 from mcore_rl.runtime.scratch import scratch
 from mcore_rl.tracking.report import write_report
 from mcore_rl.tracking.run_files import read_run
@@ -73,6 +76,13 @@ async def run_program(
         outcome(f"final weights: {exported}")
     outcome(f"report: {report}")
     return 0
+
+
+def show_check(prepared: PreparedRun, planned: Plan) -> None:
+    """Shows the plan of a run that is only checked."""
+    Console().print(plan_tables(planned))
+    begins = f"goes on from {prepared.checkpoint}" if prepared.checkpoint else "begins anew"
+    outcome(f"nothing is wrong: a run of {prepared.num_steps:,} steps, which {begins}. Nothing was started")
 
 
 def what_was_learned(directory: Path) -> Table | None:

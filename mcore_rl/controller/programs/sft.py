@@ -18,7 +18,7 @@ from mcore_rl.controller.lifecycle.preparation import PreparedRun, to_resume, we
 from mcore_rl.controller.lifecycle.resume_check import Identity
 from mcore_rl.controller.lifecycle.start_plan import forecast
 from mcore_rl.controller.lifecycle.start_roles import start_roles
-from mcore_rl.controller.programs.program import run_program
+from mcore_rl.controller.programs.program import run_program, show_check
 from mcore_rl.controller.step import updates
 from mcore_rl.controller.step.utilization import Passes, tflop
 from mcore_rl.controller.training_run import TrainingRun, begin_records, every_step, open_directory
@@ -88,6 +88,13 @@ def prepare(config: SftConfig) -> PreparedSft:
 async def run_sft(config: SftConfig) -> int:
     """Train, validate, save, export to ``RUN/hf/final``; returns the exit code of ``run_program``."""
     return await run_program(config, open_run, lambda run: every_step(run, train_step))
+
+
+def check_sft(config: SftConfig) -> int:
+    """Read, check and plan all that a run needs, show the plan, and start nothing; returns the exit code 0."""
+    prepared = prepare(config)
+    show_check(prepared, forecast(prepared.config, detect(config.trainer.device), prepared.models))
+    return 0
 
 
 class SftRun(TrainingRun[SftConfig, PreparedSft]):

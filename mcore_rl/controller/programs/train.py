@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from mcore_rl.config.run import RunConfig
-from mcore_rl.controller.lifecycle.start import open_run
+from mcore_rl.controller.lifecycle.start import check_run, open_run
 from mcore_rl.controller.loop import train
-from mcore_rl.controller.programs.program import run_program
+from mcore_rl.controller.programs.program import run_program, show_check
 
 
 async def run_training(config: RunConfig) -> int:
     """Train, validate, save, export to ``RUN/hf/final``; returns the exit code of ``run_program``."""
     return await run_program(config, open_run, train)
+
+
+def check_training(config: RunConfig) -> int:
+    """Read, check and plan all that a run needs, show the plan, and start nothing; returns the exit code 0."""
+    prepared, planned = check_run(config)
+    show_check(prepared, planned)
+    return 0

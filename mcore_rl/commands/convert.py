@@ -1,0 +1,175 @@
+"""Convert a checkpoint from Hugging Face to Megatron or back, or say what one holds.
+
+    mcore-rl convert to-megatron --hf Qwen2.5-7B-Instruct --out Qwen2.5-7B-megatron
+    mcore-rl convert to-hf --megatron Qwen2.5-7B-megatron --out Qwen2.5-7B-again
+    mcore-rl convert to-hf --run runs/gsm8k/checkpoints/step_100 --out gsm8k-100
+    mcore-rl convert inspect Qwen2.5-7B-megatron
+
+Every tensor that was written is read back and held against the source by a checksum before the output gets its name;
+until then, and when anything goes wrong, it is called OUT.incomplete.  Sources are only read.  docs/checkpoints.md
+says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from mcore_rl.config.bounds import InputDirectory, OutputDirectory
+from mcore_rl.config.options import typed
+from mcore_rl.config.parallel import parse_layout
+from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.families.config_changes import add_change_options, changed_directory, changes_asked
+from mcore_rl.families.config_json import CONFIG, read_config
+from mcore_rl.families.registry import unread_fields
+
+if TYPE_CHECKING:
+    from mcore_rl.checkpoints.convert import Converted
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SPELT = {"parallel.": "--layout "}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See ``mcore_rl.cli.Command``."""
+    parser.description = __doc__
+    parser.set_defaults(spelt=SPELT)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="to-megatron | to-hf | inspect")
+    debug = argparse.ArgumentParser(add_help=False)
+    add_change_options(debug)
+    debug.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
+    write = argparse.ArgumentParser(add_help=False, parents=[debug])
+    write.add_argument(
+        "--out", type=typed(OutputDirectory), required=True, help="the directory to make; it must not be there yet"
+    )
+    cast = "dtype to write; by default each tensor keeps its own (FP8 becomes bf16)"
+    write.add_argument("--dtype", choices=list(DTYPES), help=cast)
+
+    made = commands.add_parser("to-megatron", parents=[write], help="write a megatron-core distributed checkpoint")
+    made.add_argument(
+        "--hf", type=typed(InputDirectory), required=True, help="directory with config.json and *.safetensors"
+    )
+    layout = "cut the files for this layout, as tp=2,ep=2: it then loads fastest; every other layout loads them too"
+    made.add_argument("--layout", type=typed(parse_layout), default="", help=layout)
+
+    back = commands.add_parser("to-hf", parents=[write], help="write sharded safetensors, config and tokenizer")
+    megatron = "directory with .metadata and *.distcp, saved by this tool, by megatron-core, Megatron-LM or -Bridge"
+    source = back.add_mutually_exclusive_group(required=True)
+    source.add_argument("--megatron", type=typed(InputDirectory), help=megatron)
+    run = "a checkpoint of a run, RUN/checkpoints/step_N, or a role in it; --dtype fp32 gives its main weights"
+    source.add_argument("--run", type=typed(InputDirectory), help=run)
+    config = "directory with the model's config.json and tokenizer; not needed for what to-megatron wrote"
+    back.add_argument("--config", type=typed(InputDirectory), help=config)
+
+    look = commands.add_parser("inspect", parents=[debug], help="say what a checkpoint of either kind holds")
+    look.add_argument("directory", type=typed(InputDirectory), metavar="DIR")
+    look.add_argument("--config", type=typed(InputDirectory), help=config)
+
+
+class Bars:
+    """A bar for each stage of the work, with bytes and GB/s."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description:>12}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        self.progress = Progress(*columns, TimeRemainingColumn(), console=console)
+        self._tasks: dict[str, TaskID] = {}
+
+    def report(self, stage: str, num_bytes: int, total: int) -> None:
+        """``num_bytes`` more of ``total`` are done in ``stage``."""
+        if stage not in self._tasks:
+            self._tasks[stage] = self.progress.add_task(stage, total=total)
+        self.progress.advance(self._tasks[stage], num_bytes)
+
+
+def change_config(arguments: argparse.Namespace, stack: ExitStack, console: Console) -> None:
+    """Name a view with the changed config.json, which ``stack`` removes, instead of the directory that has the file.
+
+    Raises ConfigError where there is something to change and no directory is named that has config.json.
+    """
+    option = "hf" if arguments.command == "to-megatron" else "config"
+    if arguments.command == "inspect" and arguments.config is None:
+        option = "directory"
+    source, changes = getattr(arguments, option), changes_asked(arguments)
+    if changes and source is None:
+        remedy = "Name the directory of the config.json with --config DIR"
+        raise ConfigError([Violation("--config-override", "...", "there is no --config that it could change", remedy)])
+    if changes:
+        console.print(f"config.json: {changes.describe(read_config(source))}", markup=False, highlight=False)
+        source = changed_directory(source, changes, stack)
+        setattr(arguments, option, source)
+    if source is not None and (source / CONFIG).is_file() and (unread := unread_fields(read_config(source))):
+        said = f"config.json: nobody reads {', '.join(unread)}; it changes nothing"
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+
+
+def convert(arguments: argparse.Namespace, console: Console) -> Converted:
+    """Do what the command line says, behind bars."""
+    import torch  # when all is checked
+
+    from mcore_rl.checkpoints.convert import to_hf, to_megatron
+
+    bars = Bars(console)
+    dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
+    with bars.progress:
+        if arguments.command == "to-megatron":
+            return to_megatron(arguments.hf, arguments.out, parallel=arguments.layout, dtype=dtype, report=bars.report)
+        source = arguments.run or arguments.megatron
+        return to_hf(source, arguments.out, config=arguments.config, dtype=dtype, report=bars.report)
+
+
+def show_contents(directory: Path, config: Path | None, console: Console) -> None:
+    """A table of what ``directory`` holds."""
+    from mcore_rl.checkpoints.contents import inspect
+
+    contents = inspect(directory, config)
+    table = Table("", str(directory), show_edge=False)
+    table.add_row("kind", contents.kind)
+    table.add_row("family", contents.family)
+    table.add_row("layers", str(contents.num_layers))
+    table.add_row("experts per layer", str(contents.num_experts) if contents.num_experts else "none")
+    table.add_row("parameters", f"{contents.num_parameters:,}")
+    table.add_row("dtype", ", ".join(f"{name} ({size / 1e9:.3f} GB)" for name, size in contents.dtypes.items()))
+    table.add_row("bytes", f"{contents.num_bytes:,} ({contents.num_bytes / 1e9:.3f} GB)")
+    table.add_row("tensors", f"{contents.num_tensors:,} in {contents.num_files:,} files")
+    table.add_row("other entries", f"{contents.num_others:,}")
+    for note in contents.notes:
+        table.add_row("", note)
+    console.print(table)
+
+
+def run(options: argparse.Namespace) -> int:
+    """See ``mcore_rl.cli.Command``; 0 when the output was verified and has its name, or was shown."""
+    console, errors = Console(), Console(stderr=True, emoji=False, soft_wrap=True)
+    started = time.perf_counter()
+    try:
+        with ExitStack() as stack:
+            change_config(options, stack, errors)
+            if options.command == "inspect":
+                show_contents(options.directory, options.config, console)
+                return 0
+            done = convert(options, errors)
+    except KeyboardInterrupt as interrupt:
+        left = options.out.with_name(options.out.name + ".incomplete") if "out" in options else None
+        kept = f" What was written is in {left}: remove it before the next try." if left and left.exists() else ""
+        interrupt.add_note(f"Interrupted: nothing has the final name.{kept}")
+        raise
+    seconds, size = time.perf_counter() - started, done.num_bytes / 1e9
+    verified = f"verified {done.num_tensors:,} tensors, {done.num_bytes:,} bytes, by checksum against the source"
+    console.print(f"{done.directory}: {done.family}; {verified}", soft_wrap=True, highlight=False)
+    console.print(f"{size:.3f} GB in {seconds:.1f} s ({size / seconds:.2f} GB/s with verification)", highlight=False)
+    return 0

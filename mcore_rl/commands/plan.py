@@ -1,0 +1,96 @@
+"""Does a run fit, where does each byte go, and how long is a step?  Answers in a second, without a GPU.
+
+    mcore-rl plan recipe=mixtral_8x22b_rloo [cluster=nvidia_h200] [trainer.nnodes=16 ...]
+    mcore-rl plan recipe=mixtral_8x22b_rloo --search
+    mcore-rl plan --config-dir my_recipes --config-name gsm8k cluster=cpu
+
+recipe, cluster: by name (mcore-rl recipes lists them), or paths of yaml files; a cluster that is left out
+is the recipe's.  cluster.KEY=VALUE changes the cluster, any other key=value the run.  The model is that of model.path
+where its config.json is there, else recipe.checkpoint, by name (mcore-rl models lists them): nothing is downloaded.
+cluster.measured=doctor.json plans with the rates that mcore-rl doctor measured, and prints each.
+
+Exit status: 0 it fits, 2 it does not, or something is wrong with what was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from mcore_rl.config.bounds import InputDirectory, OutputFile, PositiveInt
+from mcore_rl.config.cluster import ClusterConfig
+from mcore_rl.config.options import typed
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
+from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.planning.plan import Plan, plan
+from mcore_rl.planning.recipes import run_model
+from mcore_rl.planning.search import Found, refusal, search
+from mcore_rl.planning.tables import measured_lines, plan_page, plan_tables, plan_values, search_tables, search_values
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See ``mcore_rl.cli.Command``."""
+    parser.description = __doc__
+    parser.add_argument("words", nargs="*", metavar="key=value", help="recipe=, cluster=, and overrides")
+    parser.add_argument("--config-dir", type=typed(InputDirectory), help="of yaml files of your own")
+    parser.add_argument("--config-name", help="the yaml file there to begin with")
+    parser.add_argument("--search", action="store_true", help="the fastest layouts that fit, and what was refused")
+    parser.add_argument(
+        "--limit", type=typed(PositiveInt), default=10, help="layouts that --search shows (default: 10)"
+    )
+    parser.add_argument("--html", type=typed(OutputFile), metavar="FILE", help="write a page")
+    parser.add_argument("--json", type=typed(OutputFile), metavar="FILE", help="write the numbers")
+
+
+def composed(options: argparse.Namespace) -> tuple[RunConfig | SftConfig, ClusterConfig]:
+    """The run and its cluster.  Raises ConfigError where either cannot be told."""
+    from mcore_rl.config.launch import load_words
+
+    recipe = ""
+    if options.config_name:
+        recipe = str((options.config_dir or Path()) / f"{options.config_name}.yaml")
+    run, cluster, _ = load_words(options.words, recipe=recipe)
+    return run, cluster
+
+
+def write(options: argparse.Namespace, planned: Plan, result: Found | None) -> None:
+    """The files that were asked for."""
+    if options.html:
+        options.html.write_text(plan_page(planned, result), encoding="utf-8")
+    if options.json:
+        values = plan_values(planned) | ({} if result is None else {"search": search_values(result)})
+        options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def searched(options: argparse.Namespace, run: RunConfig | SftConfig, cluster: ClusterConfig) -> int:
+    """``--search``: the best is planned and written, whether or not the run as it stands fits."""
+    if not cluster.gpus_per_node:
+        problem = "searches layouts of accelerators"
+        raise ConfigError([Violation("--search", "", problem, "Leave it out, or name a cluster with GPUs")])
+    result = search(run, run_model(run), cluster, limit=options.limit)
+    console = Console()
+    console.print(search_tables(result))
+    if not result.best:
+        return 2
+    write(options, result.best[0].plan, result)
+    return 0
+
+
+def run(options: argparse.Namespace) -> int:
+    """See ``mcore_rl.cli.Command``; 2 also where nothing was found that fits."""
+    planned_run, cluster = composed(options)
+    for line in measured_lines(cluster):
+        Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    if options.search:
+        return searched(options, planned_run, cluster)
+    model = run_model(planned_run)
+    planned = plan(planned_run, model, cluster)
+    Console().print(plan_tables(planned))
+    write(options, planned, None)
+    if planned.fits:
+        return 0
+    raise refusal(planned, planned_run, model, cluster)

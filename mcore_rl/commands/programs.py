@@ -1,0 +1,140 @@
+"""``mcore-rl train|sft|generate|evaluate``: overrides to a typed configuration, which is checked and run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl import __version__
+from mcore_rl.config.algorithm_registry import algorithms
+from mcore_rl.config.bounds import InputDirectory, bound_violations, file_violations
+from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
+from mcore_rl.config.generate import GenerateConfig, generate_violations
+from mcore_rl.config.options import typed
+from mcore_rl.config.run import RunConfig, run_violations
+from mcore_rl.config.sft import SftConfig, sft_violations
+from mcore_rl.errors import Violation, refuse_if_any
+
+EPILOG = """\
+Overrides are hydra's: key=value, lists as key=[a,b], and algorithm=NAME for all that belongs to an algorithm.
+
+  mcore-rl train model.path=MODEL data.train_files=[train.parquet] data.val_files=[test.parquet] \\
+      algorithm=grpo rollout.n=8 actor.parallel.tp=2 actor.parallel.ep=2 trainer.n_gpus_per_node=8
+  mcore-rl train --config-dir my_recipes --config-name gsm8k trainer.total_epochs=3
+  mcore-rl train --check algorithm=dapo ...    does it begin, and does it fit here: read and plan, and start nothing
+  mcore-rl train --cfg algorithm=dapo          what would be run, as yaml, without running it
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One of the main programs, as a command.
+
+    act: runs it, or with True only does what comes before it starts a process; returns the exit code.
+    epilog: below its help.  violations: every one that is seen before torch or Ray is imported.
+    """
+
+    name: str
+    about: str
+    schema: type[Any]
+    act: Callable[[Any, bool], int]
+    epilog: str = EPILOG
+    violations: Callable[[Any], list[Violation]] = bound_violations
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """See ``mcore_rl.cli.Command``."""
+        parser.description, parser.epilog = self.about, self.epilog
+        parser.add_argument("words", nargs="*", metavar="key=value", help="see below; --cfg shows all keys")
+        parser.add_argument(
+            "--config-dir", type=typed(InputDirectory), help="of yaml files of your own, found before ours"
+        )
+        parser.add_argument("--config-name", help=f"the yaml file to begin with (default: {self.name})")
+        parser.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
+        parser.add_argument("--check", action="store_true", help="check all of it and plan, and start nothing")
+
+    def run(self, options: argparse.Namespace) -> int:
+        """See ``mcore_rl.cli.Command``."""
+        from mcore_rl.config.compose import as_yaml, compose
+
+        config = compose(self.schema, self.name, options.words, options.config_dir, options.config_name)
+        if options.cfg:
+            from rich.console import Console
+
+            Console().print(as_yaml(config), markup=False, highlight=False, soft_wrap=True)
+            return 0
+        refuse_if_any([*self.violations(config), *file_violations(config)])
+        _keep_what_torch_compiles()
+        return self.act(config, options.check)
+
+
+def _train(config: RunConfig, check: bool) -> int:
+    _begin("train")
+    from mcore_rl.controller.programs.train import check_training, run_training
+
+    return check_training(config) if check else asyncio.run(run_training(config))
+
+
+def _sft(config: SftConfig, check: bool) -> int:
+    _begin("sft")
+    from mcore_rl.controller.programs.sft import check_sft, run_sft
+
+    return check_sft(config) if check else asyncio.run(run_sft(config))
+
+
+def _generate(config: GenerateConfig, check: bool) -> int:
+    _begin("generate")
+    from mcore_rl.controller.programs.generate import check_generate, run_generate
+
+    return check_generate(config) if check else asyncio.run(run_generate(config))
+
+
+def _evaluate(config: EvaluateConfig, check: bool) -> int:
+    _begin("evaluate")
+    from mcore_rl.controller.programs.evaluate import check_evaluate, run_evaluate
+
+    return check_evaluate(config) if check else asyncio.run(run_evaluate(config))
+
+
+def _begin(name: str) -> None:
+    """The first line, before seconds of imports."""
+    from rich.console import Console
+
+    Console(stderr=True).print(f"mcore-rl {__version__} {name}: loading torch, and then the run", highlight=False)
+
+
+def _algorithms() -> str:
+    """A line of each, for people."""
+    lines = [f"  {each.name:<28} {each.about} ({each.paper})" for each in algorithms().values()]
+    own = "  FILE.py                      one of your own (docs/algorithms.md)"
+    return "\n".join(["algorithm=NAME, where NAME is", *lines, own, ""])
+
+
+_ALL = (
+    Program(
+        "train", "Reinforcement learning: PPO, GRPO, RLOO and their relatives.", RunConfig, _train,
+        f"{EPILOG}\n{_algorithms()}", run_violations,
+    ),
+    Program("sft", "Supervised fine-tuning on conversations.", SftConfig, _sft, violations=sft_violations),
+    Program(
+        "generate", "Responses to the prompts of parquet files.", GenerateConfig, _generate,
+        violations=generate_violations,
+    ),
+    Program(
+        "evaluate", "Grades generated responses: score, accuracy, pass@k, maj@k.", EvaluateConfig, _evaluate,
+        violations=evaluate_violations,
+    ),
+)  # fmt: skip
+PROGRAMS = {program.name: program for program in _ALL}
+
+
+def _keep_what_torch_compiles() -> None:
+    """Lets torch's compiled kernels lie in the user's cache; by itself torch makes a folder in /tmp at its import."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    above = next(path for path in (cache, *cache.parents) if path.exists())
+    if os.access(above, os.W_OK):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "mcore_rl" / "torchinductor"))

@@ -1,0 +1,73 @@
+"""A tiny model with random weights and a tokenizer of its own, as a Hugging Face checkpoint: something to start from.
+
+The tokenizer is made from the texts of parquet files in the field's schema; the model is of any family of
+``model_configs/`` that has a tiny configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config.resources import MODEL_CONFIGS
+from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.families.checkpoints import find_checkpoint, published_config
+
+SIZES = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """What was written.  config: of ``config.json``."""
+
+    config: dict[str, Any]
+    num_parameters: int
+    num_tokens: int
+
+
+def texts(directory: Path) -> list[str]:
+    """Everything that is asked and answered in the parquet files of ``directory``."""
+    import pyarrow.parquet as pq
+
+    pieces: list[str] = []
+    for path in sorted(directory.glob("*.parquet")):
+        for row in pq.read_table(path).to_pylist():
+            pieces += [message["content"] for message in row["prompt"]]
+            pieces.append(str((row.get("extra_info") or {}).get("answer") or ""))
+    if not pieces:
+        problem, remedy = "has no parquet files", "Write them with mcore-rl prepare"
+        raise ConfigError([Violation("--data", directory, problem, remedy)])
+    return pieces
+
+
+def write_tiny_model(
+    out: Path, data: Path, *, family: str = "mixtral", vocab_size: int = 512, max_length: int = 1024, seed: int = 1
+) -> TinyModel:
+    """Writes a checkpoint of ``family``, in float32, to the directory ``out``.
+
+    data: a directory of parquet files, for the tokenizer.  vocab_size: at most.  max_length: the context, in tokens.
+    Raises ConfigError if the family has no tiny model, or ``data`` no files.
+    """
+    known = find_checkpoint(f"tiny-{family.replace('_', '-')}", MODEL_CONFIGS)
+    values = published_config(known, MODEL_CONFIGS) | SIZES
+    pieces = texts(data)
+    import torch  # when all is checked
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mcore_rl.data.tiny_tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer(pieces, out, vocab_size)
+    values |= {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": max_length,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    model.save_pretrained(out)
+    return TinyModel(values, sum(parameter.numel() for parameter in model.parameters()), len(tokenizer))

@@ -1,0 +1,57 @@
+"""``--check`` of the main programs: all that is read and planned before a process starts, and then nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from mcore_rl.cli import main
+from tests.support.run_task import overrides, write_task
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main([*words, "--check"])
+    said = capsys.readouterr()
+    assert not ray.is_initialized()
+    return code, " ".join((said.out + said.err).split())
+
+
+@pytest.fixture
+def words(task: Path, tmp_path: Path, processes: None) -> list[str]:
+    return ["train", *overrides(task, tmp_path / "run")]
+
+
+def test_a_run_that_would_begin_is_planned(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = check(capsys, *words, "trainer.total_training_steps=7")
+    assert code == 0 and "nothing is wrong: a run of 7 steps, which begins anew. Nothing was started" in said
+    assert "2 ranks" in said and " GiB" in said, "the plan"
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_only_the_data_and_the_model_can_tell_is_refused(
+    words: list[str], task: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = check(capsys, *words, "actor.parallel.ep=1", "actor.parallel.tp=8", "trainer.n_gpus_per_node=8")
+    assert code == 2 and "actor.parallel.tp=8" in said
+    reward = task / "no_reward.py"
+    reward.write_text("def compute_score(**given):\n    raise ValueError('not today')\n")
+    code, said = check(capsys, *words, f"custom_reward_function.path={reward}")
+    assert code == 2 and "not today" in said
+
+
+def test_the_other_programs(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: None) -> None:
+    model, data = f"model.path={task / 'model'}", str(task / "val.parquet")
+    code, said = check(capsys, "generate", model, f"data.files={data}", f"out={tmp_path / 'o.parquet'}", "rollout.n=3")
+    assert code == 0 and "nothing is wrong: 18 responses. Nothing was started" in said
+    assert list(tmp_path.iterdir()) == []
+    code, said = check(capsys, "evaluate", f"path={data}")
+    assert code == 2 and "mcore-rl generate" in said, "the file has prompts, and no responses"
