@@ -111,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell(f"error: {error}", error)
         return WRONG
     except KeyboardInterrupt as interrupt:
-        _tell("" if _notes(interrupt) else "Stopped.", interrupt)
+        told = words[0] not in PROGRAMS and _notes(interrupt)  # what a command says of what it leaves
+        _tell("" if told else "Stopped.", interrupt)
         return INTERRUPTED
 
 
