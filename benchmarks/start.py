@@ -77,7 +77,7 @@ def start(folder: Path) -> tuple[float, float]:
     began, lines = time.perf_counter(), list[float]()
     run = subprocess.Popen(
         [*COMMAND, "train", *words, "trainer.total_training_steps=1", "trainer.save_freq=0", "trainer.test_freq=0"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"COLUMNS": "120"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     processor, step = ProcessorTime(run.pid), 0.0
     assert run.stdout is not None

@@ -140,9 +140,9 @@ def show(compared: LogprobReport, console: Console) -> None:
     lines.add_row("ratio", *(f"{pair.ratio_min:.4f} to {pair.ratio_max:.4f}" for pair in compared.pairs))
     low, high = RATIO_BOUNDS
     lines.add_row(f"not in [{low}, {high}]", *(f"{pair.ratio_outside:.2%}" for pair in compared.pairs))
-    for number, place in enumerate(compared.pairs[0].bins):
+    for number, positions in enumerate(compared.pairs[0].bins):
         means = (f"{pair.bins[number].mean_abs:.1e}" for pair in compared.pairs)
-        lines.add_row(f"mean at {place.begin}-{place.end - 1}", *means)
+        lines.add_row(f"mean at {positions.begin}-{positions.end - 1}", *means)
     console.print(lines)
     if compared.top1 is not None:
         shares = ", ".join(f"{name} {share:.2%}" for name, share in compared.top1.agreement.items())

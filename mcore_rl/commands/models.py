@@ -29,8 +29,8 @@ def run(options: argparse.Namespace) -> int:
     from mcore_rl.families.checkpoints import find_checkpoint, known_checkpoints
 
     if options.name:
-        found = find_checkpoint(options.name, MODEL_CONFIGS)
-        path = MODEL_CONFIGS / found.family / f"{found.name}.yaml"
+        model = find_checkpoint(options.name, MODEL_CONFIGS)
+        path = MODEL_CONFIGS / model.family / f"{model.name}.yaml"
         sys.stdout.write(path.read_text(encoding="utf-8"))
         return 0
     table = Table("name", "family", "Hugging Face id", "GPUs of its presets", box=None, pad_edge=False)

@@ -18,6 +18,7 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -62,7 +63,7 @@ def rehearsed(words: Sequence[str], console: Console, progress: Console, *, chec
         if check:
             progress.print(f"{role.name}: rank {rank} is planned with {planned.peak / GIB:.1f} GiB; nothing was built")
             continue
-        result = rehearse(part, lambda text, role=role: progress.print(f"{role.name}: {text} ..."))
+        result = rehearse(part, partial(_tell, progress, role.name))
         console.print(rehearsal_tables(result, planned), soft_wrap=False)
         results.append((result, planned))
     if check:
@@ -73,6 +74,10 @@ def rehearsed(words: Sequence[str], console: Console, progress: Console, *, chec
         Path(named["out"]).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if "page" in named:
         Path(named["page"]).write_text(rehearsal_page(title, results), encoding="utf-8")
+
+
+def _tell(progress: Console, role: str, doing: str) -> None:
+    progress.print(f"{role}: {doing} ...")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -68,6 +68,6 @@ def write_tiny_model(
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))  # type: ignore[no-untyped-call]
     model.save_pretrained(out)
     return TinyModel(values, sum(parameter.numel() for parameter in model.parameters()), len(tokenizer))
