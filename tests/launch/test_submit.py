@@ -141,7 +141,7 @@ def test_a_recipe_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) 
 
 def test_a_dry_run_prints_the_script_and_touches_neither_slurm_nor_the_disk_nor_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from mcore_rl.cli import main; code = main(['submit', *sys.argv[1:]]);"
+        "import sys; from mcore_rl import cli; code = cli.main(['submit', *sys.argv[1:]]);"
         "assert not {'torch', 'megatron', 'ray', 'transformers'} & set(sys.modules); sys.exit(code)"
     )
     asked = [*PLAIN, "--dry-run", f"trainer.default_local_dir={tmp_path}/run", "nodes=2"]
