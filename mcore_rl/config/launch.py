@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.compose import ERRORS, all_keys, compose, words
@@ -20,7 +20,7 @@ from mcore_rl.config.measured import take_measured
 from mcore_rl.config.names import meant
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
-from mcore_rl.config.yaml_files import read_yaml
+from mcore_rl.config.yaml_files import parse_yaml, read_yaml
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 LAUNCH = Path(__file__).parents[2] / "launch"  # beside the package, in a checkout of the repository
@@ -228,11 +228,8 @@ def _dotlist(overrides: Sequence[str]) -> list[tuple[str, Any]]:
             wrong.append(Violation(override, "", "is no override", remedy))
             continue
         try:
-            parsed = OmegaConf.from_dotlist([override])
+            pairs.append((key, parse_yaml(text)))
         except ERRORS as error:
             wrong.append(Violation(key, text, words(error), "Write key=value; lists as key=[a,b]"))
-            continue
-        assert isinstance(parsed, DictConfig)
-        pairs.append((key, OmegaConf.select(parsed, key)))
     refuse_if_any(wrong)
     return pairs
