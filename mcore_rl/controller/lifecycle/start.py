@@ -50,7 +50,7 @@ B = TypeVar("B")
 async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     """While open: all processes of the run are up, with their first weights.  Afterwards none is left."""
     platform = detect(config.trainer.device)
-    config = complete(config)
+    config = complete(config, platform)
     prepared, planned = _prepared(config, platform)
     trainer, logs = config.trainer, Path(config.trainer.default_local_dir) / "logs"
     async with AsyncExitStack() as stack:
