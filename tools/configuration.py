@@ -46,7 +46,7 @@ yaml decides. A text has one line of at most 4,096 characters, and is empty only
 read must be there and be a regular file (or a directory without pipes and devices in it); a path that is written must
 be writable. A yaml file has at most 128 KiB, 32 levels, and 100,000 values with every alias written out; an override
 has at most 65,536 characters.
-The planner, the rehearsal and submit look at no path of the run.
+The planner and the rehearsal look at no path of the run.
 
 | key | commands | values | default |
 |---|---|---|---|

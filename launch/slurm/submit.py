@@ -10,10 +10,11 @@ cluster=    a file of launch/clusters without .yaml, or a path; cluster.KEY=VALU
 nodes=N     the same as trainer.nnodes=N
 KEY=VALUE   anything else is an override of the run, as mcore-rl train takes them
 
-Before anything is queued: the recipe composes, is valid, fits on the cluster (tools/plan_run.py shows the numbers),
-and Slurm takes the script.  The job saves and is queued again at its time limit, when it is preempted and when a node
-dies, and goes on from its newest checkpoint.  docs/slurm.md has more.  cluster.slurm.doctor=quick examines the nodes
-before the run (docs/doctor.md).
+Before anything is queued: the recipe composes, is valid, finds its model and data, fits on the cluster
+(tools/plan_run.py shows the numbers), and Slurm takes the script.  Paths are looked up from here, unless the job runs
+in a container, whose paths are its own; --dry-run warns of what is missing.  The job saves and is queued again at its
+time limit, when it is preempted and when a node dies, and goes on from its newest checkpoint. docs/slurm.md has more.
+cluster.slurm.doctor=quick examines the nodes before the run (docs/doctor.md).
 """
 
 from __future__ import annotations
@@ -29,15 +30,25 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.cluster import ClusterConfig, Container
 from mcore_rl.config.engine import Device
-from mcore_rl.config.launch import cluster_yaml, load_cluster, load_recipe, program_of, read_words, recipe_path
+from mcore_rl.config.launch import (
+    cluster_yaml,
+    load_cluster,
+    load_recipe,
+    planned_violations,
+    program_of,
+    read_words,
+    recipe_path,
+)
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
+from mcore_rl.families.config_json import CONFIG
 from mcore_rl.planning.plan import plan
-from mcore_rl.planning.recipes import recipe_model
+from mcore_rl.planning.recipes import run_model
 
 TEMPLATE = Path(__file__).with_name("train.sbatch")
 RESUME = "trainer.resume_mode"
@@ -118,11 +129,32 @@ def _violations(job: Job) -> list[Violation]:
         problem = "a job that is queued again would begin anew"
         remedy = "Leave it out, or write cluster.slurm.requeue=false"
         violations.append(Violation(RESUME, run.trainer.resume_mode.value, problem, remedy))
-    if violations or not run.recipe.checkpoint:
+    if violations or not _is_known(run):
         return violations
-    model = recipe_model(run)
-    planned = plan(run, model, cluster)
+    planned = plan(run, run_model(run), cluster)
     return list(planned.violations)
+
+
+def _is_known(run: RunConfig | SftConfig) -> bool:
+    """Whether the model's sizes are: from its config.json, seen from here, or from a checkpoint of model_configs/."""
+    return bool(run.recipe.checkpoint) or (Path(run.model.path) / CONFIG).is_file()
+
+
+def absent(job: Job) -> list[Violation]:
+    """What the job would miss: a model, data, any other path of its configuration.  Nothing, if it runs in a container.
+
+    Relative paths are looked up from the current directory, in which the job runs too.
+    """
+    run = job.run
+    if job.cluster.container.engine is not Container.none:
+        return []
+    every = run_violations(run) if isinstance(run, RunConfig) else sft_violations(run)
+    planned = planned_violations(run)
+    missing = [each for each in every if each not in planned] + file_violations(run)
+    if missing or _is_known(run):
+        return missing
+    remedy = "Write model.path=DIR, a Hugging Face checkpoint"
+    return [Violation("model.path", run.model.path, f"has no {CONFIG}", remedy)]
 
 
 def render(job: Job) -> str:
@@ -246,6 +278,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         job = read_job(chosen.texts, Path.cwd())
+        missing = absent(job)
+        if chosen.dry_run:
+            for each in missing:
+                errors.print(f"warning: {each}", markup=False)
+        else:
+            refuse_if_any(missing)
+        if not _is_known(job.run):
+            unknown = f"model.path={job.run.model.path} has no {CONFIG} here, and recipe.checkpoint names no checkpoint"
+            errors.print(f"warning: the run is not planned: {unknown}", markup=False)
         if chosen.dry_run:
             sys.stdout.write(render(job))
             return 0
