@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -23,6 +25,8 @@ from mcore_rl.families.checkpoints import find_checkpoint, published_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "model_configs"
 SIZES = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+# What the tiny configurations of model_configs/ have to be proven: positions stretched from few ones to few more.
+STRETCHED = ("rope_scaling", "rope_theta", "rope_local_base_freq", "original_max_position_embeddings")
 
 
 def texts(directory: Path) -> list[str]:
@@ -37,6 +41,25 @@ def texts(directory: Path) -> list[str]:
     if not pieces:
         raise ConfigError([Violation("--data", directory, "has no parquet files", "Write them with prepare_data.py")])
     return pieces
+
+
+def configuration(family: str) -> dict[str, Any]:
+    """The ``config.json`` of a tiny model of ``family``, whose positions go as far as ``max_position_embeddings``.
+
+    Raises ConfigError if model_configs/ has no tiny one of that family.
+    """
+    known = published_config(find_checkpoint(f"tiny-{family.replace('_', '-')}", CONFIGS), CONFIGS)
+    values = {key: value for key, value in known.items() if key not in STRETCHED} | SIZES | {"dtype": "float32"}
+    values["rope_parameters"] = rope = {"rope_type": "default", "rope_theta": known.get("rope_theta", 10000.0)}
+    if "kv_lora_rank" in known:  # latent attention: a key for each head, of widths of its own
+        values["num_key_value_heads"] = values["num_attention_heads"]
+        del values["head_dim"]
+    if "head_dim" not in known:
+        values.pop("head_dim", None)
+    if "rope_local_base_freq" in known:  # layers of two kinds, each with its own positions
+        local = rope | {"rope_theta": known["rope_local_base_freq"]}
+        values["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    return values
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,12 +80,11 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Write the checkpoint; 0, or 2 on a user error."""
     try:
-        arguments = read_options(parser())
-        known = find_checkpoint(f"tiny-{arguments.family.replace('_', '-')}", CONFIGS)
-        values = published_config(known, CONFIGS) | SIZES
+        arguments = read_options(parser(), words)
+        values = configuration(arguments.family)
         pieces = texts(arguments.data)
         import torch  # when all is checked
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -76,8 +98,6 @@ def main() -> int:
             "bos_token_id": tokenizer.bos_token_id,
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
-            "dtype": "float32",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         }
         torch.manual_seed(arguments.seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
@@ -88,7 +108,7 @@ def main() -> int:
     count = sum(parameter.numel() for parameter in model.parameters())
     Console().print(
         f"{arguments.out}: {values['model_type']}, {count / 1e6:.2f} M parameters, {len(tokenizer)} tokens\n"
-        + json.dumps({name: values[name] for name in SIZES})
+        + json.dumps({name: values[name] for name in SIZES if name in values})
     )
     return 0
 
