@@ -21,11 +21,12 @@ from mcore_rl.config.bounds import InputDirectory, bound_violations, file_violat
 from mcore_rl.config.compose import as_yaml, compose
 from mcore_rl.config.evaluate import EvaluateConfig, evaluate_violations
 from mcore_rl.config.generate import GenerateConfig, generate_violations
+from mcore_rl.config.launch import take_recipe
 from mcore_rl.config.options import check_options, typed
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.doctor import arguments as doctor
-from mcore_rl.errors import McoreRLError, Violation, refuse_if_any
+from mcore_rl.errors import ConfigError, McoreRLError, Violation, refuse_if_any
 from mcore_rl.tracking.secrets import redacted
 
 EPILOG = """\
@@ -33,6 +34,7 @@ Overrides are hydra's: key=value, lists as key=[a,b], and algorithm=NAME for all
 
   mcore-rl train model.path=MODEL data.train_files=[train.parquet] data.val_files=[test.parquet] \\
       algorithm=grpo rollout.n=8 actor.parallel.tp=2 actor.parallel.ep=2 trainer.n_gpus_per_node=8
+  mcore-rl train recipe=qwen2_7b_grpo model.path=MODEL         of launch/recipes, or the path of a yaml file
   mcore-rl train --config-dir my_recipes --config-name gsm8k trainer.total_epochs=3
   mcore-rl train --cfg algorithm=dapo          what would be run, as yaml, without running it
 """
@@ -151,7 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.program == DOCTOR:
             return _doctor(chosen)
         program = PROGRAMS[chosen.program]
-        config = compose(program.schema, chosen.program, chosen.overrides, chosen.config_dir, chosen.config_name)
+        directory, name, overrides = _begin(chosen)
+        config = compose(program.schema, chosen.program, overrides, directory, name)
         if chosen.cfg:
             Console().print(as_yaml(config), markup=False, highlight=False, soft_wrap=True)
             return 0
@@ -168,6 +171,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("Stopped.", markup=False)
         return 130
+
+
+def _begin(chosen: argparse.Namespace) -> tuple[Path | None, str | None, list[str]]:
+    """(folder, name) of the yaml file to begin with, and the overrides of it."""
+    recipe, overrides = take_recipe(chosen.overrides, chosen.program)
+    if recipe is None:
+        return chosen.config_dir, chosen.config_name, overrides
+    if chosen.config_dir or chosen.config_name:
+        problem = "and --config-dir or --config-name both name a file to begin with"
+        raise ConfigError([Violation("recipe", recipe.stem, problem, "Write one of the two")])
+    return recipe.parent, recipe.stem, overrides
 
 
 def _keep_what_torch_compiles() -> None:

@@ -187,7 +187,7 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
             return Violation(key, value, "there is such a key already", f"Write {key}={value}, without the +")
         if key in known:
             return Violation(key, value, cause, "Write a value of that type")
-        return Violation(key, value, "there is no such key", meant(key, known, "--help shows all keys"))
+        return Violation(key, value, "there is no such key", meant(key, known, "mcore-rl train --cfg shows all keys"))
     return None
 
 

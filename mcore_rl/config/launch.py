@@ -141,6 +141,24 @@ def cluster_path(name: str) -> Path:
     return _path("cluster", name, CLUSTERS)
 
 
+def take_recipe(texts: Sequence[str], program: str) -> tuple[Path | None, list[str]]:
+    """(the file that ``recipe=NAME`` among the overrides of ``program`` names, if one does; the other overrides).
+
+    NAME: as for every command that takes recipes, see ``recipe_path``.
+    Raises ConfigError if there is no such recipe, if several are named, or if it is one of another program.
+    """
+    named = [text.partition("=")[2] for text in texts if text.startswith("recipe=") and text[7:8] != "{"]
+    others = [text for text in texts if not text.startswith("recipe=") or text[7:8] == "{"]
+    if not named or program not in SCHEMAS:
+        return None, list(texts)
+    if len(named) > 1:
+        raise ConfigError([Violation("recipe", ", ".join(named), "is given more than once", "Write one of them")])
+    path = recipe_path(named[0])
+    if (its := program_of(path)) != program:
+        raise ConfigError([Violation("recipe", named[0], f"is a recipe of {its}", f"Write mcore-rl {its} instead")])
+    return path, others
+
+
 def recipe_names() -> list[str]:
     """The names of all recipes in ``launch/recipes``, sorted."""
     return _names(RECIPES)
