@@ -36,8 +36,8 @@ help: ## This list
 train: $(STAMP) ## Teach a tiny mixture of experts to calculate: sft, then GRPO, on this machine
 	@$(BIN)/mcore-rl prepare arithmetic --difficulty 1 --train 4000 --val 400 --out $(RUN)/data
 	@$(BIN)/mcore-rl prepare tiny-model --data $(RUN)/data --out $(RUN)/model
-	@$(BIN)/mcore-rl sft --config-dir launch/recipes --config-name arithmetic_sft
-	@$(BIN)/mcore-rl train --config-dir launch/recipes --config-name arithmetic_grpo
+	@$(BIN)/mcore-rl sft recipe=arithmetic_sft
+	@$(BIN)/mcore-rl train recipe=arithmetic_grpo
 
 check: $(STAMP) ## Lint, types, levels, and the tests that start neither training processes nor vLLM, Ray, Slurm
 	@$(GATE)

@@ -91,6 +91,28 @@ def test_overrides_may_stand_before_and_after_options(capsys: pytest.CaptureFixt
     assert "temperature: 0.5" in shown and "seed: 77" in shown
 
 
+def test_a_recipe_is_named_as_plan_and_submit_take_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("defaults: [train, _self_]\nrollout: {n: 7}\n")
+    for name, expected in (("arithmetic_grpo", 4), (str(own), 4)):
+        assert main(["train", f"recipe={name}", "--cfg", "rollout.n=4"]) == 0
+        assert yaml.safe_load(capsys.readouterr().out)["rollout"]["n"] == expected
+    assert main(["train", f"recipe={own}", "--cfg"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["rollout"]["n"] == 7 and shown["trainer"]["nnodes"] == 1
+    assert main(["sft", "recipe=arithmetic_sft", "--cfg"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["train_files"] == ["runs/arithmetic/data/train.parquet"]
+    for arguments, said in (
+        (["train", "recipe=arithmetic_grp"], "Did you mean arithmetic_grpo"),
+        (["train", "recipe=arithmetic_sft"], "recipe=arithmetic_sft: is a recipe of sft. Write mcore-rl sft instead"),
+        (["train", "recipe=arithmetic_grpo", "recipe=qwen2_7b_grpo"], "is given more than once"),
+        (["train", "recipe=arithmetic_grpo", "--config-name", "x"], "both name a file to begin with"),
+        (["generate", "recipe=arithmetic_grpo"], "recipe=arithmetic_grpo: there is no such key"),
+    ):
+        assert main([*arguments, "--cfg"]) == 2
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["train", "--speed"]])
 def test_what_is_no_command_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_code:

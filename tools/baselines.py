@@ -54,7 +54,7 @@ mcore-rl prepare gsm8k --source openai/gsm8k --out data/gsm8k
 mcore-rl prepare math --source DigitalLearningGmbH/MATH-lighteval --out data/math
 mcore-rl prepare dapo-math --source BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo
 mcore-rl prepare aime24 --source BytedTsinghua-SIA/AIME-2024 --out data/aime24
-mcore-rl train --config-dir launch/recipes --config-name qwen25_05b_ppo
+mcore-rl train recipe=qwen25_05b_ppo
 mcore-rl submit recipe=qwen2_7b_grpo cluster=nvidia_h100
 ```
 
@@ -82,8 +82,9 @@ def main() -> int:
     """Write the page, or say whether it is what would be written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page is out of date")
+    only_check = parser.parse_args().check
     text = page()
-    if not parser.parse_args().check:
+    if not only_check:
         PAGE.write_text(text, encoding="utf-8")
     elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
         print(f"{PAGE.name} is out of date. Run python tools/baselines.py", file=sys.stderr)

@@ -13,6 +13,7 @@ mcore_rl, which is not there yet when a plan is judged.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import sys
@@ -133,6 +134,9 @@ def remedy(rung: str) -> str:
 
 def main(arguments: list[str]) -> str | None:
     """The message to fail with, or None where all is well."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="+", help="see above")
+    arguments = parser.parse_args(arguments).words
     if arguments == ["cudnn"]:
         print(cudnn_headers())
         return None

@@ -7,6 +7,7 @@ The page is made from the tables of mcore_rl/rewards/system_calls.py, which the 
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -54,4 +55,5 @@ def _number(number: int | None) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(document())

@@ -105,7 +105,8 @@ def prepare_tiny_model(options: argparse.Namespace) -> None:
         max_length=options.max_length, seed=options.seed,
     )  # fmt: skip
     about = f"{made.config['model_type']}, {made.num_parameters / 1e6:.2f} M parameters, {made.num_tokens} tokens"
-    Console().print(f"{options.out}: {about}\n{json.dumps({name: made.config[name] for name in SIZES})}")
+    sizes = {name: made.config[name] for name in SIZES if name in made.config}
+    Console().print(f"{options.out}: {about}\n{json.dumps(sizes)}")
 
 
 def run(options: argparse.Namespace) -> int:

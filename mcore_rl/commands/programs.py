@@ -18,13 +18,14 @@ from mcore_rl.config.generate import GenerateConfig, generate_violations
 from mcore_rl.config.options import typed
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
-from mcore_rl.errors import Violation, refuse_if_any
+from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 EPILOG = """\
 Overrides are hydra's: key=value, lists as key=[a,b], and algorithm=NAME for all that belongs to an algorithm.
 
   mcore-rl train model.path=MODEL data.train_files=[train.parquet] data.val_files=[test.parquet] \\
       algorithm=grpo rollout.n=8 actor.parallel.tp=2 actor.parallel.ep=2 trainer.n_gpus_per_node=8
+  mcore-rl train recipe=qwen2_7b_grpo model.path=MODEL         by name, or the path of a yaml file
   mcore-rl train --config-dir my_recipes --config-name gsm8k trainer.total_epochs=3
   mcore-rl train --check algorithm=dapo ...    does it begin, and does it fit here: read and plan, and start nothing
   mcore-rl train --cfg algorithm=dapo          what would be run, as yaml, without running it
@@ -61,7 +62,8 @@ class Program:
         """See ``mcore_rl.cli.Command``."""
         from mcore_rl.config.compose import as_yaml, compose
 
-        config = compose(self.schema, self.name, options.words, options.config_dir, options.config_name)
+        directory, name, overrides = self._begin(options)
+        config = compose(self.schema, self.name, overrides, directory, name)
         if options.cfg:
             from rich.console import Console
 
@@ -70,6 +72,18 @@ class Program:
         refuse_if_any([*self.violations(config), *file_violations(config)])
         _keep_what_torch_compiles()
         return self.act(config, options.check)
+
+    def _begin(self, options: argparse.Namespace) -> tuple[Path | None, str | None, list[str]]:
+        """(folder, name) of the yaml file to begin with, and the overrides of it."""
+        from mcore_rl.config.launch import take_recipe
+
+        recipe, overrides = take_recipe(options.words, self.name)
+        if recipe is None:
+            return options.config_dir, options.config_name, overrides
+        if options.config_dir or options.config_name:
+            problem = "and --config-dir or --config-name both name a file to begin with"
+            raise ConfigError([Violation("recipe", recipe.stem, problem, "Write one of the two")])
+        return recipe.parent, recipe.stem, overrides
 
 
 def _train(config: RunConfig, check: bool) -> int:

@@ -9,10 +9,11 @@ cluster=    by name, as nvidia_h100, or the path of a yaml file; cluster.KEY=VAL
 nodes=N     the same as trainer.nnodes=N
 KEY=VALUE   anything else is an override of the run, as mcore-rl train takes them
 
-Before anything is queued: the recipe composes, is valid, fits on the cluster (mcore-rl plan shows the numbers),
-and Slurm takes the script.  The job saves and is queued again at its time limit, when it is preempted and when a node
-dies, and goes on from its newest checkpoint.  docs/slurm.md has more.  cluster.slurm.doctor=quick examines the nodes
-before the run (docs/doctor.md).
+Before anything is queued: the recipe composes, is valid, finds its model and data, fits on the cluster (mcore-rl plan
+shows the numbers), and Slurm takes the script.  Paths are looked up from here, unless the job runs in a container,
+whose paths are its own; --check warns of what is missing.  The job saves and is queued again at its time limit, when it
+is preempted and when a node dies, and goes on from its newest checkpoint.  docs/slurm.md has more.
+cluster.slurm.doctor=quick examines the nodes before the run (docs/doctor.md).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+
+from mcore_rl.errors import refuse_if_any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """See ``mcore_rl.cli.Command``."""
-    from mcore_rl.runtime.slurm_job import read_job, render, submit
+    from mcore_rl.families.config_json import CONFIG
+    from mcore_rl.runtime.slurm_job import absent, is_known, read_job, render, submit
 
+    errors = Console(stderr=True, emoji=False, soft_wrap=True, highlight=False)
     job = read_job(options.words, Path.cwd())
+    missing = absent(job)
+    refuse_if_any([] if options.dry_run else missing)
+    for each in missing:
+        errors.print(f"warning: {each}", markup=False)
+    if not is_known(job.run):
+        unknown = f"model.path={job.run.model.path} has no {CONFIG} here, and recipe.checkpoint names no checkpoint"
+        errors.print(f"warning: the run is not planned: {unknown}", markup=False)
     if options.dry_run:
         sys.stdout.write(render(job))
         return 0

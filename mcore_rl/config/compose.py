@@ -1,40 +1,46 @@
 """Composes one typed configuration: command-line overrides over yaml values over the defaults of dataclasses.
 
 The dataclasses are the only schema.  An unknown key or a value of another type is refused; the message names the place
-and the nearest known key.  The yaml files of ``mcore_rl/conf`` and the objects of ``config/algorithms`` hold values; a
-directory of the user's may hold more of both.
+and the nearest known key.  Values arrive as the texts that were written, and the types of the dataclasses read them, so
+that a text such as 1e3 or on stays one (``yaml_files.py``, ``override_text.py``).
+
+The yaml files of ``mcore_rl/conf`` and the objects of ``config/algorithms`` hold values; a directory of the user's may
+hold more of both.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import hydra
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import RunMode
+from hydra.version import setbase
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config.algorithm_presets import offer_algorithms
 from mcore_rl.config.bounds import settings
 from mcore_rl.config.names import meant
+from mcore_rl.config.override_text import is_free, keep_text
 from mcore_rl.config.role_groups import group_defaults
 from mcore_rl.config.written_keys import Composed, written_keys
-from mcore_rl.config.yaml_files import check_defaults
+from mcore_rl.config.yaml_files import TextSource, check_defaults
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 T = TypeVar("T")
 OURS = "mcore_rl.conf"
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError, ValueError)
 MAX_OVERRIDE, MAX_BRACKETS = 65_536, 64  # hydra's parser takes seconds for more
-# Groups by their last name: they may hold keys that no dataclass knows.
-FREE = ("chat_template_kwargs", "config_overrides", "megatron")
 
 
 def compose(
@@ -72,8 +78,7 @@ def compose(
 
 def _adding(override: str) -> str:
     """``override``, with hydra's mark for a key that may be new, if it is of a group that may hold any key."""
-    *_, group, last = ["", "", *override.partition("=")[0].split(".")]
-    return f"++{override}" if (last in FREE or group in FREE) and override[0] not in "+~" else override
+    return f"++{override}" if is_free(override.partition("=")[0]) and override[0] not in "+~" else override
 
 
 def _listed(override: str, schema: type[Any]) -> str:
@@ -131,13 +136,16 @@ def _compose(schema: type[T], name: str, directory: Path | None, overrides: Sequ
 
 def read(name: str, directory: Path | None, overrides: Sequence[str]) -> DictConfig:
     """What hydra composes of ``name``.yaml, its defaults, and ``overrides``; interpolations are not yet resolved."""
-    with ExitStack() as stack:
-        if directory is None:
-            stack.enter_context(hydra.initialize_config_module(OURS, version_base="1.3"))
-        else:
-            stack.enter_context(hydra.initialize_config_dir(str(directory.resolve()), version_base="1.3"))
-            overrides = [f"hydra.searchpath=[pkg://{OURS}]", *overrides]
-        return hydra.compose(name, overrides=list(overrides))
+    source, asked = f"pkg://{OURS}", [keep_text(each) for each in overrides]
+    if directory is not None:
+        Plugins.instance().register(TextSource)
+        source, asked = f"{TextSource.scheme()}://{directory.resolve()}", [f"hydra.searchpath=[{source}]", *asked]
+    setbase("1.3")
+    loader = ConfigLoaderImpl(create_config_search_path(source))  # hydra.initialize takes no source of one's own
+    composed = Hydra("mcore_rl", loader).compose_config(name, asked, RunMode.RUN, from_shell=False)
+    with open_dict(composed):
+        del composed["hydra"]
+    return composed
 
 
 def typed(schema: type[T], composed: DictConfig) -> T:
@@ -179,7 +187,7 @@ def _violation(composing: Callable[[Sequence[str]], Any], override: str, schema:
             return Violation(key, value, "there is such a key already", f"Write {key}={value}, without the +")
         if key in known:
             return Violation(key, value, cause, "Write a value of that type")
-        return Violation(key, value, "there is no such key", meant(key, known, "--help shows all keys"))
+        return Violation(key, value, "there is no such key", meant(key, known, "mcore-rl train --cfg shows all keys"))
     return None
 
 
@@ -204,7 +212,8 @@ def words(error: BaseException) -> str:
     if isinstance(error, yaml.YAMLError):
         return ", ".join(line.strip() for line in str(error).splitlines())
     lines = str(error).strip().splitlines()
-    return (f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]).rstrip(".")
+    line = f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    return re.sub(r" of type 'str'(?= could not be converted)", "", line).rstrip(".")  # every value is read as a text
 
 
 def all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:

@@ -1,18 +1,29 @@
-"""The configuration of ``mcore-rl generate``: prompts in, responses out, no training."""
+"""The configuration of ``mcore-rl generate``: prompts in, responses out, no training.
+
+``conf/generate.yaml`` lets the engines compute in the checkpoint's own dtype, ``${dtype_of:${model.path}}``.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from mcore_rl.config.bounds import CrossCheck, InputFile, OutputFile, PositiveInt, Seed, check
 from mcore_rl.config.data import DataConfig, Truncation
+from mcore_rl.config.engine import Precision
 from mcore_rl.config.files import place_of
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.trainer import PolicyModelConfig, RayInitConfig
-from mcore_rl.errors import Violation
+from mcore_rl.config.yaml_files import read_limited
+from mcore_rl.errors import ConfigError, Violation
+
+MAX_CONFIG_BYTES = 8 << 20
 
 
 @dataclass(kw_only=True)
@@ -53,6 +64,7 @@ class GenerateConfig:
     """All settings of ``mcore-rl generate``.
 
     rollout: the engines, which need not share their devices, and how they sample ``n`` responses to each prompt.
+        ``rollout.dtype``, if none is written, is the checkpoint's (``dtype_of``).
     out: the parquet file to write; the engines' logs are written beside it.
     overwrite: whether ``out`` may be replaced.
     """
@@ -63,6 +75,22 @@ class GenerateConfig:
     out: OutputFile = ""
     overwrite: bool = False
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+
+
+def dtype_of(path: str) -> str:
+    """The dtype that the ``config.json`` of the checkpoint at ``path`` names, if engines compute in it; else bfloat16.
+
+    What is wrong with the checkpoint is said elsewhere.
+    """
+    try:
+        values = json.loads(read_limited(Path(path).expanduser() / "config.json", MAX_CONFIG_BYTES))
+        stored = values.get("dtype") or values.get("torch_dtype")  # transformers 5; older ones
+    except (ConfigError, ValueError, AttributeError, RuntimeError):
+        stored = None
+    return stored if stored in Precision.__members__ else Precision.bfloat16.value
+
+
+OmegaConf.register_new_resolver("dtype_of", dtype_of, replace=True)
 
 
 def generate_violations(config: GenerateConfig) -> list[Violation]:

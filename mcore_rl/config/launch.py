@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from mcore_rl.config.cluster import ClusterConfig, cluster_violations
 from mcore_rl.config.compose import ERRORS, all_keys, compose, words
@@ -21,7 +21,7 @@ from mcore_rl.config.names import meant
 from mcore_rl.config.resources import CLUSTERS, RECIPES
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
-from mcore_rl.config.yaml_files import read_yaml
+from mcore_rl.config.yaml_files import parse_yaml, read_yaml
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 
 SCHEMAS: dict[str, type[RunConfig] | type[SftConfig]] = {"train": RunConfig, "sft": SftConfig}
@@ -139,6 +139,24 @@ def cluster_path(name: str) -> Path:
     return _path("cluster", name, CLUSTERS)
 
 
+def take_recipe(texts: Sequence[str], program: str) -> tuple[Path | None, list[str]]:
+    """(the file that ``recipe=NAME`` among the overrides of ``program`` names, if one does; the other overrides).
+
+    NAME: as for every command that takes recipes, see ``recipe_path``.
+    Raises ConfigError if there is no such recipe, if several are named, or if it is one of another program.
+    """
+    named = [text.partition("=")[2] for text in texts if text.startswith("recipe=") and text[7:8] != "{"]
+    others = [text for text in texts if not text.startswith("recipe=") or text[7:8] == "{"]
+    if not named or program not in SCHEMAS:
+        return None, list(texts)
+    if len(named) > 1:
+        raise ConfigError([Violation("recipe", ", ".join(named), "is given more than once", "Write one of them")])
+    path = recipe_path(named[0])
+    if (its := program_of(path)) != program:
+        raise ConfigError([Violation("recipe", named[0], f"is a recipe of {its}", f"Write mcore-rl {its} instead")])
+    return path, others
+
+
 def recipe_names() -> list[str]:
     """The names of all recipes in ``launch/recipes``, sorted."""
     return _names(RECIPES)
@@ -226,11 +244,8 @@ def _dotlist(overrides: Sequence[str]) -> list[tuple[str, Any]]:
             wrong.append(Violation(override, "", "is no override", remedy))
             continue
         try:
-            parsed = OmegaConf.from_dotlist([override])
+            pairs.append((key, parse_yaml(text)))
         except ERRORS as error:
             wrong.append(Violation(key, text, words(error), "Write key=value; lists as key=[a,b]"))
-            continue
-        assert isinstance(parsed, DictConfig)
-        pairs.append((key, OmegaConf.select(parsed, key)))
     refuse_if_any(wrong)
     return pairs

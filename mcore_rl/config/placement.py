@@ -1,10 +1,32 @@
-"""Checks whether rollout engines fit on the accelerators of a cluster's nodes, for the runtime and for the planner."""
+"""How many rollout engines there are, and whether they fit on a cluster's nodes, for the runtime and the planner."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TypeVar
+
 from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation
+
+Run = TypeVar("Run", bound=RunConfig | SftConfig)
+
+
+def with_replicas(run: Run, *, on_accelerators: bool) -> Run:
+    """A run of ``train`` with a number for ``rollout.dp``: if none is written, all that the trainer's devices hold.
+
+    Engines that spread their experts over replicas (``rollout.ep`` above ``rollout.tp``) are one, of ``ep`` ranks.
+    Engines with devices of their own, and engines on CPU cores, which they share whatever their number, are one too.
+    A run of ``sft`` has none, and is returned as it is.
+    """
+    if not isinstance(run, RunConfig) or run.rollout.dp is not None:
+        return run
+    rollout, trainer, dp = run.rollout, run.trainer, 1
+    if on_accelerators and trainer.placement is Placement.colocated:
+        dp = max(1, (rollout.ep if rollout.ep > rollout.tp else trainer.world_size) // rollout.tp)
+    return replace(run, rollout=replace(rollout, dp=dp))
 
 
 def engine_place_violations(

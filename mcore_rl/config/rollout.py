@@ -120,7 +120,7 @@ class ValidationConfig:
 class ServingConfig:
     """vLLM engines, for generation or for classification.
 
-    tp, dp, ep: see ``RolloutLayout``.
+    tp, dp, ep: see ``RolloutLayout``.  dp None: 1; of the rollout of ``train``, what ``placement.with_replicas`` says.
     device, dtype: where and in which dtype an engine computes.
     gpu_memory_utilization: share of each device's memory (on CPU: of the machine's) for weights and KV cache of a rank.
     kv_cache_memory_bytes: KV cache per rank; None is what that share leaves, and 1 GiB on CPU.
@@ -133,7 +133,7 @@ class ServingConfig:
     """
 
     tp: Ranks = 1
-    dp: Ranks = 1
+    dp: Ranks | None = None
     ep: Ranks = 1
     device: Device = Device.auto
     dtype: Precision = Precision.bfloat16
@@ -149,7 +149,7 @@ class ServingConfig:
     @property
     def layout(self) -> RolloutLayout:
         """The layout of ``tp``, ``dp`` and ``ep``."""
-        return RolloutLayout(tp=self.tp, dp=self.dp, ep=self.ep)
+        return RolloutLayout(tp=self.tp, dp=self.dp or 1, ep=self.ep)
 
     @property
     def max_model_len(self) -> int:

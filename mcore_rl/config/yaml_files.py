@@ -1,4 +1,9 @@
-"""Reads the user's yaml files, within limits: an alias may otherwise stand for more than any memory holds."""
+"""Reads the user's yaml files: every value as the text that is written there, and within limits.
+
+yaml takes ``8:00:00`` for 28800, ``0123`` for 83, ``on`` for true and ``1e3`` for 1000.0.  Here such a value stays
+text, and the declared type of its key says what it means.  Where no type is declared, in ``FREE`` groups, yaml decides.
+The limits: an alias may otherwise stand for more than any memory holds.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader
 
 from mcore_rl.config.files import input_problem
 from mcore_rl.errors import ConfigError, Violation
@@ -14,6 +23,40 @@ from mcore_rl.errors import ConfigError, Violation
 MAX_BYTES = 128 << 10  # the parser takes seconds for more
 MAX_VALUES = 100_000  # with every alias written out
 MAX_DEPTH = 32
+FREE = ("chat_template_kwargs", "config_overrides", "megatron")  # groups, by last name, whose keys no dataclass knows
+TEXT = "tag:yaml.org,2002:str"
+READ_BY_YAML = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp"))
+OmegaConfLoader: Any = get_yaml_loader()
+
+
+class TextLoader(OmegaConfLoader):  # type: ignore[misc]  # omegaconf makes the class in a function
+    """A yaml loader whose numbers, booleans and dates are the texts that were written, but in ``FREE`` groups."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        """The value of a document."""
+        _keep_text(node, set())
+        return super().construct_document(node)
+
+
+class TextSource(FileConfigSource):
+    """Reads yaml files for hydra as ``read_yaml`` does.  It stands for ``text://DIRECTORY`` of hydra's search path."""
+
+    @staticmethod
+    def scheme() -> str:
+        """How an entry of hydra's search path begins that this class reads."""
+        return "text"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The values of a file, by its path from DIRECTORY."""
+        result = super().load_config(config_path)
+        result.config = OmegaConf.create(read_yaml(Path(self.path) / self._normalize_file_name(config_path)))
+        return result
+
+
+def parse_yaml(text: str) -> Any:
+    """The value that a yaml text stands for.  Raises yaml.YAMLError, and ValueError beyond the limits."""
+    _demand_small(text)
+    return yaml.load(text, TextLoader)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -23,8 +66,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     text = read_limited(path, MAX_BYTES)
     try:
-        _demand_small(text)
-        values = yaml.safe_load(text)
+        values = parse_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
         problem = ", ".join(line.strip() for line in str(error).splitlines())
         raise ConfigError([Violation(str(path), "", problem, "Mend the file")]) from error
@@ -69,6 +111,23 @@ def check_defaults(directory: Path, name: str, chosen: Iterator[str] | list[str]
                 waiting += [f"{group}/{each}" for group, each in groups]
             else:
                 waiting.append(str(entry))
+
+
+def _keep_text(node: yaml.Node, seen: set[int]) -> None:
+    """Makes texts of what yaml would read in another way, in ``node`` and below.  seen: ids of nodes that are done."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.ScalarNode) and node.tag in READ_BY_YAML:
+        node.tag = TEXT
+    elif isinstance(node, yaml.SequenceNode):
+        for each in node.value:
+            _keep_text(each, seen)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            _keep_text(key, seen)
+            if key.value not in FREE:
+                _keep_text(value, seen)
 
 
 def _demand_small(text: str) -> None:

@@ -28,9 +28,11 @@ from mcore_rl.data.rows import (
     clean_messages,
     is_messages,
     is_text,
+    more_than_text,
     named,
     progress_bar,
     read_files,
+    wants_more_than_text,
 )
 from mcore_rl.errors import DataError
 
@@ -61,6 +63,7 @@ class _Reading:
     problems: list[str] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
+    more_than_text: dict[str, list[str]] = field(default_factory=dict)  # ids by column
     longest: int = 0
 
 
@@ -95,8 +98,9 @@ class ConversationSet:
         a shuffle by ``config.seed``.  title: the key that names the files, as ``data.train_files``.
 
         Raises DataError with every violation: a file that is missing or not parquet, a column that is missing or of the
-        wrong type, a row that is null, empty, not UTF-8, without an assistant's turn or refused by the chat template, a
-        template whose prefixes disagree, conversations that are too long if ``truncation`` is error, none left.
+        wrong type, a row that is null, empty, not UTF-8, without an assistant's turn, refused by the chat template or
+        meant for tools, agents, images or videos, a template whose prefixes disagree, conversations that are too long
+        if ``truncation`` is error, none left.
         """
         reading = _Reading()
         specials = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -109,8 +113,11 @@ class ConversationSet:
                 reading.problems += type_problems
                 for start, records in () if type_problems else file.batches():
                     for row, record in enumerate(records, start):
+                        for column in wants_more_than_text(record or {}):
+                            reading.more_than_text.setdefault(column, []).append(file.row_id(row))
                         _take(reading, file.row_id(row), record, config, turns)
                     bar.advance(task, len(records))
+        reading.problems += [more_than_text(column, ids) for column, ids in reading.more_than_text.items()]
         if reading.too_long and config.truncation is Truncation.error:
             limit = f"data.max_length={config.max_length} tokens, the longest {reading.longest}"
             remedy = f"Write data.truncation=right or left, or {reading.longest} tokens"

@@ -24,10 +24,12 @@ from mcore_rl.data.rows import (
     clean_messages,
     is_messages,
     is_text,
+    more_than_text,
     named,
     progress_bar,
     read_files,
     scored_by_model,
+    wants_more_than_text,
 )
 from mcore_rl.errors import DataError
 
@@ -70,6 +72,7 @@ class _Reading:
     places: list[tuple[int, int]] = field(default_factory=list)  # file, row of its table
     problems: list[str] = field(default_factory=list)
     too_long: list[str] = field(default_factory=list)  # ids
+    more_than_text: dict[str, list[str]] = field(default_factory=dict)  # ids by column
     longest: int = 0
 
 
@@ -108,8 +111,8 @@ class PromptSet:
         a ground truth unless a reward model scores it.
 
         Raises DataError with every violation: a file that is missing or not parquet, a column that is missing or of the
-        wrong type, a row that is null, empty, not UTF-8, without ground truth or refused by the chat template, prompts
-        that are too long if ``truncation`` is error, no prompt left.
+        wrong type, a row that is null, empty, not UTF-8, without ground truth, refused by the chat template or meant
+        for tools, agents, images or videos, prompts that are too long if ``truncation`` is error, no prompt left.
         """
         reading = _Reading()
         sources = read_files(files, reading.problems, max_samples=max_samples, seed=config.seed)
@@ -121,6 +124,7 @@ class PromptSet:
                 for start, records in () if type_problems else file.batches():
                     _take(reading, number, file, start, records, config, tokenizer, graded)
                     bar.advance(task, len(records))
+        reading.problems += [more_than_text(column, ids) for column, ids in reading.more_than_text.items()]
         if reading.too_long and not config.filter_overlong_prompts and config.truncation is Truncation.error:
             reading.problems.append(_too_long(reading, config))
         if not reading.problems and not reading.places:
@@ -233,6 +237,8 @@ def _take(
     """Add one batch of ``file``, the run's file ``number``, to ``reading``.  start: its first row."""
     rows, texts = [], []
     for row, record in enumerate(records, start):
+        for column in wants_more_than_text(record or {}):
+            reading.more_than_text.setdefault(column, []).append(file.row_id(row))
         text, problem = _rendered(record, config, tokenizer, graded)
         if problem:
             reading.problems.append(f"{file.row_id(row)}: {problem}")

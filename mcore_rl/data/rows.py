@@ -25,6 +25,16 @@ BATCH_ROWS = 1_000
 LONG_ROWS = 20_000  # more than a few seconds: a bar shows how far it is
 MAX_NAMED = 20
 MESSAGES = "a list of {role, content}"
+# Columns, also of extra_info, that ask for more than text, with what no command does yet.
+MORE_THAN_TEXT = {
+    "agent_name": "agents",
+    "interaction_kwargs": "interactions",
+    "tools": "tools",
+    "tools_kwargs": "tools",
+    "images": "images",
+    "videos": "videos",
+}
+SINGLE_TURN = "single_turn_agent"  # verl's agent_name of what is done here: one answer to the prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +163,28 @@ def clean_messages(messages: Any) -> list[dict[str, Any]] | str:
             return f"has no content in message {place}"
         cleaned.append({key: value for key, value in message.items() if value is not None})
     return cleaned
+
+
+def wants_more_than_text(record: dict[str, Any]) -> list[str]:
+    """The columns of ``MORE_THAN_TEXT`` in which a row has a value; of ``extra_info``, as ``extra_info.NAME``."""
+    inner = record.get("extra_info")
+    values = record | ({f"extra_info.{key}": each for key, each in inner.items()} if isinstance(inner, dict) else {})
+    asked = [(key, each) for key, each in values.items() if key.removeprefix("extra_info.") in MORE_THAN_TEXT]
+    return [key for key, each in asked if not _is_empty(each) and (key, each) != ("agent_name", SINGLE_TURN)]
+
+
+def more_than_text(column: str, ids: Sequence[str]) -> str:
+    """The problem of rows that ``wants_more_than_text`` of.  ids: of these rows."""
+    what = MORE_THAN_TEXT[column.removeprefix("extra_info.")]
+    remedy = f"Leave these rows out, or drop {column} where the text alone is meant"
+    return f"{column}: {what} are not supported, and {len(ids):,} would be read as text alone: {named(ids)}. {remedy}"
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether there is nothing in a value of a column: parquet gives each row every field, with null in it."""
+    if isinstance(value, dict):
+        return all(map(_is_empty, value.values()))
+    return value is None or (isinstance(value, (str, list)) and not value)
 
 
 def scored_by_model(reward_model: Any) -> bool:

@@ -15,6 +15,8 @@ from mcore_rl.errors import ConfigError, Violation
 from mcore_rl.families.checkpoints import find_checkpoint, published_config
 
 SIZES = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+# What the tiny configurations of model_configs/ have to be proven: positions stretched from few ones to few more.
+STRETCHED = ("rope_scaling", "rope_theta", "rope_local_base_freq", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,25 @@ def texts(directory: Path) -> list[str]:
     return pieces
 
 
+def configuration(family: str) -> dict[str, Any]:
+    """The ``config.json`` of a tiny model of ``family``, whose positions go as far as ``max_position_embeddings``.
+
+    Raises ConfigError if model_configs/ has no tiny one of that family.
+    """
+    known = published_config(find_checkpoint(f"tiny-{family.replace('_', '-')}", MODEL_CONFIGS), MODEL_CONFIGS)
+    values = {key: value for key, value in known.items() if key not in STRETCHED} | SIZES | {"dtype": "float32"}
+    values["rope_parameters"] = rope = {"rope_type": "default", "rope_theta": known.get("rope_theta", 10000.0)}
+    if "kv_lora_rank" in known:  # latent attention: a key for each head, of widths of its own
+        values["num_key_value_heads"] = values["num_attention_heads"]
+        del values["head_dim"]
+    if "head_dim" not in known:
+        values.pop("head_dim", None)
+    if "rope_local_base_freq" in known:  # layers of two kinds, each with its own positions
+        local = rope | {"rope_theta": known["rope_local_base_freq"]}
+        values["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    return values
+
+
 def write_tiny_model(
     out: Path, data: Path, *, family: str = "mixtral", vocab_size: int = 512, max_length: int = 1024, seed: int = 1
 ) -> TinyModel:
@@ -49,8 +70,7 @@ def write_tiny_model(
     data: a directory of parquet files, for the tokenizer.  vocab_size: at most.  max_length: the context, in tokens.
     Raises ConfigError if the family has no tiny model, or ``data`` no files.
     """
-    known = find_checkpoint(f"tiny-{family.replace('_', '-')}", MODEL_CONFIGS)
-    values = published_config(known, MODEL_CONFIGS) | SIZES
+    values = configuration(family)
     pieces = texts(data)
     import torch  # when all is checked
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -64,8 +84,6 @@ def write_tiny_model(
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        "dtype": "float32",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig, model_violations
 from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.parallel import ParallelConfig
-from mcore_rl.config.placement import engine_nodes, engine_place_violations
+from mcore_rl.config.placement import engine_nodes, engine_place_violations, with_replicas
 from mcore_rl.config.role import Role
 from mcore_rl.config.rollout import CPU_KV_CACHE_BYTES, rollout_violations
 from mcore_rl.config.run import RunConfig
@@ -60,6 +60,7 @@ def plan(
 
 
 def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others: Mapping[str, ModelConfig]) -> Plan:
+    run = with_replicas(run, on_accelerators=cluster.gpus_per_node > 0)
     world, colocated = run.trainer.world_size, run.trainer.placement is Placement.colocated
     refuse_if_any(_misfits(run, model, others, cluster))
     roles = [role_plan(role, others.get(role.name, model), run, cluster) for role in run.group_rows]
@@ -90,6 +91,8 @@ def _plan_run(run: RunConfig, model: ModelConfig, cluster: ClusterConfig, others
         size, nodes = run.rollout.layout.engine_size, engine_nodes(run.rollout.layout, per_node)
         spent = f"of the {seconds['generate']:.0f} s to generate, {between:.0f} go into reductions between them"
         notes += (f"an engine of {size} devices is on {nodes} nodes: {spent}",)
+    if colocated and device_bytes is not None and engines < world:
+        notes += (_idle(run, seconds),)
     num_gpus = world + (0 if colocated else engines)
     return Plan(
         title=run.recipe.title or run.trainer.experiment_name,
@@ -359,6 +362,15 @@ def _largest(peak: Peak, count: int = 4) -> str:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f}"
+
+
+def _idle(run: RunConfig, seconds: Mapping[str, float]) -> str:
+    """What is said of a run whose colocated engines are on some of its devices only."""
+    world, share = run.trainer.world_size, seconds["generate"] / sum(seconds.values())
+    unset = replace(run, rollout=replace(run.rollout, dp=None))
+    more = with_replicas(unset, on_accelerators=True).rollout.dp
+    remedy = f": rollout.dp={more} takes more" if more != run.rollout.dp else ""
+    return f"{world - run.rollout.layout.world_size} of {world} GPUs idle in {share:.0%} of a step, in generate{remedy}"
 
 
 def _notes(engine: EngineConfig, longest: int, role: str) -> tuple[str, ...]:

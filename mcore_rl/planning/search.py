@@ -19,7 +19,7 @@ from mcore_rl.config.engine import EngineConfig
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.old_logprobs import why_scored
 from mcore_rl.config.parallel import AXES
-from mcore_rl.config.placement import engine_place_violations
+from mcore_rl.config.placement import engine_place_violations, with_replicas
 from mcore_rl.config.rollout import ROLLOUT_AXES, UPDATE_BUCKET_BYTES, RolloutConfig, rollout_violations
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
@@ -88,6 +88,7 @@ def search(run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfi
     """
     assert cluster.gpus_per_node > 0, "layouts are searched for accelerators"
     begin = time.perf_counter()
+    run = with_replicas(run, on_accelerators=True)
     refused: Counter[str] = Counter()
     if isinstance(run, RunConfig):
         options, considered = _run_options(run, model, cluster, refused)
@@ -118,6 +119,7 @@ def nearest_that_fit(
     run: RunConfig | SftConfig, model: ModelConfig, cluster: ClusterConfig, *, count: int = 3
 ) -> list[Candidate]:
     """The ``count`` runs that fit and differ least from ``run``."""
+    run = with_replicas(run, on_accelerators=True)
     fitting = search(run, model, cluster, limit=60).best
     return sorted(fitting, key=lambda each: (_distance(run, each.run), each.plan.step_s))[:count]
 
@@ -127,6 +129,7 @@ def refusal(planned: Plan, run: RunConfig | SftConfig, model: ModelConfig, clust
     assert planned.violations, "a run that fits is not refused"
     violations = list(planned.violations)
     if cluster.gpus_per_node:
+        run = with_replicas(run, on_accelerators=True)
         near = nearest_that_fit(run, model, cluster)
         texts = "; ".join(" ".join(_changes(run, each.run)) for each in near)
         nodes = f"{run.trainer.nnodes} x {run.trainer.n_gpus_per_node} devices of {cluster.name or 'this cluster'}"

@@ -15,7 +15,7 @@ from mcore_rl.config.run import RunConfig
 from mcore_rl.planning.overheads import GIB, HOST_LINK_GB_S, LINK_EFFICIENCY, ProcessMemory
 from mcore_rl.planning.peaks import Peak, Place, Plan, Row
 from mcore_rl.planning.search import Found, reasons_by_count
-from mcore_rl.tracking.page import LIGHT, page, table, text
+from mcore_rl.tracking.page import NUM_COLOURS, page, table, text
 
 PLACES = {Place.device: "a device", Place.host: "a node's host memory", Place.disk: "the disk"}
 BAR_WIDTH, BAR_HEIGHT = 900, 22  # of the page's bars, in units of its SVG
@@ -178,14 +178,14 @@ def _bars(peaks: Sequence[Peak]) -> str:
             size = sum(row.num_bytes for row in peak.rows if row.part == name) / widest * (BAR_WIDTH - 100)
             place = f'x="{100 + begin:.1f}" y="{top}" width="{size:.1f}" height="{BAR_HEIGHT}"'
             lines.append(
-                f'<g class="c{names.index(name) % len(LIGHT)}"><rect {place}><title>{text(name)}</title></rect></g>'
+                f'<g class="c{names.index(name) % NUM_COLOURS}"><rect {place}><title>{text(name)}</title></rect></g>'
             )
             begin += size
         if peak.capacity:
             x = 100 + peak.capacity / widest * (BAR_WIDTH - 100)
             lines.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 3}" y2="{top + BAR_HEIGHT + 3}"/>')
     height = len(peaks) * (BAR_HEIGHT + 8)
-    keys = "".join(f'<li><i class="c{i % len(LIGHT)}"></i>{text(name)}</li>' for i, name in enumerate(names))
+    keys = "".join(f'<li><i class="c{i % NUM_COLOURS}"></i>{text(name)}</li>' for i, name in enumerate(names))
     return f'<figure><svg viewBox="0 -4 {BAR_WIDTH + 4} {height + 4}">{"".join(lines)}</svg><ul>{keys}</ul></figure>'
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError, Violation
+from mcore_rl.rewards.arithmetic import grade_arithmetic
 from mcore_rl.rewards.code import grade_code
 from mcore_rl.rewards.gsm8k import grade_gsm8k
 from mcore_rl.rewards.math import grade_math
@@ -18,7 +19,7 @@ GRADERS: dict[str, Grader] = {
     # word problems with "#### number"
     "openai/gsm8k": grade_gsm8k,
     "gsm8k": grade_gsm8k,
-    "arithmetic": grade_gsm8k,
+    "arithmetic": grade_arithmetic,
     # mathematics, compared as expressions
     "lighteval/MATH": grade_math,
     "DigitalLearningGmbH/MATH-lighteval": grade_math,

@@ -14,16 +14,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_rl.config.bounds import file_violations
 from mcore_rl.config.cluster import ClusterConfig, Container
 from mcore_rl.config.engine import Device
-from mcore_rl.config.launch import cluster_yaml, load_cluster, load_recipe, program_of, read_words, recipe_path
+from mcore_rl.config.launch import (
+    cluster_yaml,
+    load_cluster,
+    load_recipe,
+    planned_violations,
+    program_of,
+    read_words,
+    recipe_path,
+)
 from mcore_rl.config.resources import SBATCH
 from mcore_rl.config.run import RunConfig, run_violations
 from mcore_rl.config.sft import SftConfig, sft_violations
 from mcore_rl.config.trainer import Placement
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
+from mcore_rl.families.config_json import CONFIG
 from mcore_rl.planning.plan import plan
-from mcore_rl.planning.recipes import recipe_model
+from mcore_rl.planning.recipes import run_model
 
 RESUME = "trainer.resume_mode"
 CLUSTER = "cluster.yaml"  # as the job has it, for the doctor
@@ -103,11 +113,32 @@ def _violations(job: Job) -> list[Violation]:
         problem = "a job that is queued again would begin anew"
         remedy = "Leave it out, or write cluster.slurm.requeue=false"
         violations.append(Violation(RESUME, run.trainer.resume_mode.value, problem, remedy))
-    if violations or not run.recipe.checkpoint:
+    if violations or not is_known(run):
         return violations
-    model = recipe_model(run)
-    planned = plan(run, model, cluster)
+    planned = plan(run, run_model(run), cluster)
     return list(planned.violations)
+
+
+def is_known(run: RunConfig | SftConfig) -> bool:
+    """Whether the model's sizes are: from its config.json, seen from here, or from a checkpoint of model_configs/."""
+    return bool(run.recipe.checkpoint) or (Path(run.model.path) / CONFIG).is_file()
+
+
+def absent(job: Job) -> list[Violation]:
+    """What the job would miss: a model, data, any other path of its configuration.  Nothing, if it runs in a container.
+
+    Relative paths are looked up from the current directory, in which the job runs too.
+    """
+    run = job.run
+    if job.cluster.container.engine is not Container.none:
+        return []
+    every = run_violations(run) if isinstance(run, RunConfig) else sft_violations(run)
+    planned = planned_violations(run)
+    missing = [each for each in every if each not in planned] + file_violations(run)
+    if missing or is_known(run):
+        return missing
+    remedy = "Write model.path=DIR, a Hugging Face checkpoint"
+    return [Violation("model.path", run.model.path, f"has no {CONFIG}", remedy)]
 
 
 def render(job: Job) -> str:

@@ -13,7 +13,8 @@ from mcore_rl.tracking.samples import sample_files
 
 SampleRow = Mapping[str, Any]
 
-# (right before, right after), name, and how many to show: always the first ones, so that nobody picks them.
+# (right before, right after), name, and how many to show: those with the highest score in the end, in the order of the
+# file, so that nobody picks them.  A reward tells more than right and wrong: of right answers, those with a sound way.
 KINDS: tuple[tuple[tuple[bool, bool], str, int], ...] = (
     ((False, True), "learned", 3),
     ((True, False), "lost", 2),
@@ -29,8 +30,14 @@ def pairs(first: Sequence[SampleRow], last: Sequence[SampleRow]) -> list[tuple[s
     chosen = []
     for outcome, kind, most in KINDS:
         alike = [pair for pair in both if (bool(pair[0].get("correct")), bool(pair[1].get("correct"))) == outcome]
+        alike.sort(key=lambda pair: -_score(pair[1]))
         chosen += [(kind, *pair) for pair in alike[:most]]
     return chosen
+
+
+def _score(row: SampleRow) -> float:
+    score = row.get("score")
+    return float(score) if isinstance(score, int | float) and score == score else float("-inf")
 
 
 def before_after(run: RecordedRun) -> str:
@@ -38,6 +45,8 @@ def before_after(run: RecordedRun) -> str:
     steps = list(sample_files(run.path, "validation"))
     first_step, first = _readable(run, steps)
     last_step, last = _readable(run, steps[::-1])
+    if not last and run.values("sft/loss"):
+        return ""  # fine-tuning draws nothing
     if not last:
         return '<h2>Samples</h2><p class="soft">No validation samples were found in validation/.</p>'
     if first_step == last_step:
@@ -45,8 +54,8 @@ def before_after(run: RecordedRun) -> str:
         return f'<h2>Samples</h2><p class="soft">The first prompts of the only validation, step {last_step}.</p>{shown}'
     compared = pairs(first, last)
     note = (
-        f"The same prompts at step {first_step} and at step {last_step}: the first few of each outcome, in the "
-        "order of the validation file."
+        f"The same prompts at step {first_step} and at step {last_step}: of each outcome the few with the highest "
+        f"score at step {last_step}, and of equal ones the first of the validation file."
     )
     if not compared:
         note = f"Steps {first_step} and {last_step} validated different prompts, so there is nothing to compare."

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from html import escape
 
 from mcore_rl.tracking.console import number
+from mcore_rl.tracking.page import NUM_COLOURS
 
 WIDTH, HEIGHT = 420, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 18, 10, 34
 MAX_POINTS = 300
-NUM_COLOURS = 12
 MAX_MARKED = 40  # points; more of them are a line
 Point = tuple[float, float | None]
 
@@ -58,6 +58,8 @@ class Scale:
 
 def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
     """At most ``most`` (3 or more) round numbers, 1, 2 or 5 times a power of ten apart, that enclose low and high."""
+    if low == high == 0:
+        high = 1.0
     size = max(abs(low), abs(high))
     if high - low <= 1e-9 * size:  # one number, apart from rounding
         pad = size * 0.1 or 1.0
@@ -72,14 +74,21 @@ def ticks(low: float, high: float, most: int) -> tuple[float, ...]:
     return tuple(k * apart for k in range(first, last + 1))
 
 
-def line_chart(title: str, unit: str, series: Sequence[Series]) -> str:
-    """A figure with a line per series, on one vertical axis; "" if no series has a number."""
+def line_chart(title: str, unit: str, series: Sequence[Series], *, whole: bool = False) -> str:
+    """A figure with a line per series, on one vertical axis; "" if no series has a number.
+
+    The axis of a share begins at 0 %, so that a line is as high as its share.  whole: and ends at 100 %.
+    """
     thinned, together = _thinned(series)
     numbers = [value for each in thinned for _, value in each.points if value is not None]
     numbers += [end for each in thinned for interval in each.intervals.values() for end in interval]
     steps = sorted({step for each in thinned for step, _ in each.points})
     if not numbers:
         return ""
+    if unit == "share":
+        numbers.append(0.0)
+    if whole:
+        numbers.append(1.0)
     x, y = _scales(steps, min(numbers), max(numbers))
     drawn = [_axes(x, y, unit)]
     for index, each in enumerate(thinned):

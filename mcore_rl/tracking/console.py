@@ -42,7 +42,10 @@ SUPERVISED_COLUMNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("seconds", 7, ("time/step",)),
 )
 MAX_WIDTH = 100
+# What a narrow terminal does without, the first named first; metrics.jsonl has all of it.
+LEFT_OUT = ("MFU", "logp diff", "grad", "lr", "entropy", "length", "tok/s", "KL", "acc", "val", "val loss", "seconds")
 ROWS_PER_HEADER = 25
+Cell = tuple[str, int, str]  # head, width, text
 
 
 class ConsoleSink:
@@ -55,6 +58,7 @@ class ConsoleSink:
         self._line = LiveLine(total_steps, now)
         self._width = max(4, 2 * len(str(total_steps)) + 1)
         self._rows = 0
+        self._heads: list[str] = []  # of the row before
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(self._line, console=console, refresh_per_second=4, transient=True)
@@ -69,7 +73,10 @@ class ConsoleSink:
             words = [f"step {step}/{self._line.total_steps}", *(f"{h} {text}" for h, _, text in cells if text)]
             self._console.print(Text(" | ".join(words)), soft_wrap=True)
             return
-        if self._rows % ROWS_PER_HEADER == 0:
+        cells = _fitting(cells, self._console.width - self._width)
+        heads, before = [head for head, _, _ in cells], self._heads
+        self._heads = heads
+        if self._rows % ROWS_PER_HEADER == 0 or heads != before:
             header = " ".join(["step".rjust(self._width), *(h.rjust(width) for h, width, _ in cells)])
             self._console.print(Text(header, style="bold"), no_wrap=True, crop=True)
         row = " ".join([f"{step}/{self._line.total_steps}".rjust(self._width), *(t.rjust(w) for _, w, t in cells)])
@@ -173,6 +180,15 @@ def number(value: float | None, unit: str = "") -> str:
     if size >= 10:
         return f"{value:.1f}"
     return f"{value:.3f}" if size >= 0.01 or size == 0 else f"{value:.1e}"
+
+
+def _fitting(cells: Sequence[Cell], width: int) -> list[Cell]:
+    """Those of ``cells`` for which there is room, each with a space before it: without the first of ``LEFT_OUT``."""
+    for without in range(len(LEFT_OUT) + 1):
+        fitting = [cell for cell in cells if cell[0] not in LEFT_OUT[:without]]
+        if sum(size + 1 for _, size, _ in fitting) <= width:
+            break
+    return fitting
 
 
 def _cell(keys: Sequence[str], metrics: Mapping[str, float]) -> str:

@@ -16,10 +16,19 @@ LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9",
          "#7a5195", "#8c564b", "#2f4b7c", "#8fb53a", "#e15759", "#8a8f98")  # fmt: skip
 DARK = ("#5ab4e6", "#ff9b54", "#3fcf9f", "#e7a5c9", "#e6c34a", "#9ad3f5",
         "#b79ae0", "#c9a08f", "#8fa8e0", "#c4e07a", "#ff8f91", "#9aa0aa")  # fmt: skip
+NEUTRAL = len(LIGHT) - 1  # the colour of what is none of the named parts
+# Beyond the palette its hues come again, mixed with the ink and then with the paper, in either scheme.
+TINTS = ("{hue}", "color-mix(in srgb, {hue} 55%, var(--ink))", "color-mix(in srgb, {hue} 55%, var(--page))")
+NUM_COLOURS = len(LIGHT) * len(TINTS)  # of a chart, without repetition
 
 
 def _colours(hues: Sequence[str]) -> str:
     return "".join(f"--c{index}:{hue};" for index, hue in enumerate(hues))
+
+
+def _colour(index: int) -> str:
+    """The colour of the class ``c{index}``, below ``NUM_COLOURS``."""
+    return TINTS[index // len(LIGHT)].format(hue=f"var(--c{index % len(LIGHT)})")
 
 
 STYLE = f"""
@@ -60,7 +69,7 @@ text.y {{ text-anchor: end; }}
 .series circle {{ fill: currentColor; }}
 .series .interval {{ stroke: currentColor; stroke-width: 1.2; opacity: .55; }}
 rect {{ fill: currentColor; }}
-{"".join(f".c{index} {{ color: var(--c{index}); }} " for index in range(len(LIGHT)))}
+{"".join(f".c{index} {{ color: {_colour(index)}; }} " for index in range(NUM_COLOURS))}
 figure i {{ background: currentColor; }}
 #tip {{ position: fixed; z-index: 2; pointer-events: none; white-space: pre; font-size: .8rem; padding: .35rem .6rem;
   background: var(--ink); color: var(--page); border-radius: 6px; max-width: 95vw; overflow: hidden; }}

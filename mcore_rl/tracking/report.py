@@ -13,17 +13,20 @@ from typing import Any
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.tracking.atomic import replaced
 from mcore_rl.tracking.before_after import before_after
-from mcore_rl.tracking.charts import NUM_COLOURS, BarSeries, Series, line_chart, stacked_bars
-from mcore_rl.tracking.console import duration
+from mcore_rl.tracking.charts import BarSeries, Series, line_chart, stacked_bars
+from mcore_rl.tracking.console import duration, number
 from mcore_rl.tracking.metrics import METRICS, PHASES, Metric, metric_of
-from mcore_rl.tracking.page import details, page, table, text
+from mcore_rl.tracking.page import NEUTRAL, details, page, table, text
 from mcore_rl.tracking.run_files import RecordedRun, read_run
 from mcore_rl.tracking.verdict import Accuracy, Gain, best, gain
 
+ACCURACY = "Accuracy on training prompts"
+VAL_LOSS = "sft/val_loss"
 # Title and keys of the charts that are always open; the other metrics have charts in a fold below.
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Loss, per trained token", ("sft/loss", "sft/val_loss")),
     ("Reward", ("reward/mean",)),
-    ("Accuracy on training prompts", ("reward/accuracy",)),
+    (ACCURACY, ("reward/accuracy",)),
     ("Response length", ("response/length_mean", "response/length_max")),
     ("Responses cut off", ("response/clip_share",)),
     ("KL to the reference, per token", ("kl/loss",)),
@@ -75,11 +78,30 @@ def _heading(run: RecordedRun) -> str:
         sections.append(
             '<div class="verdict"><p><b>No verdict:</b> this run has not been recorded to its end.</p></div>'
         )
+    elif not run.accuracies and (losses := _numbers(run, VAL_LOSS)):
+        sections.append(_loss_verdict(losses))
     elif not run.accuracies:
         sections.append('<div class="verdict"><p><b>No verdict:</b> there are no validation samples.</p></div>')
     else:
         sections += [_verdict(source, validations) for source, validations in run.accuracies.items()]
     return "".join(sections)
+
+
+def _loss_verdict(losses: Sequence[tuple[int, float]]) -> str:
+    """What fine-tuning did to the validation loss.  losses: (step, nats) of each validation, one or more."""
+    (first, before), (last, after) = losses[0], losses[-1]
+    sentence = f"{number(before)} nats per trained token at step {first}"
+    if last > first:
+        lowest = min(losses, key=lambda each: each[1])
+        sentence = f"went from {sentence} to {number(after)} at step {last}; the lowest was {number(lowest[1])} "
+        sentence += f"at step {lowest[0]}"
+    kind = "" if last == first else "good" if after < before else "bad"
+    return f'<div class="verdict {kind}"><p><b>Validation loss:</b> {text(sentence)}.</p></div>'
+
+
+def _numbers(run: RecordedRun, key: str) -> list[tuple[int, float]]:
+    """The finite numbers of ``key``, with their steps."""
+    return [(step, value) for step, value in run.values(key) if value is not None]
 
 
 def _progress(run: RecordedRun) -> str:
@@ -128,6 +150,8 @@ def _learned(runs: Sequence[RecordedRun]) -> str:
             first, top, last = validations[0], best(validations), validations[-1]
             cells = [f"{_accuracy(each)} (step {each.step})" for each in (first, top, last)]
             rows.append([name, source, last.num_prompts, *cells, _change(gain(first, last), run.complete)])
+    if not rows and any(run.values("sft/loss") for run in runs):
+        return ""  # fine-tuning is judged by its loss
     if not rows:
         return "<h2>Validation accuracy</h2><p class='soft'>No validation samples were found in validation/.</p>"
     head = ["run", "data source", "prompts", "first", "best", "last", "last against first"]
@@ -164,7 +188,7 @@ def _validation_chart(runs: Sequence[RecordedRun]) -> str:
             source = key.removeprefix("val/").removesuffix("/accuracy")
             if _validates(key) and source not in run.accuracies:
                 series.append(Series(prefix + source, run.values(key)))
-    return line_chart("Validation accuracy", "share", series)
+    return line_chart("Validation accuracy", "share", series, whole=True)
 
 
 def _chart(title: str, keys: Sequence[str], runs: Sequence[RecordedRun]) -> str:
@@ -176,7 +200,7 @@ def _chart(title: str, keys: Sequence[str], runs: Sequence[RecordedRun]) -> str:
                 parts += [_label(key)] if len(keys) > 1 or not parts else []
                 series.append(Series(": ".join(parts), values))
     row = _row(keys[0])
-    return line_chart(title, "1" if row is None else row.unit, series)
+    return line_chart(title, "1" if row is None else row.unit, series, whole=title == ACCURACY)
 
 
 def _seconds(run: RecordedRun) -> str:
@@ -191,7 +215,7 @@ def _seconds(run: RecordedRun) -> str:
     whole = dict(run.values("time/step"))
     named = [sum(part.values[k] for part in parts) for k in range(len(steps))]
     other = [max(0.0, (whole[step] or 0.0) - spent) for step, spent in zip(steps, named, strict=True)]
-    parts.append(BarSeries("controller", NUM_COLOURS - 1, other))
+    parts.append(BarSeries("controller", NEUTRAL, other))
     total = sum(map(sum, (part.values for part in parts))) or 1.0
     rows = [
         [

@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mcore_rl.config.bounds import settings
+from mcore_rl.config.cluster import ClusterConfig
 from mcore_rl.config.compose import as_dict, as_yaml, compose
 from mcore_rl.config.engine import Precision
+from mcore_rl.config.evaluate import EvaluateConfig
+from mcore_rl.config.generate import GenerateConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Logger
+from mcore_rl.config.yaml_files import FREE
 from mcore_rl.errors import ConfigError
 from tests.support.composed import composed
 
@@ -60,6 +65,24 @@ def test_values_have_the_types_of_the_dataclasses() -> None:
     assert run.data.chat_template_kwargs == {"enable_thinking": False}
 
 
+def test_where_no_type_is_declared_yaml_and_hydra_read(tmp_path: Path) -> None:
+    free = "actor: {megatron: {a: 1e3, b: on, c: 7, d: '7', e: [0.5]}}\ndata: {chat_template_kwargs: {n: no}}\n"
+    (tmp_path / "mine.yaml").write_text(
+        f"defaults: [train, _self_]\nmodel: {{config_overrides: {{theta: 1e6}}}}\n{free}"
+    )
+    overrides = ["actor.megatron.c=8", "data.chat_template_kwargs={m: 1e3}", "critic.megatron.f=[1,true]"]
+    run = compose(RunConfig, "train", overrides, tmp_path, "mine")
+    assert run.actor.megatron == {"a": 1000.0, "b": True, "c": 8, "d": "7", "e": [0.5]}
+    assert run.data.chat_template_kwargs == {"n": False, "m": 1000.0}
+    assert run.model.config_overrides == {"theta": 1e6} and run.critic.megatron == {"f": [1, True]}
+
+
+def test_every_group_without_declared_types_is_free() -> None:
+    schemas = (RunConfig, SftConfig, GenerateConfig, EvaluateConfig, ClusterConfig)
+    undeclared = {each.key.split(".")[-1] for schema in schemas for each in settings(schema) if "Any" in str(each.kind)}
+    assert undeclared == set(FREE)
+
+
 def test_sft_has_a_schema_of_its_own() -> None:
     config = compose(SftConfig, "sft", ["trainer.device=cpu", "trainer.experiment_name=x"])
     assert config.actor.device is config.trainer.device
@@ -80,8 +103,8 @@ def test_sft_has_a_schema_of_its_own() -> None:
         ),
         ("+rollout.n=3", "rollout.n=3: there is such a key already. Write rollout.n=3, without the +"),
         ("+zebra.stripes=5", "zebra.stripes=5: there is no such key"),
-        ("rollout.n=many", "rollout.n=many: Value 'many' of type 'str' could not be converted to Integer"),
-        ("rollout.n=2.5", "rollout.n=2.5: Value '2.5' of type 'float' could not be converted to Integer"),
+        ("rollout.n=many", "rollout.n=many: Value 'many' could not be converted to Integer"),
+        ("rollout.n=2.5", "rollout.n=2.5: Value '2.5' could not be converted to Integer"),
         ("rollout.n=null", "rollout.n=null: "),
         ("actor.precision=float12", "actor.precision=float12: Invalid value 'float12', expected one of [float32"),
         ("data.train_files={a:1}", "data.train_files={a:1}: "),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from mcore_rl.config.compose import compose
 from mcore_rl.config.data import DataConfig, Truncation
+from mcore_rl.config.engine import Precision
 from mcore_rl.config.generate import GenerateConfig, generate_violations
 from tests.support.composed import composed
 
@@ -33,6 +37,29 @@ def test_lengths_and_memory_follow_from_the_rest() -> None:
     config = config_of(*SOUND, "data.max_prompt_length=7", "data.max_response_length=9")
     assert (config.rollout.max_prompt_length, config.rollout.max_response_length) == (7, 9)
     assert config.rollout.gpu_memory_utilization == 0.9 and not config.rollout.enable_sleep_mode
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ('{"dtype": "float32"}', "float32"),
+        ('{"torch_dtype": "float32"}', "float32"),
+        ('{"torch_dtype": "bfloat16"}', "bfloat16"),
+        ('{"dtype": "float16"}', "bfloat16"),  # engines here compute in neither that nor float8
+        ("{}", "bfloat16"),
+        ("[]", "bfloat16"),
+        ("{", "bfloat16"),
+        (None, "bfloat16"),
+    ],
+)
+def test_engines_compute_in_the_dtype_of_the_checkpoint(tmp_path: Path, text: str | None, dtype: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    model = [f"model.path='{tmp_path}'", "data.files=[p.parquet]", "out=o.parquet"]
+    assert compose(GenerateConfig, "generate", model).rollout.dtype is Precision[dtype]
+    for written in Precision:
+        asked = [*model, f"rollout.dtype={written.value}"]
+        assert compose(GenerateConfig, "generate", asked).rollout.dtype is written
 
 
 def test_prompts_are_read_as_training_reads_them() -> None:

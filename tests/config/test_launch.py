@@ -12,6 +12,7 @@ import pytest
 from mcore_rl.config.engine import Device
 from mcore_rl.config.launch import (
     cluster_names,
+    cluster_yaml,
     load_cluster,
     load_recipe,
     program_of,
@@ -57,7 +58,7 @@ def test_everything_wrong_in_a_recipe_is_told_with_its_file(tmp_path: Path) -> N
     said = refusal(load_recipe, path)
     assert "2 problems" in said
     assert f"{path}: actor.ppo_minibatch_size=3: there is no such key. Did you mean actor.ppo_mini_batch_size" in said
-    assert f"{path}: rollout.n=many: Value 'many' of type 'str' could not be converted to Integer" in said
+    assert f"{path}: rollout.n=many: Value 'many' could not be converted to Integer" in said
     path = recipe(tmp_path, "defaults: [train, _self_]\nmodel: {config_overrides: {a: 1}}\nactor: {lr: 1}\n")
     said = refusal(load_recipe, path)
     assert "1 problem" in said and f"{path}: actor.lr=1: there is no such key" in said, (
@@ -114,6 +115,38 @@ def test_clusters_are_found_by_name_and_by_path(tmp_path: Path) -> None:
     path = tmp_path / "home.yaml"
     path.write_text("cpus_per_node: 2\nhost_memory_gib: 24\n")
     assert load_cluster(str(path)).name == "home" and load_cluster(str(path)).host_memory_gib == 24.0
+
+
+@pytest.mark.parametrize("text", ["8:00:00", "0123", "1e3", "0x1F", "1_000", "on", "yes", "true", "1.50", "2026-01-01"])
+def test_what_is_declared_a_text_stays_what_was_written(tmp_path: Path, text: str) -> None:
+    """yaml alone reads 28800, 83, 1000.0, 31, 1000, true, true, true, 1.5 and a date."""
+    path = tmp_path / "home.yaml"
+    path.write_text(f"slurm: {{account: {text}, qos: '{text}', extra: [{text}]}}\nenvironment: {{A: {text}}}\n")
+    for cluster in (
+        load_cluster(str(path)),
+        load_cluster(
+            "cpu", [f"slurm.account={text}", f"slurm.qos='{text}'", f"slurm.extra=[{text}]", f"environment.A={text}"]
+        ),
+    ):
+        slurm = cluster.slurm
+        assert (slurm.account, slurm.qos, slurm.extra, cluster.environment) == (text, text, [text], {"A": text})
+    path.write_text(cluster_yaml(cluster))
+    assert load_cluster(str(path)) == cluster, "what a job is given is read as the same"
+    path = Path(
+        recipe(tmp_path, f"defaults: [train, _self_]\ntrainer: {{project_name: {text}}}\nrollout: {{stop: [{text}]}}\n")
+    )
+    run = load_recipe(str(path), [f"trainer.experiment_name={text}", f"data.train_files=[{text},'{text}']"])
+    assert isinstance(run, RunConfig)
+    assert (run.trainer.project_name, run.trainer.experiment_name) == (text, text)
+    assert (run.rollout.stop, run.data.train_files) == ([text], [text, text])
+
+
+def test_time_limits_are_slurms_own(tmp_path: Path) -> None:
+    assert load_cluster("nvidia_h100", ["slurm.time_limit=8:00:00"]).slurm.time_limit == "8:00:00"
+    path = tmp_path / "home.yaml"
+    path.write_text("slurm: {time_limit: 1:30:00, port: 1024, requeue: off}\n")
+    slurm = load_cluster(str(path)).slurm
+    assert (slurm.time_limit, slurm.port, slurm.requeue) == ("1:30:00", 1024, False), "the declared type reads"
 
 
 def test_everything_wrong_in_a_cluster_is_told(tmp_path: Path) -> None:

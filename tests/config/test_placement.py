@@ -6,12 +6,41 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.config.placement import engine_nodes, engine_place_violations
-from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.config.placement import engine_nodes, engine_place_violations, with_replicas
+from mcore_rl.config.rollout import RolloutConfig, RolloutLayout
+from mcore_rl.config.run import RunConfig
+from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
 
+ONE = RolloutConfig()
 TRAINER = TrainerConfig(nnodes=4, n_gpus_per_node=8)
 SEPARATE = replace(TRAINER, placement=Placement.separate)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "trainer", "dp"),
+    [
+        (ONE, TRAINER, 32),
+        (replace(ONE, tp=4), TRAINER, 8),
+        (replace(ONE, tp=16), TRAINER, 2),
+        (replace(ONE, tp=4, ep=4), TRAINER, 8),  # experts inside a replica
+        (replace(ONE, tp=4, ep=16), TRAINER, 4),  # one engine, whose experts are over four replicas
+        (replace(ONE, tp=64), TRAINER, 1),  # refused elsewhere
+        (replace(ONE, dp=3), TRAINER, 3),  # written
+        (ONE, SEPARATE, 1),
+    ],
+)
+def test_engines_take_all_devices_of_the_trainer_unless_told_otherwise(
+    rollout: RolloutConfig, trainer: TrainerConfig, dp: int
+) -> None:
+    run = RunConfig(rollout=rollout, trainer=trainer)
+    assert with_replicas(run, on_accelerators=True).rollout == replace(rollout, dp=dp)
+    assert with_replicas(run, on_accelerators=False).rollout.layout.dp == (rollout.dp or 1), "cores are shared"
+
+
+def test_fine_tuning_has_no_engines() -> None:
+    config = SftConfig()
+    assert with_replicas(config, on_accelerators=True) is config
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,13 @@ def trained(conversation: Conversation) -> list[str]:
     return [TOKENIZER.decode(tokens) for mask, tokens in runs if mask]
 
 
+def test_conversations_that_ask_for_more_than_text_are_refused(tmp_path: Path) -> None:
+    rows = [{"chat": TURNS, "tools": tools} for tools in ([], [{"name": "calc"}], None, [{"name": "calc"}])]
+    said = "tools: tools are not supported, and 2 would be read as text alone: x.parquet:1, x.parquet:3"
+    assert said in str(refusal(write(tmp_path / "x.parquet", rows), messages_key="chat"))
+    assert len(load(write(tmp_path / "y.parquet", rows[::2]), messages_key="chat")) == 2
+
+
 @pytest.mark.parametrize("template", [None, prompt_files.CHATML, prompt_files.TAGGED])
 def test_the_assistant_s_turns_and_their_ends_are_trained(tmp_path: Path, template: str | None) -> None:
     path = write(tmp_path / "x.parquet", [{"chat": TURNS}, {"chat": TURNS[:3]}])

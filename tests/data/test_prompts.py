@@ -38,7 +38,7 @@ def by_hand(question: str) -> tuple[int, ...]:
 
 
 def test_a_row_is_what_the_file_says(tmp_path: Path) -> None:
-    rows = [row(f"Tom has {n}.", str(n), tools_kwargs={"a": n}, note=None if n else "x") for n in range(5)]
+    rows = [row(f"Tom has {n}.", str(n), source={"a": n}, note=None if n else "x") for n in range(5)]
     prompts = load(write(tmp_path / "train.parquet", rows))
     assert len(prompts) == 5
     for number, prompt in enumerate(prompts[index] for index in range(5)):
@@ -49,7 +49,7 @@ def test_a_row_is_what_the_file_says(tmp_path: Path) -> None:
         assert prompt.columns == {
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(number)},
-            "tools_kwargs": {"a": number},
+            "source": {"a": number},
             "note": None if number else "x",
         }
     assert prompts.describe() == f"{TITLE}: 5 prompts of 9 to 9 tokens, mean 9"
@@ -99,6 +99,32 @@ def test_without_grading_a_column_of_messages_is_enough(tmp_path: Path) -> None:
     assert load(odd, graded=False)[0].columns == {"reward_model": "5"}
     said = str(refusal(path))
     assert "x.parquet: no column data_source" in said and "x.parquet: no column reward_model" in said
+
+
+IMAGE = [{"bytes": b"x", "path": None}]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "what"),
+    [
+        ("agent_name", "tool_agent", "agents"),
+        ("interaction_kwargs", {"name": "gsm8k"}, "interactions"),
+        ("tools_kwargs", {"calc": {"truth": 0}}, "tools"),
+        ("tools", ["calc"], "tools"),
+        ("images", IMAGE, "images"),
+        ("videos", IMAGE, "videos"),
+    ],
+)
+def test_rows_that_ask_for_more_than_text_are_refused(tmp_path: Path, column: str, value: object, what: str) -> None:
+    nothing = dict.fromkeys(value) if isinstance(value, dict) else [] if isinstance(value, list) else None
+    path = write(tmp_path / "x.parquet", [row(**{column: each}) for each in (nothing, value, None)])
+    said = f"{column}: {what} are not supported, and 1 would be read as text alone: x.parquet:1. Leave these rows out"
+    assert said in str(refusal(path))
+    assert said in str(refusal(path, graded=False)), "neither is anything generated"
+    inside = write(tmp_path / "y.parquet", [row(), row(extra_info={column: value})])
+    assert f"extra_info.{column}: {what} are not supported, and 1 would" in str(refusal(inside))
+    empty = write(tmp_path / "z.parquet", [row(**({"agent_name": "single_turn_agent"} | {column: nothing}))])
+    assert len(load(empty)) == 1, "a column without values, and verl's name of one answer to a prompt"
 
 
 def test_the_template_is_given_its_arguments_and_its_refusals_name_the_row(tmp_path: Path) -> None:

@@ -70,8 +70,9 @@ class Course:
     async def take(self, name: str, overrides: Sequence[str], *, flipped: bool = False) -> tuple[float, float]:
         """Mean reward of responses to the held-out prompts before the first step, and after the last."""
         started = self.started
-        config = complete(configuration(self.task, self.folder / name, *overrides))
+        config = configuration(self.task, self.folder / name, *overrides)
         platform = detect(config.trainer.device)
+        config = complete(config, platform)
         prepared = prepare(config, platform)
         groups = {role.name: started.groups[role.name] for role in config.group_rows}
         await started.devices.to_trainer()

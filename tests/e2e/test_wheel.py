@@ -65,7 +65,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     venv.create(home, with_pip=False, symlinks=True)
     python = home / "bin" / "python"
     install = ["--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run([sys.executable, "-m", "pip", *install], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True, env=environment, cwd=folder)
     (site,) = home.glob("lib/python*/site-packages")
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (folder / "elsewhere").mkdir()

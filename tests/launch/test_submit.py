@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.slurm_job import Job, read_job, render
 
 ROOT = Path(__file__).parents[2]
+FACTS = ROOT / "model_configs" / "hf_configs.json"
 PLAIN = ["recipe=arithmetic_grpo", "cluster=cpu"]
 
 
@@ -151,9 +153,53 @@ def test_a_dry_run_prints_the_script_and_touches_neither_slurm_nor_the_disk_nor_
     assert not (tmp_path / "run").exists()
 
 
+def things(directory: Path, model: str = "tiny-mixtral") -> list[str]:
+    """Overrides that name a model, without weights, and data, without rows."""
+    (directory / "model").mkdir()
+    (directory / "model" / "config.json").write_text(json.dumps(json.loads(FACTS.read_text())[model]))
+    for name in ("train", "val"):
+        (directory / f"{name}.parquet").touch()
+    return ["model.path=model", "data.train_files=[train.parquet]", "data.val_files=[val.parquet]"]
+
+
+def test_what_the_job_would_miss_is_refused_and_a_dry_run_warns_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    asked = [*PLAIN, "trainer.default_local_dir=run", "custom_reward_function.path=mine.py"]
+    missing = [
+        "model.path=runs/arithmetic/sft/hf/final: there is no such directory",
+        "data.train_files[0]=runs/arithmetic/data/train.parquet: there is no such file",
+        "custom_reward_function.path=mine.py: there is no such file",
+    ]
+    assert main(["submit", *asked]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: 4 problems") and all(each in said.err for each in missing) and not said.out
+    assert main(["submit", *asked, "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert all(f"warning: {each}" in said.err for each in missing) and said.out.startswith("#!/usr/bin/env bash")
+    assert "warning: the run is not planned: model.path=runs/arithmetic/sft/hf/final has no config.json" in said.err
+    contained = ["cluster.container.engine=pyxis", "cluster.container.image=img.sqsh"]
+    assert main(["submit", *asked, "--dry-run", *contained]) == 0
+    assert "there is no such" not in capsys.readouterr().err, "paths of a container are its own"
+    assert main(["submit", *PLAIN, "--dry-run", "trainer.default_local_dir=run", *things(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_without_a_published_checkpoint_is_planned_by_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    there = things(tmp_path)
+    assert read_job([*PLAIN, *there], tmp_path).num_nodes == 1
+    assert " of 0.5 GiB (" in refusal(tmp_path, *PLAIN, *there, "cluster.host_memory_gib=0.5")
+
+
 def test_without_slurm_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["submit", *PLAIN, f"trainer.default_local_dir={tmp_path}/run"]) == 2
+    assert main(["submit", *PLAIN, f"trainer.default_local_dir={tmp_path}/run", *things(tmp_path)]) == 2
     assert "sbatch=: there is no such program here. Submit from a node" in capsys.readouterr().err

@@ -110,6 +110,27 @@ def test_what_does_not_fit_is_told_with_phase_rank_and_numbers() -> None:
     assert f"update needs {peak.num_bytes / GIB:.1f} of 79.6 GiB (device): activations" in wrong.problem
 
 
+def test_gpus_that_idle_while_engines_generate_are_noted() -> None:
+    run = run_of()
+    run.rollout.dp = None
+    whole = plan(run, QWEN, H100)
+    assert whole.layout.endswith("rollout tp=2,dp=4,ep=1") and not whole.notes and run.rollout.dp is None
+    run.rollout.dp = 1
+    idle = plan(run, QWEN, H100)
+    share = idle.seconds["generate"] / sum(idle.seconds.values())
+    assert idle.notes == (f"6 of 8 GPUs idle in {share:.0%} of a step, in generate: rollout.dp=4 takes more",)
+    assert idle.step_s > whole.step_s and share > whole.seconds["generate"] / whole.step_s
+    run.trainer.placement = Placement.separate
+    assert not plan(run, QWEN, H100).notes, "all that the engines have are at work"
+
+
+def test_a_run_on_the_cpu_has_one_engine_unless_told_otherwise() -> None:
+    run = run_of()
+    run.rollout.tp, run.rollout.dp = 1, None
+    planned = plan(run, models.dense(), replace(CPU, host_memory_gib=512.0))
+    assert planned.layout.endswith("rollout tp=1,dp=1,ep=1") and not planned.notes
+
+
 def test_the_worst_stage_is_named() -> None:
     run = run_of()
     run.actor.parallel.pp = 2

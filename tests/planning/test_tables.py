@@ -21,6 +21,7 @@ from mcore_rl.planning.tables import (
     seconds_text,
     short_line,
 )
+from mcore_rl.tracking.page import LIGHT
 from tests.support import models
 
 H100 = load_cluster("nvidia_h100")
@@ -65,6 +66,17 @@ def test_the_page_stands_alone_and_is_well_formed() -> None:
     assert "http" not in page and "It fits." in page and "Layouts that fit" in page
     wrong, _ = planned(gpu_memory_utilization=0.999)
     assert "It does not fit." in plan_page(wrong) and "rollout needs" in plan_page(wrong)
+
+
+def test_no_two_parts_of_a_chart_have_one_colour() -> None:
+    run = RunConfig()
+    run.algorithm.adv_estimator, run.actor.use_kl_loss = "gae", True
+    run.actor.microbatch_tokens = run.critic.microbatch_tokens = 8192
+    run.trainer.save_freq = 5
+    root = ElementTree.fromstring(plan_page(plan(run, models.moe(), H100)).split("\n", 1)[1])
+    figures = [[each.get("class") for each in figure.iter("i")] for figure in root.iter("figure")]
+    assert len(max(figures, key=len)) > len(LIGHT), "more parts than the palette has hues"
+    assert all(len(set(colours)) == len(colours) for colours in figures)
 
 
 def test_the_values_are_numbers() -> None:

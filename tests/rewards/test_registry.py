@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.errors import ConfigError
+from mcore_rl.rewards.arithmetic import grade_arithmetic
 from mcore_rl.rewards.code import grade_code
 from mcore_rl.rewards.gsm8k import grade_gsm8k
 from mcore_rl.rewards.math import grade_math
@@ -16,7 +17,7 @@ from mcore_rl.rewards.xml_reasoning import grade_xml
     ("data_source", "grader"),
     [
         ("openai/gsm8k", grade_gsm8k),
-        ("arithmetic", grade_gsm8k),
+        ("arithmetic", grade_arithmetic),
         ("lighteval/MATH", grade_math),
         ("math_dapo", grade_math),
         ("aime24", grade_math),

@@ -11,6 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from mcore_rl.config.compose import ERRORS, compose, read, typed
+from mcore_rl.config.override_text import keep_text
 from mcore_rl.config.written_keys import Composed, written_keys
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ def _read(schema: type[T], program: str, choices: tuple[str, ...]) -> DictConfig
 def composed(schema: type[T], program: str, overrides: Sequence[str]) -> T:
     """What ``compose`` gives, in a third of the time; what cannot be composed is left to it, for its words."""
     try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        parsed = OverridesParser.create().parse_overrides([keep_text(each) for each in overrides])
         choices = tuple(text for each, text in zip(parsed, overrides, strict=True) if "." not in each.key_or_group)
         config = copy.deepcopy(_read(schema, program, choices))
         for each in parsed:

@@ -34,6 +34,14 @@ def test_pairs_are_the_first_of_each_outcome_on_the_same_prompts() -> None:
     ]  # fmt: skip
 
 
+def test_the_highest_score_comes_first_and_then_the_order_of_the_file() -> None:
+    first = rows(dict.fromkeys("abcde", False))
+    last = rows(dict.fromkeys("abcde", True))
+    for row, score in zip(last, (0.5, 1.0, None, 1.0, float("nan")), strict=True):
+        row["score"] = score
+    assert [a["prompt_id"] for _, a, _ in pairs(first, last)] == ["b", "d", "a"]
+
+
 def test_of_several_samples_of_a_prompt_the_first_is_shown() -> None:
     first = rows({"a": False}, "one") + rows({"a": True}, "two")
     assert [(kind, a["response"]) for kind, a, _ in pairs(first, rows({"a": True}))] == [("learned", "one a")]

@@ -61,6 +61,23 @@ def test_shares_are_in_percent_and_intervals_are_drawn_to_scale() -> None:
     assert [text for _, text in hover] == ["step 0\na: 10.0% [5.0%, 20.0%]", "step 10\na: 60.0% [50.0%, 75.0%]"]
 
 
+@pytest.mark.parametrize("values", [(0.0, 0.0), (1.0, 1.0), (0.36, 0.67), (0.001, 0.002)], ids=str)
+def test_axes_of_shares_begin_at_nothing_and_whole_ones_end_at_all(values: tuple[float, float]) -> None:
+    """Also where all are 0 %, whose axis went from -100 % to 100 %."""
+    series = [Series("a", list(enumerate(values)))]
+    for whole in (True, False):
+        svg = chart(line_chart("t", "share", series, whole=whole))
+        labels = [each.text or "" for each in svg.iter("text") if each.get("class") == "y"]
+        low, high = (float(text.rstrip("%")) for text in (labels[0], labels[-1]))
+        assert low == 0 and 100 * max(values) <= high <= 100
+        assert high == 100 or not whole
+
+
+def test_what_is_always_nothing_has_no_negative_axis() -> None:
+    svg = chart(line_chart("t", "updates", [Series("a", [(0.0, 0.0), (1.0, 0.0)])]))
+    assert next(each.text for each in svg.iter("text") if each.get("class") == "y") == "0.0"
+
+
 def test_a_number_that_is_none_is_a_gap() -> None:
     points = [(1.0, 1.0), (2.0, 2.0), (3.0, None), (4.0, 4.0), (5.0, None), (6.0, 6.0), (7.0, 7.0)]
     svg = chart(line_chart("t", "1", [Series("a", points)]))
@@ -132,5 +149,5 @@ def test_ticks_are_round_enclose_and_are_few(most: int) -> None:
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (4.0, 4.0), (-1e-9, -1e-9), (0.04, 0.04000000000000001)])
 def test_one_number_has_an_axis_too(low: float, high: float) -> None:
     places = ticks(low, high, 6)
-    assert places[0] < low <= high < places[-1]
+    assert places[0] < low <= high < places[-1] or (low == places[0] == 0 and high < places[-1])
     assert line_chart("t", "share", [Series("a", [(1.0, low), (2.0, high)])])

@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from mcore_rl.tracking.console import COLUMNS, MAX_WIDTH, ConsoleSink, LiveLine, duration, number
+from mcore_rl.tracking.console import COLUMNS, MAX_WIDTH, SUPERVISED_COLUMNS, ConsoleSink, LiveLine, duration, number
 from mcore_rl.tracking.metrics import metric_of
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -27,9 +27,9 @@ STEP = {
 VALUES = ["0.513", "41.0%", "30.0%", "131", "0.811", "-1.2e-05", "0.520", "2.5e-06", "2534", "38.4%", "12.3"]
 
 
-def written(terminal: bool, steps: range, metrics: dict[str, float], total: int = 1000) -> str:
+def written(terminal: bool, steps: range, metrics: dict[str, float], total: int = 1000, width: int = MAX_WIDTH) -> str:
     out = io.StringIO()
-    sink = ConsoleSink(Console(file=out, force_terminal=terminal, width=MAX_WIDTH, color_system=None), total)
+    sink = ConsoleSink(Console(file=out, force_terminal=terminal, width=width, color_system=None), total)
     for step in steps:
         sink.now("generate", step, total)
         sink.log(step, metrics)
@@ -66,6 +66,36 @@ def test_on_a_terminal_a_step_is_a_row_under_its_heads() -> None:
         for match in re.finditer(r"step|reward|acc|val|length|entropy|KL|grad|logp diff|tok/s|MFU|seconds", heads[0])
     ]
     assert ends == [match.end() for match in re.finditer(r"\S+", rows[0])]
+
+
+@pytest.mark.parametrize("width", [120, 100, 90, 80, 60, 40])
+@pytest.mark.parametrize("metrics", [STEP, {"sft/loss": 1.5, "sft/val_loss": 2.5, "actor/lr": 1e-6, "time/step": 2.0}])
+def test_a_narrow_terminal_has_fewer_columns_and_none_of_them_is_cut(width: int, metrics: dict[str, float]) -> None:
+    text = ESCAPES.sub("", written(True, range(1, 3), metrics, width=width))
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", text)]
+    (head,) = (line for line in lines if re.match(r" *step +(reward|loss)", line))
+    first, second = (line for line in lines if re.match(r" *\d+/1000 ", line))
+    assert all(len(line) <= width for line in (head, first, second))
+    words = head.replace("logp diff", "logp_diff").replace("val loss", "val_loss").split()
+    every = [each for each, _, _ in (COLUMNS if metrics is STEP else SUPERVISED_COLUMNS)]
+    assert words[0] == "step" and set(words[1:]) <= {each.replace(" ", "_") for each in every}
+    if width >= MAX_WIDTH:
+        assert len(words) == 1 + len(every)
+    assert {"reward", "val", "seconds"} <= set(words) or metrics is not STEP or width < 60
+    shown = [value for value in VALUES if value in first] if metrics is STEP else words[1:]
+    assert len(shown) == len(words) - 1, "a number under every head, whole"
+
+
+def test_heads_come_again_when_the_terminal_changes_its_width() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, color_system=None)
+    sink = ConsoleSink(console, 10)
+    for step, width in enumerate((100, 80, 80, 100), start=1):
+        console.width = width
+        sink.log(step, STEP)
+    sink.close()
+    heads = [line for line in re.split(r"[\r\n]+", ESCAPES.sub("", out.getvalue())) if "reward" in line]
+    assert ["MFU" in line for line in heads] == [True, False, True]
 
 
 def test_a_terminal_gets_its_cursor_back() -> None:

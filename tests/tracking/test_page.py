@@ -1,11 +1,11 @@
 from __future__ import annotations
 
+import re
 from xml.etree import ElementTree
 
 import pytest
 
-from mcore_rl.tracking.charts import NUM_COLOURS
-from mcore_rl.tracking.page import DARK, LIGHT, SCRIPT, details, page, table, text
+from mcore_rl.tracking.page import DARK, LIGHT, NUM_COLOURS, SCRIPT, STYLE, details, page, table, text
 
 
 def luminance(colour: str) -> float:
@@ -44,5 +44,10 @@ def test_the_script_is_the_same_to_an_html_and_to_an_xml_parser() -> None:
 
 def test_colours_are_told_from_the_page_and_from_one_another() -> None:
     for colours, card in ((LIGHT, "#f6f7f9"), (DARK, "#1a2028")):
-        assert len(set(colours)) == NUM_COLOURS == len(colours)
+        assert len(set(colours)) == len(colours)
         assert min(contrast(colour, card) for colour in colours) > 1.9
+
+
+def test_every_colour_of_a_chart_has_a_rule_and_no_two_are_one() -> None:
+    rules = dict(re.findall(r"\.c(\d+) \{ color: ([^;]+); \}", STYLE))
+    assert list(map(int, rules)) == list(range(NUM_COLOURS)) and len(set(rules.values())) == NUM_COLOURS == 36

@@ -115,6 +115,30 @@ def test_the_page_is_closed_as_html_demands(run_dir: Path, root: ElementTree.Ele
     assert all(word not in (run_dir / "report.html").read_text() for word in ("http:", "https:", "src=", "href="))
 
 
+def test_fine_tuning_is_judged_by_its_loss(tmp_path: Path) -> None:
+    path = tmp_path / "tuned"
+    path.mkdir()
+    steps = [{"step": 0, "sft/val_loss": 2.5}, *({"step": k, "sft/loss": 2.0 / k, "actor/lr": 1e-5} for k in (1, 2))]
+    steps += [{"step": 3, "sft/loss": 0.75, "sft/val_loss": 0.5}, {"step": 4, "sft/loss": 0.5, "sft/val_loss": 0.625}]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in steps))
+    (path / "environment.json").write_text('{"total_steps": 4}')
+    root = parsed(write_report(path))
+    (verdict,) = of_class(root, "verdict")
+    assert "good" in (verdict.get("class") or "")
+    assert words(verdict) == (
+        "Validation loss: went from 2.500 nats per trained token at step 0 to 0.625 at step 4; the lowest was 0.500 at "
+        "step 3."
+    )
+    first = next(root.iter("figure"))
+    assert "Loss, per trained token" in words(first) and [words(each) for each in first.iter("li")] == [
+        "loss",
+        "val loss",
+    ]
+    hover = json.loads(next(first.iter("svg")).get("data-hover") or "")
+    assert [text for _, text in hover][-1] == "step 4\nloss: 0.500\nval loss: 0.625"
+    assert "No validation samples" not in words(root)
+
+
 def test_a_killed_run_has_curves_and_no_verdict(tmp_path: Path) -> None:
     path = record(tmp_path / "killed", total_steps=20, until=7)
     with (path / "metrics.jsonl").open("a") as file:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from mcore_rl.algorithms.kl import KlController
 from mcore_rl.config.compose import as_dict
 from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.placement import with_replicas
 from mcore_rl.config.reward_model import style_violations
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import FrozenModelConfig, RoleConfig, TrainedConfig, TrainedModelConfig
@@ -91,8 +92,9 @@ def weights_of_roles(config: RunConfig | SftConfig) -> dict[str, Path]:
     }
 
 
-def complete(config: RunConfig) -> RunConfig:
-    """``config`` with the defaults that follow from other fields, and with absolute paths."""
+def complete(config: RunConfig, platform: Platform) -> RunConfig:
+    """``config`` with the defaults that follow from other fields and from ``platform``, and with absolute paths."""
+    config = with_replicas(config, on_accelerators=platform.is_accelerator)
     path = str(Path(config.model.path).resolve()) if config.model.path else ""
     place = config.trainer.default_local_dir and str(Path(config.trainer.default_local_dir).resolve())
     longest = float(config.data.max_response_length)

@@ -50,7 +50,7 @@ B = TypeVar("B")
 async def open_run(config: RunConfig) -> AsyncIterator[Run]:
     """While open: all processes of the run are up, with their first weights.  Afterwards none is left."""
     platform = detect(config.trainer.device)
-    config = complete(config)
+    config = complete(config, platform)
     prepared, planned = _prepared(config, platform)
     trainer, logs = config.trainer, Path(config.trainer.default_local_dir) / "logs"
     async with AsyncExitStack() as stack:
@@ -99,8 +99,9 @@ async def open_run(config: RunConfig) -> AsyncIterator[Run]:
 
 def check_run(config: RunConfig) -> tuple[Prepared, Plan]:
     """All that ``open_run`` does before Ray is started: what it reads, and what it plans.  Raises as it does."""
-    config = complete(config)
-    prepared, planned = _prepared(config, detect(config.trainer.device))
+    platform = detect(config.trainer.device)
+    config = complete(config, platform)
+    prepared, planned = _prepared(config, platform)
     with _scorer(config, prepared):
         return prepared, planned
 

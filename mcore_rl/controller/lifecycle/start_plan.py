@@ -13,7 +13,7 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.run import RunConfig
 from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import TrainerConfig
-from mcore_rl.controller.lifecycle.messages import note
+from mcore_rl.controller.lifecycle.messages import note, warn
 from mcore_rl.parallel.device import Platform, have_transformer_engine, num_cores
 from mcore_rl.planning.overheads import GIB, device_rates
 from mcore_rl.planning.plan import Plan, plan
@@ -26,7 +26,9 @@ PLAN = "plan.json"
 
 
 def forecast(config: RunConfig | SftConfig, platform: Platform, models: Mapping[str, ModelConfig]) -> Plan:
-    """The plan of ``config`` on machines like this one, with ``platform``; shows a line of it.
+    """The plan of ``config`` on machines like this one, with ``platform``.
+
+    Shows a line of it, and its notes as warnings.
 
     models: of each role with processes of its own, by name, the policy's first.
     Raises ConfigError if it does not fit, with the numbers and, on accelerators, the nearest settings that fit.
@@ -36,6 +38,8 @@ def forecast(config: RunConfig | SftConfig, platform: Platform, models: Mapping[
     if not planned.fits:
         raise refusal(planned, config, model, cluster)
     note(short_line(planned))
+    for each in planned.notes:
+        warn(each)
     return planned
 
 

@@ -55,7 +55,7 @@ async def run_generate(config: GenerateConfig) -> int:
         kept = stack.enter_context(journal(out, work_of(config, prompts), afresh=config.overwrite))
         if kept.entries:
             _say(console, f"going on with {journal_of(out)}, which has {len(kept.entries):,} responses")
-        _say(console, "starting Ray and the rollout engines")
+        _say(console, f"starting Ray and the rollout engines, which compute in {rollout.dtype.value}")
         stack.enter_context(ray_cluster(config.ray_init))
         places = await place_engines(rollout.layout, platform)
         stack.callback(places.close)

@@ -32,7 +32,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(task: Path, run_dir: Path, *more: str) -> RunConfig:
-    return complete(composed(RunConfig, "train", overrides(task, run_dir, *more)))
+    return complete(composed(RunConfig, "train", overrides(task, run_dir, *more)), CPU)
 
 
 def test_a_run_reads_what_it_changes_and_says_it_once(

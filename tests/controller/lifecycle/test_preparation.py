@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ import pytest
 
 from mcore_rl.config.engine import Device
 from mcore_rl.config.run import RunConfig
+from mcore_rl.config.trainer import TrainerConfig
 from mcore_rl.controller.lifecycle.preparation import Prepared, complete, prepare
 from mcore_rl.controller.lifecycle.run_checkpoints import Progress, begin, finish
 from mcore_rl.errors import McoreRLError
@@ -28,7 +30,14 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(task: Path, run_dir: Path, *more: str) -> RunConfig:
-    return complete(composed(RunConfig, "train", overrides(task, run_dir, *more)))
+    return complete(composed(RunConfig, "train", overrides(task, run_dir, *more)), CPU)
+
+
+def test_engines_that_share_accelerators_take_all_of_them() -> None:
+    trainer = TrainerConfig(n_gpus_per_node=8)
+    gpu = replace(CPU, kind=Device.cuda, device_type="cuda")
+    assert complete(RunConfig(trainer=trainer), gpu).rollout.dp == 8
+    assert complete(RunConfig(trainer=trainer), CPU).rollout.dp == 1
 
 
 def prepared(task: Path, run_dir: Path, *more: str) -> Prepared:

@@ -37,6 +37,14 @@ def test_a_small_run_is_planned_shown_and_written(tmp_path: Path, capsys: pytest
     assert json.loads((tmp_path / "plan.json").read_text())["fits"] is True
 
 
+def test_gpus_that_would_idle_are_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of()
+    run.trainer.n_gpus_per_node, run.rollout.dp = 2, 1
+    forecast(run, GPU, {"actor": models.moe()})
+    said = " ".join(capsys.readouterr().err.split())
+    assert "warning: 1 of 2 GPUs idle in " in said and "rollout.dp=2 takes more" in said
+
+
 def test_fine_tuning_too() -> None:
     config = SftConfig()
     config.actor.microbatch_tokens = 4096
