@@ -87,7 +87,7 @@ def dtype_of(path: str) -> str:
         stored = values.get("dtype") or values.get("torch_dtype")  # transformers 5; older ones
     except (ConfigError, ValueError, AttributeError, RuntimeError):
         stored = None
-    return stored if stored in Precision.__members__ else Precision.bfloat16.value
+    return stored if isinstance(stored, str) and stored in Precision.__members__ else Precision.bfloat16.value
 
 
 OmegaConf.register_new_resolver("dtype_of", dtype_of, replace=True)

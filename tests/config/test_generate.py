@@ -47,6 +47,7 @@ def test_lengths_and_memory_follow_from_the_rest() -> None:
         ('{"torch_dtype": "bfloat16"}', "bfloat16"),
         ('{"dtype": "float16"}', "bfloat16"),  # engines here compute in neither that nor float8
         ("{}", "bfloat16"),
+        ('{"dtype": ["float32"]}', "bfloat16"),
         ("[]", "bfloat16"),
         ("{", "bfloat16"),
         (None, "bfloat16"),

@@ -97,7 +97,7 @@ def question_violations(question: Question, num_prompts: int) -> list[Violation]
     """The violations of ``question`` that can be known before anything starts."""
     _, table = open_hf(question.hf)
     violations = layout_violations(table.model, question.layout, question.world_size)
-    if question.rollout.layout.dp != 1:
+    if question.rollout.dp != 1:
         remedy = "Write rollout.dp=1; other replicas hold the same"
         violations.append(Violation("rollout.dp", question.rollout.dp, "one engine answers", remedy))
     if question.sampling.temperature <= 0:
