@@ -10,7 +10,7 @@ import ray
 from mcore_rl.cli import main
 from tests.support.run_task import overrides, write_task
 
-LENGTHS = ("rollout.max_prompt_length=64", "rollout.max_response_length=12")
+LENGTHS = ("data.max_prompt_length=64", "data.max_response_length=12")
 
 
 @pytest.fixture(scope="module")
