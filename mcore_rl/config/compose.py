@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config.algorithm_presets import offer_algorithms
 from mcore_rl.config.bounds import settings
+from mcore_rl.config.generate import dtype_of
 from mcore_rl.config.names import meant
 from mcore_rl.config.override_text import is_free, keep_text
 from mcore_rl.config.role_groups import group_defaults
@@ -41,6 +42,7 @@ T = TypeVar("T")
 OURS = "mcore_rl.conf"
 ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError, ValueError)
 MAX_OVERRIDE, MAX_BRACKETS = 65_536, 64  # hydra's parser takes seconds for more
+OmegaConf.register_new_resolver("dtype_of", dtype_of, replace=True)  # of conf/generate.yaml
 
 
 def compose(

@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from mcore_rl.config.bounds import CrossCheck, InputFile, OutputFile, PositiveInt, Seed, check
 from mcore_rl.config.data import DataConfig, Truncation
 from mcore_rl.config.engine import Precision
 from mcore_rl.config.files import place_of
 from mcore_rl.config.rollout import RolloutConfig, ValidationConfig, rollout_config_violations, routing_violations
 from mcore_rl.config.trainer import PolicyModelConfig, RayInitConfig
-from mcore_rl.config.yaml_files import read_limited
 from mcore_rl.errors import ConfigError, Violation
 
 MAX_CONFIG_BYTES = 8 << 20
@@ -82,15 +79,14 @@ def dtype_of(path: str) -> str:
 
     What is wrong with the checkpoint is said elsewhere.
     """
+    from mcore_rl.config.yaml_files import read_limited  # with hydra, which no help needs
+
     try:
         values = json.loads(read_limited(Path(path).expanduser() / "config.json", MAX_CONFIG_BYTES))
         stored = values.get("dtype") or values.get("torch_dtype")  # transformers 5; older ones
     except (ConfigError, ValueError, AttributeError, RuntimeError):
         stored = None
     return stored if isinstance(stored, str) and stored in Precision.__members__ else Precision.bfloat16.value
-
-
-OmegaConf.register_new_resolver("dtype_of", dtype_of, replace=True)
 
 
 def generate_violations(config: GenerateConfig) -> list[Violation]:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.yaml_files import read_yaml
-
 
 @dataclass(kw_only=True)
 class Composed:
@@ -43,6 +41,8 @@ def written_keys(overrides: Sequence[str], directory: Path | None, name: str) ->
 
 def _of_file(directory: Path, name: str, above: frozenset[str]) -> tuple[set[str], bool]:
     """(the keys of the file and of those that its defaults name, whether these choose an algorithm by name)."""
+    from mcore_rl.config.yaml_files import read_yaml
+
     path = directory / f"{name}.yaml"
     if name in above or not path.is_file():
         return set(), name == "train"  # the package's train.yaml chooses an algorithm
