@@ -11,10 +11,10 @@ from mcore_rl.config.sft import SftConfig
 from mcore_rl.config.trainer import Placement, TrainerConfig
 from mcore_rl.errors import Violation
 
-Run = TypeVar("Run", bound=RunConfig | SftConfig)
+AnyRun = TypeVar("AnyRun", bound=RunConfig | SftConfig)
 
 
-def with_replicas(run: Run, *, on_accelerators: bool) -> Run:
+def with_replicas(run: AnyRun, *, on_accelerators: bool) -> AnyRun:
     """A run of ``train`` with a number for ``rollout.dp``: if none is written, all that the trainer's devices hold.
 
     Engines that spread their experts over replicas (``rollout.ep`` above ``rollout.tp``) are one, of ``ep`` ranks.

@@ -28,9 +28,9 @@ def steps(path: Path) -> list[tuple[str, str]]:
 
 def copied(path: Path) -> list[str]:
     """What is copied before the last heavy step."""
-    found = steps(path)
-    last = max(number for number, (name, rest) in enumerate(found) if name == "RUN" and HEAVY.search(rest))
-    return [each for name, rest in found[:last] if name == "COPY" for each in rest.split()[:-1]]
+    lines = steps(path)
+    last = max(number for number, (name, rest) in enumerate(lines) if name == "RUN" and HEAVY.search(rest))
+    return [each for name, rest in lines[:last] if name == "COPY" for each in rest.split()[:-1]]
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
