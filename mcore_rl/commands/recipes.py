@@ -35,10 +35,8 @@ def run(options: argparse.Namespace) -> int:
         path = recipe_path(name)
         values = read_yaml(path)
         trainer = {"nnodes": 1, "n_gpus_per_node": 1} | values["trainer"]
-        devices, cluster = (
-            int(trainer["nnodes"]) * int(trainer["n_gpus_per_node"]),
-            values.get("recipe", {}).get("cluster"),
-        )
+        devices = int(trainer["nnodes"]) * int(trainer["n_gpus_per_node"])
+        cluster = values.get("recipe", {}).get("cluster")
         place = f"{devices} of {cluster}" if cluster else "any machine"
         about = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         table.add_row(name, program_of(path), place, about)
