@@ -17,7 +17,7 @@ from mcore_rl.config.algorithm_registry import estimator, policy_loss
 from mcore_rl.config.bounds import CrossCheck, check
 from mcore_rl.config.data import DataConfig, data_violations
 from mcore_rl.config.recipe import RecipeConfig
-from mcore_rl.config.reward import CustomRewardFunction, RewardConfig
+from mcore_rl.config.reward import CustomRewardFunction, RewardConfig, custom_violations
 from mcore_rl.config.reward_model import RewardModelConfig, reward_model_violations
 from mcore_rl.config.role import Role
 from mcore_rl.config.role_groups import RoleGroups, with_role_groups
@@ -82,6 +82,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         lambda run: algorithm_violations(run.algorithm),
         lambda run: rollout_config_violations(run.rollout),
         lambda run: routing_violations(run.rollout),
+        lambda run: custom_violations(run.custom_reward_function),
         lambda run: reward_model_violations(run.reward_model),
         lambda run: trainer_violations(run.trainer),
         *(() if planned else (_missing,)),

@@ -89,6 +89,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "algorithm.rollout_correction.upper": (("-1", "0.9"), ("1", "2")),
     "critic.cliprange_value": COEFFICIENT,
     "custom_reward_function.import_timeout_s": SECONDS,
+    "custom_reward_function.weights": (("[nan]", "[inf]"), ("[1,0.5]", "0", "[-1]")),
     "data.gen_batch_size": COUNT,
     "data.max_length": COUNT,
     "data.max_prompt_length": COUNT,
