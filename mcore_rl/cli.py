@@ -155,8 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.cfg:
             Console().print(as_yaml(config), markup=False, highlight=False, soft_wrap=True)
             return 0
-        refuse_if_any([*program.check(config), *file_violations(config)])
-        _keep_what_torch_compiles()
+        ready(program, config)
         return program.run(config)
     except McoreRLError as error:
         if chosen.debug:
@@ -168,6 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("Stopped.", markup=False)
         return 130
+
+
+def ready(program: Program, config: Any) -> None:
+    """What precedes a program's run: every check, before torch is imported.  ConfigError, with all violations."""
+    refuse_if_any([*program.check(config), *file_violations(config)])
+    _keep_what_torch_compiles()
 
 
 def _keep_what_torch_compiles() -> None:

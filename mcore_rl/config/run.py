@@ -24,6 +24,7 @@ from mcore_rl.config.role_groups import RoleGroups, with_role_groups
 from mcore_rl.config.role_table import ROLES
 from mcore_rl.config.roles import ActorConfig
 from mcore_rl.config.rollout import RolloutConfig, rollout_config_violations, routing_violations
+from mcore_rl.config.schedule import schedule_violations
 from mcore_rl.config.trainer import Placement, PolicyModelConfig, RayInitConfig, TrainerConfig, trainer_violations
 from mcore_rl.config.unread_keys import unread_violations
 from mcore_rl.config.written_keys import Composed
@@ -95,6 +96,7 @@ def run_violations(run: RunConfig, *, planned: bool = False) -> list[Violation]:
         _distribution_violations,
         _parts_violations,
         _warmup_violations,
+        _schedule_violations,
         _loss_violations,
         _update_violations,
         _share_violations,
@@ -189,6 +191,11 @@ def _warmup_violations(run: RunConfig) -> Iterator[Violation]:
         problem = f"the actor alone is trained: algorithm.adv_estimator={run.algorithm.adv_estimator} needs no values"
         remedy = "Write trainer.critic_warmup=0 or algorithm.adv_estimator=gae"
         yield Violation("trainer.critic_warmup", run.trainer.critic_warmup, problem, remedy)
+
+
+def _schedule_violations(run: RunConfig) -> list[Violation]:
+    """Schedules and a run whose length is written; ``preparation`` checks those whose length follows from the data."""
+    return list(schedule_violations(run, run.trainer.total_training_steps or 0))
 
 
 def _loss_violations(run: RunConfig) -> list[Violation]:

@@ -16,7 +16,7 @@ from mcore_rl.families.registry import model_of
 
 MODEL_CONFIGS = Path(__file__).parents[2] / "model_configs"  # beside the package, in a checkout of the repository
 # By the folder that docs/baselines.md tells tools/prepare_data.py to write; of DAPO, each question once.
-TRAIN_PROMPTS = {"gsm8k": 7473, "math": 7500, "dapo": 17398}
+TRAIN_PROMPTS = {"gsm8k": 7473, "gsm8k-xml": 7473, "math": 7500, "dapo": 17398}
 
 
 def run_config_json(run: RunConfig | SftConfig) -> dict[str, Any]:

@@ -69,9 +69,9 @@ def _soft_lines(text: str) -> bool:
     if not text.startswith("<reasoning>"):
         return False
     end = text.find("\n", len("<reasoning>"))
-    found = [each.end() for each in _BETWEEN.finditer(text, len("<reasoning>")) if end < 0 or each.start() < end]
+    ends = [each.end() for each in _BETWEEN.finditer(text, len("<reasoning>")) if end < 0 or each.start() < end]
     # All but the last end within the first line, where the first of them sees all that the others see.
-    return any("</answer>" in text[start:].partition("\n")[0] for start in {*found[:1], *found[-1:]})
+    return any("</answer>" in text[start:].partition("\n")[0] for start in {*ends[:1], *ends[-1:]})
 
 
 def _count(text: str) -> float:
