@@ -1,4 +1,4 @@
-"""``mcore_rl.train``: the configuration that a call means, and its errors.  That it trains is tests/e2e/test_notebook."""
+"""``mcore_rl.train``: the configuration that a call means, and its errors; tests/e2e/test_notebook.py trains."""
 
 from __future__ import annotations
 
