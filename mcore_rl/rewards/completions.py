@@ -60,7 +60,7 @@ class CompletionsFunction:
         if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Sized) or len(answer) != 1:
             problem = f"answered {repr(answer)[:80]}, not a list with one number for each of its completions"
             raise NotANumberError(f"{self._name} {problem}")
-        (reward,) = answer  # type: ignore[misc]  # a list, a tuple, an array or a tensor
+        reward: Any = answer[0]  # type: ignore[index]  # of a list, a tuple, an array or a tensor
         return None if reward is None else finite(reward, f"the reward of {self._name}")
 
 

@@ -1,4 +1,7 @@
-"""docs/from_trl.ipynb runs from its first cell to its last, where an event loop runs already, as in a notebook."""
+"""docs/from_trl.ipynb runs from its first cell to its last, where an event loop runs already, as in a notebook.
+
+Then the same run again, with a callback that ends it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ async def cells():
     for cell in json.load(open(sys.argv[1]))["cells"]:
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), "cell", "exec"), names)
-    print("SEEN", json.dumps([names["seen"], names["result"].finished]))
+    settings = names["settings"] | {"trainer": names["settings"]["trainer"] | {"default_local_dir": sys.argv[2]}}
+    stopped = names["mcore_rl"].train(settings, callbacks=[lambda step, metrics: step == 1])
+    told = [line["step"] for line in stopped.metrics]
+    print("SEEN", json.dumps([names["seen"], names["result"].finished, told, stopped.finished]))
 
 if __name__ == "__main__":
     asyncio.run(cells())
@@ -43,10 +49,11 @@ def test_it_is_a_notebook_without_outputs() -> None:
 @pytest.mark.timeout(900)
 def test_every_cell_runs(tmp_path: Path, processes: None) -> None:
     (tmp_path / "kernel.py").write_text(KERNEL)
-    command = [sys.executable, str(tmp_path / "kernel.py"), str(NOTEBOOK)]
+    command = [sys.executable, str(tmp_path / "kernel.py"), str(NOTEBOOK), str(tmp_path / "stopped")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=850)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert json.loads(done.stdout.partition("SEEN ")[2].splitlines()[0]) == [[0, 1, 2, 3], True]
+    assert json.loads(done.stdout.partition("SEEN ")[2].splitlines()[0]) == [[0, 1, 2, 3], True, [0, 1], False]
+    assert [path.name for path in (tmp_path / "stopped" / "checkpoints").glob("step_*")] == ["step_1"]
     steps = read_metrics(tmp_path / "runs" / "from_trl" / "run" / "metrics.jsonl")[1:]
     rates = [5e-4 * (1 + math.cos(math.pi * step / 2)) for step in (0, 1)]  # after one step of warm-up
     assert [line["actor/lr"] for line in steps] == pytest.approx([1e-3, *rates], abs=1e-12)
