@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
 from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorInfo
+from mcore_rl.checkpoints.stacked import stored_tensors, unstacked
 from mcore_rl.config.role import Head
 from mcore_rl.errors import CheckpointError
 from mcore_rl.families.blocks import EMBEDDING_TENSOR, HF_LAYER, VALUE_HEAD
@@ -49,6 +50,7 @@ def load_hf(
     """
     bound = bind(chunks, table, rank)
     check_checkpoint(checkpoint, table)
+    checkpoint = unstacked(checkpoint, table)
     wanted = []
     for each in bound:
         pieces = table.pieces(each.local)
@@ -93,8 +95,8 @@ def check_checkpoint(checkpoint: HfCheckpoint, table: Table) -> None:
 
 
 def _missing_or_misshapen(checkpoint: HfCheckpoint, table: Table) -> Iterator[str]:
-    for name, wanted in table.hf_tensors.items():
-        info = checkpoint.tensors.get(name)
+    for name, wanted in stored_tensors(table).items():
+        info = checkpoint.stored.get(name)
         if info is None:
             if not wanted.absent_ok:
                 yield f"tensor {name} of shape {wanted.shape} is missing. {MISMATCH}"
@@ -107,10 +109,11 @@ def _missing_or_misshapen(checkpoint: HfCheckpoint, table: Table) -> Iterator[st
 
 
 def _unexpected(checkpoint: HfCheckpoint, table: Table) -> Iterator[str]:
+    known = stored_tensors(table)
     may_stand = [re.compile(_pattern(name)) for name in (*table.family.ignored, *COMPUTED, *_other_heads(table))]
     layer = re.compile(_pattern(HF_LAYER) + ".+")
-    for name, info in checkpoint.tensors.items():
-        if name in table.hf_tensors or any(pattern.fullmatch(name) for pattern in may_stand):
+    for name, info in checkpoint.stored.items():
+        if name in known or any(pattern.fullmatch(name) for pattern in may_stand):
             continue
         if table.model.tie_output and name == OUTPUT:
             yield from _wrong_tie(checkpoint, info)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.families.fields import Fields
 from mcore_rl.families.rules import Rule
+from mcore_rl.families.stacks import Stack
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Family:
     read: makes the ``ModelConfig``; it takes every field that could change a number, or lists why it may be ignored.
     weights: Megatron's tensors.  rollout: vLLM's tensors.
     rollout_without_latent: vLLM's tensors if latent attention is off (``VLLM_MLA_DISABLE``); for families that have it.
+    stacks: the tensors of its checkpoints that hold all experts of a layer.
     ignored: Hugging Face names (``{l}`` any layer, ``{e}`` any expert) of tensors that a checkpoint may hold and that
     are not trained.
     extra_layers: a checkpoint may hold layers beyond ``num_hidden_layers`` (multi-token prediction); they are left out.
@@ -35,6 +37,7 @@ class Family:
     rollout: tuple[Rule, ...]
     rollout_without_latent: tuple[Rule, ...] = ()
     other_model_types: tuple[str, ...] = ()
+    stacks: tuple[Stack, ...] = ()
     ignored: tuple[str, ...] = ()
     extra_layers: bool = False
     block_fp8: bool = False

@@ -19,6 +19,7 @@ from mcore_rl.families import (
     gemma2,
     gemma3,
     glm4_moe,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -35,6 +36,12 @@ from mcore_rl.families.readership import READERSHIP
 from mcore_rl.families.unsupported import advice
 
 GROUP = "mcore_rl.families"
+# Where transformers 5.19 has the oracle of mxfp4 (integrations/mxfp4.py); a GPU is not needed.
+DEQUANTISE = (
+    'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T, Mxfp4Config as C; '
+    "M.from_pretrained('DIR', quantization_config=C(dequantize=True), dtype='auto').save_pretrained('NEW'); "
+    "T.from_pretrained('DIR').save_pretrained('NEW')\""
+)
 BUILT_IN: dict[str, Family] = {
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
@@ -50,6 +57,7 @@ BUILT_IN: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "deepseek_v2": deepseek_v2.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
 }
 
 
@@ -188,4 +196,6 @@ def _demand_plain_weights(fields: Fields, family: Family) -> None:
     method, block = inner.values.get("quant_method"), inner.values.get("weight_block_size")
     if not (family.block_fp8 and method == "fp8" and block == [128, 128]):
         remedy = "Choose the bfloat16 checkpoint, or dequantise this one first"
+        if method == "mxfp4":
+            remedy += f": {DEQUANTISE}"
         fields.refuse("quantization_config", f"weights quantised by {method} are not trained", remedy)

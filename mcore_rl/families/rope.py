@@ -176,6 +176,16 @@ def _latent_yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
     return _yarn(inner, longest)
 
 
+def _gpt_oss_yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
+    """What vLLM passes on: ``factor``, the length, the bounds and ``truncate``; it computes the attention factor."""
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        inner.demand(name, None, because="changes the factor on cosine and sine, which vLLM 0.32 does not read here")
+    for name in ("original_max_position_embeddings", "beta_fast", "beta_slow"):
+        if inner.values.get(name) is None:
+            inner.refuse(name, "is missing, and vLLM 0.32 needs it", "Write the number of the checkpoint")
+    return _yarn(inner, longest)
+
+
 _KINDS: dict[str, Reader] = {
     "default": read_default,
     "linear": read_linear,
@@ -185,3 +195,4 @@ _KINDS: dict[str, Reader] = {
 }
 # Of latent attention, where vLLM 0.32 takes every other type for yarn.
 LATENT_KINDS: dict[str, Reader] = {"default": read_default, "yarn": _latent_yarn}
+YARN_KINDS: dict[str, Reader] = {"yarn": _gpt_oss_yarn}  # vLLM's models/gpt_oss.py (0.32) takes every type for yarn

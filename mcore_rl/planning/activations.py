@@ -63,6 +63,7 @@ def kernels_of(model: ModelConfig, parallel: ParallelConfig, engine: EngineConfi
     """The kernels that the engine chooses: ``auto`` is Transformer Engine on an accelerator if it has all features."""
     lacks = (
         model.attention_soft_cap is not None
+        or model.attention_sinks
         or model.sandwich_norm
         or (bool(model.sliding_layers) and parallel.cp > 1)
         or engine.precision is Precision.float32
@@ -164,7 +165,7 @@ def _attention(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, l
         inputs += 4 * e * model.rotary_dim  # cosines and sines, for queries and for keys
     if model.qk_norm:
         inputs += (q + k) * ((4 + e) if not kernels.fused else e)
-    joined = kernels.one_by_one and model.attention_soft_cap is None
+    joined = kernels.one_by_one and model.attention_soft_cap is None and not model.attention_sinks
     core = 4 * heads + (e * q if joined else 0)
     return inputs + core + e * q, core, 2 * e * (q + 2 * k) + gathered
 

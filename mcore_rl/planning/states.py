@@ -67,6 +67,8 @@ def family_for(model: ModelConfig) -> Family:
         return FAMILIES["gemma3_text" if model.qk_norm else "gemma2"]
     if moe is not None and moe.expert_bias:
         return FAMILIES["glm4_moe"]
+    if model.attention_sinks:
+        return FAMILIES["gpt_oss"]
     if moe is not None:
         if model.joint_qk_norm:
             return FAMILIES["olmoe"]

@@ -46,7 +46,7 @@ from mcore_rl.proofs.placement import (
     rank_failures,
 )
 from mcore_rl.proofs.statements import NO_STATEMENT, STATEMENTS
-from mcore_rl.proofs.tracer import EXPERTS, NumberedCheckpoint, reduced_config
+from mcore_rl.proofs.tracer import EXPERTS, NumberedCheckpoint, numbered, reduced_config
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
@@ -132,7 +132,7 @@ def training_case(config: Mapping[str, Any], layout: str, megatron: Megatron) ->
     world_size = parallel.tp * parallel.pp * max(1, parallel.ep * parallel.etp // parallel.tp)
     small = reduced_config(config, parallel, RolloutLayout())
     family, model = model_of(small)
-    checkpoint = NumberedCheckpoint(hf_shapes(small, family.model_type))
+    checkpoint = numbered(hf_shapes(small, family.model_type), family, model)
     ranks = {rank: megatron(model, parallel, world_size, rank) for rank in range(world_size)}
     oracle = TrainingOracle(STATEMENTS[family.name], small, checkpoint, ranks)
     if oracle.failures:
@@ -152,7 +152,7 @@ def rollout_case(config: Mapping[str, Any], layout: str, vllm: Vllm, *, latent_a
     target = parse_rollout_layout(layout)
     small = reduced_config(config, parse_layout("tp=2,pp=2"), target, VLLM_HEAD_DIM)
     family, model = model_of(small)
-    checkpoint = NumberedCheckpoint(hf_shapes(small, family.model_type))
+    checkpoint = numbered(hf_shapes(small, family.model_type), family, model)
     right = vllm(small, checkpoint.shapes, target, latent_attention)
     read = partial(_rollout_word, model=model, layout=target, latent=latent_attention, checkpoint=checkpoint)
     table = "rollout" if latent_attention else "rollout_without_latent"
@@ -213,6 +213,9 @@ class Judge:
         before, after = (Counter(map(id, rules)) for rules in (right, wrong))
         old = tuple(rule for rule in right if before[id(rule)] != after[id(rule)])
         new = tuple(rule for rule in wrong if before[id(rule)] != after[id(rule)])
+        taking_turns = {rule.name for rule in (*old, *new) if rule.turn != (0, 1)}
+        partners = tuple(r for r in right if r.name in taking_turns and before[id(r)] == after[id(r)])
+        old, new = (*old, *partners), (*new, *partners)  # only together do they make a parameter
         for number, case in enumerate(self._cases):
             try:
                 changed, failure = self._failure(number, case, old, new)

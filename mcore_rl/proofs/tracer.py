@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.arrays import Int64Array
+from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
+from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
+from mcore_rl.families.stacks import StackedPart, stacked_parts
 from mcore_rl.weights.reshard import Copy, ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import LocalTensor, Table
@@ -90,11 +93,20 @@ def _both_kinds(types: Sequence[str], num_layers: int) -> list[str]:
     return [kinds[layer % len(kinds)] for layer in range(num_layers)] if kinds else []
 
 
-class NumberedCheckpoint:
-    """A Hugging Face checkpoint of tensors of ``shapes`` whose elements are distinct integers, computed on request."""
+def numbered(shapes: Mapping[str, tuple[int, ...]], family: Family, model: ModelConfig) -> NumberedCheckpoint:
+    """The numbered checkpoint of ``model`` with the stored tensors ``shapes``."""
+    return NumberedCheckpoint(shapes, stacked_parts(family.stacks, model))
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+
+class NumberedCheckpoint:
+    """A Hugging Face checkpoint of tensors of ``shapes`` whose elements are distinct integers, computed on request.
+
+    parts: the tables' tensors that are within stored ones, by name; they are read as if they were there.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, StackedPart] | None = None) -> None:
         self.shapes = dict(shapes)
+        self._parts = parts or {}
         sizes = [prod(shape) for shape in self.shapes.values()]
         self.num_elements = sum(sizes)
         self._starts = dict(zip(self.shapes, np.cumsum([1, *sizes[:-1]]).tolist(), strict=True))  # 0 is padding
@@ -117,6 +129,12 @@ class NumberedCheckpoint:
 
     def read(self, name: str, region: TensorSlice | None = None) -> Int64Array:
         """The tensor ``name``, or a region of it."""
+        if name in self._parts and name not in self.shapes:
+            part = self._parts[name]
+            slab = self.shapes[part.stored][1:]
+            numbers = self.read(part.stored, TensorSlice((part.expert, *(0,) * len(slab)), (1, *slab)))[0]
+            whole: Int64Array = part.within(numbers)
+            return whole if region is None else whole[index(region)]
         shape, start = self.shapes[name], self._starts[name]
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         region = TensorSlice.whole(shape) if region is None else region

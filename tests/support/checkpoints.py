@@ -33,6 +33,7 @@ MODELS: dict[str, ModelConfig] = {
     "olmoe": models.olmoe(num_query_groups=4),  # vLLM takes no more ranks than these
     "deepseek_v2": models.deepseek_v2(),
     "glm4_moe": models.glm4_moe(),
+    "gpt_oss": models.gpt_oss(),
 }
 WITH_EXPERTS = tuple(name for name, model in MODELS.items() if model.moe is not None)
 

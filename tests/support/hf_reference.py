@@ -17,6 +17,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -73,6 +75,10 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
                 parameter.add_(0.2 * torch.randn_like(parameter))
             if name.endswith("bias"):
                 parameter.copy_(0.2 * torch.randn_like(parameter))
+            if name.endswith("sinks"):  # about as large as scores
+                parameter.copy_(torch.randn_like(parameter))
+            if name.endswith("gate_up_proj") and model.activation_clamp is not None:
+                parameter.mul_(5.0)  # some beyond the clamp
         for name, buffer in reference.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn_like(buffer))
@@ -87,6 +93,8 @@ def _described(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreT
         return DeepseekV3ForCausalLM, _deepseek_v3(model, shared)
     if model.moe is not None and model.moe.expert_bias:
         return Glm4MoeForCausalLM, _glm4_moe(model, shared)
+    if model.attention_sinks:
+        return GptOssForCausalLM, _gpt_oss(model, shared)
     if model.moe is not None and model.moe.shared_gate:
         return Qwen2MoeForCausalLM, _qwen2_moe(model, shared)
     if model.moe is not None:
@@ -263,6 +271,20 @@ def _glm4_moe(model: ModelConfig, shared: dict[str, object]) -> Glm4MoeConfig:
     )
 
 
+def _gpt_oss(model: ModelConfig, shared: dict[str, object]) -> GptOssConfig:
+    moe = model.moe
+    assert moe is not None and moe.ffn_hidden_size == model.ffn_hidden_size and moe.norm_topk_prob
+    assert model.linear_bias and model.qkv_bias and model.activation is Activation.quick_gelu
+    assert model.glu_linear_offset == 1.0 and model.sliding_layers == list(range(0, model.num_layers, 2))
+    return GptOssConfig(
+        **shared,
+        num_local_experts=moe.num_experts,
+        num_experts_per_tok=moe.top_k,
+        sliding_window=model.sliding_window,
+        swiglu_limit=model.activation_clamp,
+    )
+
+
 def full_weights(reference: PreTrainedModel, model: ModelConfig, *, gradients: bool = False) -> Weights:
     """The reference's weights (or their gradients) under Megatron's checkpoint keys, written out by hand."""
 
@@ -307,6 +329,10 @@ def _attention(value: Callable[[str], Tensor], model: ModelConfig, ours: str, th
     full, attention = {}, theirs + "self_attn."
     full[ours + "self_attention.linear_qkv.layer_norm_weight"] = value(theirs + "input_layernorm.weight")
     full[ours + "self_attention.linear_proj.weight"] = value(attention + "o_proj.weight")
+    if model.linear_bias:
+        full[ours + "self_attention.linear_proj.bias"] = value(attention + "o_proj.bias")
+    if model.attention_sinks:
+        full[ours + "self_attention.core_attention.softmax_offset"] = value(attention + "sinks")
     for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
         if model.rope.type is RopeType.longrope:  # Phi-3 fuses its projections
             key = model.num_query_groups * model.head_dim
@@ -351,6 +377,8 @@ def _gated_mlp(value: Callable[[str], Tensor], ours: str, theirs: str) -> Weight
 
 def _experts(value: Callable[[str], Tensor], model: ModelConfig, ours: str, theirs: str) -> Weights:
     assert model.moe is not None
+    if model.linear_bias:
+        return _gpt_oss_experts(value, ours, theirs)
     full = {
         ours + "router.weight": value(theirs + "gate.weight"),
         ours + "experts.experts.linear_fc1.weight": value(theirs + "experts.gate_up_proj"),
@@ -364,3 +392,20 @@ def _experts(value: Callable[[str], Tensor], model: ModelConfig, ours: str, thei
     if model.moe.shared_gate:
         full[ours + "shared_experts.gate_weight"] = value(theirs + "shared_expert_gate.weight")
     return full
+
+
+def _gpt_oss_experts(value: Callable[[str], Tensor], ours: str, theirs: str) -> Weights:
+    """Matrices are [inputs, outputs], and gate and up take turns (``_apply_gate``)."""
+
+    def gate_then_up(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor[..., 0::2], tensor[..., 1::2]], dim=-1)
+
+    experts, stored = theirs + "experts.", ours + "experts.experts."
+    return {
+        ours + "router.weight": value(theirs + "router.weight"),
+        ours + "router.bias": value(theirs + "router.bias"),
+        stored + "linear_fc1.weight": gate_then_up(value(experts + "gate_up_proj")).transpose(1, 2).contiguous(),
+        stored + "linear_fc1.bias": gate_then_up(value(experts + "gate_up_proj_bias")),
+        stored + "linear_fc2.weight": value(experts + "down_proj").transpose(1, 2).contiguous(),
+        stored + "linear_fc2.bias": value(experts + "down_proj_bias"),
+    }

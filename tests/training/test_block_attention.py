@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mcore_rl.parallel.context import padded_lengths, split, split_indices
-from mcore_rl.training import capped_attention
-from mcore_rl.training.capped_attention import attend_capped
+from mcore_rl.training import block_attention
+from mcore_rl.training.block_attention import attend_in_blocks
 from mcore_rl.training.sequences import PackedSequences
 from tests.support.naive_attention import HEAD_DIM, assert_close, random_qkv, real_rows, reference
 
@@ -23,7 +23,7 @@ CAP = 1.5  # of scores around 1 to 3
 def test_equals_naive_attention(heads: int, groups: int, window: int | None, block_bytes: int | None) -> None:
     query, key, value, grad = random_qkv(sum(LENGTHS), heads, groups)
     packed = PackedSequences.of(LENGTHS, LENGTHS, 1, 0, CPU)
-    out = attend_capped(query, key, value, packed, SCALE, CAP, window, block_bytes=block_bytes).flatten(1)
+    out = attend_in_blocks(query, key, value, packed, SCALE, CAP, window, block_bytes=block_bytes).flatten(1)
     grads = torch.autograd.grad(out, (query, key, value), grad)
     expected = reference((query, key, value), grad, LENGTHS, LENGTHS, window=window, cap=CAP)
     assert_close([out, *grads], expected)
@@ -43,7 +43,7 @@ def test_context_ranks_together_equal_the_whole(cp: int, window: int | None) -> 
     for rank in range(cp):
         packed = PackedSequences.of(LENGTHS, padded, cp, rank, CPU)
         local = split(query, padded, cp, rank).detach().requires_grad_()
-        out = attend_capped(local, key, value, packed, 0.4, CAP, window, block_bytes=1_000).flatten(1)
+        out = attend_in_blocks(local, key, value, packed, 0.4, CAP, window, block_bytes=1_000).flatten(1)
         grads = torch.autograd.grad(out, (local, key, value), split(grad, padded, cp, rank))
         rows = split_indices(padded, cp, rank)
         whole[0][rows] = out.detach()
@@ -59,7 +59,7 @@ def test_bfloat16_computes_scores_in_float32() -> None:
     query, key, value, grad = random_qkv(sum(LENGTHS), 4, 2)
     halves = [(x.detach() * factor).bfloat16().requires_grad_() for x, factor in ((query, 3), (key, 3), (value, 1))]
     packed = PackedSequences.of(LENGTHS, LENGTHS, 1, 0, CPU)
-    out = attend_capped(*halves, packed, SCALE, 30.0).flatten(1)
+    out = attend_in_blocks(*halves, packed, SCALE, 30.0).flatten(1)
     grads = torch.autograd.grad(out, halves, grad.bfloat16())
     assert {x.dtype for x in (out, *grads)} == {torch.bfloat16}
     assert_close([out, *grads], reference(halves, grad.bfloat16(), LENGTHS, LENGTHS, cap=30.0), tolerance=1e-2)
@@ -67,15 +67,15 @@ def test_bfloat16_computes_scores_in_float32() -> None:
 
 def test_keys_outside_the_window_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    scores = capped_attention._scores
+    scores = block_attention._scores
 
     def count(query: torch.Tensor, key: torch.Tensor, *others: float) -> torch.Tensor:
         asked.append(key.shape[1])
         return scores(query, key, *others)
 
-    monkeypatch.setattr(capped_attention, "_scores", count)
+    monkeypatch.setattr(block_attention, "_scores", count)
     query, key, value, grad = random_qkv(100, 2, 2)
-    out = attend_capped(query, key, value, PackedSequences.of((100,), (100,), 1, 0, CPU), SCALE, CAP, 20)
+    out = attend_in_blocks(query, key, value, PackedSequences.of((100,), (100,), 1, 0, CPU), SCALE, CAP, 20)
     assert asked == [20, 39, 39, 39, 39]
     torch.autograd.grad(out.flatten(1), query, grad)
     assert asked == [20, 39, 39, 39, 39] * 2
