@@ -26,6 +26,7 @@ from mcore_rl.checkpoints.hf_sidecar_files import copy_sidecar_files
 from mcore_rl.checkpoints.kept_model import demand_kept_model
 from mcore_rl.checkpoints.load import check_checkpoint
 from mcore_rl.checkpoints.megatron_checkpoint import MegatronCheckpoint, Readable, plan_stored, write_stored
+from mcore_rl.checkpoints.mxfp4 import Mxfp4Checkpoint
 from mcore_rl.checkpoints.new_directory import NewDirectory
 from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
@@ -67,7 +68,9 @@ def read_model(directory: Path) -> tuple[dict[str, Any], Family, ModelConfig]:
 
 
 def open_hf(directory: Path) -> tuple[HfCheckpoint, Table]:
-    """The Hugging Face checkpoint in ``directory``, checked against its config.json; FP8 is dequantised on reading.
+    """The Hugging Face checkpoint in ``directory``, checked against its config.json.
+
+    FP8 and mxfp4 are dequantised on reading.
 
     Raises as ``read_model``, ``HfCheckpoint.open`` and ``check_checkpoint`` do.
     """
@@ -76,7 +79,9 @@ def open_hf(directory: Path) -> tuple[HfCheckpoint, Table]:
     config, family, model = read_model(directory)
     checkpoint = HfCheckpoint.open(directory)
     quantisation = config.get("quantization_config")
-    if quantisation is not None:
+    if quantisation is not None and quantisation["quant_method"] == "mxfp4":
+        checkpoint = Mxfp4Checkpoint(checkpoint)
+    elif quantisation is not None:
         checkpoint = BlockFp8Checkpoint(checkpoint, tuple(quantisation["weight_block_size"]))
     table = Table(family, model)
     check_checkpoint(checkpoint, table)

@@ -27,7 +27,7 @@ from mcore_rl.families.blocks import (
 from mcore_rl.families.decoder import Defaults, read_layer_types, read_sizes, set_window
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
-from mcore_rl.families.rope import YARN_KINDS, read_rope
+from mcore_rl.families.rope import YARN_KINDS, read_rope, read_yarn
 from mcore_rl.families.rules import Axis, Layers, Rule, first_shard, hf, replicated_qkv, split
 from mcore_rl.families.stacks import Stack
 
@@ -44,17 +44,23 @@ DEFAULTS = Defaults(
     rope_theta=150000.0,
 )
 ALPHA, LIMIT = 1.702, 7.0  # of the gate, which vLLM's kernels have written in (activation swigluoai)
-_ROPE = "rope_parameters"
+DEFAULT_ROPE = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # of the configuration class
 
 
 def read(fields: Fields) -> ModelConfig:
     """Reads ``GptOssConfig``; refuses what vLLM's models/gpt_oss.py (0.32) has written in otherwise."""
     model = read_sizes(fields, DEFAULTS)
     model.head_dim = fields.take("head_dim", int, 64)
-    if not any(fields.values.get(name) for name in (_ROPE, "rope_scaling")):
-        fields.refuse(_ROPE, "is missing, and only yarn is read here", "Restore the checkpoint's own config.json")
     longest = model.max_position_embeddings
     model.rotary_base, model.rope, _ = read_rope(fields, DEFAULTS.rope_theta, longest, kinds=YARN_KINDS)
+    if not any(fields.values.get(name) for name in ("rope_parameters", "rope_scaling")):
+        model.rope, _ = read_yarn(Fields(DEFAULT_ROPE), longest)
     fields.demand("hidden_act", "silu", because="is another activation, which transformers does not read here")
     fields.demand("swiglu_alpha", ALPHA, because="is another gate, which vLLM 0.32 does not read")
     fields.demand("swiglu_limit", LIMIT, because="clamps elsewhere, which vLLM 0.32 does not read")
@@ -156,4 +162,5 @@ FAMILY = Family(
     weights=WEIGHTS,
     rollout=ROLLOUT,
     stacks=STACKS,
+    mxfp4=True,
 )

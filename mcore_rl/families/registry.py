@@ -36,12 +36,6 @@ from mcore_rl.families.readership import READERSHIP
 from mcore_rl.families.unsupported import advice
 
 GROUP = "mcore_rl.families"
-# Where transformers 5.19 has the oracle of mxfp4 (integrations/mxfp4.py); a GPU is not needed.
-DEQUANTISE = (
-    'python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T, Mxfp4Config as C; '
-    "M.from_pretrained('DIR', quantization_config=C(dequantize=True), dtype='auto').save_pretrained('NEW'); "
-    "T.from_pretrained('DIR').save_pretrained('NEW')\""
-)
 BUILT_IN: dict[str, Family] = {
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
@@ -189,13 +183,12 @@ def _as_written(violation: Violation) -> Violation:
 
 
 def _demand_plain_weights(fields: Fields, family: Family) -> None:
-    """Refuse quantised weights, except DeepSeek-V3's fp8 in blocks of 128 by 128."""
+    """Refuse quantised weights, except DeepSeek-V3's fp8 in blocks of 128 by 128 and gpt-oss's mxfp4."""
     inner = fields.inside("quantization_config")
     if inner is None:
         return
     method, block = inner.values.get("quant_method"), inner.values.get("weight_block_size")
-    if not (family.block_fp8 and method == "fp8" and block == [128, 128]):
+    in_blocks = family.block_fp8 and method == "fp8" and block == [128, 128]
+    if not in_blocks and not (family.mxfp4 and method == "mxfp4"):
         remedy = "Choose the bfloat16 checkpoint, or dequantise this one first"
-        if method == "mxfp4":
-            remedy += f": {DEQUANTISE}"
         fields.refuse("quantization_config", f"weights quantised by {method} are not trained", remedy)

@@ -29,6 +29,7 @@ from mcore_rl.families.blocks import tied, untied
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
 from mcore_rl.families.rules import Axis, Layers, Rule, Sections, Stage
+from mcore_rl.parallel.layout import layout_violations
 from mcore_rl.proofs.hf_model import hf_shapes
 from mcore_rl.proofs.mutants import UNJUDGED, Mutant, mutants, with_rules
 from mcore_rl.proofs.placement import (
@@ -121,6 +122,17 @@ def _refused(config: Mapping[str, Any]) -> bool:
     return False
 
 
+def _fits(config: Mapping[str, Any], layout: str) -> bool:
+    """Whether a small model of ``config`` can be trained in ``layout``."""
+    parallel = parse_layout(layout)
+    _, model = model_of(reduced_config(config, parallel, RolloutLayout()))
+    return not layout_violations(model, parallel, _world_size(parallel))
+
+
+def _world_size(parallel: ParallelConfig) -> int:
+    return parallel.tp * parallel.pp * max(1, parallel.ep * parallel.etp // parallel.tp)
+
+
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether the model of a ``config.json`` has experts."""
     return any(name in config for name in EXPERTS)
@@ -129,7 +141,7 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 def training_case(config: Mapping[str, Any], layout: str, megatron: Megatron) -> OracleCase:
     """The case of a family's ``weights`` in ``layout``.  Raises WeightMapError if its statement is wrong or missing."""
     parallel = parse_layout(layout)
-    world_size = parallel.tp * parallel.pp * max(1, parallel.ep * parallel.etp // parallel.tp)
+    world_size = _world_size(parallel)
     small = reduced_config(config, parallel, RolloutLayout())
     family, model = model_of(small)
     checkpoint = numbered(hf_shapes(small, family.model_type), family, model)
@@ -170,8 +182,8 @@ def cases(config: Mapping[str, Any], megatron: Megatron | None, vllm: Vllm | Non
     made, experts = [], has_experts(config)
     for variant in variants(config):
         if megatron is not None:
-            layouts = (*TRAINING, *(TRAINING_EXPERTS if experts else ()))
-            made += [training_case(variant, layout, megatron) for layout in layouts]
+            layouts = [*TRAINING, *(TRAINING_EXPERTS if experts else ())]
+            made += [training_case(variant, layout, megatron) for layout in layouts if _fits(variant, layout)]
         if vllm is not None:
             layouts = (*ROLLOUT, *(ROLLOUT_EXPERTS if experts else ()))
             made += [rollout_case(variant, layout, vllm) for layout in layouts]
@@ -289,6 +301,9 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
         return "the family has no experts, so the rule makes nothing"
     without_dense = all(model.moe and not model.moe.dense_layers for model in models)
     one_kind = without_experts or without_dense
+    cutting = mutant.part == "axis" or (rule.axis is Axis.expert_tensor and mutant.part in ("layout", "dim"))
+    if training and cutting and all(model.linear_bias for model in models):
+        return "the family's experts have biases, so no layout cuts them"
     if rule.layers is Layers.dense and without_dense:
         return "the family has experts in every layer, so the rule makes nothing"
     known = {

@@ -22,7 +22,7 @@ from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.family import Family
 from mcore_rl.families.registry import model_of
-from mcore_rl.families.stacks import StackedPart, stacked_parts
+from mcore_rl.families.stacks import StackedPart, stacked_parts, stored_shapes
 from mcore_rl.weights.reshard import Copy, ReshardPlan, plan_reshard
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import LocalTensor, Table
@@ -153,13 +153,23 @@ def training_tensor(table: Table, local: LocalTensor, checkpoint: NumberedCheckp
 
 
 def direct_tensors(rollout: RolloutTable, rank: int, checkpoint: NumberedCheckpoint) -> dict[str, Int64Array]:
-    """The tensors of rollout rank ``rank``, loaded from ``checkpoint`` by the rollout table alone; padding is 0."""
-    tensors = {}
+    """The parameters of rollout rank ``rank``, loaded from ``checkpoint`` by the rollout table alone; padding is 0."""
+    parameters, views = _empty(rollout, rank)
     for tensor in rollout.tensors(rank):
-        out = tensors[tensor.name] = np.zeros(rollout.shape(tensor), dtype=np.int64)
         for slot, piece in rollout.pieces(tensor):
-            out[index(piece.local_region, slot)] = checkpoint.read(piece.hf, piece.hf_region)
-    return tensors
+            views[tensor.name][index(piece.local_region, slot)] = checkpoint.read(piece.hf, piece.hf_region)
+    return parameters
+
+
+def _empty(rollout: RolloutTable, rank: int) -> tuple[dict[str, Int64Array], dict[str, Int64Array]]:
+    """(the parameters of ``rank``, zero; views of them by the names of the table's tensors, which may take turns)."""
+    parameters: dict[str, Int64Array] = {}
+    views = {}
+    for tensor in rollout.tensors(rank):
+        shape = rollout.parameter_shape(tensor)
+        whole = parameters.setdefault(tensor.parameter, np.zeros(shape, dtype=np.int64))
+        views[tensor.name] = whole[(*(slice(None),) * tensor.rule.stacked, *tensor.turns)]
+    return parameters, views
 
 
 def index(region: TensorSlice, slot: int | None = None) -> tuple[slice | int, ...]:
@@ -173,7 +183,9 @@ class Tracer:
 
     def __init__(self, plan: ReshardPlan) -> None:
         self.plan = plan
-        self.checkpoint = NumberedCheckpoint({name: info.shape for name, info in plan.table.hf_tensors.items()})
+        table, shapes = plan.table, {name: info.shape for name, info in plan.table.hf_tensors.items()}
+        parts = stacked_parts(table.family.stacks, table.model)
+        self.checkpoint = NumberedCheckpoint(stored_shapes(shapes, parts, table.model), parts)
         self.locals = lru_cache(maxsize=None)(self._locals)
         self.source = lru_cache(maxsize=4096)(self._source)
 
@@ -184,13 +196,12 @@ class Tracer:
         return training_tensor(self.plan.table, self.locals(rank)[chunk, name], self.checkpoint)
 
     def received(self, rank: int) -> dict[str, Int64Array]:
-        """The tensors of rollout rank ``rank`` after every copy to it; elements that no copy writes are 0."""
-        rollout = self.plan.rollout
-        tensors = {tensor.name: np.zeros(rollout.shape(tensor), dtype=np.int64) for tensor in rollout.tensors(rank)}
+        """The parameters of rollout rank ``rank`` after every copy to it; elements that no copy writes are 0."""
+        parameters, views = _empty(self.plan.rollout, rank)
         for _, copies in self.plan.copies_to(rank):
             for copy in copies:
-                self._make(copy, tensors)
-        return tensors
+                self._make(copy, views)
+        return parameters
 
     def _make(self, copy: Copy, into: dict[str, Int64Array]) -> None:
         source = self.source(copy.source_rank, copy.chunk, copy.source)

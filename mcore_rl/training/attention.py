@@ -46,8 +46,8 @@ class PackedAttention(MegatronModule):
 
     layer_number: in the whole model, from 1; ``config.window_size`` (W - 1, 0) and ``config.window_attn_skip_freq``
     decide by it whether this layer has the sliding window.  soft_cap: ``cap * tanh(score / cap)`` before the softmax.
-    ``config.softmax_type`` of "learnable": each of this rank's query heads has a sink, the parameter ``softmax_offset``,
-    named as in ``DotProductAttention`` and in Transformer Engine.
+    ``config.softmax_type`` of "learnable": each of this rank's query heads has a sink, in the parameter
+    ``softmax_offset``, as ``DotProductAttention`` and Transformer Engine name it.
     cp_comm_type is accepted and not used: keys and values are always gathered.
     """
 

@@ -1,10 +1,10 @@
 """Causal attention with soft-capped scores or with sinks, which neither SDPA nor PyTorch's flash kernels have.
 
-A cap bends the scores, ``cap * tanh(scale * q k / cap)`` (Gemma 2, arXiv:2408.00118, section 2).  A sink is a score z of
-a head that takes part in its softmax and has no value (gpt-oss; arXiv:2309.17453 has a token for it).  Here blocks of
-queries meet their keys in plain PyTorch, on any device, and backward computes the scores again from the saved sums (as
-arXiv:2205.14135 does), so that no more than one block of scores is ever kept.  Scores are float32 whatever the inputs
-are, and products of probabilities have the dtype of the inputs, as in flash kernels:
+A cap bends the scores, ``cap * tanh(scale * q k / cap)`` (Gemma 2, arXiv:2408.00118, section 2).  A sink is a score z
+of a head that takes part in its softmax and has no value (gpt-oss; arXiv:2309.17453 has a token for it).  Here blocks
+of queries meet their keys in plain PyTorch, on any device, and backward computes the scores again from the saved sums
+(as arXiv:2205.14135 does), so that no more than one block of scores is ever kept.  Scores are float32 whatever the
+inputs are, and products of probabilities have the dtype of the inputs, as in flash kernels:
 
     s = cap tanh(scale q k / cap), or scale q k    l = log(sum exp s + exp z), or log sum exp s
     p = exp(s - l)                                 out = p v

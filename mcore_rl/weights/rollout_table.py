@@ -24,8 +24,9 @@ from mcore_rl.weights.table import Piece, pieces
 class RolloutTensor:
     """A tensor of one rollout rank.
 
-    name: vLLM's; of several that take turns in a parameter of vLLM, with the turn behind it.  layer: None for a tensor outside the layers.  experts: the experts in the slots of a stacked tensor,
-    in order; else empty.  num_shards, index: shard ``index`` of ``num_shards`` along the rule's axis.
+    name: vLLM's; of several that take turns in a parameter of vLLM, with the turn behind it.  layer: None for a tensor
+    outside the layers.  experts: the experts in the slots of a stacked tensor, in order; else empty.  num_shards,
+    index: shard ``index`` of ``num_shards`` along the rule's axis.
     """
 
     name: str

@@ -208,8 +208,8 @@ def test_full_size_shapes_are_those_of_vllm(vllm: VllmProcess, name: str, rollou
         config, ranks=ranks, tp=layout.tp, dp=layout.engine_dp, expert_parallel=layout.ep > 1
     )
     for rank, held in zip(ranks, built, strict=True):
-        stored = {tensor.name: tensor for tensor in table.tensors(rank)}
-        assert {name: table.shape(tensor) for name, tensor in stored.items()} == {
+        stored = {tensor.parameter: tensor for tensor in table.tensors(rank)}
+        assert {name: table.parameter_shape(tensor) for name, tensor in stored.items()} == {
             name: parameter.shape for name, parameter in held.items()
         }
         assert all(tuple(stored[name].experts) == parameter.experts for name, parameter in held.items())

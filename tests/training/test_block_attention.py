@@ -1,4 +1,4 @@
-"""Soft-capped attention against a naive one in float64, in blocks of every size, and on the rows of context ranks."""
+"""Attention with soft caps or sinks against a naive one in float64, in blocks of every size, on context ranks too."""
 
 from __future__ import annotations
 
@@ -29,6 +29,36 @@ def test_equals_naive_attention(heads: int, groups: int, window: int | None, blo
     assert_close([out, *grads], expected)
     without = reference((query, key, value), grad, LENGTHS, LENGTHS, window=window)
     assert window == 1 or (without[0] - expected[0]).abs().max() > 0.1, "the cap must show"
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("window", [None, 1, 6, 100])
+@pytest.mark.parametrize("cap", [None, CAP])
+def test_a_sink_takes_its_share_of_each_softmax(heads: int, groups: int, window: int | None, cap: float | None) -> None:
+    query, key, value, grad = random_qkv(sum(LENGTHS), heads, groups)
+    sinks = torch.linspace(-2.0, 3.0, heads).requires_grad_()  # of each head another: about as large as scores
+    packed = PackedSequences.of(LENGTHS, LENGTHS, 1, 0, CPU)
+    out = attend_in_blocks(query, key, value, packed, SCALE, cap, window, sinks=sinks, block_bytes=2_000).flatten(1)
+    grads = torch.autograd.grad(out, (query, key, value, sinks), grad)
+    expected = reference((query, key, value), grad, LENGTHS, LENGTHS, window=window, cap=cap, sinks=sinks)
+    assert_close([out, *grads], expected)
+    without = reference((query, key, value), grad, LENGTHS, LENGTHS, window=window, cap=cap)
+    assert (without[0] - expected[0]).abs().max() > 0.1, "the sinks must show"
+
+
+def test_context_ranks_together_have_the_gradient_of_the_sinks() -> None:
+    padded = padded_lengths(LENGTHS, 2)
+    query, key, value, grad = random_qkv(sum(padded), 4, 2)
+    grad = grad * real_rows(LENGTHS, padded)[:, None]
+    sinks = torch.linspace(-2.0, 3.0, 4).requires_grad_()
+    total = torch.zeros(4)
+    for rank in range(2):
+        packed = PackedSequences.of(LENGTHS, padded, 2, rank, CPU)
+        local = split(query, padded, 2, rank)
+        out = attend_in_blocks(local, key, value, packed, SCALE, None, 9, sinks=sinks).flatten(1)
+        total += torch.autograd.grad(out, sinks, split(grad, padded, 2, rank))[0]
+    expected = reference((query, key, value), grad, LENGTHS, padded, window=9, sinks=sinks)[-1]
+    assert (total - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("window", [None, 9])
