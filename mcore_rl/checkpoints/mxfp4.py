@@ -1,8 +1,8 @@
 """Reading a checkpoint whose experts are in mxfp4, as OpenAI publishes gpt-oss (OCP Microscaling Formats, version 1.0).
 
-In place of a stack ``NAME`` of matrices stand two tensors of bytes: ``NAME_blocks`` [experts, outputs, blocks, 16], with
-two numbers of four bits in a byte, the first in its lower half, and ``NAME_scales`` [experts, outputs, blocks]: the
-exponent of each block of 32 neighbouring inputs, with 127 added.  A weight is its number times two to its exponent,
+In place of a stack ``NAME`` of matrices stand two tensors of bytes: ``NAME_blocks`` [experts, outputs, blocks, 16],
+with two numbers of four bits in a byte, the first in its lower half, and ``NAME_scales`` [experts, outputs, blocks]:
+the exponent of each block of 32 neighbouring inputs, plus 127.  A weight is its number times two to its exponent,
 which bfloat16 holds exactly.  Reading gives ``NAME`` as [experts, inputs, outputs] in bfloat16, as transformers does
 (``convert_moe_packed_tensors`` in integrations/mxfp4.py, 5.19), region by region.
 """
