@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,13 @@ def test_attention_kernels_agree(platform: Platform, cp: int, cp_rank: int, wind
         agree(name, attend(kernel, inputs, packed, device, window), expected)
     expected = attend(attend_in_blocks, [x.double() for x in inputs], packed, cpu, 1.5, window)
     agree("capped", attend(attend_in_blocks, inputs, packed, device, 1.5, window), expected)
+    expected = attend(attend_with_sinks, [x.double() for x in inputs], packed, cpu, None, window)
+    agree("sinks", attend(attend_with_sinks, inputs, packed, device, None, window), expected)
+
+
+def attend_with_sinks(query_T: Tensor, *others: Any) -> Tensor:
+    """Sinks that are as large as scores, of each head another."""
+    return attend_in_blocks(query_T, *others, sinks=torch.linspace(-1.0, 2.0, query_T.shape[1]).to(query_T))
 
 
 def agree(name: str, tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
