@@ -43,9 +43,9 @@ LOSS_BYTES = 100  # per row: labels, masks, log-probs and what the losses comput
 # torch.compile with Megatron's silu and gate on accelerators (fusions/fused_bias_swiglu.py, 0.16.1).  The CPU, where
 # nothing is compiled, also has the sigmoid, two products and the halves before they are joined (4).
 GATE_TEMPORARIES, GATE_TEMPORARIES_UNCOMPILED = 3, 7
-# What the unfused gate of gpt-oss keeps in place of three tensors of f per row (``glu`` in Megatron's transformer/mlp.py,
-# 0.16.1): both halves with their biases, the gate clamped, its sigmoid, the product of the two, the other half shifted,
-# the product of both, and that weighed, each once or twice.  Counted, not measured.
+# What the unfused gate of gpt-oss keeps in place of three tensors of f per row (``glu`` in Megatron's mlp.py, 0.16.1):
+# both halves with their biases, the gate clamped, its sigmoid, the product of the two, the other half shifted, the
+# product of both, and that weighed, each once or twice.  Counted, not measured.
 CLAMPED_GATE = 9
 
 

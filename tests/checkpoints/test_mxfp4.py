@@ -112,7 +112,12 @@ def test_a_run_is_told_to_convert_it_first(published: tuple[Path, dict[str, Tens
 
 def test_what_is_incomplete_or_misshapen_is_named(tmp_path: Path) -> None:
     blocks, scales = packed(3, 10, 96)
-    wrong = {f"{NAME}_blocks": blocks, "a_scales": scales, "b_blocks": blocks, "b_scales": scales[:, :4].contiguous()}
+    wrong = {
+        f"{NAME}_blocks": blocks,
+        "a_scales": scales,
+        "b_blocks": blocks.clone(),
+        "b_scales": scales[:, :4].clone(),
+    }
     save_file(wrong, tmp_path / "model.safetensors", {"format": "pt"})
     with HfCheckpoint.open(tmp_path) as files, pytest.raises(CheckpointError) as raised:
         Mxfp4Checkpoint(files)

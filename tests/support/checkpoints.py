@@ -58,7 +58,8 @@ def by_table(name: str, stored: dict[str, Tensor]) -> dict[str, Tensor]:
             names = ("gate", "up") if kind.startswith("gate_up") else ("down",)
             end = "bias" if kind.endswith("bias") else "weight"
             for place, part in enumerate(names):
-                apart[f"{prefix}.experts.{expert}.{part}_proj.{end}"] = slab[..., place :: len(names)].T.contiguous()
+                outputs = slab[..., place :: len(names)]
+                apart[f"{prefix}.experts.{expert}.{part}_proj.{end}"] = outputs.t().contiguous()
         if not experts:
             apart[key] = tensor
     return apart
