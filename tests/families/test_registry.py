@@ -59,6 +59,8 @@ PUBLISHED_PARAMETERS = {
     "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
     "moonshotai/Moonlight-16B-A3B": 15_960_110_208,
     "moonshotai/Kimi-K2-Instruct": 1_026_408_232_448,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
     "zai-org/GLM-4.5": 352_797_829_024,
     "zai-org/GLM-4.5-Air": 106_852_251_264,
 }
