@@ -17,7 +17,6 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
-    GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -44,6 +43,7 @@ from transformers import (
 from mcore_rl.config.model import Activation, ModelConfig, RopeType, RouterScore
 from tests.support import models
 from tests.support.full_weights import Weights
+from tests.support.hf_gpt_oss import gpt_oss_config, gpt_oss_experts
 
 
 def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
@@ -94,7 +94,7 @@ def _described(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreT
     if model.moe is not None and model.moe.expert_bias:
         return Glm4MoeForCausalLM, _glm4_moe(model, shared)
     if model.attention_sinks:
-        return GptOssForCausalLM, _gpt_oss(model, shared)
+        return GptOssForCausalLM, gpt_oss_config(model, shared)
     if model.moe is not None and model.moe.shared_gate:
         return Qwen2MoeForCausalLM, _qwen2_moe(model, shared)
     if model.moe is not None:
@@ -271,20 +271,6 @@ def _glm4_moe(model: ModelConfig, shared: dict[str, object]) -> Glm4MoeConfig:
     )
 
 
-def _gpt_oss(model: ModelConfig, shared: dict[str, object]) -> GptOssConfig:
-    moe = model.moe
-    assert moe is not None and moe.ffn_hidden_size == model.ffn_hidden_size and moe.norm_topk_prob
-    assert model.linear_bias and model.qkv_bias and model.activation is Activation.quick_gelu
-    assert model.glu_linear_offset == 1.0 and model.sliding_layers == list(range(0, model.num_layers, 2))
-    return GptOssConfig(
-        **shared,
-        num_local_experts=moe.num_experts,
-        num_experts_per_tok=moe.top_k,
-        sliding_window=model.sliding_window,
-        swiglu_limit=model.activation_clamp,
-    )
-
-
 def full_weights(reference: PreTrainedModel, model: ModelConfig, *, gradients: bool = False) -> Weights:
     """The reference's weights (or their gradients) under Megatron's checkpoint keys, written out by hand."""
 
@@ -378,7 +364,7 @@ def _gated_mlp(value: Callable[[str], Tensor], ours: str, theirs: str) -> Weight
 def _experts(value: Callable[[str], Tensor], model: ModelConfig, ours: str, theirs: str) -> Weights:
     assert model.moe is not None
     if model.linear_bias:
-        return _gpt_oss_experts(value, ours, theirs)
+        return gpt_oss_experts(value, ours, theirs)
     full = {
         ours + "router.weight": value(theirs + "gate.weight"),
         ours + "experts.experts.linear_fc1.weight": value(theirs + "experts.gate_up_proj"),
@@ -392,20 +378,3 @@ def _experts(value: Callable[[str], Tensor], model: ModelConfig, ours: str, thei
     if model.moe.shared_gate:
         full[ours + "shared_experts.gate_weight"] = value(theirs + "shared_expert_gate.weight")
     return full
-
-
-def _gpt_oss_experts(value: Callable[[str], Tensor], ours: str, theirs: str) -> Weights:
-    """Matrices are [inputs, outputs], and gate and up take turns (``_apply_gate``)."""
-
-    def gate_then_up(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor[..., 0::2], tensor[..., 1::2]], dim=-1)
-
-    experts, stored = theirs + "experts.", ours + "experts.experts."
-    return {
-        ours + "router.weight": value(theirs + "router.weight"),
-        ours + "router.bias": value(theirs + "router.bias"),
-        stored + "linear_fc1.weight": gate_then_up(value(experts + "gate_up_proj")).transpose(1, 2).contiguous(),
-        stored + "linear_fc1.bias": gate_then_up(value(experts + "gate_up_proj_bias")),
-        stored + "linear_fc2.weight": value(experts + "down_proj").transpose(1, 2).contiguous(),
-        stored + "linear_fc2.bias": value(experts + "down_proj_bias"),
-    }
