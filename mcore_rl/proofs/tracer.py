@@ -33,6 +33,9 @@ Tensors = Mapping[str, Int64Array]
 # What a Hugging Face configuration calls its number of experts, and the sizes of one.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size")
+# vLLM's experts on a CPU pad their width to so much, but not with gpt_oss's gate (experts/cpu_moe.py, 0.32), and refuse
+# others; nor does its attention know narrower heads, so that a ``head_dim`` from here on is for it.
+WHOLE_EXPERTS = 32
 # Widths of latent attention, in quarters of ``head_dim``.
 LATENTS = {"q_lora_rank": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 
@@ -71,7 +74,8 @@ def reduced_config(
         "sliding_window_pattern": 2,  # of few layers one in two sees all tokens, whatever it was
         "partial_rotary_factor": 0.5,
     }
-    changes |= dict.fromkeys(EXPERT_WIDTHS, 2 * both * parallel.etp)
+    narrowest = 2 if head_dim < WHOLE_EXPERTS or "swiglu_limit" not in config else WHOLE_EXPERTS
+    changes |= dict.fromkeys(EXPERT_WIDTHS, narrowest * both * parallel.etp)
     changes |= {name: parts * head_dim // 4 for name, parts in LATENTS.items()}
     if any(name in config for name in EXPERTS):
         num_experts = 2 * lcm(2, parallel.ep, rollout.ep)  # two groups of two, or more

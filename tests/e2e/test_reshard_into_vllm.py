@@ -195,7 +195,7 @@ def proven(vllm: VllmProcess, family: Family):  # type: ignore[no-untyped-def]
         ("microsoft/phi-4", "tp=2"),
         ("microsoft/Phi-4-mini-instruct", "tp=8"),
         ("allenai/OLMoE-1B-7B-0924-Instruct", "tp=8"),
-        ("openai/gpt-oss-20b", "tp=8"),
+        ("openai/gpt-oss-20b", "tp=2"),
         ("openai/gpt-oss-120b", "tp=4,dp=2,ep=8"),
         ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "tp=4"),
     ],

@@ -80,8 +80,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **SIZES, attention_bias=True, use_qk_norm=True, n_routed_experts=EXPERTS, num_experts_per_tok=2,
         moe_intermediate_size=EXPERT_FFN, num_mtp_layers=0,
     ),
-    "gpt_oss": GptOssConfig(  # vLLM shares no key head of it
-        **SIZES | dict(num_key_value_heads=HEADS, intermediate_size=EXPERT_FFN, num_hidden_layers=1),
+    "gpt_oss": GptOssConfig(  # vLLM shares no key head of it, and pads no expert
+        **SIZES | dict(num_key_value_heads=HEADS, intermediate_size=4 * 32, num_hidden_layers=1),
         num_local_experts=EXPERTS, num_experts_per_tok=2,
     ),
 }  # fmt: skip
