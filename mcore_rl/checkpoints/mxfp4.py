@@ -56,8 +56,8 @@ class Mxfp4Checkpoint(HfCheckpoint):
     def _problems(blocks: TensorInfo, scales: TensorInfo) -> Iterator[str]:
         sound = len(blocks.shape) == 4 and blocks.shape[3] == BLOCK // 2 and scales.shape == blocks.shape[:3]
         if not sound or {blocks.dtype, scales.dtype} != {torch.uint8}:
-            found = f"{blocks.dtype} {blocks.shape} with scales {scales.dtype} {scales.shape}"
-            yield f"tensor {blocks.name}: expected bytes [experts, outputs, blocks, 16] and scales; found {found}"
+            actual = f"{blocks.dtype} {blocks.shape} with scales {scales.dtype} {scales.shape}"
+            yield f"tensor {blocks.name}: expected bytes [experts, outputs, blocks, 16] and scales; found {actual}"
 
     def read_into(self, name: str, region: TensorSlice, out: Tensor) -> None:
         """As ``HfCheckpoint.read_into``.  Memory: four times the bytes of the region."""

@@ -74,14 +74,9 @@ def transformer_config(
         layernorm_epsilon=model.norm_epsilon,
         add_qkv_bias=model.qkv_bias,
         normalization="RMSNorm",
-        activation_func=_ACTIVATIONS[model.activation],
-        gated_linear_unit=True,
-        activation_func_clamp_value=model.activation_clamp,
-        glu_linear_offset=model.glu_linear_offset,
         add_bias_linear=model.linear_bias,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        bias_activation_fusion=model.activation is Activation.silu,
         layernorm_zero_centered_gamma=model.zero_centered_norm,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=fusions.gradient_accumulation_fusion,
@@ -109,6 +104,7 @@ def transformer_config(
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
         **_RECOMPUTE[engine.recompute],
+        **_gate(model),
         **_attention(model),
         **_experts(model, layer_spec),
         **_passed_on(engine),
@@ -121,6 +117,16 @@ def _passed_on(engine: EngineConfig) -> dict[str, Any]:
     if "attention_backend" in fields:
         fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
     return fields
+
+
+def _gate(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "activation_func": _ACTIVATIONS[model.activation],
+        "gated_linear_unit": True,
+        "activation_func_clamp_value": model.activation_clamp,
+        "glu_linear_offset": model.glu_linear_offset,
+        "bias_activation_fusion": model.activation is Activation.silu,
+    }
 
 
 def _attention(model: ModelConfig) -> dict[str, Any]:
