@@ -23,7 +23,6 @@ NEAREST = {
     "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "images"),
     "Glm4ForCausalLM": ("LlamaForCausalLM", "partly rotated heads and norms behind each block"),
     "GlmMoeDsaForCausalLM": ("DeepseekV3ForCausalLM", "sparse attention"),
-    "GptOssForCausalLM": ("Qwen3MoeForCausalLM", "attention sinks, biases and a clamped gate"),
     "GraniteForCausalLM": ("LlamaForCausalLM", "multipliers of embeddings, attention, residuals and logits"),
     "GraniteMoeForCausalLM": ("MixtralForCausalLM", "multipliers of embeddings, attention, residuals and logits"),
     "InternLM2ForCausalLM": ("LlamaForCausalLM", "a fused projection"),
@@ -52,7 +51,7 @@ NEAREST = {
     "Starcoder2ForCausalLM": ("LlamaForCausalLM", "LayerNorm, biases and an MLP without a gate"),
 }
 # The families that are planned next.
-PLANNED = ("GptOssForCausalLM", "Qwen3NextForCausalLM")
+PLANNED = ("Qwen3NextForCausalLM",)
 # Names of architectures, or beginnings of model types, that tell what a checkpoint is.
 _KINDS = (
     ("an encoder", ("bert", "roberta", "deberta", "electra", "xlm", "modernbert", "mpnet", "nomic")),

@@ -36,10 +36,11 @@ TENSOR_MULTIPLE, BUCKET_MULTIPLE = 64, 128  # elements
 
 # The order of the modules of a layer, which decides the places of padding between odd-sized tensors.
 ORDER = (
-    "embedding.", "input_layernorm.", "linear_proj.weight", "linear_proj.post_layernorm.", "linear_qkv.weight",
-    "linear_qkv.bias", "linear_q_proj.", "linear_q_down_proj.", "linear_q_up_proj.", ".q_layernorm.", ".k_layernorm.",
-    "linear_kv_down_proj.", "linear_kv_up_proj.", ".kv_layernorm.", "pre_mlp_layernorm.", "router.", ".gate_weight",
-    "linear_fc1.", "linear_fc2.weight", "linear_fc2.post_layernorm.", "final_layernorm.", "output_layer.",
+    "embedding.", "input_layernorm.", "core_attention.", "linear_proj.weight", "linear_proj.bias",
+    "linear_proj.post_layernorm.", "linear_qkv.weight", "linear_qkv.bias", "linear_q_proj.", "linear_q_down_proj.",
+    "linear_q_up_proj.", ".q_layernorm.", ".k_layernorm.", "linear_kv_down_proj.", "linear_kv_up_proj.",
+    ".kv_layernorm.", "pre_mlp_layernorm.", "router.", ".gate_weight", "linear_fc1.", "linear_fc2.weight",
+    "linear_fc2.bias", "linear_fc2.post_layernorm.", "final_layernorm.", "output_layer.",
 )  # fmt: skip
 
 
@@ -67,6 +68,8 @@ def family_for(model: ModelConfig) -> Family:
         return FAMILIES["gemma3_text" if model.qk_norm else "gemma2"]
     if moe is not None and moe.expert_bias:
         return FAMILIES["glm4_moe"]
+    if model.attention_sinks:
+        return FAMILIES["gpt_oss"]
     if moe is not None:
         if model.joint_qk_norm:
             return FAMILIES["olmoe"]

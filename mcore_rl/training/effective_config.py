@@ -19,6 +19,7 @@ from mcore_rl.proofs.effective_config import (
     EffectiveConfig,
     Value,
     activation_name,
+    gate_fields,
     layer_place,
     norm_fields,
     readable,
@@ -66,6 +67,9 @@ def _layer_fields(layer: Any, chunk: GPTModel) -> dict[str, Value]:
         "zero_centered_norm": config.layernorm_zero_centered_gamma,
         "activation": activation_name(config.activation_func),
     }
+    if config.activation_func_clamp_value is not None:
+        clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+        fields |= gate_fields(config.activation_func, clamp, offset)
     fields |= readable(_attention_fields, layer.self_attention, chunk)
     if isinstance(layer.mlp, MoELayer):
         fields |= readable(_routing_fields, layer.mlp.router)

@@ -69,6 +69,7 @@ def test_what_vllm_runs_is_not_refused(layout: RolloutLayout) -> None:
         (models.dense(ffn_hidden_size=97), RolloutLayout(tp=2), "does not divide model.ffn_hidden_size=97"),
         (models.dense(num_attention_heads=6, num_query_groups=3), RolloutLayout(tp=2), "model.num_query_groups=3"),
         (models.olmoe(), RolloutLayout(tp=4), "norms the keys at once"),
+        (models.gpt_oss(), RolloutLayout(tp=4), "shares no key of a model with sinks. Write a rollout.tp of 2 or less"),
         (models.dense(), RolloutLayout(tp=2, ep=2), "the model has no experts. Write rollout.ep=1"),
         (models.moe(), RolloutLayout(tp=4, dp=2, ep=2), "Write rollout.ep as one of [1, 4, 8]"),
         (models.moe(), RolloutLayout(tp=2, dp=4, ep=8), "does not divide model.moe.num_experts=4. Write rollout.ep as"),

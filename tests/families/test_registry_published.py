@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.checkpoints.stacked import stored_tensors
 from mcore_rl.config.model import RopeType
 from mcore_rl.families.registry import FAMILIES, model_of, unread_fields
 from mcore_rl.weights.table import Table
@@ -51,7 +52,7 @@ def test_what_is_noted_changes_neither_transformers_model_nor_ours(name: str) ->
     assert model_of(config) == model_of(without)
     written = saved_shapes(meta_model(config))
     assert written == saved_shapes(meta_model(without))
-    assert written == {tensor: info.shape for tensor, info in Table(*model_of(config)).hf_tensors.items()}
+    assert written == {tensor: info.shape for tensor, info in stored_tensors(Table(*model_of(config))).items()}
 
 
 @pytest.mark.parametrize("name", REFUSED)

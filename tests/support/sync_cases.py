@@ -34,6 +34,7 @@ MODELS: dict[str, ModelConfig] = {
     # Its experts are of an odd width on each of two ranks, and of no whole 16 bytes on one.
     "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True, ffn_hidden_size=34, **SIZES),
     "glm4_moe": models.glm4_moe(**SIZES),
+    "gpt_oss": models.gpt_oss(**SIZES),
     # Widths that vLLM's attention on the CPU knows.
     "deepseek_v2": models.deepseek_v2(
         mla=MlaConfig(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32),

@@ -17,6 +17,7 @@ from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 DIGIT = 256
+PACKED = ("w13_weight", "w2_weight")
 
 
 def unpacked_experts(packed: Tensor, experts: CPUUnquantizedExperts, attribute: str, shape: Sequence[int]) -> Tensor:
