@@ -85,6 +85,33 @@ class MlaConfig:
 
 
 @dataclass(kw_only=True)
+class LinearAttentionConfig:
+    """The gated delta rule (arXiv:2412.06464) in place of attention: a state per head, whatever the sequence's length.
+
+    layers: those (from 0) that have it; the others attend.  num_key_heads, num_value_heads: heads of queries and keys,
+    and of values; neighbouring value heads share a key head.  key_head_dim, value_head_dim: their widths.
+    conv_kernel_dim: tokens that the convolution before it sees, a token's own included.
+    """
+
+    layers: list[int]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        """The width of all keys of a token, and of all queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """The width of all values of a token."""
+        return self.num_value_heads * self.value_head_dim
+
+
+@dataclass(kw_only=True)
 class MoeConfig:
     """The mixture-of-experts part of the layers that have one.
 
@@ -124,7 +151,9 @@ class ModelConfig:
     need not equal ``hidden_size``).  ffn_hidden_size: inner width of the dense MLP; unused by layers with experts.
     tie_output: the output projection is the embedding matrix.  qkv_bias: biases on q, k and v (Qwen2).
     qk_norm: RMSNorm over each query and key head (Qwen3); with joint_qk_norm, over all query heads of a token at once
-    and over all its key heads (OLMoE).  mla: latent attention instead of grouped queries; head_dim is then the sum of
+    and over all its key heads (OLMoE).  attention_output_gate: attention's output is multiplied by the sigmoid of a
+    gate as wide, which is projected beside the queries (Qwen3-Next).  linear_attention: instead of attention in some
+    layers.  mla: latent attention instead of grouped queries; head_dim is then the sum of
     its two parts, and num_query_groups equals num_attention_heads.
     rotary_percent: the share of each query and key head, from its beginning, that RoPE rotates (GLM-4.5, Phi-4-mini).
     local_rotary_base: the rotary base of the sliding layers, whose frequencies ``rope`` does not change (Gemma 3);
@@ -154,6 +183,8 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     joint_qk_norm: bool = False
+    attention_output_gate: bool = False
+    linear_attention: LinearAttentionConfig | None = None
     mla: MlaConfig | None = None
     local_rotary_base: float | None = None
     sliding_window: int | None = None
@@ -174,6 +205,10 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether ``layer`` (from 0) has a mixture of experts instead of the dense MLP."""
         return self.moe is not None and layer not in self.moe.dense_layers
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether ``layer`` (from 0) has linear attention instead of attention over all tokens."""
+        return self.linear_attention is not None and layer in self.linear_attention.layers
 
 
 def model_violations(model: ModelConfig) -> list[Violation]:
@@ -217,6 +252,8 @@ def model_violations(model: ModelConfig) -> list[Violation]:
     if model.sandwich_norm and model.moe is not None:
         problem = "no norm can stand behind experts, whose outputs are summed later"
         violations.append(Violation("model.sandwich_norm", True, problem, "Write model.sandwich_norm=false"))
+    if model.linear_attention is not None:
+        violations += _linear_attention_violations(model, model.linear_attention)
     if model.mla is not None:
         violations += _mla_violations(model, model.mla)
     if model.moe is not None:
@@ -249,6 +286,24 @@ def _layer_violations(key: str, layers: list[int], num_layers: int) -> list[Viol
     return [Violation(key, layers, problem, "Leave them out")] if unknown else []
 
 
+def _linear_attention_violations(model: ModelConfig, linear: LinearAttentionConfig) -> list[Violation]:
+    violations = _layer_violations("model.linear_attention.layers", linear.layers, model.num_layers)
+    for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"):
+        if getattr(linear, name) < 1:
+            key = f"model.linear_attention.{name}"
+            violations.append(Violation(key, getattr(linear, name), "must be positive", "Write 1 or more"))
+    if linear.num_key_heads >= 1 and linear.num_value_heads % linear.num_key_heads:
+        key, problem = (
+            "model.linear_attention.num_value_heads",
+            f"is no multiple of num_key_heads={linear.num_key_heads}",
+        )
+        violations.append(Violation(key, linear.num_value_heads, problem, "Write a multiple"))
+    if not 0 < len(set(linear.layers)) < model.num_layers:
+        problem = "leave no layer with linear attention, or none that attends"
+        violations.append(Violation("model.linear_attention.layers", linear.layers, problem, "Name some of the layers"))
+    return violations
+
+
 def _mla_violations(model: ModelConfig, mla: MlaConfig) -> list[Violation]:
     width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     positive = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
@@ -269,6 +324,10 @@ def _mla_violations(model: ModelConfig, mla: MlaConfig) -> list[Violation]:
         ),
         ("model.qkv_bias", model.qkv_bias, not model.qkv_bias, "latent attention has no biases", "Write false"),
         ("model.qk_norm", model.qk_norm, not model.qk_norm, "latent attention has norms of its own", "Write false"),
+        (
+            "model.attention_output_gate", model.attention_output_gate, not model.attention_output_gate,
+            "latent attention has no gate on its output", "Write false",
+        ),
     ):  # fmt: skip
         if not is_right:
             violations.append(Violation(key, value, problem, remedy))

@@ -93,6 +93,7 @@ MODELS: dict[str, ModelConfig] = {
     "gemma2": models.gemma2(),
     "gemma3": models.gemma3(),
     "olmoe": models.olmoe(),
+    "qwen3_next": models.qwen3_next(),
     "phi3": models.phi3(),
     # Sixty-four tokens of pre-training: the ramps of llama3 and yarn then lie within the 8 frequencies of a head.
     "rope_linear": models.with_rope(RopeConfig(type=RopeType.linear, factor=3.0)),
