@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from mcore_rl.errors import Violation
 
@@ -143,6 +144,13 @@ class MoeConfig:
     routed_scaling_factor: float = 1.0
 
 
+class LayerKind(NamedTuple):
+    """What decides which tensors a layer has; see ``ModelConfig.has_experts`` and ``is_linear``."""
+
+    has_experts: bool
+    is_linear: bool
+
+
 @dataclass(kw_only=True)
 class ModelConfig:
     """A decoder with RMSNorm, RoPE and a gated MLP.
@@ -209,6 +217,15 @@ class ModelConfig:
     def is_linear(self, layer: int) -> bool:
         """Whether ``layer`` (from 0) has linear attention instead of attention over all tokens."""
         return self.linear_attention is not None and layer in self.linear_attention.layers
+
+    def kind(self, layer: int) -> LayerKind:
+        """The kind of ``layer`` (from 0)."""
+        return LayerKind(self.has_experts(layer), self.is_linear(layer))
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that attend; the others have linear attention."""
+        return sum(not self.is_linear(layer) for layer in range(self.num_layers))
 
 
 def model_violations(model: ModelConfig) -> list[Violation]:

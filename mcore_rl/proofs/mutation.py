@@ -60,6 +60,7 @@ TIES: dict[str, Any] = {"tie_word_embeddings": True}
 NO_TIES: dict[str, Any] = {"tie_word_embeddings": False}
 VARIANTS: tuple[dict[str, Any], ...] = (
     TIES, NO_TIES, {"q_lora_rank": None}, {"attention_bias": False}, {"use_qk_norm": False},
+    {"full_attention_interval": 4, "num_key_value_heads": 1},  # of qwen3_next, whose attention cuts gates within a head
 )  # fmt: skip
 
 

@@ -73,6 +73,8 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
         for name, parameter in reference.named_parameters():
             if "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+            if name.endswith("conv1d.weight"):
+                parameter.copy_(0.5 * torch.randn_like(parameter))
             if name.endswith("A_log"):  # a state that is forgotten at once would show no error in it
                 parameter.copy_((0.02 + 0.5 * torch.rand_like(parameter)).log())
             if name.endswith("bias"):
