@@ -41,18 +41,17 @@ NEAREST = {
     "PhimoeForCausalLM": ("MixtralForCausalLM", "another routing, LayerNorm and biases"),
     "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM", "images"),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", "images"),
-    "Qwen3NextForCausalLM": ("Qwen3MoeForCausalLM", "linear attention in most layers"),
     "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", "images"),
     "Qwen3VLMoeForConditionalGeneration": ("Qwen3MoeForCausalLM", "images"),
-    "Qwen3_5ForConditionalGeneration": ("Qwen3ForCausalLM", "linear attention in most layers and images"),
-    "Qwen3_5MoeForConditionalGeneration": ("Qwen3MoeForCausalLM", "linear attention in most layers and images"),
+    "Qwen3_5ForConditionalGeneration": ("Qwen3NextForCausalLM", "projections that are not fused, and images"),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen3NextForCausalLM", "projections that are not fused, and images"),
     "SeedOssForCausalLM": ("LlamaForCausalLM", "biases on queries, keys and values"),
     "SmolLM3ForCausalLM": ("LlamaForCausalLM", "layers without positions"),
     "StableLmForCausalLM": ("LlamaForCausalLM", "LayerNorm and partly rotated heads"),
     "Starcoder2ForCausalLM": ("LlamaForCausalLM", "LayerNorm, biases and an MLP without a gate"),
 }
-# The families that are planned next.
-PLANNED = ("GptOssForCausalLM", "Qwen3NextForCausalLM")
+# The family that is planned next.
+PLANNED = ("GptOssForCausalLM",)
 # Names of architectures, or beginnings of model types, that tell what a checkpoint is.
 _KINDS = (
     ("an encoder", ("bert", "roberta", "deberta", "electra", "xlm", "modernbert", "mpnet", "nomic")),

@@ -97,7 +97,7 @@ def _round_trip(random: object, intermediate: int, hidden: int) -> bool:
     from vllm._custom_ops import cpu_prepack_moe_weight
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    from mcore_rl.rollout.receiver.packed_experts import unpacked_experts
+    from mcore_rl.rollout.receiver.packed_weights import unpacked_experts
 
     w13 = torch.randn(2, 2 * intermediate, hidden, generator=random)  # type: ignore[arg-type]
     w2 = torch.randn(2, hidden, intermediate, generator=random)  # type: ignore[arg-type]
