@@ -48,6 +48,7 @@ PUBLISHED_PARAMETERS = {
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     "Qwen/Qwen1.5-MoE-A2.7B-Chat": 14_315_784_192,
     "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
     "microsoft/phi-4": 14_659_507_200,
