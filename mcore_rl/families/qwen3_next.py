@@ -51,22 +51,25 @@ DEFAULTS = Defaults(
     head_dim=256,
     max_position_embeddings=32768,
 )
-PARTIAL_ROTARY_FACTOR = 0.25  # the class's default
+PARTIAL_ROTARY_FACTOR, INTERVAL = 0.25, 4  # the class's defaults
 
 
 def read(fields: Fields) -> ModelConfig:
     """Reads ``Qwen3NextConfig``: without ``layer_types``, every ``full_attention_interval``-th layer attends."""
     model = read_decoder(fields, DEFAULTS, partial_rotary_factor=PARTIAL_ROTARY_FACTOR)
     fields.demand("tie_word_embeddings", False, because="ties the output to the embedding, and vLLM 0.32 does not")
+    fields.demand("use_sliding_window", False, because="limits attention to a window")
+    fields.ignore("sliding_window", "max_window_layers")
     fields.demand("attn_output_gate", True, because="leaves out the gate of attention in vLLM alone")
     fields.demand("output_gate_type", "silu", "swish", because="gates linear attention otherwise in vLLM alone")
     fields.demand("layer_scale", False, because="scales what layers add in vLLM alone")
     fields.demand("is_causal", True, because="lets tokens see those behind them in vLLM alone")
     model.qk_norm = model.zero_centered_norm = model.attention_output_gate = True
-    interval = fields.take("full_attention_interval", int, 4)
+    interval = fields.take("full_attention_interval", int, INTERVAL)
     if interval < 1:
         fields.refuse("full_attention_interval", "one in so many layers attends", "Write 2 or more")
-    linear = [layer for layer in range(model.num_layers) if (layer + 1) % max(interval, 1)]
+        interval = INTERVAL
+    linear = [layer for layer in range(model.num_layers) if (layer + 1) % interval]
     model.linear_attention = LinearAttentionConfig(
         layers=read_layer_types(fields, model, linear, LINEAR),
         num_key_heads=fields.take("linear_num_key_heads", int, 16),

@@ -104,6 +104,16 @@ def assert_same_rotation(model: ModelConfig, embedding: Any, parameters: dict[st
         assert 2 * getattr(embedding, f"{prefix}inv_freq").numel() == model.rotary_dim
 
 
+def assert_same_linear_attention(model: ModelConfig, net: Any) -> None:
+    """The numbers of heads and their widths, of which shapes show products alone."""
+    linear = model.linear_attention
+    assert linear is not None
+    assert (net.num_k_heads, net.head_k_dim) == (linear.num_key_heads, linear.key_head_dim)
+    assert (net.num_v_heads, net.head_v_dim) == (linear.num_value_heads, linear.value_head_dim)
+    assert net.conv_kernel_size == linear.conv_kernel_dim
+    assert (net.activation, net.norm.variance_epsilon) == ("silu", model.norm_epsilon)
+
+
 def assert_same_numbers(model: ModelConfig, reference: Any, config: Any) -> None:
     """What transformers' modules made of the configuration, where no weight's shape tells."""
     assert config.tie_word_embeddings == model.tie_output
@@ -120,9 +130,13 @@ def assert_same_numbers(model: ModelConfig, reference: Any, config: Any) -> None
     assert model.zero_centered_norm == ("(1.0 + self.weight" in inspect.getsource(type(reference.norm)))
     assert model.sandwich_norm == hasattr(reference.layers[0], "post_feedforward_layernorm")
     for layer, block in enumerate(reference.layers):
-        attention, window = block.self_attn, model.sliding_window if layer in model.sliding_layers else None
-        assert attention.scaling == pytest.approx(scale, rel=1e-15)
-        assert (attention.sliding_window if hasattr(attention, "sliding_window") else whole_model) == window
+        assert model.is_linear(layer) == hasattr(block, "linear_attn")
+        if model.is_linear(layer):
+            assert_same_linear_attention(model, block.linear_attn)
+        else:
+            window = model.sliding_window if layer in model.sliding_layers else None
+            assert block.self_attn.scaling == pytest.approx(scale, rel=1e-15)
+            assert getattr(block.self_attn, "sliding_window", whole_model) == window
         assert hasattr(block.mlp, "experts") == model.has_experts(layer)
         mlp = block.mlp.experts if model.has_experts(layer) else block.mlp
         gate = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn

@@ -29,8 +29,8 @@ from tests.sync.conftest import Running
 
 DENSE = ("tp=2", "pp=2")
 EXPERTS = (*DENSE, "ep=2", "tp=2,ep=2,etp=1")
-# Of log-probs.  float32: another order of sums.  bfloat16: of transformers in float32, of 10 tokens of 4 layers; between
-# the two checkpoints of a family it is 1 and more.
+# Of log-probs.  float32: another order of sums.  bfloat16: eight bits, through 4 layers, beside transformers' float32;
+# the two checkpoints of a family are 1 and more apart.
 TOLERANCES = {Precision.float32: 1e-5, Precision.bfloat16: 0.15}
 TOLERANCE = TOLERANCES[Precision.float32]
 GROWTH = 8 << 20  # bytes that a process may differ by between two moments
