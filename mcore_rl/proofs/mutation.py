@@ -287,6 +287,7 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
         return "the family has no experts, so the rule makes nothing"
     without_dense = all(model.moe and not model.moe.dense_layers for model in models)
     one_kind = without_experts or without_dense
+    all_attend = all(model.linear_attention is None for model in models)
     if rule.layers is Layers.dense and without_dense:
         return "the family has experts in every layer, so the rule makes nothing"
     known = {
@@ -297,6 +298,7 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
         "axis": "without experts the axes of experts cut as tp does" if without_experts else None,
         "layers": "the family's layers are all of one kind, or the rule is outside the layers"
         if one_kind or rule.stage is not Stage.layer
+        else "the family has no linear attention, so every layer attends" if all_attend and rule.layers is Layers.all
         else None,
         "stage": None if training else "a rollout rank has every stage; the stage orders what is sent",
         "stacked": "only rollout rules say whether experts are stacked" if training else None,
