@@ -230,12 +230,9 @@ class ModelConfig:
 
 def model_violations(model: ModelConfig) -> list[Violation]:
     """Every violation within ``model``, which no layout could run."""
-    violations = []
     positive = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"]
     positive += ["vocab_size", "max_position_embeddings"]
-    for name in positive:
-        if getattr(model, name) < 1:
-            violations.append(Violation(f"model.{name}", getattr(model, name), "must be positive", "Write 1 or more"))
+    violations = _not_positive("model", model, positive)
     if model.num_query_groups >= 1 and model.num_attention_heads % model.num_query_groups:
         divisors = [n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0]
         violations.append(
@@ -297,6 +294,12 @@ def _rotary_percent_violations(model: ModelConfig) -> list[Violation]:
     return [Violation("model.rotary_percent", share, problem, remedy) for problem, holds in problems.items() if holds]
 
 
+def _not_positive(key: str, part: object, names: list[str]) -> list[Violation]:
+    values = {name: getattr(part, name) for name in names}
+    wrong = {name: value for name, value in values.items() if value is not None and value < 1}
+    return [Violation(f"{key}.{name}", value, "must be positive", "Write 1 or more") for name, value in wrong.items()]
+
+
 def _layer_violations(key: str, layers: list[int], num_layers: int) -> list[Violation]:
     unknown = [layer for layer in layers if not 0 <= layer < num_layers]
     problem = f"{unknown} are none of the model's layers, 0 to {num_layers - 1}"
@@ -305,10 +308,8 @@ def _layer_violations(key: str, layers: list[int], num_layers: int) -> list[Viol
 
 def _linear_attention_violations(model: ModelConfig, linear: LinearAttentionConfig) -> list[Violation]:
     violations = _layer_violations("model.linear_attention.layers", linear.layers, model.num_layers)
-    for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"):
-        if getattr(linear, name) < 1:
-            key = f"model.linear_attention.{name}"
-            violations.append(Violation(key, getattr(linear, name), "must be positive", "Write 1 or more"))
+    positive = ["num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"]
+    violations += _not_positive("model.linear_attention", linear, positive)
     if linear.num_key_heads >= 1 and linear.num_value_heads % linear.num_key_heads:
         key, problem = (
             "model.linear_attention.num_value_heads",
@@ -324,14 +325,10 @@ def _linear_attention_violations(model: ModelConfig, linear: LinearAttentionConf
 def _mla_violations(model: ModelConfig, mla: MlaConfig) -> list[Violation]:
     width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     positive = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-    violations = [
-        Violation(f"model.mla.{name}", getattr(mla, name), "must be positive", "Write 1 or more")
-        for name in positive
-        if getattr(mla, name) is not None and getattr(mla, name) < 1
-    ]
+    violations = _not_positive("model.mla", mla, positive)
     rope = mla.qk_rope_head_dim
     parts = f"model.mla.qk_nope_head_dim={mla.qk_nope_head_dim} and qk_rope_head_dim={rope} add up to {width}"
-    heads = model.num_attention_heads
+    heads, gate = model.num_attention_heads, model.attention_output_gate
     for key, value, is_right, problem, remedy in (
         ("model.mla.qk_rope_head_dim", rope, rope % 2 == 0, "RoPE rotates pairs", "Write an even number"),
         ("model.head_dim", model.head_dim, model.head_dim == width, parts, f"Write {width}"),
@@ -341,10 +338,7 @@ def _mla_violations(model: ModelConfig, mla: MlaConfig) -> list[Violation]:
         ),
         ("model.qkv_bias", model.qkv_bias, not model.qkv_bias, "latent attention has no biases", "Write false"),
         ("model.qk_norm", model.qk_norm, not model.qk_norm, "latent attention has norms of its own", "Write false"),
-        (
-            "model.attention_output_gate", model.attention_output_gate, not model.attention_output_gate,
-            "latent attention has no gate on its output", "Write false",
-        ),
+        ("model.attention_output_gate", gate, not gate, "latent attention has no gate on its output", "Write false"),
     ):  # fmt: skip
         if not is_right:
             violations.append(Violation(key, value, problem, remedy))
