@@ -28,10 +28,6 @@ SHARED = (
         layers=Layers.experts,
     ),
 )
-ROLLOUT_SHARED = (
-    *rollout.gated_mlp(HF_MLP + "shared_expert.", "shared_ffn", Layers.experts),
-    rollout.same(hf(HF_MLP + "shared_expert_gate.weight", "one", "hidden"), Layers.experts),
-)
 
 DEFAULTS = Defaults(
     vocab_size=151936,
@@ -76,7 +72,8 @@ ROLLOUT = (
     *rollout.QKV_BIAS,
     *rollout.DENSE_MLP,
     *rollout.experts(HF_MLP),
-    *ROLLOUT_SHARED,
+    *rollout.gated_mlp(HF_MLP + "shared_expert.", "shared_ffn", Layers.experts),
+    rollout.same(hf(HF_MLP + "shared_expert_gate.weight", "one", "hidden"), Layers.experts),
 )
 
 FAMILY = Family(

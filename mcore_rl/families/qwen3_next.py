@@ -167,7 +167,8 @@ ROLLOUT = (
     ),
     *rollout.DENSE_MLP,
     *rollout.experts(HF_MLP),
-    *qwen2_moe.ROLLOUT_SHARED,
+    *rollout.gated_mlp(HF_MLP + "shared_expert.", "shared_ffn", Layers.experts, Axis.shared_expert),
+    rollout.same(hf(HF_MLP + "shared_expert_gate.weight", "one", "hidden"), Layers.experts),
 )
 
 # A layer that attends and has experts, and what joins it to the others (Qwen3NextMultiTokenPredictor in vLLM 0.32).
