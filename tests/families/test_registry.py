@@ -91,6 +91,22 @@ def test_the_table_and_the_model_are_those_of_transformers(hf_id: str) -> None:
     assert_same_numbers(model, reference.model, reference.config)
 
 
+def test_what_qwen3_next_leaves_out_is_its_layer_of_multi_token_prediction() -> None:
+    """The published checkpoint has 1,650,471,424 parameters beyond the model's, in tensors of these names."""
+    family, model = model_of(FACTS["Qwen/Qwen3-Next-80B-A3B-Instruct"])
+    assert model.moe is not None
+    sizes = {tensor.name: prod(tensor.shape(model)) for rule in family.weights for tensor in rule.hf}
+    hidden = model.hidden_size
+    joining = {"fc": 2 * hidden**2, "norm": hidden, "pre_fc_norm_embedding": hidden, "pre_fc_norm_hidden": hidden}
+    sizes |= {f"model.{name}.weight": size for name, size in joining.items()}
+    assert len(set(family.ignored)) == len(family.ignored)
+    total = sum(
+        sizes[name.replace("mtp.", "model.", 1)] * (model.moe.num_experts if "{e}" in name else 1)
+        for name in family.ignored
+    )
+    assert total == 1_650_471_424
+
+
 def assert_same_rotation(model: ModelConfig, embedding: Any, parameters: dict[str, Any]) -> None:
     """Bases, factors and widths of the rotation, for Gemma 3 of both kinds of layers."""
     if "full_attention" not in parameters:
