@@ -61,6 +61,7 @@ TIES: dict[str, Any] = {"tie_word_embeddings": True}
 NO_TIES: dict[str, Any] = {"tie_word_embeddings": False}
 VARIANTS: tuple[dict[str, Any], ...] = (
     TIES, NO_TIES, {"q_lora_rank": None}, {"attention_bias": False}, {"use_qk_norm": False},
+    {"full_attention_interval": 4, "num_key_value_heads": 1},  # of qwen3_next, whose attention cuts gates within a head
 )  # fmt: skip
 
 
@@ -304,6 +305,7 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
     cutting = mutant.part == "axis" or (rule.axis is Axis.expert_tensor and mutant.part in ("layout", "dim"))
     if training and cutting and all(model.linear_bias for model in models):
         return "the family's experts have biases, so no layout cuts them"
+    all_attend = all(model.linear_attention is None for model in models)
     if rule.layers is Layers.dense and without_dense:
         return "the family has experts in every layer, so the rule makes nothing"
     known = {
@@ -312,6 +314,7 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
         "axis": "without experts the axes of experts cut as tp does" if without_experts else None,
         "layers": "the family's layers are all of one kind, or the rule is outside the layers"
         if one_kind or rule.stage is not Stage.layer
+        else "the family has no linear attention, so every layer attends" if all_attend and rule.layers is Layers.all
         else None,
         "stage": None if training else "a rollout rank has every stage; the stage orders what is sent",
         "stacked": "only rollout rules say whether experts are stacked" if training else None,
