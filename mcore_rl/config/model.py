@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from mcore_rl.errors import Violation
 
@@ -90,6 +91,33 @@ class MlaConfig:
 
 
 @dataclass(kw_only=True)
+class LinearAttentionConfig:
+    """The gated delta rule (arXiv:2412.06464) in place of attention: a state per head, whatever the sequence's length.
+
+    layers: those (from 0) that have it; the others attend.  num_key_heads, num_value_heads: heads of queries and keys,
+    and of values; neighbouring value heads share a key head.  key_head_dim, value_head_dim: their widths.
+    conv_kernel_dim: tokens that the convolution before it sees, a token's own included.
+    """
+
+    layers: list[int]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+
+    @property
+    def key_dim(self) -> int:
+        """The width of all keys of a token, and of all queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """The width of all values of a token."""
+        return self.num_value_heads * self.value_head_dim
+
+
+@dataclass(kw_only=True)
 class MoeConfig:
     """The mixture-of-experts part of the layers that have one.
 
@@ -121,6 +149,13 @@ class MoeConfig:
     routed_scaling_factor: float = 1.0
 
 
+class LayerKind(NamedTuple):
+    """What decides which tensors a layer has; see ``ModelConfig.has_experts`` and ``is_linear``."""
+
+    has_experts: bool
+    is_linear: bool
+
+
 @dataclass(kw_only=True)
 class ModelConfig:
     """A decoder with RMSNorm, RoPE and a gated MLP.
@@ -129,7 +164,9 @@ class ModelConfig:
     need not equal ``hidden_size``).  ffn_hidden_size: inner width of the dense MLP; unused by layers with experts.
     tie_output: the output projection is the embedding matrix.  qkv_bias: biases on q, k and v (Qwen2).
     qk_norm: RMSNorm over each query and key head (Qwen3); with joint_qk_norm, over all query heads of a token at once
-    and over all its key heads (OLMoE).  mla: latent attention instead of grouped queries; head_dim is then the sum of
+    and over all its key heads (OLMoE).  attention_output_gate: attention's output is multiplied by the sigmoid of a
+    gate as wide, which is projected beside the queries (Qwen3-Next).  linear_attention: instead of attention in some
+    layers.  mla: latent attention instead of grouped queries; head_dim is then the sum of
     its two parts, and num_query_groups equals num_attention_heads.
     rotary_percent: the share of each query and key head, from its beginning, that RoPE rotates (GLM-4.5, Phi-4-mini).
     local_rotary_base: the rotary base of the sliding layers, whose frequencies ``rope`` does not change (Gemma 3);
@@ -166,6 +203,8 @@ class ModelConfig:
     linear_bias: bool = False
     qk_norm: bool = False
     joint_qk_norm: bool = False
+    attention_output_gate: bool = False
+    linear_attention: LinearAttentionConfig | None = None
     mla: MlaConfig | None = None
     local_rotary_base: float | None = None
     sliding_window: int | None = None
@@ -188,15 +227,25 @@ class ModelConfig:
         """Whether ``layer`` (from 0) has a mixture of experts instead of the dense MLP."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether ``layer`` (from 0) has linear attention instead of attention over all tokens."""
+        return self.linear_attention is not None and layer in self.linear_attention.layers
+
+    def kind(self, layer: int) -> LayerKind:
+        """The kind of ``layer`` (from 0)."""
+        return LayerKind(self.has_experts(layer), self.is_linear(layer))
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that attend; the others have linear attention."""
+        return sum(not self.is_linear(layer) for layer in range(self.num_layers))
+
 
 def model_violations(model: ModelConfig) -> list[Violation]:
     """Every violation within ``model``, which no layout could run."""
-    violations = []
     positive = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"]
     positive += ["vocab_size", "max_position_embeddings"]
-    for name in positive:
-        if getattr(model, name) < 1:
-            violations.append(Violation(f"model.{name}", getattr(model, name), "must be positive", "Write 1 or more"))
+    violations = _not_positive("model", model, positive)
     if model.num_query_groups >= 1 and model.num_attention_heads % model.num_query_groups:
         divisors = [n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0]
         violations.append(
@@ -233,6 +282,8 @@ def model_violations(model: ModelConfig) -> list[Violation]:
     if model.linear_bias and not (model.moe is not None and not model.moe.shared_ffn_hidden_size and model.qkv_bias):
         problem = "is for models with experts, none of them shared, and with model.qkv_bias: Megatron has no others"
         violations.append(Violation("model.linear_bias", True, problem, "Write model.linear_bias=false"))
+    if model.linear_attention is not None:
+        violations += _linear_attention_violations(model, model.linear_attention)
     if model.mla is not None:
         violations += _mla_violations(model, model.mla)
     if model.moe is not None:
@@ -259,23 +310,41 @@ def _rotary_percent_violations(model: ModelConfig) -> list[Violation]:
     return [Violation("model.rotary_percent", share, problem, remedy) for problem, holds in problems.items() if holds]
 
 
+def _not_positive(key: str, part: object, names: list[str]) -> list[Violation]:
+    values = {name: getattr(part, name) for name in names}
+    wrong = {name: value for name, value in values.items() if value is not None and value < 1}
+    return [Violation(f"{key}.{name}", value, "must be positive", "Write 1 or more") for name, value in wrong.items()]
+
+
 def _layer_violations(key: str, layers: list[int], num_layers: int) -> list[Violation]:
     unknown = [layer for layer in layers if not 0 <= layer < num_layers]
     problem = f"{unknown} are none of the model's layers, 0 to {num_layers - 1}"
     return [Violation(key, layers, problem, "Leave them out")] if unknown else []
 
 
+def _linear_attention_violations(model: ModelConfig, linear: LinearAttentionConfig) -> list[Violation]:
+    violations = _layer_violations("model.linear_attention.layers", linear.layers, model.num_layers)
+    positive = ["num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"]
+    violations += _not_positive("model.linear_attention", linear, positive)
+    if linear.num_key_heads >= 1 and linear.num_value_heads % linear.num_key_heads:
+        key, problem = (
+            "model.linear_attention.num_value_heads",
+            f"is no multiple of num_key_heads={linear.num_key_heads}",
+        )
+        violations.append(Violation(key, linear.num_value_heads, problem, "Write a multiple"))
+    if not 0 < len(set(linear.layers)) < model.num_layers:
+        problem = "leave no layer with linear attention, or none that attends"
+        violations.append(Violation("model.linear_attention.layers", linear.layers, problem, "Name some of the layers"))
+    return violations
+
+
 def _mla_violations(model: ModelConfig, mla: MlaConfig) -> list[Violation]:
     width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     positive = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-    violations = [
-        Violation(f"model.mla.{name}", getattr(mla, name), "must be positive", "Write 1 or more")
-        for name in positive
-        if getattr(mla, name) is not None and getattr(mla, name) < 1
-    ]
+    violations = _not_positive("model.mla", mla, positive)
     rope = mla.qk_rope_head_dim
     parts = f"model.mla.qk_nope_head_dim={mla.qk_nope_head_dim} and qk_rope_head_dim={rope} add up to {width}"
-    heads = model.num_attention_heads
+    heads, gate = model.num_attention_heads, model.attention_output_gate
     for key, value, is_right, problem, remedy in (
         ("model.mla.qk_rope_head_dim", rope, rope % 2 == 0, "RoPE rotates pairs", "Write an even number"),
         ("model.head_dim", model.head_dim, model.head_dim == width, parts, f"Write {width}"),
@@ -287,6 +356,7 @@ def _mla_violations(model: ModelConfig, mla: MlaConfig) -> list[Violation]:
         ("model.qk_norm", model.qk_norm, not model.qk_norm, "latent attention has norms of its own", "Write false"),
         ("model.attention_sinks", model.attention_sinks, not model.attention_sinks, "latent attention has none",
          "Write false"),
+        ("model.attention_output_gate", gate, not gate, "latent attention has no gate on its output", "Write false"),
     ):  # fmt: skip
         if not is_right:
             violations.append(Violation(key, value, problem, remedy))

@@ -29,6 +29,7 @@ from mcore_rl.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from mcore_rl.families.family import Family
 from mcore_rl.families.fields import Fields
@@ -44,6 +45,7 @@ BUILT_IN: dict[str, Family] = {
     "qwen3": qwen3.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "qwen3_next": qwen3_next.FAMILY,
     "gemma2": gemma2.FAMILY,
     "gemma3_text": gemma3.FAMILY,
     "olmoe": olmoe.FAMILY,
@@ -111,6 +113,12 @@ _WRITTEN = {
     "model.mla.qk_nope_head_dim": "qk_nope_head_dim",
     "model.mla.qk_rope_head_dim": "qk_rope_head_dim",
     "model.mla.v_head_dim": "v_head_dim",
+    "model.linear_attention.layers": "layer_types",
+    "model.linear_attention.num_key_heads": "linear_num_key_heads",
+    "model.linear_attention.num_value_heads": "linear_num_value_heads",
+    "model.linear_attention.key_head_dim": "linear_key_head_dim",
+    "model.linear_attention.value_head_dim": "linear_value_head_dim",
+    "model.linear_attention.conv_kernel_dim": "linear_conv_kernel_dim",
     "model.moe.num_experts": "number of experts",
     "model.moe.top_k": "num_experts_per_tok",
     "model.moe.ffn_hidden_size": "moe_intermediate_size",

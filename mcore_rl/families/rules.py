@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from mcore_rl.config.model import MlaConfig, ModelConfig, MoeConfig
+from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig
 
 
 def _moe(model: ModelConfig) -> MoeConfig:
@@ -28,6 +28,11 @@ def _mla(model: ModelConfig) -> MlaConfig:
     return model.mla
 
 
+def _linear(model: ModelConfig) -> LinearAttentionConfig:
+    assert model.linear_attention is not None, "a size of linear attention in a model without it"
+    return model.linear_attention
+
+
 # Name of a Hugging Face tensor's dimension in the tables -> its size.
 SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "one": lambda model: 1,
@@ -36,6 +41,7 @@ SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "head": lambda model: model.head_dim,
     "query_heads": lambda model: model.num_attention_heads,
     "query": lambda model: model.num_attention_heads * model.head_dim,
+    "query_and_gate": lambda model: 2 * model.num_attention_heads * model.head_dim,
     "key": lambda model: model.num_query_groups * model.head_dim,
     "query_key_value": lambda model: (model.num_attention_heads + 2 * model.num_query_groups) * model.head_dim,
     "ffn": lambda model: model.ffn_hidden_size,
@@ -48,6 +54,14 @@ SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "latent_and_rope": lambda model: _mla(model).kv_lora_rank + _mla(model).qk_rope_head_dim,
     "key_and_value": lambda model: model.num_attention_heads * (_mla(model).qk_nope_head_dim + _mla(model).v_head_dim),
     "value": lambda model: model.num_attention_heads * _mla(model).v_head_dim,
+    "delta_key": lambda model: _linear(model).key_dim,
+    "delta_value": lambda model: _linear(model).value_dim,
+    "delta_qkv": lambda model: 2 * _linear(model).key_dim + _linear(model).value_dim,
+    "delta_qkvz": lambda model: 2 * (_linear(model).key_dim + _linear(model).value_dim),
+    "delta_ba": lambda model: 2 * _linear(model).num_value_heads,
+    "delta_heads": lambda model: _linear(model).num_value_heads,
+    "delta_value_head": lambda model: _linear(model).value_head_dim,
+    "delta_conv": lambda model: _linear(model).conv_kernel_dim,
 }
 
 
@@ -95,11 +109,23 @@ class Stage(Enum):
 
 
 class Layers(Enum):
-    """Which layers have a tensor: all, dense ones, or those with experts."""
+    """Which layers have a tensor: all, dense ones, those with experts, those that attend, or with linear attention."""
 
     all = auto()
     dense = auto()
     experts = auto()
+    attention = auto()
+    linear = auto()
+
+    def include(self, model: ModelConfig, layer: int) -> bool:
+        """Whether ``layer`` of ``model`` is one of them."""
+        return {
+            Layers.all: True,
+            Layers.dense: not model.has_experts(layer),
+            Layers.experts: model.has_experts(layer),
+            Layers.attention: not model.is_linear(layer),
+            Layers.linear: model.is_linear(layer),
+        }[self]
 
 
 @dataclass(frozen=True)
@@ -161,17 +187,54 @@ def grouped_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -
     More shards than key/value heads cut through heads, and no row has a copy: Megatron gathers the outputs
     (``get_query_key_value_tensors`` in megatron/core/transformer/attention.py, 0.16.1).
     """
-    groups, rows = model.num_query_groups, sum(sizes)
-    assert rows % num_shards == 0, f"{rows} rows of queries, keys and values over {num_shards} shards"
-    begin, end = index * rows // num_shards, (index + 1) * rows // num_shards
+    groups = model.num_query_groups
     heads = [size // groups for size in sizes]
-    ranges, row = [], 0
+    by_head = [Range(n, group * head, (group + 1) * head) for group in range(groups) for n, head in enumerate(heads)]
+    return _evenly(by_head, num_shards, index)
+
+
+def gated_grouped_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
+    """``grouped_qkv`` with a gate on the output: for each key/value head its query heads, their gates, key and value.
+
+    The first tensor has each query head with its gate behind it (``output_gate`` in
+    ``get_query_key_value_tensors``, megatron/core/transformer/attention.py, 0.16.1).
+    """
+    groups, head = model.num_query_groups, model.head_dim
+    heads, by_head = model.num_attention_heads // groups, []
     for group in range(groups):
-        for source, head in enumerate(heads):
-            first, last = max(begin, row), min(end, row + head)
-            start = group * head - row
-            ranges.append(Range(source, start + first, start + max(first, last)))
-            row += head
+        starts = [2 * head * each for each in range(group * heads, (group + 1) * heads)]
+        by_head += [Range(0, start + part * head, start + (part + 1) * head) for part in (0, 1) for start in starts]
+        by_head += [Range(source, group * head, (group + 1) * head) for source in (1, 2)]
+    return _evenly(by_head, num_shards, index)
+
+
+def _evenly(ranges: Sequence[Range], num_shards: int, index: int) -> ShardRanges:
+    """Part ``index`` of ``ranges`` one after another, cut wherever equal parts end."""
+    rows = sum(each.end - each.begin for each in ranges)
+    assert rows % num_shards == 0, f"{rows} rows of queries, keys and values over {num_shards} shards"
+    begin, end, row, held = index * rows // num_shards, (index + 1) * rows // num_shards, 0, []
+    for each in ranges:
+        first, last = max(begin, row), min(end, row + each.end - each.begin)
+        start = each.begin - row
+        held.append(Range(each.source, start + first, start + max(first, last)))
+        row += each.end - each.begin
+    return ShardRanges.of(held)
+
+
+def delta_projections(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
+    """Megatron's ``in_proj`` of linear attention: a rank's queries, keys, values, gates, then betas and alphas.
+
+    The first tensor has, for each key head, its query, key, values and gates; the second, its betas and alphas
+    (``GatedDeltaNet`` in megatron/core/ssm/gated_delta_net.py, 0.16.1).
+    """
+    linear = _linear(model)
+    sharing, heads = linear.num_value_heads // linear.num_key_heads, linear.num_key_heads
+    key, values = linear.key_head_dim, sharing * linear.value_head_dim
+    mine, ranges = range(heads * index // num_shards, heads * (index + 1) // num_shards), []
+    for source, widths in ((0, (key, key, values, values)), (1, (sharing, sharing))):
+        for part, width in enumerate(widths):
+            begins = [head * sum(widths) + sum(widths[:part]) for head in mine]
+            ranges += [Range(source, begin, begin + width) for begin in begins]
     return ShardRanges.of(ranges)
 
 
@@ -278,9 +341,7 @@ class Rule:
         """Whether ``layer`` of ``model`` (None: outside the layers) has this tensor."""
         if not self.only(model):
             return False
-        if layer is None or self.layers is Layers.all:
-            return True
-        return model.has_experts(layer) == (self.layers is Layers.experts)
+        return layer is None or self.layers.include(model, layer)
 
     def hf_shapes(self, model: ModelConfig) -> list[tuple[int, ...]]:
         """Shapes of ``hf`` in a checkpoint of ``model``."""

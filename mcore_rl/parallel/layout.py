@@ -241,6 +241,8 @@ def divisor_limits(model: ModelConfig) -> dict[str, dict[str, int]]:
     tp = {"model.num_attention_heads": model.num_attention_heads}
     if not all(model.has_experts(layer) for layer in range(model.num_layers)):
         tp["model.ffn_hidden_size"] = model.ffn_hidden_size
+    if model.linear_attention is not None:
+        tp["model.linear_attention.num_key_heads"] = model.linear_attention.num_key_heads
     if model.moe is None:
         return {"tp": tp, "ep": {"experts": 1}, "etp": {"experts": 1}}
     if model.moe.shared_ffn_hidden_size:
@@ -268,7 +270,7 @@ def _key_heads_problem(model: ModelConfig, tp: int) -> str | None:
         return f"neither divides model.num_query_groups={groups} nor is a multiple of it"
     if groups % tp and model.joint_qk_norm:
         return f"does not divide model.num_query_groups={groups}, over all of which one norm of the keys goes"
-    rows = (heads + 2 * groups) * model.head_dim
+    rows = ((2 if model.attention_output_gate else 1) * heads + 2 * groups) * model.head_dim
     if groups % tp and rows % tp:
         return f"does not divide the {rows} rows of the query, key and value projections"
     return None

@@ -181,6 +181,12 @@ def rotary_fields(frequencies: Sequence[float], factor: float, scale: float, hea
     return {FREQUENCIES: list(frequencies), "rotary_factor": factor, "softmax_scale": scale}
 
 
+def linear_fields(num_key_heads: int, num_value_heads: int) -> dict[str, Value]:
+    """What the shapes of linear attention do not show."""
+    prefix = "linear_attention."
+    return {f"{prefix}num_key_heads": num_key_heads, f"{prefix}num_value_heads": num_value_heads}
+
+
 def routing_fields(
     *, num_experts: int, top_k: int, score: str, norm_topk_prob: bool, num_groups: int, top_k_groups: int, scale: float
 ) -> dict[str, Value]:

@@ -121,13 +121,16 @@ class TrainingOracle:
         self._statement = statement
         self._whole = {name: checkpoint.read(name) for name in checkpoint}
         self._kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        self._linear_key_heads = config.get("linear_num_key_heads", 0)
         self.placements = {rank: self._stated(rank, modules) for rank, modules in ranks.items()}
         arrived = (stored.numbers for placement in self.placements.values() for stored in placement.values())
         self.failures += [f"the statement: {failure}" for failure in missing(arrived, checkpoint)]
 
     def _stated(self, rank: int, modules: MegatronRank) -> dict[str, Stored]:
         tied, placement = "lm_head.weight" not in self._whole, {}
-        holder = Holder(modules.tp, modules.num_tp, modules.etp, modules.num_etp, self._kv_heads, tied)
+        holder = Holder(
+            modules.tp, modules.num_tp, modules.etp, modules.num_etp, self._kv_heads, tied, self._linear_key_heads
+        )
         for chunk, tensors in enumerate(modules.chunks):
             for key, tensor in tensors.items():
                 try:

@@ -30,6 +30,7 @@ class Holder:
 
     tp, etp: its place among ``num_tp`` tensor and ``num_etp`` expert tensor ranks.  kv_heads: key/value heads of the
     model.  tied: whether the output projection is the embedding.  expert: that the parameter is of.
+    linear_key_heads: of linear attention, if any.
     """
 
     tp: int
@@ -39,6 +40,7 @@ class Holder:
     kv_heads: int
     tied: bool
     expert: int | None = None
+    linear_key_heads: int = 0
 
 
 # (reads a Hugging Face tensor by its name, the rank) -> the parameter on that rank.  In a layer, names stand without
@@ -120,6 +122,55 @@ def _by_head(tensors: Sequence[Int64Array], rank: Holder) -> Int64Array:
     by_head = [tensor.reshape(rank.kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
     together = np.concatenate(by_head, axis=1).reshape(-1, *tensors[0].shape[1:])
     return np.split(together, rank.num_tp)[rank.tp]
+
+
+def gated_grouped(query: str, key: str, value: str) -> StatedParameter:
+    """``grouped`` whose queries have a gate: all query heads of a key/value head, then all their gates.
+
+    Qwen3NextAttention's ``q_proj`` has a head's query, then its gate (``chunk``), then the next head's.
+    """
+
+    def held(read: ReadHf, rank: Holder) -> Int64Array:
+        queries, keys, values = read(query), read(key), read(value)
+        head_dim = len(keys) // rank.kv_heads
+        heads = queries.reshape(rank.kv_heads, -1, 2, head_dim, queries.shape[1])
+        both = [heads[:, :, part].reshape(-1, queries.shape[1]) for part in (0, 1)]
+        return _by_head([*both, keys, values], rank)
+
+    return held
+
+
+def delta_projection(qkvz: str, ba: str, out: str, a_log: str, norm: str) -> StatedParameter:
+    """``in_proj`` of linear attention: a rank's queries, keys, values, gates, betas, alphas (``split`` in ``forward``).
+
+    Qwen3NextGatedDeltaNet's ``fix_query_key_value_ordering`` takes from the two tensors, for each key head: its query,
+    key, values, gates; its betas, alphas.  ``out`` has a column for each value, ``a_log`` a number for each value head.
+    """
+
+    def held(read: ReadHf, rank: Holder) -> Int64Array:
+        heads, values, value_heads = rank.linear_key_heads, read(out).shape[1], len(read(a_log))
+        assert len(read(norm)) * value_heads == values
+        first = read(qkvz).reshape(heads, -1, read(qkvz).shape[1])
+        second = read(ba).reshape(heads, -1, read(ba).shape[1])
+        key = (first.shape[1] - 2 * values // heads) // 2
+        parts = np.split(first, [key, 2 * key, 2 * key + values // heads], axis=1)
+        parts += np.split(second, [value_heads // heads], axis=1)
+        cut = (np.split(part, rank.num_tp, axis=0)[rank.tp] for part in parts)
+        return np.concatenate([part.reshape(-1, part.shape[2]) for part in cut])
+
+    return held
+
+
+def delta_channels(name: str, out: str) -> StatedParameter:
+    """The convolution: a rank's channels of queries, keys and values (``conv_dim_local_tp``); all of each in a row."""
+
+    def held(read: ReadHf, rank: Holder) -> Int64Array:
+        values = read(out).shape[1]
+        key = (len(read(name)) - values) // 2
+        parts = np.split(read(name), [key, 2 * key])
+        return np.concatenate([np.split(part, rank.num_tp)[rank.tp] for part in parts])
+
+    return held
 
 
 def fused_grouped(fused: str, output: str) -> StatedParameter:
@@ -230,6 +281,26 @@ SANDWICH: dict[str, StatedParameter] = {
     "mlp.linear_fc2.post_layernorm.weight": whole("post_feedforward_layernorm.weight"),
 }
 
+# GatedDeltaNet in megatron/core/ssm/gated_delta_net.py; the norm of a head is whole on every rank.
+DELTA_NET: dict[str, StatedParameter] = {
+    "self_attention.in_proj.weight": delta_projection(
+        "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight", "linear_attn.out_proj.weight",
+        "linear_attn.A_log", "linear_attn.norm.weight",
+    ),
+    "self_attention.conv1d.weight": delta_channels("linear_attn.conv1d.weight", "linear_attn.out_proj.weight"),
+    "self_attention.dt_bias": rows("linear_attn.dt_bias"),
+    "self_attention.A_log": rows("linear_attn.A_log"),
+    "self_attention.out_norm.weight": whole("linear_attn.norm.weight"),
+    "self_attention.out_proj.weight": columns("linear_attn.out_proj.weight"),
+}  # fmt: skip
+GATED_SHARED_EXPERT: dict[str, StatedParameter] = {
+    "mlp.shared_experts.linear_fc1.weight": gate_up(
+        "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
+    ),
+    "mlp.shared_experts.linear_fc2.weight": columns("mlp.shared_expert.down_proj.weight"),
+    "mlp.shared_experts.gate_weight": whole("mlp.shared_expert_gate.weight"),
+}
+
 LLAMA = Statement(ENDS, NORMS | ATTENTION | MLP)
 QWEN3 = Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP)
 
@@ -250,22 +321,23 @@ STATEMENTS: dict[str, Statement] = {
             "mlp.experts.local_experts.{e}.linear_fc2.weight": expert_columns("block_sparse_moe.experts.{e}.w2.weight"),
         },
     ),
-    "qwen2_moe": Statement(
+    "qwen2_moe": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | MLP | EXPERTS | GATED_SHARED_EXPERT),
+    "qwen3_moe": Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP | EXPERTS),
+    "qwen3_next": Statement(
         ENDS,
         NORMS
-        | ATTENTION
-        | QKV_BIAS
+        | DELTA_NET
+        | QK_NORM
         | MLP
         | EXPERTS
+        | GATED_SHARED_EXPERT
         | {
-            "mlp.shared_experts.linear_fc1.weight": gate_up(
-                "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
+            "self_attention.linear_qkv.weight": gated_grouped(
+                "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
             ),
-            "mlp.shared_experts.linear_fc2.weight": columns("mlp.shared_expert.down_proj.weight"),
-            "mlp.shared_experts.gate_weight": whole("mlp.shared_expert_gate.weight"),
+            "self_attention.linear_proj.weight": columns("self_attn.o_proj.weight"),
         },
     ),
-    "qwen3_moe": Statement(ENDS, NORMS | ATTENTION | QK_NORM | MLP | EXPERTS),
     "gemma2": Statement(ENDS, ATTENTION | MLP | SANDWICH),
     "gemma3_text": Statement(ENDS, ATTENTION | QK_NORM | MLP | SANDWICH),
     "olmoe": Statement(

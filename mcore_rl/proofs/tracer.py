@@ -72,6 +72,7 @@ def reduced_config(
         "max_window_layers": num_layers,
         "layer_types": _both_kinds(config.get("layer_types") or (), num_layers),
         "sliding_window_pattern": 2,  # of few layers one in two sees all tokens, whatever it was
+        "full_attention_interval": 2,
         "partial_rotary_factor": 0.5,
     }
     narrowest = 2 if head_dim < WHOLE_EXPERTS or "swiglu_limit" not in config else WHOLE_EXPERTS
@@ -84,6 +85,10 @@ def reduced_config(
         changes |= {"num_experts_per_tok": 2, "n_group": 2 if grouped else 1, "topk_group": 1}
         changes["first_k_dense_replace"] = min(config.get("first_k_dense_replace", 0), num_layers // 2)
         changes["mlp_only_layers"] = [layer for layer in config.get("mlp_only_layers", ()) if layer < num_layers]
+    if "linear_num_key_heads" in config:  # several on each rank, and no width is another
+        sharing = config["linear_num_value_heads"] // config["linear_num_key_heads"]
+        changes |= {"linear_num_key_heads": 2 * both, "linear_num_value_heads": 2 * both * sharing}
+        changes |= {"linear_key_head_dim": 3, "linear_value_head_dim": 5}
     small |= {name: value for name, value in changes.items() if config.get(name) is not None}
     small.pop("quantization_config", None)
     if "short_factor" in (config.get("rope_scaling") or {}):  # a number for each frequency of the whole width

@@ -35,7 +35,7 @@ from mcore_rl.training.sequences import PackedSequences
 
 
 @lru_cache(maxsize=64)
-def _fixed_size(num_sequences: int, length: int, cp: int, cp_rank: int, device: torch.device) -> PackedSequences:
+def fixed_size(num_sequences: int, length: int, cp: int, cp_rank: int, device: torch.device) -> PackedSequences:
     """Sequences of one length; cached because an unpacked microbatch carries no record that could hold it."""
     lengths = (length,) * num_sequences
     return PackedSequences.of(lengths, lengths, cp, cp_rank, device)
@@ -112,10 +112,10 @@ class PackedAttention(MegatronModule):
         cp, cp_rank = self.cp_group.size(), self.cp_group.rank()
         if packed_seq_params is not None:
             assert packed_seq_params.qkv_format == "thd", f"format {packed_seq_params.qkv_format} is not supported"
-            packed = _with_lengths(packed_seq_params, cp, cp_rank, query.device)
+            packed = with_lengths(packed_seq_params, cp, cp_rank, query.device)
             return self._attend(query, key, value, packed).flatten(1)
         s, b = query.shape[:2]
-        packed = _fixed_size(b, s * cp, cp, cp_rank, query.device)
+        packed = fixed_size(b, s * cp, cp, cp_rank, query.device)
         query_T, key_T, value_T = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         out = self._attend(query_T, key_T, value_T, packed)
         return out.view(b, s, -1).transpose(0, 1).contiguous()
@@ -135,7 +135,7 @@ class PackedAttention(MegatronModule):
         if packed.cp > 1:
             # One collective for both; their head dimensions may differ.
             both_T = torch.cat([key_T, value_T], dim=-1)
-            both_T = _GatherRows.apply(  # type: ignore[no-untyped-call]
+            both_T = GatherRows.apply(  # type: ignore[no-untyped-call]
                 both_T, packed.gather_T, packed.scatter_T, self.cp_group
             )
             key_T, value_T = torch.split(both_T, [key_T.shape[-1], value_T.shape[-1]], dim=-1)
@@ -154,7 +154,7 @@ def _refuse_unless_causal(attn_mask_type: AttnMaskType) -> None:
     assert attn_mask_type in causal, f"causal attention only, not {attn_mask_type}"
 
 
-def _with_lengths(params: PackedSeqParams, cp: int, cp_rank: int, device: torch.device) -> PackedSequences:
+def with_lengths(params: PackedSeqParams, cp: int, cp_rank: int, device: torch.device) -> PackedSequences:
     """``params`` itself if it is ours, else ours with the lengths read from it (the host waits for the device)."""
     if isinstance(params, PackedSequences):
         assert (params.cp, params.cp_rank) == (cp, cp_rank), f"packed for rank {params.cp_rank} of {params.cp}"
@@ -165,11 +165,12 @@ def _with_lengths(params: PackedSeqParams, cp: int, cp_rank: int, device: torch.
     return PackedSequences.of(lengths, lengths, cp, cp_rank, device)
 
 
-class _GatherRows(torch.autograd.Function):
+class GatherRows(torch.autograd.Function):
     """[t, ...] of this rank to [T, ...] of all in sequence order; backward sums over ranks and keeps its own rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gather_T: Tensor, scatter_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """gather_T, scatter_T: of the ``PackedSequences``.  group: the context-parallel ranks."""
         ctx.save_for_backward(scatter_T)
         ctx.group = group
         joined = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
@@ -178,6 +179,7 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None]:
+        """See ``torch.autograd.Function.backward``."""
         (scatter_T,) = ctx.saved_tensors
         joined = grad_T.index_select(0, scatter_T)
         grad = joined.new_empty(joined.shape[0] // ctx.group.size(), *joined.shape[1:])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -28,6 +29,8 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.training.attention import PackedAttention
 from mcore_rl.training.expert_bias import ExpertOutputLinear
+from mcore_rl.training.gated_attention import GatedSelfAttention
+from mcore_rl.training.gated_delta_net import PackedGatedDeltaNet
 from mcore_rl.training.joint_norm import JointHeadNorm
 from mcore_rl.training.latent_attention import LatentAttention, ReplicatedLinear
 from mcore_rl.training.norm import RMSNorm
@@ -43,8 +46,12 @@ _LATENT_ATTENTION_KEYS = {
 }
 
 
-def _local_layer(model: ModelConfig, config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:
-    """One decoder layer of Megatron's own parallel linears and our norm, attention and router."""
+_LINEAR_ATTENTION_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+
+
+def _local_layer(model: ModelConfig, layer: int) -> ModuleSpec:
+    """Decoder layer ``layer`` (from 0) of Megatron's own parallel linears and our norm, attention and router."""
+    has_experts, is_linear = model.has_experts(layer), model.is_linear(layer)
     output_linear = NormedRowParallelLinear if model.sandwich_norm else RowParallelLinear
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=output_linear)
     mlp = ModuleSpec(module=MLP, submodules=linears)
@@ -58,16 +65,32 @@ def _local_layer(model: ModelConfig, config: TransformerConfig, *, has_experts: 
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_local_attention(model, output_linear),
+            self_attention=_linear_attention(model) if is_linear else _local_attention(model, output_linear),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             # Checkpoint keys are Transformer Engine's, so that either spec loads what the other saved.
-            sharded_state_dict_keys_map=(_ATTENTION_KEYS if model.mla is None else _LATENT_ATTENTION_KEYS)
+            sharded_state_dict_keys_map=_attention_keys(model, is_linear)
             | ({} if has_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
         ),
     )
+
+
+def _attention_keys(model: ModelConfig, is_linear: bool) -> dict[str, str]:
+    if is_linear:
+        return _LINEAR_ATTENTION_KEYS
+    return _ATTENTION_KEYS if model.mla is None else _LATENT_ATTENTION_KEYS
+
+
+def _linear_attention(model: ModelConfig) -> ModuleSpec:
+    """The spec of a layer's gated delta net, whose norm is not zero-centred, whatever the others are."""
+    parts = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear,
+        out_norm=ModuleSpec(module=RMSNorm, params={"zero_centered": False}),
+        out_proj=RowParallelLinear,
+    )
+    return ModuleSpec(module=PackedGatedDeltaNet, params={"linear": model.linear_attention}, submodules=parts)
 
 
 def _local_attention(model: ModelConfig, output_linear: type) -> ModuleSpec:
@@ -85,7 +108,8 @@ def _local_attention(model: ModelConfig, output_linear: type) -> ModuleSpec:
         )
         if model.local_rotary_base is not None:
             return ModuleSpec(module=TwoBaseAttention, params=params, submodules=attention)
-        return ModuleSpec(module=SelfAttention, params=params, submodules=attention)
+        kind = GatedSelfAttention if model.attention_output_gate else SelfAttention
+        return ModuleSpec(module=kind, params=params, submodules=attention)
     latent_attention = MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear,
         linear_q_down_proj=ReplicatedLinear,
@@ -125,6 +149,8 @@ def transformer_engine_lacks(model: ModelConfig, parallel: ParallelConfig) -> st
         return "its attention has no sinks for packed sequences, and the model has them"
     if model.sandwich_norm:
         return "its output linears have no norm behind them, and the model does"
+    if model.linear_attention is not None:
+        return "its layers with linear attention take no packed sequences, and the model has some"
     if model.sliding_layers and parallel.cp > 1:
         return f"its ring attention (cp={parallel.cp}) has no sliding window, and the model has one"
     return None
@@ -158,7 +184,7 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The layers of one model chunk and the final norm.  layers: numbers in the whole model, from 0."""
     if layer_spec is LayerSpec.local:
-        specs = [_local_layer(model, config, has_experts=model.has_experts(layer)) for layer in layers]
+        specs = [_local_layer(model, layer) for layer in layers]
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     from megatron.core.extensions.transformer_engine import TENorm
 

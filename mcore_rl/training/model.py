@@ -134,6 +134,7 @@ def _attention(model: ModelConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {"qk_layernorm": model.qk_norm and not model.joint_qk_norm}
     if model.mla is None:
         settings |= {"kv_channels": model.head_dim, "softmax_scale": score_scale(model)}
+        settings["attention_output_gate"] = model.attention_output_gate
     else:
         scale = model.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
         # kv_channels: width of a value head, the input of the output projection; ``LatentAttention`` has the rest.

@@ -32,6 +32,7 @@ LACKS = {
     "gemma2": "its attention has no soft cap",
     "gemma3-text": "its output linears have no norm",
     "gpt-oss": "its attention has no sinks",
+    "qwen3-next": "its layers with linear attention take no packed sequences",
 }
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3", "phi3", *WITH_EXPERTS, *LACKS}
 WITH_ROUTER_BIAS = {"deepseek-v3", "glm4-moe"}

