@@ -331,7 +331,7 @@ def _why_layout_unchanged(rule: Rule, models: Sequence[ModelConfig]) -> str | No
     if len(rule.hf) == 1 and not isinstance(rule.layout, Sections):
         return "it cuts one tensor, whose rows the shards divide evenly, into the same ranges"
     if rule.layout is replicated_qkv and all(model.joint_qk_norm or model.attention_sinks for model in models):
-        return "a norm over all key heads allows no more ranks than key/value heads, so no head has a copy"
+        return "vLLM runs the family on no more ranks than key/value heads, so no head has a copy"
     return None
 
 
