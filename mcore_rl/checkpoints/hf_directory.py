@@ -62,6 +62,11 @@ class HfCheckpoint(OpenFiles):
         return cls(directory, tensors)
 
     @property
+    def stored(self) -> Mapping[str, TensorInfo]:
+        """The tensors of the files, by the names that they have there."""
+        return self.tensors
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(info.num_bytes for info in self.tensors.values())

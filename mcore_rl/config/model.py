@@ -29,10 +29,15 @@ class RopeType(Enum):
 
 
 class Activation(Enum):
-    """The gate's activation in the gated MLP: silu (SwiGLU), or gelu in its tanh approximation (GeGLU; Gemma)."""
+    """The gate's activation in the gated MLP.
+
+    silu: SwiGLU.  gelu_tanh: gelu in its tanh approximation (GeGLU; Gemma).  quick_gelu: ``x * sigmoid(1.702 x)``
+    (gpt-oss).
+    """
 
     silu = "silu"
     gelu_tanh = "gelu_tanh"
+    quick_gelu = "quick_gelu"
 
 
 class RouterScore(Enum):
@@ -167,7 +172,11 @@ class ModelConfig:
     local_rotary_base: the rotary base of the sliding layers, whose frequencies ``rope`` does not change (Gemma 3);
     None: all layers rotate alike.
     sliding_window: a token in one of the ``sliding_layers`` (from 0) sees itself and the ``sliding_window - 1`` tokens
-    before it.  softmax_scale: on query-key products; None is ``head_dim ** -0.5`` (for latent attention with yarn,
+    before it.  attention_sinks: each query head has a learned score that takes part in its softmax and has no value, so
+    that a token may attend to nothing (gpt-oss).  linear_bias: biases on every linear layer: queries, keys, values,
+    output projection, router and experts (gpt-oss).  activation_clamp: before the activation, the gate is at most so
+    much, and the other half of the MLP within plus or minus it; glu_linear_offset: is added to that half, then.
+    softmax_scale: on query-key products; None is ``head_dim ** -0.5`` (for latent attention with yarn,
     ``families`` multiplies it by what the checkpoint's mscale gives).  attention_soft_cap, output_soft_cap:
     ``cap * tanh(x / cap)`` on the attention's scores and on the logits (Gemma 2).  zero_centered_norm: norms multiply
     by ``1 + weight``.  sandwich_norm: also a norm after attention and MLP, before the residual sum.  embedding_scale:
@@ -187,8 +196,11 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     norm_epsilon: float = 1e-5
     activation: Activation = Activation.silu
+    activation_clamp: float | None = None
+    glu_linear_offset: float = 0.0
     tie_output: bool = False
     qkv_bias: bool = False
+    linear_bias: bool = False
     qk_norm: bool = False
     joint_qk_norm: bool = False
     attention_output_gate: bool = False
@@ -197,6 +209,7 @@ class ModelConfig:
     local_rotary_base: float | None = None
     sliding_window: int | None = None
     sliding_layers: list[int] = field(default_factory=list)
+    attention_sinks: bool = False
     softmax_scale: float | None = None
     attention_soft_cap: float | None = None
     output_soft_cap: float | None = None
@@ -256,7 +269,7 @@ def model_violations(model: ModelConfig) -> list[Violation]:
         remedy = "Write null, or model.rope without an attention factor"
         violations.append(Violation("model.local_rotary_base", model.local_rotary_base, problem, remedy))
     violations += _layer_violations("model.sliding_layers", model.sliding_layers, model.num_layers)
-    for name in ("softmax_scale", "attention_soft_cap", "output_soft_cap"):
+    for name in ("softmax_scale", "attention_soft_cap", "output_soft_cap", "activation_clamp"):
         value = getattr(model, name)
         if value is not None and not value > 0:
             violations.append(Violation(f"model.{name}", value, "must be positive", "Write a positive number, or null"))
@@ -266,6 +279,9 @@ def model_violations(model: ModelConfig) -> list[Violation]:
     if model.sandwich_norm and model.moe is not None:
         problem = "no norm can stand behind experts, whose outputs are summed later"
         violations.append(Violation("model.sandwich_norm", True, problem, "Write model.sandwich_norm=false"))
+    if model.linear_bias and not (model.moe is not None and not model.moe.shared_ffn_hidden_size and model.qkv_bias):
+        problem = "is for models with experts, none of them shared, and with model.qkv_bias: Megatron has no others"
+        violations.append(Violation("model.linear_bias", True, problem, "Write model.linear_bias=false"))
     if model.linear_attention is not None:
         violations += _linear_attention_violations(model, model.linear_attention)
     if model.mla is not None:
@@ -338,6 +354,8 @@ def _mla_violations(model: ModelConfig, mla: MlaConfig) -> list[Violation]:
         ),
         ("model.qkv_bias", model.qkv_bias, not model.qkv_bias, "latent attention has no biases", "Write false"),
         ("model.qk_norm", model.qk_norm, not model.qk_norm, "latent attention has norms of its own", "Write false"),
+        ("model.attention_sinks", model.attention_sinks, not model.attention_sinks, "latent attention has none",
+         "Write false"),
         ("model.attention_output_gate", gate, not gate, "latent attention has no gate on its output", "Write false"),
     ):  # fmt: skip
         if not is_right:

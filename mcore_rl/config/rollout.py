@@ -348,6 +348,9 @@ def _tensor_violations(model: ModelConfig, layout: RolloutLayout) -> list[Violat
     elif model.joint_qk_norm and layout.tp > groups:  # it gathers a shared head once for every rank (models/olmoe.py)
         problem = f"exceeds model.num_query_groups={groups}, over all of which vLLM 0.32 norms the keys at once"
         violations.append(Violation("rollout.tp", layout.tp, problem, f"Write a rollout.tp of {groups} or less"))
+    elif model.attention_sinks and layout.tp > groups:  # it divides the key heads by tp (models/gpt_oss.py)
+        problem = f"exceeds model.num_query_groups={groups}, and vLLM 0.32 shares no key of a model with sinks"
+        violations.append(Violation("rollout.tp", layout.tp, problem, f"Write a rollout.tp of {groups} or less"))
     return violations
 
 

@@ -19,6 +19,7 @@ from mcore_rl.families import (
     gemma2,
     gemma3,
     glm4_moe,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -52,6 +53,7 @@ BUILT_IN: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "deepseek_v2": deepseek_v2.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
 }
 
 
@@ -189,11 +191,12 @@ def _as_written(violation: Violation) -> Violation:
 
 
 def _demand_plain_weights(fields: Fields, family: Family) -> None:
-    """Refuse quantised weights, except DeepSeek-V3's fp8 in blocks of 128 by 128."""
+    """Refuse quantised weights, except DeepSeek-V3's fp8 in blocks of 128 by 128 and gpt-oss's mxfp4."""
     inner = fields.inside("quantization_config")
     if inner is None:
         return
     method, block = inner.values.get("quant_method"), inner.values.get("weight_block_size")
-    if not (family.block_fp8 and method == "fp8" and block == [128, 128]):
+    in_blocks = family.block_fp8 and method == "fp8" and block == [128, 128]
+    if not in_blocks and not (family.mxfp4 and method == "mxfp4"):
         remedy = "Choose the bfloat16 checkpoint, or dequantise this one first"
         fields.refuse("quantization_config", f"weights quantised by {method} are not trained", remedy)

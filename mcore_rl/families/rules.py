@@ -39,6 +39,7 @@ SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "vocab": lambda model: model.vocab_size,
     "hidden": lambda model: model.hidden_size,
     "head": lambda model: model.head_dim,
+    "query_heads": lambda model: model.num_attention_heads,
     "query": lambda model: model.num_attention_heads * model.head_dim,
     "query_and_gate": lambda model: 2 * model.num_attention_heads * model.head_dim,
     "key": lambda model: model.num_query_groups * model.head_dim,
@@ -174,6 +175,12 @@ def split(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> Shar
     return ShardRanges.of([Range(source, index * part, (index + 1) * part) for source, part in enumerate(parts)])
 
 
+def first_shard(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
+    """The first shard holds all, the others zeros: what each rank adds to a sum over ranks, and is meant once."""
+    (size,) = sizes
+    return ShardRanges.of([Range(0, 0, size)] if index == 0 else [], size)
+
+
 def grouped_qkv(model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
     """Megatron's ``linear_qkv``: for each key/value head its query heads, the key head, the value head; cut evenly.
 
@@ -296,6 +303,7 @@ class Rule:
     layout: which ranges of these, along ``dim``, a shard of ``axis`` holds.
     layers, stage: where it is in the model.
     stacked: the experts of a rank are the first dimension of one local tensor, instead of separate tensors.
+    turn: (which, of how many): rules of one name take turns along ``dim`` of one local tensor, element by element.
     only: the models of the family that have it.
     checkpoint: its key in a Megatron checkpoint; None: ``name``.
     dtype: torch's name of a fixed dtype; None: the model's.
@@ -310,6 +318,7 @@ class Rule:
     layers: Layers = Layers.all
     stage: Stage = Stage.layer
     stacked: bool = False
+    turn: tuple[int, int] = (0, 1)
     only: Callable[[ModelConfig], bool] = always
     checkpoint: str | None = None
     dtype: str | None = None
@@ -319,7 +328,14 @@ class Rule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "per_expert", any("{e}" in tensor.name for tensor in self.hf))
         assert self.stage is not Stage.layer or "{l}" in self.name, f"{self.name} lives in a layer and names none"
+        assert 0 <= self.turn[0] < self.turn[1], f"{self.name}: turn {self.turn}"
         assert len({len(tensor.dims) for tensor in self.hf}) == 1, f"{self.name}: tensors of different ranks"
+
+    @property
+    def label(self) -> str:
+        """``name``, and behind it the turn of a rule that shares it: no two rules of a table have the same."""
+        which, count = self.turn
+        return self.name if count == 1 else f"{self.name}[{which}::{count}]"
 
     def applies_to(self, model: ModelConfig, layer: int | None) -> bool:
         """Whether ``layer`` of ``model`` (None: outside the layers) has this tensor."""

@@ -248,6 +248,8 @@ def divisor_limits(model: ModelConfig) -> dict[str, dict[str, int]]:
     if model.moe.shared_ffn_hidden_size:
         tp["model.moe.shared_ffn_hidden_size"] = model.moe.shared_ffn_hidden_size
     ep = {"model.moe.num_experts": model.moe.num_experts}
+    if model.linear_bias:  # each rank would add the expert's bias to the sum; Megatron refuses it too
+        return {"tp": tp, "ep": ep, "etp": {"experts with biases": 1}}
     return {"tp": tp, "ep": ep, "etp": {"model.moe.ffn_hidden_size": model.moe.ffn_hidden_size}}
 
 
@@ -291,6 +293,8 @@ def _model_violations(model: ModelConfig, parallel: ParallelConfig) -> list[Viol
                 continue
             if model.moe is None and axis != "tp":
                 problem, remedy = "the model has no experts", f"Write parallel.{axis}=1"
+            elif axis == "etp" and model.linear_bias:
+                problem, remedy = "an expert with biases cannot be cut over ranks", "Write parallel.etp=1"
             else:
                 problem, remedy = f"does not divide {key}={number}", f"Write parallel.{axis}={allowed}"
             violations.append(Violation(f"parallel.{axis}", size, problem, remedy))

@@ -44,6 +44,10 @@ LOSS_BYTES = 100  # per row: labels, masks, log-probs and what the losses comput
 # torch.compile with Megatron's silu and gate on accelerators (fusions/fused_bias_swiglu.py, 0.16.1).  The CPU, where
 # nothing is compiled, also has the sigmoid, two products and the halves before they are joined (4).
 GATE_TEMPORARIES, GATE_TEMPORARIES_UNCOMPILED = 3, 7
+# What the unfused gate of gpt-oss keeps in place of three tensors of f per row (``glu`` in Megatron's mlp.py, 0.16.1):
+# both halves with their biases, the gate clamped, its sigmoid, the product of the two, the other half shifted, the
+# product of both, and that weighed, each once or twice.  Counted, not measured.
+CLAMPED_GATE = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,7 @@ def kernels_of(model: ModelConfig, parallel: ParallelConfig, engine: EngineConfi
     """The kernels that the engine chooses: ``auto`` is Transformer Engine on an accelerator if it has all features."""
     lacks = (
         model.attention_soft_cap is not None
+        or model.attention_sinks
         or model.sandwich_norm
         or model.linear_attention is not None
         or (bool(model.sliding_layers) and parallel.cp > 1)
@@ -171,7 +176,7 @@ def _attention(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, l
         inputs += (q + k) * ((4 + e) if not kernels.fused else e)
     if model.attention_output_gate:  # the gates beside the queries, their sigmoid, and the product
         inputs += e * q + 4 * q + e * q
-    joined = kernels.one_by_one and model.attention_soft_cap is None
+    joined = kernels.one_by_one and model.attention_soft_cap is None and not model.attention_sinks
     core = 4 * heads + (e * q if joined else 0)
     return inputs + core + e * q, core, 2 * e * (q + 2 * k) + gathered
 
@@ -233,11 +238,13 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels) -> 
     if parallel.ep > 1:
         sent *= min(EXPERT_IMBALANCE, parallel.ep)
     width = moe.ffn_hidden_size / parallel.etp
-    kept = sent * e * (h + 3 * width)
+    plain = model.activation is Activation.silu
+    kept = sent * e * (h + (3 if plain else CLAMPED_GATE) * width)
     kept += (ROUTER_BYTES_PER_EXPERT * moe.num_experts + ROUTER_BYTES_PER_CHOICE * moe.top_k) / tp
     # Backward runs expert by expert (local) or over all at once (grouped); rows are sent there and back.
     at_once = 1.0 if kernels.fused else 1 / max(1, moe.num_experts // parallel.ep)
-    backward = sent * e * (2 * h + at_once * _gate_temporaries(kernels) * width)
+    temporaries = _gate_temporaries(kernels) if plain else GATE_TEMPORARIES_UNCOMPILED
+    backward = sent * e * (2 * h + at_once * temporaries * width)
     if moe.shared_ffn_hidden_size:
         shared, shared_backward = _gated(model, kernels, moe.shared_ffn_hidden_size / tp)
         kept, backward = kept + shared, max(backward, shared_backward)

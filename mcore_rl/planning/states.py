@@ -37,10 +37,11 @@ TENSOR_MULTIPLE, BUCKET_MULTIPLE = 64, 128  # elements
 # The order of the modules of a layer, which decides the places of padding between odd-sized tensors.
 ORDER = (
     "embedding.", "input_layernorm.", ".dt_bias", ".A_log", "in_proj.weight", "conv1d.", "out_norm.", "out_proj.",
-    "linear_proj.weight", "linear_proj.post_layernorm.", "linear_qkv.weight",
+    "core_attention.", "linear_proj.weight", "linear_proj.bias", "linear_proj.post_layernorm.", "linear_qkv.weight",
     "linear_qkv.bias", "linear_q_proj.", "linear_q_down_proj.", "linear_q_up_proj.", ".q_layernorm.", ".k_layernorm.",
     "linear_kv_down_proj.", "linear_kv_up_proj.", ".kv_layernorm.", "pre_mlp_layernorm.", "router.", ".gate_weight",
-    "linear_fc1.", "linear_fc2.weight", "linear_fc2.post_layernorm.", "final_layernorm.", "output_layer.",
+    "linear_fc1.", "linear_fc2.weight", "linear_fc2.bias", "linear_fc2.post_layernorm.", "final_layernorm.",
+    "output_layer.",
 )  # fmt: skip
 
 
@@ -68,6 +69,8 @@ def family_for(model: ModelConfig) -> Family:
         return FAMILIES["gemma3_text" if model.qk_norm else "gemma2"]
     if moe is not None and moe.expert_bias:
         return FAMILIES["glm4_moe"]
+    if model.attention_sinks:
+        return FAMILIES["gpt_oss"]
     if model.linear_attention is not None:
         return FAMILIES["qwen3_next"]
     if moe is not None:

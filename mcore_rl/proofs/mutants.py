@@ -108,6 +108,7 @@ def _changes(rule: Rule, rules: tuple[Rule, ...], model: ModelConfig) -> Iterato
         "layers": list(Layers),
         "dim": list(range(max(len(rule.hf[0].dims), 2))),
         "stacked": [False, True],
+        "turn": [(0, 1), (0, 2), (1, 2)],
         "dtype": [None, "float32"],
         "absent_ok": [False, True],
         "only": [always, _never],

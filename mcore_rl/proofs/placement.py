@@ -26,11 +26,12 @@ from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.rules import Rule
+from mcore_rl.families.stacks import stacked_parts, stored_shapes
 from mcore_rl.proofs.hf_model import HfShapes
 from mcore_rl.proofs.statements import Holder, Statement, stated
 from mcore_rl.proofs.tracer import NumberedCheckpoint, index, training_tensor
 from mcore_rl.weights.names import canonical
-from mcore_rl.weights.rollout_table import RolloutTable
+from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor
 from mcore_rl.weights.table import LocalTensor, Table
 
 ABSENT = "may be absent"
@@ -196,14 +197,28 @@ class RolloutWord:
         self.rules, self._table, self._checkpoint = rollout.rules, rollout, checkpoint
 
     def of(self, rank: int) -> Said:
-        """Every tensor of ``rank``."""
-        said = []
+        """Every parameter of ``rank``; one in which several rules take turns is one, if they fill it."""
+        parts: dict[str, list[RolloutTensor]] = {}
         for tensor in self._table.tensors(rank):
+            parts.setdefault(tensor.parameter, []).append(tensor)
+        said: Said = []
+        for name, tensors in parts.items():
+            wanted = [(turn, tensors[0].rule.turn[1]) for turn in range(tensors[0].rule.turn[1])]
+            alike = {(tensor.rule.dtype, self._table.parameter_shape(tensor)) for tensor in tensors}
+            whole = len(alike) == 1 and sorted(tensor.rule.turn for tensor in tensors) == wanted
+            for together in [tensors] if whole else [[tensor] for tensor in tensors]:
+                said.append((name, Stored(self._numbers(together), {"dtype": together[0].rule.dtype})))
+        return said
+
+    def _numbers(self, tensors: Sequence[RolloutTensor]) -> Int64Array:
+        """The elements of a parameter that ``tensors`` take turns in."""
+        parameter = np.full(self._table.parameter_shape(tensors[0]), NOTHING, dtype=np.int64)
+        for tensor in tensors:
             numbers = np.zeros(self._table.shape(tensor), dtype=np.int64)
             for slot, piece in self._table.pieces(tensor):
                 numbers[index(piece.local_region, slot)] = self._checkpoint.read(piece.hf, piece.hf_region)
-            said.append((tensor.name, Stored(numbers, {"dtype": tensor.rule.dtype})))
-        return said
+            parameter[(*(slice(None),) * tensor.rule.stacked, *tensor.turns)] = numbers
+        return parameter
 
     def shards(self, rule: Rule) -> list[object]:
         """The shards of ``rule``."""
@@ -343,7 +358,9 @@ def unreadable(table: Table, rollout: RolloutTable | None) -> Iterator[str]:
 
 def name_failures(table: Table, rollout: RolloutTable | None, tensors: HfShapes) -> Iterator[str]:
     """Hugging Face tensors that transformers' model has and no rule takes, or the other way round."""
-    yield from _names("training", {name: info.shape for name, info in table.hf_tensors.items()}, tensors)
+    parts = stacked_parts(table.family.stacks, table.model)
+    taken = {name: info.shape for name, info in table.hf_tensors.items()}
+    yield from _names("training", stored_shapes(taken, parts, table.model), tensors)
     absent = [name for name, info in table.hf_tensors.items() if info.absent_ok]
     yield from (f"{name}: its rule lets a checkpoint lack it, and transformers' model needs it" for name in absent)
     if rollout is None:
@@ -356,7 +373,7 @@ def name_failures(table: Table, rollout: RolloutTable | None, tensors: HfShapes)
             for tensor in rule.hf:
                 shape = tensor.shape(rollout.model)
                 held.update({tensor.name.format(l=layer, e=expert): shape for expert in experts})
-    yield from _names("rollout", held, tensors)
+    yield from _names("rollout", stored_shapes(held, parts, table.model), tensors)
 
 
 def _names(side: str, held: HfShapes, tensors: HfShapes) -> Iterator[str]:

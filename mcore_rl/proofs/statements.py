@@ -12,7 +12,7 @@ A family is one entry of ``STATEMENTS``; without one it is not proven.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,7 +29,8 @@ class Holder:
     """The rank that holds a parameter, and the checkpoint that it is of.
 
     tp, etp: its place among ``num_tp`` tensor and ``num_etp`` expert tensor ranks.  kv_heads: key/value heads of the
-    model.  tied: whether the output projection is the embedding.  linear_key_heads: of linear attention, if any.
+    model.  tied: whether the output projection is the embedding.  expert: that the parameter is of.
+    linear_key_heads: of linear attention, if any.
     """
 
     tp: int
@@ -38,6 +39,7 @@ class Holder:
     num_etp: int
     kv_heads: int
     tied: bool
+    expert: int | None = None
     linear_key_heads: int = 0
 
 
@@ -196,6 +198,24 @@ def fused_gate_up(name: str) -> StatedParameter:
     return held
 
 
+def stacked_gate_up(name: str) -> StatedParameter:
+    """``expert_gate_up`` of a stack of experts [inputs, outputs], in which gate and up take turns.
+
+    ``forward`` of GptOssExperts multiplies by them from the right; ``_apply_gate`` takes every second output.
+    """
+
+    def held(read: ReadHf, rank: Holder) -> Int64Array:
+        own = read(name)[rank.expert]
+        return np.concatenate([np.split(own[..., turn::2].T, rank.num_etp)[rank.etp] for turn in (0, 1)])
+
+    return held
+
+
+def stacked_columns(name: str) -> StatedParameter:
+    """``expert_columns`` of a stack of experts [inputs, outputs]."""
+    return lambda read, rank: np.split(read(name)[rank.expert].T, rank.num_etp, axis=1)[rank.etp]
+
+
 ENDS: dict[str, StatedParameter] = {
     "embedding.word_embeddings.weight": vocabulary("model.embed_tokens.weight"),
     "decoder.final_layernorm.weight": whole("model.norm.weight"),
@@ -343,6 +363,25 @@ STATEMENTS: dict[str, Statement] = {
     "deepseek_v3": Statement(ENDS, NORMS | LATENT_ATTENTION | MLP | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS),
     # DeepseekV2TopkRouter has no bias
     "deepseek_v2": Statement(ENDS, NORMS | LATENT_ATTENTION | MLP | EXPERTS | SHARED_EXPERTS),
+    "gpt_oss": Statement(
+        ENDS,
+        NORMS
+        | ATTENTION
+        | QKV_BIAS
+        | {
+            "self_attention.linear_proj.bias": whole("self_attn.o_proj.bias"),
+            # one more score in each head's softmax (eager_attention_forward; DotProductAttention)
+            "self_attention.core_attention.softmax_offset": rows("self_attn.sinks"),
+            "mlp.router.weight": whole("mlp.router.weight"),
+            "mlp.router.bias": whole("mlp.router.bias"),
+            "mlp.experts.local_experts.{e}.linear_fc1.weight": stacked_gate_up("mlp.experts.gate_up_proj"),
+            "mlp.experts.local_experts.{e}.linear_fc1.bias": stacked_gate_up("mlp.experts.gate_up_proj_bias"),
+            "mlp.experts.local_experts.{e}.linear_fc2.weight": stacked_columns("mlp.experts.down_proj"),
+            "mlp.experts.local_experts.{e}.linear_fc2.bias": (
+                lambda read, rank: read("mlp.experts.down_proj_bias")[rank.expert]
+            ),
+        },
+    ),
     # Glm4MoeAttention has biases and norms where the configuration says so
     "glm4_moe": Statement(ENDS, NORMS | ATTENTION | QKV_BIAS | QK_NORM | MLP | EXPERTS | ROUTER_BIAS | SHARED_EXPERTS),
 }
@@ -361,4 +400,5 @@ def stated(
     if expert is not None:
         before, _, behind = within.partition("local_experts.")
         within = f"{before}local_experts.{{e}}.{behind.partition('.')[2]}"
-    return statement.layer[within](lambda name: whole[f"model.layers.{layer}.{name.format(e=expert)}"], rank)
+    holder = replace(rank, expert=expert)
+    return statement.layer[within](lambda name: whole[f"model.layers.{layer}.{name.format(e=expert)}"], holder)

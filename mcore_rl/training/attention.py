@@ -3,7 +3,7 @@
 Takes the place of Megatron's ``DotProductAttention``, which refuses packed sequences and context parallelism
 (megatron-core 0.16.1, transformer/dot_product_attention.py:57 and :153), wherever Transformer Engine is not used.
 Deliberately not here: dropout, biases, masks other than causal, decoding with a key/value cache.  The arithmetic is in
-``attention_kernels`` and ``capped_attention``.
+``attention_kernels`` and ``block_attention``.
 
 Invariant: a token's output depends on the tokens before it in its own sequence and on nothing else; on the CPU it is
 the same bit for bit whatever is packed beside it.
@@ -22,14 +22,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from mcore_rl.training.attention_kernels import attend_one_by_one, attend_varlen, varlen_can_run
-from mcore_rl.training.capped_attention import attend_capped
+from mcore_rl.training.block_attention import attend_in_blocks
 from mcore_rl.training.sequences import PackedSequences
 
 
@@ -45,6 +46,8 @@ class PackedAttention(MegatronModule):
 
     layer_number: in the whole model, from 1; ``config.window_size`` (W - 1, 0) and ``config.window_attn_skip_freq``
     decide by it whether this layer has the sliding window.  soft_cap: ``cap * tanh(score / cap)`` before the softmax.
+    ``config.softmax_type`` of "learnable": each of this rank's query heads has a sink, in the parameter
+    ``softmax_offset``, as ``DotProductAttention`` and Transformer Engine name it.
     cp_comm_type is accepted and not used: keys and values are always gathered.
     """
 
@@ -64,7 +67,7 @@ class PackedAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         assert dropout == 0, f"attention dropout is not supported (asked for {dropout})"
         assert attention_type == "self", f"self-attention only, not {attention_type}"
-        assert config.softmax_type == "vanilla", f"softmax type {config.softmax_type} is not supported"
+        assert config.softmax_type in ("vanilla", "learnable"), f"softmax type {config.softmax_type} is not supported"
         assert not config.apply_query_key_layer_scaling, "query-key layer scaling is not supported"
         _refuse_unless_causal(attn_mask_type)
         if pg_collection is None:
@@ -79,6 +82,12 @@ class PackedAttention(MegatronModule):
             assert config.window_size[1] == 0, f"a window of {config.window_size} sees the future"
             self.window = config.window_size[0] + 1
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            # Megatron's own has no mark, and would be missing from the norm of the gradients on all ranks but one.
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -111,6 +120,13 @@ class PackedAttention(MegatronModule):
         out = self._attend(query_T, key_T, value_T, packed)
         return out.view(b, s, -1).transpose(0, 1).contiguous()
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's description of the sinks, which tensor ranks split; as ``DotProductAttention`` gives it."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
+
     def _attend(self, query_T: Tensor, key_T: Tensor, value_T: Tensor, packed: PackedSequences) -> Tensor:
         """[t, heads, head_dim] from this rank's rows of query, key and value."""
         assert query_T.shape[0] * packed.cp == sum(packed.padded_lengths), (
@@ -123,8 +139,11 @@ class PackedAttention(MegatronModule):
                 both_T, packed.gather_T, packed.scatter_T, self.cp_group
             )
             key_T, value_T = torch.split(both_T, [key_T.shape[-1], value_T.shape[-1]], dim=-1)
-        if self.soft_cap is not None:
-            return attend_capped(query_T, key_T, value_T, packed, self.softmax_scale, self.soft_cap, self.window)
+        if self.soft_cap is not None or self.softmax_offset is not None:
+            return attend_in_blocks(
+                query_T, key_T, value_T, packed, self.softmax_scale, self.soft_cap, self.window,
+                sinks=self.softmax_offset,
+            )  # fmt: skip
         attend = attend_varlen if varlen_can_run(query_T, value_T, packed, self.window) else attend_one_by_one
         return attend(query_T, key_T, value_T, packed, self.softmax_scale, self.window)
 

@@ -19,6 +19,7 @@ from mcore_rl.proofs.effective_config import (
     EffectiveConfig,
     Value,
     activation_name,
+    gate_fields,
     layer_place,
     linear_fields,
     norm_fields,
@@ -68,6 +69,9 @@ def _layer_fields(layer: Any, chunk: GPTModel) -> dict[str, Value]:
         "zero_centered_norm": config.layernorm_zero_centered_gamma,
         "activation": activation_name(config.activation_func),
     }
+    if config.activation_func_clamp_value is not None:
+        clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+        fields |= gate_fields(config.activation_func, clamp, offset)
     if isinstance(layer.self_attention, PackedGatedDeltaNet):
         fields |= linear_fields(layer.self_attention.linear.num_key_heads, layer.self_attention.num_value_heads)
     else:

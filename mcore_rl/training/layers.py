@@ -6,6 +6,7 @@ Layers of one model may differ.  ``training/model.py`` builds modules from these
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -27,6 +28,7 @@ from mcore_rl.config.engine import LayerSpec
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.training.attention import PackedAttention
+from mcore_rl.training.expert_bias import ExpertOutputLinear
 from mcore_rl.training.gated_attention import GatedSelfAttention
 from mcore_rl.training.gated_delta_net import PackedGatedDeltaNet
 from mcore_rl.training.joint_norm import JointHeadNorm
@@ -54,7 +56,8 @@ def _local_layer(model: ModelConfig, layer: int) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=output_linear)
     mlp = ModuleSpec(module=MLP, submodules=linears)
     if has_experts:
-        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+        of_experts = replace(linears, linear_fc2=ExpertOutputLinear) if model.linear_bias else linears
+        experts = ModuleSpec(module=SequentialMLP, submodules=of_experts)
         shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)  # built where the configuration gives a width
         parts = MoESubmodules(experts=experts, shared_experts=shared, router=Router)
         mlp = ModuleSpec(module=MoELayer, submodules=parts)
@@ -142,6 +145,8 @@ def transformer_engine_lacks(model: ModelConfig, parallel: ParallelConfig) -> st
     """A feature that ``model`` needs under ``parallel`` and Transformer Engine's layers lack, in words, or None."""
     if model.attention_soft_cap is not None:
         return f"its attention has no soft cap, and the model's is {model.attention_soft_cap:g}"
+    if model.attention_sinks:
+        return "its attention has no sinks for packed sequences, and the model has them"
     if model.sandwich_norm:
         return "its output linears have no norm behind them, and the model does"
     if model.linear_attention is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
@@ -30,9 +31,13 @@ from mcore_rl.training.value_head import ValueHead
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
 
 
-# Megatron fuses silu and the gate (bias_activation_fusion); its fused tanh gelu rounds other constants than PyTorch's
-# (fusions/fused_bias_geglu.py).
-_ACTIVATIONS = {Activation.silu: F.silu, Activation.gelu_tanh: partial(F.gelu, approximate="tanh")}
+# Megatron fuses silu and the gate (bias_activation_fusion); its fused tanh gelu rounds other constants than PyTorch's,
+# and its fused quick_gelu clamps before the bias is added (fusions/fused_bias_geglu.py).
+_ACTIVATIONS = {
+    Activation.silu: F.silu,
+    Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
+    Activation.quick_gelu: quick_gelu,
+}
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     Recompute.none: {},
@@ -71,7 +76,9 @@ def transformer_config(
         normalization="RMSNorm",
         activation_func=_ACTIVATIONS[model.activation],
         gated_linear_unit=True,
-        add_bias_linear=False,
+        activation_func_clamp_value=model.activation_clamp,
+        glu_linear_offset=model.glu_linear_offset,
+        add_bias_linear=model.linear_bias,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bias_activation_fusion=model.activation is Activation.silu,
@@ -126,6 +133,8 @@ def _attention(model: ModelConfig) -> dict[str, Any]:
         scale = model.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
         # kv_channels: width of a value head, the input of the output projection; ``LatentAttention`` has the rest.
         settings |= {"multi_latent_attention": True, "kv_channels": model.mla.v_head_dim, "softmax_scale": scale}
+    if model.attention_sinks:
+        settings["softmax_type"] = "learnable"
     if model.sliding_layers:
         assert model.sliding_window is not None, "model_violations lets no sliding layers without a window through"
         settings["window_size"] = (model.sliding_window - 1, 0)  # keys to the left of a query's own, and to the right

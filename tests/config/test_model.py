@@ -41,6 +41,7 @@ def linear(**changes: object) -> ModelConfig:
         models.gemma3(),
         models.olmoe(),
         models.phi3(),
+        models.gpt_oss(),
         models.qwen3_next(),
         moe(QWEN, top_k=8),
         moe(DEEPSEEK, top_k=8),
@@ -102,6 +103,11 @@ def test_a_sound_model_has_no_violation(model: ModelConfig) -> None:
         (replace(DEEPSEEK, num_query_groups=2), "model.num_query_groups", "Write 4"),
         (replace(DEEPSEEK, qkv_bias=True), "model.qkv_bias", "false"),
         (replace(DEEPSEEK, qk_norm=True), "model.qk_norm", "false"),
+        (replace(DEEPSEEK, attention_sinks=True), "model.attention_sinks", "false"),
+        (models.dense(linear_bias=True, qkv_bias=True), "model.linear_bias", "false"),
+        (models.moe(linear_bias=True), "model.linear_bias", "false"),
+        (replace(QWEN, linear_bias=True), "model.linear_bias", "false"),
+        (models.gpt_oss(activation_clamp=0.0), "model.activation_clamp", "positive number"),
     ],
 )
 def test_each_mistake_is_named_once_with_its_remedy(model: ModelConfig, key: str, remedy: str) -> None:

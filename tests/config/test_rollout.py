@@ -70,6 +70,7 @@ def test_what_vllm_runs_is_not_refused(layout: RolloutLayout) -> None:
         (models.dense(ffn_hidden_size=97), RolloutLayout(tp=2), "does not divide model.ffn_hidden_size=97"),
         (models.dense(num_attention_heads=6, num_query_groups=3), RolloutLayout(tp=2), "model.num_query_groups=3"),
         (models.olmoe(), RolloutLayout(tp=4), "norms the keys at once"),
+        (models.gpt_oss(), RolloutLayout(tp=4), "shares no key of a model with sinks. Write a rollout.tp of 2 or less"),
         (
             models.qwen3_next(num_attention_heads=8),
             RolloutLayout(tp=8),

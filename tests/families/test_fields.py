@@ -29,9 +29,12 @@ IGNORED_BY_FAMILY = {
     "deepseek_v3": {"num_nextn_predict_layers"},
     "deepseek_v2": set(),
     "glm4_moe": {"num_nextn_predict_layers"},
+    "gpt_oss": set(),
 }
 # What other families refuse.
 IMPLEMENTED = {"glm4_moe": {"attention_bias", "use_qk_norm"}}
+# What other families refuse and this one always has.
+DEMANDED = {"gpt_oss": {"attention_bias"}}
 
 
 def refused(config: dict[str, Any]) -> dict[str, Violation]:
@@ -134,6 +137,8 @@ def test_what_is_not_implemented_is_refused_by_name_if_anybody_reads_it(name: st
     config = {**TINY[name], field: value}
     if field in IMPLEMENTED.get(name, ()):
         assert model_of(config) != model_of({**TINY[name], field: False})
+    elif field in DEMANDED.get(name, ()):
+        assert list(refused({**TINY[name], field: False})) == [field] and not refused(config)
     elif name in NOT_READ.get(field, ()):
         assert not refused(config) and field in unread_fields(config)
     elif field != "layer_types" or name not in WITH_WINDOWS:
@@ -216,6 +221,13 @@ def test_what_tools_add_when_they_save_a_copy_changes_nothing(name: str) -> None
         ("glm4_moe", "tie_word_embeddings", True),
         ("glm4_moe", "partial_rotary_factor", 0.3),  # 9 of 32
         ("glm4_moe", "partial_rotary_factor", 1.5),
+        ("gpt_oss", "swiglu_alpha", 1.0),
+        ("gpt_oss", "swiglu_limit", 6.0),
+        ("gpt_oss", "rms_norm_eps", 1e-6),
+        ("gpt_oss", "tie_word_embeddings", True),
+        ("gpt_oss", "sliding_window", None),
+        ("gpt_oss", "layer_types", ["full_attention", "sliding_attention"] * 2),
+        ("gpt_oss", "layer_types", ["sliding_attention"] * 4),
     ],
 )
 def test_what_a_family_does_not_have_is_refused_by_name(name: str, field: str, value: object) -> None:
@@ -325,6 +337,25 @@ def test_quantised_weights_are_refused_but_for_deepseeks_blocks(method: str) -> 
     assert list(refusals) == ([] if method == "fp8" else ["quantization_config"])
     wide = {**FACTS["deepseek-ai/DeepSeek-V3"]["quantization_config"], "weight_block_size": [64, 64]}
     assert list(refused({**TINY["deepseek_v3"], "quantization_config": wide})) == ["quantization_config"]
+
+
+def test_mxfp4_is_of_gpt_oss_alone() -> None:
+    quantised = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    assert model_of({**TINY["gpt_oss"], **quantised}) == model_of(TINY["gpt_oss"])
+    assert list(refused({**TINY["mixtral"], **quantised})) == ["quantization_config"]
+    assert list(refused({**TINY["gpt_oss"], "quantization_config": {"quant_method": "mxfp8"}})) == [
+        "quantization_config"
+    ]
+
+
+def test_gpt_oss_has_yarn_as_vllm_reads_it() -> None:
+    def rope(**changes: object) -> dict[str, Any]:
+        return {**TINY["gpt_oss"], "rope_scaling": {**TINY["gpt_oss"]["rope_scaling"], **changes}}
+
+    for field, value in (("rope_type", "linear"), ("attention_factor", 1.2), ("beta_fast", None), ("mscale", 1.0)):
+        assert list(refused(rope(**{field: value}))) == [f"rope_scaling.{field}"], field
+    _, default = model_of({name: value for name, value in TINY["gpt_oss"].items() if name != "rope_scaling"})
+    assert (default.rope.factor, default.rope.truncate, default.rope.beta_fast) == (32.0, False, 32.0)
 
 
 @pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLM", ["LlamaModel"], ["A", "B"], [["A"]]])

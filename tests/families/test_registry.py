@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from mcore_rl.checkpoints.stacked import stored_tensors
 from mcore_rl.config.model import Activation, ModelConfig, RopeType
 from mcore_rl.errors import ConfigError
 from mcore_rl.families.registry import FAMILIES, model_of
@@ -59,6 +60,8 @@ PUBLISHED_PARAMETERS = {
     "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
     "moonshotai/Moonlight-16B-A3B": 15_960_110_208,
     "moonshotai/Kimi-K2-Instruct": 1_026_408_232_448,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
     "zai-org/GLM-4.5": 352_797_829_024,
     "zai-org/GLM-4.5-Air": 106_852_251_264,
 }
@@ -68,7 +71,7 @@ ACTIVATIONS = {Activation.silu: "SiLUActivation", Activation.gelu_tanh: "GELUTan
 
 
 def shapes(facts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: info.shape for name, info in Table(*model_of(facts)).hf_tensors.items()}
+    return {name: info.shape for name, info in stored_tensors(Table(*model_of(facts))).items()}
 
 
 def test_every_checkpoint_has_a_published_count() -> None:
@@ -150,13 +153,19 @@ def assert_same_numbers(model: ModelConfig, reference: Any, config: Any) -> None
         if model.is_linear(layer):
             assert_same_linear_attention(model, block.linear_attn)
         else:
-            window = model.sliding_window if layer in model.sliding_layers else None
-            assert block.self_attn.scaling == pytest.approx(scale, rel=1e-15)
-            assert getattr(block.self_attn, "sliding_window", whole_model) == window
+            window, attention = model.sliding_window if layer in model.sliding_layers else None, block.self_attn
+            assert attention.scaling == pytest.approx(scale, rel=1e-15)
+            assert getattr(attention, "sliding_window", whole_model) == window
+            assert (attention.o_proj.bias is not None) == model.linear_bias
+            assert hasattr(attention, "sinks") == model.attention_sinks
         assert hasattr(block.mlp, "experts") == model.has_experts(layer)
         mlp = block.mlp.experts if model.has_experts(layer) else block.mlp
-        gate = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
-        assert type(gate).__name__ == ACTIVATIONS[model.activation]
+        if model.activation is Activation.quick_gelu:  # written into the experts, with Megatron's alpha
+            assert (mlp.alpha, mlp.limit) == (1.702, model.activation_clamp)
+        else:
+            gate = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
+            assert type(gate).__name__ == ACTIVATIONS[model.activation]
+            assert model.activation_clamp is None and not model.glu_linear_offset
         norm = block.input_layernorm
         assert (norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps) == model.norm_epsilon
 

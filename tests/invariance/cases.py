@@ -95,6 +95,7 @@ MODELS: dict[str, ModelConfig] = {
     "olmoe": models.olmoe(),
     "qwen3_next": models.qwen3_next(),
     "phi3": models.phi3(),
+    "gpt_oss": models.gpt_oss(),
     # Sixty-four tokens of pre-training: the ramps of llama3 and yarn then lie within the 8 frequencies of a head.
     "rope_linear": models.with_rope(RopeConfig(type=RopeType.linear, factor=3.0)),
     "rope_llama3": models.with_rope(RopeConfig(type=RopeType.llama3, factor=8.0, original_max_position_embeddings=64)),
@@ -254,11 +255,18 @@ def _overlap_cases() -> list[Case]:
 
 
 def _feature_cases() -> list[Case]:
-    """What one family alone has: norms over all heads, rotations of a part of a head, two rotary bases."""
+    """What one family alone has: norms over all heads, rotations of a part of a head, two rotary bases, sinks."""
     layouts = dict.fromkeys(("phi3", "gemma3"), ("tp=2", "cp=2", "pp=2")) | {"olmoe": ("tp=2,etp=1", "ep=2", "cp=2")}
-    return [
+    cases = [
         Case(problem=Problem(model=name), layout=layout, world_size=2) for name in layouts for layout in layouts[name]
     ]
+    sinks = Case(problem=Problem(model="gpt_oss"))
+    for layout, world_size in (("tp=2,etp=1", 2), ("ep=2", 2), ("cp=2", 2), ("tp=2,pp=2,ep=2,etp=1", 4)):
+        cases.append(replace(sinks, layout=layout, world_size=world_size))
+    # Beyond the key/value heads, and with the attention alone recomputed, of which the sinks are a part.
+    cases.append(replace(sinks, layout="tp=4,ep=2", world_size=4, recompute=Recompute.selective))
+    cases.append(replace(sinks, microbatch_tokens=None, microbatch_sequences=3, recompute=Recompute.full))
+    return cases
 
 
 def all_cases() -> list[Case]:

@@ -152,6 +152,7 @@ def test_logits_are_cut_over_tensor_ranks_and_a_critic_has_none() -> None:
         ({}, {"precision": Precision.float32}, "", True, False),
         ({"attention_soft_cap": 50.0}, {}, "", True, False),
         ({"sandwich_norm": True}, {}, "", True, False),
+        ({"attention_sinks": True}, {}, "", True, False),
         ({"sliding_window": 8, "sliding_layers": [0]}, {}, "cp=2", True, False),
         ({"sliding_window": 8, "sliding_layers": [0]}, {}, "", True, True),
     ],

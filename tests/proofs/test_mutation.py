@@ -49,8 +49,8 @@ def test_every_way_to_be_wrong_is_tried() -> None:
     made = list(mutants(case.family, "weights", [case.model]))
     parts = Counter(mutant.part for mutant in made)
     assert parts.keys() == {
-        "deleted", "doubled", "hf", "layout", "axis", "stage", "layers", "dim", "stacked", "dtype", "absent_ok", "only",
-        "checkpoint", "exchanged", UNJUDGED,
+        "deleted", "doubled", "hf", "layout", "axis", "stage", "layers", "dim", "stacked", "turn", "dtype", "absent_ok",
+        "only", "checkpoint", "exchanged", UNJUDGED,
     }  # fmt: skip
     told = {str(mutant) for mutant in made}
     qkv, fc1 = "decoder.layers.{l}.self_attention.linear_qkv.weight", "decoder.layers.{l}.mlp.linear_fc1.weight"

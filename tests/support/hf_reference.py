@@ -17,6 +17,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -44,6 +45,7 @@ from transformers import (
 from mcore_rl.config.model import Activation, ModelConfig, RopeType, RouterScore
 from tests.support import models
 from tests.support.full_weights import Weights
+from tests.support.hf_gpt_oss import gpt_oss_config, gpt_oss_experts
 
 
 def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
@@ -79,6 +81,10 @@ def build(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0)
                 parameter.copy_((0.02 + 0.5 * torch.rand_like(parameter)).log())
             if name.endswith("bias"):
                 parameter.copy_(0.2 * torch.randn_like(parameter))
+            if name.endswith("sinks"):  # about as large as scores
+                parameter.copy_(torch.randn_like(parameter))
+            if name.endswith("gate_up_proj") and model.activation_clamp is not None:
+                parameter.mul_(5.0)  # some beyond the clamp
         for name, buffer in reference.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn_like(buffer))
@@ -93,6 +99,8 @@ def _described(model: ModelConfig, shared: dict[str, object]) -> tuple[type[PreT
         return DeepseekV3ForCausalLM, _deepseek_v3(model, shared)
     if model.moe is not None and model.moe.expert_bias:
         return Glm4MoeForCausalLM, _glm4_moe(model, shared)
+    if model.attention_sinks:
+        return GptOssForCausalLM, gpt_oss_config(model, shared)
     if model.linear_attention is not None:
         return Qwen3NextForCausalLM, _qwen3_next(model, shared)
     if model.moe is not None and model.moe.shared_gate:
@@ -337,6 +345,10 @@ def _attention(value: Callable[[str], Tensor], model: ModelConfig, ours: str, th
     full, attention = {}, theirs + "self_attn."
     full[ours + "self_attention.linear_qkv.layer_norm_weight"] = value(theirs + "input_layernorm.weight")
     full[ours + "self_attention.linear_proj.weight"] = value(attention + "o_proj.weight")
+    if model.linear_bias:
+        full[ours + "self_attention.linear_proj.bias"] = value(attention + "o_proj.bias")
+    if model.attention_sinks:
+        full[ours + "self_attention.core_attention.softmax_offset"] = value(attention + "sinks")
     for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
         if model.rope.type is RopeType.longrope:  # Phi-3 fuses its projections
             key = model.num_query_groups * model.head_dim
@@ -408,6 +420,8 @@ def _gated_mlp(value: Callable[[str], Tensor], ours: str, theirs: str) -> Weight
 
 def _experts(value: Callable[[str], Tensor], model: ModelConfig, ours: str, theirs: str) -> Weights:
     assert model.moe is not None
+    if model.linear_bias:
+        return gpt_oss_experts(value, ours, theirs)
     full = {
         ours + "router.weight": value(theirs + "gate.weight"),
         ours + "experts.experts.linear_fc1.weight": value(theirs + "experts.gate_up_proj"),

@@ -170,6 +170,27 @@ def glm4_moe(**changes: object) -> ModelConfig:
     return dense(**({"moe": experts, "qkv_bias": True, "qk_norm": True, "rotary_percent": 0.5} | changes))
 
 
+def gpt_oss(**changes: object) -> ModelConfig:
+    """gpt-oss-style: sinks, biases everywhere, windows in turns, yarn without rounding, a clamped and shifted gate."""
+    settings = dict(
+        moe=MoeConfig(num_experts=8, top_k=3, ffn_hidden_size=64),
+        ffn_hidden_size=64,
+        qkv_bias=True,
+        linear_bias=True,
+        attention_sinks=True,
+        activation=Activation.quick_gelu,
+        activation_clamp=7.0,
+        glu_linear_offset=1.0,
+        sliding_window=6,
+        sliding_layers=[0, 2],
+        rope=RopeConfig(
+            type=RopeType.yarn, factor=4.0, original_max_position_embeddings=32, truncate=False,
+            attention_factor=1 + 0.1 * math.log(4.0),
+        ),
+    )  # fmt: skip
+    return dense(**(settings | changes))
+
+
 # In the terms of a DeepSeek checkpoint.
 DEEPSEEK_MSCALE = {"mscale": 0.7, "mscale_all_dim": 1.3}
 

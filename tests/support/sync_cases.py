@@ -34,6 +34,7 @@ MODELS: dict[str, ModelConfig] = {
     # Its experts are of an odd width on each of two ranks, and of no whole 16 bytes on one.
     "qwen3_moe": models.moe(norm_topk_prob=False, qk_norm=True, ffn_hidden_size=34, **SIZES),
     "glm4_moe": models.glm4_moe(**SIZES),
+    "gpt_oss": models.gpt_oss(**SIZES),
     # Heads that vLLM's attention on the CPU knows, and channels and taps that its convolution packs.
     "qwen3_next": models.qwen3_next(
         linear_attention=LinearAttentionConfig(

@@ -128,7 +128,8 @@ def test_transformer_engine_is_asked_for_where_it_cannot_be_had(monkeypatch: pyt
     assert resolve(wanted, bf16, gpu, models.windowed()) == (wanted, [])
     no_cap = models.gemma2(attention_soft_cap=None)
     for model, layout, what in (
-        (models.gemma2(), "", "soft cap"), (no_cap, "", "norm behind"), (models.windowed(), "cp=2", "sliding window")
+        (models.gemma2(), "", "soft cap"), (no_cap, "", "norm behind"), (models.windowed(), "cp=2", "sliding window"),
+        (models.gpt_oss(), "", "no sinks"),
     ):  # fmt: skip
         assert resolve(auto, bf16, gpu, model, layout) == (local, [])
         (violation,) = resolve(wanted, bf16, gpu, model, layout)[1]

@@ -45,6 +45,17 @@ def engine_violations(model: ModelConfig, config: ServingConfig, platform: Platf
         violations.append(
             Violation("rollout.ep", config.ep, problem, "Write rollout.ep=1: each is cut over the tp ranks")
         )
+    moe = model.moe
+    if (  # of other gates it pads experts (experts/cpu_moe.py, _padded_intermediate_size)
+        model.activation_clamp is not None
+        and moe is not None
+        and not platform.is_accelerator
+        and moe.ffn_hidden_size // config.tp % 32
+    ):
+        problem = f"cuts experts of width {moe.ffn_hidden_size}, and vLLM's CPU kernel takes whole 32s of this gate"
+        violations.append(
+            Violation("rollout.tp", config.tp, problem, "Write a rollout.tp that leaves a multiple of 32")
+        )
     if model.linear_attention is not None and not platform.is_accelerator:
         violations += _cpu_delta_rule_violations(model.linear_attention, config)
     return violations

@@ -17,6 +17,7 @@ from vllm._custom_ops import causal_conv1d_weight_pack, cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 DIGIT = 256
+PACKED = ("w13_weight", "w2_weight")
 CONVOLUTION = "convolution"
 
 
