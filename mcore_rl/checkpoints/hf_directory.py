@@ -99,7 +99,7 @@ class HfCheckpoint(OpenFiles):
         limit = WINDOW_BYTES // info.dtype.itemsize
         for window in windows(TensorSlice.whole(info.shape), row_major_strides(info.shape), limit):
             part = torch.empty(window.shape, dtype=info.dtype)
-            self._read(info, window, part)
+            self.read_into(info.name, window, part)
             yield part
 
     def _read(self, info: TensorInfo, region: TensorSlice, out: Tensor) -> None:

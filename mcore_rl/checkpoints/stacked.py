@@ -61,14 +61,14 @@ class UnstackedCheckpoint(HfCheckpoint):
 
     def __init__(self, files: HfCheckpoint, table: Table) -> None:
         self.files = files
-        self._parts = {}
+        self._stacked: dict[str, StackedPart] = {}
         for name, part in parts_of(table).items():
             info = files.tensors.get(part.stored)
             if info is not None and info.shape == part.stack.shape(table.model):
-                self._parts[name] = part
-        stacks = {part.stored for part in self._parts.values()}
+                self._stacked[name] = part
+        stacks = {part.stored for part in self._stacked.values()}
         others = {name: info for name, info in files.tensors.items() if name not in stacks}
-        within = {name: self._info(name, table.hf_tensors[name]) for name in self._parts}
+        within = {name: self._info(name, table.hf_tensors[name]) for name in self._stacked}
         super().__init__(files.directory, others | within)
 
     @property
@@ -77,7 +77,7 @@ class UnstackedCheckpoint(HfCheckpoint):
         return self.files.stored
 
     def _info(self, name: str, wanted: HfInfo) -> TensorInfo:
-        part = self._parts[name]
+        part = self._stacked[name]
         stack = self.files.tensors[part.stored]
         size = stack.num_bytes // stack.shape[0]
         begin = stack.begin + part.expert * size
@@ -85,7 +85,7 @@ class UnstackedCheckpoint(HfCheckpoint):
 
     def read_into(self, name: str, region: TensorSlice, out: Tensor) -> None:
         """As ``HfCheckpoint.read_into``; a part of a slab at a time, of at most ``WINDOW_BYTES``."""
-        part = self._parts.get(name)
+        part = self._stacked.get(name)
         if part is None:
             self.files.read_into(name, region, out)
             return

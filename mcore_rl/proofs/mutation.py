@@ -183,7 +183,7 @@ def cases(config: Mapping[str, Any], megatron: Megatron | None, vllm: Vllm | Non
     made, experts = [], has_experts(config)
     for variant in variants(config):
         if megatron is not None:
-            layouts = [*TRAINING, *(TRAINING_EXPERTS if experts else ())]
+            layouts = (*TRAINING, *(TRAINING_EXPERTS if experts else ()))
             made += [training_case(variant, layout, megatron) for layout in layouts if _fits(variant, layout)]
         if vllm is not None:
             layouts = (*ROLLOUT, *(ROLLOUT_EXPERTS if experts else ()))

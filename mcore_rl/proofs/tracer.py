@@ -141,8 +141,8 @@ class NumberedCheckpoint:
         if name in self._parts and name not in self.shapes:
             part = self._parts[name]
             slab = self.shapes[part.stored][1:]
-            numbers = self.read(part.stored, TensorSlice((part.expert, *(0,) * len(slab)), (1, *slab)))[0]
-            whole: Int64Array = part.within(numbers)
+            of_expert = self.read(part.stored, TensorSlice((part.expert, *(0,) * len(slab)), (1, *slab)))[0]
+            whole: Int64Array = part.within(of_expert)
             return whole if region is None else whole[index(region)]
         shape, start = self.shapes[name], self._starts[name]
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]

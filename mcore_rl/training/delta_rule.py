@@ -94,7 +94,9 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Ten
     """
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     longest_first = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    rows, counts, places = [], [], torch.empty(sum(lengths), dtype=torch.int64)
+    rows: list[Tensor] = []
+    counts: list[int] = []
+    places = torch.empty(sum(lengths), dtype=torch.int64)
     for turn in range(-(-max(lengths) // CHUNK)):
         going_on = [number for number in longest_first if lengths[number] > turn * CHUNK]
         counts.append(len(going_on))
