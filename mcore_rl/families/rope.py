@@ -179,12 +179,15 @@ def _latent_yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
 
 def _gpt_oss_yarn(inner: Fields, longest: int) -> tuple[RopeConfig, float]:
     """What vLLM passes on: ``factor``, the length, the bounds and ``truncate``; it computes the attention factor."""
-    for name in ("attention_factor", "mscale", "mscale_all_dim"):
-        inner.demand(name, None, because="changes the factor on cosine and sine, which vLLM 0.32 does not read here")
     for name in ("original_max_position_embeddings", "beta_fast", "beta_slow"):
         if inner.values.get(name) is None:
             inner.refuse(name, "is missing, and vLLM 0.32 needs it", "Write the number of the checkpoint")
-    return read_yarn(inner, longest)
+    rope, scale = read_yarn(inner, longest)
+    because = "changes the factor on cosine and sine, which vLLM 0.32 does not read here"
+    inner.demand("attention_factor", None, _mscale(rope.factor, 1.0), because=because)
+    for name in ("mscale", "mscale_all_dim"):
+        inner.demand(name, None, because=because)
+    return rope, scale
 
 
 _KINDS: dict[str, Reader] = {
