@@ -63,8 +63,10 @@ class Observed:
         with suppress(psutil.Error):
             for process in top.children(recursive=True):
                 with suppress(psutil.Error, OSError):
+                    command = process.cmdline()
                     environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-                    self.environments[f"{process.pid} {' '.join(process.cmdline())}"] = environment
+                    if command and command == process.cmdline():  # else it is becoming another program
+                        self.environments[f"{process.pid} {' '.join(command)}"] = environment
                     self.listening |= set(listening_ports.of(process))
         if can_have_one():
             with suppress(OSError):
