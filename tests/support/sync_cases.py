@@ -38,7 +38,7 @@ MODELS: dict[str, ModelConfig] = {
     # Heads that vLLM's attention on the CPU knows, and channels and taps that its convolution packs.
     "qwen3_next": models.qwen3_next(
         linear_attention=LinearAttentionConfig(
-            layers=[0, 1, 3], num_key_heads=4, num_value_heads=8, key_head_dim=16, value_head_dim=16, conv_kernel_dim=4
+            layers=[0, 1, 3], num_key_heads=2, num_value_heads=4, key_head_dim=32, value_head_dim=32, conv_kernel_dim=4
         ),
         **SIZES,
     ),

