@@ -102,6 +102,15 @@ QUERY_KEY_VALUE = (
     hf(HF_ATTENTION + "k_proj.weight", "key", "hidden"),
     hf(HF_ATTENTION + "v_proj.weight", "key", "hidden"),
 )
+# The rows of Megatron's ``in_proj`` as its checkpoints have them; the first three are those of ``conv1d``, too.
+STORED = (
+    ("query", "delta_key"),
+    ("key", "delta_key"),
+    ("value", "delta_value"),
+    ("z", "delta_value"),
+    ("beta", "delta_heads"),
+    ("alpha", "delta_heads"),
+)
 QKVZ = hf(HF_LINEAR + "in_proj_qkvz.weight", "delta_qkvz", "hidden")
 BA = hf(HF_LINEAR + "in_proj_ba.weight", "delta_ba", "hidden")
 CONVOLUTION = Sections(split, ("delta_key", "delta_key", "delta_value"))
@@ -121,7 +130,6 @@ def _linear(projections: tuple[Rule, ...], prefix: str, norm: str, a_log_dtype: 
     return _only_in(
         Layers.linear,
         *projections,
-        Rule(prefix + "conv1d.weight", (CONV1D,), CONVOLUTION, axis=Axis.tensor),
         cut("dt_bias", DT_BIAS),
         replace(cut("A_log", A_LOG), dtype=a_log_dtype),
         Rule(prefix + norm, (NORM,)),
@@ -141,7 +149,10 @@ WEIGHTS = (
         *QK_NORM,
     ),
     *_linear(
-        (Rule(ATTENTION + "in_proj.weight", (QKVZ, BA), delta_projections, axis=Axis.tensor),),
+        (
+            Rule(ATTENTION + "in_proj.weight", (QKVZ, BA), delta_projections, axis=Axis.tensor, stored_parts=STORED),
+            Rule(ATTENTION + "conv1d.weight", (CONV1D,), CONVOLUTION, axis=Axis.tensor, stored_parts=STORED[:3]),
+        ),
         ATTENTION,
         "out_norm.weight",
     ),
@@ -160,7 +171,10 @@ ROLLOUT = (
         *rollout.QK_NORM,
     ),
     *_linear(
-        tuple(Rule(tensor.name, (tensor,), split, axis=Axis.tensor) for tensor in (QKVZ, BA)),
+        (
+            *(Rule(tensor.name, (tensor,), split, axis=Axis.tensor) for tensor in (QKVZ, BA)),
+            Rule(HF_LINEAR + "conv1d.weight", (CONV1D,), CONVOLUTION, axis=Axis.tensor),
+        ),
         HF_LINEAR,
         "norm.weight",
         a_log_dtype="float32",

@@ -12,8 +12,9 @@ Invariant: over the shards of one rule, every element of its Hugging Face tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import cached_property
 
 from mcore_rl.config.model import LinearAttentionConfig, MlaConfig, ModelConfig, MoeConfig
 
@@ -212,7 +213,12 @@ def _evenly(ranges: Sequence[Range], num_shards: int, index: int) -> ShardRanges
     """Part ``index`` of ``ranges`` one after another, cut wherever equal parts end."""
     rows = sum(each.end - each.begin for each in ranges)
     assert rows % num_shards == 0, f"{rows} rows of queries, keys and values over {num_shards} shards"
-    begin, end, row, held = index * rows // num_shards, (index + 1) * rows // num_shards, 0, []
+    return _between(ranges, index * rows // num_shards, (index + 1) * rows // num_shards)
+
+
+def _between(ranges: Sequence[Range], begin: int, end: int) -> ShardRanges:
+    """Rows ``begin`` to ``end`` (exclusive) of ``ranges`` one after another."""
+    row, held = 0, []
     for each in ranges:
         first, last = max(begin, row), min(end, row + each.end - each.begin)
         start = each.begin - row
@@ -273,6 +279,23 @@ class Sections:
         return ShardRanges.of(moved, shard.size)
 
 
+@dataclass(frozen=True)
+class StoredPart:
+    """Part ``number`` of the tensors of ``layout``, of the sizes ``parts`` (keys of ``SIZES``) over all shards."""
+
+    layout: ShardLayout
+    parts: tuple[str, ...]
+    number: int
+
+    def __call__(self, model: ModelConfig, sizes: Sizes, num_shards: int, index: int) -> ShardRanges:
+        """As a ``ShardLayout``."""
+        shard = self.layout(model, sizes, num_shards, index)
+        widths = [SIZES[part](model) // num_shards for part in self.parts]
+        assert sum(widths) == shard.size, f"parts of {widths} rows in a shard of {shard.size}"
+        begin = sum(widths[: self.number])
+        return _between(shard.ranges, begin, begin + widths[self.number])
+
+
 def padded_vocab(multiple: int) -> ShardLayout:
     """Rows of the vocabulary, padded with zeros to a multiple of ``multiple`` and of the shards, cut evenly."""
 
@@ -306,6 +329,8 @@ class Rule:
     turn: (which, of how many): rules of one name take turns along ``dim`` of one local tensor, element by element.
     only: the models of the family that have it.
     checkpoint: its key in a Megatron checkpoint; None: ``name``.
+    stored_parts: (name, key of ``SIZES``) of the parts along dimension 0 that a Megatron checkpoint has as tensors of
+    their own, under the key, a dot and the name; none: it is stored whole.
     dtype: torch's name of a fixed dtype; None: the model's.
     absent_ok: the checkpoint may lack it, and the local tensor then keeps its initial value.
     """
@@ -321,6 +346,7 @@ class Rule:
     turn: tuple[int, int] = (0, 1)
     only: Callable[[ModelConfig], bool] = always
     checkpoint: str | None = None
+    stored_parts: tuple[tuple[str, str], ...] = ()
     dtype: str | None = None
     absent_ok: bool = False
     per_expert: bool = field(init=False)
@@ -330,12 +356,22 @@ class Rule:
         assert self.stage is not Stage.layer or "{l}" in self.name, f"{self.name} lives in a layer and names none"
         assert 0 <= self.turn[0] < self.turn[1], f"{self.name}: turn {self.turn}"
         assert len({len(tensor.dims) for tensor in self.hf}) == 1, f"{self.name}: tensors of different ranks"
+        assert not self.stored_parts or (self.dim == 0 and self.checkpoint is None), f"{self.name}: parts of its rows"
 
     @property
     def label(self) -> str:
         """``name``, and behind it the turn of a rule that shares it: no two rules of a table have the same."""
         which, count = self.turn
         return self.name if count == 1 else f"{self.name}[{which}::{count}]"
+
+    @cached_property
+    def stored(self) -> tuple[Rule, ...]:
+        """The rules of the tensors that a Megatron checkpoint has for this one."""
+        sizes = tuple(size for _, size in self.stored_parts)
+        return tuple(
+            replace(self, name=f"{self.name}.{name}", layout=StoredPart(self.layout, sizes, number), stored_parts=())
+            for number, (name, _) in enumerate(self.stored_parts)
+        ) or (self,)
 
     def applies_to(self, model: ModelConfig, layer: int | None) -> bool:
         """Whether ``layer`` of ``model`` (None: outside the layers) has this tensor."""

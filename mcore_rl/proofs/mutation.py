@@ -51,6 +51,7 @@ from mcore_rl.proofs.tracer import EXPERTS, NumberedCheckpoint, numbered, reduce
 from mcore_rl.weights.rollout_table import RolloutTable
 from mcore_rl.weights.table import Table
 
+NOT_STORED = "only training rules are in Megatron's checkpoints"
 TRAINING = ("tp=2,pp=2,vpp=2", "tp=2", "pp=2")
 TRAINING_EXPERTS = ("tp=2,pp=2,ep=2,etp=1", "tp=2,pp=2,ep=2,etp=2")
 ROLLOUT = ("tp=4",)
@@ -318,7 +319,8 @@ def why_unchanged(mutant: Mutant, rule: Rule, models: Sequence[ModelConfig]) -> 
         else None,
         "stage": None if training else "a rollout rank has every stage; the stage orders what is sent",
         "stacked": "only rollout rules say whether experts are stacked" if training else None,
-        "checkpoint": None if training else "only training rules are in Megatron's checkpoints",
+        "checkpoint": None if training else NOT_STORED,
+        "stored_parts": None if training else NOT_STORED,
         "absent_ok": None if training else "only training rules are read from a checkpoint",
         "only": "every model of the family has the rule" if rule.only in (tied, untied) else None,
     }  # fmt: skip

@@ -56,20 +56,20 @@ ParameterPlacement = Mapping[str, Stored]  # of one rank, by the names of its pa
 class MegatronTensor:
     """What Megatron says of a parameter or persistent buffer.
 
-    dtype: torch's name, where it is not the model's.  layer, expert: in the whole model; None: in none.  stored: its
-    key in a Megatron checkpoint.
+    dtype: torch's name, where it is not the model's.  layer, expert: in the whole model; None: in none.  stored: (key,
+    rows of this rank) of each tensor that a Megatron checkpoint has for it, in the order of its rows.
     """
 
     shape: tuple[int, ...]
     dtype: str | None
     layer: int | None
     expert: int | None
-    stored: str
+    stored: tuple[tuple[str, int], ...]
 
     @property
     def facts(self) -> dict[str, object]:
         """As ``Stored.facts``.  Every parameter of a language model is in its checkpoint."""
-        return {"layer": self.layer, "expert": self.expert, "dtype": self.dtype, "stored key": self.stored,
+        return {"layer": self.layer, "expert": self.expert, "dtype": self.dtype, "stored as": self.stored,
                 ABSENT: False}  # fmt: skip
 
 
@@ -128,9 +128,8 @@ class TrainingOracle:
 
     def _stated(self, rank: int, modules: MegatronRank) -> dict[str, Stored]:
         tied, placement = "lm_head.weight" not in self._whole, {}
-        holder = Holder(
-            modules.tp, modules.num_tp, modules.etp, modules.num_etp, self._kv_heads, tied, self._linear_key_heads
-        )
+        ranks = (modules.tp, modules.num_tp, modules.etp, modules.num_etp)
+        holder = Holder(*ranks, self._kv_heads, tied, linear_key_heads=self._linear_key_heads)
         for chunk, tensors in enumerate(modules.chunks):
             for key, tensor in tensors.items():
                 try:
@@ -154,10 +153,12 @@ def _name(chunk: int, name: str) -> str:
 Said = list[tuple[str, Stored]]  # (name, word) of every tensor of a rank; a name stands twice where two rules make it
 
 
-def facts_of(local: LocalTensor) -> dict[str, object]:
-    """What a training table says of ``local``, as ``MegatronTensor.facts``."""
+def facts_of(table: Table, local: LocalTensor) -> dict[str, object]:
+    """What the training table ``table`` says of ``local``, as ``MegatronTensor.facts``."""
+    parts = [replace(local, rule=rule) for rule in local.rule.stored]
+    stored = tuple((stored_key(part)[0], table.shape(part)[0]) for part in parts)
     return {"layer": local.layer, "expert": local.expert, "dtype": local.rule.dtype,
-            "stored key": stored_key(local)[0], ABSENT: local.rule.absent_ok}  # fmt: skip
+            "stored as": stored, ABSENT: local.rule.absent_ok}  # fmt: skip
 
 
 class TrainingWord:
@@ -172,7 +173,7 @@ class TrainingWord:
         """Every tensor of ``rank``."""
         said = []
         for local in self._table.tensors(rank):
-            said.append((_name(local.chunk, local.name), Stored(self._of(local), facts_of(local))))
+            said.append((_name(local.chunk, local.name), Stored(self._of(local), facts_of(self._table, local))))
         return said
 
     def shards(self, rule: Rule) -> list[object]:
@@ -233,14 +234,14 @@ Word = TrainingWord | RolloutWord
 
 
 def module_failures(table: Table, rank: int, modules: MegatronRank) -> Iterator[str]:
-    """Parameters of which the table and Megatron's modules name another layer, expert, dtype or stored key."""
+    """Parameters of which the table and Megatron's modules name another layer, expert, dtype or stored tensors."""
     locals_ = {(local.chunk, local.name): local for local in table.tensors(rank)}
     for chunk, tensors in enumerate(modules.chunks):
         for key, tensor in tensors.items():
             local = locals_.get((chunk, canonical(key) or key))
             if local is None:
                 continue  # ``bind`` names it
-            said = facts_of(local)
+            said = facts_of(table, local)
             for what, value in tensor.facts.items():
                 if said[what] != value and what != ABSENT:  # ``name_failures`` names that
                     yield f"rank {rank}: {key}: {what} is {said[what]} by its rule, and {value} by Megatron"

@@ -50,7 +50,7 @@ def test_every_way_to_be_wrong_is_tried() -> None:
     parts = Counter(mutant.part for mutant in made)
     assert parts.keys() == {
         "deleted", "doubled", "hf", "layout", "axis", "stage", "layers", "dim", "stacked", "turn", "dtype", "absent_ok",
-        "only", "checkpoint", "exchanged", UNJUDGED,
+        "only", "checkpoint", "stored_parts", "exchanged", UNJUDGED,
     }  # fmt: skip
     told = {str(mutant) for mutant in made}
     qkv, fc1 = "decoder.layers.{l}.self_attention.linear_qkv.weight", "decoder.layers.{l}.mlp.linear_fc1.weight"
