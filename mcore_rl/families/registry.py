@@ -11,7 +11,8 @@ from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from mcore_rl.config.model import ModelConfig, model_violations
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model_violations import model_violations
 from mcore_rl.errors import ConfigError, Violation, refuse_if_any
 from mcore_rl.families import (
     deepseek_v2,

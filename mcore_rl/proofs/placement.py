@@ -28,7 +28,8 @@ from mcore_rl.config.rollout import RolloutLayout
 from mcore_rl.families.rules import Rule
 from mcore_rl.families.stacks import stacked_parts, stored_shapes
 from mcore_rl.proofs.hf_model import HfShapes
-from mcore_rl.proofs.statements import Holder, Statement, stated
+from mcore_rl.proofs.stated_slices import Holder
+from mcore_rl.proofs.statements import Statement, stated
 from mcore_rl.proofs.tracer import NumberedCheckpoint, index, training_tensor
 from mcore_rl.weights.names import canonical
 from mcore_rl.weights.rollout_table import RolloutTable, RolloutTensor

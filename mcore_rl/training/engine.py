@@ -22,7 +22,8 @@ from torch import Tensor
 
 from mcore_rl.config.engine import AuxLoss, Dispatcher, EngineConfig, LayerSpec, Precision, engine_violations
 from mcore_rl.config.megatron_fields import megatron_violations
-from mcore_rl.config.model import ModelConfig, model_violations
+from mcore_rl.config.model import ModelConfig
+from mcore_rl.config.model_violations import model_violations
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.config.role import Head
 from mcore_rl.errors import NonFiniteError, Violation, refuse_if_any

