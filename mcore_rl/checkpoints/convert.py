@@ -32,7 +32,7 @@ from mcore_rl.checkpoints.not_a_number import NanCheck
 from mcore_rl.checkpoints.rank_state import SIDECAR_FILES
 from mcore_rl.checkpoints.run_weights import RunWeights, role_directory
 from mcore_rl.checkpoints.safetensors import WINDOW_BYTES, TensorSpec, tensor_bytes
-from mcore_rl.checkpoints.stacked import unstacked, writer_of
+from mcore_rl.checkpoints.stacked import num_stored, unstacked, writer_of
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
 from mcore_rl.errors import CheckpointError, refuse_if_any
@@ -50,7 +50,7 @@ ProgressCallback = Callable[[str, int, int], None]  # (what is being done, bytes
 
 @dataclass(frozen=True)
 class Converted:
-    """A converted and verified checkpoint.  num_bytes: of the elements."""
+    """A converted and verified checkpoint.  num_tensors: of the Hugging Face files.  num_bytes: of the elements."""
 
     directory: Path
     family: str
@@ -161,7 +161,7 @@ def to_megatron(
         _verify(checkpoint, written, written.tensors, specs, directory.incomplete, report)
     checkpoint.close()
     directory.complete()
-    return Converted(directory.path, table.family.name, len(specs), total)
+    return Converted(directory.path, table.family.name, num_stored(specs, table), total)
 
 
 def to_hf(
@@ -201,7 +201,7 @@ def to_hf(
 
         writer.finish(verify)
     source.close()
-    return Converted(writer.directory.path, source.table.family.name, len(specs), total)
+    return Converted(writer.directory.path, source.table.family.name, num_stored(specs, source.table), total)
 
 
 def _cast(present: Mapping[str, torch.dtype], table: Table, dtype: torch.dtype | None) -> dict[str, torch.dtype]:

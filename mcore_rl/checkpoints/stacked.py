@@ -6,7 +6,7 @@ window by window; writing collects the parts of a slab, which one process has, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -41,6 +41,12 @@ def stored_tensors(table: Table) -> dict[str, HfInfo]:
         else:
             stored.setdefault(part.stored, replace(info, shape=part.stack.shape(table.model)))
     return stored
+
+
+def num_stored(names: Collection[str], table: Table) -> int:
+    """How many tensors of the files the tables' tensors ``names`` are."""
+    parts = parts_of(table)
+    return len({parts[name].stored if name in parts else name for name in names})
 
 
 def unstacked(checkpoint: HfCheckpoint, table: Table) -> HfCheckpoint:

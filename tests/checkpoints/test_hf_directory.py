@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mcore_rl.checkpoints import hf_directory
 from mcore_rl.checkpoints.hf_directory import INDEX, SINGLE, HfCheckpoint
-from mcore_rl.checkpoints.safetensors import checksum
 from mcore_rl.errors import CheckpointError
 from mcore_rl.weights.tensor_slice import TensorSlice
 
@@ -52,7 +51,6 @@ def assert_holds(directory: Path, expected: dict[str, Tensor]) -> None:
         assert checkpoint.num_bytes == sum(tensor.nbytes for tensor in expected.values())
         for name, tensor in expected.items():
             assert torch.equal(checkpoint.read(name), tensor)
-            assert checkpoint.checksum(name) == checksum(tensor)
 
 
 def test_a_single_file_opens(tmp_path: Path) -> None:
