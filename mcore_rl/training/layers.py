@@ -24,9 +24,11 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from mcore_rl.config.engine import LayerSpec
+from mcore_rl.config.engine import LayerSpec, Precision
 from mcore_rl.config.model import ModelConfig
 from mcore_rl.config.parallel import ParallelConfig
+from mcore_rl.errors import Violation
+from mcore_rl.parallel.device import Platform, have_transformer_engine
 from mcore_rl.training.attention import PackedAttention
 from mcore_rl.training.expert_bias import ExpertOutputLinear
 from mcore_rl.training.gated_attention import GatedSelfAttention
@@ -154,6 +156,32 @@ def transformer_engine_lacks(model: ModelConfig, parallel: ParallelConfig) -> st
     if model.sliding_layers and parallel.cp > 1:
         return f"its ring attention (cp={parallel.cp}) has no sliding window, and the model has one"
     return None
+
+
+def transformer_engine_problem(
+    model: ModelConfig, parallel: ParallelConfig, precision: Precision, platform: Platform
+) -> str | None:
+    """Why Transformer Engine's layers cannot be used here, or None."""
+    if not platform.is_accelerator:
+        return "it runs on accelerators only"
+    if not have_transformer_engine():
+        return "it cannot be imported"
+    if precision is Precision.float32:
+        return "its packed attention has no float32 kernel"
+    return transformer_engine_lacks(model, parallel)
+
+
+def resolve_layer_spec(wanted: LayerSpec, problem: str | None) -> tuple[LayerSpec, list[Violation]]:
+    """(the layer spec to use, violations): ``auto`` takes Transformer Engine unless there is a ``problem`` with it.
+
+    Asking for Transformer Engine in spite of a ``problem`` is a violation.
+    """
+    if wanted is LayerSpec.auto:
+        return (LayerSpec.local if problem else LayerSpec.transformer_engine), []
+    if wanted is LayerSpec.transformer_engine and problem:
+        remedy = "Write layer_spec=auto or layer_spec=local; it needs a GPU, to be installed, and precision=bfloat16"
+        return LayerSpec.local, [Violation("layer_spec", wanted.value, problem, remedy)]
+    return wanted, []
 
 
 def _transformer_engine_layer(model: ModelConfig, config: TransformerConfig, *, has_experts: bool) -> ModuleSpec:

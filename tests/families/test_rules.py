@@ -157,7 +157,7 @@ def test_sizes_by_hand() -> None:
     by_hand = {
         "one": 1, "vocab": 10, "hidden": 6, "head": 2, "query": 16, "key": 8, "ffn": 8, "experts": 4, "expert_ffn": 4,
         "shared_ffn": 12, "query_latent": 3, "latent": 5, "latent_and_rope": 7, "key_and_value": 8 * 7, "value": 24,
-        "query_key_value": 32, "gate_and_up": 16, "query_and_gate": 32,
+        "query_key_value": 32, "gate_and_up": 16, "query_and_gate": 32, "query_heads": 8,
     }  # fmt: skip
     assert {name: size(MODEL) for name, size in SIZES.items() if not name.startswith("delta")} == by_hand
     delta = {
