@@ -27,15 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from mcore_rl.config.bounds import OutputFile
 from mcore_rl.config.options import typed
 from mcore_rl.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
-    from mcore_rl.config.verl.rules import ModelFacts
+    from mcore_rl.config.verl.rules import Entry, ModelFacts
     from mcore_rl.config.verl.translate import Translation
     from mcore_rl.config.verl.written import Verl
 
@@ -127,23 +125,38 @@ def model_facts(path: str) -> ModelFacts:
 
 
 def show(console: Console, translation: Translation) -> None:
-    """The list, one table for each heading."""
+    """The list, under its headings."""
+    from mcore_rl.config.verl.facts import versions_with
+    from mcore_rl.config.verl.rules import Kind
+
+    verl, lines = translation.verl, list[str]()
+    known = versions_with(verl.config, verl.written)
+    span = f"{known[0]} to {known[-1]}" if len(known) > 1 else "".join(known) or "no single version"
+    lines.append(f"{len(verl.written)} keys of {verl.config}, which {span} has; defaults of verl {verl.version}")
+    for kind in Kind:
+        told: dict[tuple[str, str], list[Entry]] = {}
+        for each in translation.of_kind(kind):
+            told.setdefault((each.ours if kind is not Kind.default else each.verl, each.text), []).append(each)
+        lines += ["", f"{kind.value}:"] if told else []
+        for entries in told.values():
+            lines += said(entries)
+    if translation.violations:
+        lines += ["", "Refused by ours:", *(f"  {each}" for each in translation.violations)]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def said(entries: list[Entry]) -> list[str]:
+    """The lines of entries of which the same is said."""
     from mcore_rl.config.verl.rules import Kind
     from mcore_rl.config.verl.translate import shown
 
-    verl = translation.verl
-    console.print(f"verl {verl.version}, {verl.config}: {len(verl.written)} keys, {len(translation.settings)} of ours")
-    for kind in Kind:
-        if not (entries := translation.of_kind(kind)):
-            continue
-        table = Table("verl's", "here", "", title=kind.value, title_justify="left", box=None, pad_edge=False)
-        for each in entries:
-            written = each.verl if each.kind is Kind.unknown and each.value == "" else f"{each.verl}={shown(each.value)}"
-            table.add_row(Text(written), Text(each.ours), Text(each.text))
-        console.print(table, soft_wrap=False)
-        console.print()
-    for violation in translation.violations:
-        console.print(f"To mend: {violation}", markup=False, highlight=False, soft_wrap=True)
+    first = entries[0]
+    if first.kind is Kind.default:
+        aside = f" ({first.text})" if first.text else ""
+        return [f"  {first.verl}: {shown(first.value)} in verl, here {first.ours}{aside}"]
+    written = [f"{each.verl}={shown(each.value)}" if each.value != "" else each.verl for each in entries]
+    arrow = f" -> {first.ours}" if first.ours else ""
+    return [*(f"  {each}" for each in written[:-1]), f"  {written[-1]}{arrow}", f"      {first.text}"]
 
 
 def next_step(program: str, out: Path) -> str:

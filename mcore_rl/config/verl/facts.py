@@ -55,6 +55,12 @@ def newest_with(config: str, keys: Collection[str]) -> str:
     return max(reversed(versions()), key=lambda version: sum(key in defaults(config, version) for key in keys))
 
 
+def versions_with(config: str, keys: Collection[str]) -> list[str]:
+    """The versions of a configuration that have every one of ``keys`` that any of them has."""
+    known = [key for key in keys if key in keys_of(config)]
+    return [version for version in versions() if all(key in defaults(config, version) for key in known)]
+
+
 def span(key: str) -> str:
     """The versions that have ``key``, for people: "0.4 to 0.5", "since 0.6"; "" if all have it, or none."""
     ranges = [each for config in CONFIGS for each in keys_of(config).get(key, ())]

@@ -35,6 +35,7 @@ class Row:
     rule: the rule that decides ours from several of verl's keys.
     absent: whether what it asks for is not here.
     keeps: a default of ours stays whatever verl's is.
+    differs: the same run does something else here than in verl; false: ``note`` is about names and values alone.
     """
 
     verl: str
@@ -44,6 +45,7 @@ class Row:
     rule: str = ""
     absent: bool = False
     keeps: bool = False
+    differs: bool = False
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -76,14 +78,16 @@ def alternatives(text: str) -> list[str]:
     return [name for each in inside.split(",") for name in alternatives(f"{before}{each}{after}")]
 
 
-def to(verl: str, ours: str, convert: Convert = same, note: str = "", *, keeps: bool = False) -> Row:
+def to(
+    verl: str, ours: str, convert: Convert = same, note: str = "", *, keeps: bool = False, differs: bool = False
+) -> Row:
     """A key whose value one key of ours takes."""
-    return Row(verl, (ours,), note, convert, keeps=keeps)
+    return Row(verl, (ours,), note, convert, keeps=keeps, differs=differs)
 
 
-def part(verl: str, ours: str, rule: str, note: str = "") -> Row:
+def part(verl: str, ours: str, rule: str, note: str = "", *, differs: bool = False) -> Row:
     """A key that is decided together with others.  ours: the keys that the rule may write, with spaces between."""
-    return Row(verl, tuple(ours.split()), note, rule=rule)
+    return Row(verl, tuple(ours.split()), note, rule=rule, differs=differs)
 
 
 def gone(verl: str, why: str) -> Row:
@@ -118,16 +122,5 @@ def of_names(names: Mapping[str, str | None], why: str) -> Convert:
         if str(value) not in names:
             raise NotHereError(why)
         return names[str(value)]
-
-    return convert
-
-
-def at_most_one(why: str) -> Convert:
-    """Only 1 is here, and needs no key."""
-
-    def convert(value: Any) -> Any:
-        if value not in (None, 1, "None"):
-            raise NotHereError(why)
-        return value
 
     return convert

@@ -5,11 +5,9 @@ from __future__ import annotations
 from mcore_rl.config.verl.row import (
     Row,
     absent,
-    at_most_one,
     gone,
     of_names,
     part,
-    same,
     to,
 )
 
@@ -174,7 +172,7 @@ def megatron(verl: str, ours: str) -> list[Row]:
              "`allgather`, `alltoall`, or `flex` with DeepEP or HybridEP"),
         to(f"{fields}.moe_permute_fusion", f"{ours}.moe.permute_fusion", note="where Transformer Engine is, by itself"),
         part(f"{fields}.{{moe_aux_loss_coeff,moe_router_load_balancing_type}}", f"{ours}.moe.aux_loss {ours}.moe.aux_loss_coeff",
-             "balance", "over each sequence or the whole batch; Megatron's over a micro batch depends on the layout"),
+             "balance", "over each sequence or the whole batch; Megatron's over a micro batch depends on the layout", differs=True),
         to(f"{fields}.moe_z_loss_coeff", f"{ours}.moe.z_loss_coeff"),
         part(f"{fields}.gradient_accumulation_fusion", f"{ours}.gradient_accumulation_fusion", "transformer_field",
              "by itself where Apex is installed; false switches it off"),
@@ -261,10 +259,10 @@ ACTOR_ROWS = [
          "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high", "clip", CLIP),
     to(f"{ACTOR}.clip_ratio_c", "actor.clip_ratio_c", note="`null`: no dual clip"),
     part(f"{ACTOR}.policy_loss.loss_mode", "actor.loss_mode", "loss", "`vanilla` is `ppo_clip`"),
-    to(f"{ACTOR}.policy_loss.clip_cov_ratio", "actor.clip_cov_ratio", note=COVARIANCE),
+    to(f"{ACTOR}.policy_loss.clip_cov_ratio", "actor.clip_cov_ratio", note=COVARIANCE, differs=True),
     to(f"{ACTOR}.policy_loss.clip_cov_lb", "actor.clip_cov_lb"),
     to(f"{ACTOR}.policy_loss.clip_cov_ub", "actor.clip_cov_ub"),
-    to(f"{ACTOR}.policy_loss.kl_cov_ratio", "actor.kl_cov_ratio", note=COVARIANCE),
+    to(f"{ACTOR}.policy_loss.kl_cov_ratio", "actor.kl_cov_ratio", note=COVARIANCE, differs=True),
     to(f"{ACTOR}.policy_loss.ppo_kl_coef", "actor.ppo_kl_coef"),
     gone(f"{ACTOR}.policy_loss.dro_beta", "read with loss_mode=dro alone, which is not here"),
     to(f"{ACTOR}.tau_pos", "actor.tau_pos", note="`sapo` is aggregated as loss_agg_mode says; verl's always as seq-mean-token-mean"),
@@ -315,4 +313,3 @@ CRITIC_ROWS = [
     gone("critic.checkpoint.async_save", "trainer.async_save, of all"),
     gone("critic.nccl_timeout", "trainer.timeout_s, of all"),
 ]  # fmt: skip
-assert at_most_one and same

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.config.verl.row import Row, absent, gone, of_names, part, to
-from mcore_rl.config.verl.rows_roles import VISION, profiler, quantisation
+from mcore_rl.config.verl.rows_roles import profiler, quantisation
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MICROBATCHES = "the actor's microbatches"
@@ -32,7 +32,7 @@ ROLLOUT_ROWS = [
     to(f"{ROLLOUT}.val_kwargs.top_k", "rollout.val_kwargs.top_k"),
     to(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.tp", note="verl's default was 1 until 0.5 and is 2 since"),
     part(f"{ROLLOUT}.{{data_parallel_size,expert_parallel_size}}", "rollout.ep", "replicas",
-         "`rollout.dp` are replicas of the whole run, by itself all that the devices hold; verl's is of one engine"),
+         "`rollout.dp` are replicas of the whole run, by itself all that the devices hold; verl's is of one engine", differs=True),
     absent(f"{ROLLOUT}.pipeline_model_parallel_size", "an engine is tensor and expert parallel"),
     to(f"{ROLLOUT}.gpu_memory_utilization", "rollout.gpu_memory_utilization"),
     to(f"{ROLLOUT}.max_num_seqs", "rollout.max_num_seqs", keeps=True),
@@ -121,7 +121,7 @@ def overlong(verl: str) -> list[Row]:
     return [
         to(f"{verl}.enable", "reward.overlong.enable"),
         to(f"{verl}.len", "reward.overlong.length"),
-        to(f"{verl}.penalty_factor", "reward.overlong.penalty_factor", note=OVERLONG),
+        to(f"{verl}.penalty_factor", "reward.overlong.penalty_factor", note=OVERLONG, differs=True),
         gone(f"{verl}.log", "always"),
     ]
 
@@ -134,8 +134,8 @@ def sandbox(verl: str) -> list[Row]:
 REWARD_ROWS = [
     *custom("custom_reward_function"),
     *custom("reward.custom_reward_function"),
-    to(f"{JUDGE}.enable", "reward_model.enable", bool, CLASSIFIER),
-    to("reward.reward_model.enable", "reward_model.enable", bool, CLASSIFIER),
+    to(f"{JUDGE}.enable", "reward_model.enable", bool, CLASSIFIER, differs=True),
+    to("reward.reward_model.enable", "reward_model.enable", bool, CLASSIFIER, differs=True),
     to(f"{JUDGE}.model.path", "reward_model.model.path"),
     to("reward.reward_model.model_path", "reward_model.model.path"),
     to(f"{JUDGE}.model.input_tokenizer", "reward_model.model.tokenizer_path", note="the policy's, whose template the conversation has"),
@@ -206,4 +206,3 @@ EVALUATION_ROWS = [
     to("{ray_init,ray_kwargs.ray_init}.num_cpus", "ray_init.num_cpus"),
     to("{ray_init,ray_kwargs}.timeline_json_file", "ray_init.timeline_json_file"),
 ]
-assert VISION

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.config.verl.row import absent, gone, listed, of_names, or_all, or_never, part, to
-from mcore_rl.config.verl.rows_roles import KL, NO_SUCH_KL, VISION
+from mcore_rl.config.verl.rows_roles import KL, NO_SUCH_KL
 
 TOOLS = "not yet: one answer to one prompt"
 COLUMN = "rows with images, videos or sounds are refused"
@@ -28,7 +28,7 @@ DATA_ROWS = [
     to("data.prompt_key", "data.prompt_key"),
     to("data.filter_overlong_prompts", "data.filter_overlong_prompts"),
     to("data.truncation", "data.truncation", TRUNCATION),
-    to("data.shuffle", "data.shuffle", note="another order of the same prompts"),
+    to("data.shuffle", "data.shuffle", note="another order of the same prompts", differs=True),
     to("data.seed", "data.seed", note="another order of the same prompts", keeps=True),
     to("data.train_max_samples", "data.train_max_samples", or_all, "-1 is null"),
     to("data.val_max_samples", "data.val_max_samples", or_all, "-1 is null"),
@@ -59,14 +59,14 @@ ALGORITHM_ROWS = [
     to("algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.kl_coef"),
     to("algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.target_kl",
        note="nats a token, as in verl; algorithm.kl_ctrl.target_kl_per=response is the paper's"),
-    to("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.horizon", note="a batch larger than the horizon counts as the horizon"),
+    to("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.horizon", note="a batch larger than the horizon counts as the horizon", differs=True),
     to("algorithm.filter_groups.enable", "algorithm.filter_groups.enable"),
     to("algorithm.filter_groups.metric", "algorithm.filter_groups.metric", METRIC, "`acc` or `score`"),
     to("algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.max_num_gen_batches",
        lambda most: most or None, "0, verl's no limit, is not here"),
     gone("algorithm.filter_groups.max_inflight_gen_batches", "batches follow one another"),
     to("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_keys", listed),
-    to("algorithm.gdpo_reward_weights", "algorithm.gdpo_reward_weights", listed, "whitened over responses, as in the paper"),
+    to("algorithm.gdpo_reward_weights", "algorithm.gdpo_reward_weights", listed, "whitened over responses, as in the paper", differs=True),
     part(f"{CORRECTION}.{{rollout_is,rollout_is_threshold}}",
          f"{CORRECTION}.level {CORRECTION}.mode {CORRECTION}.upper {CORRECTION}.lower", "correction",
          'a threshold `"0.5_5.0"` (IcePop) is `mode=zero lower=0.5 upper=5.0`'),
@@ -74,14 +74,14 @@ ALGORITHM_ROWS = [
     part(f"{CORRECTION}.{{rollout_rs,rollout_rs_threshold,rollout_rs_threshold_lower}}",
          f"{CORRECTION}.reject {CORRECTION}.reject_lower {CORRECTION}.reject_upper", "correction",
          "one criterion; `token`, `sequence`, `geometric` (until 0.7.0) are `token_k1`, `seq_sum_k1`, `seq_mean_k1`. Bounds of "
-         "`*_k1` are of p_trainer / p_sampler; verl holds its inverse against them, which is the same where one is 1 / the other"),
+         "`*_k1` are of p_trainer / p_sampler; verl holds its inverse against them, which is the same where one is 1 / the other", differs=True),
     part("algorithm.{rollout_is,rollout_is_level,rollout_is_mode,rollout_is_threshold,rollout_is_threshold_lower}",
          f"{CORRECTION}.level {CORRECTION}.mode {CORRECTION}.upper {CORRECTION}.lower", "correction", "verl's in 0.6.0"),
     absent("algorithm.rollout_is_veto_threshold", "reject=seq_max_k2 or seq_max_k3 rejects for one token"),
     absent(f"{CORRECTION}.rollout_token_veto_threshold", "reject=seq_max_k2 or seq_max_k3 rejects for one token"),
     part(f"{CORRECTION}.{{bypass_mode,loss_type,use_policy_gradient}}", f"{CORRECTION}.bypass_mode actor.loss_mode", "correction",
          "the trainer's log-probs are computed all the same, by the update itself if it is the only one of a step. "
-         "`loss_type=reinforce` is `actor.loss_mode=policy_gradient`, without bypass"),
+         "`loss_type=reinforce` is `actor.loss_mode=policy_gradient`, without bypass", differs=True),
     absent("algorithm.use_pf_ppo", PF_PPO),
     gone("algorithm.pf_ppo.{reweight_method,weight_pow}", "read with use_pf_ppo alone"),
 ]  # fmt: skip
@@ -99,7 +99,7 @@ TRAINER_ROWS = [
     to("trainer.val_before_train", "trainer.val_before_train"),
     to("trainer.val_only", "trainer.val_only"),
     to("trainer.resume_mode", "trainer.resume_mode", RESUME, "`disable` is `off`, `resume_path` is `path`"),
-    to("trainer.resume_from_path", "trainer.resume_from_path", lambda path: path or None, "a checkpoint of ours"),
+    to("trainer.resume_from_path", "trainer.resume_from_path", lambda path: path or None, "a checkpoint of ours", differs=True),
     to("trainer.default_local_dir", "trainer.default_local_dir", note="everything of the run is there", keeps=True),
     to("trainer.max_actor_ckpt_to_keep", "trainer.max_to_keep", note="and the best is always kept"),
     gone("trainer.max_critic_ckpt_to_keep", "trainer.max_to_keep, of all"),
@@ -136,4 +136,3 @@ TRAINER_ROWS = [
     gone("skip.{rollout,async_rollout,rollout_tq}.{action,dump_dir,steps}", "read with skip.*.enable alone"),
     gone("transfer_queue.*", "samples go through Ray's object store"),
 ]  # fmt: skip
-assert VISION

@@ -16,6 +16,7 @@ from mcore_rl.config.engine import Dispatcher
 from mcore_rl.config.megatron_fields import ALLOWED, REFUSED, TAKEN, megatron_violations
 from mcore_rl.config.roles import LossAggregation
 from mcore_rl.config.trainer import Logger
+from mcore_rl.config.verl.facts import versions
 from mcore_rl.config.verl.rows_roles import CLIP, LOSSES
 from mcore_rl.config.verl.written import Verl
 
@@ -107,11 +108,17 @@ def microbatches(verl: Verl, answer: Answer, role: str) -> None:
     spread = [f"{base}.megatron.context_parallel_size", f"{base}.ulysses_sequence_parallel_size"]
     if verl[dynamic] and verl[budget]:
         cp = next((size for each in spread if (size := verl[each])), 1)
-        answer.set(f"{role}.microbatch_tokens", int(verl[budget]) * int(cp), dynamic, budget, *spread)
+        tokens = int(verl[budget]) * int(cp)
+        answer.set(f"{role}.microbatch_tokens", tokens, dynamic, budget, *spread)
+        text = f"tokens of a context-parallel group: of a GPU, times context_parallel_size={cp}" if cp != 1 else ""
+        answer.tell(Kind.changed, budget if text else "", text, f"{role}.microbatch_tokens={tokens}")
         answer.tell(Kind.dropped, micro, "not read in verl either, with use_dynamic_bsz=True")
     elif verl[micro]:
         longest = sum(int(verl[each]) for each in LENGTHS)
-        answer.set(f"{role}.microbatch_tokens", int(verl[micro]) * longest, micro, *LENGTHS)
+        tokens = int(verl[micro]) * longest
+        answer.set(f"{role}.microbatch_tokens", tokens, micro, *LENGTHS)
+        text = f"sequences are packed into a budget of tokens: that of {verl[micro]} of the longest, {longest} tokens each"
+        answer.tell(Kind.changed, micro, text, f"{role}.microbatch_tokens={tokens}")
         answer.tell(Kind.dropped, budget, "not read in verl either, without use_dynamic_bsz=True")
     answer.tell(Kind.absent, f"{base}.ppo_micro_batch_size", "of all devices together: write ppo_micro_batch_size_per_gpu")
 
@@ -124,6 +131,9 @@ def aggregation(verl: Verl, answer: Answer, role: str) -> None:
     ours |= {"seq-mean-token-sum-norm": LossAggregation.sum_over_constant.value}
     if str(verl[mode]) in ours:
         answer.set(f"{role}.loss_agg_mode", ours[str(verl[mode])], mode)
+        if versions().index(verl.version) < versions().index("0.7.0"):
+            text = "over the whole minibatch; verl's, before 0.7, over each micro batch, and the mean of these"
+            answer.tell(Kind.changed, mode, text, f"{role}.loss_agg_mode={ours[str(verl[mode])]}")
     elif verl[mode] is not None:
         answer.tell(Kind.absent, mode, f"there are {', '.join(ours)}")
     if verl[factor] is not None:
@@ -141,7 +151,10 @@ def warmup(verl: Verl, answer: Answer, role: str) -> None:
     """verl's scheduler counts steps of the run; ours, optimizer steps."""
     steps, ratio = (f"{ROLES[role]}.optim.{name}" for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"))
     if verl[steps] is not None and int(verl[steps]) > 0:
-        answer.set(f"{role}.optim.lr_warmup_steps", int(verl[steps]) * updates_of_a_step(verl, role), steps)
+        updates = updates_of_a_step(verl, role)
+        answer.set(f"{role}.optim.lr_warmup_steps", int(verl[steps]) * updates, steps)
+        text = f"optimizer steps: verl counts steps of the run, of {updates} optimizer steps each"
+        answer.tell(Kind.changed, steps if updates > 1 else "", text, f"{role}.optim.lr_warmup_steps={int(verl[steps]) * updates}")
     elif verl[ratio]:
         answer.set(f"{role}.optim.warmup_ratio", verl[ratio], ratio)
 
@@ -163,7 +176,10 @@ def decay(verl: Verl, answer: Answer, role: str) -> None:
             answer.tell(Kind.dropped, key, "read by a rate that decays alone")
         return
     if end := next((each for each in ends if verl[each] is not None and int(verl[each]) > 0), None):
-        answer.set(f"{role}.optim.total_steps", int(verl[end]) * updates_of_a_step(verl, role), end)
+        updates = updates_of_a_step(verl, role)
+        answer.set(f"{role}.optim.total_steps", int(verl[end]) * updates, end)
+        text = f"optimizer steps: verl counts steps of the run, of {updates} optimizer steps each"
+        answer.tell(Kind.changed, end if updates > 1 else "", text, f"{role}.optim.total_steps={int(verl[end]) * updates}")
     if verl[share]:
         answer.set(f"{role}.optim.min_lr_ratio", verl[share], share)
     elif verl[least]:
@@ -265,7 +281,7 @@ def dispatcher(verl: Verl, answer: Answer, role: str) -> None:
     names = {each.value: each.value for each in Dispatcher} | {"alltoall_seq": "alltoall"}
     wanted = str(verl[kind])
     if wanted in names:
-        answer.set(f"{role}.moe.dispatcher", names[wanted], kind)
+        answer.set(f"{role}.moe.dispatcher", names[wanted], kind, *([deepep] if wanted == "flex" else []))
     elif verl[kind] is not None:
         answer.tell(Kind.absent, kind, f"there are {', '.join(names)}")
     if wanted == "flex" and verl[backend]:
@@ -408,7 +424,7 @@ def sampling(verl: Verl, answer: Answer) -> None:
         draws, temperature = f"{group}.do_sample", f"{group}.temperature"
         greedy = verl[draws] is False and verl[f"{base}.mode"] != "async"
         if verl[temperature] is not None:
-            answer.set(ours, 0 if greedy else verl[temperature], *([draws] if greedy else []), temperature)
+            answer.set(ours, 0 if greedy else verl[temperature], draws, temperature)
 
 
 def replicas(verl: Verl, answer: Answer) -> None:

@@ -55,10 +55,10 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
     """``verl`` in our keys.  model: what is known of the model that it trains."""
     answer = Answer(verl, model or ModelFacts())
     answer.entries += [Entry(Kind.unknown, text, "", text=why) for text, why in verl.unread]
-    leaves_out = "" if verl.program != "train" or verl["algorithm.adv_estimator"] == "gae" else "critic."
-    rows = [row for row in rows_of(verl.program) if not (leaves_out and row.verl.startswith(leaves_out))]
+    idle = _idle_groups(verl)
+    rows = [row for row in rows_of(verl.program) if not any(_is_of(row, group) for group in idle)]
     for key in verl.written:
-        _tell_unknown(answer, key, leaves_out)
+        _tell_unknown(answer, key, idle)
     for row in rows:
         _apply(answer, row)
     wanted = {row.rule for row in rows if row.rule}
@@ -67,9 +67,9 @@ def translate(verl: Verl, model: ModelFacts | None = None) -> Translation:
             rule(verl, answer)
     for name, per_role in PER_ROLE.items():
         for role in ROLES:
-            if name in wanted and not (leaves_out and role == "critic"):
+            if name in wanted and role not in idle:
                 per_role(verl, answer, role)
-    _tell_of_rules(answer, leaves_out)
+    _tell_of_rules(answer)
     if answer.model.checkpoint and verl.program == "train":
         answer.settings["recipe.checkpoint"] = Setting(answer.model.checkpoint, (), written=True)
     algorithm = _algorithm(answer) if verl.program == "train" else ""
@@ -146,14 +146,33 @@ def _plain(value: str) -> Any:
     return _value(f"key={value}", value) if value else value
 
 
-def _tell_unknown(answer: Answer, key: str, leaves_out: str) -> None:
-    verl = answer.verl
-    if leaves_out and key.startswith(leaves_out):
-        answer.tell(Kind.dropped, key, f"algorithm.adv_estimator={verl['algorithm.adv_estimator']} needs no critic")
-    elif row_for(key, verl.program) is None:
-        near = get_close_matches(key, verl.keys - {*verl.written}, 1)
+def _idle_groups(verl: Verl) -> dict[str, str]:
+    """Groups of ours that this run has no use for -> why."""
+    if verl.program != "train":
+        return {}
+    estimator = verl["algorithm.adv_estimator"]
+    idle = {} if estimator == "gae" else {"critic": f"algorithm.adv_estimator={estimator} needs no critic"}
+    if not verl["reward_model.enable"] and not verl["reward.reward_model.enable"]:
+        idle["reward_model"] = "there is no reward model"
+    return idle
+
+
+def _is_of(row: Row, group: str) -> bool:
+    """Whether a row is about nothing but a group of ours; the switch of the group is not."""
+    if group == "critic":
+        return row.verl.startswith("critic.")
+    return any(each.startswith(f"{group}.") for each in row.ours) and row.ours != (f"{group}.enable",)
+
+
+def _tell_unknown(answer: Answer, key: str, idle: Mapping[str, str]) -> None:
+    """An entry of a key that no row is about, or one of an idle group."""
+    row = row_for(key, answer.verl.program)
+    if row is None:
+        near = get_close_matches(key, answer.verl.keys - {*answer.verl.written}, 1)
         remedy = f"did you mean {near[0]}?" if near else "docs/configuration.md has all of ours"
         answer.tell(Kind.unknown, key, f"verl has no such key in the versions that are known; {remedy}")
+    elif why := next((why for group, why in idle.items() if _is_of(row, group)), ""):
+        answer.tell(Kind.dropped, key, why)
 
 
 def _apply(answer: Answer, row: Row) -> None:
@@ -175,7 +194,7 @@ def _apply(answer: Answer, row: Row) -> None:
         if row.ours and "*" in row.verl:
             names = key[len(row.verl.partition("{")[0].partition("*")[0].rstrip(".")) + 1 :] if "{" not in row.verl else key.rpartition(".")[2]
             answer.add(row.ours[0], names.split("."), ours, key)
-            if row.note:
+            if row.differs:
                 answer.tell(Kind.changed, key, row.note, f"{row.ours[0]}.{names}={shown(ours)}")
         elif row.ours:
             _take(answer, row, key, ours, written=written)
@@ -201,7 +220,7 @@ def _take(answer: Answer, row: Row, key: str, ours: Any, *, written: bool) -> No
         answer.tell(Kind.dropped, key, row.note or "the default here")
         return
     answer.set(name, ours, key)
-    if row.note:
+    if row.differs:
         answer.tell(Kind.changed, key, row.note, f"{name}={shown(ours)}")
 
 
@@ -229,15 +248,15 @@ def _schema(program: str) -> type[Any]:
     return schemas[program]
 
 
-def _tell_of_rules(answer: Answer, leaves_out: str) -> None:
+def _tell_of_rules(answer: Answer) -> None:
     """Entries of the written keys that rules read: what they came to, and what is different."""
     told = {each.verl for each in answer.entries}
     for key in answer.verl.written:
         row = row_for(key, answer.verl.program)
-        if row is None or not row.rule or key in told or (leaves_out and key.startswith(leaves_out)):
+        if row is None or not row.rule or key in told:
             continue
         came = [f"{ours}={shown(each.value)}" for ours, each in answer.settings.items() if key in each.sources]
-        if came and row.note:
+        if came and row.differs:
             answer.tell(Kind.changed, key, row.note, " ".join(came))
         elif not came:
             answer.tell(Kind.dropped, key, row.note or "the default here")
